@@ -1,0 +1,416 @@
+"""Every setting of a worker, declared once.
+
+``Config`` is a frozen dataclass and the only reader of environment variables. Each field carries its variable, the
+Horovod variable that is honoured as a fallback, its command-line flag, its unit and its meaning; the launcher's flags,
+the YAML file and docs/configuration.md are generated from these declarations, so a new setting is one new field here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from hvdgloo.errors import ConfigError
+
+T = TypeVar("T")
+
+_TRUE = frozenset({"1", "true", "yes", "on"})
+_FALSE = frozenset({"0", "false", "no", "off", ""})
+LOG_LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The declaration of one field: how it is named, read and explained.
+
+    Attributes:
+        env: the variable that sets it.
+        fallback: variables read if ``env`` is absent, first one first: Horovod's names, or a scheduler's.
+        flag: the launcher's option, or None where a user would not set it by hand. A boolean one has a ``--no-`` twin.
+        yaml: ``section.key`` in a configuration file.
+        unit: of the number, in words; empty if it has none.
+        help: what it does, for ``--help`` and the documentation.
+        parse: text to value; raises ValueError with the form that it expects.
+        scale: the flag's number times this is the value (``--fusion-threshold-mb 64``).
+        secret: never printed.
+    """
+
+    env: str
+    help: str
+    parse: Callable[[str], Any]
+    fallback: tuple[str, ...] = ()
+    flag: str | None = None
+    yaml: str | None = None
+    unit: str = ""
+    scale: float = 1
+    secret: bool = False
+
+
+def _boolean(text: str) -> bool:
+    lowered = text.strip().lower()
+    if lowered in _TRUE:
+        return True
+    if lowered in _FALSE:
+        return False
+    raise ValueError("expected 1 or 0 (true/false, yes/no, on/off)")
+
+
+def _integer(minimum: int, maximum: int | None = None) -> Callable[[str], int]:
+    limits = f"at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise ValueError(f"expected a whole number, {limits}") from None
+        if value < minimum or (maximum is not None and value > maximum):
+            raise ValueError(f"expected a whole number, {limits}")
+        return value
+
+    return parse
+
+
+def _number(*, positive: bool) -> Callable[[str], float]:
+    expected = "expected a number greater than 0" if positive else "expected a number, 0 or greater"
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            raise ValueError(expected) from None
+        if not math.isfinite(value) or value < 0 or (positive and value == 0):
+            raise ValueError(expected)
+        return value
+
+    return parse
+
+
+def _text(text: str) -> str:
+    return text
+
+
+def _log_level(text: str) -> str:
+    level = text.strip().upper()
+    if level not in LOG_LEVELS:
+        raise ValueError(f"expected one of {', '.join(LOG_LEVELS)}")
+    return level
+
+
+def parse_endpoint(text: str) -> tuple[str, int]:
+    """``host:port`` or ``[v6]:port`` to its parts.
+
+    Raises:
+        ValueError: with the form that is expected.
+    """
+    host, colon, port = text.strip().rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        host = ""
+    if not (colon and host and port.isdigit() and 0 < int(port) < 65536):
+        raise ValueError("expected host:port, or [address]:port for IPv6")
+    return host, int(port)
+
+
+def format_endpoint(host: str, port: int) -> str:
+    """The inverse of ``parse_endpoint``."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _endpoint(text: str) -> str:
+    return format_endpoint(*parse_endpoint(text))
+
+
+def _secret(text: str) -> bytes:
+    try:
+        value = bytes.fromhex(text.strip())
+    except ValueError:
+        raise ValueError("expected the job secret in hexadecimal digits") from None
+    if len(value) < 16:
+        raise ValueError("expected at least 32 hexadecimal digits (16 bytes)")
+    return value
+
+
+def _port_range(text: str) -> tuple[int, int]:
+    first, _, last = text.partition("-")
+    try:
+        low, high = int(first), int(last or first)
+    except ValueError:
+        low = high = 0
+    if not 0 < low <= high < 65536:
+        raise ValueError("expected FIRST-LAST with ports from 1 to 65535")
+    return low, high
+
+
+def _setting(default: T, **declaration: Any) -> T:
+    value: T = field(
+        default=default,
+        repr=not declaration.get("secret", False),
+        metadata={"setting": Setting(**declaration)},
+    )
+    return value
+
+
+@dataclass(frozen=True)
+class Config:
+    """The settings of one worker. ``Config.from_env()`` is the usual way to get one.
+
+    Times are in seconds and sizes in bytes unless a field's unit says otherwise.
+    """
+
+    # Which job, and which place in it. A launcher sets these; nobody types them.
+    rendezvous: str | None = _setting(
+        None,
+        env="HVDGLOO_RENDEZVOUS",
+        parse=_endpoint,
+        help="host:port of the rendezvous server; absent in a job of a single process",
+    )
+    secret: bytes | None = _setting(
+        None, env="HVDGLOO_SECRET", parse=_secret, secret=True, help="the job secret, in hexadecimal digits"
+    )
+    secret_file: str | None = _setting(
+        None, env="HVDGLOO_SECRET_FILE", parse=_text, help="a file that holds the job secret, instead of HVDGLOO_SECRET"
+    )
+    job_id: str = _setting(
+        "", env="HVDGLOO_JOB_ID", parse=_text, help="marks every process of a job, so that none is left behind"
+    )
+    epoch: int = _setting(0, env="HVDGLOO_EPOCH", parse=_integer(0), help="the generation of the membership to join")
+    rank: int | None = _setting(
+        None,
+        env="HVDGLOO_RANK",
+        fallback=("HOROVOD_RANK",),
+        parse=_integer(0),
+        help="this worker's rank, given by a launcher; without it the rendezvous server hands one out",
+    )
+    index: int | None = _setting(
+        None,
+        env="HVDGLOO_INDEX",
+        fallback=("JOB_COMPLETION_INDEX",),
+        parse=_integer(0),
+        help="without a launcher: workers with a lower index come first",
+    )
+    hostname: str | None = _setting(
+        None,
+        env="HVDGLOO_HOSTNAME",
+        fallback=("HOROVOD_HOSTNAME",),
+        parse=_text,
+        help="the host's name in messages, as the user gave it",
+    )
+    address: str | None = _setting(
+        None,
+        env="HVDGLOO_ADDRESS",
+        parse=_text,
+        help="the IP address at which this worker is reached by others; by default that of the connection to the "
+        "rendezvous server",
+    )
+    port_range: tuple[int, int] | None = _setting(
+        None,
+        env="HVDGLOO_PORT_RANGE",
+        flag="--port-range",
+        yaml="network.port_range",
+        parse=_port_range,
+        help="FIRST-LAST: the ports that our own listeners may use, for firewalls; by default any free one",
+    )
+
+    # How long things may take. Three different questions, three settings.
+    connect_timeout: float = _setting(
+        30.0,
+        env="HVDGLOO_CONNECT_TIMEOUT",
+        flag="--connect-timeout-seconds",
+        yaml="timeouts.connect_seconds",
+        unit="seconds",
+        parse=_number(positive=True),
+        help="how long connecting two processes may take once both are there",
+    )
+    start_timeout: float = _setting(
+        120.0,
+        env="HVDGLOO_START_TIMEOUT",
+        fallback=("HOROVOD_START_TIMEOUT",),
+        flag="--start-timeout",
+        yaml="timeouts.start_seconds",
+        unit="seconds",
+        parse=_number(positive=True),
+        help="how long hvd.init() waits for the other workers, which may still be importing their frameworks",
+    )
+    operation_timeout: float = _setting(
+        30.0,
+        env="HVDGLOO_OPERATION_TIMEOUT",
+        fallback=("HOROVOD_GLOO_TIMEOUT_SECONDS",),
+        flag="--gloo-timeout-seconds",
+        yaml="library_options.gloo_timeout_seconds",
+        unit="seconds",
+        parse=_number(positive=True),
+        help="how long a rank may answer nothing while others wait for it, and how long one collective may take "
+        "beyond its transfer time; a rank that is merely late is waited for",
+    )
+
+    # Engine.
+    fusion_threshold: int = _setting(
+        32 * 1024 * 1024,
+        env="HVDGLOO_FUSION_THRESHOLD",
+        fallback=("HOROVOD_FUSION_THRESHOLD",),
+        flag="--fusion-threshold-mb",
+        yaml="params.fusion_threshold_mb",
+        unit="bytes",
+        scale=1024 * 1024,
+        parse=_integer(0),
+        help="the largest buffer into which small tensors are fused; 0 sends each tensor alone",
+    )
+    cycle_time: float = _setting(
+        0.0,
+        env="HVDGLOO_CYCLE_TIME",
+        fallback=("HOROVOD_CYCLE_TIME",),
+        flag="--cycle-time-ms",
+        yaml="params.cycle_time_ms",
+        unit="milliseconds",
+        parse=_number(positive=False),
+        help="a least delay between two batches, for better fusion at the price of latency; by default none",
+    )
+    cache_capacity: int = _setting(
+        1024,
+        env="HVDGLOO_CACHE_CAPACITY",
+        fallback=("HOROVOD_CACHE_CAPACITY",),
+        flag="--cache-capacity",
+        yaml="params.cache_capacity",
+        unit="tensors",
+        parse=_integer(0),
+        help="how many negotiated tensors are remembered, so that their names are not sent again; 0 remembers none",
+    )
+    disable_group_fusion: bool = _setting(
+        False,
+        env="HVDGLOO_DISABLE_GROUP_FUSION",
+        fallback=("HOROVOD_DISABLE_GROUP_FUSION",),
+        parse=_boolean,
+        help="1: tensors of an explicit group are fused with each other only",
+    )
+
+    # Stalls.
+    stall_check_disable: bool = _setting(
+        False,
+        env="HVDGLOO_STALL_CHECK_DISABLE",
+        fallback=("HOROVOD_STALL_CHECK_DISABLE",),
+        flag="--no-stall-check",
+        yaml="stall_check.enabled",
+        parse=_boolean,
+        help="do not warn about tensors that wait for ranks which have not submitted them",
+    )
+    stall_warning_time: float = _setting(
+        60.0,
+        env="HVDGLOO_STALL_CHECK_TIME_SECONDS",
+        fallback=("HOROVOD_STALL_CHECK_TIME_SECONDS",),
+        flag="--stall-check-warning-time-seconds",
+        yaml="stall_check.warning_time_seconds",
+        unit="seconds",
+        parse=_number(positive=True),
+        help="after this time a waiting tensor is reported, with the ranks that miss it and what they are doing",
+    )
+    stall_shutdown_time: float = _setting(
+        0.0,
+        env="HVDGLOO_STALL_SHUTDOWN_TIME_SECONDS",
+        fallback=("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",),
+        flag="--stall-check-shutdown-time-seconds",
+        yaml="stall_check.shutdown_time_seconds",
+        unit="seconds",
+        parse=_number(positive=False),
+        help="after this time a waiting tensor ends the job with an error; 0: never",
+    )
+
+    # Messages.
+    log_level: str = _setting(
+        "WARNING",
+        env="HVDGLOO_LOG_LEVEL",
+        fallback=("HOROVOD_LOG_LEVEL",),
+        flag="--log-level",
+        yaml="logging.level",
+        parse=_log_level,
+        help="the least severe messages that are shown: " + ", ".join(LOG_LEVELS),
+    )
+    log_hide_time: bool = _setting(
+        False,
+        env="HVDGLOO_LOG_HIDE_TIME",
+        fallback=("HOROVOD_LOG_HIDE_TIME",),
+        flag="--log-without-timestamp",
+        yaml="logging.hide_timestamp",
+        parse=_boolean,
+        help="leave the time out of log lines",
+    )
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> Config:
+        """Read the variables of all fields.
+
+        Args:
+            environ: what to read; by default the process's environment.
+
+        Raises:
+            ConfigError: naming the variable, its value and the form it should have.
+        """
+        if environ is None:
+            import os
+
+            environ = os.environ
+        values: dict[str, Any] = {}
+        for name, setting in settings().items():
+            variable = next((v for v in (setting.env, *setting.fallback) if environ.get(v, "") != ""), None)
+            if variable is not None:
+                values[name] = parse_value(setting, environ[variable], variable)
+        if values.get("secret") is None and values.get("secret_file") is not None:
+            values["secret"] = read_secret_file(values["secret_file"])
+        return cls(**values)
+
+    def to_env(self) -> dict[str, str]:
+        """The variables that make ``from_env`` return this Config: those of fields that differ from their default."""
+        environ = {}
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            if value != f.default and not (f.name == "secret" and self.secret_file):
+                environ[f.metadata["setting"].env] = format_value(value)
+        return environ
+
+
+def settings() -> dict[str, Setting]:
+    """Field name to declaration, in the order in which fields are declared."""
+    return {f.name: f.metadata["setting"] for f in dataclasses.fields(Config)}
+
+
+def parse_value(setting: Setting, text: str, source: str) -> Any:
+    """Parse a setting's text; ``source`` is the variable, flag or file key that the error names."""
+    try:
+        return setting.parse(text)
+    except ValueError as error:
+        shown = "its value" if setting.secret else repr(text)
+        raise ConfigError(f"{source}: {shown} cannot be used: {error}") from None
+
+
+def format_value(value: Any) -> str:
+    """A field's value as its variable holds it."""
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, bool):
+        return str(int(value))
+    if isinstance(value, tuple):
+        return "-".join(str(part) for part in value)
+    return str(value)
+
+
+def read_secret_file(path: str) -> bytes:
+    """The job secret in a file.
+
+    Raises:
+        ConfigError: if the file cannot be read or does not hold a secret.
+    """
+    try:
+        with open(path, encoding="ascii") as file:
+            return _secret(file.read())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"HVDGLOO_SECRET_FILE={path}: {error}") from None
+
+
+def environment_names() -> Iterable[str]:
+    """Every variable that some field reads."""
+    for setting in settings().values():
+        yield setting.env
+        yield from setting.fallback

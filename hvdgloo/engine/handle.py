@@ -1,0 +1,90 @@
+"""A submitted collective's future.
+
+It is resolved exactly once, by the engine, and may be waited for from any thread. A bare lock serves as the latch: it
+costs a tenth of a ``threading.Event``, and a training step makes one for every gradient.
+"""
+
+from __future__ import annotations
+
+import _thread
+from collections.abc import Callable, Sequence
+
+from hvdgloo.errors import WaitTimeoutError
+from hvdgloo.types import Buffer
+
+
+class Handle:
+    """The result of ``Engine.submit``.
+
+    Attributes:
+        name: the tensor's full name, as messages show it.
+        outputs: where the results are, once ``done()``; in the order of the submitted tensors.
+    """
+
+    __slots__ = ("_callbacks", "_done", "_error", "_latch", "_lock", "name", "outputs")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.outputs: tuple[Buffer, ...] = ()
+        self._error: BaseException | None = None
+        self._done = False
+        self._callbacks: list[Callable[[Handle], None]] = []
+        self._lock = _thread.allocate_lock()
+        self._latch = _thread.allocate_lock()
+        self._latch.acquire()
+
+    def done(self) -> bool:
+        """True once the operation has ended, well or not."""
+        return self._done
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why it failed; None while pending, and after success."""
+        return self._error
+
+    def wait(self, timeout: float | None = None) -> tuple[Buffer, ...]:
+        """Block until the operation has ended.
+
+        Args:
+            timeout: seconds; None waits as long as the engine does, which fails every handle when a peer is lost, an
+                operation exceeds its deadline, or the engine ends.
+
+        Returns:
+            ``outputs``.
+
+        Raises:
+            WaitTimeoutError: it has not ended within ``timeout``. It goes on, and may be waited for again.
+            HvdglooError: the operation's own failure.
+        """
+        if not self._done:
+            if not self._latch.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
+                raise WaitTimeoutError(f"{self.name} has not completed within {timeout:g} s; it is still pending")
+            self._latch.release()
+        if self._error is not None:
+            raise self._error.with_traceback(None)
+        return self.outputs
+
+    def add_done_callback(self, callback: Callable[[Handle], None]) -> None:
+        """Call ``callback(self)`` once the operation has ended: at once if it has, else on the engine's thread.
+
+        The callback must not block and must not raise.
+        """
+        with self._lock:
+            if not self._done:
+                self._callbacks.append(callback)
+                return
+        callback(self)
+
+    def resolve(self, outputs: Sequence[Buffer] = (), error: BaseException | None = None) -> bool:
+        """End the operation. For the engine alone; False if it had already ended, and then nothing changes."""
+        with self._lock:
+            if self._done:
+                return False
+            self.outputs = tuple(outputs)
+            self._error = error
+            self._done = True
+            callbacks, self._callbacks = self._callbacks, []
+        self._latch.release()
+        for callback in callbacks:
+            callback(self)
+        return True

@@ -1,0 +1,212 @@
+"""Every error that hvdgloo raises, in one tree.
+
+::
+
+    HvdglooError
+    ├── ConfigError (ValueError)               a flag, variable, file or host list that cannot be used
+    ├── InvalidArgumentError (ValueError)      a call that is wrong on this rank alone; nothing was sent
+    │   └── DuplicateNameError                 the name is already in flight in this process set
+    ├── HorovodInternalError (RuntimeError)    a collective failed; Horovod's well-known name
+    │   ├── NotInitializedError (ValueError)   hvd.init() has not been called, or shutdown() has
+    │   ├── MismatchError                      ranks disagree about one tensor; the job stays usable
+    │   ├── JobShutdownError                   a rank ended its part of the job
+    │   ├── PeerLostError                      a rank died, or stopped answering
+    │   ├── StallError                         a tensor waited longer than the stall shutdown time
+    │   ├── ConnectError                       two ranks could not be connected with each other
+    │   └── BackendError                       a data plane (Gloo, NCCL, ...) failed
+    ├── WaitTimeoutError (TimeoutError)        a wait ended at the deadline its caller chose
+    ├── HostsUpdatedInterrupt (RuntimeError)   elastic training: the set of hosts changed
+    ├── MissingDependencyError (ImportError)   an optional package is not installed
+    │   └── HorovodVersionMismatchError        a framework's version changed since installation
+    ├── AuthenticationError                    a signature is absent or wrong
+    ├── RendezvousError (ConnectionError)      the rendezvous service could not be reached or used
+    │   ├── RendezvousTimeoutError (TimeoutError)  it answered, but what was awaited did not come
+    │   └── RendezvousRefusedError             it answered with a 4xx: status and reason
+    └── LaunchError (RuntimeError)             a job could not be started
+        └── JobFailedError                     a job was started and did not succeed
+
+An error carries its facts as attributes, and its text says what to do next. Errors travel between processes
+(``hvdgloo.run.run`` re-raises a worker's exception in the caller), so every class here can be pickled: facts that are
+passed by keyword are restored from the instance's dictionary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class HvdglooError(Exception):
+    """The root of the tree: ``except HvdglooError`` catches all that hvdgloo raises on purpose."""
+
+
+class ConfigError(HvdglooError, ValueError):
+    """A setting cannot be used: a flag, an environment variable, a configuration file, a host list."""
+
+
+class InvalidArgumentError(HvdglooError, ValueError):
+    """A call's arguments are wrong on this rank alone. Nothing was sent; other ranks wait for a correct call."""
+
+
+class DuplicateNameError(InvalidArgumentError):
+    """A tensor of this name is already in flight in the same process set."""
+
+    def __init__(self, message: str, *, name: str = "") -> None:
+        super().__init__(message)
+        self.name = name
+
+
+class HorovodInternalError(HvdglooError, RuntimeError):
+    """A collective failed. Elastic training catches this class, restores its last commit and goes on."""
+
+
+class NotInitializedError(HorovodInternalError, ValueError):
+    """``hvd.init()`` has not been called, or ``hvd.shutdown()`` has been since."""
+
+    def __init__(self, message: str = "hvdgloo is not initialized; call hvd.init() first") -> None:
+        super().__init__(message)
+
+
+class MismatchError(HorovodInternalError):
+    """Ranks disagree about a tensor's dtype, shape, operation or parameters. Only that operation fails."""
+
+    def __init__(self, message: str, *, name: str = "") -> None:
+        super().__init__(message)
+        self.name = name
+
+
+class JobShutdownError(HorovodInternalError):
+    """A rank called ``shutdown()`` or exited, which ends collective operations for all."""
+
+    def __init__(self, message: str, *, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class PeerLostError(HorovodInternalError):
+    """A rank died (its connection ended) or stopped answering."""
+
+    def __init__(self, message: str, *, rank: int | None = None, host: str | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.host = host
+
+
+class StallError(HorovodInternalError):
+    """Tensors waited for missing ranks longer than the stall shutdown time."""
+
+    def __init__(self, message: str, *, names: Sequence[str] = (), missing: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.names = tuple(names)
+        self.missing = tuple(missing)
+
+
+class ConnectError(HorovodInternalError):
+    """Two ranks could not be connected with each other."""
+
+    def __init__(self, message: str, *, rank: int | None = None, address: str | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.address = address
+
+
+class BackendError(HorovodInternalError):
+    """A data plane failed for a reason of its own."""
+
+
+class WaitTimeoutError(HvdglooError, TimeoutError):
+    """A wait ended at the deadline that its caller chose. What was awaited may still come."""
+
+
+class HostsUpdatedInterrupt(HvdglooError, RuntimeError):  # noqa: N818 - Horovod's name
+    """The set of hosts changed while an elastic job was training.
+
+    ``skip_sync`` is True if state need not be synchronised again (hosts were only removed).
+    """
+
+    def __init__(self, skip_sync: bool = False) -> None:
+        super().__init__(skip_sync)
+        self.skip_sync = skip_sync
+
+    def __str__(self) -> str:
+        return "the set of hosts has changed; hvd.elastic.run handles this by itself"
+
+
+class MissingDependencyError(HvdglooError, ImportError):
+    """An optional package is needed here and not installed. The text gives the command that installs it."""
+
+
+class HorovodVersionMismatchError(MissingDependencyError):
+    """A framework's version differs from the one that was installed against.
+
+    Kept for migrating programs' ``except`` clauses: nothing of hvdgloo is compiled, so it never raises this by itself.
+    """
+
+    def __init__(self, name: str = "", version: str = "", installed_version: str = "") -> None:
+        super().__init__(
+            f"{name or 'a framework'} {version} is installed, but {installed_version or 'another version'} is expected"
+        )
+        self.framework = name
+        self.version = version
+        self.installed_version = installed_version
+
+    def __reduce__(self) -> tuple[type, tuple[str, str, str]]:
+        return type(self), (self.framework, self.version, self.installed_version)
+
+
+class AuthenticationError(HvdglooError):
+    """A message's signature is absent or wrong: the peer does not know this job's secret, or bytes were changed."""
+
+
+class RendezvousError(HvdglooError, ConnectionError):
+    """The rendezvous service could not be reached or used."""
+
+    def __init__(self, message: str, *, server: str = "", route: str = "") -> None:
+        super().__init__(message)
+        self.server = server
+        self.route = route
+
+
+class RendezvousTimeoutError(RendezvousError, TimeoutError):
+    """The service was reached, but what was awaited (workers, a key) did not come before the deadline."""
+
+
+class RendezvousRefusedError(RendezvousError):
+    """The service answered with an error status. ``reason`` is its own word for why."""
+
+    def __init__(self, message: str, *, server: str = "", route: str = "", status: int = 0, reason: str = "") -> None:
+        super().__init__(message, server=server, route=route)
+        self.status = status
+        self.reason = reason
+
+
+class LaunchError(HvdglooError, RuntimeError):
+    """A job could not be started. Nothing is left running."""
+
+
+class JobFailedError(LaunchError):
+    """A job was started and did not succeed.
+
+    Attributes:
+        rank: the first worker that failed, None if it was an agent or the launcher itself.
+        host: the host it ran on.
+        exit_code: its exit status, 128+N if signal N ended it.
+        signal: the signal's number, or None.
+        last_lines: the end of what it printed.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        host: str | None = None,
+        exit_code: int = 1,
+        signal: int | None = None,
+        last_lines: Sequence[str] = (),
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.host = host
+        self.exit_code = exit_code
+        self.signal = signal
+        self.last_lines = tuple(last_lines)

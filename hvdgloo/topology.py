@@ -1,0 +1,157 @@
+"""Who is where: hosts in order, the workers on each, and what follows from that by arithmetic.
+
+Ranks fill hosts in order, so the ranks of one host are consecutive. A Topology is one epoch's answer to all workers; it
+travels as JSON (``to_dict`` / ``from_dict``) and is validated at construction, so nothing later needs to ask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Host:
+    """One host of a job.
+
+    Attributes:
+        name: as the user gave it, or the host's own name.
+        identity: boot id, network namespace and host name together; equal where ranks can share memory.
+        addresses: IP addresses that other hosts were told to use, best first.
+    """
+
+    name: str
+    identity: str
+    addresses: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One process of a job.
+
+    Attributes:
+        rank: global rank.
+        host: index into ``Topology.hosts``.
+        local_rank: rank among the workers of its host.
+        pid: process id on its host.
+        address: the IP address at which other workers reach it.
+        port: where its control listener waits; 0 if it has none.
+    """
+
+    rank: int
+    host: int
+    local_rank: int
+    pid: int
+    address: str
+    port: int
+
+
+@dataclass(frozen=True)
+class Topology:
+    """All hosts and workers of one epoch.
+
+    Raises:
+        ValueError: at construction, when ranks are not 0..size-1 in order of hosts and local ranks.
+    """
+
+    epoch: int
+    hosts: tuple[Host, ...]
+    workers: tuple[Worker, ...]
+
+    def __post_init__(self) -> None:
+        expected_host, expected_local = -1, 0
+        for rank, worker in enumerate(self.workers):
+            if worker.rank != rank:
+                raise ValueError(f"worker {rank} of the topology says that its rank is {worker.rank}")
+            if worker.host == expected_host + 1:
+                expected_host, expected_local = worker.host, 0
+            if (worker.host, worker.local_rank) != (expected_host, expected_local):
+                raise ValueError(
+                    f"rank {rank} is local rank {worker.local_rank} of host {worker.host}, but ranks must fill hosts "
+                    f"in order: expected local rank {expected_local} of host {expected_host}"
+                )
+            expected_local += 1
+        if expected_host + 1 != len(self.hosts):
+            raise ValueError(f"{len(self.hosts)} hosts, but workers on {expected_host + 1} of them")
+
+    @property
+    def size(self) -> int:
+        return len(self.workers)
+
+    @cached_property
+    def slots(self) -> tuple[int, ...]:
+        """Number of workers on each host."""
+        counts = [0] * len(self.hosts)
+        for worker in self.workers:
+            counts[worker.host] += 1
+        return tuple(counts)
+
+    @property
+    def is_homogeneous(self) -> bool:
+        return len(set(self.slots)) <= 1
+
+    def local_size(self, rank: int) -> int:
+        return self.slots[self.workers[rank].host]
+
+    def cross_ranks(self, rank: int) -> tuple[int, ...]:
+        """The global ranks that have the same local rank, one for each host that has one, in order."""
+        local_rank = self.workers[rank].local_rank
+        return tuple(worker.rank for worker in self.workers if worker.local_rank == local_rank)
+
+    def cross_rank(self, rank: int) -> int:
+        return self.cross_ranks(rank).index(rank)
+
+    def cross_size(self, rank: int) -> int:
+        return len(self.cross_ranks(rank))
+
+    def local_ranks(self, rank: int) -> tuple[int, ...]:
+        """The global ranks on the same host, in order."""
+        host = self.workers[rank].host
+        return tuple(worker.rank for worker in self.workers if worker.host == host)
+
+    def describe(self, rank: int) -> str:
+        """A rank as messages name it: ``rank 3 (host h2, pid 4711)``."""
+        worker = self.workers[rank]
+        return f"rank {rank} (host {self.hosts[worker.host].name}, pid {worker.pid})"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "epoch": self.epoch,
+            "hosts": [[host.name, host.identity, list(host.addresses)] for host in self.hosts],
+            "workers": [[w.host, w.local_rank, w.pid, w.address, w.port] for w in self.workers],
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Topology:
+        return cls(
+            int(data["epoch"]),
+            tuple(Host(name, identity, tuple(addresses)) for name, identity, addresses in data["hosts"]),
+            tuple(Worker(rank, *fields) for rank, fields in enumerate(data["workers"])),
+        )
+
+    @classmethod
+    def local(cls, size: int, *, pid: int, epoch: int = 0, name: str = "localhost") -> Topology:
+        """``size`` workers of one process, as the ``local`` backend has them."""
+        return cls(
+            epoch,
+            (Host(name, "", ("127.0.0.1",)),),
+            tuple(Worker(rank, 0, rank, pid, "127.0.0.1", 0) for rank in range(size)),
+        )
+
+
+def fill(names: Sequence[str], slots: Sequence[int], count: int) -> list[tuple[int, int]]:
+    """Assign ``count`` ranks to hosts in order, each host filled before the next.
+
+    Returns:
+        for each rank, the index of its host and its local rank.
+
+    Raises:
+        ValueError: when the hosts have fewer than ``count`` slots; the text has both numbers.
+    """
+    places = [(host, local) for host, n in enumerate(slots) for local in range(n)]
+    if count > len(places):
+        listed = ", ".join(f"{name}:{n}" for name, n in zip(names, slots, strict=True))
+        raise ValueError(f"{count} processes were asked for, but there are only {len(places)} slots ({listed})")
+    return places[:count]

@@ -1,0 +1,129 @@
+"""The values that front-ends, engine and backends exchange. All are frozen; none knows a framework."""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+
+class DType(enum.Enum):
+    """An element type. The value is the name used in messages; numpy has no bfloat16, hence ``numpy_dtype``."""
+
+    UINT8 = "uint8"
+    INT8 = "int8"
+    INT16 = "int16"
+    INT32 = "int32"
+    INT64 = "int64"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+    FLOAT32 = "float32"
+    FLOAT64 = "float64"
+    BOOL = "bool"
+
+    # enum.Enum caches nothing, and these are asked for on the path of every tensor.
+    itemsize: int
+    is_floating: bool
+    numpy_dtype: np.dtype[Any]
+
+    def __init__(self, text: str) -> None:
+        # bfloat16 travels as the 16 bits that it is; kernels that compute on it widen it to float32.
+        self.numpy_dtype = np.dtype("uint16" if text == "bfloat16" else text)
+        self.itemsize = self.numpy_dtype.itemsize
+        self.is_floating = "float" in text
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+class ReduceOp(enum.IntEnum):
+    """How elements are combined. The numbers are Horovod's public constants."""
+
+    AVERAGE = 0
+    SUM = 1
+    ADASUM = 2
+    MIN = 3
+    MAX = 4
+    PRODUCT = 5
+
+
+class Collective(enum.Enum):
+    """A collective operation; the value is the prefix of its tensors' names."""
+
+    ALLREDUCE = "allreduce"
+    ALLGATHER = "allgather"
+    BROADCAST = "broadcast"
+    BARRIER = "barrier"
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What ranks must agree upon about one tensor, before any of its bytes moves."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    device: str = "cpu"
+
+    @property
+    def count(self) -> int:
+        """Number of elements; 1 for a zero-dimensional tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.count * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Contiguous memory of one tensor, in row-major order, without a copy.
+
+    Attributes:
+        address: of the first byte; may be 0 when there are no elements.
+        spec: dtype, shape and device ("cpu" or "cuda:<index>").
+        owner: whatever keeps the memory alive. Whoever holds the Buffer may use the address.
+    """
+
+    address: int
+    spec: TensorSpec
+    owner: object = field(default=None, compare=False, repr=False)
+
+    @property
+    def dtype(self) -> DType:
+        return self.spec.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.spec.shape
+
+    @property
+    def device(self) -> str:
+        return self.spec.device
+
+    @property
+    def count(self) -> int:
+        return self.spec.count
+
+    @property
+    def nbytes(self) -> int:
+        return self.spec.nbytes
+
+    def array(self) -> npt.NDArray[Any]:
+        """A flat, writable numpy view of ``dtype.numpy_dtype`` (CPU memory only)."""
+        nbytes = self.nbytes
+        if nbytes == 0:
+            return np.empty(0, self.dtype.numpy_dtype)
+        memory = (ctypes.c_ubyte * nbytes).from_address(self.address)
+        return np.frombuffer(memory, self.dtype.numpy_dtype)
+
+    @classmethod
+    def of_array(cls, array: npt.NDArray[Any], dtype: DType | None = None) -> Buffer:
+        """The memory of a C-contiguous numpy array; ``dtype`` tells bfloat16 from the uint16 that carries it."""
+        if not array.flags.c_contiguous:
+            raise ValueError("a Buffer needs a C-contiguous array")
+        return cls(array.ctypes.data, TensorSpec(dtype or DType(array.dtype.name), array.shape), array)

@@ -1,0 +1,5 @@
+"""All metadata stands in setup.cfg."""
+
+from setuptools import setup
+
+setup()
