@@ -119,7 +119,7 @@ class Buffer:
         if nbytes == 0:
             return np.empty(0, self.dtype.numpy_dtype)
         memory = (ctypes.c_ubyte * nbytes).from_address(self.address)
-        return np.frombuffer(memory, self.dtype.numpy_dtype)
+        return np.frombuffer(memoryview(memory).cast("B"), self.dtype.numpy_dtype)
 
     @classmethod
     def of_array(cls, array: npt.NDArray[Any], dtype: DType | None = None) -> Buffer:

@@ -1,0 +1,1 @@
+"""The collective engine: negotiation, fusion and execution. See docs/life-of-a-tensor.md."""

@@ -1,10 +1,22 @@
-"""What ranks say to each other before data moves: values, and their bytes."""
+"""What ranks say to each other before data moves: values, and their bytes.
+
+A member (any rank) tells the coordinator (rank 0) what it has submitted; the coordinator answers with one order of
+execution for all. A tensor's signature is spelled out once and stands for a small integer afterwards, and consecutive
+integers travel as runs, so a steady training step is a message of a few bytes. Messages are msgpack arrays whose first
+element is the class's number: nothing that arrives is ever unpickled.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeAlias
 
-from hvdgloo.types import Collective, ReduceOp, TensorSpec
+import msgpack
+
+from hvdgloo.types import Collective, DType, ReduceOp, TensorSpec
 
 
 @dataclass(frozen=True)
@@ -31,3 +43,285 @@ class Request:
     postscale: float = 1.0
     root: int = -1
     process_set: int = 0
+
+    @property
+    def key(self) -> tuple[int, str]:
+        """What identifies the operation while it is pending."""
+        return self.process_set, self.name
+
+    @property
+    def nbytes(self) -> int:
+        return sum(spec.nbytes for spec in self.tensors)
+
+
+@dataclass(frozen=True)
+class Response:
+    """What all members of a process set agreed upon.
+
+    Attributes:
+        request: the agreed operation. In an allgather, shapes are those of the set's first rank.
+        rows: for an allgather, one tuple per tensor with every member's first dimension, in order of ranks.
+        error: why it cannot be executed; empty if it can.
+        signature: the number that stands for it from now on, -1 for none.
+    """
+
+    request: Request
+    rows: tuple[tuple[int, ...], ...] = ()
+    error: str = ""
+    signature: int = -1
+
+    # Computed once: a signature's Response is planned with in every training step.
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of each tensor's result."""
+        if self.request.collective is not Collective.ALLGATHER:
+            return tuple(spec.nbytes for spec in self.request.tensors)
+        return tuple(
+            sum(rows) * math.prod(spec.shape[1:]) * spec.dtype.itemsize
+            for rows, spec in zip(self.rows, self.request.tensors, strict=True)
+        )
+
+    @cached_property
+    def kinds(self) -> tuple[str, ...]:
+        """For each tensor a text that is equal where tensors may share a buffer."""
+        r = self.request
+        # Gathering moves bytes, whatever they mean; reducing computes on one dtype with one set of factors.
+        common = f"{r.collective.value} {r.process_set}"
+        if r.collective is Collective.ALLREDUCE:
+            common += f" {int(r.op)} {r.prescale!r} {r.postscale!r}"
+            return tuple(f"{common} {spec.device} {spec.dtype}" for spec in r.tensors)
+        return tuple(f"{common} {spec.device}" for spec in r.tensors)
+
+
+# From a member to the coordinator.
+
+
+@dataclass(frozen=True)
+class Submit:
+    """Operations that became ready on this rank: known signatures, and new requests."""
+
+    signatures: tuple[int, ...] = ()
+    requests: tuple[Request, ...] = ()
+
+
+@dataclass(frozen=True)
+class Leave:
+    """This rank ends its part: ``shutdown()`` was called, or the interpreter exits."""
+
+
+@dataclass(frozen=True)
+class Drained:
+    """Everything that was ordered before ``End`` has been executed here."""
+
+
+@dataclass(frozen=True)
+class Failed:
+    """This rank's data plane failed."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Stacks:
+    """What this rank's Python threads are doing."""
+
+    text: str
+
+
+# From the coordinator to members.
+
+
+@dataclass(frozen=True)
+class Execute:
+    """The next operations in the common order: a signature's number, or a Response spelled out."""
+
+    items: tuple[int | Response, ...]
+    forgotten: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Resend:
+    """These numbers were forgotten before they arrived; say again what they stood for."""
+
+    signatures: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class AskStacks:
+    """Others wait for this rank; what is it doing?"""
+
+
+@dataclass(frozen=True)
+class End:
+    """``rank`` has left: nothing will be ordered after this."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class Abort:
+    """The job's collectives have failed for all. ``kind`` chooses the error's class, ``rank`` is to blame or -1."""
+
+    kind: str
+    text: str
+    rank: int = -1
+
+
+@dataclass(frozen=True)
+class Bye:
+    """Every rank has drained; connections may be closed."""
+
+
+# Both ways.
+
+
+@dataclass(frozen=True)
+class Ping:
+    """Are you there? Sent only while something is pending."""
+
+
+@dataclass(frozen=True)
+class Pong:
+    """Yes."""
+
+
+Message: TypeAlias = (
+    Submit | Leave | Drained | Failed | Stacks | Execute | Resend | AskStacks | End | Abort | Bye | Ping | Pong
+)
+
+_DTYPES = tuple(DType)
+_DTYPE_NUMBER = {dtype: number for number, dtype in enumerate(_DTYPES)}
+_COLLECTIVES = tuple(Collective)
+_COLLECTIVE_NUMBER = {collective: number for number, collective in enumerate(_COLLECTIVES)}
+
+
+def _runs(numbers: Iterable[int]) -> list[int]:
+    """Consecutive numbers as [start, length, start, length, ...]."""
+    runs: list[int] = []
+    expected = -1
+    for number in numbers:
+        if number == expected:
+            runs[-1] += 1
+        else:
+            runs += (number, 1)
+        expected = number + 1
+    return runs
+
+
+def _from_runs(runs: list[int]) -> tuple[int, ...]:
+    numbers: list[int] = []
+    for start, length in zip(runs[::2], runs[1::2], strict=True):
+        if not 0 <= length <= 1 << 24:
+            raise ValueError("a run's length is out of range")
+        numbers.extend(range(start, start + length))
+    return tuple(numbers)
+
+
+def _pack_request(r: Request) -> list[Any]:
+    return [
+        r.name,
+        _COLLECTIVE_NUMBER[r.collective],
+        [[_DTYPE_NUMBER[t.dtype], t.shape, t.device] for t in r.tensors],
+        int(r.op),
+        r.prescale,
+        r.postscale,
+        r.root,
+        r.process_set,
+    ]
+
+
+def _unpack_request(packed: list[Any]) -> Request:
+    name, collective, tensors, op, prescale, postscale, root, process_set = packed
+    return Request(
+        name,
+        _COLLECTIVES[collective],
+        tuple(TensorSpec(_DTYPES[dtype], tuple(shape), device) for dtype, shape, device in tensors),
+        ReduceOp(op),
+        prescale,
+        postscale,
+        root,
+        process_set,
+    )
+
+
+def _pack_items(items: tuple[int | Response, ...]) -> list[Any]:
+    """Items in order: [start, length] for a run of signatures, or the four parts of a Response."""
+    packed: list[Any] = []
+    numbers: list[int] = []
+
+    def flush() -> None:
+        runs = _runs(numbers)
+        packed.extend([start, length] for start, length in zip(runs[::2], runs[1::2], strict=True))
+        numbers.clear()
+
+    for item in items:
+        if isinstance(item, int):
+            numbers.append(item)
+        else:
+            flush()
+            packed.append([_pack_request(item.request), item.rows, item.error, item.signature])
+    flush()
+    return packed
+
+
+def _unpack_items(packed: list[Any]) -> tuple[int | Response, ...]:
+    items: list[int | Response] = []
+    for part in packed:
+        if len(part) == 2:
+            items.extend(_from_runs(part))
+        else:
+            request, rows, error, signature = part
+            items.append(Response(_unpack_request(request), tuple(tuple(row) for row in rows), error, signature))
+    return tuple(items)
+
+
+def _plain(message: Any) -> list[Any]:
+    return list(vars(message).values())
+
+
+_CODECS: dict[type, tuple[Callable[[Any], list[Any]], Callable[..., Message]]] = {
+    Submit: (
+        lambda m: [_runs(m.signatures), [_pack_request(r) for r in m.requests]],
+        lambda runs, requests: Submit(_from_runs(runs), tuple(_unpack_request(r) for r in requests)),
+    ),
+    Execute: (
+        lambda m: [_pack_items(m.items), m.forgotten],
+        lambda items, forgotten: Execute(_unpack_items(items), tuple(forgotten)),
+    ),
+    Resend: (_plain, lambda signatures: Resend(tuple(signatures))),
+    Leave: (_plain, Leave),
+    Drained: (_plain, Drained),
+    Failed: (_plain, Failed),
+    Stacks: (_plain, Stacks),
+    AskStacks: (_plain, AskStacks),
+    End: (_plain, End),
+    Abort: (_plain, Abort),
+    Bye: (_plain, Bye),
+    Ping: (_plain, Ping),
+    Pong: (_plain, Pong),
+}
+_NUMBERS = {cls: number for number, cls in enumerate(_CODECS)}
+_DECODERS = tuple(decode for _, decode in _CODECS.values())
+
+
+def encode(message: Message) -> bytes:
+    """A message's bytes, without framing."""
+    pack, _ = _CODECS[type(message)]
+    return bytes(msgpack.packb([_NUMBERS[type(message)], *pack(message)]))
+
+
+def decode(data: bytes) -> Message:
+    """The inverse of ``encode``.
+
+    Raises:
+        ValueError: the bytes are not a message of this version.
+    """
+    try:
+        number, *parts = msgpack.unpackb(data)
+        if number < 0:
+            raise ValueError("negative message number")
+        message: Message = _DECODERS[number](*parts)
+        return message
+    except Exception as error:  # whatever a hostile or foreign byte string provokes is one thing to the caller
+        raise ValueError(f"not a control message: {type(error).__name__}") from error

@@ -1,0 +1,72 @@
+"""What the engine asks of a data plane, and how one is found by name.
+
+A backend belongs to one process set's ranks; every member calls the same operations in the same order, from one thread.
+Buffers are flat memory: shapes mean nothing here. An operation may return before it has completed; its memory belongs
+to it until ``Work.wait`` has returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from hvdgloo.types import Buffer, ReduceOp
+
+
+class Work(Protocol):
+    """An operation under way."""
+
+    def wait(self, timeout: float) -> None:
+        """Block until the results are in place and every peer has finished reading this rank's memory.
+
+        Args:
+            timeout: seconds.
+
+        Raises:
+            BackendError: it failed, was aborted, or has not completed in time. The memory may still be written to
+                until ``abort`` has returned.
+        """
+        ...
+
+
+class Backend(Protocol):
+    """A data plane for the ranks of one process set."""
+
+    name: str
+
+    def allreduce(self, buffer: Buffer, op: ReduceOp) -> Work:
+        """Combine the buffers of all ranks element by element, in place. ``op`` is SUM, MIN, MAX or PRODUCT."""
+        ...
+
+    def allgather(self, source: Buffer, target: Buffer, nbytes: Sequence[int]) -> Work:
+        """Put every rank's source one after another into target.
+
+        Args:
+            source: ``nbytes[rank]`` bytes.
+            target: ``sum(nbytes)`` bytes, apart from source.
+            nbytes: the size of each rank's source, in order of ranks within the set.
+        """
+        ...
+
+    def broadcast(self, buffer: Buffer, root: int) -> Work:
+        """Fill the buffers of all ranks from that of ``root``, a rank within the set."""
+        ...
+
+    def scale(self, buffer: Buffer, factor: float) -> None:
+        """Multiply every element in place. Integers are truncated toward zero, half types computed in float32."""
+        ...
+
+    def abort(self) -> None:
+        """Make every operation that is under way fail soon. Callable from any thread, more than once."""
+        ...
+
+    def close(self) -> None:
+        """Release everything. Nothing is under way any more."""
+        ...
+
+
+class Done:
+    """The Work of an operation that completed before it returned."""
+
+    def wait(self, timeout: float) -> None:
+        """Nothing to wait for."""

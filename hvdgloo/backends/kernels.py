@@ -1,0 +1,97 @@
+"""Arithmetic on flat CPU memory, in numpy: what a backend that only moves bytes needs in order to reduce and scale.
+
+numpy has no bfloat16. Its 16 bits are the upper half of a float32 (IEEE 754 binary32), so it is widened to one by a
+shift, and narrowed with rounding to nearest, ties to even, as hardware does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hvdgloo.types import Buffer, DType, ReduceOp
+
+Array = npt.NDArray[Any]
+
+_CHUNK = 1 << 18
+"""Elements handled at a time where a temporary is needed, so that it stays in the cache."""
+
+_UFUNCS = {
+    ReduceOp.SUM: np.add,
+    ReduceOp.MIN: np.minimum,
+    ReduceOp.MAX: np.maximum,
+    ReduceOp.PRODUCT: np.multiply,
+}
+_BOOL_UFUNCS = {
+    ReduceOp.SUM: np.logical_or,
+    ReduceOp.MIN: np.logical_and,
+    ReduceOp.MAX: np.logical_or,
+    ReduceOp.PRODUCT: np.logical_and,
+}
+
+
+def widen_bfloat16(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
+    """The float32 values of bfloat16 bits."""
+    values: npt.NDArray[np.float32] = (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return values
+
+
+def narrow_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+    """The bfloat16 bits nearest to float32 values; NaN stays NaN."""
+    bits = values.view(np.uint32)
+    rounded = bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))
+    quiet = (bits >> np.uint32(16)) | np.uint32(0x40)
+    narrowed: npt.NDArray[np.uint16] = np.where(np.isnan(values), quiet, rounded >> np.uint32(16)).astype(np.uint16)
+    return narrowed
+
+
+def _widen(array: Array, dtype: DType) -> Array:
+    return widen_bfloat16(array) if dtype is DType.BFLOAT16 else array.astype(np.float32)
+
+
+def _narrow(values: Array, dtype: DType) -> Array:
+    return narrow_bfloat16(values) if dtype is DType.BFLOAT16 else values.astype(np.float16)
+
+
+def is_half(dtype: DType) -> bool:
+    """True for the types whose arithmetic is done in float32."""
+    return dtype in (DType.FLOAT16, DType.BFLOAT16)
+
+
+def scale(buffer: Buffer, factor: float) -> None:
+    """Multiply every element of a CPU buffer in place; see ``Backend.scale``."""
+    array, dtype = buffer.array(), buffer.dtype
+    with np.errstate(over="ignore", invalid="ignore"):
+        if dtype in (DType.FLOAT32, DType.FLOAT64):
+            np.multiply(array, array.dtype.type(factor), out=array)
+            return
+        for start in range(0, array.size, _CHUNK):
+            chunk = array[start : start + _CHUNK]
+            if is_half(dtype):
+                chunk[:] = _narrow(_widen(chunk, dtype) * np.float32(factor), dtype)
+            else:
+                # As C does it: the element times a double, truncated toward zero.
+                chunk[:] = np.trunc(chunk.astype(np.float64) * factor).astype(chunk.dtype)
+
+
+def reduce(arrays: Sequence[Array], dtype: DType, op: ReduceOp) -> Array:
+    """Combine equally long arrays element by element, in the order given, into a new one.
+
+    Half types are accumulated in float32 and rounded once; bool knows "or" (SUM, MAX) and "and" (MIN, PRODUCT).
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        if dtype is DType.BOOL:
+            return _fold(_BOOL_UFUNCS[op], list(arrays))
+        if is_half(dtype):
+            return _narrow(_fold(_UFUNCS[op], [_widen(array, dtype) for array in arrays]), dtype)
+        return _fold(_UFUNCS[op], list(arrays))
+
+
+def _fold(ufunc: np.ufunc, arrays: list[Array]) -> Array:
+    result: Array = arrays[0].copy()
+    for array in arrays[1:]:
+        ufunc(result, array, out=result)
+    return result

@@ -1,0 +1,110 @@
+"""Ranks as threads of one process: the reference backend, and that of a job of a single process.
+
+Ranks meet at a barrier, read each other's memory, and meet again before anybody's memory is given back.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from hvdgloo.backends import kernels
+from hvdgloo.backends.base import Done, Work
+from hvdgloo.errors import BackendError
+from hvdgloo.types import Buffer, ReduceOp
+
+
+class LocalGroup:
+    """What the ranks of one process share. ``group.backend(rank)`` is one rank's view of it.
+
+    Args:
+        size: number of ranks.
+        timeout: seconds that ranks wait for each other within one operation.
+    """
+
+    def __init__(self, size: int, timeout: float = 30.0) -> None:
+        self.size = size
+        self._timeout = timeout
+        self._barrier = threading.Barrier(size)
+        self._buffers: list[Buffer | None] = [None] * size
+
+    def backend(self, rank: int) -> LocalBackend:
+        """The backend of one rank."""
+        return LocalBackend(self, rank)
+
+    def exchange(self, rank: int, buffer: Buffer, compute: Callable[[list[Buffer]], Callable[[], None]]) -> None:
+        """Let every rank see all buffers.
+
+        Args:
+            compute: reads the buffers of all ranks and returns what to do once nobody reads them any more.
+
+        Raises:
+            BackendError: a rank did not come in time, or the group was aborted.
+        """
+        self._buffers[rank] = buffer
+        self._meet()
+        store = compute([b for b in self._buffers if b is not None])
+        self._meet()
+        store()
+        self._meet()
+
+    def abort(self) -> None:
+        """Fail every exchange that is under way, and all later ones."""
+        self._barrier.abort()
+
+    def _meet(self) -> None:
+        try:
+            self._barrier.wait(self._timeout)
+        except threading.BrokenBarrierError:
+            raise BackendError("another rank of this process did not take part, or the job was aborted") from None
+
+
+class LocalBackend:
+    """One rank's view of a LocalGroup."""
+
+    name = "local"
+
+    def __init__(self, group: LocalGroup, rank: int) -> None:
+        self._group = group
+        self._rank = rank
+
+    def allreduce(self, buffer: Buffer, op: ReduceOp) -> Work:
+        def compute(buffers: list[Buffer]) -> Callable[[], None]:
+            result = kernels.reduce([b.array() for b in buffers], buffer.dtype, op)
+            return lambda: np.copyto(buffer.array(), result)
+
+        self._group.exchange(self._rank, buffer, compute)
+        return Done()
+
+    def allgather(self, source: Buffer, target: Buffer, nbytes: Sequence[int]) -> Work:
+        def compute(buffers: list[Buffer]) -> Callable[[], None]:
+            pieces = [b.array().view(np.uint8) for b in buffers]
+            np.concatenate(pieces, out=target.array().view(np.uint8))
+            return _nothing
+
+        self._group.exchange(self._rank, source, compute)
+        return Done()
+
+    def broadcast(self, buffer: Buffer, root: int) -> Work:
+        def compute(buffers: list[Buffer]) -> Callable[[], None]:
+            if self._rank != root:
+                np.copyto(buffer.array(), buffers[root].array())
+            return _nothing
+
+        self._group.exchange(self._rank, buffer, compute)
+        return Done()
+
+    def scale(self, buffer: Buffer, factor: float) -> None:
+        kernels.scale(buffer, factor)
+
+    def abort(self) -> None:
+        self._group.abort()
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,214 @@
+"""How the control connections come to be: every rank to rank 0, each side proving that it knows the job's secret.
+
+The challenge is mutual (both sides sign both nonces, so neither a stray server nor a stray client passes), the secret
+never travels, and nobody who fails it costs others more than a slot for a few seconds::
+
+    member       -> coordinator   magic, epoch, generation, rank, nonce
+    coordinator  -> member        nonce, HMAC(key, "coordinator", ...)
+    member       -> coordinator   HMAC(key, "member", ...)
+    coordinator  -> member        settings that shape plans, as JSON
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import logging
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from hvdgloo.errors import AuthenticationError, ConnectError
+
+logger = logging.getLogger(__name__)
+
+_HELLO = struct.Struct("!8sIII16s")
+_MAGIC = b"hvdgloo1"
+_MAC_BYTES = 32
+_HANDSHAKE_SECONDS = 5.0
+_PARALLEL = 32
+
+
+def listen(address: str, port_range: tuple[int, int] | None) -> socket.socket:
+    """A listening socket on one address.
+
+    Args:
+        port_range: first and last port that may be used; None for any free one.
+
+    Raises:
+        ConnectError: the address is not this host's, or every port is taken.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    ports = [0] if port_range is None else range(port_range[0], port_range[1] + 1)
+    failure: OSError | None = None
+    for port in ports:
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((address, port))
+            listener.listen(1024)
+            return listener
+        except OSError as error:
+            listener.close()
+            failure = error
+    where = "any port" if port_range is None else f"ports {port_range[0]}-{port_range[1]}"
+    raise ConnectError(
+        f"cannot listen on {address}, {where}: {failure}; check HVDGLOO_ADDRESS and HVDGLOO_PORT_RANGE", address=address
+    )
+
+
+class Handshake:
+    """What both sides know about the job before they meet.
+
+    Args:
+        secret: of the job.
+        epoch: of the membership.
+        generation: how often this epoch's job was initialised before, so that a late connection is told apart.
+    """
+
+    def __init__(self, secret: bytes, epoch: int, generation: int) -> None:
+        self._key = hmac.digest(secret, b"hvdgloo control connection", hashlib.sha256)
+        self._epoch = epoch
+        self._generation = generation
+
+    def accept_all(
+        self,
+        listener: socket.socket,
+        size: int,
+        settings: Mapping[str, Any],
+        timeout: float,
+        describe: Callable[[int], str],
+    ) -> dict[int, socket.socket]:
+        """Rank 0's side: wait for ranks 1 to size - 1.
+
+        Returns:
+            connected sockets by rank.
+
+        Raises:
+            ConnectError: some rank did not come within ``timeout`` seconds; the text names them.
+        """
+        deadline = time.monotonic() + timeout
+        members: dict[int, socket.socket] = {}
+        body = json.dumps(settings).encode()
+
+        def admit(sock: socket.socket, peer: object) -> None:
+            try:
+                sock.settimeout(min(_HANDSHAKE_SECONDS, max(0.1, deadline - time.monotonic())))
+                rank = self._admit(sock, size)
+                if members.setdefault(rank, sock) is not sock:
+                    raise AuthenticationError(f"rank {rank} is connected already")
+                sock.sendall(struct.pack("!I", len(body)) + body)
+            except (OSError, EOFError, ValueError, struct.error, AuthenticationError) as error:
+                logger.info("refused a control connection from %s: %s", peer, error)
+                sock.close()
+
+        try:
+            with ThreadPoolExecutor(_PARALLEL, thread_name_prefix="hvdgloo-accept") as pool:
+                while len(members) < size - 1:
+                    left = deadline - time.monotonic()
+                    if left <= 0:
+                        missing = [describe(rank) for rank in range(1, size) if rank not in members]
+                        raise ConnectError(
+                            f"rank 0 waited {timeout:g} s on {_name(listener)} for control connections from "
+                            f"{', '.join(missing)}. They had registered, so either they died since (see their "
+                            "output), or they cannot reach this address (firewall, wrong network interface)",
+                            address=_name(listener),
+                        )
+                    # Short turns, so that a handshake which just finished is noticed.
+                    listener.settimeout(min(left, 0.05))
+                    try:
+                        sock, peer = listener.accept()
+                    except TimeoutError:
+                        continue
+                    pool.submit(admit, sock, peer)
+        except BaseException:
+            for sock in members.values():
+                sock.close()
+            raise
+        return members
+
+    def connect(
+        self, address: str, port: int, rank: int, timeout: float, describe: Callable[[int], str]
+    ) -> tuple[socket.socket, dict[str, Any]]:
+        """Another rank's side: connect to rank 0.
+
+        Returns:
+            the connected socket, and the settings that rank 0 decided.
+
+        Raises:
+            ConnectError: naming both ranks, the address and the reason.
+        """
+        deadline = time.monotonic() + timeout
+        sock: socket.socket | None = None
+        try:
+            sock = socket.create_connection((address, port), timeout)
+            sock.settimeout(max(0.1, deadline - time.monotonic()))
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            settings = self._introduce(sock, rank)
+        except (OSError, EOFError, ValueError, AuthenticationError) as error:
+            if sock is not None:
+                sock.close()
+            raise ConnectError(
+                f"{describe(rank)} could not connect to {describe(0)} at {address} port {port}: "
+                f"{error or type(error).__name__}. Check that the address is reachable from this host; "
+                "HVDGLOO_ADDRESS chooses another one on rank 0's host",
+                rank=0,
+                address=address,
+            ) from error
+        return sock, settings
+
+    def _introduce(self, sock: socket.socket, rank: int) -> dict[str, Any]:
+        nonce = os.urandom(16)
+        sock.sendall(_HELLO.pack(_MAGIC, self._epoch, self._generation, rank, nonce))
+        theirs = receive_exactly(sock, 16)
+        if not hmac.compare_digest(receive_exactly(sock, _MAC_BYTES), self._mac(b"coordinator", rank, nonce, theirs)):
+            raise AuthenticationError("whoever listens there does not know this job's secret")
+        sock.sendall(self._mac(b"member", rank, nonce, theirs))
+        (length,) = struct.unpack("!I", receive_exactly(sock, 4))
+        if length > 1 << 20:
+            raise ValueError("the answer is too long")
+        settings = json.loads(receive_exactly(sock, length))
+        if not isinstance(settings, dict):
+            raise ValueError("the answer is malformed")
+        return settings
+
+    def _admit(self, sock: socket.socket, size: int) -> int:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        magic, epoch, generation, rank, nonce = _HELLO.unpack(receive_exactly(sock, _HELLO.size))
+        if (magic, epoch, generation) != (_MAGIC, self._epoch, self._generation) or not 0 < rank < size:
+            raise AuthenticationError("it is not part of this job")
+        mine = os.urandom(16)
+        sock.sendall(mine + self._mac(b"coordinator", rank, nonce, mine))
+        if not hmac.compare_digest(receive_exactly(sock, _MAC_BYTES), self._mac(b"member", rank, nonce, mine)):
+            raise AuthenticationError("it does not know this job's secret")
+        return int(rank)
+
+    def _mac(self, role: bytes, rank: int, nonce: bytes, theirs: bytes) -> bytes:
+        text = struct.pack("!12sIII", role, self._epoch, self._generation, rank) + nonce + theirs
+        return hmac.digest(self._key, text, hashlib.sha256)
+
+
+def receive_exactly(sock: socket.socket, count: int) -> bytes:
+    """``count`` bytes from a blocking socket with a timeout.
+
+    Raises:
+        EOFError: the peer closed the connection before.
+        OSError: it broke, or the timeout passed.
+    """
+    data = b""
+    while len(data) < count:
+        piece = sock.recv(count - len(data))
+        if not piece:
+            raise EOFError("the connection was closed during the handshake")
+        data += piece
+    return data
+
+
+def _name(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"{host} port {port}"

@@ -1,0 +1,251 @@
+"""The engine of one rank: takes collectives from any thread, agrees on an order with all ranks, executes that order.
+
+It owns two threads, control and data, and knows no framework: tensors arrive as Buffers.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from hvdgloo.backends.base import Backend
+from hvdgloo.engine.control import THREAD_PREFIX, Control
+from hvdgloo.engine.coordinator import Coordinator, Rules
+from hvdgloo.engine.executor import Executor, Group
+from hvdgloo.engine.handle import Handle
+from hvdgloo.engine.member import Member, Operation
+from hvdgloo.engine.messages import Leave, Request
+from hvdgloo.errors import HorovodInternalError, InvalidArgumentError, JobShutdownError
+from hvdgloo.topology import Topology
+from hvdgloo.types import Buffer, Collective, DType, ReduceOp, TensorSpec
+
+_CLOSE_MARGIN = 5.0
+"""Seconds that closing may take beyond the operation timeout, which bounds what was ordered before."""
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What an engine decides by. ``fusion_threshold`` and ``separate_groups`` must be the same on all ranks.
+
+    Times are in seconds, the threshold in bytes, the capacity in tensors.
+    """
+
+    fusion_threshold: int
+    separate_groups: bool
+    operation_timeout: float
+    cache_capacity: int
+    cycle_time: float
+    stall_check: bool
+    stall_warning_time: float
+    stall_shutdown_time: float
+
+
+class Engine:
+    """One rank's engine.
+
+    Args:
+        rank: this rank.
+        topology: of all ranks.
+        links: connected control sockets; see ``Control``.
+        backend: the data plane of the set of all ranks. The engine owns it from now on.
+        settings: see ``EngineSettings``.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        topology: Topology,
+        links: Mapping[int, socket.socket],
+        backend: Backend,
+        settings: EngineSettings,
+    ) -> None:
+        self.rank = rank
+        self.topology = topology
+        everyone = tuple(range(topology.size))
+        self._groups = {0: Group(backend, everyone, rank)}
+        self._member = Member()
+        self._forked = False
+        self._closing = threading.Lock()
+        self._executor = Executor(
+            f"{THREAD_PREFIX}data-{rank}",
+            self._groups,
+            fusion_threshold=settings.fusion_threshold,
+            separate_groups=settings.separate_groups,
+            operation_timeout=settings.operation_timeout,
+            on_room=self._room,
+            on_failure=self._data_plane_failed,
+        )
+        coordinator = None
+        if rank == 0:
+            rules = Rules(
+                settings.operation_timeout,
+                settings.cache_capacity,
+                settings.cycle_time,
+                settings.stall_check,
+                settings.stall_warning_time,
+                settings.stall_shutdown_time,
+            )
+            coordinator = Coordinator(topology.size, {0: everyone}, rules, topology.describe)
+        self._control = Control(
+            rank,
+            links,
+            self._member,
+            self._executor,
+            coordinator,
+            operation_timeout=settings.operation_timeout,
+            describe=topology.describe,
+            on_end=self._end,
+        )
+        self._close_timeout = settings.operation_timeout + _CLOSE_MARGIN
+        self._closed = False
+        _ENGINES.add(self)
+
+    def start(self) -> None:
+        """Start both threads."""
+        self._executor.start()
+        self._control.start()
+
+    @property
+    def error(self) -> HorovodInternalError | None:
+        """Why nothing may be submitted any more; None while the engine runs."""
+        return self._member.closed
+
+    def submit(
+        self,
+        request: Request,
+        inputs: Sequence[Buffer] = (),
+        outputs: Sequence[Buffer] | None = None,
+        *,
+        allocate: Callable[[int, TensorSpec], Buffer] | None = None,
+        ready: Callable[[], None] | None = None,
+    ) -> Handle:
+        """Take part in a collective. Returns at once; callable from any thread.
+
+        Args:
+            request: what to do; ``request.tensors`` describe ``inputs``.
+            inputs: contiguous memory, not written unless it is also an output. Must stay as it is until the handle
+                has resolved; the Buffers' owners are kept alive meanwhile.
+            outputs: where results go, of the same specs as the inputs; the very same memory means in place. Not for an
+                allgather, whose result's first dimension is known only later.
+            allocate: for an allgather: called on an engine thread with a tensor's index and the gathered spec.
+            ready: called on an engine thread just before the memory is read: waits until it may be.
+
+        Returns:
+            a Handle whose outputs are in the order of the tensors.
+
+        Raises:
+            InvalidArgumentError: the request makes no sense on any rank.
+            DuplicateNameError: the name is in flight.
+            HorovodInternalError: the engine has ended; the same error that pending operations got.
+        """
+        if self._forked:
+            raise HorovodInternalError(
+                "this process was forked from a rank of the job and is not a rank itself; collective operations belong "
+                "to the parent (start workers with the 'spawn' method and hvd.init() if they are to be ranks)"
+            )
+        self._validate(request)
+        results = list(inputs) if request.collective is Collective.ALLGATHER else list(outputs or ())
+        if len(inputs) != len(request.tensors) or len(results) != len(request.tensors):
+            raise InvalidArgumentError(
+                f"{request.name}: {len(request.tensors)} tensors are described, but there are {len(inputs)} inputs and "
+                f"{len(results)} outputs"
+            )
+        operation = Operation(request, inputs, results, allocate, ready)
+        if self._member.add(operation):
+            self._control.wake()
+        return operation.handle
+
+    def close(self) -> None:
+        """End this rank's part of the job, and so everybody's; waits until what was ordered before has completed.
+
+        Safe to call twice, from any thread, and in a forked child, where it does nothing.
+        """
+        if self._forked:
+            return
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+            self._control.say(Leave())
+            ended = self._control.join(self._close_timeout)
+            error = JobShutdownError("hvd.shutdown() has been called on this rank", rank=self.rank)
+            if not ended:
+                self._executor.abort(error)
+                self._control.close()
+                self._control.join(_CLOSE_MARGIN)
+            self._end(error)
+            self._executor.stop()
+            if self._executor.join(_CLOSE_MARGIN):
+                for group in self._groups.values():
+                    group.backend.close()
+            # else: the thread is stuck inside the backend, which must then outlive it; the process is ending anyway.
+
+    def _validate(self, request: Request) -> None:
+        for spec in request.tensors:
+            if request.collective is Collective.ALLREDUCE:
+                _check_arithmetic(request, spec)
+            if request.collective is Collective.ALLGATHER and not spec.shape:
+                raise InvalidArgumentError(
+                    f"{request.name}: a zero-dimensional tensor has no first dimension to gather along; "
+                    "give it one (reshape to (1,))"
+                )
+        if request.collective is Collective.BROADCAST and not 0 <= request.root < self.topology.size:
+            raise InvalidArgumentError(
+                f"{request.name}: root rank {request.root} does not exist; ranks are 0 to {self.topology.size - 1}"
+            )
+        if request.process_set not in self._groups:
+            raise InvalidArgumentError(f"{request.name}: there is no process set {request.process_set}")
+
+    def _room(self) -> None:
+        self._control.room()
+
+    def _data_plane_failed(self, error: BaseException) -> None:
+        self._control.data_plane_failed(error)
+
+    def _end(self, error: HorovodInternalError) -> None:
+        """Refuse submissions; fail those that were never ordered. The executor answers for the rest."""
+        for operation in self._member.close(error):
+            operation.handle.resolve(error=error)
+
+    def _after_fork_in_child(self) -> None:
+        """A forked child that kept a connection open would hide this rank's death from its peers."""
+        self._forked = True
+        bury(self._control.descriptors)
+        for group in self._groups.values():
+            forget = getattr(group.backend, "after_fork_in_child", None)
+            if forget is not None:
+                forget()
+
+
+def _check_arithmetic(request: Request, spec: TensorSpec) -> None:
+    if request.op is ReduceOp.ADASUM:
+        raise InvalidArgumentError(f"{request.name}: Adasum is not available for this operation")
+    scales = request.op is ReduceOp.AVERAGE or request.prescale != 1.0 or request.postscale != 1.0
+    if spec.dtype is DType.BOOL and scales:
+        raise InvalidArgumentError(
+            f"{request.name}: bool has no average and cannot be scaled; use op=Sum (any), Min (all), or convert it"
+        )
+
+
+_ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def bury(descriptors: Sequence[int]) -> None:
+    """Give up descriptors without freeing their numbers, which other code may still believe to own and close."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in descriptors:
+        if descriptor >= 0:
+            os.dup2(null, descriptor, inheritable=False)
+    os.close(null)
+
+
+def _after_fork_in_child() -> None:
+    for engine in list(_ENGINES):
+        engine._after_fork_in_child()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,330 @@
+"""The data thread: executes agreed operations in the common order.
+
+A bucket of several tensors is packed into one buffer, handed to the backend, scaled and unpacked. Up to two buckets are
+under way at once, so that copying one overlaps with transferring the other.
+
+When a bucket fails, the thread keeps its memory and waits: the coordinator finds out why, every rank's backend is then
+aborted, and only when the backend has let go of the memory are the handles failed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from hvdgloo.backends.base import Backend, Done, Work
+from hvdgloo.engine import fusion
+from hvdgloo.engine.fusion import Bucket, Part
+from hvdgloo.engine.member import Operation
+from hvdgloo.engine.messages import Response
+from hvdgloo.errors import BackendError, HorovodInternalError
+from hvdgloo.types import Buffer, Collective, DType, ReduceOp, TensorSpec
+
+logger = logging.getLogger(__name__)
+
+Batch = Sequence[tuple[Response, Operation]]
+
+DEPTH = 2
+"""Buckets under way at once."""
+
+_SLOWEST_NETWORK = 1 << 20
+"""Bytes per second that any usable network moves; the operation timeout is extended by the transfer time at this."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process set as this rank's data thread sees it: its backend and its global ranks in order."""
+
+    backend: Backend
+    ranks: tuple[int, ...]
+    rank: int
+
+
+@dataclass
+class _UnderWay:
+    """A bucket whose transfer has begun."""
+
+    bucket: Bucket
+    batch: Batch
+    group: Group
+    work: Work
+    buffer: Buffer | None
+    packed: bool
+
+
+class Executor:
+    """Owns the data thread.
+
+    Args:
+        name: of the thread.
+        groups: by process set id; read at each use.
+        fusion_threshold: bytes.
+        operation_timeout: seconds that one backend call may take beyond its transfer time.
+        on_room: called on the data thread after each bucket.
+        on_failure: called once with the first failure.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        groups: Mapping[int, Group],
+        *,
+        fusion_threshold: int,
+        separate_groups: bool,
+        operation_timeout: float,
+        on_room: Callable[[], None],
+        on_failure: Callable[[BaseException], None],
+    ) -> None:
+        self._groups = groups
+        self._fusion_threshold = fusion_threshold
+        self._separate_groups = separate_groups
+        self._operation_timeout = operation_timeout
+        self._on_room = on_room
+        self._on_failure = on_failure
+        self._queue: queue.SimpleQueue[tuple[Bucket, Batch] | Callable[[], None] | None] = queue.SimpleQueue()
+        self._under_way: deque[_UnderWay] = deque()
+        self._staging: deque[npt.NDArray[np.uint8]] = deque(np.empty(0, np.uint8) for _ in range(DEPTH))
+        self._unresolved: dict[int, Operation] = {}
+        self._submitted = 0
+        self._completed = 0
+        self._verdict: HorovodInternalError | None = None
+        self._aborted = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    @property
+    def backlog(self) -> int:
+        """Buckets that were ordered and have not completed."""
+        return self._submitted - self._completed
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def execute(self, batch: Batch) -> None:
+        """Queue one batch; called by the control thread alone, in the common order."""
+        for bucket in fusion.plan(
+            [response for response, _ in batch], self._fusion_threshold, separate_groups=self._separate_groups
+        ):
+            self._submitted += 1
+            self._queue.put((bucket, batch))
+        for _, operation in batch:
+            self._unresolved[id(operation)] = operation
+
+    def when_drained(self, callback: Callable[[], None]) -> None:
+        """Call back on the data thread once all that was queued before has completed."""
+        self._queue.put(callback)
+
+    def stop(self) -> None:
+        """Let the thread end after what is queued."""
+        self._queue.put(None)
+
+    def abort(self, error: HorovodInternalError) -> None:
+        """End everything that is under way or queued with ``error``. Callable from any thread, more than once."""
+        if self._verdict is None:
+            self._verdict = error
+        for group in list(self._groups.values()):
+            group.backend.abort()
+        self._aborted.set()
+        self._queue.put(None)
+
+    def join(self, timeout: float) -> bool:
+        """Wait for the thread's end; False if it has not ended within ``timeout`` seconds."""
+        if self._thread.ident is None:
+            return True
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    # The data thread.
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception as error:  # noqa: BLE001 - whatever broke, the other ranks must learn of it
+            if not self._aborted.is_set():
+                self._on_failure(error)
+        self._settle()
+
+    def _serve(self) -> None:
+        while not self._aborted.is_set():
+            try:
+                item = self._queue.get(block=not self._under_way)
+            except queue.Empty:
+                self._finish(self._under_way.popleft())
+                continue
+            if isinstance(item, tuple):
+                if len(self._under_way) == DEPTH:
+                    self._finish(self._under_way.popleft())
+                self._under_way.append(self._begin(*item))
+                continue
+            while self._under_way:
+                self._finish(self._under_way.popleft())
+            if item is None:
+                return
+            item()
+
+    def _settle(self) -> None:
+        """Fail what is left, once the backend has let go of its memory."""
+        if not self._unresolved:
+            return
+        # The control thread aborts with a verdict in a second or two; the limit is for a control thread that is gone.
+        self._aborted.wait(self._operation_timeout)
+        error = self._verdict or HorovodInternalError("the engine ended before this operation did")
+        for under_way in self._under_way:
+            try:
+                under_way.work.wait(10.0)
+            except Exception as failure:  # noqa: BLE001 - expected: it was aborted
+                logger.debug("aborted: %s", failure)
+        for operation in list(self._unresolved.values()):
+            operation.handle.resolve(error=error)
+        self._unresolved.clear()
+        self._under_way.clear()
+
+    def _begin(self, bucket: Bucket, batch: Batch) -> _UnderWay:
+        response, operation = batch[bucket.parts[0].operation]
+        group = self._groups[response.request.process_set]
+        for index in {part.operation for part in bucket.parts}:
+            fence = batch[index][1].ready
+            if fence is not None:
+                fence()
+        if bucket.collective is Collective.ALLREDUCE:
+            return self._begin_allreduce(bucket, batch, group)
+        if bucket.collective is Collective.ALLGATHER:
+            return self._begin_allgather(bucket, batch, group)
+        if bucket.collective is Collective.BROADCAST:
+            output = _place(operation, bucket.parts[0].tensor)
+            work: Work = Done()
+            if output.nbytes:
+                work = group.backend.broadcast(output, group.ranks.index(response.request.root))
+            return _UnderWay(bucket, batch, group, work, output, packed=False)
+        return _UnderWay(bucket, batch, group, Done(), None, packed=False)  # a barrier: agreement was all
+
+    def _begin_allreduce(self, bucket: Bucket, batch: Batch, group: Group) -> _UnderWay:
+        request = batch[bucket.parts[0].operation][0].request
+        packed = len(bucket.parts) > 1
+        if packed:
+            buffer = self._stage(sum(part.nbytes for part in bucket.parts), request.tensors[0], bucket)
+            at = buffer.address
+            for part in bucket.parts:
+                source = batch[part.operation][1].inputs[part.tensor]
+                ctypes.memmove(at, source.address, part.nbytes)
+                at += part.nbytes
+        else:
+            buffer = _place(batch[bucket.parts[0].operation][1], bucket.parts[0].tensor)
+        work: Work = Done()
+        if buffer.nbytes:
+            if request.prescale != 1.0:
+                group.backend.scale(buffer, request.prescale)
+            op = ReduceOp.SUM if request.op is ReduceOp.AVERAGE else request.op
+            work = group.backend.allreduce(buffer, op)
+        return _UnderWay(bucket, batch, group, work, buffer, packed)
+
+    def _begin_allgather(self, bucket: Bucket, batch: Batch, group: Group) -> _UnderWay:
+        for part in bucket.parts:
+            response, operation = batch[part.operation]
+            operation.outputs[part.tensor] = _allocate(response, operation, part.tensor)
+        sizes = [_block_sizes(batch[part.operation][0], part.tensor) for part in bucket.parts]
+        totals = [sum(column) for column in zip(*sizes, strict=True)]
+        packed = len(bucket.parts) > 1
+        first = batch[bucket.parts[0].operation][1]
+        work: Work = Done()
+        target = first.outputs[bucket.parts[0].tensor] if not packed else None
+        if sum(totals):
+            if packed:
+                own = totals[group.rank]
+                staged = self._stage(own + sum(totals), TensorSpec(DType.UINT8, ()), bucket)
+                source = Buffer(staged.address, TensorSpec(DType.UINT8, (own,)), staged.owner)
+                target = Buffer(staged.address + own, TensorSpec(DType.UINT8, (sum(totals),)), staged.owner)
+                at = source.address
+                for part, blocks in zip(bucket.parts, sizes, strict=True):
+                    ctypes.memmove(at, batch[part.operation][1].inputs[part.tensor].address, blocks[group.rank])
+                    at += blocks[group.rank]
+            else:
+                source = first.inputs[bucket.parts[0].tensor]
+                assert target is not None
+            work = group.backend.allgather(source, target, totals)
+        return _UnderWay(bucket, batch, group, work, target, packed)
+
+    def _finish(self, under_way: _UnderWay) -> None:
+        nbytes = under_way.buffer.nbytes if under_way.buffer is not None else 0
+        under_way.work.wait(self._operation_timeout + nbytes / _SLOWEST_NETWORK)
+        if under_way.buffer is not None and nbytes:
+            if under_way.bucket.collective is Collective.ALLREDUCE:
+                self._finish_allreduce(under_way, under_way.buffer)
+            elif under_way.bucket.collective is Collective.ALLGATHER and under_way.packed:
+                _unpack_blocks(under_way, under_way.buffer)
+        for part in under_way.bucket.parts:
+            operation = under_way.batch[part.operation][1]
+            operation.remaining -= 1
+            if not operation.remaining:
+                del self._unresolved[id(operation)]
+                operation.handle.resolve(operation.outputs)
+        self._completed += 1
+        self._on_room()
+
+    def _finish_allreduce(self, under_way: _UnderWay, buffer: Buffer) -> None:
+        request = under_way.batch[under_way.bucket.parts[0].operation][0].request
+        factor = request.postscale
+        if request.op is ReduceOp.AVERAGE:
+            factor /= len(under_way.group.ranks)
+        if factor != 1.0:
+            under_way.group.backend.scale(buffer, factor)
+        if under_way.packed:
+            at = buffer.address
+            for part in under_way.bucket.parts:
+                output = under_way.batch[part.operation][1].outputs[part.tensor]
+                ctypes.memmove(output.address, at, part.nbytes)
+                at += part.nbytes
+
+    def _stage(self, nbytes: int, like: TensorSpec, bucket: Bucket) -> Buffer:
+        """Memory for a fused bucket: one of DEPTH arrays in turn, each free again when its bucket has completed."""
+        staging = self._staging.popleft()
+        if staging.nbytes < nbytes:
+            # Generous, so that it is rarely allocated again; a bucket under way keeps its own alive.
+            staging = np.empty(max(nbytes, min(self._fusion_threshold, 2 * nbytes)), np.uint8)
+        self._staging.append(staging)
+        spec = TensorSpec(like.dtype, (nbytes // like.dtype.itemsize,))
+        return Buffer(staging.ctypes.data, spec, staging)
+
+
+def _place(operation: Operation, tensor: int) -> Buffer:
+    """The output buffer, filled with the input: backends work in place."""
+    source, output = operation.inputs[tensor], operation.outputs[tensor]
+    if source.address != output.address and output.nbytes:
+        ctypes.memmove(output.address, source.address, output.nbytes)
+    return output
+
+
+def _allocate(response: Response, operation: Operation, tensor: int) -> Buffer:
+    spec = response.request.tensors[tensor]
+    rows = sum(response.rows[tensor])
+    if operation.allocate is None:
+        raise BackendError(f"{operation.request.name} was submitted without a way to allocate its result")
+    return operation.allocate(tensor, TensorSpec(spec.dtype, (rows, *spec.shape[1:]), spec.device))
+
+
+def _block_sizes(response: Response, tensor: int) -> list[int]:
+    """Bytes that each rank contributes to the gathered tensor."""
+    rows = response.rows[tensor]
+    total = sum(rows)
+    row_bytes = response.sizes[tensor] // total if total else 0
+    return [row_bytes * count for count in rows]
+
+
+def _unpack_blocks(under_way: _UnderWay, gathered: Buffer) -> None:
+    """From rank-major (each rank's tensors one after another) to each tensor's own output."""
+    parts: Sequence[Part] = under_way.bucket.parts
+    sizes = [_block_sizes(under_way.batch[part.operation][0], part.tensor) for part in parts]
+    targets = [under_way.batch[part.operation][1].outputs[part.tensor].address for part in parts]
+    at = gathered.address
+    for rank in range(len(under_way.group.ranks)):
+        for index, blocks in enumerate(sizes):
+            ctypes.memmove(targets[index], at, blocks[rank])
+            targets[index] += blocks[rank]
+            at += blocks[rank]

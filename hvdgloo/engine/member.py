@@ -1,0 +1,141 @@
+"""Every rank's side of the control plane: what it has submitted, and what the coordinator's numbers stand for.
+
+The queue of pending operations is shared between the threads that submit and the control thread; everything else here
+belongs to the control thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from hvdgloo.engine.handle import Handle
+from hvdgloo.engine.messages import Execute, Request, Response, Submit
+from hvdgloo.errors import DuplicateNameError, HorovodInternalError, MismatchError
+from hvdgloo.types import Buffer, TensorSpec
+
+
+class Operation:
+    """A submitted Request with this rank's memory for it."""
+
+    __slots__ = ("allocate", "handle", "inputs", "number", "outputs", "ready", "remaining", "request")
+
+    def __init__(
+        self,
+        request: Request,
+        inputs: Sequence[Buffer],
+        outputs: Sequence[Buffer],
+        allocate: Callable[[int, TensorSpec], Buffer] | None,
+        ready: Callable[[], None] | None,
+    ) -> None:
+        self.request = request
+        self.inputs = inputs
+        self.outputs = list(outputs)
+        self.allocate = allocate
+        self.ready = ready
+        self.handle = Handle(request.name)
+        self.number = -1
+        self.remaining = max(1, len(request.tensors))
+
+
+class Member:
+    """This rank's pending operations."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pending: dict[tuple[int, str], Operation] = {}
+        self._new: list[Operation] = []
+        self._closed: HorovodInternalError | None = None
+        self._numbers: dict[tuple[int, str], tuple[int, Request]] = {}
+        self._responses: dict[int, Response] = {}
+
+    @property
+    def has_pending(self) -> bool:
+        return bool(self._pending)
+
+    @property
+    def closed(self) -> HorovodInternalError | None:
+        """Why nothing may be submitted any more; None while the engine runs."""
+        return self._closed
+
+    def add(self, operation: Operation) -> bool:
+        """File an operation; callable from any thread.
+
+        Returns:
+            True if the control thread must be woken: it is the first since the last ``drain``.
+
+        Raises:
+            DuplicateNameError: the name is pending. Nothing of this operation was filed.
+            HorovodInternalError: the engine has ended.
+        """
+        key = operation.request.key
+        with self._lock:
+            if self._closed is not None:
+                raise self._closed.with_traceback(None)
+            if key in self._pending:
+                raise DuplicateNameError(
+                    f"{key[1]} is already in flight on this rank; wait for the first one, or give each its own name",
+                    name=key[1],
+                )
+            self._pending[key] = operation
+            self._new.append(operation)
+            return len(self._new) == 1
+
+    def drain(self) -> Submit | None:
+        """What was filed since the last call."""
+        if not self._new:
+            return None
+        with self._lock:
+            new, self._new = self._new, []
+        numbers: list[int] = []
+        requests: list[Request] = []
+        for operation in new:
+            known = self._numbers.get(operation.request.key)
+            if known is not None and known[1] == operation.request:
+                operation.number = known[0]
+                numbers.append(known[0])
+            else:
+                requests.append(operation.request)
+        return Submit(tuple(numbers), tuple(requests))
+
+    def resend(self, numbers: Sequence[int]) -> Submit:
+        """Spell out requests whose numbers the coordinator had forgotten before they arrived."""
+        forgotten = frozenset(numbers)
+        with self._lock:
+            operations = [operation for operation in self._pending.values() if operation.number in forgotten]
+        for operation in operations:
+            operation.number = -1
+        return Submit((), tuple(operation.request for operation in operations))
+
+    def accept(self, message: Execute) -> list[tuple[Response, Operation]]:
+        """The operations to execute, in order. Those that the ranks disagree about are failed here."""
+        batch = []
+        for number in message.forgotten:
+            forgotten = self._responses.pop(number, None)
+            if forgotten is not None:
+                self._numbers.pop(forgotten.request.key, None)
+        with self._lock:
+            agreed = [self._pop(item) for item in message.items]
+        for response, operation in agreed:
+            if response.error:
+                operation.handle.resolve(error=MismatchError(response.error, name=operation.request.name))
+            else:
+                batch.append((response, operation))
+        return batch
+
+    def close(self, error: HorovodInternalError) -> list[Operation]:
+        """Refuse further operations with ``error``; returns those that were not ordered, for the caller to fail."""
+        with self._lock:
+            if self._closed is None:
+                self._closed = error
+            pending, self._pending = list(self._pending.values()), {}
+            self._new.clear()
+        return pending
+
+    def _pop(self, item: int | Response) -> tuple[Response, Operation]:
+        response = self._responses[item] if isinstance(item, int) else item
+        operation = self._pending.pop(response.request.key)
+        if response is item and response.signature >= 0:
+            self._responses[response.signature] = response
+            self._numbers[response.request.key] = (response.signature, operation.request)
+        return response, operation

@@ -1,0 +1,52 @@
+"""Who is late: what to say about operations that wait for ranks which have not submitted them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from hvdgloo.engine.negotiation import Waiting, format_ranks
+
+_NAMES_SHOWN = 10
+
+
+def overdue(waiting: Sequence[Waiting], now: float, limit: float) -> list[Waiting]:
+    """Those that have waited at least ``limit`` seconds."""
+    return [operation for operation in waiting if now - operation.since >= limit]
+
+
+def missing_ranks(waiting: Sequence[Waiting]) -> tuple[int, ...]:
+    return tuple(sorted({rank for operation in waiting for rank in operation.missing}))
+
+
+def report(
+    waiting: Sequence[Waiting], now: float, describe: Callable[[int], str], stacks: Mapping[int, str | None]
+) -> str:
+    """The one message about a stall.
+
+    Args:
+        waiting: the overdue operations.
+        now: the present, on the clock of ``Waiting.since``.
+        describe: a rank with its host and pid.
+        stacks: what each missing rank answered; None if it did not answer in time.
+    """
+    groups: dict[tuple[int, ...], list[Waiting]] = {}
+    for operation in waiting:
+        groups.setdefault(operation.missing, []).append(operation)
+    lines = ["Stalled: some ranks wait for tensors that others have not submitted."]
+    for missing, operations in groups.items():
+        oldest = max(now - operation.since for operation in operations)
+        names = ", ".join(operation.name for operation in operations[:_NAMES_SHOWN])
+        more = f" and {len(operations) - _NAMES_SHOWN} more" if len(operations) > _NAMES_SHOWN else ""
+        lines.append(
+            f"  {names}{more}: for {oldest:.0f} s, submitted by {format_ranks(operations[0].submitted)}, "
+            f"missing on {format_ranks(missing)}"
+        )
+    for rank in missing_ranks(waiting):
+        answer = stacks.get(rank)
+        lines.append(f"  {describe(rank)} is here:" if answer else f"  {describe(rank)} does not answer.")
+        lines.extend(f"    {line}" for line in (answer or "").splitlines())
+    lines.append(
+        "  Usual causes: a rank takes another branch or leaves a loop earlier (uneven data), or waits for something "
+        "else (a lock, a file, a slow loader). Names must match on all ranks."
+    )
+    return "\n".join(lines)
