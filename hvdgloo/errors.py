@@ -5,7 +5,8 @@
     HvdglooError
     ├── ConfigError (ValueError)               a flag, variable, file or host list that cannot be used
     ├── InvalidArgumentError (ValueError)      a call that is wrong on this rank alone; nothing was sent
-    │   └── DuplicateNameError                 the name is already in flight in this process set
+    │   ├── DuplicateNameError                 the name is already in flight in this process set
+    │   └── GradientsInFlightError (AssertionError)  gradients are touched while they are being reduced
     ├── HorovodInternalError (RuntimeError)    a collective failed; Horovod's well-known name
     │   ├── NotInitializedError (ValueError)   hvd.init() has not been called, or shutdown() has
     │   ├── MismatchError                      ranks disagree about one tensor; the job stays usable
@@ -53,6 +54,10 @@ class DuplicateNameError(InvalidArgumentError):
     def __init__(self, message: str, *, name: str = "") -> None:
         super().__init__(message)
         self.name = name
+
+
+class GradientsInFlightError(InvalidArgumentError, AssertionError):
+    """Gradients are zeroed, or computed anew, while they are being reduced: step() or synchronize() comes first."""
 
 
 class HorovodInternalError(HvdglooError, RuntimeError):
