@@ -1,0 +1,43 @@
+"""What "the same host" means: where processes can share memory and an abstract Unix socket.
+
+The host name alone does not say it. Two containers on one machine have one kernel and separate network namespaces; two
+machines cloned from one image may have one name. So boot id, network namespace and host name go together into a hash.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import socket
+import uuid
+
+
+@functools.cache
+def _identity(pid: int) -> str:
+    parts = [_boot_id(), _network_namespace(), socket.gethostname()]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def host_identity() -> str:
+    """16 hexadecimal digits, equal in all processes that can share memory with this one.
+
+    Elsewhere than on Linux there is neither boot id nor network namespace: the machine's hardware address stands in.
+    """
+    # Asked for anew after a fork: the child may have entered another namespace.
+    return _identity(os.getpid())
+
+
+def _boot_id() -> str:
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return f"node {uuid.getnode():012x}"
+
+
+def _network_namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/net")
+    except OSError:
+        return ""

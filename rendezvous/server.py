@@ -1,0 +1,212 @@
+"""RendezvousServer: the service with its sockets and threads, as a context manager."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import resource
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any
+
+from hvdgloo.config import format_endpoint
+from hvdgloo.errors import ConfigError
+from hvdgloo.rendezvous.app import Service, create_app
+from hvdgloo.rendezvous.epochs import Epochs
+from hvdgloo.rendezvous.front import Front
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY = 256 * 1024 * 1024
+_SPARE_THREADS = 32  # for requests that do not wait
+_OTHER_DESCRIPTORS = 256  # that the process needs for itself
+_RETRIES = 20  # a port that is free at one address may be taken at the next
+
+
+class RendezvousServer:
+    """Hands out ranks and topology, and keeps the store through which workers find each other.
+
+    Use it as a context manager, or call ``start`` and ``stop``. Epoch 0 is open from the start.
+
+    Args:
+        secret: of the job; whoever knows it takes part.
+        size: number of workers, when nobody knows yet where they will be: ranks then go by host in order of first
+            arrival, or by ``WorkerInfo.index`` if workers bring one.
+        hosts: (name, slots) in order, when a launcher knows: ranks fill hosts in this order, and workers bring theirs.
+            Exactly one of ``size`` and ``hosts`` is given.
+        bind: IP addresses to listen on, all at one port.
+        port: 0 takes any free one.
+        port_range: (first, last): the first free one of these, instead of ``port``.
+        start_timeout: seconds from an epoch's first worker until all who wait are told who is missing.
+
+    Raises:
+        ConfigError: no such address here, the port is taken, or no worker is expected.
+    """
+
+    def __init__(
+        self,
+        *,
+        secret: bytes,
+        size: int | None = None,
+        hosts: Sequence[tuple[str, int]] | None = None,
+        bind: Sequence[str] = ("127.0.0.1",),
+        port: int = 0,
+        port_range: tuple[int, int] | None = None,
+        start_timeout: float = 120.0,
+    ) -> None:
+        if not bind:
+            raise ConfigError("a rendezvous server needs at least one address to listen on")
+        self._epochs = Epochs(start_timeout)
+        self._bind = tuple(dict.fromkeys(bind))
+        self._ports = range(port, port + 1) if port_range is None else range(port_range[0], port_range[1] + 1)
+        self._front: Front | None = None
+        self._bound: list[Any] = []
+        self._threads = _SPARE_THREADS
+        self._service = Service(
+            secret, self._epochs, max_polls=lambda: self._threads - _SPARE_THREADS // 2, watch=self._watch
+        )
+        self._open(0, size, hosts)
+
+    def start(self) -> RendezvousServer:
+        """Bind, listen and serve on daemon threads. Returns itself."""
+        if self._front is not None:
+            raise RuntimeError("this rendezvous server has been started before")
+        listeners = bind_all(self._bind, self._ports)
+        self._bound = [listener.getsockname() for listener in listeners]
+        self._front = Front(
+            create_app(self._service),
+            listeners,
+            threads=self._threads,
+            max_connections=raise_descriptor_limit(self._connections),
+            max_body=MAX_BODY,
+        )
+        self._front.start()
+        logger.info("the rendezvous server listens on %s", ", ".join(self.endpoints))
+        return self
+
+    def stop(self) -> None:
+        """End within a second: waiting workers get a clear error, then everything is closed. May be repeated."""
+        self._service.close("the rendezvous server is being stopped")
+        if self._front is not None:
+            self._front.stop()
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """``host:port`` of each address that it listens on; IPv6 addresses in brackets."""
+        if self._front is None:
+            raise RuntimeError("this rendezvous server has not been started")
+        return tuple(format_endpoint(*listener[:2]) for listener in self._bound)
+
+    @property
+    def endpoint(self) -> str:
+        """The first of ``endpoints``."""
+        return self.endpoints[0]
+
+    @property
+    def token(self) -> str:
+        """The bearer token that reads status, metrics and page, and does nothing else. Not for logs."""
+        return self._service.token
+
+    def status(self) -> dict[str, Any]:
+        """The same as ``GET /v1/status``."""
+        return self._service.status()
+
+    def open_epoch(
+        self, epoch: int, *, size: int | None = None, hosts: Sequence[tuple[str, int]] | None = None
+    ) -> None:
+        """Let workers register for another generation of the membership.
+
+        Raises:
+            ConfigError: it is open already, or has no workers.
+        """
+        self._open(epoch, size, hosts)
+
+    def __enter__(self) -> RendezvousServer:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _open(self, epoch: int, size: int | None, hosts: Sequence[tuple[str, int]] | None) -> None:
+        try:
+            self._epochs.open(epoch, size=size, hosts=hosts)
+        except ValueError as error:
+            raise ConfigError(f"rendezvous: {error}") from None
+        workers = size if size is not None else sum(slots for _, slots in hosts or ())
+        # Each worker may wait in one request, and in one more of an epoch that is ending.
+        self._threads = max(self._threads, 2 * workers + _SPARE_THREADS)
+        if self._front is not None:
+            self._front.pool.limit = self._threads
+            self._front.max_connections = raise_descriptor_limit(self._connections)
+
+    @property
+    def _connections(self) -> int:
+        return 2 * self._threads + 256
+
+    def _watch(self, connection: Any, on_hang_up: Callable[[], None]) -> AbstractContextManager[None]:
+        if self._front is None:
+            raise RuntimeError("no request is served before the server was started")
+        return self._front.watch(connection, on_hang_up)
+
+
+def bind_all(addresses: Sequence[str], ports: range) -> list[socket.socket]:
+    """Sockets bound to one and the same port of all addresses: the first of ``ports`` that is free everywhere.
+
+    Raises:
+        ConfigError: naming the address, the ports and the system's reason.
+    """
+    reason = ""
+    for port in ports if ports != range(1) else [0] * _RETRIES:
+        sockets: list[socket.socket] = []
+        try:
+            for address in addresses:
+                sockets.append(_bind(address, port or (sockets[0].getsockname()[1] if sockets else 0)))
+            return sockets
+        except OSError as error:
+            for bound in sockets:
+                bound.close()
+            reason = f"{address}: {error.strerror or error}"
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                break  # another port would not help
+    tried = f"port {ports[0]}" if len(ports) == 1 else f"any of the ports {ports[0]}-{ports[-1]}"
+    raise ConfigError(f"cannot listen on {tried if ports != range(1) else 'any port'} of {reason}")
+
+
+def _bind(address: str, port: int) -> socket.socket:
+    family, kind, protocol, _, target = socket.getaddrinfo(
+        address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    sock = socket.socket(family, kind, protocol)
+    try:
+        if port:
+            # A server that is started again must not wait until its old connections are forgotten.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(address != "::"))
+        sock.bind(target)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def raise_descriptor_limit(wanted: int) -> int:
+    """How many connections there may be: ``wanted``, or what the system's limit on descriptors leaves.
+
+    The soft limit is raised if it is too low: it is 1,024 on many systems, and a launcher needs descriptors too.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = wanted + _OTHER_DESCRIPTORS
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        new = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (new, hard))
+            soft = new
+        except (OSError, ValueError):
+            pass  # macOS refuses more than its kernel's limit; then it stays as it is
+        wanted = min(wanted, max(16, soft - _OTHER_DESCRIPTORS))
+    return wanted
