@@ -26,6 +26,7 @@ import json
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from http import HTTPStatus
@@ -102,8 +103,10 @@ class Service:
         self._lock = threading.Lock()
         self._stores: dict[str, MemoryStore] = {}
         self._windows: dict[str, auth.ReplayWindow] = {}
+        self._connected: Counter[str] = Counter()
         self._polls = 0
         self._stopping = ""
+        self.requests_served = 0
         self._started = time.monotonic()
 
     def store(self, scope: str) -> MemoryStore:
@@ -148,6 +151,25 @@ class Service:
             with self._lock:
                 self._polls -= 1
 
+    def note_served(self, method: str, route: str, status: int, seconds: float) -> None:
+        """Count a request that was let in."""
+        with self._lock:
+            self.requests_served += 1
+        self.metrics.served(method, route, status, seconds)
+
+    def note_client(self, connection: Any, client: str) -> None:
+        """A connection has proved to be a client's: the client is there until the last of them ends."""
+        if connection.on_close is None:
+            with self._lock:
+                self._connected[client] += 1
+            connection.on_close = lambda: self._client_left(client)
+
+    def _client_left(self, client: str) -> None:
+        with self._lock:
+            self._connected[client] -= 1
+            if not self._connected[client]:
+                del self._connected[client]
+
     def close(self, reason: str) -> None:
         """Let every request that waits end with a clear error."""
         with self._lock:
@@ -170,6 +192,7 @@ class Service:
                 "keys": sum(keys for keys, _ in sizes),
                 "bytes": sum(size for _, size in sizes),
                 "clients": len(self._windows),
+                "connected_clients": len(self._connected),
                 "waiting_requests": self._polls,
             }
 
@@ -180,7 +203,7 @@ class Service:
             "run": self.run,
             "uptime_s": round(time.monotonic() - self._started, 3),
             "start_timeout_s": self.epochs.start_timeout,
-            "epochs": self.epochs.status(),
+            "epochs": self.epochs.status(self._connected.__contains__),
             "store": self.counts(),
         }
 
@@ -234,6 +257,7 @@ class Gate:
             raise Refusal(401, "the request was signed for another run of the server; it has been restarted since")
         if not hello:
             self._service.take_counter(credentials.client, credentials.counter)
+        self._service.note_client(environ["hvdgloo.connection"], credentials.client)
         environ["hvdgloo.credentials"] = credentials
         body = self._body(environ, length)
         if auth.digest(body) != credentials.digest:
@@ -400,7 +424,7 @@ def _finish(service: Service, response: Response) -> Response:
         )
     response.headers["Cache-Control"] = "no-store"
     rule = request.url_rule.rule if request.url_rule else "none"
-    service.metrics.served(request.method, rule, response.status_code, time.perf_counter() - environ["hvdgloo.started"])
+    service.note_served(request.method, rule, response.status_code, time.perf_counter() - environ["hvdgloo.started"])
     return response
 
 

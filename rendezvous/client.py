@@ -192,6 +192,8 @@ class RendezvousClient:
 
     def close(self) -> None:
         """Close all connections. Further calls raise RendezvousError. May be repeated."""
+        if self._pid != os.getpid():
+            self._reset()
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []

@@ -89,8 +89,11 @@ class Epochs:
         self.start_timeout = start_timeout
         self._clock = clock
         self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._changes = 0
         self._rounds: dict[int, _Round] = {}
         self._closed = ""
+        self._last_failure = ""
 
     def open(self, epoch: int, *, size: int | None = None, hosts: Sequence[tuple[str, int]] | None = None) -> None:
         """Let workers register for an epoch.
@@ -156,10 +159,29 @@ class Epochs:
             for current in self._rounds.values():
                 current.release()
 
-    def status(self) -> list[dict[str, Any]]:
-        """What ``/v1/status`` shows of the epochs, as JSON values."""
+    def wait_for_change(self, seen: int, timeout: float) -> int:
+        """Wait until workers have come or gone, or an epoch has failed, since the caller last looked.
+
+        Args:
+            seen: what the last call returned; 0 at first.
+            timeout: seconds.
+
+        Returns:
+            a number that grows with every change; ``seen`` if there was none in time.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._changes != seen, timeout)
+            return self._changes
+
+    def last_failure(self) -> str:
+        """Why the last attempt that failed did; empty if none has."""
         with self._lock:
-            return [self._describe(epoch, current) for epoch, current in sorted(self._rounds.items())]
+            return self._last_failure
+
+    def status(self, connected: Callable[[str], bool]) -> list[dict[str, Any]]:
+        """What ``/v1/status`` shows of the epochs, as JSON values; ``connected`` tells which clients are."""
+        with self._lock:
+            return [self._describe(epoch, current, connected) for epoch, current in sorted(self._rounds.items())]
 
     def workers_in(self) -> dict[int, tuple[int, int]]:
         """Epoch to (workers that are in, workers that should come)."""
@@ -181,6 +203,7 @@ class Epochs:
             raise EpochFailedError(current.failure)
         membership = current.membership
         membership.join(client, info)
+        self._note_change()
         if current.started is None:
             current.started = self._clock()
             current.deadline = current.started + self.start_timeout
@@ -200,8 +223,9 @@ class Epochs:
         current.release()
 
     def _fail(self, epoch: int, current: _Round, text: str) -> None:
-        current.failure = text
+        current.failure = self._last_failure = text
         current.release()
+        self._note_change()
         if current.membership.hosts is None and self._rounds.get(epoch) is current:
             self._rounds[epoch] = _Round(Membership(epoch, size=current.membership.size))
 
@@ -212,8 +236,11 @@ class Epochs:
             "what the missing workers printed; if they only need longer, raise the start timeout"
         )
 
-    @staticmethod
-    def _stop_waiting(current: _Round, client: str, latch: Latch, gone: bool) -> None:
+    def _note_change(self) -> None:
+        self._changes += 1
+        self._changed.notify_all()
+
+    def _stop_waiting(self, current: _Round, client: str, latch: Latch, gone: bool) -> None:
         latches = current.waiting.get(client, [])
         if latch in latches:
             latches.remove(latch)
@@ -221,10 +248,11 @@ class Epochs:
             current.waiting.pop(client, None)
             if gone and not current.failure:
                 current.membership.leave(client)
+                self._note_change()
                 if current.membership.arrived == 0:
                     current.started = None  # the epoch's time starts with the first worker that stays
 
-    def _describe(self, epoch: int, current: _Round) -> dict[str, Any]:
+    def _describe(self, epoch: int, current: _Round, connected: Callable[[str], bool]) -> dict[str, Any]:
         membership = current.membership
         expected: dict[str, int] = {}
         for name, slots in membership.hosts or ():
@@ -248,6 +276,7 @@ class Epochs:
                     "pid": seat.info.pid,
                     "address": seat.info.address,
                     "port": seat.info.port,
+                    "connected": connected(seat.client),
                 }
                 for seat in membership.seats
             ],

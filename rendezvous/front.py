@@ -193,6 +193,7 @@ class Connection(cheroot_server.HTTPConnection):
         self.ending = False
         self.registered = False
         self.on_hang_up: Callable[[], None] | None = None
+        self.on_close: Callable[[], None] | None = None
         self.discarded = 0
 
     def _make_file(self, sock: socket.socket, mode: str, _size: int) -> Reader | Writer:
@@ -208,6 +209,9 @@ class Connection(cheroot_server.HTTPConnection):
         return keep
 
     def close(self) -> None:
+        on_close, self.on_close = self.on_close, None
+        if on_close is not None:
+            on_close()
         self.rfile.close()
         self.wfile.close()
         try:

@@ -113,6 +113,20 @@ class RendezvousServer:
         """The same as ``GET /v1/status``."""
         return self._service.status()
 
+    @property
+    def requests_served(self) -> int:
+        """How many requests were let in since the start, the clients' hellos included."""
+        return self._service.requests_served
+
+    def wait_for_change(self, seen: int = 0, *, timeout: float) -> int:
+        """Wait until workers have come or gone, or an epoch has failed; see ``Epochs.wait_for_change``."""
+        return self._epochs.wait_for_change(seen, timeout)
+
+    @property
+    def last_failure(self) -> str:
+        """Why the last start that failed did, as its workers were told; empty if none has."""
+        return self._epochs.last_failure()
+
     def open_epoch(
         self, epoch: int, *, size: int | None = None, hosts: Sequence[tuple[str, int]] | None = None
     ) -> None:

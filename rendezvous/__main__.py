@@ -1,0 +1,8 @@
+"""``python -m hvdgloo.rendezvous`` is ``hvdgloo-rendezvous``."""
+
+import sys
+
+from hvdgloo.rendezvous.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
