@@ -1,0 +1,106 @@
+"""What a framework has to know about its own tensors, and nothing else.
+
+A TensorAdapter never sees names, ranks, fusion or process sets; the Frontend never sees a framework. Adding a framework
+is writing these eight methods.
+
+The engine reads and writes plain CPU memory in row-major order. A tensor that is such memory is *shared* with it: the
+exported Buffer's owner is the very tensor, and nothing is copied. Any other tensor (not contiguous, on a GPU, in
+foreign byte order) is *staged*: the owner is a private copy, and ``deliver`` brings the result to where it belongs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from hvdgloo.types import Buffer, DType, TensorSpec
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Tape(Generic[T]):
+    """What a forward call leaves for its backward call.
+
+    Attributes:
+        shapes: of the inputs.
+        inputs, outputs: the tensors, only if they were asked to be kept.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    inputs: tuple[T, ...] = ()
+    outputs: tuple[T, ...] = ()
+
+
+class TensorAdapter(Protocol[T]):
+    """The tensors of one framework, as the Frontend needs them."""
+
+    def owns(self, tensor: object) -> bool:
+        """Whether this is a tensor of the framework."""
+
+    def describe(self, tensor: T) -> TensorSpec:
+        """Element type and shape; the device is that of the exported memory.
+
+        Raises:
+            InvalidArgumentError: naming the element type, if no collective can carry it.
+        """
+
+    def export(self, tensor: T, *, writable: bool = False) -> Buffer:
+        """The tensor's memory if the engine can use it, else a copy's.
+
+        Args:
+            tensor: anything that ``owns`` accepts.
+            writable: the result is to be written back into the tensor.
+
+        Returns:
+            a Buffer whose owner is ``tensor`` itself if it is shared, and a tensor of the framework if it is staged.
+
+        Raises:
+            InvalidArgumentError: not a tensor of the framework, an element type that no collective can carry, or memory
+                that cannot be written although ``writable`` asks for it.
+        """
+
+    def allocate(self, spec: TensorSpec, like: T) -> T:
+        """A new uninitialised tensor that ``export`` shares, from which ``deliver`` is cheap for tensors like ``like``.
+
+        May be called on an engine thread.
+        """
+
+    def deliver(self, result: T, target: T, *, in_place: bool) -> T:
+        """Bring a result from memory that the engine uses to the user.
+
+        Args:
+            result: the owner of the memory that holds it.
+            target: the tensor that the user passed.
+            in_place: write into ``target`` (nothing is left to copy if it is ``result``), else return a tensor like it.
+
+        Returns:
+            ``target``, or a tensor on its device.
+        """
+
+    def cast(self, tensor: T, dtype: DType) -> T:
+        """A tensor of the same values in another element type; differentiable where the framework can."""
+
+    def fence(self, tensors: Sequence[T]) -> Callable[[], None] | None:
+        """What to call, from any thread, before the tensors' exported memory is read; None if it may be at once.
+
+        Called right after ``export``, by the same thread.
+        """
+
+    def differentiable(
+        self,
+        forward: Callable[[Sequence[T]], list[T]],
+        backward: Callable[[Tape[T], Sequence[T]], Sequence[T]],
+        inputs: Sequence[T],
+        *,
+        keep: bool,
+    ) -> list[T]:
+        """``forward(inputs)``, with ``backward`` recorded as its gradient where the framework records gradients.
+
+        Args:
+            forward: inputs to outputs.
+            backward: the tape and the gradients of the outputs, to the gradients of the inputs.
+            inputs: the tensors.
+            keep: whether the tape holds inputs and outputs, which costs their memory.
+        """

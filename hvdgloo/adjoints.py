@@ -1,0 +1,112 @@
+"""The gradient of each collective, stated once for all frameworks.
+
+A rule takes what the forward call left (a Tape) and the gradients that arrived for its outputs on this rank, and gives
+the gradients of its inputs on this rank. Rules call collectives in their turn, so every rank must run them: a tensor
+needs a gradient on all ranks or on none. The linear rules are made of differentiable operations, so second derivatives
+work; those of Min, Max and Product are not, and adapters refuse to differentiate what ``keep`` marks a second time.
+
+With L = the sum of the ranks' losses, x the input of this rank and g the gradients of the outputs:
+
+=============== ===================================================================================
+allreduce       Sum, Average: the same allreduce of g, same factors (exact)
+allreduce       Min, Max: sum of g where x is the extreme, shared among the ranks that tie
+allreduce       Product: sum of g times the product of the other ranks' x (right for zeros too)
+allgather       average of g over the ranks, of which this rank takes its own rows
+broadcast       average of g over the ranks on the root, zero elsewhere
+=============== ===================================================================================
+
+The last two are Horovod's factors: 1/size of the exact gradient of L, so exact for the *mean* of the ranks' losses,
+which is what data-parallel training minimises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from hvdgloo.adapters import Tape
+from hvdgloo.errors import InvalidArgumentError
+from hvdgloo.types import Collective, ReduceOp
+
+if TYPE_CHECKING:
+    from hvdgloo.frontend import Frontend
+    from hvdgloo.operations import Operation
+
+# Rules compute on tensors of any framework (only *, / and ==, indexing by ranks and rows), hence Any.
+Rule = Callable[["Frontend[Any]", "Operation", Tape[Any], Sequence[Any]], Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class Adjoint:
+    """A rule, and whether it reads the forward call's inputs and outputs (which must then be kept in memory)."""
+
+    rule: Rule
+    keep: bool = False
+
+
+def _same(frontend: Frontend[Any], operation: Operation, tape: Tape[Any], gradients: Sequence[Any]) -> Sequence[Any]:
+    return frontend.apply(operation, gradients)
+
+
+def _extreme(frontend: Frontend[Any], operation: Operation, tape: Tape[Any], gradients: Sequence[Any]) -> Sequence[Any]:
+    if (operation.prescale, operation.postscale) != (1.0, 1.0):
+        raise InvalidArgumentError(
+            f"the gradient of a {operation.op.name.lower()} allreduce is defined without prescale_factor and "
+            "postscale_factor only; multiply the tensor outside of the call instead"
+        )
+    total = replace(operation, op=ReduceOp.SUM)
+    adapter = frontend.adapter
+    hits = [
+        adapter.cast(x == y, adapter.describe(g).dtype)
+        for x, y, g in zip(tape.inputs, tape.outputs, gradients, strict=True)
+    ]
+    ties = frontend.apply(total, hits)
+    sums = frontend.apply(total, gradients)
+    return [g * hit / tie for g, hit, tie in zip(sums, hits, ties, strict=True)]
+
+
+def _product(frontend: Frontend[Any], operation: Operation, tape: Tape[Any], gradients: Sequence[Any]) -> Sequence[Any]:
+    sums = frontend.apply(replace(operation, op=ReduceOp.SUM, prescale=1.0, postscale=1.0), gradients)
+    ranks, own = frontend.members(operation)
+    gather = replace(operation, collective=Collective.ALLGATHER, op=ReduceOp.SUM, prescale=1.0, postscale=1.0)
+    results = []
+    for x, g in zip(tape.inputs, sums, strict=True):
+        # Dividing the product by x would be cheaper, and wrong where x is zero.
+        (everyone,) = frontend.apply(gather, [x[None]])
+        for index in range(ranks):
+            if index != own:
+                g = g * everyone[index]
+        results.append(g * (operation.postscale * operation.prescale**ranks))
+    return results
+
+
+def _own_rows(
+    frontend: Frontend[Any], operation: Operation, tape: Tape[Any], gradients: Sequence[Any]
+) -> Sequence[Any]:
+    average = replace(operation, collective=Collective.ALLREDUCE, op=ReduceOp.AVERAGE)
+    reduced = frontend.apply(average, gradients)
+    # Every rank's number of rows, one column per tensor; only this call knows where this rank's own begin.
+    rows = frontend.gather_integers([shape[0] for shape in tape.shapes], operation.process_set)
+    _, own = frontend.members(operation)
+    first = rows[:own].sum(axis=0)
+    return [g[int(a) : int(a) + shape[0]] for g, a, shape in zip(reduced, first, tape.shapes, strict=True)]
+
+
+def _to_root(frontend: Frontend[Any], operation: Operation, tape: Tape[Any], gradients: Sequence[Any]) -> Sequence[Any]:
+    average = replace(operation, collective=Collective.ALLREDUCE, op=ReduceOp.AVERAGE, root=-1)
+    reduced = frontend.apply(average, gradients)
+    if frontend.rank() == operation.root:
+        return reduced
+    return [frontend.zeros(g) for g in gradients]
+
+
+ADJOINTS: dict[tuple[Collective, ReduceOp], Adjoint] = {
+    (Collective.ALLREDUCE, ReduceOp.SUM): Adjoint(_same),
+    (Collective.ALLREDUCE, ReduceOp.AVERAGE): Adjoint(_same),
+    (Collective.ALLREDUCE, ReduceOp.MIN): Adjoint(_extreme, keep=True),
+    (Collective.ALLREDUCE, ReduceOp.MAX): Adjoint(_extreme, keep=True),
+    (Collective.ALLREDUCE, ReduceOp.PRODUCT): Adjoint(_product, keep=True),
+    (Collective.ALLGATHER, ReduceOp.SUM): Adjoint(_own_rows),
+    (Collective.BROADCAST, ReduceOp.SUM): Adjoint(_to_root),
+}
