@@ -23,6 +23,7 @@
     ├── RendezvousError (ConnectionError)      the rendezvous service could not be reached or used
     │   ├── RendezvousTimeoutError (TimeoutError)  it answered, but what was awaited did not come
     │   └── RendezvousRefusedError             it answered with a 4xx: status and reason
+    ├── RemoteTraceback                        where a worker raised what run() raises again: its cause
     └── LaunchError (RuntimeError)             a job could not be started
         └── JobFailedError                     a job was started and did not succeed
 
@@ -182,6 +183,21 @@ class RendezvousRefusedError(RendezvousError):
         super().__init__(message, server=server, route=route)
         self.status = status
         self.reason = reason
+
+
+class RemoteTraceback(HvdglooError):
+    """The cause (``__cause__``) of a worker's exception that ``hvdgloo.run.run`` raises again in the caller.
+
+    Attributes:
+        rank, host: of the worker.
+        traceback: as the worker would have printed it.
+    """
+
+    def __init__(self, message: str, *, rank: int | None = None, host: str = "", traceback: str = "") -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.host = host
+        self.traceback = traceback
 
 
 class LaunchError(HvdglooError, RuntimeError):
