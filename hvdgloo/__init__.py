@@ -5,6 +5,22 @@ Import the front-end of your framework, e.g. ``import hvdgloo.torch as hvd``; la
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from hvdgloo.version import __version__
 
+if TYPE_CHECKING:
+    from hvdgloo.run import RunModule
+
+    run: RunModule
+
 __all__ = ["__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    # The launcher is imported where it is used: workers have no need of it.
+    if name == "run":
+        import importlib
+
+        return importlib.import_module("hvdgloo.run")
+    raise AttributeError(f"module 'hvdgloo' has no attribute {name!r}")

@@ -1,0 +1,10 @@
+"""``python -m hvdgloo.runner`` is ``hvdgloo-run``."""
+
+from __future__ import annotations
+
+import sys
+
+from hvdgloo.runner.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,237 @@
+"""What becomes of the workers' output: prefixed lines here, byte-exact files there, and the last lines for a summary.
+
+The supervisor calls ``output`` with whatever arrives and never waits: two writer threads do, one for the console and
+one for the files.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TextIO
+
+from hvdgloo.errors import LaunchError
+from hvdgloo.runner.frames import STDERR, STDOUT
+from hvdgloo.runner.lines import Lines, Screen
+from hvdgloo.runner.writer import DescriptorTarget, FileTarget, Target, TextTarget, Writer, is_broken_pipe
+
+BACKLOG = 256 * 1024 * 1024
+"""Bytes of unwritten output beyond which workers are given no more credit."""
+
+TAIL = 10
+"""Lines of each worker that are kept for the summary."""
+
+_TAIL_WIDTH = 400
+_IDLE = 0.1  # seconds after which an unfinished line is shown where that is wanted
+_STREAM_NAMES = {STDOUT: "stdout", STDERR: "stderr"}
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+class Console:
+    """Where output goes.
+
+    Args:
+        size: number of workers.
+        stdout, stderr: receive the workers' lines; launcher's own notices go to ``stderr``.
+        directory: for per-rank files, or None.
+        timestamps: precede every line with the time.
+        interactive: the rank whose unfinished lines (prompts) are shown at once.
+        quiet: no notices.
+
+    Attributes:
+        on_broken: called, from another thread, when nobody reads ``stdout`` or ``stderr`` any more.
+
+    Raises:
+        LaunchError: the directory cannot be written to.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        stdout: TextIO,
+        stderr: TextIO,
+        directory: str | None = None,
+        timestamps: bool = False,
+        interactive: int | None = None,
+        quiet: bool = False,
+    ) -> None:
+        self._timestamps = timestamps
+        self._interactive = interactive
+        self._quiet = quiet
+        self.on_broken: Callable[[], None] = lambda: None
+        self._lines: dict[tuple[int, int], Lines] = {}
+        self._unfinished: dict[tuple[int, int], float] = {}
+        self._tails: dict[int, deque[str]] = {rank: deque(maxlen=TAIL) for rank in range(size)}
+        same = _same_file(stdout, stderr)
+        screen = Screen(terminal=_is_terminal(stdout))
+        self._screens = {STDOUT: screen, STDERR: screen if same else Screen(terminal=_is_terminal(stderr))}
+        files = _open_files(directory, size)
+        self._files = Writer("hvdgloo-files", list(files.values()), self._file_failed) if files else None
+        self._file_list = list(files.values())
+        self._file_index = {source: index for index, source in enumerate(files)}
+        # Where both lead to one place, one thread writes them and lines keep their order; else neither waits for the
+        # other: `hvdgloo-run ... | less` still shows errors.
+        out = Writer("hvdgloo-stdout", [_target(stdout)], self._console_failed)
+        err = out if same else Writer("hvdgloo-stderr", [_target(stderr)], self._console_failed)
+        self._writers = {STDOUT: out, STDERR: err}
+
+    # From the supervisor.
+
+    def output(self, rank: int, stream: int, data: bytes) -> None:
+        """Take bytes that a worker wrote."""
+        source = (rank, stream)
+        if self._files is not None:
+            self._files.put(self._file_index[source], data)
+        lines = self._lines.setdefault(source, Lines())
+        for line in lines.feed(data):
+            self._emit(source, line)
+        self._unfinished.pop(source, None)
+        if lines.rest and self._shows_unfinished(source, lines):
+            self._unfinished[source] = time.monotonic() + _IDLE
+
+    def notice(self, text: str) -> None:
+        """Say something in the launcher's own name."""
+        if not self._quiet:
+            self.always(text)
+
+    def always(self, text: str) -> None:
+        """Say it even if notices are switched off."""
+        line = f"hvdgloo-run: {text}\n".encode("utf-8", "surrogateescape")
+        self._put(STDERR, self._screens[STDERR].line((-1, STDERR), b"", line))
+
+    def tick(self) -> float | None:
+        """Show unfinished lines whose time has come; the time of the next one, on the monotonic clock."""
+        now = time.monotonic()
+        for source, when in list(self._unfinished.items()):
+            if when <= now:
+                del self._unfinished[source]
+                lines = self._lines[source]
+                screen = self._screens[source[1]]
+                bar = source[0] != self._interactive
+                self._put(source[1], screen.partial(source, self._prefix(source), lines.rest, bar=bar))
+        return min(self._unfinished.values(), default=None)
+
+    @property
+    def congested(self) -> bool:
+        """So much waits to be written that workers should wait too."""
+        return sum(writer.backlog for writer in self._all_writers()) > BACKLOG
+
+    def tail(self, rank: int) -> tuple[str, ...]:
+        """The last lines of a worker, of both streams in the order of their arrival."""
+        return tuple(self._tails[rank])
+
+    def finish(self) -> None:
+        """No more output comes: write the unfinished lines."""
+        for source, lines in self._lines.items():
+            if rest := lines.finish():
+                self._emit(source, rest)
+        self._unfinished.clear()
+
+    def drain(self, give_up: Callable[[], bool]) -> None:
+        """Wait until everything is written, as any program waits for its terminal; ``give_up`` may end that."""
+        for writer in self._all_writers():
+            while not writer.wait_until_written(0.1):
+                if give_up():
+                    return
+
+    def close(self) -> None:
+        """End the threads."""
+        for writer in self._all_writers():
+            writer.close()
+        for file in self._file_list:
+            file.close()
+
+    # Inside.
+
+    def _all_writers(self) -> set[Writer]:
+        return {*self._writers.values(), *([self._files] if self._files is not None else [])}
+
+    def _emit(self, source: tuple[int, int], line: bytes) -> None:
+        rank, stream = source
+        self._put(stream, self._screens[stream].line(source, self._prefix(source), line))
+        if not line.endswith(b"\r"):
+            text = _ESCAPES.sub("", line.decode("utf-8", "replace")).rstrip()
+            if text:
+                self._tails[rank].append(text[:_TAIL_WIDTH])
+
+    def _prefix(self, source: tuple[int, int]) -> bytes:
+        when = time.asctime() if self._timestamps else ""
+        return f"{when}[{source[0]}]<{_STREAM_NAMES[source[1]]}>:".encode()
+
+    def _put(self, stream: int, data: bytes) -> None:
+        self._writers[stream].put(0, data)
+
+    def _shows_unfinished(self, source: tuple[int, int], lines: Lines) -> bool:
+        """A prompt is shown at once; so is a bar, but only where it can be erased again."""
+        is_bar = lines.redrawn or lines.rest.endswith(b"\r")
+        return source[0] == self._interactive or (is_bar and self._screens[source[1]].terminal)
+
+    def _console_failed(self, index: int, error: Exception) -> None:
+        if is_broken_pipe(error) or isinstance(error, ValueError):
+            self.on_broken()
+
+    def _file_failed(self, index: int, error: Exception) -> None:
+        rank, stream = list(self._file_index)[index]
+        text = f"hvdgloo-run: rank {rank}'s {_STREAM_NAMES[stream]} is no longer written to its file: {error}\n"
+        # Straight to the writer: this is the other writer's thread, and the screen belongs to the supervisor's.
+        self._put(STDERR, text.encode("utf-8", "replace"))
+
+
+def rank_folder(directory: str, rank: int, size: int) -> str:
+    """``rank.<rank>`` with as many digits as the highest rank has, so that names sort."""
+    return os.path.join(directory, f"rank.{rank:0{len(str(size - 1))}d}")
+
+
+def _open_files(directory: str | None, size: int) -> dict[tuple[int, int], FileTarget]:
+    files: dict[tuple[int, int], FileTarget] = {}
+    if directory is None:
+        return files
+    try:
+        for rank in range(size):
+            folder = rank_folder(directory, rank, size)
+            os.makedirs(folder, exist_ok=True)
+            for stream, name in _STREAM_NAMES.items():
+                files[rank, stream] = FileTarget(os.path.join(folder, name))
+    except OSError as error:
+        for file in files.values():
+            file.close()
+        raise LaunchError(f"--output-filename {directory}: {error}") from error
+    return files
+
+
+def _descriptor(stream: TextIO) -> int | None:
+    try:
+        return stream.fileno()
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def _target(stream: TextIO) -> Target:
+    descriptor = _descriptor(stream)
+    # A stream in the place of sys.stdout may borrow the real one's descriptor and mean to be written itself.
+    if descriptor is None or stream not in (sys.__stdout__, sys.__stderr__):
+        return TextTarget(stream)
+    stream.flush()
+    return DescriptorTarget(descriptor)
+
+
+def _is_terminal(stream: TextIO) -> bool:
+    descriptor = _descriptor(stream)
+    return descriptor is not None and os.isatty(descriptor)
+
+
+def _same_file(one: TextIO, other: TextIO) -> bool:
+    first, second = _descriptor(one), _descriptor(other)
+    if first is None or second is None:
+        return one is other
+    if not os.path.sameopenfile(first, second):
+        return False
+    # A regular file that was opened twice has two positions, and both must be written.
+    regular = stat.S_ISREG(os.fstat(first).st_mode)
+    return not regular or os.lseek(first, 0, os.SEEK_CUR) == os.lseek(second, 0, os.SEEK_CUR)

@@ -1,0 +1,325 @@
+"""What launcher and agent say to each other, as values and as bytes.
+
+They share one byte stream in each direction (a pipe, or what ssh makes of one). A frame is a fixed head, a JSON object
+with the frame's fields, and raw bytes if it carries any. The agent opens with a preamble, because login shells like to
+print greetings: what comes before it is handed on as ``Noise``, to be shown and not parsed.
+
+Pure: nothing here reads or writes. Environments travel inside frames and nowhere else, so no secret is ever on a
+command line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from hvdgloo.errors import LaunchError
+
+PROTOCOL = 1
+"""Raised when frames change their meaning; launcher and agent must agree."""
+
+PREAMBLE = b"\0hvdgloo agent: frames follow\0"
+MAX_FRAME = 64 * 1024 * 1024
+CHUNK = 64 * 1024
+"""Bytes of output, input or results that one frame carries at most."""
+
+STDOUT, STDERR = 1, 2
+
+_HEAD = struct.Struct("!BII")  # kind, bytes of JSON, bytes of data
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The base of all frames. A field called ``data`` travels raw, all others as JSON."""
+
+
+# From the launcher to an agent.
+
+
+@dataclass(frozen=True)
+class Start(Frame):
+    """The first frame: what all workers of this host have in common.
+
+    Attributes:
+        job_id: carried by every process of the job in ``HVDGLOO_JOB_ID``.
+        env: the environment to which each ``Spawn`` adds.
+        cwd: working directory of the workers.
+        heartbeat_timeout: seconds of silence after which the other side counts as dead.
+        grace: seconds between SIGTERM and SIGKILL when the launcher is lost.
+    """
+
+    job_id: str
+    env: Mapping[str, str] = field(repr=False)
+    cwd: str
+    heartbeat_timeout: float
+    grace: float
+
+
+@dataclass(frozen=True)
+class Blob(Frame):
+    """A piece of the file that workers spawned with ``task`` may read: the function of ``hvdgloo.run.run``."""
+
+    data: bytes = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Spawn(Frame):
+    """Start one worker.
+
+    Attributes:
+        rank: names it from now on.
+        argv: the program and its arguments; a ``task`` gets two descriptor numbers more (Blob's file, result file).
+        env: added to the environment of ``Start``.
+        stdin: give it a pipe that ``Stdin`` frames feed, instead of /dev/null.
+        task: it reads a function from the first descriptor and leaves its result in the second.
+    """
+
+    rank: int
+    argv: Sequence[str]
+    env: Mapping[str, str] = field(repr=False)
+    stdin: bool = False
+    task: bool = False
+
+
+@dataclass(frozen=True)
+class Stdin(Frame):
+    """Input for a worker; empty at the end of it. The next one is sent after ``StdinTaken``."""
+
+    rank: int
+    data: bytes = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Credit(Frame):
+    """So many bytes of a worker's output have been dealt with; an agent reads no further than WINDOW ahead."""
+
+    rank: int
+    amount: int
+
+
+@dataclass(frozen=True)
+class Signal(Frame):
+    """Pass a signal on to the workers, and change nothing else."""
+
+    signum: int
+
+
+@dataclass(frozen=True)
+class Stop(Frame):
+    """Send ``signum`` to the workers' process groups, and SIGKILL after ``grace`` seconds. Another may speed it up."""
+
+    signum: int
+    grace: float
+
+
+@dataclass(frozen=True)
+class Suspend(Frame):
+    """The launcher is about to be stopped (Ctrl-Z) or has been resumed: its silence in between means nothing."""
+
+    suspended: bool
+
+
+@dataclass(frozen=True)
+class Finish(Frame):
+    """The job is over: end every process that is left of it, say ``Bye`` and exit."""
+
+
+# From an agent to the launcher.
+
+
+@dataclass(frozen=True)
+class Hello(Frame):
+    """The first frame: who is there.
+
+    Attributes:
+        protocol, version: must equal the launcher's.
+        hostname, identity: of the host (see ``hvdgloo.rendezvous.identity``).
+        pid: of the agent.
+        cores: that this process may use, after affinity and control groups.
+        gpus: that are visible.
+        port: free, and kept free from other jobs, for ``MASTER_PORT``.
+    """
+
+    protocol: int
+    version: str
+    hostname: str
+    identity: str
+    pid: int
+    cores: int
+    gpus: int
+    port: int
+
+
+@dataclass(frozen=True)
+class Spawned(Frame):
+    rank: int
+    pid: int
+
+
+@dataclass(frozen=True)
+class SpawnFailed(Frame):
+    """A worker could not be started. ``status`` is what a shell would exit with: 127 not found, 126 not executable."""
+
+    rank: int
+    reason: str
+    status: int
+
+
+@dataclass(frozen=True)
+class Output(Frame):
+    rank: int
+    stream: int
+    data: bytes = field(repr=False)
+
+
+@dataclass(frozen=True)
+class StdinTaken(Frame):
+    rank: int
+
+
+@dataclass(frozen=True)
+class Result(Frame):
+    """A piece of what a ``task`` left behind. All pieces come before its ``Exited``."""
+
+    rank: int
+    data: bytes = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Exited(Frame):
+    """A worker has ended: ``status`` is its exit status, or minus the signal that ended it.
+
+    Output may still follow: from background processes, and what the launcher gave no credit for yet.
+    """
+
+    rank: int
+    status: int
+    out_of_memory: bool = False
+
+
+@dataclass(frozen=True)
+class Bye(Frame):
+    """The last frame: nothing of the job is left on this host, except the processes ``left`` that withstood SIGKILL."""
+
+    left: Sequence[int] = ()
+
+
+# In both directions.
+
+
+@dataclass(frozen=True)
+class Beat(Frame):
+    """Says nothing, to show that the sender lives."""
+
+
+KINDS: tuple[type[Frame], ...] = (
+    Start, Blob, Spawn, Stdin, Credit, Signal, Stop, Suspend, Finish,
+    Hello, Spawned, SpawnFailed, Output, StdinTaken, Result, Exited, Bye,
+    Beat,
+)  # fmt: skip
+_NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Bytes that came before the preamble, or after a stream that never had one."""
+
+    data: bytes
+
+
+def encode(frame: Frame) -> bytes:
+    """The bytes of one frame."""
+    fields = {f.name: getattr(frame, f.name) for f in dataclasses.fields(frame)}
+    data: bytes = fields.pop("data", b"")
+    # Environments may hold any bytes: as surrogates they pass through JSON's escapes unharmed.
+    text = json.dumps(fields, separators=(",", ":")).encode("ascii")
+    return _HEAD.pack(_NUMBERS[type(frame)], len(text), len(data)) + text + data
+
+
+class Decoder:
+    """Bytes in, frames out, however the bytes were cut.
+
+    Args:
+        preamble: what precedes the first frame; empty if frames come at once.
+    """
+
+    def __init__(self, preamble: bytes = b"") -> None:
+        self._preamble = preamble
+        self._buffer = bytearray()
+
+    @property
+    def opened(self) -> bool:
+        """The preamble has been seen."""
+        return not self._preamble
+
+    def feed(self, data: bytes) -> list[Frame | Noise]:
+        """All that these bytes complete.
+
+        Raises:
+            LaunchError: they are no frames of this protocol.
+        """
+        self._buffer += data
+        items: list[Frame | Noise] = []
+        if self._preamble:
+            noise = self._take_noise()
+            if noise:
+                items.append(Noise(noise))
+            if self._preamble:
+                return items
+        while (frame := self._take_frame()) is not None:
+            items.append(frame)
+        return items
+
+    def rest(self) -> bytes:
+        """What remains when the stream has ended: noise, or the beginning of a frame."""
+        return bytes(self._buffer)
+
+    def _take_noise(self) -> bytes:
+        position = self._buffer.find(self._preamble)
+        if position >= 0:
+            noise = bytes(self._buffer[:position])
+            del self._buffer[: position + len(self._preamble)]
+            self._preamble = b""
+            return noise
+        # The preamble's beginning may be at the end of what is here.
+        keep = next(
+            (n for n in range(min(len(self._preamble), len(self._buffer)), 0, -1)
+             if self._buffer.endswith(self._preamble[:n])),
+            0,
+        )  # fmt: skip
+        noise = bytes(self._buffer[: len(self._buffer) - keep])
+        del self._buffer[: len(noise)]
+        return noise
+
+    def _take_frame(self) -> Frame | None:
+        if len(self._buffer) < _HEAD.size:
+            return None
+        number, text_length, data_length = _HEAD.unpack_from(self._buffer)
+        if number >= len(KINDS) or text_length + data_length > MAX_FRAME:
+            raise LaunchError(
+                "the stream between launcher and agent holds something that is no frame; "
+                "does anything in the remote shell's start-up files write to standard output in the background?"
+            )
+        end = _HEAD.size + text_length + data_length
+        if len(self._buffer) < end:
+            return None
+        text = bytes(self._buffer[_HEAD.size : _HEAD.size + text_length])
+        data = bytes(self._buffer[_HEAD.size + text_length : end])
+        del self._buffer[:end]
+        return _build(KINDS[number], text, data)
+
+
+def _build(kind: type[Frame], text: bytes, data: bytes) -> Frame:
+    try:
+        fields = json.loads(text)
+        if any(f.name == "data" for f in dataclasses.fields(kind)):
+            fields["data"] = data
+        return kind(**fields)
+    except (ValueError, TypeError) as error:
+        raise LaunchError(
+            f"a {kind.__name__} frame between launcher and agent cannot be read ({error}); "
+            "is the same version of hvdgloo installed on all hosts?"
+        ) from error

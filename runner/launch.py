@@ -1,0 +1,282 @@
+"""From a LaunchSpec to the end of its job: the story in one screen, and what it leads to."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from types import FrameType
+from typing import Protocol, TextIO
+
+from hvdgloo.config import parse_endpoint
+from hvdgloo.errors import JobFailedError
+from hvdgloo.rendezvous.server import RendezvousServer
+from hvdgloo.runner.command import thread_defaults, worker_environment
+from hvdgloo.runner.console import Console
+from hvdgloo.runner.frames import CHUNK, Hello, Spawn
+from hvdgloo.runner.spawners import Spawner, choose_spawner
+from hvdgloo.runner.spec import Host, LaunchSpec, Slot, assign
+from hvdgloo.runner.supervisor import Failure, Outcome, Supervisor
+
+COMMAND_LINE_SIGNALS = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGTSTP,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
+LIBRARY_SIGNALS = (signal.SIGINT, signal.SIGTSTP)
+"""What ``hvdgloo.run.run`` takes over while it runs: the others are the calling program's own business."""
+
+
+class Results(Protocol):
+    """Receives what tasks leave behind, piece by piece."""
+
+    def add(self, rank: int, data: bytes) -> None: ...
+
+
+@dataclass(frozen=True)
+class Report:
+    """A job that has ended.
+
+    Attributes:
+        outcome: how.
+        slots: where its workers were.
+        last_lines: the end of what the first worker that failed printed.
+    """
+
+    outcome: Outcome
+    slots: tuple[Slot, ...]
+    last_lines: tuple[str, ...] = ()
+
+    def summary(self) -> str:
+        """What the command line prints last; empty after success."""
+        first = self.outcome.first
+        if self.outcome.interrupted == signal.SIGPIPE:
+            return "stopped, because nobody reads the output any more"
+        if self.outcome.interrupted is not None:
+            return f"stopped by {signal.Signals(self.outcome.interrupted).name}"
+        if first is None:
+            return ""
+        text = f"the job failed: {describe_failure(first)}"
+        if self.last_lines:
+            text += "\nIts last lines were:\n" + "\n".join(f"  {line}" for line in self.last_lines)
+        return text
+
+    def error(self) -> JobFailedError:
+        """The same as an exception."""
+        first = self.outcome.first
+        return JobFailedError(
+            self.summary(),
+            rank=first.rank if first else None,
+            host=first.host if first else None,
+            exit_code=self.outcome.exit_code,
+            signal=first.signal if first else None,
+            last_lines=self.last_lines,
+        )
+
+
+def launch(
+    spec: LaunchSpec,
+    *,
+    stdout: TextIO,
+    stderr: TextIO,
+    quiet: bool = False,
+    signals: Sequence[signal.Signals] = COMMAND_LINE_SIGNALS,
+    results: Results | None = None,
+    spawner: Spawner | None = None,
+) -> Report:
+    """Run the job that ``spec`` describes, and return when nothing of it is left.
+
+    Args:
+        stdout, stderr: for the workers' output.
+        quiet: print nothing in the launcher's own name.
+        signals: to pass on to the workers, if this is the main thread.
+        results: for tasks.
+        spawner: how agents are started; by default chosen from the hosts.
+
+    Raises:
+        ConfigError, LaunchError: it could not be started. Nothing is left running.
+        JobFailedError: a signal came before any worker was started.
+    """
+    slots = assign(spec.hosts, spec.np)
+    hosts = _hosts_in_use(slots)
+    spawner = spawner or choose_spawner(spec.hosts)
+    job_id = secrets.token_hex(16)
+    with _console(spec, stdout, stderr, quiet) as console:
+        with Supervisor(spec, spawner, hosts, job_id, _Observer(console, results)) as supervisor:
+            console.on_broken = partial(supervisor.interrupt, signal.SIGPIPE)
+            with passed_on(signals, supervisor.interrupt) as signal_came:
+                hellos = supervisor.gather()
+                bind = [spawner.address(host) for host in hosts]
+                with RendezvousServer(
+                    secret=spec.secret,
+                    hosts=[(host.name, host.slots) for host in hosts],
+                    bind=tuple(dict.fromkeys(bind)),
+                    start_timeout=spec.start_timeout,
+                ) as server:
+                    env = [_host_environment(spec, host, hello) for host, hello in zip(hosts, hellos, strict=True)]
+                    workers = _spawns(spec, slots, job_id, parse_endpoint(server.endpoint), bind, hellos[0].port)
+                    _say_threads(console, spec, env)
+                    supervisor.start(env, workers)
+                    if spec.stdin_rank is not None:
+                        _feed_stdin(supervisor, spec.stdin_rank)
+                    outcome = supervisor.supervise(partial(_missing_ranks, server))
+                console.finish()
+                console.drain(signal_came)
+        first = outcome.first
+        return Report(outcome, slots, console.tail(first.rank) if first and first.rank is not None else ())
+
+
+def describe_failure(failure: Failure) -> str:
+    """``rank 3 on host h2 was killed by signal 9 (SIGKILL)``."""
+    return failure.reason if failure.rank is None else f"rank {failure.rank} on host {failure.host} {failure.reason}"
+
+
+class _Observer:
+    """Output to the console, results to whoever wants them."""
+
+    def __init__(self, console: Console, results: Results | None) -> None:
+        self.output = console.output
+        self.notice = console.notice
+        self.tick = console.tick
+        self._console = console
+        self._results = results
+
+    @property
+    def congested(self) -> bool:
+        return self._console.congested
+
+    def result(self, rank: int, data: bytes) -> None:
+        if self._results is not None:
+            self._results.add(rank, data)
+
+
+@contextmanager
+def _console(spec: LaunchSpec, stdout: TextIO, stderr: TextIO, quiet: bool) -> Iterator[Console]:
+    console = Console(
+        spec.np,
+        stdout=stdout,
+        stderr=stderr,
+        directory=spec.output_directory,
+        timestamps=spec.timestamps,
+        interactive=spec.stdin_rank,
+        quiet=quiet,
+    )
+    try:
+        yield console
+    finally:
+        console.close()
+
+
+@contextmanager
+def passed_on(signals: Sequence[signal.Signals], note: Callable[[int], None]) -> Iterator[Callable[[], bool]]:
+    """Take signals over for a while, giving them to ``note``.
+
+    Signals that are ignored (nohup, a shell's background job) stay so, and so do handlers that the calling program has
+    installed. Only a main thread can do this; elsewhere nothing changes.
+
+    Yields:
+        a question: has a signal come since the last time it was asked for the first time?
+    """
+    came = [0]
+
+    def handler(signum: int, _frame: FrameType | None) -> None:
+        came[0] += 1
+        note(signum)
+
+    previous: dict[signal.Signals, object] = {}
+    if threading.current_thread() is threading.main_thread():
+        for signum in signals:
+            if signal.getsignal(signum) in (signal.SIG_DFL, signal.default_int_handler):
+                previous[signum] = signal.signal(signum, handler)
+    asked: list[int] = []
+
+    def signal_came() -> bool:
+        if not asked:
+            asked.append(came[0])
+        return came[0] > asked[0]
+
+    try:
+        yield signal_came
+    finally:
+        for signum, old in previous.items():
+            signal.signal(signum, old)  # type: ignore[arg-type]
+
+
+def _hosts_in_use(slots: Sequence[Slot]) -> tuple[Host, ...]:
+    """The hosts that ranks fall on, with as many slots as are used."""
+    used: dict[int, Host] = {}
+    for slot in slots:
+        used[slot.host] = Host(slot.hostname, slot.local_size)
+    return tuple(used[index] for index in sorted(used))
+
+
+def _host_environment(spec: LaunchSpec, host: Host, hello: Hello) -> dict[str, str]:
+    threads = thread_defaults(hello.cores, host.slots, spec.environ, machine_cores=os.cpu_count() or 1)
+    return {**spec.environ, **threads}
+
+
+def _spawns(
+    spec: LaunchSpec,
+    slots: Sequence[Slot],
+    job_id: str,
+    rendezvous: tuple[str, int],
+    addresses: Sequence[str],
+    port: int,
+) -> list[list[Spawn]]:
+    spawns: list[list[Spawn]] = [[] for _ in addresses]
+    for slot in slots:
+        env = worker_environment(
+            slot,
+            job_id=job_id,
+            epoch=0,
+            rendezvous=rendezvous,
+            secret=spec.secret,
+            address=addresses[slot.host],
+            master=(addresses[0], port),
+        )
+        task = spec.function is not None
+        spawns[slot.host].append(Spawn(slot.rank, spec.command, env, stdin=slot.rank == spec.stdin_rank, task=task))
+    return spawns
+
+
+def _say_threads(console: Console, spec: LaunchSpec, env: Sequence[Mapping[str, str]]) -> None:
+    added = {name: value for name, value in env[0].items() if name not in spec.environ}
+    if "OMP_NUM_THREADS" in added:
+        console.notice(
+            f"OMP_NUM_THREADS={added['OMP_NUM_THREADS']} for each worker, so that they share the host's cores; "
+            "set it yourself for another number"
+        )
+
+
+def _missing_ranks(server: RendezvousServer) -> list[int]:
+    """Who has not called ``hvd.init()`` while others wait for it; nobody in a job that does not use it at all."""
+    epoch = server.status()["epochs"][-1]
+    return list(epoch["missing_ranks"]) if epoch["arrived"] else []
+
+
+def _feed_stdin(supervisor: Supervisor, rank: int) -> None:
+    """Hand the launcher's standard input to a worker, a piece whenever the last one was taken."""
+    taken = threading.Semaphore(1)
+    supervisor.on_stdin_taken = taken.release
+
+    def read() -> None:
+        while True:
+            taken.acquire()
+            try:
+                data = os.read(0, CHUNK)
+            except OSError:
+                data = b""
+            supervisor.feed_stdin(rank, data)
+            if not data:
+                return
+
+    # It cannot be joined: only the user's next key would end its wait. As a daemon it ends with the launcher.
+    threading.Thread(target=read, name="hvdgloo-stdin", daemon=True).start()

@@ -1,0 +1,213 @@
+"""What an agent tells about its machine: cores, GPUs, a free port; and whether the kernel ran out of memory.
+
+Nothing here imports a framework: asking torch for the number of GPUs would take longer than starting the job.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+_CGROUPS = "/sys/fs/cgroup"
+
+
+def usable_cores() -> int:
+    """Cores that this process may use: at least 1, at most what affinity and the control groups' quotas allow."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quotas = [quota for quota in _quotas() if quota > 0]
+    return max(1, min([cores, *(math.ceil(quota) for quota in quotas)]))
+
+
+def visible_gpus(environ: Mapping[str, str]) -> int:
+    """NVIDIA GPUs of this machine, or as many of them as ``CUDA_VISIBLE_DEVICES`` leaves visible."""
+    present = _nvidia_gpus()
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None or not present:
+        return present
+    chosen = 0
+    for name in visible.split(","):
+        # CUDA ignores what follows the first entry that it cannot use.
+        name = name.strip()
+        if not name or name.startswith("-") or (name.isdigit() and int(name) >= present):
+            break
+        chosen += 1
+    return chosen
+
+
+def _nvidia_gpus() -> int:
+    try:
+        return len(os.listdir("/proc/driver/nvidia/gpus"))
+    except OSError:
+        pass
+    try:
+        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return sum(line.startswith(b"GPU ") for line in listing.stdout.splitlines()) if listing.returncode == 0 else 0
+
+
+# Ports.
+
+
+@dataclass
+class PortClaim:
+    """A port that was free, and that no other job's agent on this host hands out while ``mark`` is open."""
+
+    port: int
+    mark: socket.socket | None = None
+
+    def release(self) -> None:
+        if self.mark is not None:
+            self.mark.close()
+            self.mark = None
+
+
+def claim_port() -> PortClaim:
+    """Find a TCP port for ``MASTER_PORT``, which a worker will bind much later.
+
+    It is taken from outside the range from which the system serves outgoing connections and ``bind(0)``, so nothing
+    takes it by chance meanwhile; and an abstract Unix socket of its number keeps other agents off it (Linux).
+    """
+    low, high = _ephemeral_ports()
+    candidates = list(range(20000, min(low, 32768))) if low > 21000 else list(range(high + 1, 65536))
+    random.SystemRandom().shuffle(candidates)
+    for port in candidates:
+        mark = _mark(port)
+        if mark is not None or sys.platform != "linux":
+            if _is_free(port):
+                return PortClaim(port, mark)
+            if mark is not None:
+                mark.close()
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return PortClaim(int(probe.getsockname()[1]))
+
+
+def _ephemeral_ports() -> tuple[int, int]:
+    try:
+        with open("/proc/sys/net/ipv4/ip_local_port_range", encoding="ascii") as file:
+            low, high = file.read().split()
+            return int(low), int(high)
+    except (OSError, ValueError):
+        return 49152, 65535
+
+
+def _mark(port: int) -> socket.socket | None:
+    if sys.platform != "linux":
+        return None
+    mark = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        mark.bind(f"\0hvdgloo-port-{port}")
+    except OSError:
+        mark.close()
+        return None
+    return mark
+
+
+def _is_free(port: int) -> bool:
+    for family, address in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
+        try:
+            probe = socket.socket(family)
+        except OSError:
+            continue  # no IPv6 here
+        with probe:
+            try:
+                if family == socket.AF_INET6:
+                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                probe.bind((address, port))
+            except OSError:
+                return family == socket.AF_INET6 and not socket.has_ipv6
+    return True
+
+
+# Control groups.
+
+
+class MemoryWatch:
+    """Tells whether the kernel has ended a process for lack of memory since the last time it was asked.
+
+    The control groups' own counters come first; where they cannot be read, the whole machine's counter has to do, which
+    may count a process of someone else.
+    """
+
+    def __init__(self) -> None:
+        self._last = self._count()
+
+    def kill_happened(self) -> bool:
+        count, previous = self._count(), self._last
+        self._last = count
+        return count > previous
+
+    @staticmethod
+    def _count() -> int:
+        counts = [
+            count
+            for path in _own_groups("memory")
+            for name in ("memory.events", "memory.oom_control")
+            if (count := _counter(os.path.join(path, name), "oom_kill")) is not None
+        ]
+        machine = _counter("/proc/vmstat", "oom_kill")
+        return sum(counts) + (machine or 0)
+
+
+def _counter(path: str, name: str) -> int | None:
+    try:
+        with open(path, encoding="ascii") as file:
+            for line in file:
+                key, _, value = line.partition(" ")
+                if key == name:
+                    return int(value)
+    except (OSError, ValueError):
+        pass
+    return None
+
+
+def _quotas() -> Iterator[float]:
+    """CPU quotas, in cores, of this process's control groups and the groups around them."""
+    for path in _own_groups("cpu"):
+        while len(path) >= len(_CGROUPS):
+            yield _quota(path)
+            path = os.path.dirname(path)
+
+
+def _quota(path: str) -> float:
+    try:
+        with open(os.path.join(path, "cpu.max"), encoding="ascii") as file:
+            quota, period = file.read().split()
+            return 0.0 if quota == "max" else int(quota) / int(period)
+    except (OSError, ValueError, ZeroDivisionError):
+        pass
+    try:
+        with open(os.path.join(path, "cpu.cfs_quota_us"), encoding="ascii") as file:
+            microseconds = int(file.read())
+        with open(os.path.join(path, "cpu.cfs_period_us"), encoding="ascii") as file:
+            return microseconds / int(file.read())
+    except (OSError, ValueError, ZeroDivisionError):
+        return 0.0
+
+
+def _own_groups(controller: str) -> Iterator[str]:
+    """Folders of the control groups (version 2, and version 1's for a controller) that this process is in."""
+    try:
+        with open("/proc/self/cgroup", encoding="utf-8") as file:
+            lines = file.read().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        if not controllers:
+            yield _existing(_CGROUPS, group)
+        elif controller in controllers.split(","):
+            yield _existing(os.path.join(_CGROUPS, controllers), group)
+
+
+def _existing(root: str, group: str) -> str:
+    # Inside a container the path may be the host's; what is mounted is then the group itself.
+    path = root + group.rstrip("/")
+    return path if os.path.isdir(path) else root

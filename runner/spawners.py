@@ -1,0 +1,162 @@
+"""Ways to get an agent running on a host, with a byte stream to it.
+
+A way that is added later (ssh, kubectl exec, srun) is one more class here; nothing else of the launcher knows how an
+agent came to be.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import IO, Protocol
+
+import hvdgloo
+from hvdgloo.errors import LaunchError
+from hvdgloo.runner import sweep
+from hvdgloo.runner.spec import Host
+
+_WARDEN_TIME = 3.0
+
+
+class AgentStream(Protocol):
+    """A command whose standard streams lead to an agent."""
+
+    stdin: IO[bytes]
+    stdout: IO[bytes]
+    stderr: IO[bytes]
+
+    def poll(self) -> int | None:
+        """The command's exit status, None while it runs."""
+
+    def kill(self) -> None:
+        """End the command at once. Its agent sees the end of its stream and dies."""
+
+    def wait(self, timeout: float) -> int:
+        """Wait for the command's end and return its status; subprocess.TimeoutExpired if it does not come."""
+
+
+class Spawner(Protocol):
+    """Starts agents."""
+
+    def start(self, host: Host) -> AgentStream:
+        """Start the command that runs an agent on ``host``. Does not wait for anything.
+
+        Raises:
+            LaunchError: the command cannot be executed.
+        """
+
+    def sweep(self, host: Host, job_id: str) -> None:
+        """End what is left of a job on ``host`` after its agent was lost without a good-bye."""
+
+    def address(self, host: Host) -> str:
+        """The address at which this host's workers are reached, before anything has been probed."""
+
+
+class LocalSpawner:
+    """Agents as child processes: for this machine."""
+
+    def start(self, host: Host) -> AgentStream:
+        # In "/" and not in the user's folder: the agent must not import a json.py that lies there.
+        try:
+            return _LocalStream(
+                [sys.executable, "-m", "hvdgloo.runner.agent"],
+                cwd="/",
+                env=agent_environment(os.environ),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+                # A session of its own: a terminal's Ctrl-C and Ctrl-Z concern the launcher, which passes them on.
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise LaunchError(f"no agent could be started on {host.name}: {error}") from error
+
+    def sweep(self, host: Host, job_id: str) -> None:
+        sweep.end_all(lambda: sweep.processes_of(job_id) - {os.getpid()}, grace=0.0)
+
+    def address(self, host: Host) -> str:
+        return "127.0.0.1"
+
+
+class _LocalStream(subprocess.Popen[bytes]):
+    # Popen's own annotations allow for streams that are absent.
+    stdin: IO[bytes]
+    stdout: IO[bytes]
+    stderr: IO[bytes]
+
+    def kill(self) -> None:
+        # Agent and warden share a process group that nobody else is in. The agent goes first, so that the warden can
+        # end what is left of the job; then the warden too, should it hang.
+        sweep.signal_all((pid for pid in sweep.descendants(self.pid) if _group(pid) == self.pid), signal.SIGKILL)
+        try:
+            self.wait(_WARDEN_TIME)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.pid, signal.SIGKILL)
+
+
+def _group(pid: int) -> int:
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return -1
+
+
+def agent_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a local agent: the launcher's, and hvdgloo can be imported in it.
+
+    Where hvdgloo is installed nothing needs to be added; a checkout that is merely in the current folder, or was put
+    on ``sys.path`` by the caller, is named in PYTHONPATH.
+    """
+    root = os.path.dirname(os.path.dirname(os.path.abspath(hvdgloo.__file__)))
+    if os.path.basename(root) in ("site-packages", "dist-packages"):
+        return dict(environ)
+    paths = [path for path in (environ.get("PYTHONPATH", ""), root) if path]
+    return {**environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def is_this_host(name: str) -> bool:
+    """``name`` is this machine: localhost, its own name, or one of its addresses."""
+    own = socket.gethostname()
+    if name.lower() in {"localhost", own.lower(), own.partition(".")[0].lower()}:
+        return True
+    try:
+        candidates = {entry[4][0] for entry in socket.getaddrinfo(name, None, type=socket.SOCK_DGRAM)}
+    except OSError:
+        return False
+    return any(_is_own_address(str(address)) for address in candidates)
+
+
+def _is_own_address(address: str) -> bool:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
+
+
+def choose_spawner(hosts: Sequence[Host]) -> Spawner:
+    """The way to start agents on these hosts.
+
+    Raises:
+        LaunchError: one of them is not this machine, or this machine comes twice.
+    """
+    foreign = [host.name for host in hosts if not is_this_host(host.name)]
+    if foreign:
+        raise LaunchError(
+            f"other hosts than this one are not supported yet: {', '.join(foreign)} "
+            f"is not a name or address of this machine ({socket.gethostname()}); use -H localhost:N"
+        )
+    if len(hosts) > 1:
+        names = ", ".join(host.name for host in hosts)
+        raise LaunchError(
+            f"{names} are all this machine; give it once, with all its slots "
+            f"(-H localhost:{sum(host.slots for host in hosts)})"
+        )
+    return LocalSpawner()

@@ -1,0 +1,604 @@
+"""Watching over a job: one connection to each host's agent, one loop, and one rule: the first failure stops the rest.
+
+The loop never waits for output to be written, for a host, or for a worker. It ends when every agent has said good-bye,
+which it does only once nothing of the job is left on its host; an agent that is lost without one is swept up after.
+
+Signals only leave a note and wake the loop. Ctrl-Z is such a note too: the agents are told that silence will follow,
+then the launcher stops itself, and the workers go on.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import IO, Protocol
+
+from hvdgloo.errors import JobFailedError, LaunchError
+from hvdgloo.runner.channel import Channel
+from hvdgloo.runner.frames import (
+    CHUNK,
+    PREAMBLE,
+    PROTOCOL,
+    Blob,
+    Bye,
+    Credit,
+    Exited,
+    Finish,
+    Frame,
+    Hello,
+    Noise,
+    Output,
+    Result,
+    Signal,
+    Spawn,
+    Spawned,
+    SpawnFailed,
+    Start,
+    Stdin,
+    StdinTaken,
+    Stop,
+    Suspend,
+)
+from hvdgloo.runner.spawners import AgentStream, Spawner
+from hvdgloo.runner.spec import Host, LaunchSpec
+from hvdgloo.version import __version__
+
+END_TIME = 15.0
+"""Seconds that an agent has, after everything was killed, to say good-bye before it is killed itself."""
+
+_ACKNOWLEDGE = 64 * 1024  # bytes of output for which credit is given at once
+_SLOW = 10.0  # seconds after which it is said who is still missing
+_STDERR_KEPT = 20
+
+
+class Observer(Protocol):
+    """Who is told what comes from the workers. None of these may block."""
+
+    def output(self, rank: int, stream: int, data: bytes) -> None: ...
+    def result(self, rank: int, data: bytes) -> None: ...
+    def notice(self, text: str) -> None: ...
+    def tick(self) -> float | None: ...
+    @property
+    def congested(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How the first worker failed, or which agent was lost.
+
+    Attributes:
+        rank: None if it was an agent.
+        host: by its name.
+        status: exit status, or minus the signal.
+        reason: in words: ``exited with status 3``, ``was killed by signal 9 (SIGKILL)``.
+    """
+
+    rank: int | None
+    host: str
+    status: int
+    reason: str
+
+    @property
+    def exit_code(self) -> int:
+        """As a shell would have it: 128+N for signal N."""
+        return self.status if self.status >= 0 else 128 - self.status
+
+    @property
+    def signal(self) -> int | None:
+        return -self.status if self.status < 0 else None
+
+
+@dataclass
+class Outcome:
+    """How the job ended.
+
+    Attributes:
+        first: the failure that stopped it.
+        interrupted: the signal that stopped it.
+        statuses: of each worker that was started: exit status, or minus the signal; None if its agent was lost.
+    """
+
+    first: Failure | None = None
+    interrupted: int | None = None
+    statuses: dict[int, int | None] = field(default_factory=dict)
+
+    @property
+    def exit_code(self) -> int:
+        """0 only if every worker exited with 0."""
+        if self.interrupted is not None:
+            return 128 + self.interrupted
+        return self.first.exit_code if self.first is not None else 0
+
+
+class _Link:
+    """One host's agent, as the launcher holds it."""
+
+    def __init__(self, host: Host, stream: AgentStream) -> None:
+        self.host = host
+        self.stream = stream
+        self.channel = Channel(stream.stdout.fileno(), stream.stdin.fileno(), preamble=PREAMBLE)
+        self.hello: Hello | None = None
+        self.said_bye = False
+        self.finishing = False
+        self.gone = False
+        self.ranks: list[int] = []
+        self.last_heard = time.monotonic()
+        self.writes_registered = False
+        self.stderr_open = True
+        self.stderr: deque[str] = deque(maxlen=_STDERR_KEPT)
+        self.owed: dict[int, int] = {}
+        os.set_blocking(stream.stderr.fileno(), False)
+
+
+class Supervisor:
+    """Starts agents, has them start workers, and sees to the end of all of them.
+
+    A context manager: leaving it, in whatever way, ends everything that it started.
+    """
+
+    def __init__(self, spec: LaunchSpec, spawner: Spawner, hosts: Sequence[Host], job_id: str, observer: Observer):
+        self.outcome = Outcome()
+        self._spec = spec
+        self._spawner = spawner
+        self._job_id = job_id
+        self._observer = observer
+        self._selector = selectors.DefaultSelector()
+        self._wakeup, self._waker = socket.socketpair()
+        self._wakeup.setblocking(False)
+        self._waker.setblocking(False)
+        self._selector.register(self._wakeup, selectors.EVENT_READ, self._on_wakeup)
+        self._notes: deque[Callable[[], None]] = deque()
+        self._hosts = tuple(hosts)
+        self._links: list[_Link] = []
+        self._last_beat = time.monotonic()
+        self._expected: set[int] = set()
+        self._running: set[int] = set()
+        self._stopping = False
+        self._killing = False
+        self._hard_deadline: float | None = None
+        self._stdin_link: _Link | None = None
+        self.on_stdin_taken: Callable[[], None] = lambda: None
+        self._missing: Callable[[], str] = lambda: ""
+        self._next_report: float | None = None
+        self._reported = ""
+
+    def __enter__(self) -> Supervisor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._kill()
+        deadline = time.monotonic() + END_TIME
+        self._loop(lambda: all(link.gone for link in self._links), deadline)
+        for link in self._links:
+            if not link.gone:
+                self._lose(link, "did not end")
+            _close(link.stream)
+        self._selector.close()
+        self._wakeup.close()
+        self._waker.close()
+
+    # The story, as launch tells it.
+
+    def gather(self) -> tuple[Hello, ...]:
+        """Start an agent on every host, and wait until all are there.
+
+        Raises:
+            LaunchError: one did not come before the start timeout, or could not be used.
+            JobFailedError: a signal came first.
+        """
+        deadline = time.monotonic() + self._spec.start_timeout
+        for host in self._hosts:
+            self._links.append(self._connect(host))
+        with self._report_missing(self._missing_agents):
+            self._loop(lambda: self._stopping or all(link.hello for link in self._links), deadline)
+        self._check_agents()
+        return tuple(link.hello for link in self._links if link.hello is not None)
+
+    def start(self, env: Sequence[Mapping[str, str]], workers: Sequence[Sequence[Spawn]]) -> None:
+        """Have each agent start its workers.
+
+        Args:
+            env: for each host, what its workers find in their environment.
+            workers: for each host, its workers.
+        """
+        for link, environ, spawns in zip(self._links, env, workers, strict=True):
+            link.channel.send(
+                Start(
+                    self._job_id,
+                    environ,
+                    self._spec.cwd,
+                    self._spec.heartbeat_timeout,
+                    self._spec.grace_after_failure,
+                )
+            )
+            function = memoryview(self._spec.function or b"")
+            for position in range(0, len(function), 4 * CHUNK):
+                link.channel.send(Blob(bytes(function[position : position + 4 * CHUNK])))
+            for spawn in spawns:
+                link.ranks.append(spawn.rank)
+                link.channel.send(spawn)
+                self._expected.add(spawn.rank)
+                self.outcome.statuses[spawn.rank] = None
+                if spawn.stdin:
+                    self._stdin_link = link
+        self._running = set(self._expected)
+
+    def supervise(self, missing: Callable[[], Sequence[int]] = lambda: ()) -> Outcome:
+        """Watch until nothing of the job is left.
+
+        Args:
+            missing: ranks that others wait for at start-up.
+        """
+        with self._report_missing(lambda: self._missing_ranks(missing())):
+            self._loop(lambda: all(link.gone for link in self._links))
+        return self.outcome
+
+    # From other threads and from signal handlers.
+
+    def interrupt(self, signum: int) -> None:
+        """Take note of a signal. Safe in a signal handler and in any thread."""
+        self._note(partial(self._on_signal, signum))
+
+    def feed_stdin(self, rank: int, data: bytes) -> None:
+        """Give a worker input; empty at its end. The next piece after ``on_stdin_taken``."""
+        self._note(partial(self._send_stdin, rank, data))
+
+    def _note(self, action: Callable[[], None]) -> None:
+        self._notes.append(action)
+        try:
+            self._waker.send(b"\0")
+        except (BlockingIOError, OSError):
+            pass  # it is awake already, or has ended
+
+    # The loop.
+
+    def _loop(self, done: Callable[[], bool], deadline: float | None = None) -> None:
+        while not done():
+            now = time.monotonic()
+            if deadline is not None and now >= deadline:
+                return
+            for key, _ in self._selector.select(self._patience(now, deadline)):
+                key.data()
+            while self._notes:
+                self._notes.popleft()()
+            self._give_credit()
+            self._keep_time()
+            for link in self._links:
+                self._watch_writes(link)
+
+    def _patience(self, now: float, deadline: float | None) -> float:
+        interval = self._spec.heartbeat_timeout / 6
+        times = [self._last_beat + interval, self._next_report, deadline, self._observer.tick(), self._hard_deadline]
+        if self._observer.congested:
+            times.append(now + 0.1)
+        return max(0.0, min(when for when in times if when is not None) - now)
+
+    def _keep_time(self) -> None:
+        now = time.monotonic()
+        timeout = self._spec.heartbeat_timeout
+        if now - self._last_beat >= timeout / 6:
+            self._last_beat = now
+            for link in self._links:
+                link.channel.beat()
+        for link in self._links:
+            if link.gone:
+                continue
+            if link.channel.ended:
+                self._lose(link, "ended")
+            elif link.hello and now - link.last_heard > timeout and not self._readable(link):
+                self._lose(link, f"has been silent for {timeout:g} s")
+        if self._hard_deadline is not None and now >= self._hard_deadline:
+            self._hard_deadline = None
+            for link in self._links:
+                if not link.gone:
+                    self._lose(link, "did not end its workers")
+        self._report(now)
+
+    @staticmethod
+    def _readable(link: _Link) -> bool:
+        """Something has arrived that was not looked at yet: it was the launcher that slept."""
+        with selectors.DefaultSelector() as look:
+            look.register(link.channel.receive_fd, selectors.EVENT_READ)
+            return bool(look.select(0))
+
+    def _watch_writes(self, link: _Link) -> None:
+        wanted = not link.gone and link.channel.pending > 0
+        if wanted == link.writes_registered:
+            return
+        if wanted:
+            self._selector.register(link.channel.send_fd, selectors.EVENT_WRITE, link.channel.flush)
+        else:
+            self._selector.unregister(link.channel.send_fd)
+        link.writes_registered = wanted
+
+    def _on_wakeup(self) -> None:
+        try:
+            self._wakeup.recv(4096)
+        except BlockingIOError:
+            pass
+
+    # Agents.
+
+    def _connect(self, host: Host) -> _Link:
+        link = _Link(host, self._spawner.start(host))
+        self._selector.register(link.channel.receive_fd, selectors.EVENT_READ, partial(self._on_readable, link))
+        self._selector.register(link.stream.stderr, selectors.EVENT_READ, partial(self._on_stderr, link))
+        return link
+
+    def _on_readable(self, link: _Link) -> None:
+        try:
+            items = link.channel.receive()
+        except LaunchError as error:
+            self._lose(link, f"cannot be understood: {error}")
+            return
+        link.last_heard = time.monotonic()
+        for item in items:
+            if isinstance(item, Noise):
+                self._on_noise(link, item.data)
+            else:
+                self._on_frame(link, item)
+        if link.channel.ended and not link.gone:
+            self._lose(link, "ended")
+
+    def _on_noise(self, link: _Link, data: bytes) -> None:
+        for line in data.decode("utf-8", "replace").splitlines():
+            self._observer.notice(f"[{link.host.name}] {line}")
+            link.stderr.append(line)
+
+    def _on_stderr(self, link: _Link) -> None:
+        try:
+            data = os.read(link.stream.stderr.fileno(), CHUNK)
+        except BlockingIOError:
+            return
+        if data:
+            self._on_noise(link, data)
+        else:
+            self._selector.unregister(link.stream.stderr)
+            link.stderr_open = False
+
+    def _on_frame(self, link: _Link, frame: Frame) -> None:
+        if isinstance(frame, Output):
+            self._observer.output(frame.rank, frame.stream, frame.data)
+            link.owed[frame.rank] = link.owed.get(frame.rank, 0) + len(frame.data)
+        elif isinstance(frame, Result):
+            self._observer.result(frame.rank, frame.data)
+        elif isinstance(frame, Exited):
+            self._on_exited(link, frame)
+        elif isinstance(frame, SpawnFailed):
+            self._on_spawn_failed(link, frame)
+        elif isinstance(frame, Spawned):
+            if self._spec.verbose:
+                self._observer.notice(f"rank {frame.rank} is process {frame.pid} on {link.host.name}")
+        elif isinstance(frame, StdinTaken):
+            self.on_stdin_taken()
+        elif isinstance(frame, Hello):
+            link.hello = frame
+        elif isinstance(frame, Bye):
+            link.said_bye = True
+            if frame.left:
+                self._observer.notice(
+                    f"processes {', '.join(map(str, frame.left))} on {link.host.name} cannot be killed: the system "
+                    "keeps them, probably for a device or file system that does not answer"
+                )
+
+    def _give_credit(self) -> None:
+        # Once no worker runs, no more than the pipes' contents can come.
+        if self._observer.congested and self._running:
+            return
+        for link in self._links:
+            for rank, amount in link.owed.items():
+                if amount >= _ACKNOWLEDGE:
+                    link.channel.send(Credit(rank, amount))
+                    link.owed[rank] = 0
+
+    def _check_agents(self) -> None:
+        """What may go wrong before any worker is started."""
+        if self.outcome.interrupted is not None:
+            raise JobFailedError("interrupted before the workers were started", exit_code=self.outcome.exit_code)
+        if self.outcome.first is not None:
+            raise LaunchError(f"the job could not be started: {self.outcome.first.reason}")
+        absent = [link.host.name for link in self._links if link.hello is None]
+        if absent:
+            raise LaunchError(
+                f"no agent answered on {', '.join(absent)} within {self._spec.start_timeout:g} s; if the machine is "
+                "merely slow, raise --start-timeout"
+            )
+        for link in self._links:
+            assert link.hello is not None
+            if (link.hello.protocol, link.hello.version) != (PROTOCOL, __version__):
+                raise LaunchError(
+                    f"host {link.host.name} has hvdgloo {link.hello.version}, the launcher has {__version__}; "
+                    "install the same version everywhere"
+                )
+
+    def _lose(self, link: _Link, how: str) -> None:
+        """An agent has ended, or counts as ended."""
+        if link.gone:
+            return
+        link.gone = True
+        self._selector.unregister(link.channel.receive_fd)
+        if link.stderr_open:
+            self._on_stderr(link)
+        if link.stderr_open:
+            self._selector.unregister(link.stream.stderr)
+            link.stderr_open = False
+        self._watch_writes(link)
+        if link.said_bye:
+            return
+        link.stream.kill()
+        self._spawner.sweep(link.host, self._job_id)
+        self._running.difference_update(link.ranks)
+        last = f": {link.stderr[-1]}" if link.stderr else ""
+        self._fail(Failure(None, link.host.name, 1, f"the agent on host {link.host.name} {how}{last}"))
+        self._finish_if_over()
+
+    # Workers.
+
+    def _on_exited(self, link: _Link, frame: Exited) -> None:
+        self._running.discard(frame.rank)
+        self.outcome.statuses[frame.rank] = frame.status
+        if frame.status != 0:
+            reason = describe_status(frame.status)
+            if frame.out_of_memory:
+                reason += "; the kernel ended a process for lack of memory at that time, most likely this one"
+            self._fail(Failure(frame.rank, link.host.name, frame.status, reason))
+        self._finish_if_over()
+
+    def _on_spawn_failed(self, link: _Link, frame: SpawnFailed) -> None:
+        self._running.discard(frame.rank)
+        self.outcome.statuses[frame.rank] = frame.status
+        self._fail(Failure(frame.rank, link.host.name, frame.status, f"could not be started: {frame.reason}"))
+        self._finish_if_over()
+
+    def _fail(self, failure: Failure) -> None:
+        """The first failure stops the rest; what fails later fails because of it."""
+        if self.outcome.first is None and not self._stopping:
+            self.outcome.first = failure
+            self._observer.notice(
+                (f"rank {failure.rank} on host {failure.host} {failure.reason}" if failure.rank is not None
+                 else failure.reason) + ("; stopping the other workers" if self._running else "")
+            )  # fmt: skip
+        if not self._stopping:
+            self._stop(signal.SIGTERM, self._spec.grace_after_failure)
+
+    def _stop(self, signum: int, grace: float) -> None:
+        self._stopping = True
+        self._hard_deadline = time.monotonic() + grace + END_TIME
+        for link in self._links:
+            link.channel.send(Stop(signum, grace))
+        self._finish_if_over()
+
+    def _kill(self) -> None:
+        """End everything now."""
+        self._killing = self._stopping = True
+        self._running.clear()
+        self._hard_deadline = time.monotonic() + END_TIME
+        for link in self._links:
+            link.channel.send(Stop(signal.SIGKILL, 0.0))
+        self._finish_if_over()
+
+    def _finish_if_over(self) -> None:
+        if self._running:
+            return
+        for link in self._links:
+            if not link.finishing:
+                link.finishing = True
+                link.channel.send(Finish())
+
+    def _send_stdin(self, rank: int, data: bytes) -> None:
+        if self._stdin_link is not None:
+            self._stdin_link.channel.send(Stdin(rank, data))
+
+    # Signals.
+
+    def _on_signal(self, signum: int) -> None:
+        if signum == signal.SIGTSTP:
+            self._suspend()
+        elif signum in (signal.SIGUSR1, signal.SIGUSR2):
+            for link in self._links:
+                link.channel.send(Signal(signum))
+        elif self.outcome.interrupted is not None:
+            if not self._killing:
+                self._observer.notice("killing the workers")
+            self._kill()
+        else:
+            self._interrupted(signum)
+
+    def _interrupted(self, signum: int) -> None:
+        name = signal.Signals(signum).name
+        grace = self._spec.grace_after_signal
+        if self.outcome.first is None:
+            self.outcome.interrupted = signum
+            if self._running:
+                self._observer.notice(
+                    f"{name} is passed on to the workers, which have {grace:g} s to end; "
+                    f"{'Ctrl-C again' if signum == signal.SIGINT else 'a second signal'} kills them at once"
+                )
+            # The reader of a pipe is gone; that signal means nothing to workers.
+            self._stop(signal.SIGTERM if signum == signal.SIGPIPE else signum, grace)
+        else:
+            self._kill()
+
+    def _suspend(self) -> None:
+        """Be stopped like any program at Ctrl-Z, after telling the agents that silence will follow."""
+        for link in self._links:
+            link.channel.send(Suspend(True))
+        deadline = time.monotonic() + 1.0
+        self._loop(lambda: not any(link.channel.pending for link in self._links if not link.gone), deadline)
+        previous = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTSTP])
+        signal.raise_signal(signal.SIGTSTP)
+        # Here it goes on at SIGCONT.
+        signal.signal(signal.SIGTSTP, previous)
+        now = time.monotonic()
+        for link in self._links:
+            link.last_heard = now
+            link.channel.send(Suspend(False))
+
+    # Who is missing.
+
+    @contextmanager
+    def _report_missing(self, missing: Callable[[], str]) -> Iterator[None]:
+        self._missing, self._reported = missing, ""
+        self._next_report = time.monotonic() + (1.0 if self._spec.verbose else _SLOW)
+        try:
+            yield
+        finally:
+            self._next_report = None
+
+    def _report(self, now: float) -> None:
+        if self._next_report is None or now < self._next_report:
+            return
+        self._next_report = now + (1.0 if self._spec.verbose else _SLOW)
+        text = "" if self._stopping else self._missing()
+        if text and text != self._reported:
+            self._observer.notice(text)
+        self._reported = text
+
+    def _missing_agents(self) -> str:
+        absent = [link.host.name for link in self._links if link.hello is None]
+        return f"still waiting for the agents on {', '.join(absent)}" if absent else ""
+
+    def _missing_ranks(self, ranks: Sequence[int]) -> str:
+        if not ranks:
+            return ""
+        hosts = {rank: link.host.name for link in self._links for rank in link.ranks}
+        names = ", ".join(f"{rank} ({hosts.get(rank, '?')})" for rank in ranks[:16])
+        more = f" and {len(ranks) - 16} more" if len(ranks) > 16 else ""
+        return f"hvd.init() still waits for ranks {names}{more}: they have not called it yet"
+
+
+def describe_status(status: int) -> str:
+    """``exited with status 3``, ``was killed by signal 9 (SIGKILL)``."""
+    if status >= 0:
+        return f"exited with status {status}"
+    try:
+        name = f" ({signal.Signals(-status).name})"
+    except ValueError:
+        name = ""
+    return f"was killed by signal {-status}{name}"
+
+
+def _close(stream: AgentStream) -> None:
+    """Collect the command that led to an agent which has ended, and close our ends of its streams."""
+    try:
+        stream.stdin.close()
+    except OSError:
+        pass
+    try:
+        stream.wait(5.0)
+    except subprocess.TimeoutExpired:
+        stream.kill()
+        stream.wait(5.0)
+    pipes: tuple[IO[bytes], ...] = (stream.stdout, stream.stderr)
+    for pipe in pipes:
+        pipe.close()
