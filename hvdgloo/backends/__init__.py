@@ -1,0 +1,1 @@
+"""Data planes. Each module imports what it needs only when it is loaded."""

@@ -1,0 +1,348 @@
+"""One rank's membership in a job: settings, topology and engine, opened and closed together.
+
+Front-ends work in the Context that ``current()`` returns, the process's only one; tests and embedders construct their
+own, which is what allows many ranks in one process.
+
+Opening takes four requests to the rendezvous server whatever the job's size: registering (which answers with the whole
+topology), and Gloo's publishing and reading of addresses. An epoch's topology is asked for once: ``init()`` after
+``shutdown()`` meets the same ranks again under a new generation number.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import socket
+import sys
+import threading
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from hvdgloo.backends.base import Backend
+from hvdgloo.backends.local import LocalGroup
+from hvdgloo.config import Config, format_endpoint, parse_endpoint
+from hvdgloo.engine.connect import Handshake, listen
+from hvdgloo.engine.engine import Engine, EngineSettings
+from hvdgloo.errors import ConfigError, InvalidArgumentError, MissingDependencyError, NotInitializedError
+from hvdgloo.rendezvous import Registration, RendezvousClient, WorkerInfo, host_identity
+from hvdgloo.topology import Topology
+
+logger = logging.getLogger(__name__)
+
+_TRACE = 5
+_LEVELS = {"TRACE": _TRACE, "FATAL": logging.CRITICAL}
+
+
+class Context:
+    """One rank of a job.
+
+    Args:
+        config: its settings.
+        topology: of the whole job.
+        rank: this rank.
+        engine: started; the Context owns it from now on.
+    """
+
+    def __init__(self, config: Config, topology: Topology, rank: int, engine: Engine) -> None:
+        self.config = config
+        self.topology = topology
+        self.rank = rank
+        self.engine = engine
+
+    @property
+    def secret(self) -> bytes | None:
+        """The job's secret; None in a job of a single process, which has none."""
+        return self.config.secret
+
+    @property
+    def size(self) -> int:
+        return self.topology.size
+
+    @property
+    def local_rank(self) -> int:
+        return self.topology.workers[self.rank].local_rank
+
+    @property
+    def local_size(self) -> int:
+        return self.topology.local_size(self.rank)
+
+    @property
+    def cross_rank(self) -> int:
+        return self.topology.cross_rank(self.rank)
+
+    @property
+    def cross_size(self) -> int:
+        return self.topology.cross_size(self.rank)
+
+    @property
+    def is_homogeneous(self) -> bool:
+        return self.topology.is_homogeneous
+
+    def close(self) -> None:
+        """End this rank's part of the job; see ``Engine.close``."""
+        self.engine.close()
+
+    @classmethod
+    def open(cls, config: Config) -> Context:
+        """Join the job that ``config`` describes, or be one of a single process if it describes none.
+
+        Raises:
+            ConfigError: a setting is missing or cannot be used.
+            RendezvousError: the rendezvous server cannot be reached, refused, or other workers did not come.
+            ConnectError: ranks cannot be connected with each other.
+            MissingDependencyError: several processes need torch, which carries Gloo.
+        """
+        if config.rendezvous is None:
+            topology = Topology.local(1, pid=os.getpid(), name=config.hostname or socket.gethostname())
+            engine = Engine(0, topology, {}, LocalGroup(1).backend(0), engine_settings(config))
+            engine.start()
+            return cls(config, topology, 0, engine)
+        if config.secret is None:
+            raise ConfigError(
+                f"HVDGLOO_RENDEZVOUS={config.rendezvous} is set, but neither HVDGLOO_SECRET nor HVDGLOO_SECRET_FILE; "
+                "the server says where its secret file is"
+            )
+        with RendezvousClient(config.rendezvous, config.secret, connect_timeout=config.connect_timeout) as client:
+            return _join(cls, config, config.secret, client)
+
+
+_registrations: dict[tuple[str, int], tuple[Registration, int]] = {}
+"""What this process learnt from each server and epoch, and how often it has joined since."""
+
+
+def _join(cls: type[Context], config: Config, secret: bytes, client: RendezvousClient) -> Context:
+    assert config.rendezvous is not None
+    address = config.address or client.local_address(timeout=config.connect_timeout)
+    job = (config.rendezvous, config.epoch)
+    registration, generation = _registrations.get(job, (None, 0))
+    rank = config.rank if registration is None else registration.rank
+    # Without a launcher any worker may turn out to be rank 0, which is the one that listens.
+    listener = listen(address, config.port_range) if rank in (None, 0) else None
+    try:
+        port = listener.getsockname()[1] if listener is not None else 0
+        if registration is None:
+            info = WorkerInfo(
+                rank=config.rank,
+                index=config.index,
+                host_name=config.hostname or socket.gethostname(),
+                host_identity=host_identity(),
+                address=address,
+                port=port,
+                pid=os.getpid(),
+            )
+            registration = client.register(config.epoch, info, timeout=config.start_timeout)
+            first = registration.topology.workers[0]
+            endpoint = first.address, first.port
+        else:
+            endpoint = _meet_again(client, registration, generation, config, address, port)
+        _registrations[job] = registration, generation + 1
+        handshake = Handshake(secret, config.epoch, generation)
+        links, settings = _control_links(handshake, registration, listener, endpoint, config)
+    finally:
+        if listener is not None:
+            listener.close()
+    topology = registration.topology
+    try:
+        backend = gloo_backend(
+            client.store("gloo", timeout=config.connect_timeout),
+            f"{config.epoch}.{generation}/0/",
+            registration.rank,
+            topology.size,
+            address,
+            config.connect_timeout,
+        )
+    except BaseException:
+        for sock in links.values():
+            sock.close()
+        raise
+    engine = Engine(registration.rank, topology, links, backend, settings)
+    engine.start()
+    return cls(config, topology, registration.rank, engine)
+
+
+def _meet_again(
+    client: RendezvousClient, registration: Registration, generation: int, config: Config, address: str, port: int
+) -> tuple[str, int]:
+    """Where rank 0 listens this time: ranks and hosts of an epoch are settled, its port is not."""
+    store = client.store("control", timeout=config.start_timeout)
+    key = f"{config.epoch}.{generation}"
+    if registration.rank == 0:
+        store.set(key, format_endpoint(address, port).encode())
+        return address, port
+    return parse_endpoint(store.get(key, timeout=config.start_timeout).decode())
+
+
+def _control_links(
+    handshake: Handshake,
+    registration: Registration,
+    listener: socket.socket | None,
+    endpoint: tuple[str, int],
+    config: Config,
+) -> tuple[dict[int, socket.socket], EngineSettings]:
+    """Connect the control plane, and take over rank 0's settings where all ranks must have the same."""
+    topology = registration.topology
+    settings = engine_settings(config)
+    shared = {"fusion_threshold": settings.fusion_threshold, "separate_groups": settings.separate_groups}
+    if registration.rank == 0:
+        assert listener is not None
+        links = handshake.accept_all(listener, topology.size, shared, config.connect_timeout, topology.describe)
+        return links, settings
+    sock, decided = handshake.connect(*endpoint, registration.rank, config.connect_timeout, topology.describe)
+    return {0: sock}, engine_settings(config, decided)
+
+
+def engine_settings(config: Config, decided: Mapping[str, Any] | None = None) -> EngineSettings:
+    """The engine's part of the settings, with rank 0's word on those that shape plans."""
+    shutdown_time = config.stall_shutdown_time
+    if 0 < shutdown_time < config.stall_warning_time:
+        logger.warning(
+            "HVDGLOO_STALL_SHUTDOWN_TIME_SECONDS=%g is less than the warning time (%g s) and is ignored",
+            shutdown_time,
+            config.stall_warning_time,
+        )
+        shutdown_time = 0.0
+    shared = {"fusion_threshold": config.fusion_threshold, "separate_groups": config.disable_group_fusion}
+    shared.update(decided or {})
+    return EngineSettings(
+        fusion_threshold=int(shared["fusion_threshold"]),
+        separate_groups=bool(shared["separate_groups"]),
+        operation_timeout=config.operation_timeout,
+        cache_capacity=config.cache_capacity,
+        cycle_time=config.cycle_time / 1000,
+        stall_check=not config.stall_check_disable,
+        stall_warning_time=config.stall_warning_time,
+        stall_shutdown_time=shutdown_time,
+    )
+
+
+def gloo_backend(store: Any, prefix: str, rank: int, size: int, address: str, connect_timeout: float) -> Backend:
+    """The data plane between processes, which needs torch.
+
+    Raises:
+        MissingDependencyError: torch is not installed.
+    """
+    try:
+        from hvdgloo.backends.gloo import GlooBackend
+    except ImportError as error:
+        raise MissingDependencyError(
+            "a job of several processes needs torch, which carries Gloo, whatever framework trains: "
+            "pip install 'hvdgloo[torch]'"
+        ) from error
+    return GlooBackend(store, prefix, rank, size, address, connect_timeout)
+
+
+_current: Context | None = None
+_lock = threading.Lock()
+
+
+def init(comm: object = None, process_sets: object = None) -> Context:
+    """Join the job, as the environment describes it; a program that no launcher started is a job of its own.
+
+    Args:
+        comm: None, or an iterable of all ranks.
+        process_sets: None, an empty list, or "dynamic".
+
+    Returns:
+        the Context; the same one while initialized.
+
+    Raises:
+        ConfigError, RendezvousError, ConnectError, MissingDependencyError: see ``Context.open``.
+        InvalidArgumentError: (a ValueError) comm or process_sets name a subset of the ranks.
+    """
+    global _current
+    with _lock:
+        if _current is None:
+            _check_sets(process_sets)
+            config = Config.from_env()
+            configure_logging(config, config.rank)
+            context = Context.open(config)
+            configure_logging(config, context.rank)
+            try:
+                _check_comm(comm, context.size)
+            except InvalidArgumentError:
+                context.close()
+                raise
+            _current = context
+        return _current
+
+
+def shutdown() -> None:
+    """End this rank's part of the job, and so everybody's collectives. Does nothing when not initialized."""
+    global _current
+    with _lock:
+        if _current is not None:
+            context, _current = _current, None
+            context.close()
+
+
+def is_initialized() -> bool:
+    """True between ``init()`` and ``shutdown()`` on this rank."""
+    return _current is not None
+
+
+def current() -> Context:
+    """The process's Context.
+
+    Raises:
+        NotInitializedError: (a ValueError) ``init()`` has not been called.
+    """
+    context = _current
+    if context is None:
+        raise NotInitializedError
+    return context
+
+
+def _check_comm(comm: object, size: int) -> None:
+    if comm is None:
+        return
+    if not isinstance(comm, Iterable):
+        raise InvalidArgumentError("comm must be None or a list of ranks; hvdgloo does without MPI communicators")
+    if sorted(comm) != list(range(size)):
+        raise InvalidArgumentError(f"comm={comm!r}: a job of some of the ranks is not available; leave comm out")
+
+
+def _check_sets(process_sets: object) -> None:
+    dynamic = isinstance(process_sets, str) and process_sets.lower() == "dynamic"
+    if process_sets is not None and process_sets != [] and not dynamic:
+        raise InvalidArgumentError("process sets other than the global one are not available; leave process_sets out")
+
+
+class _Handler(logging.StreamHandler[Any]):
+    """Ours, so that it can be found again; writes to whatever sys.stderr is at the time."""
+
+    def __init__(self) -> None:
+        super().__init__(sys.stderr)
+
+
+def configure_logging(config: Config, rank: int | None) -> None:
+    """Show hvdgloo's messages on stderr as ``[time: LEVEL file:line] [rank]: text``.
+
+    A program that has attached handlers of its own to the ``hvdgloo`` logger keeps them, and gets no other.
+    """
+    logging.addLevelName(_TRACE, "TRACE")
+    log = logging.getLogger("hvdgloo")
+    others = [handler for handler in log.handlers if not isinstance(handler, _Handler)]
+    log.setLevel(_LEVELS.get(config.log_level, config.log_level))
+    for handler in [handler for handler in log.handlers if isinstance(handler, _Handler)]:
+        log.removeHandler(handler)
+    if others:
+        return
+    handler = _Handler()
+    time = "" if config.log_hide_time else "%(asctime)s.%(msecs)03d: "
+    place = "" if rank is None else f" [{rank}]"
+    handler.setFormatter(
+        logging.Formatter(f"[{time}%(levelname)s %(filename)s:%(lineno)d]{place}: %(message)s", "%Y-%m-%d %H:%M:%S")
+    )
+    log.addHandler(handler)
+
+
+_owner = os.getpid()
+
+
+def _at_exit() -> None:
+    if os.getpid() == _owner:
+        shutdown()
+
+
+atexit.register(_at_exit)

@@ -1,0 +1,134 @@
+"""Many ranks in one process: a thread and a Context of its own for each, over any backend.
+
+The control plane is the real one (real sockets, the real handshake for Gloo), so what a test sees here is what a job
+of processes does, save for what needs a process to die.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from hvdgloo.backends.base import Backend
+from hvdgloo.backends.local import LocalGroup
+from hvdgloo.config import Config
+from hvdgloo.context import Context, engine_settings, gloo_backend
+from hvdgloo.engine.connect import Handshake, listen
+from hvdgloo.engine.engine import Engine
+from hvdgloo.rendezvous import MemoryStore
+from hvdgloo.topology import Topology
+
+T = TypeVar("T")
+
+SECRET = bytes(range(32))
+DEADLINE = 20.0
+
+
+class RankError(AssertionError):
+    """A rank's function failed; the cause is what it raised."""
+
+
+class World:
+    """``size`` ranks.
+
+    Args:
+        backend: "local" or "gloo".
+        wrap: applied to each rank's backend, to inject faults.
+        settings: fields of Config.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        backend: str = "local",
+        *,
+        wrap: Callable[[int, Backend], Backend] | None = None,
+        **settings: Any,
+    ) -> None:
+        self.size = size
+        self.backend = backend
+        config = Config(secret=SECRET, **{"operation_timeout": 10.0, "connect_timeout": 10.0, **settings})
+        topology = Topology.local(size, pid=os.getpid())
+        links, backends = (self._local if backend == "local" else self._gloo)(topology, config)
+        if wrap is not None:
+            backends = [wrap(rank, b) for rank, b in enumerate(backends)]
+        self.contexts: list[Context] = []
+        for rank in range(size):
+            engine = Engine(rank, topology, links[rank], backends[rank], engine_settings(config))
+            engine.start()
+            self.contexts.append(Context(config, topology, rank, engine))
+
+    def run(self, function: Callable[[Context], T], deadline: float = DEADLINE) -> list[T]:
+        """Call ``function(context)`` on every rank at once; results by rank.
+
+        Raises:
+            RankError: some rank failed, or has not ended after ``deadline`` seconds.
+        """
+        results: dict[int, T] = {}
+        failures: list[tuple[int, BaseException]] = []
+
+        def body(context: Context) -> None:
+            try:
+                results[context.rank] = function(context)
+            except BaseException as error:
+                failures.append((context.rank, error))
+
+        threads = [
+            threading.Thread(target=body, args=(context,), name=f"rank-{context.rank}", daemon=True)
+            for context in self.contexts
+        ]
+        for thread in threads:
+            thread.start()
+        end = time.monotonic() + deadline
+        for thread in threads:
+            while thread.is_alive() and not failures and time.monotonic() < end:
+                thread.join(0.02)
+        if failures:
+            rank, error = failures[0]
+            raise RankError(f"rank {rank}: {type(error).__name__}: {error}") from error
+        if any(thread.is_alive() for thread in threads):
+            late = [thread.name for thread in threads if thread.is_alive()]
+            raise RankError(f"{', '.join(late)} did not end within {deadline:g} s")
+        return [results[rank] for rank in range(self.size)]
+
+    def close(self) -> None:
+        """Shut all ranks down."""
+        with ThreadPoolExecutor(self.size) as pool:
+            list(pool.map(lambda context: context.close(), self.contexts))
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self.close()
+
+    def _local(self, topology: Topology, config: Config) -> tuple[list[dict[int, socket.socket]], Sequence[Backend]]:
+        links: list[dict[int, socket.socket]] = [{} for _ in range(topology.size)]
+        for rank in range(1, topology.size):
+            links[0][rank], links[rank][0] = socket.socketpair()
+        group = LocalGroup(topology.size, config.operation_timeout)
+        return links, [group.backend(rank) for rank in range(topology.size)]
+
+    def _gloo(self, topology: Topology, config: Config) -> tuple[list[dict[int, socket.socket]], Sequence[Backend]]:
+        store = MemoryStore()
+        listener = listen("127.0.0.1", None)
+        port = listener.getsockname()[1]
+
+        def connect(rank: int) -> tuple[dict[int, socket.socket], Backend]:
+            handshake = Handshake(SECRET, 0, 0)
+            if rank == 0:
+                links = handshake.accept_all(listener, topology.size, {}, config.connect_timeout, topology.describe)
+            else:
+                sock, _ = handshake.connect("127.0.0.1", port, rank, config.connect_timeout, topology.describe)
+                links = {0: sock}
+            backend = gloo_backend(store, "test/", rank, topology.size, "127.0.0.1", config.connect_timeout)
+            return links, backend
+
+        with listener, ThreadPoolExecutor(topology.size) as pool:
+            pairs = list(pool.map(connect, range(topology.size)))
+        return [links for links, _ in pairs], [backend for _, backend in pairs]
