@@ -1,8 +1,8 @@
 """The worker's side: RendezvousClient, and HttpStore, a Store behind it.
 
-Built on ``http.client``: per request it costs a fifth of what ``requests`` does, heeds no proxy variables (a proxy
-cannot reach a job's inner addresses, but is often configured where jobs run), and lets us hold what a rendezvous needs:
-one deadline for a whole call, the local address of the connection, and the decision what may be repeated.
+Built on ``http.client`` and not on ``requests``: it heeds no proxy variables (a proxy cannot reach a job's inner
+addresses, but is often configured where jobs run), costs a fraction, and leaves to us what a rendezvous needs: one
+deadline for a whole call, the local address of the connection, and the decision what may be repeated.
 
 **Deadlines.** Every call has one, and it covers connecting, waiting and repeating. A wait is made of requests of at
 most ``MAX_POLL`` seconds, each told to the server, so its answer names who or what is missing; for an answer that is on
@@ -22,8 +22,6 @@ import json
 import math
 import os
 import random
-import select
-import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -41,6 +39,7 @@ from hvdgloo.errors import (
     RendezvousTimeoutError,
 )
 from hvdgloo.rendezvous import auth, wire
+from hvdgloo.rendezvous.connection import HttpConnection
 from hvdgloo.rendezvous.membership import WorkerInfo
 from hvdgloo.rendezvous.store import MAX_SCOPE_BYTES, check_key, describe_keys
 from hvdgloo.topology import Topology
@@ -79,37 +78,6 @@ class _Answer:
         return str(self.details.get("reason", "no reason given"))
 
 
-class _Connection(http.client.HTTPConnection):
-    """One connection; its timeout is what is left until a deadline."""
-
-    def within(self, deadline: float) -> None:
-        self.timeout = max(0.001, deadline - time.monotonic())
-        if self.sock is not None:
-            self.sock.settimeout(self.timeout)
-
-    def stale(self) -> bool:
-        """Whether the server has closed it while it was idle; there is nothing to read on a good one."""
-        if self.sock is None:
-            return True
-        poller = select.poll()  # select() cannot watch descriptors above 1023
-        poller.register(self.sock, select.POLLIN)
-        return bool(poller.poll(0))
-
-    def read(self, answer: http.client.HTTPResponse, deadline: float) -> bytes:
-        """The whole body, within the deadline however slowly it comes."""
-        parts: list[bytes] = []
-        while answer.length != 0:
-            self.within(deadline)
-            part = answer.read1(1 << 20)
-            if not part:
-                if answer.length is not None:
-                    raise http.client.IncompleteRead(b"".join(parts), answer.length)
-                break
-            parts.append(part)
-        answer.close()  # read1 leaves that to us, and until then the connection takes no further request
-        return b"".join(parts)
-
-
 class RendezvousClient:
     """Talks to one rendezvous server. Any thread may call; concurrent calls use a connection each.
 
@@ -123,7 +91,7 @@ class RendezvousClient:
         ConfigError: ``server`` has another form.
     """
 
-    _idle: list[_Connection]
+    _idle: list[HttpConnection]
     _hello_lock: threading.Lock
     _run: str
 
@@ -244,9 +212,10 @@ class RendezvousClient:
                 answer = self._exchange(method, target, body, run, deadline, patience)
             except _Unanswered as failure:
                 if not repeat or time.monotonic() + pause >= deadline:
-                    raise self._unreachable(target, failure.cause, deadline) from failure.cause
+                    raise self._unreachable(target, failure.cause) from failure.cause
             else:
-                if answer.status != 503 or not answer.details.get("busy") or time.monotonic() + pause >= deadline:
+                again = answer.status == 503 and answer.details.get("busy")  # too many wait already
+                if not again or time.monotonic() + pause >= deadline:
                     return answer
             time.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, _LONGEST_PAUSE)
@@ -264,7 +233,7 @@ class RendezvousClient:
                         break
                     except _Unanswered as failure:
                         if time.monotonic() + pause >= deadline:
-                            raise self._unreachable("/v1/hello", failure.cause, deadline) from failure.cause
+                            raise self._unreachable("/v1/hello", failure.cause) from failure.cause
                     time.sleep(pause)
                     pause = min(2 * pause, _LONGEST_PAUSE)
                 self._run = str(json.loads(self._checked(answer, "/v1/hello").body)["run"])
@@ -281,15 +250,12 @@ class RendezvousClient:
         with self._lock:
             counter = next(self._counter)
         credentials = self._signer.sign(method, target, auth.digest(body), run, self._client, counter)
-        headers = {"Authorization": credentials.header(), "Content-Type": "application/octet-stream"}
         connection = self._take(deadline, target)
         keep = False
         try:
-            connection.within(deadline + patience)
-            connection.request(method, target, body=body or None, headers=headers)
-            response = connection.getresponse()
-            data = connection.read(response, deadline + patience)
-            keep = not response.will_close
+            status, data, signature, keep = connection.request(
+                method, target, credentials.header(), body, deadline + patience
+            )
         except TimeoutError as error:
             raise self._timed_out(
                 target, "no answer until the deadline; is the server's process stopped, or its host overloaded?"
@@ -301,11 +267,10 @@ class RendezvousClient:
                 self._give(connection)
             else:
                 connection.close()
-        signature = response.headers.get(auth.ANSWER_HEADER, "")
         signed = bool(signature) and self._signer.verify_answer(
-            signature, run, self._client, counter, response.status, auth.digest(data)
+            signature, run, self._client, counter, status, auth.digest(data)
         )
-        return _Answer(response.status, data, signed)
+        return _Answer(status, data, signed)
 
     def _checked(self, answer: _Answer, target: str, *, allow: int = 0) -> _Answer:
         """The answer, if it is the server's own and a good one."""
@@ -346,7 +311,7 @@ class RendezvousClient:
         self._lock = threading.Lock()
         self._hello_lock = threading.Lock()
 
-    def _take(self, deadline: float, target: str) -> _Connection:
+    def _take(self, deadline: float, target: str) -> HttpConnection:
         while True:
             with self._lock:
                 if self._closed:
@@ -358,33 +323,30 @@ class RendezvousClient:
                 return connection
             connection.close()
 
-    def _give(self, connection: _Connection) -> None:
+    def _give(self, connection: HttpConnection) -> None:
         with self._lock:
             if not self._closed:
                 self._idle.append(connection)
                 return
         connection.close()
 
-    def _connect(self, deadline: float, target: str) -> _Connection:
+    def _connect(self, deadline: float, target: str) -> HttpConnection:
         """A new connection, tried for ``connect_timeout`` or until the call's deadline."""
         deadline = min(deadline, time.monotonic() + self.connect_timeout)
         pause = _FIRST_PAUSE
         while True:
-            connection = _Connection(self._host, self._port)
             try:
-                connection.within(deadline)
-                connection.connect()
-                connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                self._local_address = str(connection.sock.getsockname()[0])
-                return connection
+                connection = HttpConnection(self._host, self._port, deadline)
             except OSError as error:
-                connection.close()
                 if time.monotonic() + pause >= deadline:
-                    raise self._unreachable(target, error, deadline) from error
+                    raise self._unreachable(target, error) from error
+            else:
+                self._local_address = connection.local_address
+                return connection
             time.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, _LONGEST_PAUSE)
 
-    def _unreachable(self, target: str, cause: BaseException, deadline: float) -> RendezvousError:
+    def _unreachable(self, target: str, cause: BaseException) -> RendezvousError:
         what = "cannot be reached" if isinstance(cause, OSError) else "does not speak HTTP as expected"
         reason = getattr(cause, "strerror", None) or str(cause) or type(cause).__name__
         route = target.partition("?")[0]

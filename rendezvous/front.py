@@ -40,17 +40,47 @@ LINGER_TIMEOUT = 2.0
 WRITE_TIMEOUT = 10.0
 SLOWEST_RATE = 256 * 1024  # bytes a second; a slower body or answer is given up
 _STOP_GRACE = 0.5
+_RUNNING_THREADS = 4
 _ACCEPTS_AT_ONCE = 64
 
 WSGIApplication = Callable[[dict[str, Any], Callable[..., Any]], Any]
 
 
+class Turns:
+    """At most a few threads at a time run Python; the others wait for their turn without contending for the GIL.
+
+    When a thousand long polls end at once, a thousand threads wake up, and each that waits for the GIL asks for it two
+    hundred times a second. A thread gives its turn up while it waits for anything else.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._tokens: queue.SimpleQueue[None] = queue.SimpleQueue()
+        for _ in range(count):
+            self._tokens.put(None)
+
+    def take(self) -> None:
+        self._tokens.get()
+
+    def give_up(self) -> None:
+        self._tokens.put(None)
+
+    @contextmanager
+    def given_up(self) -> Iterator[None]:
+        """Around a wait."""
+        self.give_up()
+        try:
+            yield
+        finally:
+            self.take()
+
+
 class Reader:
     """What cheroot reads a request from: bytes that have arrived, then the socket, until a deadline."""
 
-    def __init__(self, sock: socket.socket, flush: Callable[[], None]) -> None:
+    def __init__(self, sock: socket.socket, flush: Callable[[], None], turns: Turns) -> None:
         self._socket = sock
         self._flush = flush
+        self._turns = turns
         self._buffer = bytearray()
         self._searched = 0
         self.deadline = 0.0
@@ -89,21 +119,25 @@ class Reader:
         data = self._take(size)
         if len(data) == size:
             return data
-        rest = bytearray(size - len(data))
-        view, filled = memoryview(rest), 0
         self._flush()
-        while filled < len(rest):
+        with self._turns.given_up():
+            return data + self._receive(size - len(data))
+
+    def close(self) -> None:
+        self.closed = True
+        self._buffer.clear()
+
+    def _receive(self, size: int) -> bytes:
+        data = bytearray(size)
+        view, filled = memoryview(data), 0
+        while filled < size:
             self._socket.settimeout(max(0.001, self.deadline - time.monotonic()))
             count = self._socket.recv_into(view[filled:])
             if count == 0:
                 break
             filled += count
             self.bytes_read += count
-        return data + bytes(view[:filled])
-
-    def close(self) -> None:
-        self.closed = True
-        self._buffer.clear()
+        return bytes(view[:filled])
 
     def _take(self, size: int) -> bytes:
         data = bytes(self._buffer[:size])
@@ -118,8 +152,9 @@ class Writer:
 
     _HELD_BACK = 64 * 1024
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, turns: Turns) -> None:
         self._socket = sock
+        self._turns = turns
         self._pending: list[bytes] = []
         self._size = 0
         self.bytes_written = 0
@@ -141,7 +176,8 @@ class Writer:
             self._pending.clear()
             self._size = 0
             self._socket.settimeout(WRITE_TIMEOUT + len(data) / SLOWEST_RATE)
-            self._socket.sendall(data)
+            with self._turns.given_up():
+                self._socket.sendall(data)
             self.bytes_written += len(data)
 
     def close(self) -> None:
@@ -185,7 +221,7 @@ class Connection(cheroot_server.HTTPConnection):
     RequestHandlerClass = _Request
 
     def __init__(self, front: Front, sock: socket.socket, address: Any) -> None:
-        self._writer = Writer(sock)
+        self._writer = Writer(sock, front.turns)
         super().__init__(front, sock, self._make_file)
         self.remote_addr, self.remote_port = address[:2]
         self.ssl_env = {}
@@ -197,7 +233,7 @@ class Connection(cheroot_server.HTTPConnection):
         self.discarded = 0
 
     def _make_file(self, sock: socket.socket, mode: str, _size: int) -> Reader | Writer:
-        return Reader(sock, self._writer.flush) if "r" in mode else self._writer
+        return Reader(sock, self._writer.flush, self.server.turns) if "r" in mode else self._writer
 
     def end_after_answer(self) -> None:
         """Serve no further request on this connection."""
@@ -298,6 +334,7 @@ class Front(cheroot_server.HTTPServer):
         self.max_request_body_size = max_body
         self.wsgi_app = application
         self.pool = ThreadPool("hvdgloo-rendezvous", threads)
+        self.turns = Turns(_RUNNING_THREADS)
         self.max_connections = max_connections
         self._listeners = list(listeners)
         self._selector = selectors.DefaultSelector()
@@ -359,7 +396,8 @@ class Front(cheroot_server.HTTPServer):
             connection.on_hang_up = on_hang_up
             self._register(connection)
         try:
-            yield
+            with self.turns.given_up():
+                yield
         finally:
             with self._lock:
                 connection.on_hang_up = None
@@ -390,12 +428,15 @@ class Front(cheroot_server.HTTPServer):
     def _serve(self, connection: Connection) -> None:
         """One request, on a thread of the pool."""
         keep = False
+        self.turns.take()
         try:
             keep = connection.communicate()
         except OSError as error:
             logger.debug("connection from %s: %s", connection.remote_addr, error)
         except Exception:
             logger.exception("a request could not be served")
+        finally:
+            self.turns.give_up()
         if keep and self.ready:
             self.put_conn(connection)
         elif connection.must_linger and self.ready:
