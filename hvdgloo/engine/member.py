@@ -110,12 +110,11 @@ class Member:
     def accept(self, message: Execute) -> list[tuple[Response, Operation]]:
         """The operations to execute, in order. Those that the ranks disagree about are failed here."""
         batch = []
-        for number in message.forgotten:
-            forgotten = self._responses.pop(number, None)
-            if forgotten is not None:
-                self._numbers.pop(forgotten.request.key, None)
         with self._lock:
             agreed = [self._pop(item) for item in message.items]
+        # Forgotten last: an operation that was ordered in this message may have been forgotten right after.
+        for number in message.forgotten:
+            self._forget(number)
         for response, operation in agreed:
             if response.error:
                 operation.handle.resolve(error=MismatchError(response.error, name=operation.request.name))
@@ -131,6 +130,11 @@ class Member:
             pending, self._pending = list(self._pending.values()), {}
             self._new.clear()
         return pending
+
+    def _forget(self, number: int) -> None:
+        response = self._responses.pop(number, None)
+        if response is not None and self._numbers.get(response.request.key, (-1,))[0] == number:
+            del self._numbers[response.request.key]
 
     def _pop(self, item: int | Response) -> tuple[Response, Operation]:
         response = self._responses[item] if isinstance(item, int) else item
