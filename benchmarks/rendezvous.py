@@ -109,7 +109,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sizes", nargs="*", type=int, default=[256, 1024], help="numbers of workers")
     parser.add_argument("--rounds", type=int, default=3, help="how often each is measured")
-    parser.add_argument("--processes", type=int, default=2, help="processes that hold the workers' threads")
+    parser.add_argument("--processes", type=int, default=16, help="processes that hold the workers' threads")
     options = parser.parse_args()
     results = [measure(size, options.processes) for size in options.sizes for _ in range(options.rounds)]
     if not all(results):

@@ -40,47 +40,17 @@ LINGER_TIMEOUT = 2.0
 WRITE_TIMEOUT = 10.0
 SLOWEST_RATE = 256 * 1024  # bytes a second; a slower body or answer is given up
 _STOP_GRACE = 0.5
-_RUNNING_THREADS = 4
 _ACCEPTS_AT_ONCE = 64
 
 WSGIApplication = Callable[[dict[str, Any], Callable[..., Any]], Any]
 
 
-class Turns:
-    """At most a few threads at a time run Python; the others wait for their turn without contending for the GIL.
-
-    When a thousand long polls end at once, a thousand threads wake up, and each that waits for the GIL asks for it two
-    hundred times a second. A thread gives its turn up while it waits for anything else.
-    """
-
-    def __init__(self, count: int) -> None:
-        self._tokens: queue.SimpleQueue[None] = queue.SimpleQueue()
-        for _ in range(count):
-            self._tokens.put(None)
-
-    def take(self) -> None:
-        self._tokens.get()
-
-    def give_up(self) -> None:
-        self._tokens.put(None)
-
-    @contextmanager
-    def given_up(self) -> Iterator[None]:
-        """Around a wait."""
-        self.give_up()
-        try:
-            yield
-        finally:
-            self.take()
-
-
 class Reader:
     """What cheroot reads a request from: bytes that have arrived, then the socket, until a deadline."""
 
-    def __init__(self, sock: socket.socket, flush: Callable[[], None], turns: Turns) -> None:
+    def __init__(self, sock: socket.socket, flush: Callable[[], None]) -> None:
         self._socket = sock
         self._flush = flush
-        self._turns = turns
         self._buffer = bytearray()
         self._searched = 0
         self.deadline = 0.0
@@ -120,8 +90,7 @@ class Reader:
         if len(data) == size:
             return data
         self._flush()
-        with self._turns.given_up():
-            return data + self._receive(size - len(data))
+        return data + self._receive(size - len(data))
 
     def close(self) -> None:
         self.closed = True
@@ -152,9 +121,8 @@ class Writer:
 
     _HELD_BACK = 64 * 1024
 
-    def __init__(self, sock: socket.socket, turns: Turns) -> None:
+    def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
-        self._turns = turns
         self._pending: list[bytes] = []
         self._size = 0
         self.bytes_written = 0
@@ -176,8 +144,7 @@ class Writer:
             self._pending.clear()
             self._size = 0
             self._socket.settimeout(WRITE_TIMEOUT + len(data) / SLOWEST_RATE)
-            with self._turns.given_up():
-                self._socket.sendall(data)
+            self._socket.sendall(data)
             self.bytes_written += len(data)
 
     def close(self) -> None:
@@ -221,7 +188,7 @@ class Connection(cheroot_server.HTTPConnection):
     RequestHandlerClass = _Request
 
     def __init__(self, front: Front, sock: socket.socket, address: Any) -> None:
-        self._writer = Writer(sock, front.turns)
+        self._writer = Writer(sock)
         super().__init__(front, sock, self._make_file)
         self.remote_addr, self.remote_port = address[:2]
         self.ssl_env = {}
@@ -233,7 +200,7 @@ class Connection(cheroot_server.HTTPConnection):
         self.discarded = 0
 
     def _make_file(self, sock: socket.socket, mode: str, _size: int) -> Reader | Writer:
-        return Reader(sock, self._writer.flush, self.server.turns) if "r" in mode else self._writer
+        return Reader(sock, self._writer.flush) if "r" in mode else self._writer
 
     def end_after_answer(self) -> None:
         """Serve no further request on this connection."""
@@ -334,7 +301,6 @@ class Front(cheroot_server.HTTPServer):
         self.max_request_body_size = max_body
         self.wsgi_app = application
         self.pool = ThreadPool("hvdgloo-rendezvous", threads)
-        self.turns = Turns(_RUNNING_THREADS)
         self.max_connections = max_connections
         self._listeners = list(listeners)
         self._selector = selectors.DefaultSelector()
@@ -396,8 +362,7 @@ class Front(cheroot_server.HTTPServer):
             connection.on_hang_up = on_hang_up
             self._register(connection)
         try:
-            with self.turns.given_up():
-                yield
+            yield
         finally:
             with self._lock:
                 connection.on_hang_up = None
@@ -428,15 +393,12 @@ class Front(cheroot_server.HTTPServer):
     def _serve(self, connection: Connection) -> None:
         """One request, on a thread of the pool."""
         keep = False
-        self.turns.take()
         try:
             keep = connection.communicate()
         except OSError as error:
             logger.debug("connection from %s: %s", connection.remote_addr, error)
         except Exception:
             logger.exception("a request could not be served")
-        finally:
-            self.turns.give_up()
         if keep and self.ready:
             self.put_conn(connection)
         elif connection.must_linger and self.ready:
