@@ -1,9 +1,9 @@
 """Automatic names of tensors, aligned between ranks.
 
-Ranks match their calls by name; a call without one gets the number of calls of its kind so far, which is the same on all
-ranks as long as they make the same calls in the same order, whatever their timing. The counters belong to the Context,
-not to a front-end: two front-ends in one program must not give one name to two tensors, and a re-initialised job starts
-from 1 like a fresh one.
+Ranks match their calls by name. A call without one gets the number of calls of its kind so far, which is the same on
+all ranks as long as they make the same calls in the same order, whatever their timing. The counters belong to the
+Context, not to a front-end: two front-ends in one program must not give one name to two tensors, and a re-initialised
+job starts from 1 like a fresh one.
 """
 
 from __future__ import annotations

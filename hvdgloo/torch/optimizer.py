@@ -4,8 +4,8 @@
 optimizer's class (learning-rate schedulers check), its class has the same name (checkpoints and logs show it), and its
 state is that of the plain optimizer. A held object satisfies only the last, a rewritten class none safely: copying
 state into a second optimizer lets the two drift apart. So both: ``Distributed`` is a thin shell whose class derives
-from the user's, so that ``isinstance`` holds, but which has no state of its own: every attribute except the few listed in
-``_OWN`` is read from and written to the user's optimizer, which stays intact, is held, and does the stepping. A
+from the user's, so that ``isinstance`` holds, but which has no state of its own: every attribute except the few listed
+in ``_OWN`` is read from and written to the user's optimizer, which stays intact, is held, and does the stepping. A
 scheduler that was given the plain optimizer before wrapping works on. What is distributed about it lives in
 ``_Session``, an ordinary object with an ordinary life.
 
@@ -22,7 +22,7 @@ import itertools
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -55,7 +55,7 @@ _OWN = frozenset(
 )
 """What the shell answers itself; dunder names aside, all else is the held optimizer's."""
 
-_owners = WeakIdKeyDictionary()
+_owners: MutableMapping[Tensor, weakref.ref[_Session]] = WeakIdKeyDictionary()
 """Parameter to a weak reference to the _Session that reduces its gradient: the latest one, by decision and not by
 chance of garbage collection, which ranks would not share."""
 
@@ -141,7 +141,7 @@ class _Session:
         self._tracked[name] = parameter
         # The hook must not keep the session alive: the parameter, which holds the hook, may live on without it.
         computed = functools.partial(_computed, weakref.ref(self), name)
-        self._hooks[name] = parameter.register_post_accumulate_grad_hook(computed)
+        self._hooks[name] = parameter.register_post_accumulate_grad_hook(computed)  # type: ignore[no-untyped-call]
 
     def _lose(self, name_in_session: str) -> None:
         hook = self._hooks.pop(name_in_session, None)
@@ -328,7 +328,7 @@ class Distributed(torch.optim.Optimizer):
             session.skipping = before
             session._gradients = _Gradients.LOCAL
 
-    def step(self, closure: Closure | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Closure | None = None) -> Any:
         """Wait until all gradients have been reduced, and let the held optimizer step.
 
         Args:
@@ -379,15 +379,20 @@ def wrap(
         raise InvalidArgumentError(f"expected a torch.optim.Optimizer, not {type(optimizer).__name__}")
     if isinstance(optimizer, Distributed):
         raise InvalidArgumentError("the optimizer is distributed already; wrap it once")
-    shell = cast(Distributed, object.__new__(_shell_class(type(optimizer))))
+    shell: Distributed = object.__new__(_shell_class(type(optimizer)))
     shell._hvd = _Session(frontend, optimizer, named_parameters, groups, options)
     return shell
 
 
-@functools.cache
-def _shell_class(base: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    return type(base.__name__, (Distributed, base), names)
+_shell_classes: dict[type, type[Distributed]] = {}
+"""Plain class to its shell's, so that two wrapped optimizers of one class have one class too."""
+
+
+def _shell_class(base: type[torch.optim.Optimizer]) -> type[Distributed]:
+    if base not in _shell_classes:
+        names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+        _shell_classes[base] = type(base.__name__, (Distributed, base), names)
+    return _shell_classes[base]
 
 
 def _itself(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
