@@ -12,11 +12,10 @@ has one end at a listener that some rank has published: that is how its sockets 
 from __future__ import annotations
 
 import ctypes
-import fcntl
-import logging
 import os
 import socket
 import struct
+import sys
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
@@ -30,8 +29,6 @@ from hvdgloo.backends.base import Work
 from hvdgloo.engine.engine import bury
 from hvdgloo.errors import BackendError, ConnectError, HvdglooError
 from hvdgloo.types import Buffer, DType, ReduceOp, TensorSpec
-
-logger = logging.getLogger(__name__)
 
 _TORCH_DTYPES = {
     DType.UINT8: torch.uint8,
@@ -225,7 +222,7 @@ class GlooBackend:
         self._listeners = self._find_listeners()
         for descriptor in self._sockets(connected=False):
             # Gloo leaves them inheritable: a program that a rank starts would keep its connections open.
-            fcntl.fcntl(descriptor, fcntl.F_SETFD, fcntl.FD_CLOEXEC)
+            os.set_inheritable(descriptor, False)
 
     def allreduce(self, buffer: Buffer, op: ReduceOp) -> Work:
         what = f"allreduce of {buffer.nbytes} bytes"
@@ -267,12 +264,7 @@ class GlooBackend:
 
     def abort(self) -> None:
         for descriptor in self._sockets(connected=True):
-            try:
-                duplicate = socket.socket(fileno=os.dup(descriptor))
-                with duplicate:
-                    duplicate.shutdown(socket.SHUT_RDWR)
-            except OSError as error:
-                logger.debug("shutdown of Gloo's descriptor %d: %s", descriptor, error)
+            _libc.shutdown(descriptor, socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._group = None
@@ -386,20 +378,19 @@ def _open_descriptors() -> list[int]:
 
 def _ends(descriptor: int) -> tuple[tuple[str, int] | None, tuple[str, int] | None]:
     """Local and remote address of an IP socket; None for what it is not or has not."""
-    try:
-        duplicate = os.dup(descriptor)
-    except OSError:
-        return None, None
-    try:
-        sock = socket.socket(fileno=duplicate)
-    except OSError:
-        os.close(duplicate)
-        return None, None
-    with sock:
-        if sock.family not in (socket.AF_INET, socket.AF_INET6):
-            return None, None
-        local: tuple[str, int] | None = sock.getsockname()[:2]
-        try:
-            return local, sock.getpeername()[:2]
-        except OSError:
-            return local, None
+    local = _name(_libc.getsockname, descriptor)
+    return local, local and _name(_libc.getpeername, descriptor)
+
+
+# Python's socket objects will not do for looking at descriptors of others: constructing one may change the blocking
+# mode (socket.setdefaulttimeout), and duplicates made by one thread are seen by another.
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _name(function: Any, descriptor: int) -> tuple[str, int] | None:
+    storage = ctypes.create_string_buffer(128)
+    length = ctypes.c_uint32(len(storage))
+    if function(descriptor, storage, ctypes.byref(length)) != 0:
+        return None
+    family = int.from_bytes(storage.raw[:2], sys.byteorder)
+    return _decode_address(storage.raw, 0) if family in (socket.AF_INET, socket.AF_INET6) else None
