@@ -269,6 +269,8 @@ class Agent:
         self._selector.register(worker.streams[stream], selectors.EVENT_READ, partial(self._on_output, worker, stream))
 
     def _on_output(self, worker: WorkerProcess, stream: int) -> None:
+        if worker.paused:
+            return  # both of its pipes had something, and the first used up the credit
         data = worker.read(stream)
         if data is None:
             return
@@ -281,14 +283,15 @@ class Agent:
         worker.unacknowledged += len(data)
         self._channel.send(Output(worker.rank, stream, data))
         if not worker.may_be_read:
+            worker.paused = True
             for pipe in worker.streams.values():
                 self._selector.unregister(pipe)
 
     def _on_credit(self, credit: Credit) -> None:
         worker = self._workers[credit.rank]
-        paused = not worker.may_be_read
         worker.unacknowledged -= credit.amount
-        if paused and worker.may_be_read:
+        if worker.paused and worker.may_be_read:
+            worker.paused = False
             for stream in worker.streams:
                 self._read_from(worker, stream)
 

@@ -17,7 +17,7 @@ MAX_LINE = 1024 * 1024
 
 _ERASE = b"\x1b[K"
 # A carriage return that is followed by a newline, or by nothing yet, does not end a line by itself.
-_LINE = re.compile(rb"[^\r\n]*(?:\n|\r\n|\r(?=[^\n]))")
+_END = re.compile(rb"\r?\n|\r(?=[^\n])")
 
 Source = tuple[int, int]
 """Rank and stream."""
@@ -37,12 +37,13 @@ class Lines:
 
     def feed(self, data: bytes) -> list[bytes]:
         """The lines that these bytes complete, with their ends."""
+        looked_at = max(0, len(self.rest) - 1)  # a carriage return at the end was undecided
         self.rest += data
         lines: list[bytes] = []
         position = 0
-        for match in _LINE.finditer(self.rest):
-            line = match[0]
-            position = match.end()
+        for end in _END.finditer(self.rest, looked_at):
+            line = self.rest[position : end.end()]
+            position = end.end()
             self.redrawn = line.endswith(b"\r")
             # An empty state of a bar (tqdm begins with a carriage return) draws nothing.
             if line != b"\r":

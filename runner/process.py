@@ -29,6 +29,7 @@ class WorkerProcess:
         streams: the pipes that are still open, by their number (1 stdout, 2 stderr).
         stdin: the pipe to its standard input, if it has one.
         unacknowledged: bytes of output without credit.
+        paused: its pipes are not read until there is credit again.
         result: what a task leaves behind.
         reported: its end has been told to the launcher.
     """
@@ -44,6 +45,7 @@ class WorkerProcess:
         self.killed_by_us = False
         self.reported = False
         self.unacknowledged = 0
+        self.paused = False
         self.result: IO[bytes] | None = None
         argv = list(spawn.argv)
         descriptors: tuple[int, ...] = ()

@@ -350,7 +350,7 @@ class Supervisor:
             self._lose(link, "ended")
 
     def _on_noise(self, link: _Link, data: bytes) -> None:
-        for line in data.decode("utf-8", "replace").splitlines():
+        for line in filter(str.strip, data.decode("utf-8", "replace").splitlines()):
             self._observer.notice(f"[{link.host.name}] {line}")
             link.stderr.append(line)
 

@@ -1,0 +1,286 @@
+"""What becomes of workers' output: pain 25 (logs buffered, torn, progress bars broken)."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.launching import Launcher, launcher_in, wait_for
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Iterator[Launcher]:
+    with launcher_in(tmp_path) as made:
+        yield made
+
+
+def read_terminal(master: int, process: subprocess.Popen[bytes], timeout: float = 20.0) -> bytes:
+    """Everything that appears on a terminal until the process ends."""
+    data = b""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        if select.select([master], [], [], 0.05)[0]:
+            try:
+                data += os.read(master, 65536)
+            except OSError:
+                return data
+        elif process.poll() is not None:
+            return data
+    raise AssertionError(f"the launcher did not end; so far: {data[-2000:]!r}")
+
+
+def test_pain_25_four_ranks_write_at_once_and_every_line_stays_whole(launcher: Launcher) -> None:
+    script = launcher.script(
+        """
+        import os, sys
+        rank = os.environ["RANK"]
+        for i in range(3000):
+            # In pieces, so that lines arrive torn.
+            os.write(1, f"{rank} line ".encode()); os.write(1, f"{i} {'x' * (i % 200)}\\n".encode())
+            if i % 3 == 0:
+                os.write(2, f"{rank} error {i}\\n".encode())
+        """
+    )
+    done = launcher.run("-np", "4", script)
+    assert done.returncode == 0
+    lines = re.compile(r"\[(\d)\]<stdout>:(\d) line (\d+) (x*)")
+    seen: dict[str, list[int]] = {}
+    for text in done.stdout.splitlines():
+        match = lines.fullmatch(text)
+        assert match, text
+        assert match[1] == match[2]
+        assert len(match[4]) == int(match[3]) % 200
+        seen.setdefault(match[1], []).append(int(match[3]))
+    assert seen == {str(rank): list(range(3000)) for rank in range(4)}
+    errors = [text for text in done.stderr.splitlines() if not text.startswith("hvdgloo-run:")]
+    assert len(errors) == 4000
+    assert all(re.fullmatch(r"\[(\d)\]<stderr>:\1 error \d+", text) for text in errors)
+
+
+def test_pain_25_files_hold_what_each_rank_wrote_byte_for_byte(launcher: Launcher) -> None:
+    script = launcher.script(
+        """
+        import os
+        rank = int(os.environ["RANK"])
+        os.write(1, bytes(range(256)) * 300 + b"\\r50%\\r100%\\xff\\xfe no newline " + str(rank).encode())
+        os.write(2, b"\\r\\n\\n\\0" + str(rank).encode())
+        """
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "hvdgloo.runner", "-np", "11", "--output-filename", "logs/deep", script],
+        cwd=launcher.folder,
+        capture_output=True,
+        timeout=40,
+        check=True,
+    )
+    assert b"[10]<stdout>:" in done.stdout
+    for rank in range(11):
+        folder = launcher.folder / "logs" / "deep" / f"rank.{rank:02d}"
+        expected = bytes(range(256)) * 300 + b"\r50%\r100%\xff\xfe no newline " + str(rank).encode()
+        assert (folder / "stdout").read_bytes() == expected
+        assert (folder / "stderr").read_bytes() == b"\r\n\n\0" + str(rank).encode()
+
+
+def test_an_unterminated_last_line_is_shown_and_ended(launcher: Launcher) -> None:
+    script = launcher.script("import sys; sys.stdout.write('no end')")
+    done = launcher.run("-np", "2", script)
+    assert sorted(done.stdout.splitlines()) == ["[0]<stdout>:no end", "[1]<stdout>:no end"]
+
+
+def test_lines_come_while_the_worker_runs_and_are_not_kept_in_a_buffer(launcher: Launcher) -> None:
+    script = launcher.script("print('early'); import time; time.sleep(60)")
+    process = launcher.start("-np", "1", script)
+    assert process.stdout is not None
+    started = time.monotonic()
+    assert process.stdout.readline() == b"[0]<stdout>:early\n"
+    assert time.monotonic() - started < 10
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(15) == 128 + signal.SIGTERM
+
+
+def test_timestamps_precede_the_rank(launcher: Launcher) -> None:
+    script = launcher.script("print('hello')")
+    done = launcher.run("-np", "2", "--prefix-output-with-timestamp", script)
+    for line in done.stdout.splitlines():
+        assert re.fullmatch(r"\w{3} \w{3} [ \d]\d \d\d:\d\d:\d\d \d{4}\[[01]\]<stdout>:hello", line), line
+
+
+def test_pain_25_carriage_returns_pass_through_a_pipe(launcher: Launcher) -> None:
+    script = launcher.script(
+        """
+        import sys
+        for i in range(3):
+            sys.stderr.write(f"\\r{i * 50}%|{'#' * i}"); sys.stderr.flush()
+        sys.stderr.write("\\n")
+        sys.stdout.write("windows\\r\\n")
+        """
+    )
+    done = launcher.run("-np", "1", script)
+    assert done.stderr.endswith("[0]<stderr>:0%|\r[0]<stderr>:50%|#\r[0]<stderr>:100%|##\n")
+    assert done.stdout == "[0]<stdout>:windows\r\n"
+
+
+def test_pain_25_a_progress_bar_on_a_terminal_is_redrawn_and_never_mixed_with_other_lines(launcher: Launcher) -> None:
+    script = launcher.script(
+        """
+        import os, sys, time
+        if os.environ["RANK"] == "0":
+            for i in range(11):
+                sys.stderr.write(f"\\r{i * 10:3d}%|{'#' * i:<10}|"); sys.stderr.flush()
+                time.sleep(0.05)
+            time.sleep(0.3)  # longer than an unfinished bar waits to be drawn
+            sys.stderr.write("\\n")
+        else:
+            for i in range(4):
+                time.sleep(0.1); print("epoch", i)
+        """
+    )
+    master, slave = pty.openpty()
+    process = launcher.start("-np", "2", script, env={"OMP_NUM_THREADS": "1"}, stdout=slave, stderr=slave)
+    os.close(slave)
+    screen = _Screen()
+    screen.feed(read_terminal(master, process))
+    os.close(master)
+    assert process.wait(5) == 0
+    shown = [line.rstrip() for line in screen.lines if line.strip()]
+    assert sorted(shown) == sorted(
+        [*(f"[1]<stdout>:epoch {i}" for i in range(4)), "[0]<stderr>:100%|##########|"]
+    ), screen.raw
+
+
+class _Screen:
+    """Just enough of a terminal: newline, carriage return, erase to the end of the line."""
+
+    def __init__(self) -> None:
+        self.lines = [""]
+        self.column = 0
+        self.raw = b""
+
+    def feed(self, data: bytes) -> None:
+        self.raw += data
+        for token in re.findall(r"\x1b\[K|[\s\S]", data.decode()):
+            if token == "\n":
+                self.lines.append("")
+                self.column = 0
+            elif token == "\r":
+                self.column = 0
+            elif token == "\x1b[K":
+                self.lines[-1] = self.lines[-1][: self.column]
+            else:
+                line = self.lines[-1].ljust(self.column)
+                self.lines[-1] = line[: self.column] + token + line[self.column + 1 :]
+                self.column += 1
+
+
+def test_pain_25_a_blocked_terminal_stops_neither_workers_nor_heartbeats(launcher: Launcher) -> None:
+    script = launcher.script(
+        """
+        import os, sys, time
+        line = b"y" * 999 + b"\\n"
+        for i in range(20000):  # 20 MB, far more than pipes, credit and memory hold
+            os.write(1, line)
+        open(f"done{os.environ['RANK']}", "w").write("1")
+        """
+    )
+    # A pipe that nobody reads; and heartbeats that would fail within a second.
+    process = launcher.start("-np", "2", "--heartbeat-timeout", "1", script)
+    launcher.file("done0")
+    launcher.file("done1")
+    assert process.stdout is not None
+    assert process.poll() is None, "the launcher waits for its reader, like any program"
+    started = time.monotonic()
+    while time.monotonic() - started < 2.5:
+        time.sleep(0.1)
+    assert process.poll() is None
+    assert psutil_memory(process.pid) < 200e6
+    data = process.stdout.read()
+    assert process.wait(15) == 0
+    assert len(data) == 2 * 20000 * (1000 + len("[0]<stdout>:"))
+
+
+def psutil_memory(pid: int) -> float:
+    import psutil
+
+    return float(psutil.Process(pid).memory_info().rss)
+
+
+def test_blocked_standard_output_does_not_hide_standard_error(launcher: Launcher) -> None:
+    script = launcher.script(
+        """
+        import os, sys, time
+        for i in range(1000):
+            os.write(1, b"y" * 999 + b"\\n")
+        os.write(2, b"something is wrong\\n")
+        time.sleep(60)
+        """
+    )
+    process = launcher.start("-np", "1", script)
+    assert process.stderr is not None
+    assert process.stderr.readline() == b"[0]<stderr>:something is wrong\n"
+
+
+def test_when_the_reader_goes_away_the_job_ends_like_any_program(launcher: Launcher) -> None:
+    script = launcher.script("import itertools, time\nfor i in itertools.count(): print(i); time.sleep(0.01)")
+    process = launcher.start("-np", "2", script)
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(15) == 128 + signal.SIGPIPE
+    process.stdout = None
+    launcher.assert_nothing_left()
+
+
+def test_stdin_goes_to_the_rank_that_is_named_and_to_no_other(launcher: Launcher) -> None:
+    script = launcher.script("import os, sys; print(os.environ['RANK'], len(sys.stdin.read()))")
+    done = launcher.run("-np", "3", "--stdin", "1", script, input=b"z" * 1_000_000)
+    assert sorted(done.stdout.splitlines()) == ["[0]<stdout>:0 0", "[1]<stdout>:1 1000000", "[2]<stdout>:2 0"]
+
+
+def test_a_debugger_prompt_appears_before_its_line_is_complete(launcher: Launcher) -> None:
+    script = launcher.script("breakpoint()\nprint('after')")
+    process = launcher.start("-np", "2", "--stdin", "0", script, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    os.set_blocking(process.stdout.fileno(), False)
+    seen = b""
+
+    def prompt() -> bool:
+        nonlocal seen
+        seen += process.stdout.read() or b""  # type: ignore[union-attr]
+        return seen.count(b"(Pdb) ") >= 1
+
+    wait_for(prompt, what="the prompt")
+    process.stdin.write(b"p 6 * 7\n")
+    process.stdin.flush()
+    wait_for(lambda: prompt() and b"42\n" in seen, what="the answer")
+    process.stdin.write(b"c\n")
+    process.stdin.flush()
+    # The other rank has no input, so its debugger gives up.
+    assert process.wait(15) == 1
+
+
+def test_very_long_lines_do_not_exhaust_memory(launcher: Launcher) -> None:
+    script = launcher.script("import os\nfor _ in range(5000): os.write(1, b'q' * 1000)")
+    done = launcher.run("-np", "1", "--output-filename", "logs", script)
+    assert done.stdout.replace("[0]<stdout>:", "").replace("\n", "") == "q" * 5_000_000
+    assert max(len(line) for line in done.stdout.splitlines()) < 1_500_000
+    assert (launcher.folder / "logs" / "rank.0" / "stdout").read_bytes() == b"q" * 5_000_000
+
+
+def test_a_directory_that_cannot_be_written_is_an_error_before_anything_starts(launcher: Launcher) -> None:
+    (launcher.folder / "taken").write_text("a file")
+    script = launcher.script("open('started', 'w').write('1')")
+    done = launcher.run("--output-filename", "taken", "-np", "1", script)
+    assert done.returncode == 1
+    assert "--output-filename" in done.stderr
+    assert not (launcher.folder / "started").exists()

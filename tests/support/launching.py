@@ -1,0 +1,137 @@
+"""Real launches for tests: a launcher as a child process, and whatever is left of it afterwards."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, TypeVar
+
+import psutil
+
+T = TypeVar("T")
+
+_MARK = "HVDGLOO_TEST_MARK"
+
+
+def wait_for(condition: Callable[[], T], timeout: float = 15.0, what: str = "") -> T:
+    """Poll until ``condition`` gives something true, and return that."""
+    deadline = time.monotonic() + timeout
+    while True:
+        value = condition()
+        if value:
+            return value
+        assert time.monotonic() < deadline, f"not within {timeout:g} s: {what or condition}"
+        time.sleep(0.01)
+
+
+def clean_environment() -> dict[str, str]:
+    """This process's environment without what a launcher or scheduler around the tests may have put there."""
+    prefixes = ("HVDGLOO_", "HOROVOD_", "OMP_", "MKL_", "OPENBLAS_")
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return {k: v for k, v in os.environ.items() if not k.startswith(prefixes) and k not in names}
+
+
+class Launcher:
+    """``hvdgloo-run`` in a folder of its own.
+
+    Every process that descends from it, however far and detached, carries a mark in its environment.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.mark = uuid.uuid4().hex
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def script(self, text: str, name: str = "worker.py") -> str:
+        """Write a program and return its name."""
+        (self.folder / name).write_text(textwrap.dedent(text))
+        return name
+
+    def start(
+        self,
+        *arguments: str,
+        env: dict[str, str] | None = None,
+        stdin: int | IO[bytes] = subprocess.DEVNULL,
+        stdout: int | IO[bytes] = subprocess.PIPE,
+        stderr: int | IO[bytes] = subprocess.PIPE,
+        new_session: bool = True,
+    ) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "hvdgloo.runner", *arguments],
+            cwd=self.folder,
+            env={**clean_environment(), _MARK: self.mark, **(env or {})},
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            start_new_session=new_session,
+        )
+        self.processes.append(process)
+        return process
+
+    def run(
+        self, *arguments: str, env: dict[str, str] | None = None, input: bytes | None = None, timeout: float = 30.0
+    ) -> subprocess.CompletedProcess[str]:
+        """Launch and wait for the end; output as text, with carriage returns kept."""
+        process = self.start(*arguments, env=env, stdin=subprocess.DEVNULL if input is None else subprocess.PIPE)
+        out, err = process.communicate(input, timeout=timeout)
+        return subprocess.CompletedProcess(process.args, process.returncode, out.decode(), err.decode())
+
+    def living(self) -> list[psutil.Process]:
+        """Every living process that descends from a launcher of this test."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(_MARK) == self.mark:
+                    found.append(process)
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+        return found
+
+    def agents(self, launcher: subprocess.Popen[bytes]) -> tuple[psutil.Process, psutil.Process]:
+        """The warden and the agent proper of a running job."""
+        warden = wait_for(lambda: psutil.Process(launcher.pid).children(), what="the warden")[0]
+        agent = wait_for(lambda: warden.children(), what="the agent")[0]
+        return warden, agent
+
+    def file(self, name: str) -> Path:
+        """A file in the folder, once it is there and not empty."""
+        path = self.folder / name
+        wait_for(lambda: path.exists() and path.stat().st_size > 0, what=f"file {name}")
+        return path
+
+    def assert_nothing_left(self, timeout: float = 10.0) -> None:
+        wait_for(lambda: not self.living(), timeout, f"left behind: {[p.cmdline() for p in self.living()]}")
+
+    def close(self) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+            for stream in (process.stdin, process.stdout, process.stderr):
+                if stream is not None:
+                    stream.close()
+        deadline = time.monotonic() + 10
+        while (left := self.living()) and time.monotonic() < deadline:
+            for survivor in left:
+                try:
+                    survivor.send_signal(signal.SIGKILL)
+                except psutil.NoSuchProcess:
+                    pass
+            time.sleep(0.05)
+
+
+@contextmanager
+def launcher_in(folder: Path) -> Iterator[Launcher]:
+    launcher = Launcher(folder)
+    try:
+        yield launcher
+    finally:
+        launcher.close()
