@@ -188,7 +188,7 @@ def main() -> None:
         ranks = "1 rank" if hvd.size() == 1 else f"{hvd.size()} ranks"
         print(f"test accuracy averaged over {ranks}: {accuracy:.2%}")
         print(f"trained on {images / seconds:.0f} images per second")
-        print(f"{ranks} with identical parameters ({fingerprints[0][:12]})")
+        print(f"all ranks hold identical parameters ({fingerprints[0][:12]})")
     hvd.shutdown()
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support import frameworks
 from tests.support.world import World
 
 BACKENDS = ("local", "gloo")
@@ -43,3 +44,9 @@ def world(backend: str) -> Iterator[Callable[..., World]]:
     yield make
     for made in worlds:
         made.close()
+
+
+@pytest.fixture(params=frameworks.NAMES)
+def framework(request: pytest.FixtureRequest) -> frameworks.Framework:
+    """Each framework in turn."""
+    return frameworks.load(request.param)

@@ -19,13 +19,13 @@ _DTYPES = {dtype.value: dtype for dtype in DType}
 
 
 class NumpyAdapter:
-    """TensorAdapter for ``numpy.ndarray``.
+    """TensorAdapter for ``numpy.ndarray``, and for the scalars that numpy's functions return.
 
     C-contiguous arrays in native byte order are shared with the engine, others staged. numpy records no gradients.
     """
 
     def owns(self, tensor: object) -> bool:
-        return isinstance(tensor, np.ndarray)
+        return isinstance(tensor, (np.ndarray, np.generic))
 
     def describe(self, tensor: Array) -> TensorSpec:
         dtype = _DTYPES.get(tensor.dtype.name)
@@ -44,7 +44,7 @@ class NumpyAdapter:
         if writable and not tensor.flags.writeable:
             raise InvalidArgumentError("the array is read-only, so a result cannot be written into it")
         owner = tensor
-        if not (tensor.flags.c_contiguous and tensor.dtype.isnative):
+        if not (isinstance(tensor, np.ndarray) and tensor.flags.c_contiguous and tensor.dtype.isnative):
             owner = np.array(tensor, dtype=tensor.dtype.newbyteorder("="), order="C", copy=True, subok=False)
         return Buffer(owner.__array_interface__["data"][0], spec, owner)
 
