@@ -108,7 +108,7 @@ class Launcher:
         return path
 
     def assert_nothing_left(self, timeout: float = 10.0) -> None:
-        wait_for(lambda: not self.living(), timeout, f"left behind: {[p.cmdline() for p in self.living()]}")
+        wait_for(lambda: not self.living(), timeout, "the end of all processes of the job")
 
     def close(self) -> None:
         for process in self.processes:

@@ -1,0 +1,106 @@
+"""A real job of processes: a rendezvous server in the test, and workers that anything could have started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from hvdgloo.rendezvous import RendezvousServer, generate_secret
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How one worker ended."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+class Job:
+    """``size`` workers that run ``code``, with ranks given as a launcher gives them.
+
+    Args:
+        code: a program; ``import hvdgloo.numpy as hvd`` and the like are its own affair.
+        folder: for the workers' output; they find its path in ``JOB_FOLDER``.
+        environ: further variables.
+    """
+
+    def __init__(self, size: int, code: str, folder: Path, **environ: str) -> None:
+        self._folder = folder
+        secret = generate_secret()
+        self._server = RendezvousServer(secret=secret, hosts=[("localhost", size)])
+        self._server.start()
+        self.workers: list[subprocess.Popen[bytes]] = []
+        for rank in range(size):
+            variables = {
+                **os.environ,
+                "HVDGLOO_RENDEZVOUS": self._server.endpoint,
+                "HVDGLOO_SECRET": secret.hex(),
+                "HVDGLOO_RANK": str(rank),
+                "HVDGLOO_ADDRESS": "127.0.0.1",
+                "OMP_NUM_THREADS": "1",
+                "JOB_FOLDER": str(folder),
+                **environ,
+            }
+            with (folder / f"{rank}.out").open("wb") as out, (folder / f"{rank}.err").open("wb") as err:
+                self.workers.append(
+                    subprocess.Popen(
+                        [sys.executable, "-u", "-c", textwrap.dedent(code)],
+                        env=variables,
+                        stdin=subprocess.DEVNULL,
+                        stdout=out,
+                        stderr=err,
+                        start_new_session=True,
+                    )
+                )
+
+    def wait(self, timeout: float = 30.0) -> list[Ended]:
+        """Wait for every worker's end.
+
+        Raises:
+            AssertionError: one has not ended in time; with the output of all.
+        """
+        deadline = time.monotonic() + timeout
+        for rank, worker in enumerate(self.workers):
+            try:
+                worker.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                shown = "\n".join(f"--- {r}: {self.output(r)}" for r in range(len(self.workers)))
+                raise AssertionError(f"rank {rank} has not ended within {timeout:g} s\n{shown}") from None
+        return [self.output(rank) for rank in range(len(self.workers))]
+
+    def output(self, rank: int) -> Ended:
+        """What a worker has printed so far, and its status (None-safe: 999 while it runs)."""
+        status = self.workers[rank].poll()
+        texts = [(self._folder / f"{rank}.{kind}").read_text(errors="replace") for kind in ("out", "err")]
+        return Ended(999 if status is None else status, *texts)
+
+    def wait_for_file(self, name: str, timeout: float = 30.0) -> str:
+        """Wait until a worker has written a file (by renaming it into place); its text."""
+        path = self._folder / name
+        deadline = time.monotonic() + timeout
+        while not path.exists():
+            if time.monotonic() > deadline or all(worker.poll() is not None for worker in self.workers):
+                raise AssertionError(f"{name} was not written: {[self.output(r) for r in range(len(self.workers))]}")
+            time.sleep(0.01)
+        return path.read_text()
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        for worker in self.workers:
+            try:
+                os.killpg(worker.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            worker.wait()
+        self._server.stop()
