@@ -167,8 +167,10 @@ class Service:
     def _client_left(self, client: str) -> None:
         with self._lock:
             self._connected[client] -= 1
-            if not self._connected[client]:
-                del self._connected[client]
+            if self._connected[client]:
+                return
+            del self._connected[client]
+        self.epochs.client_left(client)
 
     def close(self, reason: str) -> None:
         """Let every request that waits end with a clear error."""

@@ -152,6 +152,13 @@ class Epochs:
                 raise StoppingError(self._closed)
             return NotYet(current.membership.summary())
 
+    def client_left(self, client: str) -> None:
+        """A client has no connection any more: it loses its place in whatever has not started."""
+        with self._lock:
+            for current in self._rounds.values():
+                if current.topology is None and client not in current.waiting:
+                    self._leave(current, client)
+
     def close(self, reason: str) -> None:
         """Release everybody who waits, with a StoppingError."""
         with self._lock:
@@ -246,11 +253,15 @@ class Epochs:
             latches.remove(latch)
         if not latches:
             current.waiting.pop(client, None)
-            if gone and not current.failure:
-                current.membership.leave(client)
-                self._note_change()
-                if current.membership.arrived == 0:
-                    current.started = None  # the epoch's time starts with the first worker that stays
+            if gone:
+                self._leave(current, client)
+
+    def _leave(self, current: _Round, client: str) -> None:
+        """Take a worker out, so that one that is started in its stead finds its place free."""
+        if not current.failure and current.membership.leave(client):
+            self._note_change()
+            if current.membership.arrived == 0:
+                current.started = None  # the epoch's time starts with the first worker that stays
 
     def _describe(self, epoch: int, current: _Round, connected: Callable[[str], bool]) -> dict[str, Any]:
         membership = current.membership

@@ -1,0 +1,559 @@
+"""The rendezvous server over real sockets: who is let in, what is refused, and that nothing harms the others."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+import socket
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import requests
+
+from hvdgloo.errors import ConfigError, RendezvousError, RendezvousTimeoutError
+from hvdgloo.rendezvous import RendezvousClient, RendezvousServer, auth, wire
+from tests.support.rendezvous import SECRET, RawClient, Task, info, read_answer, until
+
+
+@pytest.fixture
+def server() -> Iterator[RendezvousServer]:
+    with RendezvousServer(secret=SECRET, hosts=[("h1", 2), ("h2", 1)]) as server:
+        yield server
+
+
+@pytest.fixture
+def raw(server: RendezvousServer) -> RawClient:
+    return RawClient(server.endpoint, server.status()["run"])
+
+
+@pytest.fixture
+def client(server: RendezvousServer) -> Iterator[RendezvousClient]:
+    with RendezvousClient(server.endpoint, SECRET) as client:
+        yield client
+
+
+WORKERS = "/v1/epochs/0/workers?timeout=0"
+WORKER = json.dumps(info(rank=0).to_dict()).encode()
+
+
+def refused(answer: tuple[int, Any], status: int, reason: str) -> None:
+    assert answer[0] == status
+    assert reason in answer[1]["reason"], answer
+
+
+class TestSignatures:
+    def test_a_good_one(self, raw: RawClient) -> None:
+        assert raw.request("PUT", "/v1/kv/s/k", b"v") == (204, b"")
+        assert raw.request("GET", "/v1/kv/s/k") == (200, b"v")
+
+    @pytest.mark.parametrize("target", ["/v1/kv/s/k", "/v1/hello", "/v1/status", "/", "/metrics", "/nowhere", WORKERS])
+    def test_none(self, raw: RawClient, target: str) -> None:
+        status, answer = raw.request("GET", target, authorization="")
+        assert status == 401
+        assert set(answer) == {"error", "reason"}
+
+    def test_another_secret(self, server: RendezvousServer, raw: RawClient) -> None:
+        stranger = RawClient(server.endpoint, raw.run, secret=b"another secret, 32 bytes long...")
+        refused(stranger.request("PUT", "/v1/kv/s/k", b"v"), 401, "signature is wrong")
+        refused(raw.request("GET", "/v1/kv/s/k"), 404, "not there")
+
+    def test_for_another_request(self, raw: RawClient) -> None:
+        for method, target in [("PUT", "/v1/kv/s/other"), ("GET", "/v1/kv/s/k"), ("PUT", "/v1/kv/s/k?timeout=1")]:
+            signed = raw.sign("PUT", "/v1/kv/s/k")
+            refused(raw.request(method, target, authorization=signed), 401, "signature is wrong")
+
+    def test_another_body(self, raw: RawClient) -> None:
+        signed = raw.sign("PUT", "/v1/kv/s/k", b"v")
+        refused(raw.request("PUT", "/v1/kv/s/k", b"w", authorization=signed), 401, "body is not the one")
+        refused(raw.request("GET", "/v1/kv/s/k"), 404, "not there")
+
+    def test_a_replayed_request(self, raw: RawClient) -> None:
+        data = raw.head("PUT", "/v1/kv/s/k", b"v") + b"v"
+        assert raw.send(data)[0] == 204
+        refused(raw.send(data), 401, "received before")
+
+    def test_a_request_recorded_in_another_run(self, raw: RawClient) -> None:
+        signed = raw.sign("PUT", "/v1/kv/s/k", run=auth.generate_id())
+        refused(raw.request("PUT", "/v1/kv/s/k", authorization=signed), 401, "another run")
+        signed = raw.sign("PUT", "/v1/kv/s/k", run="")
+        refused(raw.request("PUT", "/v1/kv/s/k", authorization=signed), 401, "another run")
+
+    def test_counters_may_overtake_each_other(self, raw: RawClient) -> None:
+        order = list(range(200))
+        random.Random(3).shuffle(order)
+        for counter in order:
+            signed = raw.sign("GET", "/v1/status", counter=counter)
+            assert raw.request("GET", "/v1/status", authorization=signed)[0] == 200
+
+    def test_clocks_do_not_matter(
+        self, server: RendezvousServer, client: RendezvousClient, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A client whose clock is a day behind, against a server whose clock has just been moved a day ahead."""
+        store = client.store("s")
+        store.set("before", b"1")
+        real = time.time
+        monkeypatch.setattr(time, "time", lambda: real() + 86400)
+        store.set("ahead", b"2")
+        monkeypatch.setattr(time, "time", lambda: real() - 86400)
+        with RendezvousClient(server.endpoint, SECRET) as late:
+            assert late.store("s").get_many(["before", "ahead"], timeout=1) == [b"1", b"2"]
+
+    def test_the_status_token_only_reads_the_state(self, server: RendezvousServer) -> None:
+        base, token = f"http://{server.endpoint}", server.token
+        with requests.Session() as session:
+            session.trust_env = False
+            session.headers["Authorization"] = f"Bearer {token}"
+            assert session.get(f"{base}/v1/status").json()["epochs"][0]["expected"] == 3
+            assert "hvdgloo_rendezvous_workers_expected" in session.get(f"{base}/metrics").text
+            assert session.head(f"{base}/v1/status").status_code == 200
+            assert session.get(f"{base}/v1/kv/s/k").status_code == 401
+            assert session.put(f"{base}/v1/kv/s/k", data=b"v").status_code == 401
+            assert session.post(f"{base}/v1/status").status_code == 401
+            assert session.post(f"{base}{WORKERS}", data=WORKER).status_code == 401
+            page = session.get(f"{base}/", headers={"Authorization": ""}, auth=("anybody", token))
+            assert page.status_code == 200
+            assert "0 of 3" in page.text
+            challenge = session.get(f"{base}/", headers={"Authorization": ""})
+            assert challenge.headers["WWW-Authenticate"].startswith("Basic ")
+
+    def test_host_names_cannot_write_html(self, server: RendezvousServer, raw: RawClient) -> None:
+        worker = json.dumps(info(rank=0, host_name="<script>alert(1)</script>").to_dict()).encode()
+        assert raw.request("POST", WORKERS, worker)[0] == 202
+        assert "<script>" not in raw.request("GET", "/")[1].decode()
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("method", "target", "body", "status", "reason"),
+        [
+            ("GET", "/v1/nothing", b"", 404, "no such route"),
+            ("GET", "/v1/kv/../status", b"", 400, "segment"),
+            ("GET", "/v1/kv/s/../../status", b"", 400, "segment"),
+            ("GET", "/v1/kv/s/%2e%2e/status", b"", 400, "segment"),
+            ("GET", "/v1/kv/%2e%2e/status", b"", 400, "segment"),
+            ("PUT", "/v1/kv/s/..%2f..%2fetc%2fpasswd", b"", 400, "segment"),
+            ("GET", "//v1/status", b"", 400, "Absolute URI"),
+            ("GET", "/v1//status", b"", 404, "no such route"),
+            ("GET", "/v1/status/", b"", 404, "no such route"),
+            ("GET", "/v1/status/../status", b"", 404, "no such route"),
+            ("GET", "/%76%31/status", b"", 404, "no such route"),
+            ("GET", "/static/x", b"", 404, "no such route"),
+            ("GET", "/v1/kv/s/%00", b"", 400, "control characters"),
+            ("GET", "/v1/kv/s/%ff%fe", b"", 400, "not UTF-8"),
+            ("GET", "/v1/kv/%ff/k", b"", 400, "not UTF-8"),
+            ("GET", "/v1/kv/s/\xff", b"", 400, "Malformed Request-URI"),
+            ("PUT", "/v1/kv/s/" + "k" * 1025, b"", 400, "1 to 1024 bytes"),
+            ("PUT", "/v1/kv/" + "s" * 256 + "/k", b"", 400, "1 to 255 bytes"),
+            ("PATCH", "/v1/kv/s/k", b"", 405, "not allowed"),
+            ("DELETE", "/v1/status", b"", 405, "not allowed"),
+            ("GET", "/v1/kv/s/k?timeout=soon", b"", 400, "timeout must be"),
+            ("GET", "/v1/kv/s/k?timeout=-1", b"", 400, "timeout must be"),
+            ("GET", "/v1/kv/s/k?timeout=nan", b"", 400, "timeout must be"),
+            ("GET", "/v1/kv/s/k?timeout=inf", b"", 400, "timeout must be"),
+            ("POST", "/v1/kv/s", b"", 400, "op=set or op=get"),
+            ("POST", "/v1/kv/s?op=eval", b"", 400, "op=set or op=get"),
+            ("POST", "/v1/kv/s?op=get", b"{}", 400, "not a JSON list"),
+            ("POST", "/v1/kv/s?op=get", b"\xff\xfe", 400, "not JSON"),
+            ("POST", "/v1/kv/s?op=get", b'["../x"]', 400, "segment"),
+            ("POST", "/v1/kv/s?op=get", b'["\\ud800"]', 400, "UTF-8"),
+            ("POST", "/v1/kv/s?op=set", b"\xff" * 12, 400, "ends before"),
+            ("POST", "/v1/kv/s?op=set", wire.pack_items({"a\n": b""}), 400, "control characters"),
+            ("POST", "/v1/kv/s?op=set", pickle.dumps({"a": b""}), 400, "body"),
+            ("POST", "/v1/epochs/7/workers", WORKER, 404, "there is no epoch 7; open: 0"),
+            ("POST", "/v1/epochs/-1/workers", WORKER, 404, "no such route"),
+            ("POST", "/v1/epochs/x/workers", WORKER, 404, "no such route"),
+            ("POST", WORKERS, b"", 400, "not a worker"),
+            ("POST", WORKERS, b"[" * 5000, 400, "not a worker"),
+            ("POST", WORKERS, b"{}", 400, "missing or unknown"),
+            ("POST", WORKERS, b"null", 400, "JSON object"),
+            ("POST", WORKERS, WORKER.replace(b'"rank": 0', b'"rank": "0"'), 400, "rank must be"),
+            ("POST", WORKERS, WORKER.replace(b'"rank": 0', b'"rank": 3'), 400, "rank 3 does not exist"),
+            ("POST", WORKERS, WORKER.replace(b'"rank": 0', b'"rank": null'), 400, "brings none"),
+            ("POST", WORKERS, pickle.dumps(info(rank=0)), 400, "not a worker"),
+        ],
+    )
+    def test_a_member_that_asks_wrongly(
+        self, raw: RawClient, method: str, target: str, body: bytes, status: int, reason: str
+    ) -> None:
+        refused(raw.request(method, target, body), status, reason)
+
+    @pytest.mark.parametrize(
+        ("data", "status", "reason"),
+        [
+            (b"nonsense\r\n\r\n", 400, "Malformed Request-Line"),
+            (b"GET / HTTP/3.0\r\n\r\n", 505, "Cannot fulfill"),
+            (b"GET / FTP/1.1\r\n\r\n", 400, "bad protocol"),
+            (b"GET http://elsewhere/ HTTP/1.1\r\n\r\n", 400, "Absolute URI"),
+            (b"GET nowhere HTTP/1.1\r\n\r\n", 400, "slash"),
+            (b"GET /#x HTTP/1.1\r\n\r\n", 400, "fragment"),
+            (b"GET / HTTP/1.1\r\nno colon\r\n\r\n", 400, "Illegal header line"),
+            (b"PUT / HTTP/1.1\r\nContent-Length: many\r\n\r\n", 400, "Content-Length"),
+            (b"PUT / HTTP/1.1\r\nContent-Length: -5\r\n\r\n", 400, "cannot be negative"),
+            (b"PUT / HTTP/1.1\r\nContent-Length: 99999999999999\r\n\r\n", 413, "maximum"),
+            (b"PUT / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n", 411, "Content-Length"),
+            (b"PUT / HTTP/1.1\r\nTransfer-Encoding: gzip\r\n\r\n", 501, "Unimplemented"),
+            (b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\n\r\n", 414, "exceeds"),
+            (b"GET / HTTP/1.1\r\nX: " + b"a" * 20_000 + b"\r\n\r\n", 413, "exceed"),
+            (b"\r\n\r\n\r\nGET /v1/status HTTP/1.1\r\n\r\n", 401, "token"),
+        ],
+    )
+    def test_what_is_hardly_http(self, raw: RawClient, data: bytes, status: int, reason: str) -> None:
+        refused(raw.send(data), status, reason)
+
+    def test_an_oversized_body_is_refused_before_it_is_sent(self, raw: RawClient) -> None:
+        head = raw.head("PUT", "/v1/kv/s/k", Content_Length=str(10**9))
+        refused(raw.send(head), 413, "maximum")
+
+    def test_a_refusal_arrives_although_a_body_is_under_way(self, raw: RawClient) -> None:
+        """Closing a socket with unread data makes the kernel throw away what the peer has not read yet."""
+        body = b"x" * 500_000
+        for _ in range(5):
+            refused(raw.request("PUT", "/v1/kv/s/k", body, authorization="Bearer no"), 401, "not a")
+
+    def test_a_body_that_ends_early(self, raw: RawClient) -> None:
+        with raw.connect() as sock:
+            sock.sendall(raw.head("PUT", "/v1/kv/s/k", b"x" * 100) + b"x" * 50)
+            sock.shutdown(socket.SHUT_WR)
+            refused(read_answer(sock), 400, "ended after 50 of 100 bytes")
+
+    def test_a_slot_that_another_client_has(self, server: RendezvousServer, raw: RawClient) -> None:
+        with raw.connect() as sock:
+            sock.sendall(raw.head("POST", WORKERS, WORKER) + WORKER)
+            assert read_answer(sock)[0] == 202
+            other = RawClient(server.endpoint, raw.run)
+            refused(other.request("POST", WORKERS, WORKER), 409, "rank 0 of epoch 0 is taken by pid 2 on host h")
+            assert server.status()["epochs"][0]["arrived"] == 1
+
+    def test_an_epoch_is_opened_once(self, server: RendezvousServer, raw: RawClient) -> None:
+        server.open_epoch(1, size=1)
+        assert raw.request("POST", "/v1/epochs/1/workers", WORKER)[0] == 200
+        with pytest.raises(ConfigError, match="opened before"):
+            server.open_epoch(1, size=1)
+
+
+def answer_times(client: RendezvousClient, stop: threading.Event) -> list[float]:
+    """What somebody else notices: seconds for a set and get, again and again."""
+    store, times = client.store("bystander"), []
+    while not stop.is_set():
+        started = time.perf_counter()
+        store.set("k", b"v")
+        assert store.get("k", timeout=5) == b"v"
+        times.append(time.perf_counter() - started)
+    return times
+
+
+class TestOthersAreUnharmed:
+    def test_slow_clients_hold_no_thread(
+        self, server: RendezvousServer, raw: RawClient, client: RendezvousClient
+    ) -> None:
+        """Far more of them than the server has threads; silent ones, and some that begin a request and stop."""
+        with ExitStack() as stack:
+            for number in range(400):
+                sock = stack.enter_context(raw.connect())
+                sock.sendall((b"", b"GET / HT", b"PUT /v1/kv/s/k HTTP/1.1\r\nContent-Length: 9\r\nX: ")[number % 3])
+            started = time.monotonic()
+            client.store("s").set("k", b"v")
+            assert client.store("s").get("k", timeout=5) == b"v"
+            assert time.monotonic() - started < 1
+            assert server.status()["store"]["keys"] == 1
+
+    def test_a_member_with_a_slow_body_does_not_stop_others(
+        self, server: RendezvousServer, raw: RawClient, client: RendezvousClient
+    ) -> None:
+        with ExitStack() as stack:
+            for _ in range(20):
+                sock = stack.enter_context(raw.connect())
+                sock.sendall(raw.head("PUT", "/v1/kv/s/slow", b"x" * 100) + b"x")
+            started = time.monotonic()
+            client.store("s").set("k", b"v")
+            assert time.monotonic() - started < 1
+
+    def test_a_slow_body_ends_at_its_deadline(self, raw: RawClient, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("hvdgloo.rendezvous.app.BODY_TIMEOUT", 0.3)
+        with raw.connect() as sock:
+            sock.sendall(raw.head("PUT", "/v1/kv/s/slow", b"x" * 100) + b"x")
+            refused(read_answer(sock), 408, "did not arrive within")
+            assert sock.recv(1) == b""
+
+    def test_a_slow_head_ends_at_its_deadline(
+        self, server: RendezvousServer, raw: RawClient, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("hvdgloo.rendezvous.front.HEAD_TIMEOUT", 0.2)
+        with raw.connect() as slow, raw.connect() as silent:
+            slow.sendall(b"GET / HTTP/1.1\r\n")
+            refused(read_answer(slow), 408, "no whole request head")
+            assert silent.recv(1) == b""
+
+    def test_ten_thousand_random_requests(
+        self, server: RendezvousServer, raw: RawClient, client: RendezvousClient
+    ) -> None:
+        """From strangers and from a member that has gone mad, while a bystander measures its own answer times."""
+        rng, stop = random.Random(30), threading.Event()
+        bystander = Task(lambda: answer_times(client, stop))
+        strangers = throw(raw, [[from_a_stranger(raw, rng)] for _ in range(2_000)])
+        member = throw(raw, [[from_a_member(raw, rng) for _ in range(100)] for _ in range(80)])
+        stop.set()
+        times = bystander.result()
+        assert sum(member.values()) == 8_000
+        assert sum(strangers.values()) > 1_900  # a HEAD of nonsense may look like no answer
+        for statuses in (strangers, member):
+            assert all(400 <= status < 500 or status in (501, 505) for status in statuses), statuses
+        assert len(times) > 10
+        assert statistics.median(times) < 0.1
+        assert max(times) < 2
+        status = server.status()
+        assert status["store"]["keys"] == 1  # the bystander's
+        assert status["epochs"][0]["arrived"] == 0
+
+
+def throw(raw: RawClient, batches: list[list[bytes]]) -> dict[int, int]:
+    """Send each batch on a connection of its own, without waiting for answers; statuses that came back."""
+    statuses: dict[int, int] = {}
+    for batch in batches:
+        answer = b""
+        try:
+            with raw.connect() as sock:
+                sock.sendall(b"".join(batch))
+                sock.shutdown(socket.SHUT_WR)
+                while part := sock.recv(65536):
+                    answer += part
+        except ConnectionError:
+            pass  # closed while we were still sending
+        for line in answer.split(b"HTTP/1.1 ")[1:]:
+            statuses[int(line[:3])] = statuses.get(int(line[:3]), 0) + 1
+    return statuses
+
+
+def from_a_stranger(raw: RawClient, rng: random.Random) -> bytes:
+    """Without a good signature: noise, unsigned, badly signed, or signed and then changed."""
+    kind = rng.randrange(4)
+    if kind == 0:
+        return rng.randbytes(rng.randrange(1, 200)) + b"\r\n\r\n"
+    target = rng.choice(["/v1/kv/s/k", "/v1/kv/s?op=set", WORKERS, "/v1/status", "/", "/v1/hello", "/%ff", "/../x"])
+    method = rng.choice(["GET", "PUT", "POST", "DELETE", "HEAD", "OPTIONS", "get", "BREW"])
+    body = rng.randbytes(rng.randrange(50))
+    authorization = ["", "Basic " + rng.randbytes(9).hex(), raw.sign(method, target + "x", body)][kind - 1]
+    data = bytearray(raw.head(method, target, body, authorization=authorization) + body)
+    if kind == 3:
+        for _ in range(rng.randrange(1, 6)):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+    return bytes(data)
+
+
+def from_a_member(raw: RawClient, rng: random.Random) -> bytes:
+    """Well signed, and of no use: each is answered and leaves the connection as it was."""
+    junk = "".join(rng.choice(["%00", "%ff", "%2e", "..", "a", "%25", "+", "&"]) for _ in range(rng.randrange(1, 9)))
+    target = rng.choice(
+        [
+            f"/v1/kv/s/%00{junk}",
+            f"/v1/kv/../{junk}",
+            f"/v1/epochs/{junk}/workers",
+            f"/v1/kv/s?op={junk}",
+            WORKERS,
+            f"/{junk}",
+        ]
+    )
+    body = rng.randbytes(rng.randrange(50))
+    method = rng.choice(["GET", "POST", "PUT", "DELETE", "BREW"])
+    return raw.head(method, target, body) + body
+
+
+class TestWaiting:
+    def test_stop_ends_long_polls_within_a_second(self) -> None:
+        server = RendezvousServer(secret=SECRET, size=20).start()
+        with RendezvousClient(server.endpoint, SECRET) as client:
+            keys = [Task(lambda: client.store("s").get("k", timeout=60)) for _ in range(10)]
+            clients = [RendezvousClient(server.endpoint, SECRET) for _ in range(10)]
+            workers = [Task(lambda c=c: c.register(0, info(), timeout=60)) for c in clients]  # type: ignore[misc]
+            until(lambda: server.status()["store"]["waiting_requests"] == 20, "all to wait")
+            started = time.monotonic()
+            server.stop()
+            assert time.monotonic() - started < 1
+            for task in keys + workers:
+                error = task.failure(2)
+                assert isinstance(error, RendezvousError)
+                assert "is being stopped" in str(error)
+            for other in clients:
+                other.close()
+        assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("hvdgloo-rendezvous")]
+
+    def test_starting_and_stopping_leaks_nothing(self) -> None:
+        import psutil
+
+        process = psutil.Process()
+        for attempt in range(12):
+            with RendezvousServer(secret=SECRET, size=1) as server, RendezvousClient(server.endpoint, SECRET) as client:
+                client.register(0, info(), timeout=5)
+            if attempt == 1:
+                threads, descriptors = threading.active_count(), process.num_fds()
+        assert threading.active_count() <= threads
+        assert process.num_fds() <= descriptors
+
+    def test_more_long_polls_than_threads_do_not_lock_others_out(
+        self, raw: RawClient, client: RendezvousClient
+    ) -> None:
+        """Each of the many is told to come again, and the client does so by itself."""
+        waiting = [Task(lambda: client.store("s").get("late", timeout=20)) for _ in range(100)]
+        client.store("s").set("other", b"")
+        client.store("s").set("late", b"now")
+        assert [task.result() for task in waiting] == [b"now"] * 100
+
+    def test_a_client_that_hangs_up_frees_its_thread(self, server: RendezvousServer, raw: RawClient) -> None:
+        with raw.connect() as sock:
+            sock.sendall(raw.head("GET", "/v1/kv/s/never?timeout=40"))
+            until(lambda: server.status()["store"]["waiting_requests"] == 1, "the poll")
+        until(lambda: server.status()["store"]["waiting_requests"] == 0, "its end", 2)
+
+
+class TestGathering:
+    def test_all_get_one_topology(self, server: RendezvousServer) -> None:
+        with ExitStack() as stack:
+            tasks = []
+            for rank, host in [(2, "b"), (0, "a"), (1, "a")]:
+                client = stack.enter_context(RendezvousClient(server.endpoint, SECRET))
+                worker = info(rank=rank, host_identity=host, port=10 + rank, pid=100 + rank)
+                tasks.append(Task(lambda c=client, w=worker: c.register(0, w, timeout=10)))  # type: ignore[misc]
+            answers = [task.result() for task in tasks]
+        assert [answer.rank for answer in answers] == [2, 0, 1]
+        assert len({answer.topology for answer in answers}) == 1
+        topology = answers[0].topology
+        assert [host.name for host in topology.hosts] == ["h1", "h2"]
+        assert [(w.host, w.local_rank, w.port, w.pid) for w in topology.workers] == [
+            (0, 0, 10, 100),
+            (0, 1, 11, 101),
+            (1, 0, 12, 102),
+        ]
+
+    def test_a_worker_that_never_comes(self) -> None:
+        """Pain 20: everyone learns at the deadline how many and which are in, and which ranks are missing."""
+        with ExitStack() as stack:
+            server = stack.enter_context(
+                RendezvousServer(secret=SECRET, hosts=[("h1", 2), ("h2", 2)], start_timeout=0.5)
+            )
+            clients = [stack.enter_context(RendezvousClient(server.endpoint, SECRET)) for _ in range(4)]
+            started = time.monotonic()
+            tasks = [
+                Task(lambda r=r: clients[r].register(0, info(rank=r), timeout=30))  # type: ignore[misc]
+                for r in (0, 1, 3)
+            ]
+            for task in tasks:
+                error = task.failure(5)
+                assert isinstance(error, RendezvousTimeoutError)
+                assert "epoch 0 did not start within 0.5 s: 3 of 4 workers are in" in str(error)
+                assert "(hosts: h1 2 of 2, h2 1 of 2); missing: rank 2" in str(error)
+            assert 0.4 < time.monotonic() - started < 2
+            with pytest.raises(RendezvousTimeoutError, match="missing: rank 2"):
+                clients[2].register(0, info(rank=2), timeout=30)  # too late, and told so at once
+
+    def test_without_a_launcher_the_next_attempt_starts_afresh(self) -> None:
+        with RendezvousServer(secret=SECRET, size=2, start_timeout=0.3) as server, ExitStack() as stack:
+            clients = [stack.enter_context(RendezvousClient(server.endpoint, SECRET)) for _ in range(3)]
+            with pytest.raises(RendezvousTimeoutError, match=r"1 of 2 workers are in \(hosts: h 1\)"):
+                clients[0].register(0, info(), timeout=30)
+            assert "1 of 2" in server.last_failure
+            again = Task(lambda: clients[1].register(0, info(), timeout=30))
+            assert clients[2].register(0, info(), timeout=30).topology.size == 2
+            assert again.result().topology.size == 2
+
+    def test_ones_own_patience_may_end_first(self, server: RendezvousServer, client: RendezvousClient) -> None:
+        started = time.monotonic()
+        with pytest.raises(RendezvousTimeoutError, match=r"within 0\.3 s: 1 of 3 workers are in .* missing: rank 0, 2"):
+            client.register(0, info(rank=1), timeout=0.3)
+        assert time.monotonic() - started < 1.5
+
+    def test_a_worker_that_dies_before_the_start_loses_its_place(
+        self, server: RendezvousServer, raw: RawClient
+    ) -> None:
+        """What started it will start it again, as another client."""
+        with raw.connect() as sock:
+            sock.sendall(raw.head("POST", "/v1/epochs/0/workers?timeout=40", WORKER) + WORKER)
+            until(lambda: server.status()["epochs"][0]["arrived"] == 1, "the worker")
+        until(lambda: server.status()["epochs"][0]["arrived"] == 0, "its place to be free", 2)
+        again = RawClient(server.endpoint, raw.run)
+        assert again.request("POST", WORKERS, WORKER)[0] == 202
+
+    def test_one_that_gave_up_and_went_loses_its_place_too(self, server: RendezvousServer) -> None:
+        with RendezvousClient(server.endpoint, SECRET) as client, pytest.raises(RendezvousTimeoutError):
+            client.register(0, info(rank=1), timeout=0.1)
+        until(lambda: server.status()["epochs"][0]["arrived"] == 0, "its place to be free", 2)
+
+    def test_the_same_client_gets_the_same_answer_again(self) -> None:
+        with RendezvousServer(secret=SECRET, size=1) as server, RendezvousClient(server.endpoint, SECRET) as client:
+            assert client.register(0, info(), timeout=5) == client.register(0, info(), timeout=5)
+
+    def test_who_is_connected(self) -> None:
+        with RendezvousServer(secret=SECRET, size=1) as server:
+            with RendezvousClient(server.endpoint, SECRET) as client:
+                client.register(0, info(), timeout=5)
+                assert [w["connected"] for w in server.status()["epochs"][0]["workers"]] == [True]
+            until(lambda: not server.status()["epochs"][0]["workers"][0]["connected"], "it to be gone", 2)
+
+    def test_requests_per_worker_do_not_grow(self) -> None:
+        """Pain 10: hello, register, set, get-all: four, whatever the number of workers."""
+        for size in (2, 24):
+            with RendezvousServer(secret=SECRET, size=size) as server:
+
+                def work(endpoint: str = server.endpoint, size: int = size) -> list[bytes]:
+                    with RendezvousClient(endpoint, SECRET) as client:
+                        rank = client.register(0, info(address=client.local_address()), timeout=20).rank
+                        store = client.store("gloo")
+                        store.set(f"0/{rank}", b"%d" % rank)
+                        return store.get_many([f"0/{other}" for other in range(size)], timeout=20)
+
+                tasks = [Task(work) for _ in range(size)]
+                assert [task.result() for task in tasks] == [[b"%d" % rank for rank in range(size)]] * size
+                assert server.requests_served == 4 * size
+
+    def test_start_timeout_and_connect_timeout_are_two_things(self) -> None:
+        """Pain 11: a short time for connecting does not shorten the wait for others."""
+        with RendezvousServer(secret=SECRET, size=2) as server, ExitStack() as stack:
+            clients = [
+                stack.enter_context(RendezvousClient(server.endpoint, SECRET, connect_timeout=0.05)) for _ in range(2)
+            ]
+            first = Task(lambda: clients[0].register(0, info(), timeout=20))
+            with pytest.raises(AssertionError, match="still running"):
+                first.result(0.3)
+            clients[1].register(0, info(), timeout=20)
+            assert first.result().topology.size == 2
+
+
+class TestListening:
+    def test_several_addresses_have_one_port(self) -> None:
+        with RendezvousServer(secret=SECRET, size=1, bind=("127.0.0.1", "127.0.0.2", "::1")) as server:
+            endpoints = server.endpoints
+            port = endpoints[0].rpartition(":")[2]
+            assert endpoints == (f"127.0.0.1:{port}", f"127.0.0.2:{port}", f"[::1]:{port}")
+            for endpoint in endpoints:
+                with RendezvousClient(endpoint, SECRET) as client:
+                    assert client.status()["epochs"][0]["expected"] == 1
+                    assert client.local_address() == ("::1" if "::1" in endpoint else client.local_address())
+            assert server.endpoint == endpoints[0]
+
+    def test_a_range_of_ports(self) -> None:
+        """Pain 12."""
+        with RendezvousServer(secret=SECRET, size=1) as first:
+            port = int(first.endpoint.rpartition(":")[2])
+            if port > 65533:
+                pytest.skip("the system chose one of the last ports")
+            with RendezvousServer(secret=SECRET, size=1, port_range=(port, port + 2)) as second:
+                assert port < int(second.endpoint.rpartition(":")[2]) <= port + 2
+
+    def test_a_port_that_is_taken(self, server: RendezvousServer) -> None:
+        port = int(server.endpoint.rpartition(":")[2])
+        with pytest.raises(ConfigError, match=rf"cannot listen on port {port} of 127.0.0.1: Address already in use"):
+            RendezvousServer(secret=SECRET, size=1, port=port).start()
+
+    def test_an_address_of_somebody_else(self) -> None:
+        with pytest.raises(ConfigError, match=r"192\.0\.2\.1: Cannot assign requested address"):
+            RendezvousServer(secret=SECRET, size=1, bind=("192.0.2.1",)).start()
+
+    def test_nobody_listens_elsewhere(self, server: RendezvousServer) -> None:
+        """Pain 30: only the chosen addresses."""
+        with pytest.raises(OSError, match="refused"):
+            socket.create_connection(("127.0.0.2", int(server.endpoint.rpartition(":")[2])), timeout=5)

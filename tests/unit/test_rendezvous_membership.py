@@ -1,0 +1,236 @@
+"""Workers in, ranks and topology out."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdgloo.rendezvous.membership import Membership, NotAcceptedError, WorkerInfo
+
+HOSTS = (("h1", 2), ("h2", 1))
+
+
+def info(**changes: Any) -> WorkerInfo:
+    values: dict[str, Any] = {
+        "rank": None,
+        "index": None,
+        "host_name": "h",
+        "host_identity": "id",
+        "address": "10.0.0.1",
+        "port": 1,
+        "pid": 2,
+    }
+    return WorkerInfo(**(values | changes))
+
+
+def joined(membership: Membership, *workers: WorkerInfo) -> Membership:
+    for number, worker in enumerate(workers):
+        membership.join(f"client{number}", worker)
+    return membership
+
+
+def ranks_by_client(membership: Membership) -> list[int]:
+    """The ranks of client0, client1, ..."""
+    ranks = membership.topology()[1]
+    return [ranks[f"client{number}"] for number in range(len(ranks))]
+
+
+class TestWithLauncher:
+    def test_ranks_fill_hosts_in_order_whoever_comes_first(self) -> None:
+        membership = joined(
+            Membership(3, hosts=HOSTS),
+            info(rank=2, host_identity="b", address="10.0.0.2", port=12, pid=102),
+            info(rank=0, host_identity="a", port=10, pid=100),
+            info(rank=1, host_identity="a", port=11, pid=101),
+        )
+        topology, ranks = membership.topology()
+        assert ranks == {"client0": 2, "client1": 0, "client2": 1}
+        assert topology.epoch == 3
+        assert [(h.name, h.identity, h.addresses) for h in topology.hosts] == [
+            ("h1", "a", ("10.0.0.1",)),
+            ("h2", "b", ("10.0.0.2",)),
+        ]
+        assert [(w.rank, w.host, w.local_rank, w.port, w.pid) for w in topology.workers] == [
+            (0, 0, 0, 10, 100),
+            (1, 0, 1, 11, 101),
+            (2, 1, 0, 12, 102),
+        ]
+
+    def test_a_taken_slot(self) -> None:
+        membership = joined(Membership(0, hosts=HOSTS), info(rank=1, host_name="n7", pid=77))
+        with pytest.raises(NotAcceptedError, match="rank 1 of epoch 0 is taken by pid 77 on host n7") as caught:
+            membership.join("another", info(rank=1))
+        assert caught.value.taken
+        assert membership.arrived == 1
+
+    def test_the_same_client_may_repeat_itself(self) -> None:
+        membership = joined(Membership(0, hosts=HOSTS), info(rank=1))
+        membership.join("client0", info(rank=1))
+        assert membership.arrived == 1
+
+    def test_the_same_client_as_another_worker(self) -> None:
+        membership = joined(Membership(0, hosts=HOSTS), info(rank=1))
+        with pytest.raises(NotAcceptedError, match="as another worker"):
+            membership.join("client0", info(rank=2))
+
+    def test_no_rank(self) -> None:
+        with pytest.raises(NotAcceptedError, match="brings none"):
+            Membership(0, hosts=HOSTS).join("c", info())
+
+    def test_a_rank_that_does_not_exist(self) -> None:
+        with pytest.raises(NotAcceptedError, match="rank 3 does not exist: epoch 0 has 3 workers"):
+            Membership(0, hosts=HOSTS).join("c", info(rank=3))
+
+    def test_who_is_missing(self) -> None:
+        """Pain 20."""
+        membership = joined(Membership(0, hosts=(("h1", 2), ("h2", 4), ("h3", 1))), info(rank=1), info(rank=3))
+        assert membership.summary() == (
+            "2 of 7 workers are in (hosts: h1 1 of 2, h2 1 of 4, h3 0 of 1); missing: rank 0, 2, 4-6"
+        )
+
+    def test_a_host_that_is_listed_twice(self) -> None:
+        membership = joined(Membership(0, hosts=(("h", 1), ("h", 1))), info(rank=0))
+        assert membership.summary() == "1 of 2 workers are in (hosts: h 1 of 2); missing: rank 1"
+
+    def test_workers_of_one_host_that_share_no_memory(self) -> None:
+        workers = [info(rank=rank, host_identity=str(rank)) for rank in range(2)]
+        assert joined(Membership(0, hosts=[("h", 2)]), *workers).topology()[0].hosts[0].identity == ""
+
+
+class TestWithoutLauncher:
+    def test_hosts_in_order_of_first_arrival(self) -> None:
+        membership = joined(
+            Membership(0, size=5),
+            info(host_identity="b", host_name="hb"),
+            info(host_identity="a", host_name="ha"),
+            info(host_identity="b", host_name="hb"),
+            info(host_identity="a", host_name="ha"),
+            info(host_identity="b", host_name="hb"),
+        )
+        assert ranks_by_client(membership) == [0, 3, 1, 4, 2]
+        topology = membership.topology()[0]
+        assert [host.name for host in topology.hosts] == ["hb", "ha"]
+        assert topology.slots == (3, 2)
+
+    def test_the_lower_index_goes_first(self) -> None:
+        membership = joined(
+            Membership(0, size=4),
+            info(index=9, host_identity="a"),
+            info(index=1, host_identity="b"),
+            info(index=5, host_identity="a"),
+            info(index=7, host_identity="b"),
+        )
+        assert ranks_by_client(membership) == [3, 0, 2, 1]
+
+    def test_an_index_that_is_taken(self) -> None:
+        membership = joined(Membership(0, size=2), info(index=4))
+        with pytest.raises(NotAcceptedError, match="index 4"):
+            membership.join("another", info(index=4))
+
+    @pytest.mark.parametrize("other", [info(), info(rank=0)])
+    def test_index_for_some_only(self, other: WorkerInfo) -> None:
+        membership = joined(Membership(0, size=2), info(index=4))
+        with pytest.raises(NotAcceptedError, match="HVDGLOO_INDEX, for all workers or for none"):
+            membership.join("another", other)
+
+    def test_ranks_that_workers_bring_are_kept(self) -> None:
+        membership = joined(Membership(0, size=2), info(rank=1, host_identity="b"), info(rank=0, host_identity="a"))
+        assert ranks_by_client(membership) == [1, 0]
+
+    def test_ranks_that_do_not_fill_hosts(self) -> None:
+        workers = [info(rank=rank, host_identity=str(rank % 2), host_name=f"h{rank % 2}") for rank in range(4)]
+        with pytest.raises(ValueError, match=r"rank 2 is on host h0, .* by that order it would be rank 1"):
+            joined(Membership(0, size=4), *workers).topology()
+
+    def test_one_too_many(self) -> None:
+        membership = joined(Membership(0, size=1), info())
+        with pytest.raises(NotAcceptedError, match="epoch 0 is complete: 1 of 1 workers are in"):
+            membership.join("another", info())
+
+    def test_one_that_left_before_the_start_makes_room(self) -> None:
+        membership = joined(Membership(0, size=2), info(index=0), info(index=1))
+        assert not membership.leave("client0")  # complete: too late
+        membership = joined(Membership(0, size=3), info(index=0), info(index=1))
+        assert membership.leave("client0")
+        assert not membership.leave("client0")
+        membership.join("new", info(index=0))
+        membership.join("third", info(index=2))
+        assert membership.topology()[1] == {"new": 0, "client1": 1, "third": 2}
+
+    def test_not_complete(self) -> None:
+        with pytest.raises(ValueError, match="not complete: 0 of 2 workers are in"):
+            Membership(0, size=2).topology()
+
+    def test_hosts_of_one_name_are_told_apart(self) -> None:
+        workers = [info(host_identity="aaaaaaaa"), info(host_identity="bbbbbbbb")]
+        assert joined(Membership(0, size=3), *workers).summary() == (
+            "2 of 3 workers are in (hosts: h [aaaaaa] 1, h [bbbbbb] 1)"
+        )
+
+    @given(st.lists(st.integers(0, 5), min_size=1, max_size=40))
+    def test_whatever_the_order_ranks_fill_hosts(self, hosts: list[int]) -> None:
+        workers = [info(host_identity=str(host), pid=number) for number, host in enumerate(hosts)]
+        topology, ranks = joined(Membership(0, size=len(hosts)), *workers).topology()  # Topology validates the order
+        assert sorted(ranks.values()) == list(range(len(hosts)))
+        assert [host.identity for host in topology.hosts] == [str(host) for host in dict.fromkeys(hosts)]
+        for number, host in enumerate(hosts):
+            worker = topology.workers[ranks[f"client{number}"]]
+            assert worker.pid == number
+            assert topology.hosts[worker.host].identity == str(host)
+
+    @given(st.permutations(range(12)), st.lists(st.integers(0, 3), min_size=12, max_size=12))
+    def test_with_an_index_arrival_does_not_matter(self, order: list[int], hosts: list[int]) -> None:
+        membership = Membership(0, size=12)
+        for index in order:
+            membership.join(str(index), info(index=index, host_identity=str(hosts[index])))
+        again = Membership(0, size=12)
+        for index in range(12):
+            again.join(str(index), info(index=index, host_identity=str(hosts[index])))
+        assert membership.topology() == again.topology()
+
+
+@pytest.mark.parametrize(
+    "arguments", [{}, {"size": 2, "hosts": HOSTS}, {"size": 0}, {"hosts": ()}, {"hosts": [("h", 0)]}]
+)
+def test_memberships_that_cannot_be(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="epoch"):
+        Membership(0, **arguments)
+
+
+class TestWorkerInfo:
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"rank": -1},
+            {"rank": True},
+            {"rank": "1"},
+            {"index": 1.5},
+            {"port": 65536},
+            {"port": None},
+            {"pid": 2**40},
+            {"host_name": 3},
+            {"host_name": "x" * 300},
+            {"host_identity": "a\nb"},
+            {"address": "\x1b[2J"},
+        ],
+    )
+    def test_what_cannot_be(self, changes: dict[str, Any]) -> None:
+        with pytest.raises(ValueError, match=next(iter(changes))):
+            info(**changes)
+
+    def test_there_and_back(self) -> None:
+        worker = info(rank=3)
+        assert WorkerInfo.from_dict(worker.to_dict()) == worker
+
+    @pytest.mark.parametrize("data", [None, [], "text", {}, {**info().to_dict(), "more": 1}])
+    def test_other_json(self, data: Any) -> None:
+        with pytest.raises(ValueError, match="worker"):
+            WorkerInfo.from_dict(data)
+
+    def test_frozen(self) -> None:
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            info().rank = 1  # type: ignore[misc]
