@@ -40,6 +40,7 @@ from hvdgloo.runner.frames import (
     Blob,
     Bye,
     Credit,
+    Dying,
     Exited,
     Finish,
     Frame,
@@ -184,7 +185,7 @@ class Agent:
             signal.signal(signum, self._on_deadly_signal)
 
     def _on_deadly_signal(self, signum: int, _frame: FrameType | None) -> None:
-        self._die(f"its agent received {signal.Signals(signum).name}")
+        self._die(f"it received {signal.Signals(signum).name}")
 
     def _on_wakeup(self) -> None:
         try:
@@ -261,6 +262,7 @@ class Agent:
         if self._order_to_die:
             return
         self._order_to_die = reason
+        self._channel.send(Dying(reason))
         self._on_stop(Stop(signal.SIGTERM, self._start.grace if self._start else 0.0))
 
     # Workers' input and output.

@@ -201,6 +201,13 @@ class Exited(Frame):
 
 
 @dataclass(frozen=True)
+class Dying(Frame):
+    """The agent ends its workers without having been told to, and this is why."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class Bye(Frame):
     """The last frame: nothing of the job is left on this host, except the processes ``left`` that withstood SIGKILL."""
 
@@ -217,7 +224,7 @@ class Beat(Frame):
 
 KINDS: tuple[type[Frame], ...] = (
     Start, Blob, Spawn, Stdin, Credit, Signal, Stop, Suspend, Finish,
-    Hello, Spawned, SpawnFailed, Output, StdinTaken, Result, Exited, Bye,
+    Hello, Spawned, SpawnFailed, Output, StdinTaken, Result, Exited, Dying, Bye,
     Beat,
 )  # fmt: skip
 _NUMBERS = {kind: number for number, kind in enumerate(KINDS)}

@@ -31,6 +31,7 @@ from hvdgloo.runner.frames import (
     Blob,
     Bye,
     Credit,
+    Dying,
     Exited,
     Finish,
     Frame,
@@ -335,6 +336,8 @@ class Supervisor:
         return link
 
     def _on_readable(self, link: _Link) -> None:
+        if link.gone:
+            return  # it was lost while this event waited
         try:
             items = link.channel.receive()
         except LaunchError as error:
@@ -355,15 +358,20 @@ class Supervisor:
             link.stderr.append(line)
 
     def _on_stderr(self, link: _Link) -> None:
-        try:
-            data = os.read(link.stream.stderr.fileno(), CHUNK)
-        except BlockingIOError:
-            return
-        if data:
-            self._on_noise(link, data)
-        else:
-            self._selector.unregister(link.stream.stderr)
+        while link.stderr_open:
+            try:
+                data = os.read(link.stream.stderr.fileno(), CHUNK)
+            except BlockingIOError:
+                return
+            if data:
+                self._on_noise(link, data)
+            else:
+                self._close_stderr(link)
+
+    def _close_stderr(self, link: _Link) -> None:
+        if link.stderr_open:
             link.stderr_open = False
+            self._selector.unregister(link.stream.stderr)
 
     def _on_frame(self, link: _Link, frame: Frame) -> None:
         if isinstance(frame, Output):
@@ -382,6 +390,9 @@ class Supervisor:
             self.on_stdin_taken()
         elif isinstance(frame, Hello):
             link.hello = frame
+        elif isinstance(frame, Dying):
+            reason = f"the agent on host {link.host.name} ended its workers, because {frame.reason}"
+            self._fail(Failure(None, link.host.name, 1, reason))
         elif isinstance(frame, Bye):
             link.said_bye = True
             if frame.left:
@@ -426,11 +437,8 @@ class Supervisor:
             return
         link.gone = True
         self._selector.unregister(link.channel.receive_fd)
-        if link.stderr_open:
-            self._on_stderr(link)
-        if link.stderr_open:
-            self._selector.unregister(link.stream.stderr)
-            link.stderr_open = False
+        self._on_stderr(link)
+        self._close_stderr(link)
         self._watch_writes(link)
         if link.said_bye:
             return

@@ -153,9 +153,9 @@ def test_pain_25_a_progress_bar_on_a_terminal_is_redrawn_and_never_mixed_with_ot
     os.close(master)
     assert process.wait(5) == 0
     shown = [line.rstrip() for line in screen.lines if line.strip()]
-    assert sorted(shown) == sorted(
-        [*(f"[1]<stdout>:epoch {i}" for i in range(4)), "[0]<stderr>:100%|##########|"]
-    ), screen.raw
+    assert sorted(shown) == sorted([*(f"[1]<stdout>:epoch {i}" for i in range(4)), "[0]<stderr>:100%|##########|"]), (
+        screen.raw
+    )
 
 
 class _Screen:
