@@ -293,7 +293,7 @@ def _reachable(endpoint: str) -> list[str]:
 
 def _watch(server: RendezvousServer, once: bool) -> int:
     """Tell who comes and goes, until there is a reason to end; returns the exit status."""
-    started, seen, last, failure = time.monotonic(), 0, "", ""
+    started, seen, last, failure = time.monotonic(), -1, "", ""
     while True:
         seen = server.wait_for_change(seen, timeout=_LOOK_AGAIN if once else 3600.0)
         if server.last_failure != failure:

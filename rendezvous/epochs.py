@@ -170,7 +170,7 @@ class Epochs:
         """Wait until workers have come or gone, or an epoch has failed, since the caller last looked.
 
         Args:
-            seen: what the last call returned; 0 at first.
+            seen: what the last call returned; -1 returns at once.
             timeout: seconds.
 
         Returns:

@@ -118,7 +118,7 @@ class RendezvousServer:
         """How many requests were let in since the start, the clients' hellos included."""
         return self._service.requests_served
 
-    def wait_for_change(self, seen: int = 0, *, timeout: float) -> int:
+    def wait_for_change(self, seen: int = -1, *, timeout: float) -> int:
         """Wait until workers have come or gone, or an epoch has failed; see ``Epochs.wait_for_change``."""
         return self._epochs.wait_for_change(seen, timeout)
 
@@ -196,12 +196,14 @@ def _bind(address: str, port: int) -> socket.socket:
     )[0]
     sock = socket.socket(family, kind, protocol)
     try:
+        # A server that is started again at its port must not wait until old connections are forgotten: the kernel asks
+        # that these had the option, too. A port that the system chooses must not be one that others share, though.
         if port:
-            # A server that is started again must not wait until its old connections are forgotten.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(address != "::"))
         sock.bind(target)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     except OSError:
         sock.close()
         raise

@@ -1,0 +1,260 @@
+"""``hvdgloo-rendezvous`` as a user has it: workers of any origin, its output, its end."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import requests
+
+from hvdgloo.config import read_secret_file
+from hvdgloo.rendezvous import RendezvousClient
+from tests.support.rendezvous import Task, info, until
+
+COMMAND = [sys.executable, "-m", "hvdgloo.rendezvous"]
+WORKER = """
+import os, sys
+from hvdgloo.config import Config
+from hvdgloo.rendezvous import RendezvousClient, WorkerInfo, host_identity
+config = Config.from_env()
+client = RendezvousClient(config.rendezvous, config.secret)
+worker = WorkerInfo(config.rank, config.index, "here", host_identity(), client.local_address(), 1, os.getpid())
+registration = client.register(0, worker, timeout=20)
+print(registration.rank, registration.topology.local_size(registration.rank), flush=True)
+sys.stdin.read()
+"""
+
+
+class Command:
+    """The command, running, with what it has printed so far."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self.output = folder / "output"
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("HVDGLOO_")}
+        environment["TMPDIR"] = str(folder)
+        with self.output.open("w") as file:
+            self.process = subprocess.Popen([*COMMAND, *arguments], stdout=file, stderr=file, env=environment)
+        self.wait_for("Page: ")
+        self.endpoint = self.find(r"HVDGLOO_RENDEZVOUS=(\S+)")
+        self.secret_file = self.find(r"HVDGLOO_SECRET_FILE=(\S+)")
+
+    @property
+    def text(self) -> str:
+        return self.output.read_text()
+
+    def wait_for(self, text: str) -> None:
+        until(lambda: text in self.text or self.process.poll() is not None, text)
+        assert text in self.text, self.text
+
+    def find(self, pattern: str) -> str:
+        match = re.search(pattern, self.text)
+        assert match, self.text
+        return match[1]
+
+    def client(self) -> RendezvousClient:
+        return RendezvousClient(self.endpoint, read_secret_file(self.secret_file))
+
+    def end(self, number: int = signal.SIGTERM) -> int:
+        started = time.monotonic()
+        self.process.send_signal(number)
+        status = self.process.wait(10)
+        assert time.monotonic() - started < 3
+        return status
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Command]]:
+    started: list[Command] = []
+
+    def run(*arguments: str) -> Command:
+        started.append(Command(tmp_path, *arguments))
+        return started[-1]
+
+    yield run
+    for command in started:
+        if command.process.poll() is None:
+            command.process.kill()
+            command.process.wait()
+
+
+def start_worker(command: Command, **variables: str) -> subprocess.Popen[str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HVDGLOO_")}
+    environment |= {"HVDGLOO_RENDEZVOUS": command.endpoint, "HVDGLOO_SECRET_FILE": command.secret_file, **variables}
+    return subprocess.Popen(
+        [sys.executable, "-c", WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    )
+
+
+def test_workers_started_by_anything_get_ranks(start: Callable[..., Command]) -> None:
+    """With Kubernetes' completion index, which says who is first."""
+    command = start("--np", "3", "--once")
+    workers = [start_worker(command, JOB_COMPLETION_INDEX=str(index)) for index in (2, 0, 1)]
+    try:
+        answers = [worker.stdout.readline().split() for worker in workers if worker.stdout]
+        assert answers == [["2", "3"], ["0", "3"], ["1", "3"]]
+        command.wait_for("all 3 workers are in (here: ranks 0-2)")
+        assert command.process.poll() is None
+    finally:
+        for worker in workers:
+            worker.kill()  # however workers end, the command does
+            worker.communicate()
+    assert command.process.wait(5) == 0
+    assert "all workers have gone" in command.text
+
+
+def test_it_tells_who_comes_and_goes(start: Callable[..., Command]) -> None:
+    """Pain 20: a live list."""
+    command = start("--np", "3")
+    command.wait_for("0 of 3 workers are in")
+    with ExitStack() as stack:
+        client = stack.enter_context(command.client())
+        task = Task(lambda: client.register(0, info(host_name="node7"), timeout=20))
+        command.wait_for("1 of 3 workers are in (hosts: node7 1)")
+        with command.client() as other:
+            Task(lambda: other.register(0, info(host_name="node8", host_identity="b"), timeout=0.2)).failure()
+            command.wait_for("2 of 3 workers are in (hosts: node7 1, node8 1)")
+        until(lambda: command.text.count("1 of 3 workers are in (hosts: node7 1)") == 2, "the other one's leaving")
+        assert command.end() == 0
+        assert "is being stopped" in str(task.failure())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_end_it(start: Callable[..., Command], number: int) -> None:
+    command = start("--np", "2")
+    with command.client() as client:
+        waiting = Task(lambda: client.register(0, info(), timeout=30))
+        command.wait_for("1 of 2")
+        assert command.end(number) == 0
+        assert "is being stopped" in str(waiting.failure())
+    assert "Traceback" not in command.text
+    assert not os.path.exists(os.path.dirname(command.secret_file))
+
+
+def test_the_secret_is_the_owners_alone_and_never_printed(start: Callable[..., Command], tmp_path: Path) -> None:
+    """Pain 30."""
+    path = tmp_path / "mine"
+    command = start("--np", "1", "--secret-file", str(path))
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    secret = path.read_text().strip()
+    assert len(secret) == 64
+    assert secret not in command.text
+    arguments = Path(f"/proc/{command.process.pid}/cmdline").read_text()
+    assert secret not in arguments
+    token = subprocess.run(
+        [*COMMAND, "--status-token", "--secret-file", str(path)], capture_output=True, text=True, check=True, timeout=30
+    ).stdout.strip()
+    assert token not in command.text
+    answer = requests.get(
+        f"http://{command.endpoint}/v1/status", headers={"Authorization": f"Bearer {token}"}, timeout=5
+    )
+    assert answer.json()["epochs"][0]["expected"] == 1
+    command.end()
+    assert path.read_text().strip() == secret  # a file that the user named stays, and serves again
+    assert start("--np", "1", "--secret-file", str(path)).secret_file == str(path)
+    assert path.read_text().strip() == secret
+
+
+def test_others_may_read_the_secret(start: Callable[..., Command], tmp_path: Path) -> None:
+    path = tmp_path / "open"
+    path.write_text("ab" * 32)
+    path.chmod(0o644)
+    assert "warning: others may read" in start("--np", "1", "--secret-file", str(path)).text
+
+
+def test_a_start_that_fails(start: Callable[..., Command]) -> None:
+    command = start("--np", "2", "--start-timeout", "0.3", "--once")
+    with command.client() as client:
+        error = Task(lambda: client.register(0, info(host_name="node7"), timeout=30)).failure()
+    assert "did not start within 0.3 s: 1 of 2 workers are in (hosts: node7 1)" in str(error)
+    assert command.process.wait(5) == 1
+    assert "did not start within 0.3 s: 1 of 2 workers are in (hosts: node7 1)" in command.text
+
+
+def test_without_once_it_goes_on_after_a_failed_start(start: Callable[..., Command]) -> None:
+    command = start("--np", "2", "--start-timeout", "0.3")
+    with command.client() as client, command.client() as other:
+        Task(lambda: client.register(0, info(), timeout=30)).failure()
+        command.wait_for("did not start")
+        again = Task(lambda: client.register(0, info(), timeout=30))
+        other.register(0, info(), timeout=30)
+        again.result()
+    command.wait_for("all 2 workers are in")
+
+
+def test_all_addresses(start: Callable[..., Command]) -> None:
+    command = start("--np", "1", "--bind", "0.0.0.0:0")
+    assert "0.0.0.0" not in command.endpoint  # nobody can connect to that
+    assert "127.0.0.1:" in command.text
+    with command.client() as client:
+        assert client.status()["epochs"][0]["expected"] == 1
+
+
+def test_its_output_may_go_nowhere() -> None:
+    with subprocess.Popen([*COMMAND, "--np", "1"], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        lines = [process.stdout.readline() for _ in range(6)]
+        variables = dict(line.strip().split("=", 1) for line in lines if "=" in line)
+        process.stdout.close()
+        secret = read_secret_file(variables["HVDGLOO_SECRET_FILE"])
+        with RendezvousClient(variables["HVDGLOO_RENDEZVOUS"], secret) as client:
+            client.register(0, info(), timeout=10)  # a line is printed, and nobody is there to read it
+            assert client.status()["epochs"][0]["state"] == "complete"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(5) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ([], "how many workers? Give -np N"),
+        (["--np", "0"], "'0' is not a number of workers: expected a whole number, at least 1"),
+        (["--np", "-3"], "'-3' is not a number"),
+        (["--np", "two"], "'two' is not a number"),
+        (["--nnp", "2"], "unknown argument --nnp; did you mean --np?"),
+        (["--np", "2", "--start-timout=3"], "did you mean --start-timeout?"),
+        (["--np", "2", "extra"], "unknown argument extra"),
+        (["--np", "2", "--start-timeout", "0"], "expected a number greater than 0"),
+        (["--np", "2", "--start-timeout", "nan"], "expected a number greater than 0"),
+        (["--np", "2", "--bind", "here:http"], "--bind here:http: expected ADDR"),
+        (["--np", "2", "--bind", "127.0.0.1:70000"], "a port up to 65535"),
+        (["--np", "2", "--bind", "127.0.0.1:1", "--bind", "127.0.0.2:2"], "all addresses have one port, not 1 and 2"),
+        (["--np", "2", "--bind", "192.0.2.1:0"], "192.0.2.1: Cannot assign requested address"),
+        (["--np", "2", "--bind", "127.0.0.1:9", "--port-range", "5-6"], "leave one of them away"),
+        (["--np", "2", "--port-range", "9-1"], "expected FIRST-LAST"),
+        (["--np", "2", "--secret-file", "/nowhere/secret"], "/nowhere/secret: No such file or directory"),
+        (["--np", "2", "--secret-file", "/dev/null"], "expected at least 32 hexadecimal digits"),
+        (["--status-token"], "--status-token needs the job's secret"),
+    ],
+)
+def test_options_that_cannot_be_used(
+    arguments: list[str], text: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hvdgloo.rendezvous.cli import main
+
+    monkeypatch.delenv("HVDGLOO_SECRET", raising=False)
+    monkeypatch.delenv("HVDGLOO_SECRET_FILE", raising=False)
+    try:
+        status = main(arguments)
+    except SystemExit as end:
+        status = int(end.code or 0)
+    assert status == 2
+    assert text in capfd.readouterr().err
+
+
+def test_a_port_that_is_taken(capfd: pytest.CaptureFixture[str]) -> None:
+    from hvdgloo.rendezvous.cli import main
+
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert main(["--np", "1", "--bind", f"127.0.0.1:{port}"]) == 2
+    assert f"cannot listen on port {port} of 127.0.0.1: Address already in use" in capfd.readouterr().err
