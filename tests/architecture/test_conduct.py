@@ -1,0 +1,195 @@
+"""What library code does not do: read the environment for itself, print, use a shell, unpickle what nobody vouched for.
+
+True exceptions are listed with their reasons, and must still be needed: a list can only shrink by itself.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterable
+
+import pytest
+
+from tests.architecture.source import ROOT, Module, dotted, everything, functions, imports, library, parse, texts
+
+READS_ENVIRONMENT = {
+    "hvdgloo.config": "the one reader of settings",
+    "hvdgloo.backends.gloo": "TORCH_GLOO_LAZY_INIT can be told to torch in no other way",
+    "hvdgloo.run": "workers get this process's environment, and the variables that run(env=...) adds",
+    "hvdgloo.runner.cli": "workers get this process's environment, and the variables that flags and files set",
+    "hvdgloo.runner.agent": "CUDA_VISIBLE_DEVICES says how many GPUs the host offers",
+    "hvdgloo.runner.spawners": "a local agent gets the launcher's environment",
+}
+
+PRINTS: dict[str, str] = {}
+
+UNPICKLES = {
+    ("hvdgloo.objects", "_unpack"): "unsealed in the same expression; a job of one process reads only what it wrote",
+    ("hvdgloo.runner.task", "unpack_outcome"): "unsealed in the same expression",
+    ("hvdgloo.runner.task", "main"): "unsealed two lines above",
+    ("hvdgloo.runner.task", "_call"): "part of what main() unsealed",
+    ("hvdgloo.runner.task", "_pickled"): "made by this very process, to see whether it can be read back",
+    ("hvdgloo.run", "_conclude"): "part of what unpack_outcome() unsealed",
+    ("hvdgloo.run", "_exception"): "part of what unpack_outcome() unsealed",
+}
+
+_ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv"}
+_UNPICKLERS = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "_pickle"}
+_UNPICKLING = {"load", "loads", "Unpickler", "open"}
+_SHELLS = {"os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatusoutput", "eval", "exec"}
+
+
+def reads_environment(module: Module) -> list[int]:
+    attributes = [
+        node.lineno for node in ast.walk(module.tree) if isinstance(node, ast.Attribute) and dotted(node) in _ENVIRONMENT
+    ]
+    names = [
+        node.lineno
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.ImportFrom)
+        and node.module == "os"
+        and any(f"os.{alias.name}" in _ENVIRONMENT for alias in node.names)
+    ]
+    return attributes + names
+
+
+def prints(module: Module) -> list[int]:
+    return [node.lineno for node in _calls(module.tree) if dotted(node.func) in {"print", "builtins.print"}]
+
+
+def runs_text(module: Module) -> list[int]:
+    """Calls that hand a text to a shell or to Python."""
+    return [
+        node.lineno
+        for node in _calls(module.tree)
+        if dotted(node.func) in _SHELLS
+        or any(
+            keyword.arg == "shell" and not (isinstance(keyword.value, ast.Constant) and keyword.value.value is False)
+            for keyword in node.keywords
+        )
+    ]
+
+
+def unpickles(module: Module) -> set[str]:
+    """Functions that unpickle; ``<module>`` for what is outside of them."""
+    inside: dict[int, str] = {}
+    for name, function in functions(module.tree):
+        for call in _calls(function):
+            inside[id(call)] = name  # inner functions come later, and win
+    return {inside.get(id(call), "<module>") for call in _calls(module.tree) if _unpickling(call)}
+
+
+def _unpickling(call: ast.Call) -> bool:
+    if any(k.arg in {"allow_pickle", "weights_only"} for k in call.keywords):
+        return True
+    owner, _, name = dotted(call.func).rpartition(".")
+    return (owner in _UNPICKLERS and name in _UNPICKLING) or dotted(call.func) == "torch.load"
+
+
+def _calls(tree: ast.AST) -> Iterable[ast.Call]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+
+
+def _places(rule: Callable[[Module], list[int]], exceptions: Iterable[str] = ()) -> list[str]:
+    return [
+        f"{module.place}:{line}" for module in library().values() if module.name not in exceptions for line in rule(module)
+    ]
+
+
+def test_only_config_reads_the_environment() -> None:
+    assert _places(reads_environment, READS_ENVIRONMENT) == []
+
+
+def test_exceptions_about_the_environment_are_still_needed() -> None:
+    assert [name for name in READS_ENVIRONMENT if not reads_environment(library()[name])] == []
+
+
+def test_library_code_does_not_print() -> None:
+    assert _places(prints, PRINTS) == []
+
+
+def test_no_shell_sees_any_text() -> None:
+    assert _places(runs_text) == []
+
+
+def test_pickles_are_read_where_their_seal_was_checked_and_nowhere_else() -> None:
+    """Pain 30: nothing is unpickled before its HMAC was checked."""
+    found = {(module.name, function) for module in library().values() for function in unpickles(module)}
+    assert found == set(UNPICKLES)
+
+
+def test_the_rendezvous_and_the_engine_know_no_pickle() -> None:
+    """Pain 30: what listens on the network never unpickles, not even what is signed."""
+    wires = ("hvdgloo.rendezvous", "hvdgloo.engine", "hvdgloo.backends", "hvdgloo.runner.frames", "hvdgloo.runner.agent")
+    assert [
+        f"{module.place}:{entry.line}"
+        for module in library().values()
+        if module.name.startswith(wires)
+        for entry in imports(module)
+        if entry.target.partition(".")[0] in _UNPICKLERS
+    ] == []
+
+
+# Spelled so that this file does not contain what it looks for.
+_MACHINE_PATH = re.compile(r"(?<![\w.<>{}\-/])/(" + "|".join(["ro" + "ot", "wo" + "rk", "ho" + r"me/\w+"]) + r")(?![\w-])")
+
+
+def machine_paths(text: str) -> list[str]:
+    return [match.group() for match in _MACHINE_PATH.finditer(text)]
+
+
+def test_no_file_names_a_path_of_somebodys_machine() -> None:
+    found = [f"{path.relative_to(ROOT)}: {hit}" for path, text in texts() for hit in machine_paths(text)]
+    assert found == []
+
+
+def test_all_text_ends_lines_with_a_newline_alone() -> None:
+    assert [str(path.relative_to(ROOT)) for path, text in texts() if "\r\n" in text] == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import os\nx = os.environ['A']",
+        "import os\ndef f():\n    return os.getenv('A')",
+        "from os import environ",
+    ],
+)
+def test_the_rule_about_the_environment_can_be_broken(text: str) -> None:
+    assert len(reads_environment(parse("hvdgloo.x", text))) == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["import os\nos.system('ls')", "import subprocess\nsubprocess.run('ls', shell=True)", "exec('1')"]
+)
+def test_the_rule_about_shells_can_be_broken(text: str) -> None:
+    assert len(runs_text(parse("hvdgloo.x", text))) == 1
+
+
+def test_the_rule_about_print_can_be_broken() -> None:
+    assert prints(parse("hvdgloo.x", "def f():\n    print(1)\n# print(2)\nblueprint(3)")) == [2]
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        ("import pickle\nclass A:\n    def f(self):\n        return pickle.loads(b'')", "A.f"),
+        ("import cloudpickle\ndef f():\n    def g():\n        cloudpickle.load(x)", "f.g"),
+        ("import numpy\nx = numpy.load(y, allow_pickle=True)", "<module>"),
+        ("import torch\ndef f():\n    torch.load(x)", "f"),
+    ],
+)
+def test_the_rule_about_pickles_can_be_broken(text: str, where: str) -> None:
+    assert unpickles(parse("hvdgloo.x", text)) == {where}
+
+
+@pytest.mark.parametrize("name", ["ro" + "ot", "wo" + "rk", "ho" + "me/ann"])
+def test_the_rule_about_machine_paths_can_be_broken(name: str) -> None:
+    assert machine_paths(f"see /{name}/project and 'x=/{name}'") == [f"/{name}", f"/{name}"]
+    assert machine_paths(f"/v1/{name}ers <epoch>/{name}ers a/{name}") == []
+
+
+def test_all_our_own_python_is_looked_at() -> None:
+    names = {module.name for module in everything()}
+    assert {"tests.architecture.test_conduct", "examples.torch_digits", "hvdgloo.config"} <= names

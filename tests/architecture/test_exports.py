@@ -1,0 +1,129 @@
+"""Names are exported on purpose: the lists stand here too, so that changing one is a decision and not an accident."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+from tests.architecture.source import library
+
+COLLECTIVES = {
+    "allgather",
+    "allgather_async",
+    "allgather_object",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "broadcast_object",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "poll",
+    "synchronize",
+}
+BASICS = {
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "gloo_built",
+    "gloo_enabled",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "rank",
+    "rocm_built",
+    "shutdown",
+    "size",
+}
+VALUES = {
+    "Average",
+    "Compression",
+    "HorovodInternalError",
+    "Max",
+    "Min",
+    "ProcessSet",
+    "Product",
+    "Sum",
+    "global_process_set",
+}
+EVERY_FRONTEND = COLLECTIVES | BASICS | VALUES
+
+EXPORTS = {
+    "hvdgloo": {"__version__"},
+    "hvdgloo.numpy": EVERY_FRONTEND,
+    "hvdgloo.torch": EVERY_FRONTEND
+    | {"DistributedOptimizer", "broadcast_optimizer_state", "broadcast_parameters"},
+    "hvdgloo.run": {"run"},
+    "hvdgloo.rendezvous": {
+        "HttpStore",
+        "MemoryStore",
+        "Registration",
+        "RendezvousClient",
+        "RendezvousServer",
+        "Store",
+        "WorkerInfo",
+        "generate_secret",
+        "host_identity",
+        "seal",
+        "unseal",
+    },
+    "hvdgloo.runner": set(),
+}
+"""What each public module offers with ``from ... import *``, and promises to keep."""
+
+NO_LIST = {
+    "hvdgloo.backends": "backends are chosen by the Context, not imported by users",
+    "hvdgloo.engine": "internal; its modules are imported one by one",
+}
+
+
+def _exported(module: str) -> list[str]:
+    names: list[str] = importlib.import_module(module).__all__
+    return names
+
+
+@pytest.mark.parametrize("module", EXPORTS)
+def test_exported_names(module: str) -> None:
+    names = _exported(module)
+    assert set(names) == EXPORTS[module]
+    assert len(names) == len(set(names))
+    assert names == sorted(names)
+
+
+@pytest.mark.parametrize("module", EXPORTS)
+def test_every_exported_name_is_there(module: str) -> None:
+    loaded = importlib.import_module(module)
+    assert [name for name in _exported(module) if not hasattr(loaded, name)] == []
+
+
+@pytest.mark.parametrize("module", ["hvdgloo.numpy", "hvdgloo.torch"])
+def test_exported_functions_are_documented(module: str) -> None:
+    loaded = importlib.import_module(module)
+    functions = {name: getattr(loaded, name) for name in COLLECTIVES | BASICS}
+    assert [name for name, function in functions.items() if not (function.__doc__ or "").strip()] == []
+
+
+def test_every_package_is_in_one_of_the_two_tables() -> None:
+    packages = {name for name, module in library().items() if module.path.name == "__init__.py"}
+    assert packages == {name for name in EXPORTS if name != "hvdgloo.run"} | set(NO_LIST)
+
+
+def test_numpy_and_torch_spell_their_common_names_alike() -> None:
+    """A program that changes its front-end changes one import; see ``Frontend``."""
+    assert set(_exported("hvdgloo.numpy")) <= set(_exported("hvdgloo.torch"))
