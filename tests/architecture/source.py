@@ -45,9 +45,7 @@ class Module:
 @cache
 def library() -> dict[str, Module]:
     """Every module that is installed, by name."""
-    return {
-        module.name: module for folder, package in LIBRARY.items() for module in _modules(ROOT / folder, package)
-    }
+    return {module.name: module for folder, package in LIBRARY.items() for module in _modules(ROOT / folder, package)}
 
 
 @cache

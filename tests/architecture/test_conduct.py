@@ -42,7 +42,9 @@ _SHELLS = {"os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatu
 
 def reads_environment(module: Module) -> list[int]:
     attributes = [
-        node.lineno for node in ast.walk(module.tree) if isinstance(node, ast.Attribute) and dotted(node) in _ENVIRONMENT
+        node.lineno
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Attribute) and dotted(node) in _ENVIRONMENT
     ]
     names = [
         node.lineno
@@ -93,7 +95,10 @@ def _calls(tree: ast.AST) -> Iterable[ast.Call]:
 
 def _places(rule: Callable[[Module], list[int]], exceptions: Iterable[str] = ()) -> list[str]:
     return [
-        f"{module.place}:{line}" for module in library().values() if module.name not in exceptions for line in rule(module)
+        f"{module.place}:{line}"
+        for module in library().values()
+        if module.name not in exceptions
+        for line in rule(module)
     ]
 
 
@@ -121,7 +126,13 @@ def test_pickles_are_read_where_their_seal_was_checked_and_nowhere_else() -> Non
 
 def test_the_rendezvous_and_the_engine_know_no_pickle() -> None:
     """Pain 30: what listens on the network never unpickles, not even what is signed."""
-    wires = ("hvdgloo.rendezvous", "hvdgloo.engine", "hvdgloo.backends", "hvdgloo.runner.frames", "hvdgloo.runner.agent")
+    wires = (
+        "hvdgloo.rendezvous",
+        "hvdgloo.engine",
+        "hvdgloo.backends",
+        "hvdgloo.runner.frames",
+        "hvdgloo.runner.agent",
+    )
     assert [
         f"{module.place}:{entry.line}"
         for module in library().values()
@@ -132,7 +143,9 @@ def test_the_rendezvous_and_the_engine_know_no_pickle() -> None:
 
 
 # Spelled so that this file does not contain what it looks for.
-_MACHINE_PATH = re.compile(r"(?<![\w.<>{}\-/])/(" + "|".join(["ro" + "ot", "wo" + "rk", "ho" + r"me/\w+"]) + r")(?![\w-])")
+_MACHINE_PATH = re.compile(
+    r"(?<![\w.<>{}\-/])/(" + "|".join(["ro" + "ot", "wo" + "rk", "ho" + r"me/\w+"]) + r")(?![\w-])"
+)
 
 
 def machine_paths(text: str) -> list[str]:

@@ -67,8 +67,7 @@ EVERY_FRONTEND = COLLECTIVES | BASICS | VALUES
 EXPORTS = {
     "hvdgloo": {"__version__"},
     "hvdgloo.numpy": EVERY_FRONTEND,
-    "hvdgloo.torch": EVERY_FRONTEND
-    | {"DistributedOptimizer", "broadcast_optimizer_state", "broadcast_parameters"},
+    "hvdgloo.torch": EVERY_FRONTEND | {"DistributedOptimizer", "broadcast_optimizer_state", "broadcast_parameters"},
     "hvdgloo.run": {"run"},
     "hvdgloo.rendezvous": {
         "HttpStore",

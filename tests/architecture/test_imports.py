@@ -120,9 +120,7 @@ def test_frameworks_stay_in_their_folders() -> None:
 
 
 def test_framework_exceptions_are_still_needed() -> None:
-    used = {
-        (module.name, entry.target.partition(".")[0]) for module in library().values() for entry in imports(module)
-    }
+    used = {(module.name, entry.target.partition(".")[0]) for module in library().values() for entry in imports(module)}
     assert set(FRAMEWORK_EXCEPTIONS) <= used
 
 
