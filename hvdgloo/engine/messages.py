@@ -190,6 +190,9 @@ Message: TypeAlias = (
     Submit | Leave | Drained | Failed | Stacks | Execute | Resend | AskStacks | End | Abort | Bye | Ping | Pong
 )
 
+_MAX_NUMBERS = 1 << 20
+"""How many signatures one message may list: far beyond any model's tensors, and a few dozen megabytes."""
+
 _DTYPES = tuple(DType)
 _DTYPE_NUMBER = {dtype: number for number, dtype in enumerate(_DTYPES)}
 _COLLECTIVES = tuple(Collective)
@@ -210,12 +213,46 @@ def _runs(numbers: Iterable[int]) -> list[int]:
 
 
 def _from_runs(runs: list[int]) -> tuple[int, ...]:
+    _check_lengths(runs[1::2])
     numbers: list[int] = []
-    for start, length in zip(runs[::2], runs[1::2], strict=True):
-        if not 0 <= length <= 1 << 24:
-            raise ValueError("a run's length is out of range")
+    for start, length in zip(_counts(runs[::2]), runs[1::2], strict=True):
         numbers.extend(range(start, start + length))
     return tuple(numbers)
+
+
+def _check_lengths(lengths: Iterable[int]) -> None:
+    """A run is a few bytes that stand for any number of integers, so their total is limited before one is made."""
+    if sum(_counts(lengths)) > _MAX_NUMBERS:
+        raise ValueError("runs of too many numbers")
+
+
+# What arrives with a wrong type must not get further than ``decode``: deeper in, it would end the control thread.
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError("a text is expected")
+    return value
+
+
+def _integer(value: Any) -> int:
+    if not isinstance(value, int):
+        raise TypeError("an integer is expected")
+    return value
+
+
+def _factor(value: Any) -> float:
+    if not isinstance(value, (int, float)):
+        raise TypeError("a number is expected")
+    return value
+
+
+def _counts(values: Iterable[Any]) -> tuple[int, ...]:
+    """Integers that are not negative."""
+    counts = tuple(_integer(value) for value in values)
+    if min(counts, default=0) < 0:
+        raise ValueError("a negative number")
+    return counts
 
 
 def _pack_request(r: Request) -> list[Any]:
@@ -233,15 +270,16 @@ def _pack_request(r: Request) -> list[Any]:
 
 def _unpack_request(packed: list[Any]) -> Request:
     name, collective, tensors, op, prescale, postscale, root, process_set = packed
+    _counts((collective, *(dtype for dtype, _, _ in tensors)))  # tuples would count a negative index from the end
     return Request(
-        name,
+        _text(name),
         _COLLECTIVES[collective],
-        tuple(TensorSpec(_DTYPES[dtype], tuple(shape), device) for dtype, shape, device in tensors),
+        tuple(TensorSpec(_DTYPES[dtype], _counts(shape), _text(device)) for dtype, shape, device in tensors),
         ReduceOp(op),
-        prescale,
-        postscale,
-        root,
-        process_set,
+        _factor(prescale),
+        _factor(postscale),
+        _integer(root),
+        _integer(process_set),
     )
 
 
@@ -266,13 +304,15 @@ def _pack_items(items: tuple[int | Response, ...]) -> list[Any]:
 
 
 def _unpack_items(packed: list[Any]) -> tuple[int | Response, ...]:
+    _check_lengths(part[1] for part in packed if len(part) == 2)
     items: list[int | Response] = []
     for part in packed:
         if len(part) == 2:
             items.extend(_from_runs(part))
         else:
             request, rows, error, signature = part
-            items.append(Response(_unpack_request(request), tuple(tuple(row) for row in rows), error, signature))
+            counts = tuple(_counts(row) for row in rows)
+            items.append(Response(_unpack_request(request), counts, _text(error), _integer(signature)))
     return tuple(items)
 
 
@@ -287,16 +327,16 @@ _CODECS: dict[type, tuple[Callable[[Any], list[Any]], Callable[..., Message]]] =
     ),
     Execute: (
         lambda m: [_pack_items(m.items), m.forgotten],
-        lambda items, forgotten: Execute(_unpack_items(items), tuple(forgotten)),
+        lambda items, forgotten: Execute(_unpack_items(items), _counts(forgotten)),
     ),
-    Resend: (_plain, lambda signatures: Resend(tuple(signatures))),
+    Resend: (_plain, lambda signatures: Resend(_counts(signatures))),
     Leave: (_plain, Leave),
     Drained: (_plain, Drained),
-    Failed: (_plain, Failed),
-    Stacks: (_plain, Stacks),
+    Failed: (_plain, lambda text: Failed(_text(text))),
+    Stacks: (_plain, lambda text: Stacks(_text(text))),
     AskStacks: (_plain, AskStacks),
-    End: (_plain, End),
-    Abort: (_plain, Abort),
+    End: (_plain, lambda rank: End(_integer(rank))),
+    Abort: (_plain, lambda kind, text, rank: Abort(_text(kind), _text(text), _integer(rank))),
     Bye: (_plain, Bye),
     Ping: (_plain, Ping),
     Pong: (_plain, Pong),
