@@ -1,0 +1,211 @@
+"""Control messages and their bytes: whole round trips, small steps, and nothing but ValueError for anything else."""
+
+from __future__ import annotations
+
+import tracemalloc
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvdgloo.engine.messages import (
+    Abort,
+    AskStacks,
+    Bye,
+    Drained,
+    End,
+    Execute,
+    Failed,
+    Leave,
+    Message,
+    Ping,
+    Pong,
+    Request,
+    Resend,
+    Response,
+    Stacks,
+    Submit,
+    decode,
+    encode,
+)
+from hvdgloo.types import Collective, DType, ReduceOp, TensorSpec
+
+texts = st.text(max_size=20)
+floats = st.floats(allow_nan=False)
+ranks = st.integers(-1, 1 << 31)
+numbers = st.integers(0, 1 << 40)
+specs = st.builds(
+    TensorSpec,
+    st.sampled_from(DType),
+    st.lists(st.integers(0, 1 << 40), max_size=4).map(tuple),
+    st.sampled_from(["cpu", "cuda:0", "cuda:15"]),
+)
+requests = st.builds(
+    Request,
+    texts,
+    st.sampled_from(Collective),
+    st.lists(specs, max_size=3).map(tuple),
+    st.sampled_from(ReduceOp),
+    floats,
+    floats,
+    ranks,
+    st.integers(0, 1 << 31),
+)
+responses = st.builds(
+    Response, requests, st.lists(st.lists(numbers, max_size=3).map(tuple), max_size=3).map(tuple), texts, ranks
+)
+
+
+def runs_of_numbers() -> st.SearchStrategy[tuple[int, ...]]:
+    """Numbers as they occur: mostly consecutive."""
+    run = st.builds(lambda start, length: list(range(start, start + length)), numbers, st.integers(1, 40))
+    return st.lists(run, max_size=5).map(lambda lists: tuple(n for part in lists for n in part))
+
+
+messages: st.SearchStrategy[Message] = st.one_of(
+    st.builds(Submit, runs_of_numbers(), st.lists(requests, max_size=3).map(tuple)),
+    st.builds(
+        Execute,
+        st.lists(numbers | responses, max_size=8).map(tuple) | runs_of_numbers(),
+        st.lists(numbers, max_size=4).map(tuple),
+    ),
+    st.builds(Resend, runs_of_numbers()),
+    st.builds(Failed, texts),
+    st.builds(Stacks, texts),
+    st.builds(End, ranks),
+    st.builds(Abort, texts, texts, ranks),
+    st.sampled_from([Leave(), Drained(), AskStacks(), Bye(), Ping(), Pong()]),
+)
+
+
+@given(messages)
+def test_every_message_survives_the_wire(message: Message) -> None:
+    arrived = decode(encode(message))
+    assert type(arrived) is type(message)
+    assert arrived == message
+    assert hash(arrived) == hash(message)  # tuples, not lists, all the way down
+
+
+@pytest.mark.parametrize("count", [1, 200, 5000])
+def test_a_training_step_is_a_few_bytes(count: int) -> None:
+    signatures = tuple(range(1000, 1000 + count))
+    assert len(encode(Submit(signatures))) <= 10
+    assert len(encode(Execute(signatures))) <= 12
+
+
+def test_a_shuffled_step_costs_a_few_bytes_for_each_tensor() -> None:
+    signatures = tuple(range(0, 2000, 2))
+    assert len(encode(Submit(signatures))) <= 4 * len(signatures) + 10
+
+
+@given(st.binary(max_size=200))
+@settings(max_examples=300)
+def test_garbage_is_a_value_error(data: bytes) -> None:
+    try:
+        message = decode(data)
+    except ValueError:
+        return
+    decode(encode(message))  # by chance it was one; then it is one that can travel again
+
+
+@given(messages, st.data())
+def test_truncated_and_trailing_bytes_are_value_errors(message: Message, data: st.DataObject) -> None:
+    whole = encode(message)
+    with pytest.raises(ValueError, match="not a control message"):
+        decode(whole[: data.draw(st.integers(0, len(whole) - 1))])
+    with pytest.raises(ValueError, match="not a control message"):
+        decode(whole + b"\0")
+
+
+@given(messages, st.data())
+def test_flipped_bits_give_a_message_or_a_value_error(message: Message, data: st.DataObject) -> None:
+    damaged = bytearray(encode(message))
+    damaged[data.draw(st.integers(0, len(damaged) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    try:
+        decode(bytes(damaged))
+    except ValueError:
+        pass
+
+
+def plain(value: Any) -> bytes:
+    return bytes(msgpack.packb(value))
+
+
+REQUEST = ["x", 0, [[0, [2], "cpu"]], 1, 1.0, 1.0, -1, 0]
+
+FOREIGN = {
+    "nothing": b"",
+    "text": b"GET / HTTP/1.1\r\n\r\n",
+    "no array": plain({"a": 1}),
+    "empty array": plain([]),
+    "unknown number": plain([99]),
+    "negative number": plain([-1]),
+    "number is text": plain(["0", [], []]),
+    "too few parts": plain([0, []]),
+    "too many parts": plain([0, [], [], []]),
+    "odd runs": plain([0, [1, 2, 3], []]),
+    "negative run": plain([0, [1, -2], []]),
+    "run of text": plain([0, ["a", "b"], []]),
+    "unknown dtype": plain([0, [], [["x", 0, [[99, [2], "cpu"]], 1, 1.0, 1.0, -1, 0]]]),
+    "negative dtype": plain([0, [], [["x", 0, [[-1, [2], "cpu"]], 1, 1.0, 1.0, -1, 0]]]),
+    "unknown collective": plain([0, [], [["x", 99, [], 1, 1.0, 1.0, -1, 0]]]),
+    "negative collective": plain([0, [], [["x", -1, [], 1, 1.0, 1.0, -1, 0]]]),
+    "unknown reduce operation": plain([0, [], [["x", 0, [], 77, 1.0, 1.0, -1, 0]]]),
+    "name is a list": plain([0, [], [[["x"], *REQUEST[1:]]]]),
+    "shape of text": plain([0, [], [["x", 0, [[0, ["2"], "cpu"]], 1, 1.0, 1.0, -1, 0]]]),
+    "negative shape": plain([0, [], [["x", 0, [[0, [-2], "cpu"]], 1, 1.0, 1.0, -1, 0]]]),
+    "factor is text": plain([0, [], [[*REQUEST[:4], "1", 1.0, -1, 0]]]),
+    "root is text": plain([0, [], [[*REQUEST[:6], "0", 0]]]),
+    "request is short": plain([0, [], [REQUEST[:-1]]]),
+    "item of three": plain([1, [[1, 2, 3]], []]),
+    "forgotten is a number": plain([1, [], 5]),
+    "forgotten is nested": plain([1, [], [[1]]]),
+    "resend of text": plain([2, ["a"]]),
+    "text is a number": plain([5, 7]),
+    "rank is text": plain([8, "1"]),
+    "an extension type": bytes(msgpack.packb([msgpack.ExtType(5, b"x")])),
+    "a pickle": b"\x80\x04K\x01.",
+    "deeply nested": b"\x91" * 100_000,
+    "an array that claims more than there is": b"\xdd\xff\xff\xff\xff",
+    "a string that claims more than there is": b"\x92\x05\xdb\xff\xff\xff\xff",
+}
+
+
+@pytest.mark.parametrize("data", FOREIGN.values(), ids=FOREIGN.keys())
+def test_foreign_bytes_are_value_errors(data: bytes) -> None:
+    with pytest.raises(ValueError, match="not a control message"):
+        decode(data)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        plain([0, [0, 1 << 60], []]),
+        plain([0, [0, 1 << 23], []]),
+        plain([0, [0, 1 << 19] * 500, []]),
+        plain([1, [[0, 1 << 60]], []]),
+        plain([1, [[0, 1 << 19]] * 500, []]),
+    ],
+    ids=["one endless run", "one long run", "many runs", "one endless item", "many items"],
+)
+def test_a_few_bytes_never_become_much_memory(data: bytes) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="not a control message"):
+            decode(data)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 100 << 20
+
+
+def test_a_response_knows_its_results_sizes() -> None:
+    request = Request(
+        "g", Collective.ALLGATHER, (TensorSpec(DType.FLOAT32, (2, 3)), TensorSpec(DType.UINT8, (0, 5, 2)))
+    )
+    assert Response(request, ((2, 0, 4), (0, 0, 0))).sizes == (6 * 3 * 4, 0)
+    request = Request("r", Collective.ALLREDUCE, (TensorSpec(DType.BFLOAT16, (2, 3)), TensorSpec(DType.INT64, ())))
+    assert Response(request).sizes == (12, 8)
+    assert request.nbytes == 20
