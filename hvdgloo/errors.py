@@ -185,7 +185,7 @@ class RendezvousRefusedError(RendezvousError):
         self.reason = reason
 
 
-class RemoteTraceback(HvdglooError):
+class RemoteTraceback(HvdglooError):  # noqa: N818 - it is no failure of its own, but the trace of one
     """The cause (``__cause__``) of a worker's exception that ``hvdgloo.run.run`` raises again in the caller.
 
     Attributes:

@@ -37,6 +37,7 @@ from hvdgloo.engine.messages import (
 from hvdgloo.errors import (
     BackendError,
     HorovodInternalError,
+    HvdglooError,
     JobShutdownError,
     PeerLostError,
     StallError,
@@ -94,6 +95,9 @@ class Control:
         self._ended: HorovodInternalError | None = None
         self._finished = False
         self._lock = threading.Lock()
+        # Held by whoever does the thread's work: the thread itself except while it sleeps, or a thread that submits.
+        self._turn_lock = threading.Lock()
+        self._sleeps_until: float | None = None
         self._thread = threading.Thread(target=self._run, name=f"{THREAD_PREFIX}control-{rank}", daemon=True)
 
     @property
@@ -111,10 +115,32 @@ class Control:
 
     def wake(self) -> None:
         """Have the thread look around; callable from any thread."""
+        with self._lock:  # so that the descriptor's number is not closed, and reused, meanwhile
+            if self._wake_in >= 0:
+                try:
+                    os.write(self._wake_in, b"\0")
+                except BlockingIOError:
+                    pass  # full: it is awake already
+
+    def submitted(self) -> None:
+        """An operation was filed; callable from any thread.
+
+        If the control thread sleeps, the caller does at once what it would wake for: a thread switch less on the path
+        of every synchronous operation.
+        """
+        if not self._turn_lock.acquire(blocking=False):
+            self.wake()
+            return
         try:
-            os.write(self._wake_in, b"\0")
-        except (BlockingIOError, OSError):
-            pass  # full: it is awake already; closed: it has ended
+            now = time.monotonic()
+            self._look_around(now)
+            deadline = self._deadline()
+            oversleeps = deadline is not None and (self._sleeps_until is None or deadline < self._sleeps_until)
+            must_wake = oversleeps or self._finished or any(c.has_unsent for c in self._connections.values())
+        finally:
+            self._turn_lock.release()
+        if must_wake:
+            self.wake()
 
     def say(self, message: Message) -> None:
         """Tell the coordinator something; callable from any thread."""
@@ -126,8 +152,11 @@ class Control:
         """The executor's first failure; callable from any thread."""
         self._failure = error
         self._failure_deadline = time.monotonic() + VERDICT_SECONDS
-        logger.debug("the data plane of rank %d failed", self._rank, exc_info=error)
-        self.say(Failed(f"{error or type(error).__name__}"))
+        expected = isinstance(error, HvdglooError)
+        logger.log(
+            logging.DEBUG if expected else logging.ERROR, "rank %d: an operation failed", self._rank, exc_info=error
+        )
+        self.say(Failed(str(error) if expected else f"{type(error).__name__}: {error}"))
 
     def room(self) -> None:
         """The data plane has completed a bucket; callable from any thread."""
@@ -144,7 +173,7 @@ class Control:
 
     def _run(self) -> None:
         try:
-            with selectors.DefaultSelector() as selector:
+            with self._turn_lock, selectors.DefaultSelector() as selector:
                 selector.register(self._wake_out, selectors.EVENT_READ, None)
                 for peer, connection in self._connections.items():
                     selector.register(connection, selectors.EVENT_READ, peer)
@@ -157,18 +186,13 @@ class Control:
             self._farewell()
 
     def _turn(self, selector: selectors.BaseSelector) -> None:
-        now = time.monotonic()
-        self._speak(now)
-        self._tick(now)
-        if self._coordinator is not None:
-            self._conduct(self._coordinator, now)
+        self._look_around(time.monotonic())
         for connection in self._connections.values():
             if connection.has_unsent:
                 selector.modify(connection, selectors.EVENT_READ | selectors.EVENT_WRITE, _peer(selector, connection))
         if self._finished:
             return
-        deadline = self._deadline()
-        for key, events in selector.select(None if deadline is None else max(0.0, deadline - time.monotonic())):
+        for key, events in self._sleep(selector):
             if key.data is None:
                 self._clear_wake()
                 continue
@@ -187,6 +211,23 @@ class Control:
             except (OSError, EOFError, ValueError) as error:
                 selector.unregister(connection)
                 self._lose(peer, str(error) or type(error).__name__, time.monotonic())
+
+    def _look_around(self, now: float) -> None:
+        """Everything but reading sockets."""
+        self._speak(now)
+        self._tick(now)
+        if self._coordinator is not None:
+            self._conduct(self._coordinator, now)
+
+    def _sleep(self, selector: selectors.BaseSelector) -> list[tuple[selectors.SelectorKey, int]]:
+        """Wait for a socket, a wake or the next deadline, and let others take a turn meanwhile."""
+        deadline = self._sleeps_until = self._deadline()
+        timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+        self._turn_lock.release()
+        try:
+            return selector.select(timeout)
+        finally:
+            self._turn_lock.acquire()
 
     def _clear_wake(self) -> None:
         try:
@@ -297,7 +338,7 @@ class Control:
 
     def _tick(self, now: float) -> None:
         if self._failure is not None and now >= self._failure_deadline and not self._finished:
-            self._end(BackendError(f"{self._failure or type(self._failure).__name__}"))
+            self._end(BackendError(f"{type(self._failure).__name__}: {self._failure}"))
         if self._coordinator is not None:
             self._coordinator.tick(now)
         elif not self._finished:
@@ -305,12 +346,18 @@ class Control:
 
     def _watch_coordinator(self, now: float) -> None:
         """Other ranks: is rank 0 there, while something is pending?"""
-        if not (self._member.has_pending or self._executor.backlog or self._ended):
-            self._pinging_since = None
-            return
+        active = self._member.has_pending or self._executor.backlog or self._ended
         if self._pinging_since is None:
-            self._pinging_since = now
-            self._next_ping = now + ping_interval(self._operation_timeout)
+            if active:
+                self._pinging_since = now
+                self._next_ping = now + ping_interval(self._operation_timeout)
+            return
+        if now < self._next_ping:
+            return
+        if not active:
+            self._pinging_since = None  # not before, as in Coordinator._watch
+            return
+        self._next_ping = now + ping_interval(self._operation_timeout)
         silence = now - max(self._heard, self._pinging_since)
         if silence >= self._operation_timeout:
             text = (
@@ -318,8 +365,7 @@ class Control:
                 "from the network); HVDGLOO_OPERATION_TIMEOUT sets this limit"
             )
             self._end(PeerLostError(text, rank=0))
-        elif now >= self._next_ping:
-            self._next_ping = now + ping_interval(self._operation_timeout)
+        else:
             self._send(0, frame(Ping()), now)
 
     def _deadline(self) -> float | None:
@@ -330,7 +376,7 @@ class Control:
             coordinators = self._coordinator.deadline()
             if coordinators is not None:
                 times.append(coordinators)
-        elif self._pinging_since is not None or self._member.has_pending or self._executor.backlog or self._ended:
+        elif self._pinging_since is not None:
             times.append(self._next_ping)
         return min(times, default=None)
 
@@ -348,10 +394,10 @@ class Control:
                 pass  # the peer is gone
             connection.close()
         self._connections.clear()
-        wake_in, self._wake_in = self._wake_in, -1
-        os.close(wake_in)
-        os.close(self._wake_out)
-        self._wake_out = -1
+        with self._lock:
+            os.close(self._wake_in)
+            os.close(self._wake_out)
+            self._wake_in = self._wake_out = -1
 
 
 def _peer(selector: selectors.BaseSelector, connection: Connection) -> int:

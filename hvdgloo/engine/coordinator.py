@@ -166,14 +166,12 @@ class Coordinator:
             times.append(self._inquest.deadline)
         if self._leaver is not None:
             times.append(self._end_deadline)
-        if self._watching_since is not None or self._active:
+        if self._watching_since is not None:
             times.append(self._next_ping)
         if self._stall is not None:
             times.append(self._stall.deadline)
         elif self._next_stall_check is not None:
             times.append(self._next_stall_check)
-        elif self._rules.stall_check and self._negotiator.has_pending:
-            times.append(0.0)
         if self._negotiator.has_ready and self._rules.cycle_time:
             times.append(self._last_release + self._rules.cycle_time)
         return min(times, default=None)
@@ -226,13 +224,18 @@ class Coordinator:
         return self._size > 1 and (self.busy or self._negotiator.has_pending or self._leaver is not None)
 
     def _watch(self, now: float) -> None:
+        if self._watching_since is None:
+            if self._active:
+                self._watching_since = now
+                self._next_ping = now + ping_interval(self._rules.operation_timeout)
+            return
+        if now < self._next_ping:
+            return
         if not self._active:
+            # Only now: disarmed after each operation, the next one would have to wake the control thread to arm it.
             self._watching_since = None
             return
-        interval = ping_interval(self._rules.operation_timeout)
-        if self._watching_since is None:
-            self._watching_since = now
-            self._next_ping = now + interval
+        self._next_ping = now + ping_interval(self._rules.operation_timeout)
         for rank in range(1, self._size):
             silence = now - max(self._heard[rank], self._watching_since)
             if silence >= self._rules.operation_timeout:
@@ -244,27 +247,29 @@ class Coordinator:
                 )
                 if self.over:
                     return
-        if now >= self._next_ping:
-            self._next_ping = now + interval
-            self.outbox.extend((rank, Ping()) for rank in range(1, self._size))
+        self.outbox.extend((rank, Ping()) for rank in range(1, self._size))
 
     # Stalls.
 
     def _check_stall(self, now: float) -> None:
         rules = self._rules
-        if not rules.stall_check or not self._negotiator.has_pending:
-            self._stall = self._next_stall_check = None
+        if not rules.stall_check:
+            return
+        if not self._negotiator.has_pending:
+            self._stall = None
+            if self._next_stall_check is not None and now >= self._next_stall_check:
+                self._next_stall_check = None
             return
         if self._stall is not None:
             answered = all(text is not None for text in self._stall.stacks.values())
             if answered or now >= self._stall.deadline:
                 self._report_stall(self._stall, now)
             return
-        waiting = self._negotiator.waiting()
         if self._next_stall_check is None:
-            self._next_stall_check = waiting[0].since + rules.stall_warning_time
+            self._next_stall_check = now + rules.stall_warning_time
         if now < self._next_stall_check:
             return
+        waiting = self._negotiator.waiting()
         overdue = stall.overdue(waiting, now, rules.stall_warning_time)
         if not overdue:
             self._next_stall_check = waiting[0].since + rules.stall_warning_time

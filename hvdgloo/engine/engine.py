@@ -156,7 +156,7 @@ class Engine:
             )
         operation = Operation(request, inputs, results, allocate, ready)
         if self._member.add(operation):
-            self._control.wake()
+            self._control.submitted()
         return operation.handle
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
 """The data thread: executes agreed operations in the common order.
 
-A bucket of several tensors is packed into one buffer, handed to the backend, scaled and unpacked. Up to two buckets are
+A bucket of several tensors is packed into one buffer, handed to the backend, scaled and unpacked. A few buckets are
 under way at once, so that copying one overlaps with transferring the other.
 
 When a bucket fails, the thread keeps its memory and waits: the coordinator finds out why, every rank's backend is then
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 Batch = Sequence[tuple[Response, Operation]]
 
-DEPTH = 2
+DEPTH = 3
 """Buckets under way at once."""
 
 _SLOWEST_NETWORK = 1 << 20
@@ -109,13 +109,13 @@ class Executor:
 
     def execute(self, batch: Batch) -> None:
         """Queue one batch; called by the control thread alone, in the common order."""
+        for _, operation in batch:
+            self._unresolved[id(operation)] = operation
         for bucket in fusion.plan(
             [response for response, _ in batch], self._fusion_threshold, separate_groups=self._separate_groups
         ):
             self._submitted += 1
             self._queue.put((bucket, batch))
-        for _, operation in batch:
-            self._unresolved[id(operation)] = operation
 
     def when_drained(self, callback: Callable[[], None]) -> None:
         """Call back on the data thread once all that was queued before has completed."""
@@ -286,8 +286,8 @@ class Executor:
         """Memory for a fused bucket: one of DEPTH arrays in turn, each free again when its bucket has completed."""
         staging = self._staging.popleft()
         if staging.nbytes < nbytes:
-            # Generous, so that it is rarely allocated again; a bucket under way keeps its own alive.
-            staging = np.empty(max(nbytes, min(self._fusion_threshold, 2 * nbytes)), np.uint8)
+            # The system backs with memory only what is really used of it; a bucket under way keeps its own alive.
+            staging = np.empty(max(nbytes, self._fusion_threshold), np.uint8)
         self._staging.append(staging)
         spec = TensorSpec(like.dtype, (nbytes // like.dtype.itemsize,))
         return Buffer(staging.ctypes.data, spec, staging)

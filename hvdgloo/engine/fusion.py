@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from hvdgloo.engine.messages import Response
 from hvdgloo.types import Collective
 
-LONE_BYTES = 1 << 20
+LONE_BYTES = 1 << 22
 """A tensor of at least this size is not copied into a bucket."""
 
 _FUSIBLE = frozenset({Collective.ALLREDUCE, Collective.ALLGATHER})

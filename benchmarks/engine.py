@@ -1,0 +1,136 @@
+"""What the engine costs: hvdgloo on the gloo plane against torch.distributed's Gloo, in interleaved rounds of one run.
+
+Two cases on ``--np`` ranks, one thread each:
+
+- the 161 parameters of ResNet-50 (102 MB of float32): hvdgloo gets each on its own (as hooks submit them) and all are
+  awaited; torch reduces them in buckets of 25 MB as DistributedDataParallel does, copying gradients in and out.
+  For comparison, torch is also shown on buckets that are filled already;
+- an allreduce of 4 bytes.
+
+    python benchmarks/engine.py [--np 2] [--rounds 15] [--json FILE]
+
+Medians and minima in milliseconds are printed, with the ratio of medians: below 1, hvdgloo is faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import hvdgloo.run
+
+BUCKET_BYTES = 25 << 20
+
+
+def resnet50_shapes() -> list[tuple[int, ...]]:
+    """The shapes of ResNet-50's 161 parameters (He et al., 2015), in order of definition."""
+    shapes: list[tuple[int, ...]] = [(64, 3, 7, 7), (64,), (64,)]
+    channels = 64
+    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(blocks):
+            for out, into, kernel in ((width, channels, 1), (width, width, 3), (4 * width, width, 1)):
+                shapes += [(out, into, kernel, kernel), (out,), (out,)]
+            if block == 0:
+                shapes += [(4 * width, channels, 1, 1), (4 * width,), (4 * width,)]
+            channels = 4 * width
+    return [*shapes, (1000, 2048), (1000,)]
+
+
+def worker(rounds: int, small_rounds: int) -> dict[str, list[float]]:
+    """One rank's timings in seconds by case."""
+    import torch
+    import torch.distributed as dist
+
+    import hvdgloo.torch as hvd
+
+    torch.set_num_threads(1)
+    hvd.init()
+    dist.init_process_group("gloo")  # beside hvdgloo, from the variables that the launcher sets
+    gradients = [torch.ones(shape) for shape in reversed(resnet50_shapes())]
+    assert len(gradients) == 161
+    buckets: list[list[Any]] = [[]]
+    for gradient in gradients:
+        if sum(g.nbytes for g in buckets[-1]) + gradient.nbytes > BUCKET_BYTES:
+            buckets.append([])
+        buckets[-1].append(gradient)
+    filled = [torch.cat([g.flatten() for g in bucket]) for bucket in buckets]
+
+    def ours() -> None:
+        handles = [hvd.allreduce_async_(g, op=hvd.Sum, name=str(i)) for i, g in enumerate(gradients)]
+        for handle in handles:
+            hvd.synchronize(handle)
+
+    def torchs() -> None:
+        works = []
+        for bucket, flat in zip(buckets, filled, strict=True):
+            torch.cat([g.flatten() for g in bucket], out=flat)
+            works.append(dist.all_reduce(flat, async_op=True))
+        for bucket, flat, work in zip(buckets, filled, works, strict=True):
+            work.wait()
+            for gradient, piece in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+                gradient.copy_(piece.view_as(gradient))
+
+    def torchs_filled() -> None:
+        for work in [dist.all_reduce(flat, async_op=True) for flat in filled]:
+            work.wait()
+
+    tiny = torch.ones(1)
+
+    def ours_tiny() -> None:
+        hvd.allreduce_(tiny, op=hvd.Sum, name="tiny")
+
+    def torchs_tiny() -> None:
+        dist.all_reduce(tiny)
+
+    times: dict[str, list[float]] = {}
+
+    def interleave(cases: dict[str, Callable[[], None]], count: int) -> None:
+        for turn in range(count + 2):
+            for name, case in cases.items():
+                for tensor in (*gradients, tiny, *filled):
+                    tensor.fill_(1.0)
+                dist.barrier()
+                start = time.perf_counter()
+                case()
+                if turn >= 2:
+                    times.setdefault(name, []).append(time.perf_counter() - start)
+
+    interleave({"gradients hvdgloo": ours, "gradients torch": torchs, "gradients torch, filled": torchs_filled}, rounds)
+    gradients, filled = [], []
+    interleave({"4 bytes hvdgloo": ours_tiny, "4 bytes torch": torchs_tiny}, small_rounds)
+    dist.destroy_process_group()
+    hvd.shutdown()
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--np", type=int, default=2, help="ranks (default 2)")
+    parser.add_argument("--rounds", type=int, default=15, help="rounds of the gradients (default 15)")
+    parser.add_argument("--small-rounds", type=int, default=1000, help="rounds of 4 bytes (default 1000)")
+    parser.add_argument("--json", help="also write all figures there")
+    options = parser.parse_args()
+    per_rank = hvdgloo.run.run(worker, (options.rounds, options.small_rounds), np=options.np)
+    # A collective has ended when its slowest rank has.
+    times = {name: [max(turn) for turn in zip(*(r[name] for r in per_rank), strict=True)] for name in per_rank[0]}
+    print(f"{options.np} ranks; milliseconds")
+    for name, values in times.items():
+        print(f"  {name:26} median {statistics.median(values) * 1e3:8.3f}   min {min(values) * 1e3:8.3f}")
+    for ours, theirs in (
+        ("gradients hvdgloo", "gradients torch"),
+        ("gradients hvdgloo", "gradients torch, filled"),
+        ("4 bytes hvdgloo", "4 bytes torch"),
+    ):
+        ratio = statistics.median(times[ours]) / statistics.median(times[theirs])
+        print(f"  {ours} / {theirs}: {ratio:.2f}")
+    if options.json:
+        with open(options.json, "w", encoding="utf-8") as file:
+            json.dump(times, file)
+
+
+if __name__ == "__main__":
+    main()
