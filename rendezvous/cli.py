@@ -33,6 +33,7 @@ from hvdgloo.version import __version__
 
 PROGRAM = "hvdgloo-rendezvous"
 _LOOK_AGAIN = 0.5  # seconds; only --once needs to look at all, for connections that have ended
+_BETWEEN_LINES = 0.2  # seconds; a thousand workers that come together make a few lines, not a thousand
 
 _DESCRIPTION = """\
 Hands out ranks to the workers of one job, wherever and by whatever they are started, and keeps the store through which
@@ -296,6 +297,7 @@ def _watch(server: RendezvousServer, once: bool) -> int:
     started, seen, last, failure = time.monotonic(), -1, "", ""
     while True:
         seen = server.wait_for_change(seen, timeout=_LOOK_AGAIN if once else 3600.0)
+        time.sleep(_BETWEEN_LINES)
         if server.last_failure != failure:
             failure = server.last_failure
             sys.stderr.write(f"{PROGRAM}: {failure}\n")

@@ -52,7 +52,10 @@ class HttpConnection:
             f"Content-Type: application/octet-stream\r\nContent-Length: {len(body)}\r\n\r\n"
         )
         self._socket.settimeout(_until(deadline))
-        self._socket.sendall(head.encode("ascii") + body)
+        try:
+            self._socket.sendall(head.encode("ascii") + body)
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # a server that refuses a body does not take all of it, and has said why
         answer = http.client.HTTPResponse(self._socket, method=method)
         try:
             self._socket.settimeout(_until(deadline))

@@ -40,6 +40,7 @@ LINGER_TIMEOUT = 2.0
 WRITE_TIMEOUT = 10.0
 SLOWEST_RATE = 256 * 1024  # bytes a second; a slower body or answer is given up
 _STOP_GRACE = 0.5
+_MOST_DISCARDED = 64 * 1024 * 1024
 _ACCEPTS_AT_ONCE = 64
 
 WSGIApplication = Callable[[dict[str, Any], Callable[..., Any]], Any]
@@ -468,7 +469,7 @@ class Front(cheroot_server.HTTPServer):
                 data = b""
             if connection in self._lingering:
                 connection.discarded += len(data)
-                if not data or connection.discarded > 1 << 20:
+                if not data or connection.discarded > _MOST_DISCARDED:
                     self._drop(connection)
                 return
             connection.rfile.feed(data)

@@ -212,8 +212,8 @@ class TestRefusals:
 
     def test_a_refusal_arrives_although_a_body_is_under_way(self, raw: RawClient) -> None:
         """Closing a socket with unread data makes the kernel throw away what the peer has not read yet."""
-        body = b"x" * 500_000
-        for _ in range(5):
+        body = b"x" * 10_000_000
+        for _ in range(3):
             refused(raw.request("PUT", "/v1/kv/s/k", body, authorization="Bearer no"), 401, "not a")
 
     def test_a_body_that_ends_early(self, raw: RawClient) -> None:
@@ -460,6 +460,18 @@ class TestGathering:
             again = Task(lambda: clients[1].register(0, info(), timeout=30))
             assert clients[2].register(0, info(), timeout=30).topology.size == 2
             assert again.result().topology.size == 2
+
+    def test_ranks_that_cannot_be_fail_for_all_at_once(self) -> None:
+        with RendezvousServer(secret=SECRET, size=3) as server, ExitStack() as stack:
+            started = time.monotonic()
+            tasks = []
+            for rank in range(3):
+                client = stack.enter_context(RendezvousClient(server.endpoint, SECRET))
+                worker = info(rank=rank, host_identity=str(rank % 2), host_name=f"h{rank % 2}")
+                tasks.append(Task(lambda c=client, w=worker: c.register(0, w, timeout=30)))  # type: ignore[misc]
+            for task in tasks:
+                assert "epoch 0 cannot start: rank 2 is on host h0, but ranks must fill hosts" in str(task.failure(5))
+            assert time.monotonic() - started < 5
 
     def test_ones_own_patience_may_end_first(self, server: RendezvousServer, client: RendezvousClient) -> None:
         started = time.monotonic()
