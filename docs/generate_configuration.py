@@ -74,9 +74,9 @@ def _opposite(setting: Setting) -> bool:
 def _default(setting: Setting, default: Any) -> str:
     if default is None or default == "":
         return "none"
-    shown = (
-        str(int(default)) if isinstance(default, bool) else f"{default:g}" if isinstance(default, float) else default
-    )
+    if isinstance(default, bool):
+        return f"`{int(default)}`"
+    shown = f"{default:g}" if isinstance(default, float) else default
     return f"`{shown}`" + (f" {setting.unit}" if setting.unit else "")
 
 
