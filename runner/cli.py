@@ -322,21 +322,22 @@ def _nccl() -> bool:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, at least 1")
-    return value
+    return int(text)
 
 
 def _natural(text: str) -> int:
-    value = int(text)
-    if value < 0:
+    if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a rank")
-    return value
+    return int(text)
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
     if not 0 <= value < 1e9:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
     return value

@@ -267,14 +267,14 @@ class Supervisor:
             now = time.monotonic()
             if deadline is not None and now >= deadline:
                 return
+            for link in self._links:
+                self._watch_writes(link)
             for key, _ in self._selector.select(self._patience(now, deadline)):
                 key.data()
             while self._notes:
                 self._notes.popleft()()
             self._give_credit()
             self._keep_time()
-            for link in self._links:
-                self._watch_writes(link)
 
     def _patience(self, now: float, deadline: float | None) -> float:
         interval = self._spec.heartbeat_timeout / 6

@@ -1,0 +1,318 @@
+"""What is started, with which environment, and what is refused: pains 19, 20, 28 (threads), 30 (secrets)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.launching import Launcher, clean_environment, launcher_in
+
+DUMP = "import json, os, sys; print(json.dumps([dict(os.environ), sys.argv, sys.executable, os.getcwd()]))"
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Iterator[Launcher]:
+    with launcher_in(tmp_path) as made:
+        yield made
+
+
+def dumps(done: subprocess.CompletedProcess[str]) -> dict[int, Any]:
+    assert done.returncode == 0, done.stderr
+    return {int(line[1]): json.loads(line.partition(">:")[2]) for line in done.stdout.splitlines()}
+
+
+def test_every_worker_knows_its_place(launcher: Launcher) -> None:
+    found = dumps(launcher.run("-np", "3", launcher.script(DUMP), "--lr", "1e-3", "-np", "7"))
+    ports = set()
+    for rank, (environ, argv, _, cwd) in found.items():
+        assert argv == ["worker.py", "--lr", "1e-3", "-np", "7"]
+        assert cwd == str(launcher.folder)
+        for family in ("HVDGLOO", "HOROVOD"):
+            places = {name: environ[f"{family}_{name}"] for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")}
+            assert places == {"RANK": str(rank), "SIZE": "3", "LOCAL_RANK": str(rank), "LOCAL_SIZE": "3"}
+            assert (environ[f"{family}_CROSS_RANK"], environ[f"{family}_CROSS_SIZE"]) == ("0", "1")
+            assert environ[f"{family}_HOSTNAME"] == "localhost"
+        assert environ["HVDGLOO_EPOCH"] == "0"
+        assert environ["HVDGLOO_ADDRESS"] == "127.0.0.1"
+        host, _, port = environ["HVDGLOO_RENDEZVOUS"].partition(":")
+        assert (environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"], environ["HOROVOD_GLOO_RENDEZVOUS_PORT"]) == (host, port)
+        assert (environ["HOROVOD_CONTROLLER"], environ["HOROVOD_CPU_OPERATIONS"]) == ("gloo", "gloo")
+        assert (environ["RANK"], environ["WORLD_SIZE"]) == (str(rank), "3")
+        assert (environ["LOCAL_RANK"], environ["LOCAL_WORLD_SIZE"]) == (str(rank), "3")
+        assert environ["MASTER_ADDR"] == "127.0.0.1"
+        assert environ["PYTHONUNBUFFERED"] == "1"
+        assert len(bytes.fromhex(environ["HVDGLOO_SECRET"])) >= 16
+        assert environ["HVDGLOO_JOB_ID"]
+        ports.add(environ["MASTER_PORT"])
+    assert sorted(found) == [0, 1, 2]
+    assert len(ports) == 1
+    assert not 32768 <= int(ports.pop()) <= 60999, "outgoing connections could take it"
+
+
+def test_pain_19_the_user_s_environment_arrives_unharmed(launcher: Launcher) -> None:
+    odd = {"ODD": "spaces 'quotes' \"double\" $HOME \n newline ü", "EMPTY": "", "BASH_FUNC_f%%": "() { :; }"}
+    environ = {os.fsencode(k): os.fsencode(v) for k, v in clean_environment().items()}
+    environ.update({os.fsencode(k): os.fsencode(v) for k, v in odd.items()})
+    environ[b"BYTES"] = b"\xff\xfe"
+    script = launcher.script(
+        "import json, os; print(json.dumps([ascii(os.environ[k]) for k in os.environ['ASK'].split()]))"
+    )
+    environ[b"ASK"] = b"ODD EMPTY BASH_FUNC_f%% BYTES"
+    done = subprocess.run(
+        [sys.executable, "-m", "hvdgloo.runner", "-np", "1", script],
+        cwd=launcher.folder,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert json.loads(done.stdout.partition(">:")[2]) == [*(ascii(v) for v in odd.values()), "'\\udcff\\udcfe'"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["worker.py", "a b", "$x"],
+        ["--", "worker.py", "a b", "$x"],
+        ["python", "worker.py", "a b", "$x"],
+        ["-m", "package.module", "a b", "$x"],
+        ["./run.sh", "a b", "$x"],
+        [sys.executable, "worker.py", "a b", "$x"],
+    ],
+    ids=["file", "dashes", "python", "module", "program", "interpreter"],
+)
+def test_ways_to_name_a_program(launcher: Launcher, command: list[str]) -> None:
+    launcher.script(DUMP)
+    (launcher.folder / "package").mkdir()
+    launcher.script(DUMP, "package/module.py")
+    shell = launcher.folder / "run.sh"
+    shell.write_text(f'#!/bin/sh\nexec {sys.executable} worker.py "$@"\n')
+    shell.chmod(0o755)
+    # A search path without any python: "python" still means the interpreter that hvdgloo is installed for.
+    found = dumps(launcher.run("-np", "2", *command, env={"PATH": "/nonexistent:/bin:/usr/bin"}))
+    for _, argv, executable, _ in found.values():
+        assert argv[1:] == ["a b", "$x"]
+        assert executable == sys.executable
+
+
+def test_a_user_s_module_of_any_name_disturbs_neither_launcher_nor_agent(launcher: Launcher) -> None:
+    for name in ("runner", "rendezvous", "signal", "select", "json", "subprocess", "selectors", "psutil"):
+        launcher.script("raise SystemExit('the wrong module was imported')", f"{name}.py")
+    hvdgloo_run = Path(sys.executable).parent / "hvdgloo-run"
+    command = [str(hvdgloo_run)] if hvdgloo_run.exists() else [sys.executable, "-P", "-m", "hvdgloo.runner"]
+    done = subprocess.run(
+        [*command, "-np", "2", "--", "echo", "fine"], cwd=launcher.folder, capture_output=True, text=True, timeout=30
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[0]<stdout>:fine", "[1]<stdout>:fine"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "text"),
+    [
+        (["-np", "2", "missing.py"], 1, "there is no file missing.py in"),
+        (["-np", "2", "python", "missing.py"], 1, "there is no file missing.py in"),
+        (["-np", "2", "no-such-program"], 1, "there is no program no-such-program in the search path"),
+        (["-np", "2", "plain"], 1, "did you mean ./plain?"),
+        (["-np", "2", "./plain"], 1, "./plain is not executable"),
+        (["-np", "2", "-m", "no_such_module"], 1, "there is no module named 'no_such_module'"),
+        (["-np", "2"], 1, "there is no command to run"),
+        (["-nq", "2", "worker.py"], 2, "there is no option -nq; did you mean -np"),
+        (["--fusion-treshold-mb", "2", "worker.py"], 2, "did you mean --fusion-threshold-mb"),
+        (["-np", "0", "worker.py"], 2, "at least 1"),
+        (["-np", "two", "worker.py"], 2, "-np"),
+        (["-np", "4", "-H", "localhost:2", "worker.py"], 2, "4 processes were asked for, but there are only 2 slots"),
+        (["-H", "localhost:2,localhost:1", "worker.py"], 2, "host localhost is given twice"),
+        (["-H", "localhost:x", "worker.py"], 2, "'localhost:x' is not a host with a number of slots"),
+        (["-H", "localhost:2,127.0.0.1:2", "worker.py"], 1, "are all this machine"),
+        (["-H", "no-such-host.invalid:2", "worker.py"], 1, "other hosts than this one are not supported yet"),
+        (["-H", "192.0.2.7:2", "worker.py"], 1, "other hosts than this one are not supported yet"),
+        (["--mpi", "-np", "2", "worker.py"], 2, "--mpi: there is only the Gloo controller"),
+        (["--min-np", "2", "worker.py"], 2, "--min-np: jobs that grow and shrink are not supported yet"),
+        (["--fusion-threshold-mb", "-5", "worker.py"], 2, "--fusion-threshold-mb -5"),
+        (["--log-level", "LOUD", "worker.py"], 2, "expected one of TRACE"),
+        (["--stdin", "2", "-np", "2", "worker.py"], 2, "there are only ranks 0 to 1"),
+        (["--config-file", "none.yaml", "worker.py"], 2, "--config-file none.yaml"),
+        (["--hostfile", "none", "worker.py"], 2, "--hostfile none"),
+    ],
+)
+def test_mistakes_are_named_before_anything_starts(
+    launcher: Launcher, arguments: list[str], status: int, text: str
+) -> None:
+    launcher.script("open('started', 'w').write('1')")
+    (launcher.folder / "plain").write_text("not executable")
+    done = launcher.run(*arguments)
+    assert done.returncode == status
+    assert text in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (launcher.folder / "started").exists()
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "own name", "[::1]"])
+def test_names_of_this_machine(launcher: Launcher, host: str) -> None:
+    import socket
+
+    name = socket.gethostname() if host == "own name" else host
+    if host == "[::1]" and not _has_ipv6_loopback():
+        pytest.skip("no IPv6 loopback")
+    found = dumps(launcher.run("-H", f"{name}:2", launcher.script(DUMP)))
+    assert sorted(found) == [0, 1]
+    assert found[0][0]["HVDGLOO_HOSTNAME"] == name.strip("[]")
+
+
+def _has_ipv6_loopback() -> bool:
+    import socket
+
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+def test_fewer_processes_than_slots_takes_exactly_that_many(launcher: Launcher) -> None:
+    found = dumps(launcher.run("-np", "2", "-H", "localhost:4", launcher.script(DUMP)))
+    assert sorted(found) == [0, 1]
+    assert found[0][0]["WORLD_SIZE"] == "2"
+    assert found[1][0]["LOCAL_WORLD_SIZE"] == "2"
+
+
+def test_without_a_number_all_slots_are_taken(launcher: Launcher) -> None:
+    (launcher.folder / "hosts").write_text("# my machine\n\nlocalhost slots=3  # all of it\n")
+    found = dumps(launcher.run("--hostfile", "hosts", launcher.script(DUMP)))
+    assert sorted(found) == [0, 1, 2]
+
+
+def test_without_hosts_and_gpus_one_process_is_started_and_that_is_said(launcher: Launcher) -> None:
+    done = launcher.run(launcher.script(DUMP), env={"CUDA_VISIBLE_DEVICES": ""})
+    assert sorted(dumps(done)) == [0]
+    assert "starting 1 process (there is no GPU)" in done.stderr or "one for each" in done.stderr
+
+
+def test_pain_28_threads_share_the_cores_and_the_user_s_choice_stays(launcher: Launcher) -> None:
+    cores = len(os.sched_getaffinity(0))
+    script = launcher.script(DUMP)
+    done = launcher.run("-np", "2", script)
+    for environ, *_ in dumps(done).values():
+        assert environ["OMP_NUM_THREADS"] == environ["MKL_NUM_THREADS"] == str(max(1, cores // 2))
+    assert done.stderr.count("OMP_NUM_THREADS=") == 1
+    chosen = launcher.run("-np", "2", script, env={"OMP_NUM_THREADS": "7"})
+    for environ, *_ in dumps(chosen).values():
+        assert environ["OMP_NUM_THREADS"] == "7"
+        assert "MKL_NUM_THREADS" not in environ
+    assert "OMP_NUM_THREADS" not in chosen.stderr
+    pinned = subprocess.run(
+        ["taskset", "-c", "0", sys.executable, "-m", "hvdgloo.runner", "-np", "1", script],
+        cwd=launcher.folder, env=clean_environment(), capture_output=True, text=True, timeout=30,
+    )  # fmt: skip
+    if os.cpu_count() != 1:
+        assert dumps(pinned)[0][0]["OMP_NUM_THREADS"] == "1"
+
+
+def test_flags_and_files_set_the_workers_variables(launcher: Launcher) -> None:
+    (launcher.folder / "settings.yaml").write_text(
+        "params: {fusion_threshold_mb: 16, cycle_time_ms: 2.5, hierarchical_allreduce: true}\n"
+        "stall_check: {enabled: false, warning_time_seconds: 30}\nlogging: {level: DEBUG}\n"
+    )
+    done = launcher.run(
+        "--config-file", "settings.yaml", "--fusion-threshold-mb", "64", "--log-without-timestamp", "--autotune",
+        "-np", "1", launcher.script(DUMP), env={"HVDGLOO_LOG_LEVEL": "ERROR"},
+    )  # fmt: skip
+    environ = dumps(done)[0][0]
+    assert environ["HVDGLOO_FUSION_THRESHOLD"] == str(64 * 1024 * 1024), "the flag wins over the file"
+    assert environ["HVDGLOO_CYCLE_TIME"] == "2.5"
+    assert environ["HVDGLOO_STALL_CHECK_DISABLE"] == "1"
+    assert environ["HVDGLOO_STALL_CHECK_TIME_SECONDS"] == "30"
+    assert environ["HVDGLOO_LOG_LEVEL"] == "DEBUG", "the file wins over the environment"
+    assert environ["HVDGLOO_LOG_HIDE_TIME"] == "1"
+    assert "--autotune: it has no effect in this version" in done.stderr
+    assert "params.hierarchical_allreduce has no effect here" in done.stderr
+
+
+def test_pain_30_no_secret_is_on_any_command_line(launcher: Launcher) -> None:
+    script = launcher.script(
+        """
+        import os
+        secret = os.environ["HVDGLOO_SECRET"].encode()
+        lines = {}
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            try:
+                lines[pid] = open(f"/proc/{pid}/cmdline", "rb").read()
+            except OSError:
+                pass
+        assert any(b"hvdgloo.runner.agent" in line for line in lines.values())
+        print([pid for pid, line in lines.items() if secret in line or bytes.fromhex(secret.decode()) in line])
+        """
+    )
+    done = launcher.run("-np", "2", "--verbose", script)
+    assert sorted(done.stdout.splitlines()) == ["[0]<stdout>:[]", "[1]<stdout>:[]"]
+
+
+def test_pain_30_the_agent_s_environment_has_no_secret(launcher: Launcher) -> None:
+    script = launcher.script(
+        """
+        import os
+        def parent(pid):
+            return int(open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[1])
+        agent = os.getppid()
+        for pid in (agent, parent(agent), parent(parent(agent))):
+            print("HVDGLOO_SECRET" in open(f"/proc/{pid}/environ").read())
+        """
+    )
+    done = launcher.run("-np", "1", script)
+    assert done.stdout.splitlines() == ["[0]<stdout>:False"] * 3
+
+
+def test_help_version_and_build_table(launcher: Launcher) -> None:
+    help_text = launcher.run("--help")
+    assert help_text.returncode == 0
+    for flag in ("--fusion-threshold-mb MB", "--cycle-time-ms MS", "--start-timeout SECONDS", "--no-stall-check"):
+        assert flag in help_text.stdout
+    assert launcher.run("-v").stdout.count(".") == 2
+    table = launcher.run("--check-build").stdout
+    assert table.startswith("hvdgloo v")
+    assert "    [X] Gloo" in table
+    assert "    [ ] MPI" in table
+
+
+def test_the_user_s_own_torch_distributed_works_in_a_worker(launcher: Launcher) -> None:
+    pytest.importorskip("torch")
+    script = launcher.script(
+        """
+        import torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        value = torch.ones(3) * (dist.get_rank() + 1)
+        dist.all_reduce(value)
+        print(value.tolist())
+        dist.destroy_process_group()
+        """
+    )
+    done = launcher.run("-np", "2", script, timeout=50)
+    assert sorted(done.stdout.splitlines()) == [f"[{rank}]<stdout>:[3.0, 3.0, 3.0]" for rank in range(2)], done.stderr
+
+
+def test_pain_20_who_has_not_come_to_init_is_said(launcher: Launcher) -> None:
+    script = launcher.script(
+        """
+        import os, time
+        from hvdgloo.rendezvous import RendezvousClient, WorkerInfo, host_identity
+        rank = int(os.environ["RANK"])
+        if rank == 1:
+            time.sleep(2.5)
+        server, secret = os.environ["HVDGLOO_RENDEZVOUS"], bytes.fromhex(os.environ["HVDGLOO_SECRET"])
+        with RendezvousClient(server, secret) as client:
+            me = WorkerInfo(rank, None, "localhost", host_identity(), "127.0.0.1", 1, os.getpid())
+            print(client.register(0, me, timeout=20).rank)
+        """
+    )
+    done = launcher.run("-np", "2", "--verbose", script)
+    assert done.returncode == 0, done.stderr
+    assert "hvd.init() still waits for ranks 1 (localhost): they have not called it yet" in done.stderr

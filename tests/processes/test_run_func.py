@@ -1,0 +1,376 @@
+"""``hvdgloo.run.run``: a function on several processes, from wherever it is called."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import hvdgloo
+import hvdgloo.run
+from hvdgloo.errors import (
+    ConfigError,
+    InvalidArgumentError,
+    JobFailedError,
+    LaunchError,
+    PeerLostError,
+    RemoteTraceback,
+)
+from tests.support.launching import clean_environment, wait_for
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in set(os.environ) - set(clean_environment()):
+        monkeypatch.delenv(name)
+
+
+class OwnError(Exception):
+    """Needs two arguments, which its pickle has."""
+
+    def __init__(self, number: int, text: str) -> None:
+        super().__init__(number, text)
+        self.number = number
+
+
+class ForgetfulError(Exception):
+    """Cannot be built again from what it keeps."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+def test_results_come_in_the_order_of_ranks() -> None:
+    def work(base: int, *, factor: int) -> tuple[int, int, int]:
+        rank = int(os.environ["HVDGLOO_RANK"])
+        time.sleep(0.1 * (2 - rank))
+        return rank, base + factor * rank, int(os.environ["WORLD_SIZE"])
+
+    assert hvdgloo.run.run(work, (100,), {"factor": 10}, 3) == [(0, 100, 3), (1, 110, 3), (2, 120, 3)]
+
+
+def test_the_module_itself_can_be_called() -> None:
+    """Horovod's ``horovod.run`` is a package in one version and a function in another; here it is both."""
+    captured = 17
+    assert hvdgloo.run(lambda: captured, np=2) == [17, 17]
+    assert hvdgloo.run.run(lambda: captured, num_proc=2) == [17, 17]
+
+
+def test_a_worker_s_exception_is_raised_with_its_traceback_rank_and_host() -> None:
+    def work() -> None:
+        if os.environ["RANK"] == "1":
+            raise OwnError(5, "broken")
+        time.sleep(60)
+
+    started = time.monotonic()
+    with pytest.raises(OwnError) as caught:
+        hvdgloo.run.run(work, np=2)
+    assert time.monotonic() - started < 10
+    assert caught.value.number == 5
+    cause = caught.value.__cause__
+    assert isinstance(cause, RemoteTraceback)
+    assert (cause.rank, cause.host) == (1, "localhost")
+    assert 'raise OwnError(5, "broken")' in cause.traceback
+    assert "raised by rank 1 on host localhost" in str(cause)
+    assert (caught.value.rank, caught.value.host) == (1, "localhost")  # type: ignore[attr-defined]
+
+
+def test_an_exception_that_cannot_travel_is_told_in_words() -> None:
+    def work() -> None:
+        raise ForgetfulError(1, 2)
+
+    with pytest.raises(JobFailedError, match="ForgetfulError: 1 and 2") as caught:
+        hvdgloo.run.run(work)
+    assert caught.value.rank == 0
+    assert "raise ForgetfulError(1, 2)" in str(caught.value)
+
+
+def test_the_culprit_is_raised_and_not_a_rank_that_merely_lost_it(tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+
+    def work() -> None:
+        if os.environ["RANK"] == "0":
+            while not ready.exists():
+                time.sleep(0.01)
+            raise PeerLostError("rank 1 is gone", rank=1)
+        # It takes longer to end than the rank that noticed.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        ready.touch()
+        time.sleep(0.5)
+        raise ValueError("the reason")
+
+    with pytest.raises(ValueError, match="the reason"):
+        hvdgloo.run.run(work, np=2)
+
+
+def test_a_killed_worker() -> None:
+    def work() -> None:
+        if os.environ["RANK"] == "1":
+            sys.stdout.write("last words\n")
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+
+    with pytest.raises(JobFailedError, match="rank 1 on host localhost was killed by signal 9") as caught:
+        hvdgloo.run.run(work, np=2)
+    error = caught.value
+    assert (error.rank, error.host, error.exit_code, error.signal) == (1, "localhost", 137, 9)
+    assert error.last_lines == ("last words",)
+    assert pickle.loads(pickle.dumps(error)).rank == 1
+
+
+@pytest.mark.parametrize(("code", "status"), [(3, 3), (0, 1), ("bye", 1)])
+def test_sys_exit_in_the_function(code: Any, status: int) -> None:
+    def work() -> None:
+        sys.exit(code)
+
+    with pytest.raises(JobFailedError) as caught:
+        hvdgloo.run.run(work, np=2)
+    assert f"called sys.exit({code!r})" in str(caught.value)
+    assert caught.value.exit_code == status
+
+
+def test_leaving_without_a_result() -> None:
+    with pytest.raises(JobFailedError, match="left no result"):
+        hvdgloo.run.run(lambda: os._exit(0), np=2)
+
+
+def test_what_cannot_be_pickled() -> None:
+    lock = threading.Lock()
+    with pytest.raises(InvalidArgumentError, match="cannot be sent to the workers"):
+        hvdgloo.run.run(lambda: lock)
+    with pytest.raises(JobFailedError, match=r"rank 0 .*returned a lock that cannot be pickled"):
+        hvdgloo.run.run(threading.Lock)
+
+
+def test_a_result_of_200_megabytes() -> None:
+    def work() -> bytes:
+        return bytes([int(os.environ["RANK"])]) * 200_000_000
+
+    first, second = hvdgloo.run.run(work, np=2)
+    assert len(first) == len(second) == 200_000_000
+    assert (first[:1], second[-1:]) == (b"\0", b"\1")
+
+
+def test_a_large_argument_reaches_every_rank() -> None:
+    data = os.urandom(1_000_000) * 50
+    assert hvdgloo.run.run(lambda: (len(data), data[-20:]), np=2) == [(50_000_000, data[-20:])] * 2
+
+
+def test_numpy_arrays() -> None:
+    import numpy as np
+
+    results = hvdgloo.run.run(np.arange, (5,), np=2)
+    assert all(np.array_equal(result, [0, 1, 2, 3, 4]) for result in results)
+
+
+def test_output_goes_to_the_caller_s_standard_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    def work() -> None:
+        sys.stdout.write(f"from {os.environ['RANK']} ü\n")
+        sys.stderr.write("error\n")
+
+    out, err = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", err)
+    hvdgloo.run.run(work, np=2)
+    assert sorted(out.getvalue().splitlines()) == ["[0]<stdout>:from 0 ü", "[1]<stdout>:from 1 ü"]
+    assert sorted(err.getvalue().splitlines()) == ["[0]<stderr>:error", "[1]<stderr>:error"]
+
+
+def test_output_files_environment_and_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def work() -> tuple[str, str]:
+        sys.stdout.write("to the file\n")
+        return os.environ["EXTRA"], os.getcwd()
+
+    assert hvdgloo.run.run(work, np=2, output_filename="logs", env={"EXTRA": "1"}) == [("1", str(tmp_path))] * 2
+    assert (tmp_path / "logs" / "rank.1" / "stdout").read_text() == "to the file\n"
+
+
+def test_from_another_thread() -> None:
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.extend(hvdgloo.run.run(os.getpid, np=2)))
+    thread.start()
+    thread.join(30)
+    assert len(set(results)) == 2
+
+
+def test_two_jobs_at_once() -> None:
+    results: dict[int, list[int]] = {}
+
+    def launch(number: int) -> None:
+        results[number] = hvdgloo.run.run(lambda: number, np=2)
+
+    threads = [threading.Thread(target=launch, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert results == {0: [0, 0], 1: [1, 1]}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"use_mpi": True}, ConfigError, "there is no MPI here"),
+        ({"min_np": 2}, ConfigError, "not supported yet"),
+        ({"host_discovery_script": "x.sh"}, ConfigError, "not supported yet"),
+        ({"np": 0}, ConfigError, "at least one process"),
+        ({"np": 3, "hosts": "localhost:2"}, ConfigError, "only 2 slots"),
+        ({"hosts": "localhost:2", "hostfile": "f"}, ConfigError, "not both"),
+        ({"hosts": "no-such-host.invalid:2"}, LaunchError, "not supported yet"),
+        ({"executable": "/no/such/python"}, JobFailedError, "could not be started"),
+    ],
+)
+def test_arguments_that_cannot_be_used(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        hvdgloo.run.run(int, **arguments)
+
+
+def test_arguments_that_change_nothing_here() -> None:
+    assert hvdgloo.run.run(int, use_gloo=True, ssh_port=22, disable_cache=True, network_interface="lo", verbose=0) == [
+        0
+    ]
+
+
+def run_program(text: str, folder: Path, *, name: str = "program.py") -> subprocess.CompletedProcess[str]:
+    (folder / name).write_text(textwrap.dedent(text))
+    return subprocess.run(
+        [sys.executable, name], cwd=folder, env=clean_environment(), capture_output=True, text=True, timeout=40
+    )
+
+
+def test_from_a_script_whose_main_defines_everything(tmp_path: Path) -> None:
+    (tmp_path / "helper.py").write_text("def double(x): return 2 * x\n")
+    done = run_program(SCRIPT, tmp_path)
+    assert done.stdout.splitlines() == ["[0, 2, 4]", "caught as planned"], done.stderr
+
+
+SCRIPT = """
+import os
+import hvdgloo.run
+import helper
+
+class Problem(Exception):
+    pass
+
+def work(fail):
+    if fail:
+        raise Problem("as planned")
+    return helper.double(int(os.environ["RANK"]))
+
+# No guard against being imported: the workers do not run this file.
+print(hvdgloo.run.run(work, (False,), np=3))
+try:
+    hvdgloo.run.run(work, (True,), np=2)
+except Problem as problem:
+    print("caught", problem)
+"""
+
+
+def test_from_exec_as_in_a_notebook(tmp_path: Path) -> None:
+    cell = (
+        "def work():\n    return help_me()\ndef help_me():\n    return 41 + offset\noffset = 1\n"
+        "result = hvdgloo.run.run(work, np=2)"
+    )
+    done = run_program(
+        f"""
+        import hvdgloo.run
+        for name in ("__main__", "a_notebook", None):
+            space = {{"hvdgloo": hvdgloo, **({{"__name__": name}} if name else {{}})}}
+            exec({cell!r}, space)
+            print(space["result"])
+        """,
+        tmp_path,
+    )
+    assert done.stdout.splitlines() == ["[42, 42]"] * 3, done.stderr
+
+
+def test_ctrl_c_reaches_the_workers_and_raises_here(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(
+        textwrap.dedent(
+            """
+            import os, time
+            import hvdgloo.run
+
+            def work():
+                rank = os.environ["RANK"]
+                open(f"ready{rank}", "w").write("1")
+                try:
+                    time.sleep(60)
+                except KeyboardInterrupt:
+                    time.sleep(0.3)
+                    open(f"saved{rank}", "w").write("1")
+                    raise
+
+            try:
+                hvdgloo.run.run(work, np=2)
+            except KeyboardInterrupt:
+                print("interrupted", sorted(os.listdir(".")))
+            """
+        )
+    )
+    process = subprocess.Popen(
+        [sys.executable, "program.py"], cwd=tmp_path, env=clean_environment(), stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    wait_for(lambda: (tmp_path / "ready0").exists() and (tmp_path / "ready1").exists())
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=20)
+    assert b"interrupted ['program.py', 'ready0', 'ready1', 'saved0', 'saved1']" in out
+
+
+def test_the_caller_is_left_as_it_was() -> None:
+    """No thread, descriptor, child or signal handler stays behind."""
+    hvdgloo.run.run(int, np=1)
+    before = (_descriptors(), threading.active_count(), signal.getsignal(signal.SIGINT))
+    for _ in range(3):
+        hvdgloo.run.run(int, np=2)
+    assert (_descriptors(), threading.active_count(), signal.getsignal(signal.SIGINT)) == before
+    assert not psutil.Process().children()
+
+
+def _descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_pain_30_a_function_is_unpickled_only_after_its_seal_was_checked(tmp_path: Path) -> None:
+    """A task that is given bytes which were not sealed with its secret ends without looking into them."""
+    from hvdgloo.runner import task
+
+    trap = tmp_path / "sprung"
+    bomb = pickle.dumps((["x"], _Bomb(str(trap))))
+    for payload in (bomb, b"\0" * 32 + bomb, task.pack_function(int, (), {}, b"another secret of 32 bytes......")):
+        (tmp_path / "function").write_bytes(payload)
+        with open(tmp_path / "function", "rb") as function, open(tmp_path / "outcome", "wb") as outcome:
+            done = subprocess.run(
+                [*task.command(sys.executable), str(function.fileno()), str(outcome.fileno())],
+                pass_fds=(function.fileno(), outcome.fileno()),
+                env={**clean_environment(), "HVDGLOO_SECRET": "ab" * 32, "HVDGLOO_RANK": "0"},
+                capture_output=True,
+                text=True,
+                timeout=30,
+            )
+        assert done.returncode == 1
+        assert "AuthenticationError" in done.stderr
+        assert (tmp_path / "outcome").read_bytes() == b""
+    assert not trap.exists()
+
+
+class _Bomb:
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (Path(self.path),))
