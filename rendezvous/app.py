@@ -49,11 +49,11 @@ from hvdgloo.rendezvous.epochs import (
 from hvdgloo.rendezvous.membership import WorkerInfo
 from hvdgloo.rendezvous.metrics import Metrics
 from hvdgloo.rendezvous.store import MAX_SCOPE_BYTES, MemoryStore, check_key
+from hvdgloo.rendezvous.streams import SLOWEST_RATE
 from hvdgloo.version import __version__
 
 MAX_POLL = 50.0  # seconds; below the idle timeouts of common load balancers
 BODY_TIMEOUT = 10.0
-SLOWEST_RATE = 256 * 1024
 MAX_CLIENTS = 1 << 17
 _READ_ONLY = frozenset({"/", "/v1/status", "/metrics"})
 _BROWSER_CHALLENGE = 'Basic realm="hvdgloo: the status token is the password", charset="UTF-8"'

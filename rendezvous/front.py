@@ -19,7 +19,6 @@ from __future__ import annotations
 import errno
 import json
 import logging
-import queue
 import selectors
 import socket
 import threading
@@ -32,124 +31,18 @@ from typing import Any
 from cheroot import server as cheroot_server
 from cheroot import wsgi
 
+from hvdgloo.rendezvous.pool import ThreadPool
+from hvdgloo.rendezvous.streams import MAX_HEAD, WRITE_TIMEOUT, Reader, Writer
+
 logger = logging.getLogger(__name__)
 
-MAX_HEAD = 16 * 1024
 HEAD_TIMEOUT = 10.0
 LINGER_TIMEOUT = 2.0
-WRITE_TIMEOUT = 10.0
-SLOWEST_RATE = 256 * 1024  # bytes a second; a slower body or answer is given up
 _STOP_GRACE = 0.5
 _MOST_DISCARDED = 64 * 1024 * 1024
 _ACCEPTS_AT_ONCE = 64
 
 WSGIApplication = Callable[[dict[str, Any], Callable[..., Any]], Any]
-
-
-class Reader:
-    """What cheroot reads a request from: bytes that have arrived, then the socket, until a deadline."""
-
-    def __init__(self, sock: socket.socket, flush: Callable[[], None]) -> None:
-        self._socket = sock
-        self._flush = flush
-        self._buffer = bytearray()
-        self._searched = 0
-        self.deadline = 0.0
-        self.bytes_read = 0
-        self.closed = False
-
-    def feed(self, data: bytes) -> None:
-        self._buffer += data
-        if self._buffer.startswith(b"\r\n"):  # empty lines before a request mean nothing, and hide where a head ends
-            del self._buffer[: len(self._buffer) - len(self._buffer.lstrip(b"\r\n"))]
-
-    def has_data(self) -> bool:
-        return bool(self._buffer)
-
-    def has_head(self) -> bool:
-        """Whether parsing can begin: the head is complete, or longer than any head may be."""
-        end = self._buffer.find(b"\r\n\r\n", max(0, self._searched - 3))
-        self._searched = len(self._buffer)
-        return end >= 0 or len(self._buffer) > MAX_HEAD
-
-    def allow(self, seconds: float) -> None:
-        """Let reads wait for the client, for this long in total."""
-        self.deadline = time.monotonic() + seconds
-
-    def readline(self, size: int) -> bytes:
-        """One line of the head, which is here already: a missing end is never waited for."""
-        end = self._buffer.find(b"\n", 0, size) + 1
-        return self._take(end if end else size)
-
-    def read(self, size: int) -> bytes:
-        """Exactly ``size`` bytes, or fewer if the client ends its side.
-
-        Raises:
-            TimeoutError: the deadline passed first.
-        """
-        data = self._take(size)
-        if len(data) == size:
-            return data
-        self._flush()
-        return data + self._receive(size - len(data))
-
-    def close(self) -> None:
-        self.closed = True
-        self._buffer.clear()
-
-    def _receive(self, size: int) -> bytes:
-        data = bytearray(size)
-        view, filled = memoryview(data), 0
-        while filled < size:
-            self._socket.settimeout(max(0.001, self.deadline - time.monotonic()))
-            count = self._socket.recv_into(view[filled:])
-            if count == 0:
-                break
-            filled += count
-            self.bytes_read += count
-        return bytes(view[:filled])
-
-    def _take(self, size: int) -> bytes:
-        data = bytes(self._buffer[:size])
-        del self._buffer[:size]
-        self._searched = 0
-        self.bytes_read += len(data)
-        return data
-
-
-class Writer:
-    """What cheroot writes an answer to: head and body leave together, within a deadline."""
-
-    _HELD_BACK = 64 * 1024
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._socket = sock
-        self._pending: list[bytes] = []
-        self._size = 0
-        self.bytes_written = 0
-        self.closed = False
-
-    def write(self, data: bytes) -> None:
-        self._pending.append(data)
-        self._size += len(data)
-        if self._size > self._HELD_BACK:
-            self.flush()
-
-    def flush(self) -> None:
-        """
-        Raises:
-            OSError: the client is gone, or takes nothing.
-        """
-        if self._pending:
-            data = b"".join(self._pending)
-            self._pending.clear()
-            self._size = 0
-            self._socket.settimeout(WRITE_TIMEOUT + len(data) / SLOWEST_RATE)
-            self._socket.sendall(data)
-            self.bytes_written += len(data)
-
-    def close(self) -> None:
-        self.closed = True
 
 
 class _HeaderReader(cheroot_server.HeaderReader):
@@ -224,50 +117,6 @@ class Connection(cheroot_server.HTTPConnection):
         except OSError:
             pass  # the peer was faster
         self.socket.close()
-
-
-class ThreadPool:
-    """Threads that run jobs, made when all others are busy, up to ``limit``. Daemons, joined by ``stop``."""
-
-    def __init__(self, name: str, limit: int) -> None:
-        self.name = name
-        self.limit = limit
-        self._lock = threading.Lock()
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
-        self._free = 0  # threads without a job, less jobs without a thread
-
-    def submit(self, job: Callable[[], None]) -> None:
-        """Run ``job`` on some thread; it must not raise."""
-        with self._lock:
-            self._free -= 1
-            if self._free < 0 and len(self._threads) < self.limit:
-                thread = threading.Thread(target=self._work, name=f"{self.name}-{len(self._threads)}", daemon=True)
-                self._threads.append(thread)
-                self._free += 1
-                thread.start()
-        self._jobs.put(job)
-
-    def stop(self, timeout: float) -> None:
-        """Let threads finish what they do, and wait for that at most ``timeout`` seconds."""
-        deadline = time.monotonic() + timeout
-        with self._lock:
-            threads = list(self._threads)
-        for _ in threads:
-            self._jobs.put(None)
-        for thread in threads:
-            if thread is not threading.current_thread():
-                thread.join(max(0.0, deadline - time.monotonic()))
-
-    @property
-    def alive(self) -> int:
-        return sum(thread.is_alive() for thread in self._threads)
-
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job()
-            with self._lock:
-                self._free += 1
 
 
 class Front(cheroot_server.HTTPServer):

@@ -1,0 +1,121 @@
+"""The two ends of a server's connection as cheroot's parser and gateway see them, with deadlines.
+
+cheroot's own file objects wait for a client anew with every packet, copy an answer several times, and send its head and
+body apart.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+
+MAX_HEAD = 16 * 1024
+WRITE_TIMEOUT = 10.0
+SLOWEST_RATE = 256 * 1024  # bytes a second; a slower body or answer is given up
+
+
+class Reader:
+    """What cheroot reads a request from: bytes that have arrived, then the socket, until a deadline."""
+
+    def __init__(self, sock: socket.socket, flush: Callable[[], None]) -> None:
+        self._socket = sock
+        self._flush = flush
+        self._buffer = bytearray()
+        self._searched = 0
+        self.deadline = 0.0
+        self.bytes_read = 0
+        self.closed = False
+
+    def feed(self, data: bytes) -> None:
+        self._buffer += data
+        if self._buffer.startswith(b"\r\n"):  # empty lines before a request mean nothing, and hide where a head ends
+            del self._buffer[: len(self._buffer) - len(self._buffer.lstrip(b"\r\n"))]
+
+    def has_data(self) -> bool:
+        return bool(self._buffer)
+
+    def has_head(self) -> bool:
+        """Whether parsing can begin: the head is complete, or longer than any head may be."""
+        end = self._buffer.find(b"\r\n\r\n", max(0, self._searched - 3))
+        self._searched = len(self._buffer)
+        return end >= 0 or len(self._buffer) > MAX_HEAD
+
+    def allow(self, seconds: float) -> None:
+        """Let reads wait for the client, for this long in total."""
+        self.deadline = time.monotonic() + seconds
+
+    def readline(self, size: int) -> bytes:
+        """One line of the head, which is here already: a missing end is never waited for."""
+        end = self._buffer.find(b"\n", 0, size) + 1
+        return self._take(end if end else size)
+
+    def read(self, size: int) -> bytes:
+        """Exactly ``size`` bytes, or fewer if the client ends its side.
+
+        Raises:
+            TimeoutError: the deadline passed first.
+        """
+        data = self._take(size)
+        if len(data) == size:
+            return data
+        self._flush()
+        return data + self._receive(size - len(data))
+
+    def close(self) -> None:
+        self.closed = True
+        self._buffer.clear()
+
+    def _receive(self, size: int) -> bytes:
+        data = bytearray(size)
+        view, filled = memoryview(data), 0
+        while filled < size:
+            self._socket.settimeout(max(0.001, self.deadline - time.monotonic()))
+            count = self._socket.recv_into(view[filled:])
+            if count == 0:
+                break
+            filled += count
+            self.bytes_read += count
+        return bytes(view[:filled])
+
+    def _take(self, size: int) -> bytes:
+        data = bytes(self._buffer[:size])
+        del self._buffer[:size]
+        self._searched = 0
+        self.bytes_read += len(data)
+        return data
+
+
+class Writer:
+    """What cheroot writes an answer to: head and body leave together, within a deadline."""
+
+    _HELD_BACK = 64 * 1024
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._pending: list[bytes] = []
+        self._size = 0
+        self.bytes_written = 0
+        self.closed = False
+
+    def write(self, data: bytes) -> None:
+        self._pending.append(data)
+        self._size += len(data)
+        if self._size > self._HELD_BACK:
+            self.flush()
+
+    def flush(self) -> None:
+        """
+        Raises:
+            OSError: the client is gone, or takes nothing.
+        """
+        if self._pending:
+            data = b"".join(self._pending)
+            self._pending.clear()
+            self._size = 0
+            self._socket.settimeout(WRITE_TIMEOUT + len(data) / SLOWEST_RATE)
+            self._socket.sendall(data)
+            self.bytes_written += len(data)
+
+    def close(self) -> None:
+        self.closed = True
