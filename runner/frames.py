@@ -21,7 +21,7 @@ from hvdgloo.errors import LaunchError
 PROTOCOL = 1
 """Raised when frames change their meaning; launcher and agent must agree."""
 
-PREAMBLE = b"\0hvdgloo agent: frames follow\0"
+PREAMBLE = b"\0hvdgloo agent: frames follow\n"  # no end of it is a beginning of it
 MAX_FRAME = 64 * 1024 * 1024
 CHUNK = 64 * 1024
 """Bytes of output, input or results that one frame carries at most."""

@@ -1,0 +1,293 @@
+"""Hosts, slots, commands, environments and flags: values in, values out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdgloo.config import Config, settings
+from hvdgloo.errors import ConfigError, LaunchError
+from hvdgloo.runner import cli, machine, options
+from hvdgloo.runner.command import thread_defaults, worker_environment
+from hvdgloo.runner.hosts import parse_hosts, read_hostfile
+from hvdgloo.runner.spawners import choose_spawner, is_this_host
+from hvdgloo.runner.spec import Host, assign
+from hvdgloo.runner.supervisor import Failure, Outcome, describe_status
+
+
+HOROVODRUN_FLAGS = """
+    -v --version -np --num-proc -cb --check-build --disable-cache --start-timeout --network-interfaces --network-
+    interface --output-filename --verbose --config-file -p --ssh-port -i --ssh-identity-file --fusion-threshold-mb
+    --cycle-time-ms --cache-capacity --hierarchical-allreduce --no-hierarchical-allgather --torus-allreduce
+    --autotune --no-autotune --autotune-log-file --autotune-warmup-samples --autotune-steps-per-sample --autotune-
+    bayes-opt-max-samples --autotune-gaussian-process-noise --min-np --min-num-proc --max-np --max-num-proc
+    --slots-per-host --elastic-timeout --reset-limit --blacklist-cooldown-range --timeline-filename --timeline-
+    mark-cycles --no-stall-check --stall-check --stall-check-warning-time-seconds --stall-check-shutdown-time-
+    seconds --mpi-threads-disable --mpi-args --tcp --binding-args --num-nccl-streams --thread-affinity --gloo-
+    timeout-seconds --log-level --log-with-timestamp --log-without-timestamp --log-hide-timestamp -prefix-
+    timestamp --prefix-output-with-timestamp -H --hosts -hostfile --hostfile --host-discovery-script --gloo --mpi
+    --jsrun
+"""
+
+
+class TestHosts:
+    @pytest.mark.parametrize(
+        ("text", "hosts"),
+        [
+            ("h1:4", [("h1", 4)]),
+            ("h1:4,h2:2", [("h1", 4), ("h2", 2)]),
+            (" h1:4 , h2 ", [("h1", 4), ("h2", 1)]),
+            ("user@node-1.cluster:3", [("user@node-1.cluster", 3)]),
+            ("[fe80::1%eth0]:2,10.0.0.5:1", [("fe80::1%eth0", 2), ("10.0.0.5", 1)]),
+            ("[::1]", [("::1", 1)]),
+        ],
+    )
+    def test_forms(self, text: str, hosts: list[tuple[str, int]]) -> None:
+        assert parse_hosts(text) == tuple(Host(*host) for host in hosts)
+
+    @pytest.mark.parametrize("text", ["", ",", "h1:", "h1:0", "h1:-1", "h1:x", "h1:1,h1:2", "h1:1:2", ":4", "h 1:2"])
+    def test_what_cannot_be_understood_is_quoted(self, text: str) -> None:
+        with pytest.raises(ConfigError, match="--hosts"):
+            parse_hosts(text)
+
+    def test_a_file(self, tmp_path: Path) -> None:
+        path = tmp_path / "hosts"
+        path.write_text("# cluster\nh1 slots=4   # fast\n\nh2:2\nh3\nh4 slots = 8 max_slots=8\n")
+        assert read_hostfile(str(path)) == (Host("h1", 4), Host("h2", 2), Host("h3", 1), Host("h4", 8))
+
+    @pytest.mark.parametrize("line", ["h1 4", "h1 slots=four", "h1 slots=0", "h0 slots=1"])
+    def test_the_line_of_a_file_is_named(self, tmp_path: Path, line: str) -> None:
+        path = tmp_path / "hosts"
+        path.write_text(f"h0\n{line}\n")
+        with pytest.raises(ConfigError, match=r"line 2|twice"):
+            read_hostfile(str(path))
+
+    def test_this_machine(self) -> None:
+        assert is_this_host("localhost")
+        assert is_this_host("127.0.0.1")
+        assert not is_this_host("192.0.2.1")
+        assert not is_this_host("no-such-host.invalid")
+        with pytest.raises(LaunchError, match=r"other hosts than this one are not supported yet: h9\.invalid is not"):
+            choose_spawner([Host("localhost", 1), Host("h9.invalid", 1)])
+
+
+class TestSlots:
+    def test_ranks_fill_hosts_in_order(self) -> None:
+        slots = assign([Host("a", 2), Host("b", 3), Host("c", 1)], 5)
+        rows = [(s.rank, s.hostname, s.local_rank, s.local_size, s.cross_rank, s.cross_size) for s in slots]
+        assert rows == [
+            (0, "a", 0, 2, 0, 2),
+            (1, "a", 1, 2, 0, 2),
+            (2, "b", 0, 3, 1, 2),
+            (3, "b", 1, 3, 1, 2),
+            (4, "b", 2, 3, 0, 1),
+        ]
+
+    @given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.data())
+    def test_places_agree_with_each_other(self, sizes: list[int], data: st.DataObject) -> None:
+        np = data.draw(st.integers(1, sum(sizes)))
+        slots = assign([Host(f"h{i}", n) for i, n in enumerate(sizes)], np)
+        assert [slot.rank for slot in slots] == list(range(np))
+        for slot in slots:
+            local = [other for other in slots if other.host == slot.host]
+            cross = [other for other in slots if other.local_rank == slot.local_rank]
+            assert (slot.local_rank, slot.local_size) == (local.index(slot), len(local))
+            assert (slot.cross_rank, slot.cross_size) == (cross.index(slot), len(cross))
+        assert sorted({slot.host for slot in slots}) == list(range(slots[-1].host + 1))
+
+    def test_too_few_slots_names_both_numbers(self) -> None:
+        with pytest.raises(ConfigError, match=r"5 processes .* only 3 slots .*give more slots .* or a smaller -np"):
+            assign([Host("a", 1), Host("b", 2)], 5)
+
+
+class TestEnvironment:
+    def test_config_understands_what_a_worker_is_given(self) -> None:
+        slot = assign([Host("a", 1), Host("b", 2)], 3)[2]
+        environ = worker_environment(
+            slot,
+            job_id="job",
+            epoch=4,
+            rendezvous=("fd00::1", 4711),
+            secret=b"s" * 32,
+            address="10.0.0.2",
+            master=("10.0.0.1", 20001),
+        )
+        config = Config.from_env(environ)
+        assert (config.rank, config.hostname, config.address, config.epoch) == (2, "b", "10.0.0.2", 4)
+        assert (config.rendezvous, config.secret, config.job_id) == ("[fd00::1]:4711", b"s" * 32, "job")
+        horovod = {key: value for key, value in environ.items() if key.startswith("HOROVOD_")}
+        assert Config.from_env(horovod).rank == 2
+
+    @pytest.mark.parametrize(
+        ("cores", "local", "environ", "expected"),
+        [
+            (16, 4, {}, "4"),
+            (2, 4, {}, "1"),
+            (7, 2, {}, "3"),
+            (16, 1, {}, None),
+            (8, 1, {}, "8"),
+            (16, 4, {"OMP_NUM_THREADS": "2"}, None),
+        ],
+    )
+    def test_pain_28_threads(self, cores: int, local: int, environ: dict[str, str], expected: str | None) -> None:
+        added = thread_defaults(cores, local, environ, machine_cores=16)
+        assert added.get("OMP_NUM_THREADS") == expected
+        assert not set(added) & set(environ)
+
+    def test_pain_28_one_library_s_choice_leaves_the_others_their_default(self) -> None:
+        added = thread_defaults(16, 4, {"MKL_NUM_THREADS": "9"}, machine_cores=16)
+        assert added["OMP_NUM_THREADS"] == "4"
+        assert "MKL_NUM_THREADS" not in added
+
+
+class TestFlags:
+    def variables(self, *flags: str) -> dict[str, str]:
+        return options.from_flags(cli.build_parser().parse_args(list(flags)))
+
+    def test_every_setting_with_a_flag_can_be_given(self) -> None:
+        texts = {"--port-range": "2000-3000", "--log-level": "debug"}
+        parser = cli.build_parser()
+        for name, setting in settings().items():
+            if setting.flag is None:
+                continue
+            assert setting.flag in parser.format_help()
+            boolean = parser.values[setting.flag] == 0
+            flags = [setting.flag] if boolean else [setting.flag, texts.get(setting.flag, "2")]
+            environ = self.variables(*flags)
+            assert set(environ) == {setting.env}
+            assert getattr(Config.from_env(environ), name) != getattr(Config(), name)
+            if boolean:
+                assert self.variables(options.twin(setting.flag)) == {setting.env: "0"}
+
+    def test_units(self) -> None:
+        assert self.variables("--fusion-threshold-mb", "0.5") == {"HVDGLOO_FUSION_THRESHOLD": str(512 * 1024)}
+        assert self.variables("--fusion-threshold-mb", "0") == {"HVDGLOO_FUSION_THRESHOLD": "0"}
+        assert self.variables("--cycle-time-ms", "3.5") == {"HVDGLOO_CYCLE_TIME": "3.5"}
+        with pytest.raises(ConfigError, match="--fusion-threshold-mb many"):
+            self.variables("--fusion-threshold-mb", "many")
+
+    def test_old_spellings(self) -> None:
+        assert self.variables("--log-hide-timestamp") == self.variables("--log-without-timestamp")
+        assert self.variables("--no-log-hide-timestamp") == self.variables("--log-with-timestamp")
+
+    def test_every_flag_of_horovodrun_is_known(self) -> None:
+        assert set(HOROVODRUN_FLAGS.split()) <= set(cli.build_parser().values)
+
+    @pytest.mark.parametrize(
+        ("argv", "flags", "command"),
+        [
+            (["-np", "2", "train.py", "-np", "3"], ["-np", "2"], ["train.py", "-np", "3"]),
+            (["-np", "2", "--", "--odd"], ["-np", "2"], ["--odd"]),
+            (["--num-proc=2", "a"], ["--num-proc=2"], ["a"]),
+            (["-np", "2", "-m", "x.y", "-v"], ["-np", "2"], ["-m", "x.y", "-v"]),
+            (["--verbose", "a", "--", "b"], ["--verbose"], ["a", "--", "b"]),
+            (["--blacklist-cooldown-range", "1", "2", "a"], ["--blacklist-cooldown-range", "1", "2"], ["a"]),
+            (["-np"], ["-np"], []),
+            ([], [], []),
+        ],
+    )
+    def test_where_the_command_begins(self, argv: list[str], flags: list[str], command: list[str]) -> None:
+        assert cli.split(argv, cli.build_parser().values) == (flags, command)
+
+
+class TestFile:
+    def read(self, tmp_path: Path, text: str) -> tuple[dict[str, str], list[str]]:
+        path = tmp_path / "settings.yaml"
+        path.write_text(text)
+        return options.from_file(str(path))
+
+    def test_every_key_of_a_setting_is_understood(self, tmp_path: Path) -> None:
+        texts = {"network.port_range": "2000-3000", "logging.level": "debug", "stall_check.enabled": "false"}
+        for setting in settings().values():
+            if setting.yaml is not None:
+                section, _, key = setting.yaml.partition(".")
+                value = texts.get(setting.yaml, "true" if "hide" in key else "2")
+                environ, ignored = self.read(tmp_path, f"{section}:\n  {key}: {value}\n")
+                assert set(environ) == {setting.env}
+                assert ignored == []
+
+    def test_meanings_that_are_turned_round(self, tmp_path: Path) -> None:
+        environ, _ = self.read(tmp_path, "stall_check: {enabled: true}\nlogging: {with_timestamp: false}\n")
+        assert environ == {"HVDGLOO_STALL_CHECK_DISABLE": "0", "HVDGLOO_LOG_HIDE_TIME": "1"}
+
+    def test_horovod_s_own_keys_are_accepted(self, tmp_path: Path) -> None:
+        environ, ignored = self.read(
+            tmp_path, "controller: gloo\nautotune: {enabled: true}\nlibrary_options: {num_nccl_streams: 2}\n"
+        )
+        assert environ == {}
+        assert ignored == ["autotune.enabled", "library_options.num_nccl_streams"]
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("params: {fusion_treshold_mb: 3}", "did you mean params.fusion_threshold_mb"),
+            ("params: {fusion_threshold_mb: lots}", "params.fusion_threshold_mb: 'lots' cannot be used"),
+            ("controller: mpi", "there is only the Gloo controller"),
+            ("- a list", "sections"),
+            ("{unbalanced", "settings.yaml"),
+            ("stall_check: {enabled: maybe}", "stall_check.enabled"),
+        ],
+    )
+    def test_mistakes_name_the_key(self, tmp_path: Path, text: str, message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
+            self.read(tmp_path, text)
+
+    def test_an_empty_file_sets_nothing(self, tmp_path: Path) -> None:
+        assert self.read(tmp_path, "") == ({}, [])
+
+
+class TestMachine:
+    def test_cores_respect_affinity(self) -> None:
+        import os
+
+        assert 1 <= machine.usable_cores() <= len(os.sched_getaffinity(0))
+
+    @pytest.mark.parametrize(
+        ("visible", "expected"),
+        [(None, 4), ("", 0), ("0", 1), ("0,1", 2), ("0,-1,1", 1), ("0,7,1", 1), ("GPU-abc,GPU-def", 2), (" 1 , 2 ", 2)],
+    )
+    def test_gpus_as_cuda_sees_them(self, monkeypatch: pytest.MonkeyPatch, visible: str | None, expected: int) -> None:
+        monkeypatch.setattr(machine, "_nvidia_gpus", lambda: 4)
+        assert machine.visible_gpus({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}) == expected
+
+    def test_quotas_of_both_versions_of_control_groups(self, tmp_path: Path) -> None:
+        (tmp_path / "cpu.max").write_text("150000 100000\n")
+        assert machine._quota(str(tmp_path)) == 1.5
+        (tmp_path / "cpu.max").write_text("max 100000\n")
+        assert machine._quota(str(tmp_path)) == 0
+        (tmp_path / "cpu.max").unlink()
+        (tmp_path / "cpu.cfs_quota_us").write_text("200000\n")
+        (tmp_path / "cpu.cfs_period_us").write_text("100000\n")
+        assert machine._quota(str(tmp_path)) == 2
+        (tmp_path / "cpu.cfs_quota_us").write_text("-1\n")
+        assert machine._quota(str(tmp_path)) <= 0
+
+    def test_ports_are_not_given_twice(self) -> None:
+        claims = [machine.claim_port() for _ in range(30)]
+        try:
+            assert len({claim.port for claim in claims}) == 30
+            import socket
+
+            for claim in claims:
+                with socket.socket() as probe:
+                    probe.bind(("", claim.port))
+        finally:
+            for claim in claims:
+                claim.release()
+
+
+class TestOutcome:
+    def test_status_in_words(self) -> None:
+        assert describe_status(3) == "exited with status 3"
+        assert describe_status(-9) == "was killed by signal 9 (SIGKILL)"
+        assert describe_status(-64) == "was killed by signal 64 (SIGRTMAX)"
+        assert describe_status(-99) == "was killed by signal 99"
+
+    def test_exit_codes(self) -> None:
+        assert Outcome().exit_code == 0
+        assert Outcome(first=Failure(0, "h", 3, "")).exit_code == 3
+        assert Outcome(first=Failure(0, "h", -11, "")).exit_code == 139
+        assert Outcome(interrupted=2).exit_code == 130
