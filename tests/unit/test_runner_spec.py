@@ -17,19 +17,18 @@ from hvdgloo.runner.spawners import choose_spawner, is_this_host
 from hvdgloo.runner.spec import Host, assign
 from hvdgloo.runner.supervisor import Failure, Outcome, describe_status
 
-
 HOROVODRUN_FLAGS = """
-    -v --version -np --num-proc -cb --check-build --disable-cache --start-timeout --network-interfaces --network-
-    interface --output-filename --verbose --config-file -p --ssh-port -i --ssh-identity-file --fusion-threshold-mb
-    --cycle-time-ms --cache-capacity --hierarchical-allreduce --no-hierarchical-allgather --torus-allreduce
-    --autotune --no-autotune --autotune-log-file --autotune-warmup-samples --autotune-steps-per-sample --autotune-
-    bayes-opt-max-samples --autotune-gaussian-process-noise --min-np --min-num-proc --max-np --max-num-proc
-    --slots-per-host --elastic-timeout --reset-limit --blacklist-cooldown-range --timeline-filename --timeline-
-    mark-cycles --no-stall-check --stall-check --stall-check-warning-time-seconds --stall-check-shutdown-time-
-    seconds --mpi-threads-disable --mpi-args --tcp --binding-args --num-nccl-streams --thread-affinity --gloo-
-    timeout-seconds --log-level --log-with-timestamp --log-without-timestamp --log-hide-timestamp -prefix-
-    timestamp --prefix-output-with-timestamp -H --hosts -hostfile --hostfile --host-discovery-script --gloo --mpi
-    --jsrun
+    -v --version -np --num-proc -cb --check-build --disable-cache --start-timeout --network-interfaces
+    --network-interface --output-filename --verbose --config-file -p --ssh-port -i --ssh-identity-file
+    --fusion-threshold-mb --cycle-time-ms --cache-capacity --hierarchical-allreduce --no-hierarchical-allgather
+    --torus-allreduce --autotune --no-autotune --autotune-log-file --autotune-warmup-samples
+    --autotune-steps-per-sample --autotune-bayes-opt-max-samples --autotune-gaussian-process-noise --min-np
+    --min-num-proc --max-np --max-num-proc --slots-per-host --elastic-timeout --reset-limit
+    --blacklist-cooldown-range --timeline-filename --timeline-mark-cycles --no-stall-check --stall-check
+    --stall-check-warning-time-seconds --stall-check-shutdown-time-seconds --mpi-threads-disable --mpi-args --tcp
+    --binding-args --num-nccl-streams --thread-affinity --gloo-timeout-seconds --log-level --log-with-timestamp
+    --log-without-timestamp --log-hide-timestamp -prefix-timestamp --prefix-output-with-timestamp -H --hosts
+    -hostfile --hostfile --host-discovery-script --gloo --mpi --jsrun
 """
 
 
