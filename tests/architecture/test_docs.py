@@ -1,0 +1,145 @@
+"""The documentation agrees with the code: what it names exists, what is generated is up to date."""
+
+from __future__ import annotations
+
+import configparser
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from hvdgloo.config import environment_names, settings
+from hvdgloo.rendezvous import cli as rendezvous_cli
+from hvdgloo.runner.cli import build_parser
+from hvdgloo.runner.command import worker_environment
+from hvdgloo.runner.spec import Host, assign
+from tests.architecture.source import ROOT
+
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+OTHER_OPTIONS = {"--epochs"}
+"""Options in examples that belong to the user's own program."""
+
+
+def _generated() -> str:
+    spec = importlib.util.spec_from_file_location("generate_configuration", ROOT / "docs/generate_configuration.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    text: str = module.text()
+    return text
+
+
+def _ids(page: Path) -> str:
+    return page.name
+
+
+def test_configuration_is_what_config_declares() -> None:
+    written = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
+    assert written == _generated(), "run: python docs/generate_configuration.py"
+
+
+@pytest.mark.parametrize("name", sorted(settings()))
+def test_configuration_shows_every_name_of_a_setting(name: str) -> None:
+    setting = settings()[name]
+    section = _generated().partition(f"\n## {setting.env}\n")[2].partition("\n## ")[0]
+    names = [setting.flag, setting.yaml, *setting.fallback]
+    assert [shown for shown in names if shown is not None and f"`{shown}`" not in section] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_ids)
+def test_variables_that_are_named_exist(page: Path) -> None:
+    known = {*environment_names(), *_worker_variables()}
+    named = set(re.findall(r"\b(?:HVDGLOO|HOROVOD)_[A-Z][A-Z_]*[A-Z]\b", page.read_text(encoding="utf-8")))
+    assert named - known == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_ids)
+def test_options_that_are_named_exist(page: Path) -> None:
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", page.read_text(encoding="utf-8")))
+    assert named - _options() - OTHER_OPTIONS == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_ids)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert [link for link in _links(text) if not os.path.exists(page.parent / link.partition("#")[0])] == []
+    headings = {
+        re.sub(r"[^\w -]", "", h).strip().lower().replace(" ", "-") for h in re.findall(r"^#+ (.*)$", text, re.M)
+    }
+    assert {link[1:] for link in _links(text) if link.startswith("#")} <= headings
+
+
+def test_every_page_is_linked_from_the_readme() -> None:
+    linked = {link.partition("#")[0] for link in _links((ROOT / "README.md").read_text(encoding="utf-8"))}
+    assert {str(page.relative_to(ROOT)) for page in PAGES} - {"README.md"} <= linked
+
+
+def test_requirements_agree_with_setup_cfg() -> None:
+    """Pain 3: the matrix of tested versions cannot fall behind."""
+    # Not the installed metadata, which is as old as the installation.
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg", encoding="utf-8")
+    lines = setup["options"]["install_requires"] + setup["options.extras_require"]["torch"]
+    asked = {r.name: f">= {str(r.specifier)[2:]}" for r in map(Requirement, lines.split("\n")[1:])}
+    asked["Python"] = setup["options"]["python_requires"].replace(">=", ">= ")
+    assert {_canonical(name): needs for name, (needs, _) in _matrix().items()} == {
+        _canonical(name): needs for name, needs in asked.items()
+    }
+
+
+@pytest.mark.parametrize("name", ["Python", "torch", "numpy", "flask", "cheroot", "requests", "cloudpickle"])
+def test_this_environment_is_in_the_matrix(name: str) -> None:
+    """Pain 3: whoever runs the tests hears of versions that the matrix lacks; that alone is no failure."""
+    present = Version(platform.python_version() if name == "Python" else importlib.metadata.version(name))
+    needs, tested = _matrix()[name]
+    assert present in Requirement(f"x {needs}").specifier
+    if f"{present.major}.{present.minor}" not in tested:
+        pytest.skip(f"{name} {present} is not in docs/compatibility.md: add it if all tests pass")
+
+
+def test_a_wrong_name_would_be_noticed(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("HVDGLOO_NONSENSE, `--no-such-option`, [here](nowhere.md), [there](#nowhere)")
+    for check in (
+        test_variables_that_are_named_exist,
+        test_options_that_are_named_exist,
+        test_links_lead_somewhere,
+    ):
+        with pytest.raises(AssertionError):
+            check(page)
+
+
+def _matrix() -> dict[str, tuple[str, list[str]]]:
+    text = (ROOT / "docs/compatibility.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\w+) \| (>= [\d.]+) \| ([\d., ]+) \|$", text, re.M)
+    return {name: (needs, tested.replace(" ", "").split(",")) for name, needs, tested in rows}
+
+
+def _canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _links(text: str) -> list[str]:
+    return [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
+
+
+def _worker_variables() -> set[str]:
+    slot = assign([Host("localhost", 1)], 1)[0]
+    return set(
+        worker_environment(
+            slot, job_id="", epoch=0, rendezvous=("h", 1), secret=b"", address="127.0.0.1", master=("h", 1)
+        )
+    )
+
+
+def _options() -> set[str]:
+    launcher = {option for action in build_parser()._actions for option in action.option_strings}
+    source = Path(rendezvous_cli.__file__).read_text(encoding="utf-8")
+    return launcher | set(re.findall(r'"(--[a-z-]+)"', source))

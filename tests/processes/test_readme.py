@@ -1,0 +1,42 @@
+"""The README's programs, run as the README says. Whoever tries them first shall not be the first who does."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+_README = Path(__file__).resolve().parents[2] / "README.md"
+
+
+def _program(containing: str) -> str:
+    blocks = re.findall(r"```python\n(.*?)```", _README.read_text(encoding="utf-8"), re.DOTALL)
+    (found,) = [block for block in blocks if containing in block]
+    return str(found)
+
+
+def _run(folder: Path, *arguments: str) -> str:
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_first_program_trains_on_several_workers(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(_program("DistributedOptimizer"))
+    assert _run(tmp_path, "-m", "hvdgloo.runner", "-np", "2", "train.py") == "[0]<stdout>:2 workers, loss 0.000000\n"
+
+
+def test_the_first_program_trains_alone(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(_program("DistributedOptimizer"))
+    assert re.fullmatch(r"1 workers, loss 0\.0\d+\n", _run(tmp_path, "train.py"))
+
+
+def test_run_returns_what_the_readme_says(tmp_path: Path) -> None:
+    (tmp_path / "main.py").write_text(_program("hvdgloo.run.run("))
+    assert _run(tmp_path, "main.py") == f"{[[12.0] * 3] * 4}\n"
