@@ -93,6 +93,7 @@ class Coordinator:
         self._watching_since: float | None = None
         self._next_ping = 0.0
         self._last_release = float("-inf")
+        self._ticked = float("-inf")
         self._leaver: int | None = None
         self._undrained: set[int] = set()
         self._end_deadline = 0.0
@@ -113,6 +114,8 @@ class Coordinator:
         if self._inquest is not None:
             self._inquest.silent.discard(rank)
         if isinstance(message, Submit):
+            if self._leaver is not None:
+                return  # it crossed End on its way, and its rank fails these operations when End arrives
             unknown = self._negotiator.absorb(rank, message, now)
             if unknown:
                 self.outbox.append((rank, Resend(tuple(unknown))))
@@ -147,6 +150,7 @@ class Coordinator:
 
     def tick(self, now: float) -> None:
         """Let time pass: pings, silent ranks, stalls, deadlines."""
+        self._ticked = now
         if self.over:
             return
         if self._inquest is not None and now >= self._inquest.deadline:
@@ -155,7 +159,8 @@ class Coordinator:
             self._finish()
         else:
             self._watch(now)
-            self._check_stall(now)
+            if self._leaver is None:
+                self._check_stall(now)
 
     def deadline(self) -> float | None:
         """When ``tick`` has something to do next; None while the job is idle."""
@@ -172,8 +177,10 @@ class Coordinator:
             times.append(self._stall.deadline)
         elif self._next_stall_check is not None:
             times.append(self._next_stall_check)
-        if self._negotiator.has_ready and self._rules.cycle_time:
-            times.append(self._last_release + self._rules.cycle_time)
+        release = self._last_release + self._rules.cycle_time
+        if self._negotiator.has_ready and release > self._ticked:
+            # One that is due already waits for room in the data plane, which wakes the control thread by itself.
+            times.append(release)
         return min(times, default=None)
 
     # Ending.
@@ -185,6 +192,7 @@ class Coordinator:
         self._leaver = rank
         self._undrained = set(range(self._size))
         self._end_deadline = now + self._rules.operation_timeout
+        self._stall = self._next_stall_check = None
         self.outbox.append((EVERYONE, End(rank)))
 
     def _drained(self, rank: int) -> None:
@@ -211,8 +219,8 @@ class Coordinator:
     def _close_inquest(self, inquest: _Inquest) -> None:
         if inquest.silent:
             silent = sorted(inquest.silent)
-            who = self._describe(silent[0]) if len(silent) == 1 else format_ranks(silent)
-            text = f"{who} does not answer, and {self._describe(inquest.rank)} reports: {inquest.text}"
+            who = f"{self._describe(silent[0])} does" if len(silent) == 1 else f"{format_ranks(silent)} do"
+            text = f"{who} not answer, and {self._describe(inquest.rank)} reports: {inquest.text}"
             self._abort("peer", text, silent[0])
         else:
             self._abort("backend", f"{self._describe(inquest.rank)} reports: {inquest.text}", inquest.rank)
@@ -281,10 +289,11 @@ class Coordinator:
     def _report_stall(self, report: _StallReport, now: float) -> None:
         self._stall = None
         rules = self._rules
-        still = {operation.name for operation in self._negotiator.waiting()}
-        overdue = [operation for operation in report.overdue if operation.name in still]
-        self._next_stall_check = None
+        # As they wait now: some ranks may have come meanwhile, and the next step uses the same names.
+        asked_about = {(operation.name, operation.since) for operation in report.overdue}
+        overdue = [w for w in self._negotiator.waiting() if (w.name, w.since) in asked_about]
         if not overdue:
+            self._next_stall_check = now
             return
         text = stall.report(overdue, now, self._describe, report.stacks)
         self.warnings.append(text)
