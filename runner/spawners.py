@@ -62,7 +62,7 @@ class LocalSpawner:
     def start(self, host: Host) -> AgentStream:
         # In "/" and not in the user's folder: the agent must not import a json.py that lies there.
         try:
-            return _LocalStream(
+            return LocalStream(
                 [sys.executable, "-m", "hvdgloo.runner.agent"],
                 cwd="/",
                 env=agent_environment(os.environ),
@@ -83,7 +83,9 @@ class LocalSpawner:
         return "127.0.0.1"
 
 
-class _LocalStream(subprocess.Popen[bytes]):
+class LocalStream(subprocess.Popen[bytes]):
+    """A child process in a session of its own, with pipes."""
+
     # Popen's own annotations allow for streams that are absent.
     stdin: IO[bytes]
     stdout: IO[bytes]
@@ -92,9 +94,10 @@ class _LocalStream(subprocess.Popen[bytes]):
     def kill(self) -> None:
         # Agent and warden share a process group that nobody else is in. The agent goes first, so that the warden can
         # end what is left of the job; then the warden too, should it hang.
-        sweep.signal_all((pid for pid in sweep.descendants(self.pid) if _group(pid) == self.pid), signal.SIGKILL)
+        agents = [pid for pid in sweep.descendants(self.pid) if _group(pid) == self.pid]
+        sweep.signal_all(agents, signal.SIGKILL)
         try:
-            self.wait(_WARDEN_TIME)
+            self.wait(_WARDEN_TIME if agents else 0.0)
         except subprocess.TimeoutExpired:
             os.killpg(self.pid, signal.SIGKILL)
 

@@ -177,6 +177,9 @@ class Supervisor:
 
     def __exit__(self, *_: object) -> None:
         self._kill()
+        for link in self._links:
+            if link.hello is None:
+                self._lose(link, "never answered")
         deadline = time.monotonic() + END_TIME
         self._loop(lambda: all(link.gone for link in self._links), deadline)
         for link in self._links:

@@ -37,7 +37,8 @@ time.sleep(120)
 FERTILE = """
 import os, subprocess, sys, time
 rank = os.environ["RANK"]
-sleep = [sys.executable, "-S", "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(120)"]
+stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(120)"
+sleep = [sys.executable, "-S", "-c", stubborn]
 subprocess.Popen(sleep)
 subprocess.Popen(sleep, start_new_session=True)
 if os.fork() == 0:
@@ -378,8 +379,8 @@ def test_pain_24_a_background_process_neither_delays_the_end_nor_outlives_it(lau
         """
         import os, subprocess, sys
         # It holds the worker's pipes open, in a session of its own, and writes for ever.
-        subprocess.Popen([sys.executable, "-c", "import time\\nwhile True: print('noise', flush=True); time.sleep(0.01)"],
-                         start_new_session=True)
+        noise = "import time\\nwhile True: print('noise', flush=True); time.sleep(0.01)"
+        subprocess.Popen([sys.executable, "-c", noise], start_new_session=True)
         print("done")
         """
     )

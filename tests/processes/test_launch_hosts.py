@@ -1,0 +1,147 @@
+"""The launcher with several agents, and with agents that do not do what they should. Pains 15, 20, 22.
+
+Agents are started by a Spawner of the test, so "hosts" are agents of this machine.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvdgloo.errors import LaunchError
+from hvdgloo.runner.launch import Report, launch
+from hvdgloo.runner.spawners import AgentStream, LocalSpawner, LocalStream
+from hvdgloo.runner.spec import Host, LaunchSpec
+from tests.support.launching import clean_environment, wait_for
+
+AGENT = f"exec {sys.executable} -m hvdgloo.runner.agent"
+
+
+class ScriptSpawner(LocalSpawner):
+    """Starts a shell script for each host instead of its agent."""
+
+    def __init__(self, scripts: Mapping[str, str]) -> None:
+        self.scripts = scripts
+
+    def start(self, host: Host) -> AgentStream:
+        return LocalStream(
+            ["sh", "-c", self.scripts.get(host.name, AGENT)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,
+        )
+
+
+def job(
+    program: str, folder: Path, scripts: Mapping[str, str] | None = None, **options: Any
+) -> tuple[Report, str, str]:
+    """Run a program on hosts a (2 slots) and b (1 slot)."""
+    settings: dict[str, Any] = {
+        "command": (sys.executable, "-c", program),
+        "hosts": (Host("a", 2), Host("b", 1)),
+        "np": 3,
+        "cwd": str(folder),
+        "environ": clean_environment(),
+        "secret": b"s" * 32,
+        "start_timeout": 20.0,
+    }
+    out, err = io.StringIO(), io.StringIO()
+    try:
+        report = launch(
+            LaunchSpec(**{**settings, **options}), stdout=out, stderr=err, spawner=ScriptSpawner(scripts or {})
+        )
+    except LaunchError as error:
+        error.args = (f"{error}\n--- {err.getvalue()}",)
+        raise
+    return report, out.getvalue(), err.getvalue()
+
+
+def test_ranks_are_spread_over_hosts(tmp_path: Path) -> None:
+    names = ("RANK", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "HOSTNAME")
+    program = f"import os; print(*(os.environ['HVDGLOO_' + n] for n in {names}), os.environ['MASTER_PORT'])"
+    report, out, _ = job(program, tmp_path)
+    assert report.outcome.exit_code == 0
+    rows = sorted(line.partition(">:")[2].split() for line in out.splitlines())
+    assert [row[:-1] for row in rows] == [
+        ["0", "0", "2", "0", "2", "a"],
+        ["1", "1", "2", "0", "1", "a"],
+        ["2", "0", "1", "1", "2", "b"],
+    ]
+    assert len({row[-1] for row in rows}) == 1
+
+
+def test_pain_22_a_failure_on_one_host_stops_the_others(tmp_path: Path) -> None:
+    program = "import os, sys, time; os.environ['RANK'] == '2' and sys.exit(9); time.sleep(60)"
+    started = time.monotonic()
+    report, _, _ = job(program, tmp_path)
+    assert time.monotonic() - started < 10
+    assert report.outcome.first is not None
+    assert (report.outcome.first.rank, report.outcome.first.host, report.outcome.exit_code) == (2, "b", 9)
+    assert report.outcome.statuses == {0: -15, 1: -15, 2: 9}
+
+
+def test_pain_20_a_host_that_never_answers_is_named_while_waiting_and_at_the_end(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="no agent answered on b within 2 s") as caught:
+        job("pass", tmp_path, {"b": "exec sleep 100"}, start_timeout=2.0, verbose=True)
+    assert "still waiting for the agents on b" in str(caught.value)
+    assert "on a" not in str(caught.value)
+
+
+def test_an_agent_that_ends_at_once_is_reported_with_its_last_words(tmp_path: Path) -> None:
+    started = time.monotonic()
+    with pytest.raises(LaunchError, match="the agent on host b ended: no such module hvdgloo"):
+        job("pass", tmp_path, {"b": "echo no such module hvdgloo >&2; exit 1"})
+    assert time.monotonic() - started < 10
+
+
+def test_what_a_login_shell_prints_is_shown_and_not_parsed(tmp_path: Path) -> None:
+    report, out, err = job("print('fine')", tmp_path, {"a": f"echo Welcome to a; {AGENT}"})
+    assert report.outcome.exit_code == 0
+    assert "[a] Welcome to a" in err
+    assert out.count("fine") == 3
+
+
+def test_another_version_is_refused(tmp_path: Path) -> None:
+    program = "import os, hvdgloo.runner.agent as agent; agent.__version__ = '0.0.1'; os._exit(agent.main())"
+    with pytest.raises(LaunchError, match=r"host b has hvdgloo 0\.0\.1, the launcher has"):
+        job("pass", tmp_path, {"b": f'exec {sys.executable} -c "{program}"'})
+
+
+def test_garbage_in_the_stream_is_a_lost_agent(tmp_path: Path) -> None:
+    preamble = "printf '\\000hvdgloo agent: frames follow\\nthis is no frame at all'; exec sleep 100"
+    with pytest.raises(LaunchError, match="the agent on host b cannot be understood"):
+        job("pass", tmp_path, {"b": preamble})
+
+
+def test_a_host_that_is_lost_in_the_middle_fails_the_job(tmp_path: Path) -> None:
+    agent = f"echo $$ > {tmp_path}/agent; {AGENT}"
+    program = f"import os, time; open('{tmp_path}/ready' + os.environ['RANK'], 'w').write('1'); time.sleep(60)"
+    found: list[Report] = []
+    thread = threading.Thread(target=lambda: found.append(job(program, tmp_path, {"b": agent})[0]))
+    thread.start()
+    for rank in range(3):
+        wait_for((tmp_path / f"ready{rank}").exists)
+    os.kill(int((tmp_path / "agent").read_text()), 9)
+    thread.join(30)
+    first = found[0].outcome.first
+    assert first is not None
+    assert (first.rank, first.host) == (None, "b")
+    assert found[0].outcome.exit_code == 1
+
+
+def test_forty_workers_on_one_machine(tmp_path: Path) -> None:
+    program = "import os; print(os.environ['RANK'] * 100)"
+    report, out, _ = job(program, tmp_path, hosts=(Host("a", 20), Host("b", 20)), np=40)
+    assert report.outcome.exit_code == 0
+    assert sorted(int(line[1 : line.index("]")]) for line in out.splitlines()) == list(range(40))
