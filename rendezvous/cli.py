@@ -310,7 +310,7 @@ def _watch(server: RendezvousServer, once: bool) -> int:
             last = text
             _say(f"[{time.monotonic() - started:7.1f} s] {text}")
         if once and epoch["state"] == "complete" and not any(worker["connected"] for worker in epoch["workers"]):
-            _say("all workers have gone")
+            _say("no worker is connected any more")
             return 0
 
 

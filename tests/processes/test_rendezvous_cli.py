@@ -109,7 +109,7 @@ def test_workers_started_by_anything_get_ranks(start: Callable[..., Command]) ->
             worker.kill()  # however workers end, the command does
             worker.communicate()
     assert command.process.wait(5) == 0
-    assert "all workers have gone" in command.text
+    assert "no worker is connected any more" in command.text
 
 
 def test_it_tells_who_comes_and_goes(start: Callable[..., Command]) -> None:

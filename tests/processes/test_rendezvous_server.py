@@ -154,7 +154,7 @@ class TestPage:
             assert "Epoch 0: complete , 3 of 3 workers" in text
             assert "0 h 4711 127.0.0.1, port 1 1 h 4711 127.0.0.1, port 1 2 h 4712 127.0.0.1, port 1" in text
             clients[2].close()
-            until(lambda: "port 1 gone" in self.page(server), "the page to say that it has gone")
+            until(lambda: "port 1 not connected" in self.page(server), "the page to say so")
 
     def test_failed(self) -> None:
         with RendezvousServer(secret=SECRET, hosts=[("h1", 2)], start_timeout=0.1) as server:
