@@ -19,7 +19,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -94,38 +94,48 @@ class Handshake:
         """
         deadline = time.monotonic() + timeout
         members: dict[int, socket.socket] = {}
+        visitors: set[socket.socket] = set()  # who have not proved anything yet
         body = json.dumps(settings).encode()
 
         def admit(sock: socket.socket, peer: object) -> None:
+            rank = -1
             try:
-                sock.settimeout(min(_HANDSHAKE_SECONDS, max(0.1, deadline - time.monotonic())))
-                rank = self._admit(sock, size)
+                rank = self._admit(sock, size, min(deadline, time.monotonic() + _HANDSHAKE_SECONDS))
                 if members.setdefault(rank, sock) is not sock:
                     raise AuthenticationError(f"rank {rank} is connected already")
                 sock.sendall(struct.pack("!I", len(body)) + body)
             except (OSError, EOFError, ValueError, struct.error, AuthenticationError) as error:
                 logger.info("refused a control connection from %s: %s", peer, error)
-                sock.close()
+                # A member that broke off after its proof stays: whoever reads from it next learns that it is lost.
+                if members.get(rank) is not sock:
+                    sock.close()
+            finally:
+                visitors.discard(sock)
 
         try:
             with ThreadPoolExecutor(_PARALLEL, thread_name_prefix="hvdgloo-accept") as pool:
-                while len(members) < size - 1:
-                    left = deadline - time.monotonic()
-                    if left <= 0:
-                        missing = [describe(rank) for rank in range(1, size) if rank not in members]
-                        raise ConnectError(
-                            f"rank 0 waited {timeout:g} s on {_name(listener)} for control connections from "
-                            f"{', '.join(missing)}. They had registered, so either they died since (see their "
-                            "output), or they cannot reach this address (firewall, wrong network interface)",
-                            address=_name(listener),
-                        )
-                    # Short turns, so that a handshake which just finished is noticed.
-                    listener.settimeout(min(left, 0.05))
-                    try:
-                        sock, peer = listener.accept()
-                    except TimeoutError:
-                        continue
-                    pool.submit(admit, sock, peer)
+                try:
+                    while len(members) < size - 1:
+                        left = deadline - time.monotonic()
+                        if left <= 0:
+                            missing = [describe(rank) for rank in range(1, size) if rank not in members]
+                            raise ConnectError(
+                                f"rank 0 waited {timeout:g} s on {_name(listener)} for control connections from "
+                                f"{', '.join(missing)}. They had registered, so either they died since (see their "
+                                "output), or they cannot reach this address (firewall, wrong network interface)",
+                                address=_name(listener),
+                            )
+                        # Short turns, so that a handshake which just finished is noticed.
+                        listener.settimeout(min(left, 0.05))
+                        try:
+                            sock, peer = listener.accept()
+                        except TimeoutError:
+                            continue
+                        visitors.add(sock)
+                        pool.submit(admit, sock, peer)
+                finally:
+                    # The pool waits for its threads, and they must not wait for a stranger who says nothing.
+                    _dismiss(visitors - set(members.values()))
         except BaseException:
             for sock in members.values():
                 sock.close()
@@ -147,9 +157,8 @@ class Handshake:
         sock: socket.socket | None = None
         try:
             sock = socket.create_connection((address, port), timeout)
-            sock.settimeout(max(0.1, deadline - time.monotonic()))
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            settings = self._introduce(sock, rank)
+            settings = self._introduce(sock, rank, deadline)
         except (OSError, EOFError, ValueError, AuthenticationError) as error:
             if sock is not None:
                 sock.close()
@@ -162,29 +171,31 @@ class Handshake:
             ) from error
         return sock, settings
 
-    def _introduce(self, sock: socket.socket, rank: int) -> dict[str, Any]:
+    def _introduce(self, sock: socket.socket, rank: int, deadline: float) -> dict[str, Any]:
         nonce = os.urandom(16)
         sock.sendall(_HELLO.pack(_MAGIC, self._epoch, self._generation, rank, nonce))
-        theirs = receive_exactly(sock, 16)
-        if not hmac.compare_digest(receive_exactly(sock, _MAC_BYTES), self._mac(b"coordinator", rank, nonce, theirs)):
+        theirs = receive_exactly(sock, 16, deadline)
+        proof = receive_exactly(sock, _MAC_BYTES, deadline)
+        if not hmac.compare_digest(proof, self._mac(b"coordinator", rank, nonce, theirs)):
             raise AuthenticationError("whoever listens there does not know this job's secret")
         sock.sendall(self._mac(b"member", rank, nonce, theirs))
-        (length,) = struct.unpack("!I", receive_exactly(sock, 4))
+        (length,) = struct.unpack("!I", receive_exactly(sock, 4, deadline))
         if length > 1 << 20:
             raise ValueError("the answer is too long")
-        settings = json.loads(receive_exactly(sock, length))
+        settings = json.loads(receive_exactly(sock, length, deadline))
         if not isinstance(settings, dict):
             raise ValueError("the answer is malformed")
         return settings
 
-    def _admit(self, sock: socket.socket, size: int) -> int:
+    def _admit(self, sock: socket.socket, size: int, deadline: float) -> int:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        magic, epoch, generation, rank, nonce = _HELLO.unpack(receive_exactly(sock, _HELLO.size))
+        magic, epoch, generation, rank, nonce = _HELLO.unpack(receive_exactly(sock, _HELLO.size, deadline))
         if (magic, epoch, generation) != (_MAGIC, self._epoch, self._generation) or not 0 < rank < size:
             raise AuthenticationError("it is not part of this job")
         mine = os.urandom(16)
         sock.sendall(mine + self._mac(b"coordinator", rank, nonce, mine))
-        if not hmac.compare_digest(receive_exactly(sock, _MAC_BYTES), self._mac(b"member", rank, nonce, mine)):
+        proof = receive_exactly(sock, _MAC_BYTES, deadline)
+        if not hmac.compare_digest(proof, self._mac(b"member", rank, nonce, mine)):
             raise AuthenticationError("it does not know this job's secret")
         return int(rank)
 
@@ -193,20 +204,35 @@ class Handshake:
         return hmac.digest(self._key, text, hashlib.sha256)
 
 
-def receive_exactly(sock: socket.socket, count: int) -> bytes:
-    """``count`` bytes from a blocking socket with a timeout.
+def receive_exactly(sock: socket.socket, count: int, deadline: float) -> bytes:
+    """``count`` bytes from a blocking socket, until ``deadline`` on the monotonic clock.
+
+    One deadline for all of them: with a timeout for each piece, a peer that drips could hold on for minutes.
 
     Raises:
         EOFError: the peer closed the connection before.
-        OSError: it broke, or the timeout passed.
+        OSError: it broke, or the deadline passed.
     """
     data = b""
     while len(data) < count:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("timed out")
+        sock.settimeout(left)
         piece = sock.recv(count - len(data))
         if not piece:
             raise EOFError("the connection was closed during the handshake")
         data += piece
     return data
+
+
+def _dismiss(strangers: Iterable[socket.socket]) -> None:
+    """End conversations, so that the threads which are having them notice and close the sockets."""
+    for sock in strangers:
+        try:
+            sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # it has ended already
 
 
 def _name(listener: socket.socket) -> str:
