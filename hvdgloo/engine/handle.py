@@ -57,7 +57,8 @@ class Handle:
             HvdglooError: the operation's own failure.
         """
         if not self._done:
-            if not self._latch.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
+            seconds = -1 if timeout is None else min(max(0.0, timeout), _thread.TIMEOUT_MAX)  # inf is no lock's timeout
+            if not self._latch.acquire(timeout=seconds):
                 raise WaitTimeoutError(f"{self.name} has not completed within {timeout:g} s; it is still pending")
             self._latch.release()
         if self._error is not None:
