@@ -1,0 +1,149 @@
+"""A handle is resolved once, tells everyone who waits, and waits no longer than it was told to."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from hvdgloo.engine.handle import Handle
+from hvdgloo.errors import PeerLostError, WaitTimeoutError
+from hvdgloo.types import Buffer
+
+
+def in_threads(count: int, function: object) -> list[threading.Thread]:
+    threads = [threading.Thread(target=function, daemon=True) for _ in range(count)]  # type: ignore[arg-type]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def join_all(threads: list[threading.Thread]) -> None:
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("timeout", [0, 0.02, -1])
+def test_a_wait_ends_at_its_deadline_and_the_handle_stays_pending(timeout: float) -> None:
+    handle = Handle("x")
+    begin = time.monotonic()
+    with pytest.raises(WaitTimeoutError, match=r"x has not completed within .* still pending"):
+        handle.wait(timeout)
+    assert time.monotonic() - begin >= max(0, timeout) * 0.9
+    assert not handle.done()
+    handle.resolve()
+    assert handle.wait(0) == ()
+
+
+def test_an_endless_timeout_is_a_timeout() -> None:
+    handle = Handle("x")
+    threads = in_threads(1, lambda: handle.wait(float("inf")))
+    handle.resolve()
+    join_all(threads)
+
+
+def test_everyone_who_waits_gets_the_result() -> None:
+    handle = Handle("x")
+    output = Buffer.of_array(np.zeros(3))
+    results: list[tuple[Buffer, ...]] = []
+    threads = in_threads(5, lambda: results.append(handle.wait(10)))
+    assert handle.resolve([output])
+    join_all(threads)
+    assert results == [(output,)] * 5
+    assert handle.error is None
+    assert handle.outputs == (output,)
+
+
+def test_everyone_who_waits_gets_the_error_again_and_again() -> None:
+    handle = Handle("x")
+    error = PeerLostError("rank 1 was lost", rank=1)
+    caught: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            handle.wait(10)
+        except PeerLostError as raised:
+            caught.append(raised)
+
+    threads = in_threads(4, wait)
+    handle.resolve(error=error)
+    join_all(threads)
+    wait()
+    assert [one is error for one in caught] == [True] * 5
+    assert handle.error is error
+
+
+def test_a_repeated_error_does_not_pile_up_its_traceback() -> None:
+    handle = Handle("x")
+    handle.resolve(error=PeerLostError("lost"))
+    depths = []
+    for _ in range(3):
+        with pytest.raises(PeerLostError) as caught:
+            handle.wait()
+        depths.append(len(caught.traceback))
+    assert len(set(depths)) == 1
+
+
+def test_only_the_first_resolution_counts() -> None:
+    handle = Handle("x")
+    calls: list[Handle] = []
+    handle.add_done_callback(calls.append)
+    assert handle.resolve()
+    assert not handle.resolve(error=PeerLostError("too late"))
+    handle.wait(0)
+    assert handle.error is None
+    assert calls == [handle]
+
+
+def test_many_resolvers_one_wins() -> None:
+    for _ in range(50):
+        handle = Handle("x")
+        barrier = threading.Barrier(3)
+        won: list[bool] = []
+
+        def resolve(handle: Handle = handle, barrier: threading.Barrier = barrier, won: list[bool] = won) -> None:
+            barrier.wait(10)
+            won.append(handle.resolve())
+
+        join_all(in_threads(3, resolve))
+        assert sorted(won) == [False, False, True]
+
+
+def test_callbacks_see_a_handle_that_is_done_whenever_they_were_added() -> None:
+    handle = Handle("x")
+    seen: list[tuple[str, bool]] = []
+    handle.add_done_callback(lambda h: seen.append(("first", h.done())))
+    handle.add_done_callback(lambda h: seen.append(("second", h.wait(0) == ())))
+    assert seen == []
+    handle.resolve()
+    handle.add_done_callback(lambda h: seen.append(("late", h.done())))
+    assert seen == [("first", True), ("second", True), ("late", True)]
+
+
+def test_a_callback_may_add_another() -> None:
+    handle = Handle("x")
+    seen: list[int] = []
+    handle.add_done_callback(lambda h: h.add_done_callback(lambda _: seen.append(1)))
+    handle.resolve()
+    assert seen == [1]
+
+
+def test_no_callback_is_lost_or_called_twice_in_a_race() -> None:
+    for _ in range(50):
+        handle = Handle("x")
+        calls: list[int] = []
+        barrier = threading.Barrier(2)
+
+        def add(handle: Handle = handle, calls: list[int] = calls, barrier: threading.Barrier = barrier) -> None:
+            barrier.wait(10)
+            for number in range(20):
+                handle.add_done_callback(lambda _, number=number: calls.append(number))  # type: ignore[misc]
+
+        threads = in_threads(1, add)
+        barrier.wait(10)
+        handle.resolve()
+        join_all(threads)
+        assert sorted(calls) == list(range(20))
