@@ -1,0 +1,536 @@
+"""The data thread over a backend that records what it is asked for."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvdgloo.backends import kernels
+from hvdgloo.engine.executor import DEPTH, Executor, Group
+from hvdgloo.engine.fusion import LONE_BYTES
+from hvdgloo.engine.member import Operation
+from hvdgloo.engine.messages import Request, Response
+from hvdgloo.errors import BackendError, PeerLostError
+from hvdgloo.types import Buffer, Collective, DType, ReduceOp, TensorSpec
+
+SIZE = 3
+RANK = 1
+LIMIT = 8 * LONE_BYTES
+
+
+def memory(buffer: Buffer) -> bytes:
+    return ctypes.string_at(buffer.address, buffer.nbytes)
+
+
+class FakeWork:
+    """Ends when it is waited for; ``gate``, ``error`` and ``effect`` say how."""
+
+    def __init__(self, backend: FakeBackend, number: int, effect: Callable[[], None]) -> None:
+        self._backend = backend
+        self._number = number
+        self._effect = effect
+
+    def wait(self, timeout: float) -> None:
+        self._backend.log.append(("wait", self._number))
+        self._backend.timeouts.append(timeout)
+        gate = self._backend.gates.get(self._number)
+        if gate is not None:
+            self._backend.waiting.set()
+            assert gate.wait(10)
+        error = self._backend.errors.get(self._number)
+        if error is not None:
+            raise error
+        self._effect()
+        self._backend.log.append(("end", self._number))
+
+
+@dataclass
+class FakeBackend:
+    """Plays a set of ranks that all hold what this one does."""
+
+    name: str = "fake"
+    log: list[tuple[str, Any]] = field(default_factory=list)
+    seen: list[bytes] = field(default_factory=list)
+    buffers: list[Buffer] = field(default_factory=list)
+    timeouts: list[float] = field(default_factory=list)
+    gates: dict[int, threading.Event] = field(default_factory=dict)
+    errors: dict[int, BaseException] = field(default_factory=dict)
+    waiting: threading.Event = field(default_factory=threading.Event)
+    number: int = -1
+
+    def _begin(self, what: str, buffer: Buffer, effect: Callable[[], None]) -> FakeWork:
+        self.number += 1
+        self.log.append((what, self.number))
+        self.buffers.append(buffer)
+        self.seen.append(memory(buffer))
+        return FakeWork(self, self.number, effect)
+
+    def allreduce(self, buffer: Buffer, op: ReduceOp) -> FakeWork:
+        def effect() -> None:
+            array = buffer.array()
+            array[:] = kernels.reduce([array] * SIZE, buffer.dtype, op)
+
+        return self._begin(f"allreduce {op.name}", buffer, effect)
+
+    def allgather(self, source: Buffer, target: Buffer, nbytes: Sequence[int]) -> FakeWork:
+        assert source.nbytes == nbytes[RANK]
+        assert target.nbytes == sum(nbytes)
+        own = memory(source)
+
+        def effect() -> None:
+            # Other ranks' bytes are their number; a rank's block is as long as its share of each tensor.
+            pieces = [own if rank == RANK else bytes([rank]) * count for rank, count in enumerate(nbytes)]
+            ctypes.memmove(target.address, b"".join(pieces), sum(nbytes))
+
+        return self._begin(f"allgather {list(nbytes)}", source, effect)
+
+    def broadcast(self, buffer: Buffer, root: int) -> FakeWork:
+        return self._begin(f"broadcast {root}", buffer, lambda: None)
+
+    def scale(self, buffer: Buffer, factor: float) -> None:
+        self.log.append(("scale", factor))
+        kernels.scale(buffer, factor)
+
+    def abort(self) -> None:
+        self.log.append(("abort", None))
+
+    def close(self) -> None:
+        self.log.append(("close", None))
+
+    def calls(self, *kinds: str) -> list[tuple[str, Any]]:
+        return [entry for entry in self.log if entry[0].split()[0] in kinds]
+
+
+class Bench:
+    """An Executor with all that it needs."""
+
+    def __init__(self, *, fusion_threshold: int = LIMIT, operation_timeout: float = 10.0) -> None:
+        self.backend = FakeBackend()
+        self.room = 0
+        self.failures: list[BaseException] = []
+        self.failed = threading.Event()
+        self.executor = Executor(
+            "hvdgloo-data-test",
+            {0: Group(self.backend, tuple(range(SIZE)), RANK), 5: Group(self.backend, (1, 4, 6), 0)},
+            fusion_threshold=fusion_threshold,
+            separate_groups=False,
+            operation_timeout=operation_timeout,
+            on_room=self._on_room,
+            on_failure=self._on_failure,
+        )
+
+    def _on_room(self) -> None:
+        self.room += 1
+
+    def _on_failure(self, error: BaseException) -> None:
+        self.failures.append(error)
+        self.failed.set()
+
+    def close(self) -> None:
+        for gate in self.backend.gates.values():
+            gate.set()
+        if self.executor._thread.ident is not None:
+            self.executor.abort(PeerLostError("the test is over"))
+            assert self.executor.join(10)
+
+
+@pytest.fixture
+def bench() -> Iterator[Callable[..., Bench]]:
+    benches: list[Bench] = []
+
+    def make(**options: Any) -> Bench:
+        benches.append(Bench(**options))
+        return benches[-1]
+
+    yield make
+    for made in benches:
+        made.close()
+
+
+Pair = tuple[Response, Operation]
+
+
+def allreduce(name: str, *arrays: np.ndarray, in_place: bool = False, **options: Any) -> Pair:
+    inputs = [Buffer.of_array(array) for array in arrays]
+    outputs = inputs if in_place else [Buffer.of_array(np.full_like(array, 77)) for array in arrays]
+    ready = options.pop("ready", None)
+    request = Request(name, Collective.ALLREDUCE, tuple(b.spec for b in inputs), **options)
+    return Response(request), Operation(request, inputs, outputs, None, ready)
+
+
+def allgather(name: str, rows: Sequence[int], array: np.ndarray) -> Pair:
+    assert rows[RANK] == len(array)
+    request = Request(name, Collective.ALLGATHER, (Buffer.of_array(array).spec,))
+    # The agreed request has the first rank's shape.
+    agreed = Request(name, Collective.ALLGATHER, (TensorSpec(DType(array.dtype.name), (rows[0], *array.shape[1:])),))
+
+    def allocate(index: int, spec: TensorSpec) -> Buffer:
+        return Buffer.of_array(np.full(spec.shape, 99, spec.dtype.numpy_dtype))
+
+    buffer = Buffer.of_array(array)
+    return Response(agreed, (tuple(rows),)), Operation(request, [buffer], [buffer], allocate, None)
+
+
+def broadcast(name: str, array: np.ndarray, root: int, process_set: int = 0) -> Pair:
+    buffer, output = Buffer.of_array(array), Buffer.of_array(np.full_like(array, 77))
+    request = Request(name, Collective.BROADCAST, (buffer.spec,), root=root, process_set=process_set)
+    return Response(request), Operation(request, [buffer], [output], None, None)
+
+
+def barrier(name: str) -> Pair:
+    request = Request(name, Collective.BARRIER)
+    return Response(request), Operation(request, (), (), None, None)
+
+
+def results(pair: Pair) -> list[list[Any]]:
+    return [buffer.array().tolist() for buffer in pair[1].handle.wait(10)]
+
+
+def large(value: int) -> np.ndarray:
+    return np.full(LONE_BYTES // 4, value, np.int32)
+
+
+class TestPacking:
+    def test_small_tensors_are_one_call_and_find_their_outputs(self, bench: Callable[..., Bench]) -> None:
+        b = bench()
+        first, second = np.arange(3, dtype=np.int32), np.arange(10, 15, dtype=np.int32)
+        batch = [allreduce("a", first), allreduce("b", second, np.array([7], np.int32))]
+        b.executor.execute(batch)
+        b.executor.start()
+        assert results(batch[0]) == [[0, 3, 6]]
+        assert results(batch[1]) == [[30, 33, 36, 39, 42], [21]]
+        assert b.backend.calls("allreduce") == [("allreduce SUM", 0)]
+        assert b.backend.seen == [np.array([0, 1, 2, 10, 11, 12, 13, 14, 7], np.int32).tobytes()]
+        assert first.tolist() == [0, 1, 2]  # inputs are not written
+
+    def test_a_large_tensor_is_reduced_in_its_own_output(self, bench: Callable[..., Bench]) -> None:
+        b = bench()
+        pair = allreduce("large", large(2))
+        b.executor.execute([pair])
+        b.executor.start()
+        (output,) = pair[1].handle.wait(10)
+        assert b.backend.buffers[0].address == output.address
+        assert (output.array() == 6).all()
+        assert (pair[1].inputs[0].array() == 2).all()
+
+    def test_in_place_nothing_is_copied(self, bench: Callable[..., Bench]) -> None:
+        b = bench()
+        array = np.array([1, 2], np.int32)
+        pair = allreduce("x", array, in_place=True)
+        b.executor.execute([pair])
+        b.executor.start()
+        pair[1].handle.wait(10)
+        assert b.backend.buffers[0].address == array.ctypes.data
+        assert array.tolist() == [3, 6]
+
+    @pytest.mark.parametrize("count", [1, 3])
+    def test_scales_are_applied_around_the_sum(self, bench: Callable[..., Bench], count: int) -> None:
+        b = bench()
+        batch = [
+            allreduce(str(i), np.array([2.0, i]), op=ReduceOp.AVERAGE, prescale=0.5, postscale=4.0)
+            for i in range(count)
+        ]
+        b.executor.execute(batch)
+        b.executor.start()
+        for i, pair in enumerate(batch):
+            assert results(pair) == [[4.0, 2.0 * i]]
+        order = [entry for entry in b.backend.log if entry[0] in ("scale", "allreduce SUM", "end")]
+        assert order == [("scale", 0.5), ("allreduce SUM", 0), ("end", 0), ("scale", 4.0 / SIZE)]
+
+    def test_factors_of_one_cost_nothing(self, bench: Callable[..., Bench]) -> None:
+        b = bench()
+        pair = allreduce("x", np.ones(2), op=ReduceOp.MAX)
+        b.executor.execute([pair])
+        b.executor.start()
+        pair[1].handle.wait(10)
+        assert b.backend.calls("scale") == []
+        assert b.backend.calls("allreduce") == [("allreduce MAX", 0)]
+
+    def test_gathers_of_several_tensors_are_one_call(self, bench: Callable[..., Bench]) -> None:
+        b = bench()
+        batch = [
+            allgather("a", [1, 2, 0], np.array([[10, 11], [12, 13]], np.uint8)),
+            allgather("b", [2, 1, 1], np.array([258], np.int16)),
+        ]
+        b.executor.execute(batch)
+        b.executor.start()
+        (a,), (c,) = batch[0][1].handle.wait(10), batch[1][1].handle.wait(10)
+        assert (a.shape, a.array().tolist()) == ((3, 2), [0, 0, 10, 11, 12, 13])
+        assert (c.shape, c.array().tolist()) == ((4,), [0, 0, 258, 0x0202])
+        assert b.backend.calls("allgather") == [("allgather [6, 6, 2]", 0)]
+
+    def test_one_gather_goes_straight_into_its_result(self, bench: Callable[..., Bench]) -> None:
+        b = bench()
+        array = np.array([5, 6], np.uint8)
+        pair = allgather("a", [1, 2, 3], array)
+        b.executor.execute([pair])
+        b.executor.start()
+        assert results(pair) == [[0, 5, 6, 2, 2, 2]]
+        assert b.backend.buffers[0].address == array.ctypes.data
+
+    def test_a_broadcasts_root_is_a_rank_within_its_set(self, bench: Callable[..., Bench]) -> None:
+        b = bench()
+        pair = broadcast("x", np.array([1, 2]), root=6, process_set=5)
+        b.executor.execute([pair])
+        b.executor.start()
+        assert results(pair) == [[1, 2]]
+        assert b.backend.calls("broadcast") == [("broadcast 2", 0)]
+
+    def test_nothing_to_move_is_no_call(self, bench: Callable[..., Bench]) -> None:
+        b = bench()
+        batch = [
+            allreduce("r", np.empty(0)),
+            allgather("g", [0, 0, 0], np.empty((0, 2))),
+            broadcast("b", np.empty(0), 0),
+            barrier("w"),
+        ]
+        b.executor.execute(batch)
+        b.executor.start()
+        assert [results(pair) for pair in batch] == [[[]], [[]], [[]], []]
+        assert b.backend.calls("allreduce", "allgather", "broadcast") == []
+
+    def test_a_group_resolves_when_its_last_bucket_has(self, bench: Callable[..., Bench]) -> None:
+        b = bench()
+        b.backend.gates[1] = threading.Event()
+        group = allreduce("group", np.array([1], np.int32), large(1))
+        b.executor.execute([group])
+        b.executor.start()
+        assert b.backend.waiting.wait(10)
+        assert b.backend.calls("end") == [("end", 0)]
+        assert not group[1].handle.done()
+        b.backend.gates[1].set()
+        assert results(group)[0] == [3]
+
+    def test_fences_come_before_the_memory_is_read(self, bench: Callable[..., Bench]) -> None:
+        b = bench()
+        arrays = [np.zeros(2, np.int32), np.zeros(2, np.int32)]
+        calls: list[int] = []
+
+        def fence(index: int) -> Callable[[], None]:
+            def ready() -> None:
+                calls.append(index)
+                arrays[index][:] = index + 1
+
+            return ready
+
+        batch = [allreduce(str(i), arrays[i], ready=fence(i)) for i in range(2)]
+        b.executor.execute(batch)
+        b.executor.start()
+        assert [results(pair) for pair in batch] == [[[3, 3]], [[6, 6]]]
+        assert sorted(calls) == [0, 1]
+
+
+class TestOverlap:
+    def test_a_few_buckets_are_under_way_at_once_and_end_in_order(self, bench: Callable[..., Bench]) -> None:
+        b = bench()
+        batch = [allreduce(str(i), large(i)) for i in range(DEPTH + 3)]
+        b.executor.execute(batch)
+        assert b.executor.backlog == DEPTH + 3
+        b.executor.start()
+        for pair in batch:
+            pair[1].handle.wait(10)
+        under_way = most = 0
+        for what, _ in b.backend.calls("allreduce", "end"):
+            under_way += 1 if what.startswith("allreduce") else -1
+            most = max(most, under_way)
+        assert most == DEPTH
+        assert [number for _, number in b.backend.calls("end")] == list(range(DEPTH + 3))
+
+    def test_fused_buckets_under_way_have_memory_of_their_own(self, bench: Callable[..., Bench]) -> None:
+        b = bench(fusion_threshold=64)
+        batch = [allreduce(str(i), np.full(4, i, np.int32)) for i in range(40)]
+        b.executor.execute(batch)
+        b.executor.start()
+        for i, pair in enumerate(batch):
+            assert results(pair) == [[3 * i] * 4]
+        addresses = [buffer.address for buffer in b.backend.buffers]
+        assert len(addresses) == 10
+        for i in range(len(addresses) - DEPTH):
+            assert len(set(addresses[i : i + DEPTH])) == DEPTH
+
+    def test_room_is_announced_after_each_bucket(self, bench: Callable[..., Bench]) -> None:
+        b = bench()
+        drained = threading.Event()
+        b.executor.execute([allreduce("a", large(1)), barrier("b"), allreduce("c", large(1))])
+        b.executor.when_drained(drained.set)
+        b.executor.start()
+        assert drained.wait(10)
+        assert b.room == 3
+        assert b.executor.backlog == 0
+
+    def test_drained_means_that_everything_before_has_ended(self, bench: Callable[..., Bench]) -> None:
+        b = bench()
+        b.backend.gates[0] = threading.Event()
+        pair = allreduce("a", large(1))
+        done: list[bool] = []
+        drained = threading.Event()
+
+        def callback() -> None:
+            done.append(pair[1].handle.done())
+            drained.set()
+
+        b.executor.execute([pair])
+        b.executor.when_drained(callback)
+        b.executor.start()
+        assert b.backend.waiting.wait(10)
+        assert done == []
+        b.backend.gates[0].set()
+        assert drained.wait(10)
+        assert done == [True]
+
+    def test_an_operation_that_ends_while_its_batch_is_still_being_queued(self, bench: Callable[..., Bench]) -> None:
+        b = bench()
+        inner = b.executor._queue
+        pairs = [barrier("a"), barrier("b")]
+
+        class Eager:
+            """A queue whose put returns only when the data thread has served the item."""
+
+            def put(self, item: Any) -> None:
+                before = b.executor._completed
+                inner.put(item)
+                if isinstance(item, tuple):
+                    for _ in range(10_000):
+                        if b.executor._completed > before or b.failed.wait(0.001):
+                            return
+
+            def get(self, block: bool = True) -> Any:
+                return inner.get(block)
+
+        b.executor._queue = Eager()  # type: ignore[assignment]
+        b.executor.start()
+        b.executor.execute(pairs)
+        for pair in pairs:
+            pair[1].handle.wait(10)
+        assert b.failures == []
+
+    def test_a_call_may_take_the_operation_timeout_and_its_transfer_time(self, bench: Callable[..., Bench]) -> None:
+        b = bench(operation_timeout=2.0)
+        pair = allreduce("x", large(1))
+        b.executor.execute([pair])
+        b.executor.start()
+        pair[1].handle.wait(10)
+        assert b.backend.timeouts == [2.0 + LONE_BYTES / (1 << 20)]
+
+
+class TestFailure:
+    def test_handles_and_memory_are_kept_until_the_backend_is_aborted(self, bench: Callable[..., Bench]) -> None:
+        """A backend may still write after its wait has failed."""
+        b = bench(fusion_threshold=64)
+        b.backend.errors[0] = BackendError("connection reset")
+        batch = [allreduce(str(i), np.full(4, i, np.int32)) for i in range(8)]
+        memories = [weakref.ref(buffer.owner) for _, op in batch for buffer in op.inputs]
+        handles = [op.handle for _, op in batch]
+        b.executor.execute(batch)
+        del batch
+        b.executor.start()
+        assert b.failed.wait(10)
+        gc.collect()
+        assert [str(error) for error in b.failures] == ["connection reset"]
+        assert not any(handle.done() for handle in handles)
+        assert all(reference() is not None for reference in memories)
+        verdict = PeerLostError("rank 2 was lost", rank=2)
+        b.executor.abort(verdict)
+        for handle in handles:
+            with pytest.raises(PeerLostError) as caught:
+                handle.wait(10)
+            assert caught.value is verdict
+        assert b.executor.join(10)
+
+    def test_what_else_was_under_way_is_waited_for_after_the_abort(self, bench: Callable[..., Bench]) -> None:
+        b = bench()
+        b.backend.errors[0] = BackendError("reset")
+        b.backend.gates[1] = threading.Event()
+        batch = [allreduce(str(i), large(i)) for i in range(2)]
+        b.executor.execute(batch)
+        b.executor.start()
+        assert b.failed.wait(10)
+        b.executor.abort(PeerLostError("lost"))
+        assert b.backend.waiting.wait(10)
+        assert not any(op.handle.done() for _, op in batch)
+        b.backend.gates[1].set()
+        for _, op in batch:
+            with pytest.raises(PeerLostError):
+                op.handle.wait(10)
+        assert b.backend.log.index(("abort", None)) < b.backend.log.index(("wait", 1))
+
+    def test_the_first_verdict_counts(self, bench: Callable[..., Bench]) -> None:
+        b = bench()
+        b.backend.errors[0] = BackendError("reset")
+        pair = allreduce("a", large(1))
+        b.executor.execute([pair])
+        b.executor.start()
+        assert b.failed.wait(10)
+        first = PeerLostError("first")
+        b.executor.abort(first)
+        b.executor.abort(PeerLostError("second"))
+        with pytest.raises(PeerLostError) as caught:
+            pair[1].handle.wait(10)
+        assert caught.value is first
+
+    def test_an_abort_ends_what_is_queued_and_reports_no_failure_of_its_own(self, bench: Callable[..., Bench]) -> None:
+        b = bench()
+        b.backend.gates[0] = threading.Event()
+        b.backend.errors[0] = BackendError("aborted")
+        batch = [allreduce(str(i), large(i)) for i in range(DEPTH + 2)]
+        b.executor.execute(batch)
+        b.executor.start()
+        assert b.backend.waiting.wait(10)
+        b.executor.abort(PeerLostError("lost"))
+        b.backend.gates[0].set()
+        for _, op in batch:
+            with pytest.raises(PeerLostError):
+                op.handle.wait(10)
+        assert b.failures == []
+        assert b.executor.join(10)
+
+    def test_a_fence_that_raises_fails_the_job_and_not_the_thread_alone(self, bench: Callable[..., Bench]) -> None:
+        b = bench()
+
+        def fence() -> None:
+            raise RuntimeError("CUDA error")
+
+        pair = allreduce("a", np.ones(2), ready=fence)
+        b.executor.execute([pair])
+        b.executor.start()
+        assert b.failed.wait(10)
+        assert str(b.failures[0]) == "CUDA error"
+
+    def test_a_gather_without_allocation_is_a_failure_too(self, bench: Callable[..., Bench]) -> None:
+        b = bench()
+        response, op = allgather("g", [1, 1, 1], np.ones(1))
+        op.allocate = None
+        b.executor.execute([(response, op)])
+        b.executor.start()
+        assert b.failed.wait(10)
+        assert isinstance(b.failures[0], BackendError)
+        assert "without a way to allocate" in str(b.failures[0])
+
+    def test_without_any_verdict_handles_fail_after_the_operation_timeout(self, bench: Callable[..., Bench]) -> None:
+        b = bench(operation_timeout=0.1)
+        b.backend.errors[0] = BackendError("reset")
+        pair = allreduce("a", large(1))
+        b.executor.execute([pair])
+        b.executor.start()
+        with pytest.raises(Exception, match="the engine ended before this operation did"):
+            pair[1].handle.wait(10)
+
+    def test_stop_lets_what_is_queued_complete(self, bench: Callable[..., Bench]) -> None:
+        b = bench()
+        pairs = [allreduce(str(i), large(i)) for i in range(DEPTH + 1)]
+        b.executor.execute(pairs)
+        b.executor.stop()
+        b.executor.start()
+        assert b.executor.join(10)
+        assert all(op.handle.done() and op.handle.error is None for _, op in pairs)
+
+    def test_a_thread_that_never_started_is_joined_at_once(self, bench: Callable[..., Bench]) -> None:
+        assert bench().executor.join(0)
