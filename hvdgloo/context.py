@@ -42,9 +42,19 @@ class Context:
         topology: of the whole job.
         rank: this rank.
         engine: started; the Context owns it from now on.
+        client: of the rendezvous server, likewise. It stays connected while the rank is part of the job: the server
+            shows who is.
     """
 
-    def __init__(self, config: Config, topology: Topology, rank: int, engine: Engine) -> None:
+    def __init__(
+        self,
+        config: Config,
+        topology: Topology,
+        rank: int,
+        engine: Engine,
+        client: RendezvousClient | None = None,
+    ) -> None:
+        self._client = client
         self.config = config
         self.topology = topology
         self.rank = rank
@@ -82,6 +92,8 @@ class Context:
     def close(self) -> None:
         """End this rank's part of the job; see ``Engine.close``."""
         self.engine.close()
+        if self._client is not None:
+            self._client.close()
 
     @classmethod
     def open(cls, config: Config) -> Context:
@@ -103,8 +115,12 @@ class Context:
                 f"HVDGLOO_RENDEZVOUS={config.rendezvous} is set, but neither HVDGLOO_SECRET nor HVDGLOO_SECRET_FILE; "
                 "the server says where its secret file is"
             )
-        with RendezvousClient(config.rendezvous, config.secret, connect_timeout=config.connect_timeout) as client:
+        client = RendezvousClient(config.rendezvous, config.secret, connect_timeout=config.connect_timeout)
+        try:
             return _join(cls, config, config.secret, client)
+        except BaseException:
+            client.close()
+            raise
 
 
 _registrations: dict[tuple[str, int], tuple[Registration, int]] = {}
@@ -158,7 +174,7 @@ def _join(cls: type[Context], config: Config, secret: bytes, client: RendezvousC
         raise
     engine = Engine(registration.rank, topology, links, backend, settings)
     engine.start()
-    return cls(config, topology, registration.rank, engine)
+    return cls(config, topology, registration.rank, engine, client)
 
 
 def _meet_again(

@@ -118,7 +118,8 @@ class Buffer:
         nbytes = self.nbytes
         if nbytes == 0:
             return np.empty(0, self.dtype.numpy_dtype)
-        memory = (ctypes.c_ubyte * nbytes).from_address(self.address)
+        memory: Any = (ctypes.c_ubyte * nbytes).from_address(self.address)
+        memory.owner = self.owner  # the view keeps alive what it views
         return np.frombuffer(memoryview(memory).cast("B"), self.dtype.numpy_dtype)
 
     @classmethod

@@ -28,6 +28,14 @@ class Work(Protocol):
         """
         ...
 
+    def completes_within(self, timeout: float) -> bool:
+        """Wait at most ``timeout`` seconds for what ``wait`` waits for; False if it is still under way.
+
+        Raises:
+            BackendError: it failed.
+        """
+        ...
+
 
 class Backend(Protocol):
     """A data plane for the ranks of one process set."""
@@ -70,3 +78,7 @@ class Done:
 
     def wait(self, timeout: float) -> None:
         """Nothing to wait for."""
+
+    def completes_within(self, timeout: float) -> bool:
+        """It has completed."""
+        return True

@@ -125,13 +125,18 @@ class _GlooWork:
         self._keep = keep
 
     def wait(self, timeout: float) -> None:
-        try:
-            completed = self._work.wait(timedelta(seconds=timeout))
-        except RuntimeError as error:
-            raise BackendError(f"Gloo {self._what}: {_first_line(error)}") from error
-        if not completed:
+        if not self.completes_within(timeout):
             raise BackendError(f"Gloo {self._what} has not completed within {timeout:.0f} s")
+
+    def completes_within(self, timeout: float) -> bool:
+        try:
+            self._work.wait(timedelta(seconds=timeout))
+        except RuntimeError as error:
+            if not self._work.is_completed():
+                return False  # the wait has ended, not the operation
+            raise BackendError(f"Gloo {self._what}: {_first_line(error)}") from error
         self.finish()
+        return True
 
     def finish(self) -> None:
         """Nothing more to do."""
@@ -171,6 +176,9 @@ class _Several:
     def wait(self, timeout: float) -> None:
         for work in self._works:
             work.wait(timeout)
+
+    def completes_within(self, timeout: float) -> bool:
+        return all(work.completes_within(timeout) for work in self._works)
 
 
 class GlooBackend:
