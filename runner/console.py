@@ -12,7 +12,7 @@ import stat
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TextIO
 
 from hvdgloo.errors import LaunchError
@@ -77,8 +77,12 @@ class Console:
         self._file_index = {source: index for index, source in enumerate(files)}
         # Where both lead to one place, one thread writes them and lines keep their order; else neither waits for the
         # other: `hvdgloo-run ... | less` still shows errors.
-        out = Writer("hvdgloo-stdout", [_target(stdout)], self._console_failed)
-        err = out if same else Writer("hvdgloo-stderr", [_target(stderr)], self._console_failed)
+        out = Writer("hvdgloo-stdout", [_target(stdout)], lambda _, error: self._console_failed(STDOUT, error))
+        err = (
+            out
+            if same
+            else Writer("hvdgloo-stderr", [_target(stderr)], lambda _, error: self._console_failed(STDERR, error))
+        )
         self._writers = {STDOUT: out, STDERR: err}
 
     # From the supervisor.
@@ -89,8 +93,7 @@ class Console:
         if self._files is not None:
             self._files.put(self._file_index[source], data)
         lines = self._lines.setdefault(source, Lines())
-        for line in lines.feed(data):
-            self._emit(source, line)
+        self._emit(source, lines.feed(data))
         self._unfinished.pop(source, None)
         if lines.rest and self._shows_unfinished(source, lines):
             self._unfinished[source] = time.monotonic() + _IDLE
@@ -130,7 +133,7 @@ class Console:
         """No more output comes: write the unfinished lines."""
         for source, lines in self._lines.items():
             if rest := lines.finish():
-                self._emit(source, rest)
+                self._emit(source, [rest])
         self._unfinished.clear()
 
     def drain(self, give_up: Callable[[], bool]) -> None:
@@ -152,12 +155,15 @@ class Console:
     def _all_writers(self) -> set[Writer]:
         return {*self._writers.values(), *([self._files] if self._files is not None else [])}
 
-    def _emit(self, source: tuple[int, int], line: bytes) -> None:
+    def _emit(self, source: tuple[int, int], lines: Sequence[bytes]) -> None:
+        if not lines:
+            return
         rank, stream = source
-        self._put(stream, self._screens[stream].line(source, self._prefix(source), line))
-        if not line.endswith(b"\r"):
+        prefix, screen = self._prefix(source), self._screens[stream]
+        self._put(stream, b"".join([screen.line(source, prefix, line) for line in lines]))
+        for line in lines[-TAIL:]:
             text = _ESCAPES.sub("", line.decode("utf-8", "replace")).rstrip()
-            if text:
+            if text and not line.endswith(b"\r"):
                 self._tails[rank].append(text[:_TAIL_WIDTH])
 
     def _prefix(self, source: tuple[int, int]) -> bytes:
@@ -172,9 +178,12 @@ class Console:
         is_bar = lines.redrawn or lines.rest.endswith(b"\r")
         return source[0] == self._interactive or (is_bar and self._screens[source[1]].terminal)
 
-    def _console_failed(self, index: int, error: Exception) -> None:
+    def _console_failed(self, stream: int, error: Exception) -> None:
         if is_broken_pipe(error) or isinstance(error, ValueError):
             self.on_broken()
+        elif stream == STDOUT and self._writers[STDERR] is not self._writers[STDOUT]:
+            text = f"hvdgloo-run: standard output cannot be written any more: {error}\n"
+            self._put(STDERR, text.encode("utf-8", "replace"))
 
     def _file_failed(self, index: int, error: Exception) -> None:
         rank, stream = list(self._file_index)[index]

@@ -19,9 +19,10 @@ from hvdgloo.rendezvous.server import RendezvousServer
 from hvdgloo.runner.command import thread_defaults, worker_environment
 from hvdgloo.runner.console import Console
 from hvdgloo.runner.frames import CHUNK, Hello, Spawn
+from hvdgloo.runner.outcome import Failure, Outcome
 from hvdgloo.runner.spawners import Spawner, choose_spawner
 from hvdgloo.runner.spec import Host, LaunchSpec, Slot, assign
-from hvdgloo.runner.supervisor import Failure, Outcome, Supervisor
+from hvdgloo.runner.supervisor import Supervisor
 
 COMMAND_LINE_SIGNALS = (
     signal.SIGINT,

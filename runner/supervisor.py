@@ -9,24 +9,19 @@ then the launcher stops itself, and the workers go on.
 
 from __future__ import annotations
 
-import os
 import selectors
 import signal
 import socket
-import subprocess
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
-from typing import IO, Protocol
+from typing import Protocol
 
 from hvdgloo.errors import JobFailedError, LaunchError
-from hvdgloo.runner.channel import Channel
 from hvdgloo.runner.frames import (
     CHUNK,
-    PREAMBLE,
     PROTOCOL,
     Blob,
     Bye,
@@ -49,7 +44,9 @@ from hvdgloo.runner.frames import (
     Stop,
     Suspend,
 )
-from hvdgloo.runner.spawners import AgentStream, Spawner
+from hvdgloo.runner.link import Link
+from hvdgloo.runner.outcome import Failure, Outcome, describe_status
+from hvdgloo.runner.spawners import Spawner
 from hvdgloo.runner.spec import Host, LaunchSpec
 from hvdgloo.version import __version__
 
@@ -58,7 +55,6 @@ END_TIME = 15.0
 
 _ACKNOWLEDGE = 64 * 1024  # bytes of output for which credit is given at once
 _SLOW = 10.0  # seconds after which it is said who is still missing
-_STDERR_KEPT = 20
 
 
 class Observer(Protocol):
@@ -70,74 +66,6 @@ class Observer(Protocol):
     def tick(self) -> float | None: ...
     @property
     def congested(self) -> bool: ...
-
-
-@dataclass(frozen=True)
-class Failure:
-    """How the first worker failed, or which agent was lost.
-
-    Attributes:
-        rank: None if it was an agent.
-        host: by its name.
-        status: exit status, or minus the signal.
-        reason: in words: ``exited with status 3``, ``was killed by signal 9 (SIGKILL)``.
-    """
-
-    rank: int | None
-    host: str
-    status: int
-    reason: str
-
-    @property
-    def exit_code(self) -> int:
-        """As a shell would have it: 128+N for signal N."""
-        return self.status if self.status >= 0 else 128 - self.status
-
-    @property
-    def signal(self) -> int | None:
-        return -self.status if self.status < 0 else None
-
-
-@dataclass
-class Outcome:
-    """How the job ended.
-
-    Attributes:
-        first: the failure that stopped it.
-        interrupted: the signal that stopped it.
-        statuses: of each worker that was started: exit status, or minus the signal; None if its agent was lost.
-    """
-
-    first: Failure | None = None
-    interrupted: int | None = None
-    statuses: dict[int, int | None] = field(default_factory=dict)
-
-    @property
-    def exit_code(self) -> int:
-        """0 only if every worker exited with 0."""
-        if self.interrupted is not None:
-            return 128 + self.interrupted
-        return self.first.exit_code if self.first is not None else 0
-
-
-class _Link:
-    """One host's agent, as the launcher holds it."""
-
-    def __init__(self, host: Host, stream: AgentStream) -> None:
-        self.host = host
-        self.stream = stream
-        self.channel = Channel(stream.stdout.fileno(), stream.stdin.fileno(), preamble=PREAMBLE)
-        self.hello: Hello | None = None
-        self.said_bye = False
-        self.finishing = False
-        self.gone = False
-        self.ranks: list[int] = []
-        self.last_heard = time.monotonic()
-        self.writes_registered = False
-        self.stderr_open = True
-        self.stderr: deque[str] = deque(maxlen=_STDERR_KEPT)
-        self.owed: dict[int, int] = {}
-        os.set_blocking(stream.stderr.fileno(), False)
 
 
 class Supervisor:
@@ -159,14 +87,14 @@ class Supervisor:
         self._selector.register(self._wakeup, selectors.EVENT_READ, self._on_wakeup)
         self._notes: deque[Callable[[], None]] = deque()
         self._hosts = tuple(hosts)
-        self._links: list[_Link] = []
+        self._links: list[Link] = []
         self._last_beat = time.monotonic()
         self._expected: set[int] = set()
         self._running: set[int] = set()
         self._stopping = False
         self._killing = False
         self._hard_deadline: float | None = None
-        self._stdin_link: _Link | None = None
+        self._stdin_link: Link | None = None
         self.on_stdin_taken: Callable[[], None] = lambda: None
         self._missing: Callable[[], str] = lambda: ""
         self._next_report: float | None = None
@@ -185,7 +113,7 @@ class Supervisor:
         for link in self._links:
             if not link.gone:
                 self._lose(link, "did not end")
-            _close(link.stream)
+            link.close()
         self._selector.close()
         self._wakeup.close()
         self._waker.close()
@@ -308,13 +236,13 @@ class Supervisor:
         self._report(now)
 
     @staticmethod
-    def _readable(link: _Link) -> bool:
+    def _readable(link: Link) -> bool:
         """Something has arrived that was not looked at yet: it was the launcher that slept."""
         with selectors.DefaultSelector() as look:
             look.register(link.channel.receive_fd, selectors.EVENT_READ)
             return bool(look.select(0))
 
-    def _watch_writes(self, link: _Link) -> None:
+    def _watch_writes(self, link: Link) -> None:
         wanted = not link.gone and link.channel.pending > 0
         if wanted == link.writes_registered:
             return
@@ -332,13 +260,13 @@ class Supervisor:
 
     # Agents.
 
-    def _connect(self, host: Host) -> _Link:
-        link = _Link(host, self._spawner.start(host))
+    def _connect(self, host: Host) -> Link:
+        link = Link(host, self._spawner.start(host))
         self._selector.register(link.channel.receive_fd, selectors.EVENT_READ, partial(self._on_readable, link))
         self._selector.register(link.stream.stderr, selectors.EVENT_READ, partial(self._on_stderr, link))
         return link
 
-    def _on_readable(self, link: _Link) -> None:
+    def _on_readable(self, link: Link) -> None:
         if link.gone:
             return  # it was lost while this event waited
         try:
@@ -349,34 +277,32 @@ class Supervisor:
         link.last_heard = time.monotonic()
         for item in items:
             if isinstance(item, Noise):
-                self._on_noise(link, item.data)
+                self._show(link, link.keep(item.data))
             else:
                 self._on_frame(link, item)
         if link.channel.ended and not link.gone:
             self._lose(link, "ended")
 
-    def _on_noise(self, link: _Link, data: bytes) -> None:
-        for line in filter(str.strip, data.decode("utf-8", "replace").splitlines()):
+    def _show(self, link: Link, lines: Sequence[str]) -> None:
+        for line in lines:
             self._observer.notice(f"[{link.host.name}] {line}")
-            link.stderr.append(line)
 
-    def _on_stderr(self, link: _Link) -> None:
+    def _on_stderr(self, link: Link) -> None:
         while link.stderr_open:
-            try:
-                data = os.read(link.stream.stderr.fileno(), CHUNK)
-            except BlockingIOError:
-                return
-            if data:
-                self._on_noise(link, data)
-            else:
+            lines = link.read_stderr()
+            if lines is None:
                 self._close_stderr(link)
+            elif lines:
+                self._show(link, lines)
+            else:
+                return
 
-    def _close_stderr(self, link: _Link) -> None:
+    def _close_stderr(self, link: Link) -> None:
         if link.stderr_open:
             link.stderr_open = False
             self._selector.unregister(link.stream.stderr)
 
-    def _on_frame(self, link: _Link, frame: Frame) -> None:
+    def _on_frame(self, link: Link, frame: Frame) -> None:
         if isinstance(frame, Output):
             self._observer.output(frame.rank, frame.stream, frame.data)
             link.owed[frame.rank] = link.owed.get(frame.rank, 0) + len(frame.data)
@@ -434,7 +360,7 @@ class Supervisor:
                     "install the same version everywhere"
                 )
 
-    def _lose(self, link: _Link, how: str) -> None:
+    def _lose(self, link: Link, how: str) -> None:
         """An agent has ended, or counts as ended."""
         if link.gone:
             return
@@ -454,7 +380,7 @@ class Supervisor:
 
     # Workers.
 
-    def _on_exited(self, link: _Link, frame: Exited) -> None:
+    def _on_exited(self, link: Link, frame: Exited) -> None:
         self._running.discard(frame.rank)
         self.outcome.statuses[frame.rank] = frame.status
         if frame.status != 0:
@@ -464,7 +390,7 @@ class Supervisor:
             self._fail(Failure(frame.rank, link.host.name, frame.status, reason))
         self._finish_if_over()
 
-    def _on_spawn_failed(self, link: _Link, frame: SpawnFailed) -> None:
+    def _on_spawn_failed(self, link: Link, frame: SpawnFailed) -> None:
         self._running.discard(frame.rank)
         self.outcome.statuses[frame.rank] = frame.status
         self._fail(Failure(frame.rank, link.host.name, frame.status, f"could not be started: {frame.reason}"))
@@ -586,30 +512,3 @@ class Supervisor:
         names = ", ".join(f"{rank} ({hosts.get(rank, '?')})" for rank in ranks[:16])
         more = f" and {len(ranks) - 16} more" if len(ranks) > 16 else ""
         return f"hvd.init() still waits for ranks {names}{more}: they have not called it yet"
-
-
-def describe_status(status: int) -> str:
-    """``exited with status 3``, ``was killed by signal 9 (SIGKILL)``."""
-    if status >= 0:
-        return f"exited with status {status}"
-    try:
-        name = f" ({signal.Signals(-status).name})"
-    except ValueError:
-        name = ""
-    return f"was killed by signal {-status}{name}"
-
-
-def _close(stream: AgentStream) -> None:
-    """Collect the command that led to an agent which has ended, and close our ends of its streams."""
-    try:
-        stream.stdin.close()
-    except OSError:
-        pass
-    try:
-        stream.wait(5.0)
-    except subprocess.TimeoutExpired:
-        stream.kill()
-        stream.wait(5.0)
-    pipes: tuple[IO[bytes], ...] = (stream.stdout, stream.stderr)
-    for pipe in pipes:
-        pipe.close()

@@ -13,9 +13,9 @@ from hvdgloo.errors import ConfigError, LaunchError
 from hvdgloo.runner import cli, machine, options
 from hvdgloo.runner.command import thread_defaults, worker_environment
 from hvdgloo.runner.hosts import parse_hosts, read_hostfile
+from hvdgloo.runner.outcome import Failure, Outcome, describe_status
 from hvdgloo.runner.spawners import choose_spawner, is_this_host
 from hvdgloo.runner.spec import Host, assign
-from hvdgloo.runner.supervisor import Failure, Outcome, describe_status
 
 HOROVODRUN_FLAGS = """
     -v --version -np --num-proc -cb --check-build --disable-cache --start-timeout --network-interfaces

@@ -1,0 +1,73 @@
+"""The launcher's end of one agent: the command that leads to it, its channel, and what is known about it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections import deque
+
+from hvdgloo.runner.channel import Channel
+from hvdgloo.runner.frames import CHUNK, PREAMBLE, Hello
+from hvdgloo.runner.spawners import AgentStream
+from hvdgloo.runner.spec import Host
+
+_STDERR_KEPT = 20
+
+
+class Link:
+    """A host's agent, as the launcher holds it.
+
+    Attributes:
+        hello: what it said first.
+        ranks: of the workers that it was told to start.
+        finishing: it was told that the job is over.
+        said_bye: nothing of the job is left on its host.
+        gone: its stream has ended, or it counts as lost.
+        owed: for each rank, bytes of output for which it was given no credit yet.
+        stderr: the last lines that its command wrote there.
+    """
+
+    def __init__(self, host: Host, stream: AgentStream) -> None:
+        self.host = host
+        self.stream = stream
+        self.channel = Channel(stream.stdout.fileno(), stream.stdin.fileno(), preamble=PREAMBLE)
+        self.hello: Hello | None = None
+        self.said_bye = False
+        self.finishing = False
+        self.gone = False
+        self.ranks: list[int] = []
+        self.last_heard = time.monotonic()
+        self.writes_registered = False
+        self.stderr_open = True
+        self.stderr: deque[str] = deque(maxlen=_STDERR_KEPT)
+        self.owed: dict[int, int] = {}
+        os.set_blocking(stream.stderr.fileno(), False)
+
+    def read_stderr(self) -> list[str] | None:
+        """Lines that the command wrote to its standard error; None at the end of it."""
+        try:
+            data = os.read(self.stream.stderr.fileno(), CHUNK)
+        except BlockingIOError:
+            return []
+        return self.keep(data) if data else None
+
+    def keep(self, data: bytes) -> list[str]:
+        """The lines in what is no frame; the last ones are kept for error messages."""
+        lines = [line for line in data.decode("utf-8", "replace").splitlines() if line.strip()]
+        self.stderr.extend(lines)
+        return lines
+
+    def close(self) -> None:
+        """Collect the command, whose agent has ended, and close our ends of its streams."""
+        try:
+            self.stream.stdin.close()
+        except OSError:
+            pass
+        try:
+            self.stream.wait(5.0)
+        except subprocess.TimeoutExpired:
+            self.stream.kill()
+            self.stream.wait(5.0)
+        self.stream.stdout.close()
+        self.stream.stderr.close()

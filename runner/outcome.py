@@ -1,0 +1,65 @@
+"""How a job ended: values that the supervisor fills in and that command line and ``run`` turn into words."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How the first worker failed, or which agent was lost.
+
+    Attributes:
+        rank: None if it was an agent.
+        host: by its name.
+        status: exit status, or minus the signal.
+        reason: in words: ``exited with status 3``, ``was killed by signal 9 (SIGKILL)``.
+    """
+
+    rank: int | None
+    host: str
+    status: int
+    reason: str
+
+    @property
+    def exit_code(self) -> int:
+        """As a shell would have it: 128+N for signal N."""
+        return self.status if self.status >= 0 else 128 - self.status
+
+    @property
+    def signal(self) -> int | None:
+        return -self.status if self.status < 0 else None
+
+
+@dataclass
+class Outcome:
+    """How the job ended.
+
+    Attributes:
+        first: the failure that stopped it.
+        interrupted: the signal that stopped it.
+        statuses: of each worker that was started: exit status, or minus the signal; None if its agent was lost.
+    """
+
+    first: Failure | None = None
+    interrupted: int | None = None
+    statuses: dict[int, int | None] = field(default_factory=dict)
+
+    @property
+    def exit_code(self) -> int:
+        """0 only if every worker exited with 0."""
+        if self.interrupted is not None:
+            return 128 + self.interrupted
+        return self.first.exit_code if self.first is not None else 0
+
+
+def describe_status(status: int) -> str:
+    """``exited with status 3``, ``was killed by signal 9 (SIGKILL)``."""
+    if status >= 0:
+        return f"exited with status {status}"
+    try:
+        name = f" ({signal.Signals(-status).name})"
+    except ValueError:
+        name = ""
+    return f"was killed by signal {-status}{name}"
