@@ -63,7 +63,8 @@ class ProcessSet:
         Raises:
             InvalidArgumentError: the set is not registered.
         """
-        return context.current().rank in self._registered_ranks()
+        ranks = self._registered_ranks()
+        return context.current().rank in ranks
 
     def __repr__(self) -> str:
         members = "all ranks" if self._ranks is None else ", ".join(map(str, self._ranks))

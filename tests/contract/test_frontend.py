@@ -1,4 +1,7 @@
-"""What the collectives promise, on every front-end and backend. Expectations are computed in numpy from rank and size."""
+"""What the collectives promise, on every front-end and backend.
+
+Expectations are computed in numpy from rank and size.
+"""
 
 from __future__ import annotations
 
@@ -208,9 +211,7 @@ def test_an_empty_group_sends_nothing(world: MakeWorld, framework: Framework) ->
 
 
 @pytest.mark.parametrize("dtype", [DType.FLOAT64, DType.FLOAT32, DType.FLOAT16, DType.INT64], ids=str)
-def test_fp16_compression_sends_half_and_returns_the_type(
-    world: MakeWorld, framework: Framework, dtype: DType
-) -> None:
+def test_fp16_compression_sends_half_and_returns_the_type(world: MakeWorld, framework: Framework, dtype: DType) -> None:
     third = 1 / 3 if dtype.is_floating else 3
     as_sent = float(np.float16(third)) if dtype.is_floating else third
 

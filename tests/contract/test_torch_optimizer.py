@@ -1,0 +1,804 @@
+"""DistributedOptimizer: N ranks on N parts of a batch train exactly as one process does on the whole."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import Tensor, nn  # noqa: E402
+
+from hvdgloo.context import Context  # noqa: E402
+from hvdgloo.errors import HorovodInternalError, InvalidArgumentError  # noqa: E402
+from hvdgloo.frontend import Frontend  # noqa: E402
+from hvdgloo.torch.adapter import TorchAdapter  # noqa: E402
+from hvdgloo.torch.compression import Compression  # noqa: E402
+from hvdgloo.torch.optimizer import Distributed, Options, wrap  # noqa: E402
+from hvdgloo.types import ReduceOp  # noqa: E402
+from tests.support.world import World  # noqa: E402
+
+MakeWorld = Callable[..., World]
+BATCH = 12
+STEPS = 5
+_random = np.random.default_rng(7)
+INPUTS = torch.from_numpy(_random.standard_normal((BATCH, 6)))
+TARGETS = torch.from_numpy(_random.standard_normal((BATCH, 3)))
+WEIGHTS = [torch.from_numpy(_random.standard_normal(shape) / 2) for shape in [(8, 6), (8,), (3, 8), (3,)]]
+
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=1e-3),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.02),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def make_model() -> nn.Sequential:
+    # Not seeded: ranks are threads here, and would share torch's one generator.
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    with torch.no_grad():
+        for parameter, value in zip(model.parameters(), WEIGHTS, strict=True):
+            parameter.copy_(value)
+    return model
+
+
+def loss_of(model: nn.Module, part: slice = slice(None)) -> Tensor:
+    return ((model(INPUTS[part]) - TARGETS[part]) ** 2).mean()
+
+
+def part_of(context: Context) -> slice:
+    share = BATCH // context.size
+    return slice(context.rank * share, (context.rank + 1) * share)
+
+
+def distribute(
+    context: Context,
+    optimizer: torch.optim.Optimizer,
+    named: Any = None,
+    groups: Any = None,
+    **options: Any,
+) -> Distributed:
+    return wrap(Frontend(TorchAdapter(), lambda: context), optimizer, named, groups, Options(**options))
+
+
+def values(model: nn.Module) -> list[np.ndarray]:
+    return [parameter.detach().numpy().copy() for parameter in model.parameters()]
+
+
+def alike(actual: list[np.ndarray], expected: list[np.ndarray], rtol: float = 1e-6) -> None:
+    for a, e in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(a, e, rtol=rtol, atol=1e-12)
+
+
+def single_process(make: Callable[[Any], Any], steps: int = STEPS) -> list[np.ndarray]:
+    model = make_model()
+    optimizer = make(model.parameters())
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss_of(model).backward()
+        optimizer.step()
+    return values(model)
+
+
+def train(context: Context, make: Callable[[Any], Any], steps: int = STEPS, **options: Any) -> list[np.ndarray]:
+    model = make_model()
+    groups = options.pop("groups", None)
+    optimizer = distribute(context, make(model.parameters()), model.named_parameters(), groups, **options)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, part_of(context)).backward()
+        optimizer.step()
+    return values(model)
+
+
+# Equality with one process -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_training_equals_one_process(world: MakeWorld, size: int, name: str) -> None:
+    make = OPTIMIZERS[name]
+    expected = single_process(make)
+    results = world(size).run(lambda context: train(context, make))
+    for result in results:
+        alike(result, expected)
+        alike(result, results[0], rtol=0)  # bit by bit the same on every rank
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"groups": 1},
+        {"groups": 2},
+        {"groups": 100},
+        {"gradient_predivide_factor": 2.0},
+        {"gradient_predivide_factor": 2.0, "groups": 2},
+        {"groups": 0},
+    ],
+    ids=str,
+)
+def test_options_do_not_change_the_result(world: MakeWorld, options: dict[str, Any]) -> None:
+    expected = single_process(OPTIMIZERS["sgd"])
+    for result in world(2).run(lambda context: train(context, OPTIMIZERS["sgd"], **options)):
+        alike(result, expected)
+
+
+def test_groups_of_chosen_parameters(world: MakeWorld) -> None:
+    def rank_body(context: Context) -> list[np.ndarray]:
+        model = make_model()
+        first, second = model[0], model[2]
+        optimizer = distribute(
+            context, OPTIMIZERS["sgd"](model.parameters()), groups=[[first.weight, second.bias], [first.bias]]
+        )
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(model, part_of(context)).backward()
+            optimizer.step()
+        return values(model)
+
+    for result in world(2).run(rank_body):
+        alike(result, single_process(OPTIMIZERS["sgd"]))
+
+
+def test_sum_is_size_times_the_average(world: MakeWorld) -> None:
+    expected = single_process(lambda p: torch.optim.SGD(p, lr=0.06))
+    for result in world(3).run(lambda c: train(c, lambda p: torch.optim.SGD(p, lr=0.02), op=ReduceOp.SUM)):
+        alike(result, expected)
+
+
+def test_fp16_compression_is_near_and_the_same_everywhere(world: MakeWorld) -> None:
+    expected = single_process(OPTIMIZERS["sgd"])
+    results = world(2).run(lambda context: train(context, OPTIMIZERS["sgd"], compression=Compression.fp16))
+    alike(results[0], results[1], rtol=0)
+    difference = max(float(abs(a - e).max()) for a, e in zip(results[0], expected, strict=True))
+    assert 1e-9 < difference < 1e-2
+
+
+def test_several_backward_passes_add_up_before_one_step(world: MakeWorld) -> None:
+    expected = single_process(lambda p: torch.optim.SGD(p, lr=0.2))
+
+    def rank_body(context: Context) -> list[np.ndarray]:
+        model = make_model()
+        optimizer = distribute(context, torch.optim.SGD(model.parameters(), lr=0.1), backward_passes_per_step=2)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            whole = part_of(context)
+            middle = (whole.start + whole.stop) // 2
+            loss_of(model, slice(whole.start, middle)).backward()
+            assert not optimizer._hvd.reducer.in_flight
+            loss_of(model, slice(middle, whole.stop)).backward()
+            assert optimizer._hvd.reducer.in_flight
+            optimizer.step()  # torch adds gradients of passes up, hence twice the rate above
+        return values(model)
+
+    for result in world(2).run(rank_body):
+        alike(result, expected)
+
+
+def test_changing_the_number_of_passes(world: MakeWorld) -> None:
+    def rank_body(context: Context) -> None:
+        model = make_model()
+        optimizer = distribute(context, OPTIMIZERS["sgd"](model.parameters()))
+        optimizer.set_backward_passes_per_step(2)
+        loss_of(model).backward()
+        assert not optimizer._hvd.reducer.in_flight
+        loss_of(model).backward()
+        assert optimizer._hvd.reducer.in_flight
+        optimizer.step()
+        for wrong in (0, -1, 1.5):
+            with pytest.raises(ValueError, match="backward_passes_per_step"):
+                optimizer.set_backward_passes_per_step(wrong)  # type: ignore[arg-type]
+
+    world(2).run(rank_body)
+
+
+# Overlap -------------------------------------------------------------------------------------------------------------
+
+
+def test_gradients_leave_before_the_backward_pass_ends(world: MakeWorld) -> None:
+    """The last layer's gradient is reduced while the first layer's backward still waits for it."""
+
+    def rank_body(context: Context) -> None:
+        model = make_model()
+        optimizer = distribute(context, OPTIMIZERS["sgd"](model.parameters()), model.named_parameters())
+        reduced_meanwhile: list[bool] = []
+
+        def hold_back(gradient: Tensor) -> None:
+            # Runs in the middle of backward, when the second layer's gradients have been handed over.
+            assert optimizer._hvd.reducer.open == {"2.weight", "2.bias"}
+            waited = threading.Event()
+            for transfer in optimizer._hvd.reducer._transfers:
+                transfer.pending._handle.add_done_callback(lambda handle: waited.set())
+            reduced_meanwhile.append(waited.wait(10))
+
+        hidden = torch.tanh(model[0](INPUTS))
+        hidden.register_hook(hold_back)
+        ((model[2](hidden) - TARGETS) ** 2).mean().backward()
+        optimizer.step()
+        assert reduced_meanwhile == [True]
+
+    world(2).run(rank_body)
+
+
+def test_hooks_do_not_block(world: MakeWorld) -> None:
+    """backward() returns on a rank although no other rank has begun."""
+    done = threading.Event()
+
+    def rank_body(context: Context) -> list[np.ndarray]:
+        model = make_model()
+        optimizer = distribute(context, torch.optim.SGD(model.parameters(), lr=0.1))
+        if context.rank:
+            assert done.wait(10)
+        loss_of(model, part_of(context)).backward()
+        done.set()
+        optimizer.step()
+        return values(model)
+
+    for result in world(2).run(rank_body):
+        alike(result, single_process(lambda p: torch.optim.SGD(p, lr=0.1), steps=1))
+
+
+# synchronize and skip_synchronize -------------------------------------------------------------------------------------
+
+
+def test_clipping_between_synchronize_and_step(world: MakeWorld) -> None:
+    model = make_model()
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_of(model).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    plain.step()
+    expected = values(model)
+
+    def rank_body(context: Context) -> list[np.ndarray]:
+        model = make_model()
+        optimizer = distribute(context, torch.optim.SGD(model.parameters(), lr=0.1))
+        loss_of(model, part_of(context)).backward()
+        optimizer.synchronize()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        return values(model)
+
+    for result in world(3).run(rank_body):
+        alike(result, expected)
+
+
+def test_step_after_synchronize_warns_once_a_call_and_reduces_once(world: MakeWorld) -> None:
+    def rank_body(context: Context) -> list[np.ndarray]:
+        model = make_model()
+        # With Sum, reducing twice would show.
+        optimizer = distribute(context, torch.optim.SGD(model.parameters(), lr=0.1), op=ReduceOp.SUM)
+        loss_of(model, part_of(context)).backward()
+        optimizer.synchronize()
+        warned.append(optimizer)
+        optimizer.step()
+        return values(model)
+
+    warned: list[Any] = []
+    with pytest.warns(UserWarning, match="skip_synchronize") as record:
+        results = world(2).run(rank_body)
+    assert len([w for w in record if "skip_synchronize" in str(w.message)]) == len(warned)
+    for result in results:
+        alike(result, single_process(lambda p: torch.optim.SGD(p, lr=0.2), steps=1))
+
+
+def test_skipping_without_synchronize_is_an_error(world: MakeWorld) -> None:
+    def rank_body(context: Context) -> None:
+        model = make_model()
+        optimizer = distribute(context, OPTIMIZERS["sgd"](model.parameters()))
+        loss_of(model).backward()
+        with optimizer.skip_synchronize(), pytest.raises(AssertionError, match="synchronize"):
+            optimizer.step()
+        optimizer.step()
+
+    world(2).run(rank_body)
+
+
+def test_zero_grad_while_gradients_are_in_flight(world: MakeWorld) -> None:
+    def rank_body(context: Context) -> None:
+        model = make_model()
+        optimizer = distribute(context, OPTIMIZERS["sgd"](model.parameters()), model.named_parameters())
+        loss_of(model).backward()
+        with pytest.raises(AssertionError, match=r"zero_grad\(\) while 4 gradients \(0\.bias"):
+            optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert all(p.grad is None for p in model.parameters())
+
+    world(2).run(rank_body)
+
+
+def test_one_backward_pass_too_many(world: MakeWorld) -> None:
+    def rank_body(context: Context) -> None:
+        model = make_model()
+        optimizer = distribute(context, OPTIMIZERS["sgd"](model.parameters()))
+        loss_of(model).backward()
+        with pytest.raises(AssertionError, match="more backward passes than backward_passes_per_step"):
+            loss_of(model).backward()
+        optimizer.step()
+
+    world(2).run(rank_body)
+
+
+# Closures ------------------------------------------------------------------------------------------------------------
+
+
+def closure_of(model: nn.Module, optimizer: Any, part: slice) -> Callable[[], Tensor]:
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, part)
+        loss.backward()
+        return loss
+
+    return closure
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.SGD(p, lr=0.1),
+        lambda p: torch.optim.LBFGS(list(p), max_iter=8, line_search_fn="strong_wolfe"),
+    ],
+    ids=["sgd", "lbfgs"],
+)
+def test_closures_see_the_whole_batch(world: MakeWorld, make: Callable[[Any], Any]) -> None:
+    """LBFGS evaluates its closure as often as the loss suggests: ranks stay together only if they see one loss."""
+    model = make_model()
+    plain = make(model.parameters())
+    losses = [plain.step(closure_of(model, plain, slice(None))).item() for _ in range(3)]
+    expected = values(model)
+
+    def rank_body(context: Context) -> list[np.ndarray]:
+        model = make_model()
+        optimizer = distribute(context, make(model.parameters()))
+        closure = closure_of(model, optimizer, part_of(context))
+        assert [optimizer.step(closure).item() for _ in range(3)] == pytest.approx(losses, rel=1e-6)
+        return values(model)
+
+    for result in world(3).run(rank_body):
+        alike(result, expected)
+
+
+def test_closures_may_return_a_number_or_nothing(world: MakeWorld) -> None:
+    def rank_body(context: Context) -> None:
+        model = make_model()
+        optimizer = distribute(context, OPTIMIZERS["sgd"](model.parameters()))
+
+        def number() -> float:
+            loss_of(model).backward()
+            return float(context.rank)
+
+        assert optimizer.step(number) == 0.5
+        optimizer.zero_grad()
+        assert optimizer.step(lambda: loss_of(model).backward()) is None
+
+    world(2).run(rank_body)
+
+
+# Parameters ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_parameter_without_gradient_counts_as_zeros(world: MakeWorld) -> None:
+    """A branch that only one rank takes: the others send zeros, so nobody waits."""
+
+    def rank_body(context: Context) -> None:
+        used, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
+        optimizer = distribute(context, torch.optim.SGD([used, unused], lr=1.0), [("used", used), ("unused", unused)])
+        loss = used.sum() + (unused.sum() if context.rank == 0 else 0)
+        loss.backward()
+        optimizer.step()
+        assert used.tolist() == [0.0, 0.0]
+        assert unused.tolist() == [0.5] * 3
+        assert unused.grad is not None
+
+    world(2).run(rank_body)
+
+
+def test_frozen_parameters_stay_out_and_may_thaw(world: MakeWorld) -> None:
+    def rank_body(context: Context) -> list[np.ndarray]:
+        model = make_model()
+        model[0].weight.requires_grad_(False)
+        optimizer = distribute(context, OPTIMIZERS["sgd"](model.parameters()))
+        history = []
+        for step in range(3):
+            optimizer.zero_grad()
+            model[0].weight.requires_grad_(step > 0)
+            loss_of(model, part_of(context)).backward()
+            optimizer.step()
+            history.append(model[0].weight.detach().clone())
+        assert torch.equal(history[0], WEIGHTS[0])
+        assert not torch.equal(history[1], history[0])
+        return values(model)
+
+    first, second = world(2).run(rank_body)
+    alike(first, second, rtol=0)
+
+
+def test_a_parameter_frozen_later_is_left_alone(world: MakeWorld) -> None:
+    def rank_body(context: Context) -> None:
+        for groups in (None, 1):
+            model = make_model()
+            optimizer = distribute(context, torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1), None, groups)
+            loss_of(model, part_of(context)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            model[0].weight.requires_grad_(False)
+            frozen = model[0].weight.detach().clone()
+            loss_of(model, part_of(context)).backward()
+            optimizer.step()
+            assert torch.equal(model[0].weight, frozen)  # no zero gradient, so no weight decay either
+
+    world(2).run(rank_body)
+
+
+def test_a_group_of_parameters_added_later_is_reduced(world: MakeWorld) -> None:
+    def rank_body(context: Context) -> list[np.ndarray]:
+        model = make_model()
+        optimizer = distribute(context, torch.optim.SGD(model[0].parameters(), lr=0.1))
+        optimizer.add_param_group({"params": list(model[2].parameters()), "lr": 0.1})
+        loss_of(model, part_of(context)).backward()
+        assert len(optimizer._hvd.reducer.open) == 4
+        optimizer.step()
+        return values(model)
+
+    for result in world(2).run(rank_body):
+        alike(result, single_process(lambda p: torch.optim.SGD(p, lr=0.1), steps=1))
+
+
+def test_sparse_gradients(world: MakeWorld) -> None:
+    def rank_body(context: Context) -> None:
+        table = nn.Embedding(4, 2, sparse=True)
+        optimizer = distribute(context, torch.optim.SGD(table.parameters(), lr=1.0), sparse_as_dense=True)
+        with torch.no_grad():
+            table.weight.zero_()
+        table(torch.tensor([context.rank])).sum().backward()
+        optimizer.step()
+        assert table.weight.tolist() == [[-0.5, -0.5], [-0.5, -0.5], [0.0, 0.0], [0.0, 0.0]]
+
+        refusing = distribute(context, torch.optim.SGD(table.parameters(), lr=1.0))
+        refusing.zero_grad()
+        with pytest.raises(InvalidArgumentError, match="sparse_as_dense=True"):
+            table(torch.tensor([0])).sum().backward()
+
+    world(2).run(rank_body)
+
+
+def test_channels_last_gradients_keep_their_format(world: MakeWorld) -> None:
+    images = torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last)
+
+    def rank_body(context: Context) -> np.ndarray:
+        conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        with torch.no_grad():
+            conv.weight.fill_(0.5)
+        optimizer = distribute(context, torch.optim.SGD(conv.parameters(), lr=0.1))
+        conv(images * (context.rank + 1)).square().mean().backward()
+        optimizer.step()
+        assert conv.weight.is_contiguous(memory_format=torch.channels_last)
+        return conv.weight.detach().contiguous().numpy()
+
+    first, second = world(2).run(rank_body)
+    np.testing.assert_array_equal(first, second)
+
+
+# Several optimizers --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["same names", "automatic names"])
+def test_two_optimizers_with_gradients_in_flight_at_once(world: MakeWorld, named: bool) -> None:
+    def rank_body(context: Context) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        models = make_model(), make_model()
+        optimizers = [
+            distribute(context, torch.optim.SGD(m.parameters(), lr=0.1), m.named_parameters() if named else None)
+            for m in models
+        ]
+        for _ in range(STEPS):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            for model in models:
+                loss_of(model, part_of(context)).backward()
+            for optimizer in reversed(optimizers):
+                optimizer.step()
+        return values(models[0]), values(models[1])
+
+    expected = single_process(lambda p: torch.optim.SGD(p, lr=0.1))
+    for first, second in world(2).run(rank_body):
+        alike(first, expected)
+        alike(second, expected)
+
+
+def test_a_later_optimizer_takes_the_parameters_over(world: MakeWorld) -> None:
+    """An optimizer made anew on the same model, while the old one is still referred to somewhere."""
+
+    def rank_body(context: Context) -> list[np.ndarray]:
+        model = make_model()
+        old = distribute(context, torch.optim.SGD(model.parameters(), lr=5.0), model.named_parameters())
+        new = distribute(context, torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+        loss_of(model, part_of(context)).backward()
+        assert not old._hvd.reducer.in_flight
+        with pytest.raises(InvalidArgumentError, match="later DistributedOptimizer"):
+            old.step()
+        new.step()
+        return values(model)
+
+    for result in world(2).run(rank_body):
+        alike(result, single_process(lambda p: torch.optim.SGD(p, lr=0.1), steps=1))
+
+
+# What other code sees ------------------------------------------------------------------------------------------------
+
+
+def test_it_is_an_instance_of_the_wrapped_class(world: MakeWorld) -> None:
+    context = world(1).contexts[0]
+    plain = OPTIMIZERS["sgd"](make_model().parameters())
+    optimizer = distribute(context, plain)
+    assert isinstance(optimizer, torch.optim.SGD)
+    assert type(optimizer).__name__ == "SGD"
+    assert type(optimizer) is type(distribute(context, OPTIMIZERS["sgd"](make_model().parameters())))
+    assert repr(optimizer).startswith("SGD (")
+    assert optimizer.param_groups is plain.param_groups
+    assert optimizer.state is plain.state
+    assert optimizer.defaults["momentum"] == 0.9
+    optimizer.note = "kept"
+    assert plain.note == "kept"
+    del optimizer.note
+    assert not hasattr(plain, "note")
+    with pytest.raises(InvalidArgumentError, match="wrap it once"):
+        distribute(context, optimizer)
+    with pytest.raises(InvalidArgumentError, match=r"torch\.optim\.Optimizer"):
+        distribute(context, "sgd")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("of_plain", [True, False], ids=["made before wrapping", "made after"])
+def test_learning_rate_schedulers(world: MakeWorld, of_plain: bool) -> None:
+    def schedule(optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.SequentialLR(
+            optimizer,
+            [
+                torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2),
+                torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5),
+            ],
+            milestones=[2],
+        )
+
+    def steps(model: nn.Module, optimizer: Any, scheduler: Any, part: slice) -> list[np.ndarray]:
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(model, part).backward()
+            optimizer.step()
+            scheduler.step()
+        return values(model)
+
+    model = make_model()
+    plain = OPTIMIZERS["sgd"](model.parameters())
+    expected = steps(model, plain, schedule(plain), slice(None))
+
+    def rank_body(context: Context) -> list[np.ndarray]:
+        model = make_model()
+        plain = OPTIMIZERS["sgd"](model.parameters())
+        scheduler = schedule(plain) if of_plain else None
+        optimizer = distribute(context, plain)
+        return steps(model, optimizer, scheduler or schedule(optimizer), part_of(context))
+
+    for result in world(2).run(rank_body):
+        alike(result, expected)
+
+
+@pytest.mark.parametrize("explicitly", [True, False], ids=["synchronize and unscale", "step alone"])
+def test_grad_scaler(world: MakeWorld, explicitly: bool) -> None:
+    """A scaler reads gradients before it calls step(); it must read the reduced ones."""
+
+    def rank_body(context: Context) -> list[np.ndarray]:
+        model = make_model()
+        optimizer = distribute(context, torch.optim.SGD(model.parameters(), lr=0.1))
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, part_of(context))).backward()
+            if explicitly:
+                optimizer.synchronize()
+                scaler.unscale_(optimizer)
+                with optimizer.skip_synchronize():
+                    scaler.step(optimizer)
+            else:
+                scaler.step(optimizer)
+            scaler.update()
+        return values(model)
+
+    for result in world(2).run(rank_body):
+        alike(result, single_process(lambda p: torch.optim.SGD(p, lr=0.1)))
+
+
+def test_all_ranks_skip_a_step_when_one_overflows(world: MakeWorld) -> None:
+    def rank_body(context: Context) -> None:
+        model = make_model()
+        optimizer = distribute(context, torch.optim.SGD(model.parameters(), lr=0.1))
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        loss = loss_of(model) * (float("inf") if context.rank == 1 else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 4.0
+        alike(values(model), [w.numpy() for w in WEIGHTS], rtol=0)
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model)).backward()
+        scaler.step(optimizer)
+        assert not torch.equal(model[0].weight, WEIGHTS[0])
+
+    world(2).run(rank_body)
+
+
+def test_checkpoints_load_into_the_plain_optimizer_and_back(world: MakeWorld) -> None:
+    make = OPTIMIZERS["adamw"]
+
+    def rank_body(context: Context) -> list[np.ndarray]:
+        model = make_model()
+        optimizer = distribute(context, make(model.parameters()), model.named_parameters())
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss_of(model, part_of(context)).backward()
+            optimizer.step()
+        file = io.BytesIO()
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+        file.seek(0)
+        saved = torch.load(file, weights_only=True)
+
+        # One step alone, without us ...
+        plain_model = make_model()
+        plain_model.load_state_dict(saved["model"])
+        plain = make(plain_model.parameters())
+        plain.load_state_dict(saved["optimizer"])
+        plain.zero_grad()
+        loss_of(plain_model).backward()
+        plain.step()
+
+        # ... and the rest distributed again.
+        resumed = distribute(context, make(plain_model.parameters()), plain_model.named_parameters())
+        resumed.load_state_dict(plain.state_dict())
+        for _ in range(STEPS - 3):
+            resumed.zero_grad()
+            loss_of(plain_model, part_of(context)).backward()
+            resumed.step()
+        return values(plain_model)
+
+    for result in world(2).run(rank_body):
+        alike(result, single_process(make))
+
+
+def test_loading_a_state_counts_passes_anew(world: MakeWorld) -> None:
+    def rank_body(context: Context) -> None:
+        model = make_model()
+        optimizer = distribute(context, OPTIMIZERS["sgd"](model.parameters()), backward_passes_per_step=2)
+        loss_of(model).backward()
+        optimizer.load_state_dict(optimizer.state_dict())
+        loss_of(model).backward()
+        assert not optimizer._hvd.reducer.in_flight
+        loss_of(model).backward()
+        assert optimizer._hvd.reducer.in_flight
+        optimizer.step()
+
+    world(2).run(rank_body)
+
+
+def test_a_pickle_is_the_plain_optimizer(world: MakeWorld) -> None:
+    def rank_body(context: Context) -> None:
+        model = make_model()
+        optimizer = distribute(context, OPTIMIZERS["sgd"](model.parameters()))
+        loss_of(model).backward()
+        optimizer.step()
+        loaded = pickle.loads(pickle.dumps(optimizer))
+        assert type(loaded) is torch.optim.SGD
+        assert len(loaded.state) == 4
+        # Models with our hooks can be saved and copied too.
+        torch.save(model, io.BytesIO())
+        assert copy.deepcopy(model)[0].weight.tolist() == model[0].weight.tolist()
+
+    world(2).run(rank_body)
+
+
+def test_a_deep_copy_is_distributed_too(world: MakeWorld) -> None:
+    def rank_body(context: Context) -> list[np.ndarray]:
+        model = make_model()
+        optimizer = distribute(
+            context, torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), backward_passes_per_step=2
+        )
+        optimizer.set_backward_passes_per_step(1)
+        model_copy, copied = copy.deepcopy((model, optimizer))
+        loss_of(model_copy, part_of(context)).backward()
+        copied.step()
+        alike(values(model), [w.numpy() for w in WEIGHTS], rtol=0)
+        return values(model_copy)
+
+    for result in world(2).run(rank_body):
+        alike(result, single_process(lambda p: torch.optim.SGD(p, lr=0.1), steps=1))
+
+
+def test_step_hooks_run_once_a_step(world: MakeWorld) -> None:
+    def rank_body(context: Context) -> None:
+        model = make_model()
+        optimizer = distribute(context, OPTIMIZERS["sgd"](model.parameters()))
+        calls: list[str] = []
+        optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+        optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+        loss_of(model).backward()
+        optimizer.step()
+        assert calls == ["before", "after"]
+
+    world(2).run(rank_body)
+
+
+# Errors --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_lost_job_is_an_error_in_step_and_gradients_come_to_rest(world: MakeWorld) -> None:
+    two = world(2)
+    model = make_model()
+    optimizer = distribute(two.contexts[0], OPTIMIZERS["sgd"](model.parameters()))
+    loss_of(model).backward()
+    two.contexts[1].close()
+    with pytest.raises(HorovodInternalError):
+        optimizer.step()
+    assert not optimizer._hvd.reducer.in_flight
+    optimizer.zero_grad()
+    with pytest.raises(HorovodInternalError):
+        loss_of(model).backward()
+
+
+@pytest.mark.parametrize(
+    ("named", "groups", "options", "text"),
+    [
+        (lambda m: list(m.parameters()), None, {}, r"\(name, parameter\) tuples"),
+        (lambda m: [(1, p) for p in m.parameters()], None, {}, r"\(name, parameter\) tuples"),
+        (lambda m: [("same", p) for p in m.parameters()], None, {}, "more than once: same"),
+        (lambda m: list(m.named_parameters())[1:], None, {}, "1 of the optimizer's parameters are not"),
+        (lambda m: None, -1, {}, "groups must be"),
+        (lambda m: None, 1.5, {}, "groups must be"),
+        (lambda m: None, "all", {}, "groups must be"),
+        (lambda m: None, lambda m: list(m.parameters()), {}, "groups must be"),
+        (lambda m: None, lambda m: [[m[0].weight, m[0].weight]], {}, "two groups, or twice"),
+        (lambda m: None, lambda m: [[torch.ones(1)]], {}, "not a parameter of the optimizer"),
+        (lambda m: None, None, {"gradient_predivide_factor": 2.0, "op": ReduceOp.SUM}, "needs op=Average"),
+        (lambda m: None, None, {"backward_passes_per_step": 0}, "backward_passes_per_step"),
+        (lambda m: None, None, {"op": 9}, "op must be"),
+    ],
+)
+def test_wrong_arguments(
+    world: MakeWorld, named: Callable[[Any], Any], groups: Any, options: dict[str, Any], text: str
+) -> None:
+    model = make_model()
+    with pytest.raises(ValueError, match=text):
+        distribute(
+            world(1).contexts[0],
+            OPTIMIZERS["sgd"](model.parameters()),
+            named(model),
+            groups(model) if callable(groups) else groups,
+            **options,
+        )
+
+
+def test_names_may_come_from_a_generator_and_name_more_than_is_optimized(world: MakeWorld) -> None:
+    def rank_body(context: Context) -> None:
+        model = make_model()
+        optimizer = distribute(context, torch.optim.SGD(model[2].parameters(), lr=0.1), model.named_parameters())
+        loss_of(model).backward()
+        assert optimizer._hvd.reducer.open == {"2.weight", "2.bias"}
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            optimizer.step()
+
+    world(2).run(rank_body)

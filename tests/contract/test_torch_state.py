@@ -1,0 +1,156 @@
+"""broadcast_parameters and broadcast_optimizer_state: all ranks go on from one rank's state."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+from hvdgloo.context import Context  # noqa: E402
+from hvdgloo.errors import InvalidArgumentError  # noqa: E402
+from hvdgloo.frontend import Frontend  # noqa: E402
+from hvdgloo.torch import functions  # noqa: E402
+from hvdgloo.torch.adapter import TorchAdapter  # noqa: E402
+from hvdgloo.torch.optimizer import Options, wrap  # noqa: E402
+from tests.support.world import World  # noqa: E402
+
+MakeWorld = Callable[..., World]
+SIZE = 3
+
+
+def frontend_of(context: Context) -> Frontend[torch.Tensor]:
+    return Frontend(TorchAdapter(), lambda: context)
+
+
+def filled_model(value: float) -> nn.Module:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.fill_(value)
+    return model
+
+
+@pytest.mark.parametrize("root", [0, 2])
+@pytest.mark.parametrize(
+    "params_of",
+    [
+        lambda m: m.state_dict(),
+        lambda m: list(m.state_dict().items()),
+        lambda m: list(m.state_dict().values()),
+        lambda m: dict(reversed(m.state_dict().items())),
+    ],
+    ids=["state dict", "pairs", "tensors", "another order"],
+)
+def test_parameters_become_the_roots(world: MakeWorld, root: int, params_of: Callable[[Any], Any]) -> None:
+    def rank_body(context: Context) -> None:
+        model = filled_model(context.rank + 1)
+        functions.broadcast_parameters(frontend_of(context), params_of(model), root)
+        for name, tensor in model.state_dict().items():
+            assert (tensor == root + 1).all(), name
+        # Parameters stay leaves that a gradient can flow to.
+        assert all(p.is_leaf and p.requires_grad for p in model.parameters())
+
+    world(SIZE).run(rank_body)
+
+
+def test_parameters_themselves_can_be_sent(world: MakeWorld) -> None:
+    """Leaves that require a gradient may not be written in place under autograd, but state may."""
+
+    def rank_body(context: Context) -> None:
+        model = filled_model(context.rank + 1)
+        functions.broadcast_parameters(frontend_of(context), list(model.named_parameters()), 1)
+        assert all((p == 2).all() and p.requires_grad for p in model.parameters())
+
+    world(SIZE).run(rank_body)
+
+
+@pytest.mark.parametrize(
+    ("params", "text"),
+    [
+        (iter([]), "list"),
+        ((t for t in [torch.ones(1)]), "generator"),
+        (torch.ones(2), "Tensor"),
+        (None, "NoneType"),
+        ({"a": 3}, "'a' is a int"),
+        ([("a", torch.ones(1), 3)], "tuple"),
+        ([(1, torch.ones(1))], "1 is a Tensor"),
+    ],
+)
+def test_what_is_no_dict_or_list_of_tensors_is_refused(world: MakeWorld, params: Any, text: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=text):
+        functions.broadcast_parameters(frontend_of(world(1).contexts[0]), params, 0)
+
+
+OPTIMIZERS: dict[str, Callable[[Any, float], Any]] = {
+    "sgd": lambda p, x: torch.optim.SGD(p, lr=0.1 * x, momentum=0.5),
+    "adam": lambda p, x: torch.optim.Adam(p, lr=0.1 * x, betas=(0.5, 0.1 * x), amsgrad=True),
+    "adam with a tensor as rate": lambda p, x: torch.optim.Adam(p, lr=torch.tensor(0.1 * x)),
+    "adagrad": lambda p, x: torch.optim.Adagrad(p, lr=0.1 * x),
+    "rprop": lambda p, x: torch.optim.Rprop(p, lr=0.1 * x),
+    "asgd": lambda p, x: torch.optim.ASGD(p, lr=0.1 * x),
+}
+
+
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+@pytest.mark.parametrize("distributed", [False, True], ids=["plain", "distributed"])
+@pytest.mark.parametrize("others_have_state", [False, True], ids=["others are new", "others have state"])
+def test_optimizer_state_becomes_the_roots(
+    world: MakeWorld, name: str, distributed: bool, others_have_state: bool
+) -> None:
+    """Only rank 1 has read a checkpoint, say."""
+
+    def rank_body(context: Context) -> dict[str, Any]:
+        model = filled_model(1.0)
+        optimizer = OPTIMIZERS[name](model.parameters(), 1.0 + context.rank)
+        if context.rank == 1 or others_have_state:
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, 1.0 + context.rank)
+            for _ in range(1 + context.rank):
+                optimizer.step()
+        if distributed:
+            optimizer = wrap(frontend_of(context), optimizer, None, None, Options())
+        before = [p.detach().clone() for p in model.parameters()]
+        functions.broadcast_optimizer_state(frontend_of(context), optimizer, 1)
+        assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+        state: dict[str, Any] = copy.deepcopy(optimizer.state_dict())
+        # It works on: state is where its parameters are, in types that the optimizer takes.
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        return state
+
+    states = world(SIZE).run(rank_body)
+    assert states[1]["state"]
+    for state in states:
+        torch.testing.assert_close(state["state"], states[1]["state"], rtol=0, atol=0)
+        for group, expected in zip(state["param_groups"], states[1]["param_groups"], strict=True):
+            assert group.keys() == expected.keys()
+            assert all(group[key] == expected[key] for key in group), group
+
+
+def test_no_state_yet_is_broadcast_as_none(world: MakeWorld) -> None:
+    """Weight decay must not act, nor a step be counted, for the sake of having a state."""
+
+    def rank_body(context: Context) -> None:
+        model = filled_model(1.0)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1 * (1 + context.rank), weight_decay=0.1)
+        functions.broadcast_optimizer_state(frontend_of(context), optimizer, 2)
+        assert optimizer.state_dict()["state"] == {}
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.3)
+        assert all((p == 1).all() for p in model.parameters())
+
+    world(SIZE).run(rank_body)
+
+
+def test_lbfgs_is_refused(world: MakeWorld) -> None:
+    frontend = frontend_of(world(1).contexts[0])
+    with pytest.raises(InvalidArgumentError, match="LBFGS"):
+        functions.broadcast_optimizer_state(frontend, torch.optim.LBFGS(filled_model(1).parameters()), 0)
+    with pytest.raises(InvalidArgumentError, match="not dict"):
+        functions.broadcast_optimizer_state(frontend, {}, 0)  # type: ignore[arg-type]

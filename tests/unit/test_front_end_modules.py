@@ -1,0 +1,159 @@
+"""What ``import hvdgloo.<framework>`` gives: names, answers, and a clear word when the framework is missing."""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import pytest
+
+from hvdgloo.frontend import Frontend
+from hvdgloo.types import ReduceOp
+
+_SHARED = """
+    Average Sum Min Max Product Compression HorovodInternalError ProcessSet global_process_set
+    init shutdown is_initialized rank size local_rank local_size cross_rank cross_size is_homogeneous
+    mpi_threads_supported mpi_enabled mpi_built gloo_enabled gloo_built
+    nccl_built ddl_built ccl_built cuda_built rocm_built
+    allreduce allreduce_async allreduce_ allreduce_async_
+    grouped_allreduce grouped_allreduce_async grouped_allreduce_ grouped_allreduce_async_
+    allgather allgather_async broadcast broadcast_async broadcast_ broadcast_async_ barrier poll synchronize
+    broadcast_object allgather_object
+"""
+SHARED = _SHARED.split()
+NAMES = {
+    "numpy": SHARED,
+    "torch": [*SHARED, "DistributedOptimizer", "broadcast_parameters", "broadcast_optimizer_state"],
+}
+
+
+@pytest.fixture(params=list(NAMES))
+def hvd(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
+    pytest.importorskip(request.param)
+    module = importlib.import_module(f"hvdgloo.{request.param}")
+    yield module
+    module.shutdown()
+
+
+def test_names_are_listed_on_purpose(hvd: ModuleType) -> None:
+    assert sorted(hvd.__all__) == sorted(NAMES[hvd.__name__.rpartition(".")[2]])
+    assert list(hvd.__all__) == sorted(hvd.__all__)
+    for name in hvd.__all__:
+        assert getattr(hvd, name) is not None
+        if callable(getattr(hvd, name)):
+            assert getattr(hvd, name).__doc__, name
+
+
+def test_constants(hvd: ModuleType) -> None:
+    assert [hvd.Average, hvd.Sum, hvd.Min, hvd.Max, hvd.Product] == [0, 1, 3, 4, 5]
+
+
+def test_a_job_of_one_process(hvd: ModuleType) -> None:
+    assert not hvd.is_initialized()
+    assert not hvd.gloo_enabled()
+    with pytest.raises(ValueError, match=r"hvd\.init"):
+        hvd.rank()
+    hvd.init()
+    hvd.init()
+    assert hvd.is_initialized()
+    assert hvd.gloo_enabled()
+    assert (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size()) == (0, 1, 0, 1)
+    assert (hvd.cross_rank(), hvd.cross_size(), hvd.is_homogeneous()) == (0, 1, True)
+    assert hvd.broadcast_object({"a": 1}) == {"a": 1}
+    assert hvd.allgather_object("x") == ["x"]
+    first = hvd.allgather_async(_tensor(hvd))
+    assert first == 1
+    hvd.synchronize(first)
+    hvd.shutdown()
+    hvd.shutdown()
+    assert not hvd.is_initialized()
+    with pytest.raises(hvd.HorovodInternalError):
+        hvd.barrier()
+    hvd.init()
+    assert hvd.allgather_async(_tensor(hvd)) == 1  # numbers restart
+
+
+def _tensor(hvd: ModuleType) -> Any:
+    return np.ones(2) if hvd.__name__.endswith("numpy") else __import__("torch").ones(2)
+
+
+def test_what_was_built(hvd: ModuleType) -> None:
+    assert hvd.gloo_built() is True
+    assert hvd.nccl_built() == 0
+    for name in ("mpi_enabled", "mpi_built", "ddl_built", "ccl_built", "cuda_built", "rocm_built"):
+        assert getattr(hvd, name)() is False
+    with pytest.raises(ValueError, match="MPI"):
+        hvd.mpi_threads_supported()
+
+
+def test_functions_travel_by_reference(hvd: ModuleType) -> None:
+    """``from hvdgloo.torch import allreduce`` in a function that hvdgloo.run sends to workers."""
+    allreduce = hvd.allreduce
+
+    def function() -> Any:
+        return allreduce
+
+    for copy in (pickle.loads(pickle.dumps(allreduce)), cloudpickle.loads(cloudpickle.dumps(function))()):
+        assert copy.__self__ is hvd.allreduce.__self__
+    with pytest.raises(TypeError, match="cannot be pickled"):
+        pickle.dumps(Frontend(hvd._frontend.adapter, lambda: None))  # type: ignore[arg-type,return-value]
+
+
+def test_a_missing_framework_says_what_to_install() -> None:
+    """Pain 2."""
+    program = (
+        "import sys; sys.modules['torch'] = None\n"
+        "try:\n    import hvdgloo.torch\n"
+        "except ImportError as error:\n    print(type(error).__name__, error)\n"
+        "import hvdgloo.numpy as hvd, numpy\n"
+        "hvd.init(); print(hvd.allreduce(numpy.ones(2)))\n"
+    )
+    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=50)
+    assert "MissingDependencyError hvdgloo.torch needs PyTorch: pip install 'hvdgloo[torch]'" in done.stdout, (
+        done.stderr
+    )
+    assert "[1. 1.]" in done.stdout, done.stderr
+
+
+def test_importing_the_numpy_front_end_imports_no_framework() -> None:
+    program = "import sys, hvdgloo.numpy; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50, check=True)
+    assert done.stdout == "False\n"
+
+
+@pytest.mark.filterwarnings("ignore:num_groups:DeprecationWarning")
+@pytest.mark.parametrize("wrong", [{"num_groups": 2, "groups": 2}, {"num_groups": -1}, {"op": ReduceOp.ADASUM}])
+def test_distributed_optimizer_of_the_module(wrong: dict[str, Any]) -> None:
+    torch = pytest.importorskip("torch")
+    import hvdgloo.torch as hvd
+    from hvdgloo.torch.compression import Compression
+
+    assert hvd.Compression is Compression
+    model = torch.nn.Linear(2, 2)
+
+    def plain() -> Any:
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    with pytest.raises(ValueError, match=r"hvd\.init"):
+        hvd.DistributedOptimizer(plain())
+    hvd.init()
+    try:
+        with pytest.warns(DeprecationWarning, match="use groups") as record:
+            optimizer = hvd.DistributedOptimizer(plain(), model.named_parameters(), num_groups=2)
+        assert record[0].filename == __file__
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0, model=model)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.zero_grad()  # one process has nothing in flight
+        optimizer.step()
+        with pytest.raises(ValueError):  # noqa: PT011 - each says something else
+            hvd.DistributedOptimizer(plain(), **wrong)
+    finally:
+        hvd.shutdown()

@@ -1,0 +1,44 @@
+"""The global process set, and the refusal of all others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hvdgloo import context
+from hvdgloo.errors import InvalidArgumentError, NotInitializedError
+from hvdgloo.process_sets import ProcessSet, global_process_set, process_set_id
+
+
+def test_the_global_set() -> None:
+    assert global_process_set.process_set_id == 0
+    assert process_set_id(global_process_set) == 0
+    assert global_process_set.ranks == []
+    for question in (global_process_set.size, global_process_set.rank, global_process_set.included):
+        with pytest.raises(NotInitializedError):
+            question()
+    context.init()
+    try:
+        assert global_process_set.ranks == [0]
+        assert (global_process_set.size(), global_process_set.rank()) == (1, 0)
+        assert global_process_set.included()
+    finally:
+        context.shutdown()
+    assert "all ranks" in repr(global_process_set)
+
+
+def test_a_set_that_is_not_registered() -> None:
+    some = ProcessSet([2, 0])
+    assert some.ranks == [0, 2]
+    assert some.process_set_id is None
+    assert some.size() is None
+    for question in (some.rank, some.included, lambda: process_set_id(some)):
+        with pytest.raises(ValueError, match="not registered"):
+            question()
+
+
+@pytest.mark.parametrize("ranks", [[0, 0], [-1], ["0"], [1.0], [True]], ids=str)
+def test_members_are_distinct_ranks(ranks: Any) -> None:
+    with pytest.raises(InvalidArgumentError):
+        ProcessSet(ranks)

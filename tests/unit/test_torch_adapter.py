@@ -1,0 +1,103 @@
+"""Which tensors the engine shares, which are staged, and which are refused."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from hvdgloo.errors import InvalidArgumentError  # noqa: E402
+from hvdgloo.torch.adapter import TorchAdapter  # noqa: E402
+from hvdgloo.types import DType, TensorSpec  # noqa: E402
+
+adapter = TorchAdapter()
+
+
+@pytest.mark.parametrize("dtype", list(DType), ids=str)
+def test_contiguous_tensors_are_shared(dtype: DType) -> None:
+    tensor = torch.arange(6).reshape(2, 3).to(getattr(torch, dtype.value))
+    buffer = adapter.export(tensor, writable=True)
+    assert buffer.owner is tensor
+    assert buffer.spec == TensorSpec(dtype, (2, 3))
+    buffer.array()[:] = 0
+    assert not tensor.any()
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(6.0).reshape(2, 3).t(),
+        torch.arange(6.0)[::2],
+        torch.ones(1).expand(4),
+        torch.ones(1, 2, 3, 3).to(memory_format=torch.channels_last),
+        torch.tensor([1 + 2j]).conj().imag,
+        torch.arange(6.0).reshape(2, 3).t().requires_grad_(),
+    ],
+    ids=["transposed", "strided", "expanded", "channels last", "negated view", "needs a gradient"],
+)
+def test_others_are_staged(tensor: torch.Tensor) -> None:
+    buffer = adapter.export(tensor)
+    assert buffer.owner is not tensor
+    np.testing.assert_array_equal(buffer.array().reshape(buffer.shape), tensor.detach().resolve_neg().numpy())
+    assert adapter.fence([tensor]) is None
+
+
+@pytest.mark.parametrize(
+    ("tensor", "text"),
+    [
+        (torch.zeros(2, dtype=torch.complex64), "complex64"),
+        (torch.zeros(2, dtype=torch.uint16), "uint16"),
+        (torch.zeros(2, dtype=torch.float8_e4m3fn), "float8_e4m3fn"),
+        (torch.eye(3).to_sparse(), "sparse_coo"),
+        (torch.zeros(2, device="meta"), "meta"),
+        (np.zeros(2), "ndarray"),
+    ],
+    ids=["complex", "uint16", "float8", "sparse", "meta", "array"],
+)
+def test_what_cannot_be_sent_is_refused_by_name(tensor: object, text: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=text):
+        adapter.export(tensor)  # type: ignore[arg-type]
+
+
+def test_a_result_needs_memory_of_its_own() -> None:
+    with pytest.raises(InvalidArgumentError, match="share memory"):
+        adapter.export(torch.ones(1).expand(4), writable=True)
+    adapter.export(torch.ones(1).expand(1), writable=True)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (2, 0), (3, 4)], ids=str)
+def test_what_is_allocated_is_shared(shape: tuple[int, ...]) -> None:
+    like = torch.ones(2, 2, dtype=torch.bfloat16).t().requires_grad_()
+    tensor = adapter.allocate(TensorSpec(DType.BFLOAT16, shape), like)
+    assert tensor.dtype is torch.bfloat16
+    assert not tensor.requires_grad
+    buffer = adapter.export(tensor, writable=True)
+    assert buffer.owner is tensor
+    assert buffer.count == math.prod(shape)
+
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@needs_cuda
+def test_cuda_tensors_travel_through_pinned_memory() -> None:
+    tensor = torch.arange(1_000_000.0, device="cuda")
+    tensor.mul_(2)  # still running on the stream when it is exported
+    buffer = adapter.export(tensor, writable=True)
+    fence = adapter.fence([tensor])
+    assert fence is not None
+    fence()
+    assert buffer.spec.device == "cpu"
+    np.testing.assert_array_equal(buffer.array(), np.arange(1_000_000.0) * 2)
+    staged = buffer.owner
+    assert isinstance(staged, torch.Tensor)
+    assert staged.is_pinned()
+    staged.fill_(7)
+    assert adapter.deliver(staged, tensor, in_place=True) is tensor
+    assert bool((tensor == 7).all())
+    result = adapter.deliver(staged, tensor, in_place=False)
+    assert result.device == tensor.device
+    assert bool((result == 7).all())
