@@ -1,4 +1,4 @@
-"""What ``import hvdgloo.<framework>`` gives: names, answers, and a clear word when the framework is missing."""
+"""What ``import hvdgloo.<framework>`` gives: values, answers, and a clear word when the framework is missing."""
 
 from __future__ import annotations
 
@@ -17,38 +17,13 @@ import pytest
 from hvdgloo.frontend import Frontend
 from hvdgloo.types import ReduceOp
 
-_SHARED = """
-    Average Sum Min Max Product Compression HorovodInternalError ProcessSet global_process_set
-    init shutdown is_initialized rank size local_rank local_size cross_rank cross_size is_homogeneous
-    mpi_threads_supported mpi_enabled mpi_built gloo_enabled gloo_built
-    nccl_built ddl_built ccl_built cuda_built rocm_built
-    allreduce allreduce_async allreduce_ allreduce_async_
-    grouped_allreduce grouped_allreduce_async grouped_allreduce_ grouped_allreduce_async_
-    allgather allgather_async broadcast broadcast_async broadcast_ broadcast_async_ barrier poll synchronize
-    broadcast_object allgather_object
-"""
-SHARED = _SHARED.split()
-NAMES = {
-    "numpy": SHARED,
-    "torch": [*SHARED, "DistributedOptimizer", "broadcast_parameters", "broadcast_optimizer_state"],
-}
 
-
-@pytest.fixture(params=list(NAMES))
+@pytest.fixture(params=["numpy", "torch"])
 def hvd(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
     pytest.importorskip(request.param)
     module = importlib.import_module(f"hvdgloo.{request.param}")
     yield module
     module.shutdown()
-
-
-def test_names_are_listed_on_purpose(hvd: ModuleType) -> None:
-    assert sorted(hvd.__all__) == sorted(NAMES[hvd.__name__.rpartition(".")[2]])
-    assert list(hvd.__all__) == sorted(hvd.__all__)
-    for name in hvd.__all__:
-        assert getattr(hvd, name) is not None
-        if callable(getattr(hvd, name)):
-            assert getattr(hvd, name).__doc__, name
 
 
 def test_constants(hvd: ModuleType) -> None:

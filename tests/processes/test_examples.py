@@ -1,0 +1,68 @@
+"""The examples, launched as their docstrings say."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.launching import Launcher, launcher_in
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+pytest.importorskip("torch")
+pytest.importorskip("sklearn")
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Iterator[Launcher]:
+    with launcher_in(tmp_path) as made:
+        yield made
+
+
+def run_digits(launcher: Launcher, *arguments: str, np: int) -> str:
+    script = str(EXAMPLES / "torch_digits.py")
+    done = launcher.run("-np", str(np), "--", script, *arguments, timeout=55)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def accuracy_in(output: str) -> float:
+    found = re.findall(r"test accuracy averaged over \d ranks?: ([\d.]+)%", output)
+    assert len(found) == 1, output  # once, by rank 0
+    return float(found[0])
+
+
+@pytest.mark.parametrize("np", [1, 2, 4])
+def test_torch_digits_learns_to_read(launcher: Launcher, np: int) -> None:
+    output = run_digits(launcher, np=np)
+    assert accuracy_in(output) >= 97.0
+    assert re.search(r"trained on [1-9]\d* images per second", output)
+    assert len(re.findall(r"all ranks hold identical parameters", output)) == 1
+    assert all(line.startswith("[0]") for line in output.splitlines())
+
+
+def test_torch_digits_goes_on_from_its_checkpoint(launcher: Launcher) -> None:
+    import torch
+
+    saved = launcher.folder / "deep" / "saved"
+    flags = ["--checkpoint-dir", str(saved), "--batch-size", "64", "--no-progress"]
+    first = run_digits(launcher, *flags, "--epochs", "2", "--fp16-allreduce", np=2)
+    assert "epoch 2/2" in first
+    assert [file.name for file in saved.iterdir()] == ["checkpoint.pt"]
+
+    # The checkpoint is the plain optimizer's: it can be read without hvdgloo.
+    checkpoint = torch.load(saved / "checkpoint.pt", weights_only=True)
+    parameters = [torch.nn.Parameter(tensor) for tensor in checkpoint["model"].values()]
+    plain = torch.optim.SGD(parameters)
+    plain.load_state_dict(checkpoint["optimizer"])
+    assert plain.param_groups[0]["lr"] == pytest.approx(0.04)
+    assert len(plain.state) == len(parameters)
+
+    second = run_digits(launcher, *flags, "--epochs", "3", np=2)
+    assert len(re.findall("resuming after epoch 2", second)) == 1
+    assert "epoch 3/3" in second
+    assert "epoch 2/3" not in second
+    assert "all ranks hold identical parameters" in second
