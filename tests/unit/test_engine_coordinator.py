@@ -181,8 +181,9 @@ class TestIdle:
     def test_a_job_of_one_never_pings(self) -> None:
         job = Job(1)
         job.coordinator.busy = True
-        assert job.coordinator.deadline() is None
         assert job.run_until(job.now + 100) == []
+        job.coordinator.tick(job.now)
+        assert job.coordinator.deadline() is None
 
 
 class TestSignsOfLife:
