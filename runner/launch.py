@@ -15,11 +15,11 @@ from typing import Protocol, TextIO
 
 from hvdgloo.config import parse_endpoint
 from hvdgloo.errors import JobFailedError
-from hvdgloo.rendezvous.server import RendezvousServer
+from hvdgloo.rendezvous.server import RendezvousServer, raise_descriptor_limit
 from hvdgloo.runner.command import thread_defaults, worker_environment
 from hvdgloo.runner.console import Console
 from hvdgloo.runner.frames import CHUNK, Hello, Spawn
-from hvdgloo.runner.outcome import Failure, Outcome
+from hvdgloo.runner.outcome import Failure, Outcome, blame
 from hvdgloo.runner.spawners import Spawner, choose_spawner
 from hvdgloo.runner.spec import Host, LaunchSpec, Slot, assign
 from hvdgloo.runner.supervisor import Supervisor
@@ -131,6 +131,7 @@ def launch(
                     outcome = supervisor.supervise(partial(_missing_ranks, server))
                 console.finish()
                 console.drain(signal_came)
+        outcome.first = blame(outcome, {slot.rank: slot.hostname for slot in slots}, console.tail)
         first = outcome.first
         return Report(outcome, slots, console.tail(first.rank) if first and first.rank is not None else ())
 
@@ -161,6 +162,8 @@ class _Observer:
 
 @contextmanager
 def _console(spec: LaunchSpec, stdout: TextIO, stderr: TextIO, quiet: bool) -> Iterator[Console]:
+    if spec.output_directory is not None:
+        raise_descriptor_limit(2 * spec.np)
     console = Console(
         spec.np,
         stdout=stdout,

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import signal
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+
+_ECHO = re.compile(r"hvdgloo\.errors\.(?:JobShutdownError|PeerLostError): .*?\brank (\d+) \(host ")
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,33 @@ class Outcome:
         if self.interrupted is not None:
             return 128 + self.interrupted
         return self.first.exit_code if self.first is not None else 0
+
+
+def blame(outcome: Outcome, hosts: Mapping[int, str], tail: Callable[[int], Sequence[str]]) -> Failure | None:
+    """The failure that is to be reported: the first one, unless it is only an echo.
+
+    A worker that ends with an uncaught exception tells its peers on the way out, and they may be gone before it is.
+    What they printed last then names it: ``JobShutdownError: rank 2 (host ...) ...``.
+
+    Args:
+        hosts: rank to host name.
+        tail: the last lines that a rank printed.
+    """
+    found = outcome.first
+    seen: set[int] = set()
+    while found is not None and found.rank is not None and found.rank not in seen:
+        seen.add(found.rank)
+        lines = tail(found.rank)
+        named = _ECHO.match(lines[-1]) if lines else None
+        rank = int(named[1]) if named is not None else found.rank
+        status = outcome.statuses.get(rank)
+        if rank == found.rank or not status:
+            break
+        # Having printed why, it may have been ended by us before it could exit by itself.
+        ended_by_us = status == -signal.SIGTERM
+        reason = "failed" if ended_by_us else describe_status(status)
+        found = Failure(rank, hosts[rank], found.status if ended_by_us else status, reason)
+    return found
 
 
 def describe_status(status: int) -> str:

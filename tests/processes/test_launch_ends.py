@@ -83,6 +83,24 @@ def test_pain_22_the_first_failure_stops_the_rest_and_is_summed_up(launcher: Lau
     launcher.assert_nothing_left()
 
 
+def test_pain_22_the_summary_names_the_culprit_and_not_who_noticed_first(launcher: Launcher) -> None:
+    pytest.importorskip("torch")
+    script = launcher.script(
+        """
+        import torch, hvdgloo.torch as hvd
+        hvd.init()
+        hvd.allreduce(torch.ones(3), name="a")
+        if hvd.rank() == 2:
+            raise ValueError("the culprit")
+        hvd.allreduce(torch.ones(3), name="b")
+        """
+    )
+    done = launcher.run("-np", "3", script, timeout=50)
+    assert done.returncode == 1
+    assert "hvdgloo-run: the job failed: rank 2 on host localhost" in done.stderr
+    assert done.stderr.splitlines()[-1] == "hvdgloo-run:   ValueError: the culprit"
+
+
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
 def test_a_worker_that_a_signal_ended_gives_128_plus_its_number(launcher: Launcher, signum: signal.Signals) -> None:
     script = launcher.script(

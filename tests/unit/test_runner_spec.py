@@ -13,7 +13,7 @@ from hvdgloo.errors import ConfigError, LaunchError
 from hvdgloo.runner import cli, machine, options
 from hvdgloo.runner.command import thread_defaults, worker_environment
 from hvdgloo.runner.hosts import parse_hosts, read_hostfile
-from hvdgloo.runner.outcome import Failure, Outcome, describe_status
+from hvdgloo.runner.outcome import Failure, Outcome, blame, describe_status
 from hvdgloo.runner.spawners import choose_spawner, is_this_host
 from hvdgloo.runner.spec import Host, assign
 
@@ -284,6 +284,28 @@ class TestOutcome:
         assert describe_status(-9) == "was killed by signal 9 (SIGKILL)"
         assert describe_status(-64) == "was killed by signal 64 (SIGRTMAX)"
         assert describe_status(-99) == "was killed by signal 99"
+
+    @pytest.mark.parametrize(
+        ("status", "reason"), [(4, "exited with status 4"), (-11, "was killed by signal 11 (SIGSEGV)"), (-15, "failed")]
+    )
+    def test_pain_22_the_culprit_is_named_and_not_who_merely_noticed(self, status: int, reason: str) -> None:
+        noticed = "hvdgloo.errors.JobShutdownError: rank 2 (host b, pid 7) called hvd.shutdown() or exited, which ends"
+        tails = {0: ["Traceback", noticed], 2: ["ValueError: culprit"]}
+        outcome = Outcome(first=Failure(0, "a", 1, "exited with status 1"), statuses={0: 1, 1: -15, 2: status})
+        found = blame(outcome, {0: "a", 1: "a", 2: "b"}, tails.__getitem__)
+        assert found == Failure(2, "b", 1 if status == -15 else status, reason)
+
+    def test_a_rank_that_left_in_peace_is_not_blamed(self) -> None:
+        noticed = "hvdgloo.errors.PeerLostError: rank 1 (host b, pid 7) is gone"
+        first = Failure(0, "a", 1, "exited with status 1")
+        outcome = Outcome(first=first, statuses={0: 1, 1: 0})
+        assert blame(outcome, {0: "a", 1: "b"}, lambda _: [noticed]) == first
+        assert blame(Outcome(first=first, statuses={0: 1}), {0: "a"}, lambda _: []) == first
+        both = Outcome(first=first, statuses={0: 1, 1: 1})
+        circle = {0: [noticed], 1: [noticed.replace("rank 1", "rank 0")]}
+        assert blame(both, {0: "a", 1: "b"}, circle.__getitem__) is not None
+        lost = Failure(None, "b", 1, "the agent on host b ended")
+        assert blame(Outcome(first=lost), {}, lambda _: []) == lost
 
     def test_exit_codes(self) -> None:
         assert Outcome().exit_code == 0
