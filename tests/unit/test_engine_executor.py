@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from hvdgloo.backends import kernels
-from hvdgloo.engine.executor import DEPTH, Executor, Group
+from hvdgloo.engine import executor
+from hvdgloo.engine.executor import DEPTH, QUICK_BYTES, Executor, Group
 from hvdgloo.engine.fusion import LONE_BYTES
 from hvdgloo.engine.member import Operation
 from hvdgloo.engine.messages import Request, Response
@@ -50,6 +51,14 @@ class FakeWork:
             raise error
         self._effect()
         self._backend.log.append(("end", self._number))
+
+    def completes_within(self, timeout: float) -> bool:
+        assert timeout < 0.1
+        if self._number in self._backend.gates:
+            self._backend.log.append(("slow", self._number))
+            return False
+        self.wait(timeout)
+        return True
 
 
 @dataclass
@@ -199,6 +208,12 @@ def large(value: int) -> np.ndarray:
 
 
 class TestPacking:
+    @pytest.fixture(autouse=True, params=["control thread", "data thread"])
+    def where(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Small buckets are executed on either thread, with the same results."""
+        if request.param == "data thread":
+            monkeypatch.setattr(executor, "QUICK_BYTES", -1)
+
     def test_small_tensors_are_one_call_and_find_their_outputs(self, bench: Callable[..., Bench]) -> None:
         b = bench()
         first, second = np.arange(3, dtype=np.int32), np.arange(10, 15, dtype=np.int32)
@@ -326,6 +341,67 @@ class TestPacking:
         b.executor.start()
         assert [results(pair) for pair in batch] == [[[3, 3]], [[6, 6]]]
         assert sorted(calls) == [0, 1]
+
+
+class TestQuick:
+    """Small buckets on the control thread; here the test's own thread plays it."""
+
+    def test_a_small_bucket_needs_no_data_thread(self, bench: Callable[..., Bench]) -> None:
+        b = bench()
+        batch = [allreduce("a", np.array([1, 2], np.int32)), allreduce("b", np.array([3], np.int32))]
+        b.executor.execute(batch)  # the data thread was not even started
+        assert [op.handle.done() for _, op in batch] == [True, True]
+        assert [results(pair) for pair in batch] == [[[3, 6]], [[9]]]
+        assert (b.executor.backlog, b.room) == (0, 1)
+
+    @pytest.mark.parametrize("what", ["large", "fence", "two buckets", "busy"])
+    def test_everything_else_does(self, bench: Callable[..., Bench], what: str) -> None:
+        b = bench()
+        small = np.array([1], np.int32)
+        batch = {
+            "large": [allreduce("x", np.zeros(QUICK_BYTES // 4 + 1, np.int32))],
+            "fence": [allreduce("x", small, ready=lambda: None)],
+            "two buckets": [allreduce("x", small), allreduce("y", np.ones(1))],
+            "busy": [allreduce("x", small)],
+        }[what]
+        if what == "busy":
+            b.executor.execute([allreduce("before", large(1))])
+        b.executor.execute(batch)
+        assert b.backend.log == []
+        b.executor.start()
+        for _, op in batch:
+            op.handle.wait(10)
+        assert [number for _, number in b.backend.calls("end")] == list(range(b.backend.number + 1))
+
+    def test_the_data_thread_takes_over_what_is_slow(self, bench: Callable[..., Bench]) -> None:
+        b = bench()
+        b.backend.gates[0] = threading.Event()
+        slow, next_one = allreduce("slow", np.array([1], np.int32)), allreduce("next", np.array([2], np.int32))
+        b.executor.execute([slow])
+        assert b.backend.log == [("allreduce SUM", 0), ("slow", 0)]
+        assert b.executor.backlog == 1
+        b.executor.execute([next_one])
+        b.executor.start()
+        assert b.backend.waiting.wait(10)
+        assert not slow[1].handle.done()
+        b.backend.gates[0].set()
+        assert [results(slow), results(next_one)] == [[[3]], [[6]]]
+        assert b.backend.calls("end") == [("end", 0), ("end", 1)]
+        assert b.executor.backlog == 0
+
+    def test_a_failure_is_the_data_threads_to_report(self, bench: Callable[..., Bench]) -> None:
+        b = bench()
+        b.backend.errors[0] = BackendError("reset")
+        pair = allreduce("a", np.array([1], np.int32))
+        b.executor.execute([pair])
+        assert b.failures == []
+        b.executor.start()
+        assert b.failed.wait(10)
+        assert [str(error) for error in b.failures] == ["reset"]
+        assert not pair[1].handle.done()
+        b.executor.abort(PeerLostError("lost"))
+        with pytest.raises(PeerLostError):
+            pair[1].handle.wait(10)
 
 
 class TestOverlap:
