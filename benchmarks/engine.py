@@ -71,7 +71,7 @@ def worker(rounds: int, small_rounds: int) -> dict[str, list[float]]:
             works.append(dist.all_reduce(flat, async_op=True))
         for bucket, flat, work in zip(buckets, filled, works, strict=True):
             work.wait()
-            for gradient, piece in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+            for gradient, piece in zip(bucket, torch.split(flat, [g.numel() for g in bucket]), strict=True):
                 gradient.copy_(piece.view_as(gradient))
 
     def torchs_filled() -> None:

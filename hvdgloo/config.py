@@ -8,7 +8,6 @@ the YAML file and docs/configuration.md are generated from these declarations, s
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -73,15 +72,19 @@ def _integer(minimum: int, maximum: int | None = None) -> Callable[[str], int]:
     return parse
 
 
+_LARGEST = 1e6
+"""Of any time: over eleven days; the system's own calls refuse times that are much longer."""
+
+
 def _number(*, positive: bool) -> Callable[[str], float]:
-    expected = "expected a number greater than 0" if positive else "expected a number, 0 or greater"
+    expected = f"expected a number {'greater than 0' if positive else 'from 0'}, up to {_LARGEST:.0f}"
 
     def parse(text: str) -> float:
         try:
             value = float(text)
         except ValueError:
             raise ValueError(expected) from None
-        if not math.isfinite(value) or value < 0 or (positive and value == 0):
+        if not 0 <= value <= _LARGEST or (positive and value == 0):
             raise ValueError(expected)
         return value
 
@@ -110,7 +113,7 @@ def parse_endpoint(text: str) -> tuple[str, int]:
         host = host[1:-1]
     elif ":" in host:
         host = ""
-    if not (colon and host and port.isdigit() and 0 < int(port) < 65536):
+    if not (colon and host and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
         raise ValueError("expected host:port, or [address]:port for IPv6")
     return host, int(port)
 

@@ -131,12 +131,20 @@ class _GlooWork:
     def completes_within(self, timeout: float) -> bool:
         try:
             self._work.wait(timedelta(seconds=timeout))
-        except RuntimeError as error:
+        except RuntimeError:
+            # Either the operation failed, or only the wait has ended, and the operation perhaps since.
             if not self._work.is_completed():
-                return False  # the wait has ended, not the operation
-            raise BackendError(f"Gloo {self._what}: {_first_line(error)}") from error
+                return False
+            self._raise_failure()
         self.finish()
         return True
+
+    def _raise_failure(self) -> None:
+        """Raise what a completed operation failed with; do nothing if it succeeded."""
+        try:
+            self._work.wait(timedelta(seconds=1))
+        except RuntimeError as error:
+            raise BackendError(f"Gloo {self._what}: {_first_line(error)}") from error
 
     def finish(self) -> None:
         """Nothing more to do."""
@@ -348,7 +356,11 @@ def _bytes(buffer: Buffer) -> torch.Tensor:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
+    """Gloo's message without the place in its source and its advice."""
+    text = (str(error) or type(error).__name__).splitlines()[0]
+    if text.startswith("[") and "] " in text:
+        text = text.partition("] ")[2]
+    return text.partition(" This is typically caused by")[0].rstrip(".!")
 
 
 def _encode_address(address: tuple[str, int]) -> bytes:

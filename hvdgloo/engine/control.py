@@ -132,8 +132,11 @@ class Control:
             self.wake()
             return
         try:
-            now = time.monotonic()
-            self._look_around(now)
+            try:
+                self._look_around(time.monotonic())
+            except Exception as error:  # as on the thread itself: a defect of ours must fail the job, not hang it
+                logger.exception("the control plane of rank %d failed", self._rank)
+                self._end(HorovodInternalError(f"the control plane failed: {error!r}"))
             deadline = self._deadline()
             oversleeps = deadline is not None and (self._sleeps_until is None or deadline < self._sleeps_until)
             must_wake = oversleeps or self._finished or any(c.has_unsent for c in self._connections.values())

@@ -53,8 +53,8 @@ GOOD: dict[str, tuple[str, Any]] = {
 
 # Field, a text that cannot be used, and the form that the error names.
 _WHOLE = "expected a whole number, at least 0"
-_POSITIVE = "expected a number greater than 0"
-_NUMBER = "expected a number, 0 or greater"
+_POSITIVE = "expected a number greater than 0, up to 1000000"
+_NUMBER = "expected a number from 0, up to 1000000"
 _FLAG = "expected 1 or 0 (true/false, yes/no, on/off)"
 _PORTS = "expected FIRST-LAST with ports from 1 to 65535"
 _ENDPOINT = "expected host:port, or [address]:port for IPv6"
