@@ -68,7 +68,7 @@ BAD = [
     ("rank", "one", _WHOLE),
     ("index", " ", _WHOLE),
     *(("port_range", text, _PORTS) for text in ("0-5", "5-4", "70000", "4000-70000", "a-b", "-5", "1-2-3")),
-    *(("connect_timeout", text, _POSITIVE) for text in ("0", "-1", "soon", "nan", "inf")),
+    *(("connect_timeout", text, _POSITIVE) for text in ("0", "-1", "soon", "nan", "inf", "1e300")),
     ("start_timeout", "0", _POSITIVE),
     ("operation_timeout", "None", _POSITIVE),
     ("fusion_threshold", "64MB", _WHOLE),
@@ -209,7 +209,7 @@ def test_defaults_write_nothing() -> None:
 
 
 _texts = st.text(string.ascii_letters + string.digits + "-._ ", min_size=1).filter(str.strip)
-_seconds = st.floats(1e-6, 1e9)
+_seconds = st.floats(1e-6, 1e6)
 _ports = st.tuples(st.integers(1, 65535), st.integers(1, 65535)).map(lambda pair: (min(pair), max(pair)))
 _endpoints = st.builds(format_endpoint, st.sampled_from(["h1", "10.0.0.5", "fd00::1", "::1"]), st.integers(1, 65535))
 configs = st.builds(
