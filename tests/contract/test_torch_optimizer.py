@@ -430,19 +430,22 @@ def test_frozen_parameters_stay_out_and_may_thaw(world: MakeWorld) -> None:
     alike(first, second, rtol=0)
 
 
-def test_a_parameter_frozen_later_is_left_alone(world: MakeWorld) -> None:
+@pytest.mark.parametrize(("groups", "count"), [(None, 3), (1, 4)], ids=["alone", "group"])
+def test_a_parameter_frozen_later_is_left_alone(world: MakeWorld, groups: int | None, count: int) -> None:
     def rank_body(context: Context) -> None:
-        for groups in (None, 1):
-            model = make_model()
-            optimizer = distribute(context, torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1), None, groups)
-            loss_of(model, part_of(context)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            model[0].weight.requires_grad_(False)
-            frozen = model[0].weight.detach().clone()
-            loss_of(model, part_of(context)).backward()
-            optimizer.step()
-            assert torch.equal(model[0].weight, frozen)  # no zero gradient, so no weight decay either
+        model = make_model()
+        optimizer = distribute(context, torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1), None, groups)
+        loss_of(model, part_of(context)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model[0].weight.requires_grad_(False)
+        frozen = model[0].weight.detach().clone()
+        loss_of(model, part_of(context)).backward()
+        wait, reduced = optimizer._hvd.reducer.wait, set[str]()
+        optimizer._hvd.reducer.wait = lambda: reduced.update(wait())  # type: ignore[assignment,method-assign]
+        optimizer.step()
+        assert torch.equal(model[0].weight, frozen)  # no zero gradient, so no weight decay either
+        assert len(reduced) == count  # sent only if the rest of its group waits for it
 
     world(2).run(rank_body)
 
