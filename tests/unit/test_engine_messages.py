@@ -88,6 +88,12 @@ def test_every_message_survives_the_wire(message: Message) -> None:
     assert hash(arrived) == hash(message)  # tuples, not lists, all the way down
 
 
+def test_numbers_and_spelled_out_responses_keep_their_order() -> None:
+    first, second = (Response(Request(name, Collective.ALLREDUCE), signature=9) for name in "ab")
+    message = Execute((1, 2, first, 3, second, 5, 6), (1,))
+    assert decode(encode(message)) == message
+
+
 @pytest.mark.parametrize("count", [1, 200, 5000])
 def test_a_training_step_is_a_few_bytes(count: int) -> None:
     signatures = tuple(range(1000, 1000 + count))
