@@ -2,7 +2,7 @@
 
 A backend belongs to one process set's ranks; every member calls the same operations in the same order, from one thread.
 Buffers are flat memory: shapes mean nothing here. An operation may return before it has completed; its memory belongs
-to it until ``Work.wait`` has returned.
+to it until ``Work.completes_within`` has said so.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from hvdgloo.types import Buffer, ReduceOp
 class Work(Protocol):
     """An operation under way."""
 
-    def wait(self, timeout: float) -> None:
-        """Block until the results are in place and every peer has finished reading this rank's memory.
+    def completes_within(self, timeout: float) -> bool:
+        """Wait until the results are in place and every peer has finished reading this rank's memory.
 
         Args:
             timeout: seconds.
 
-        Raises:
-            BackendError: it failed, was aborted, or has not completed in time. The memory may still be written to
-                until ``abort`` has returned.
-        """
-        ...
-
-    def completes_within(self, timeout: float) -> bool:
-        """Wait at most ``timeout`` seconds for what ``wait`` waits for; False if it is still under way.
+        Returns:
+            False if it is still under way after ``timeout``; ask again.
 
         Raises:
-            BackendError: it failed.
+            BackendError: it failed, or was aborted.
         """
         ...
 
 
 class Backend(Protocol):
-    """A data plane for the ranks of one process set."""
+    """A data plane for the ranks of one process set.
+
+    Attributes:
+        name: by which it is chosen.
+        blocks: True if an operation waits for other ranks before it returns its Work.
+    """
 
     name: str
+    blocks: bool
 
     def allreduce(self, buffer: Buffer, op: ReduceOp) -> Work:
         """Combine the buffers of all ranks element by element, in place. ``op`` is SUM, MIN, MAX or PRODUCT."""
@@ -72,12 +72,13 @@ class Backend(Protocol):
         """Release everything. Nothing is under way any more."""
         ...
 
+    def abandon(self) -> None:
+        """Instead of ``close``, after ``abort``: something never ended, so nothing that it may use is released."""
+        ...
+
 
 class Done:
     """The Work of an operation that completed before it returned."""
-
-    def wait(self, timeout: float) -> None:
-        """Nothing to wait for."""
 
     def completes_within(self, timeout: float) -> bool:
         """It has completed."""

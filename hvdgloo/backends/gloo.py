@@ -124,10 +124,6 @@ class _GlooWork:
         self._work = work
         self._keep = keep
 
-    def wait(self, timeout: float) -> None:
-        if not self.completes_within(timeout):
-            raise BackendError(f"Gloo {self._what} has not completed within {timeout:.0f} s")
-
     def completes_within(self, timeout: float) -> bool:
         try:
             self._work.wait(timedelta(seconds=timeout))
@@ -181,10 +177,6 @@ class _Several:
     def __init__(self, works: Sequence[Work]) -> None:
         self._works = works
 
-    def wait(self, timeout: float) -> None:
-        for work in self._works:
-            work.wait(timeout)
-
     def completes_within(self, timeout: float) -> bool:
         return all(work.completes_within(timeout) for work in self._works)
 
@@ -204,6 +196,7 @@ class GlooBackend:
     """
 
     name = "gloo"
+    blocks = False
 
     def __init__(self, store: Store, prefix: str, rank: int, size: int, address: str, connect_timeout: float) -> None:
         # Read by Gloo at construction. It is torch's own setting and harmless to a user's groups.
@@ -233,7 +226,8 @@ class GlooBackend:
     def _connect(self, timeout: float) -> None:
         """Connect the ring now, so that an unreachable address is an error of init() and not of some later step."""
         for kind in (torch.zeros(1), torch.zeros(1 << 16)):  # small and large payloads use different algorithms
-            _GlooWork("connect", self._group.allreduce([kind]), (kind,)).wait(timeout)
+            if not _GlooWork("connect", self._group.allreduce([kind]), (kind,)).completes_within(timeout):
+                raise BackendError(f"not connected within {timeout:g} s")
         self._group._set_default_timeout(_LONGEST_OPERATION)
         self._listeners = self._find_listeners()
         for descriptor in self._sockets(connected=False):
@@ -285,14 +279,19 @@ class GlooBackend:
     def close(self) -> None:
         self._group = None
 
+    def abandon(self) -> None:
+        # The destructor would wait for an operation that never ends, be it at the interpreter's exit.
+        if self._group is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._store))
+
     def after_fork_in_child(self) -> None:
         """Let go of the connections in a forked child, whose copies would hide this rank's death from its peers.
 
         The group itself is kept for ever: its threads do not exist here, and its destructor would wait for them.
         """
         if self._group is not None:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._store))
+            self.abandon()
             bury(self._sockets(connected=False))
 
     def _allreduce(self, tensor: torch.Tensor, op: Any) -> Any:

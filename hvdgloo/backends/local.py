@@ -69,6 +69,7 @@ class LocalBackend:
     def __init__(self, group: LocalGroup, rank: int) -> None:
         self._group = group
         self._rank = rank
+        self.blocks = group.size > 1
 
     def allreduce(self, buffer: Buffer, op: ReduceOp) -> Work:
         def compute(buffers: list[Buffer]) -> Callable[[], None]:
@@ -104,6 +105,9 @@ class LocalBackend:
 
     def close(self) -> None:
         """Nothing to release."""
+
+    def abandon(self) -> None:
+        """Nothing to keep."""
 
 
 def _nothing() -> None:

@@ -218,9 +218,11 @@ class Control:
     def _look_around(self, now: float) -> None:
         """Everything but reading sockets."""
         self._speak(now)
-        self._tick(now)
         if self._coordinator is not None:
             self._conduct(self._coordinator, now)
+        self._tick(now)
+        if self._coordinator is not None:
+            self._deliver(self._coordinator, now)
 
     def _sleep(self, selector: selectors.BaseSelector) -> list[tuple[selectors.SelectorKey, int]]:
         """Wait for a socket, a wake or the next deadline, and let others take a turn meanwhile."""
@@ -266,10 +268,14 @@ class Control:
             logger.debug("sending to rank %d failed: %s", peer, error)
 
     def _conduct(self, coordinator: Coordinator, now: float) -> None:
-        """Rank 0: order what is ready if there is room, and deliver what the coordinator says."""
-        coordinator.busy = self._executor.backlog > 0
+        """Rank 0: order what is ready if there is room."""
         if coordinator.has_ready and self._executor.backlog < DEPTH and coordinator.may_release(now):
             coordinator.release(now)
+        self._deliver(coordinator, now)
+        coordinator.busy = self._executor.backlog > 0
+
+    def _deliver(self, coordinator: Coordinator, now: float) -> None:
+        """Rank 0: do what the coordinator says."""
         while coordinator.outbox:
             outbox, coordinator.outbox = coordinator.outbox, []
             for destination, message in outbox:

@@ -5,6 +5,7 @@ It owns two threads, control and data, and knows no framework: tensors arrive as
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import threading
@@ -179,10 +180,12 @@ class Engine:
                 self._control.join(_CLOSE_MARGIN)
             self._end(error)
             self._executor.stop()
-            if self._executor.join(_CLOSE_MARGIN):
-                for group in self._groups.values():
+            ended = self._executor.join(_CLOSE_MARGIN) and not self._executor.is_stuck
+            for group in self._groups.values():
+                if ended:
                     group.backend.close()
-            # else: the thread is stuck inside the backend, which must then outlive it; the process is ending anyway.
+                else:
+                    group.backend.abandon()
 
     def _validate(self, request: Request) -> None:
         for spec in request.tensors:
@@ -225,6 +228,8 @@ def _check_arithmetic(request: Request, spec: TensorSpec) -> None:
     if request.op is ReduceOp.ADASUM:
         raise InvalidArgumentError(f"{request.name}: Adasum is not available for this operation")
     scales = request.op is ReduceOp.AVERAGE or request.prescale != 1.0 or request.postscale != 1.0
+    if math.isnan(request.prescale) or math.isnan(request.postscale):
+        raise InvalidArgumentError(f"{request.name}: a scale factor is not a number")
     if spec.dtype is DType.BOOL and scales:
         raise InvalidArgumentError(
             f"{request.name}: bool has no average and cannot be scaled; use op=Sum (any), Min (all), or convert it"
