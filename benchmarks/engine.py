@@ -5,7 +5,7 @@ Two cases on ``--np`` ranks, one thread each:
 - the 161 parameters of ResNet-50 (102 MB of float32): hvdgloo gets each on its own (as hooks submit them) and all are
   awaited; torch reduces them in buckets of 25 MB as DistributedDataParallel does, copying gradients in and out.
   For comparison, torch is also shown on buckets that are filled already;
-- an allreduce of 4 bytes.
+- an allreduce of 4 bytes, 20 in a row per round.
 
     python benchmarks/engine.py [--np 2] [--rounds 15] [--json FILE]
 
@@ -24,6 +24,7 @@ from typing import Any
 import hvdgloo.run
 
 BUCKET_BYTES = 25 << 20
+SMALL_IN_A_ROW = 20
 
 
 def resnet50_shapes() -> list[tuple[int, ...]]:
@@ -81,14 +82,16 @@ def worker(rounds: int, small_rounds: int) -> dict[str, list[float]]:
     tiny = torch.ones(1)
 
     def ours_tiny() -> None:
-        hvd.allreduce_(tiny, op=hvd.Sum, name="tiny")
+        for _ in range(SMALL_IN_A_ROW):
+            hvd.allreduce_(tiny, op=hvd.Max, name="tiny")
 
     def torchs_tiny() -> None:
-        dist.all_reduce(tiny)
+        for _ in range(SMALL_IN_A_ROW):
+            dist.all_reduce(tiny, op=dist.ReduceOp.MAX)
 
     times: dict[str, list[float]] = {}
 
-    def interleave(cases: dict[str, Callable[[], None]], count: int) -> None:
+    def interleave(cases: dict[str, Callable[[], None]], count: int, repeated: int = 1) -> None:
         for turn in range(count + 2):
             for name, case in cases.items():
                 for tensor in (*gradients, tiny, *filled):
@@ -97,11 +100,11 @@ def worker(rounds: int, small_rounds: int) -> dict[str, list[float]]:
                 start = time.perf_counter()
                 case()
                 if turn >= 2:
-                    times.setdefault(name, []).append(time.perf_counter() - start)
+                    times.setdefault(name, []).append((time.perf_counter() - start) / repeated)
 
     interleave({"gradients hvdgloo": ours, "gradients torch": torchs, "gradients torch, filled": torchs_filled}, rounds)
     gradients, filled = [], []
-    interleave({"4 bytes hvdgloo": ours_tiny, "4 bytes torch": torchs_tiny}, small_rounds)
+    interleave({"4 bytes hvdgloo": ours_tiny, "4 bytes torch": torchs_tiny}, small_rounds, SMALL_IN_A_ROW)
     dist.destroy_process_group()
     hvd.shutdown()
     return times
@@ -111,7 +114,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--np", type=int, default=2, help="ranks (default 2)")
     parser.add_argument("--rounds", type=int, default=15, help="rounds of the gradients (default 15)")
-    parser.add_argument("--small-rounds", type=int, default=1000, help="rounds of 4 bytes (default 1000)")
+    parser.add_argument("--small-rounds", type=int, default=100, help="rounds of 4 bytes (default 100)")
     parser.add_argument("--json", help="also write all figures there")
     options = parser.parse_args()
     per_rank = hvdgloo.run.run(worker, (options.rounds, options.small_rounds), np=options.np)

@@ -204,6 +204,7 @@ class GlooBackend:
         self._rank, self._size = rank, size
         self._store = GlooStore(store, prefix, size, connect_timeout)
         self._group: Any = None
+        self._options: dict[Any, Any] = {}
         self._listeners: frozenset[tuple[str, int]] = frozenset()
         options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         try:
@@ -295,8 +296,10 @@ class GlooBackend:
             bury(self._sockets(connected=False))
 
     def _allreduce(self, tensor: torch.Tensor, op: Any) -> Any:
-        options = dist.AllreduceOptions()
-        options.reduceOp = op
+        options = self._options.get(op)
+        if options is None:
+            options = self._options[op] = dist.AllreduceOptions()
+            options.reduceOp = op
         return self._group.allreduce([tensor], options)
 
     def _gather_by_broadcasts(self, source: Buffer, target: Buffer, nbytes: Sequence[int]) -> Work:
@@ -344,7 +347,10 @@ class GlooBackend:
 
 
 def _tensor(buffer: Buffer) -> torch.Tensor:
-    return _bytes(buffer).view(_TORCH_DTYPES[buffer.dtype])
+    """A flat tensor over the same memory."""
+    if buffer.dtype is DType.BFLOAT16:
+        return _bytes(buffer).view(torch.bfloat16)
+    return torch.from_numpy(buffer.array())
 
 
 def _bytes(buffer: Buffer) -> torch.Tensor:

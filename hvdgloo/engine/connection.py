@@ -23,6 +23,7 @@ class Connection:
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         self._socket = sock
+        self._arrived = memoryview(bytearray(1 << 16))
         self._received = bytearray()
         self._unsent = bytearray()
 
@@ -61,10 +62,10 @@ class Connection:
         ended = False
         try:
             while True:
-                data = self._socket.recv(1 << 16)
-                self._received += data
-                ended = not data
-                if len(data) < 1 << 16:
+                count = self._socket.recv_into(self._arrived)
+                self._received += self._arrived[:count]
+                ended = count == 0
+                if count < len(self._arrived):
                     break
         except BlockingIOError:
             pass
