@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 Batch = Sequence[tuple[Response, Operation]]
 
-DEPTH = 3
+DEPTH = 2
 """Buckets under way at once."""
 
 QUICK_BYTES = 1 << 16
