@@ -24,7 +24,13 @@ from hvdgloo.backends.local import LocalGroup
 from hvdgloo.config import Config, format_endpoint, parse_endpoint
 from hvdgloo.engine.connect import Handshake, listen
 from hvdgloo.engine.engine import Engine, EngineSettings
-from hvdgloo.errors import ConfigError, InvalidArgumentError, MissingDependencyError, NotInitializedError
+from hvdgloo.errors import (
+    ConfigError,
+    InvalidArgumentError,
+    MissingDependencyError,
+    NotInitializedError,
+    RendezvousError,
+)
 from hvdgloo.rendezvous import Registration, RendezvousClient, WorkerInfo, host_identity
 from hvdgloo.topology import Topology
 
@@ -123,13 +129,17 @@ class Context:
             raise
 
 
+_SAY_SO_SECONDS = 3.0
+"""After this time without a server there is a line about it: a wrong address is the likeliest mistake by hand."""
+
 _registrations: dict[tuple[str, int], tuple[Registration, int]] = {}
 """What this process learnt from each server and epoch, and how often it has joined since."""
 
 
 def _join(cls: type[Context], config: Config, secret: bytes, client: RendezvousClient) -> Context:
     assert config.rendezvous is not None
-    address = config.address or client.local_address(timeout=config.connect_timeout)
+    reached_from = _reach(client, config)
+    address = config.address or reached_from
     job = (config.rendezvous, config.epoch)
     registration, generation = _registrations.get(job, (None, 0))
     rank = config.rank if registration is None else registration.rank
@@ -175,6 +185,19 @@ def _join(cls: type[Context], config: Config, secret: bytes, client: RendezvousC
     engine = Engine(registration.rank, topology, links, backend, settings)
     engine.start()
     return cls(config, topology, registration.rank, engine, client)
+
+
+def _reach(client: RendezvousClient, config: Config) -> str:
+    """Connect to the server, which may not be there yet; this host's address in that connection."""
+    patience = min(_SAY_SO_SECONDS, config.start_timeout)
+    try:
+        return client.local_address(timeout=patience)
+    except RendezvousError as error:
+        left = config.start_timeout - patience
+        if left <= 0:
+            raise
+        logger.warning("%s. Trying for another %g s (HVDGLOO_START_TIMEOUT)", error, left)
+        return client.local_address(timeout=left)
 
 
 def _meet_again(

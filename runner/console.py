@@ -18,6 +18,7 @@ from typing import TextIO
 from hvdgloo.errors import LaunchError
 from hvdgloo.runner.frames import STDERR, STDOUT
 from hvdgloo.runner.lines import Lines, Screen
+from hvdgloo.runner.outcome import named_culprit
 from hvdgloo.runner.writer import DescriptorTarget, FileTarget, Target, TextTarget, Writer, is_broken_pipe
 
 BACKLOG = 256 * 1024 * 1024
@@ -128,6 +129,10 @@ class Console:
     def tail(self, rank: int) -> tuple[str, ...]:
         """The last lines of a worker, of both streams in the order of their arrival."""
         return tuple(self._tails[rank])
+
+    def culprit(self, rank: int) -> int | None:
+        """The rank that a worker's last line blames."""
+        return named_culprit(self._tails[rank])
 
     def finish(self) -> None:
         """No more output comes: write the unfinished lines."""

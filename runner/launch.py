@@ -148,6 +148,7 @@ class _Observer:
         self.output = console.output
         self.notice = console.notice
         self.tick = console.tick
+        self.culprit = console.culprit
         self._console = console
         self._results = results
 

@@ -58,6 +58,12 @@ class Outcome:
         return self.first.exit_code if self.first is not None else 0
 
 
+def named_culprit(lines: Sequence[str]) -> int | None:
+    """The rank that a worker's last words give as the reason of its own failure, if they do."""
+    named = _ECHO.match(lines[-1]) if lines else None
+    return int(named[1]) if named is not None else None
+
+
 def blame(outcome: Outcome, hosts: Mapping[int, str], tail: Callable[[int], Sequence[str]]) -> Failure | None:
     """The failure that is to be reported: the first one, unless it is only an echo.
 
@@ -72,9 +78,8 @@ def blame(outcome: Outcome, hosts: Mapping[int, str], tail: Callable[[int], Sequ
     seen: set[int] = set()
     while found is not None and found.rank is not None and found.rank not in seen:
         seen.add(found.rank)
-        lines = tail(found.rank)
-        named = _ECHO.match(lines[-1]) if lines else None
-        rank = int(named[1]) if named is not None else found.rank
+        named = named_culprit(tail(found.rank))
+        rank = found.rank if named is None else named
         status = outcome.statuses.get(rank)
         if rank == found.rank or not status:
             break

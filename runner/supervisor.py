@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -53,6 +54,9 @@ from hvdgloo.version import __version__
 END_TIME = 15.0
 """Seconds that an agent has, after everything was killed, to say good-bye before it is killed itself."""
 
+ECHO_TIME = 2.0
+"""Seconds that a worker has to end by itself after another one's last words named it as the reason of its failure."""
+
 _ACKNOWLEDGE = 64 * 1024  # bytes of output for which credit is given at once
 _SLOW = 10.0  # seconds after which it is said who is still missing
 
@@ -64,8 +68,18 @@ class Observer(Protocol):
     def result(self, rank: int, data: bytes) -> None: ...
     def notice(self, text: str) -> None: ...
     def tick(self) -> float | None: ...
+    def culprit(self, rank: int) -> int | None: ...
     @property
     def congested(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class _Echo:
+    """A failure that another worker's end explains, which has not been seen yet."""
+
+    failure: Failure
+    culprit: int
+    deadline: float
 
 
 class Supervisor:
@@ -94,6 +108,7 @@ class Supervisor:
         self._stopping = False
         self._killing = False
         self._hard_deadline: float | None = None
+        self._echo: _Echo | None = None
         self._stdin_link: Link | None = None
         self.on_stdin_taken: Callable[[], None] = lambda: None
         self._missing: Callable[[], str] = lambda: ""
@@ -210,6 +225,8 @@ class Supervisor:
     def _patience(self, now: float, deadline: float | None) -> float:
         interval = self._spec.heartbeat_timeout / 6
         times = [self._last_beat + interval, self._next_report, deadline, self._observer.tick(), self._hard_deadline]
+        if self._echo is not None:
+            times.append(self._echo.deadline)
         if self._observer.congested:
             times.append(now + 0.1)
         return max(0.0, min(when for when in times if when is not None) - now)
@@ -228,6 +245,8 @@ class Supervisor:
                 self._lose(link, "ended")
             elif link.hello and now - link.last_heard > timeout and not self._readable(link):
                 self._lose(link, f"has been silent for {timeout:g} s")
+        if self._echo is not None and now >= self._echo.deadline:
+            self._take_echo()
         if self._hard_deadline is not None and now >= self._hard_deadline:
             self._hard_deadline = None
             for link in self._links:
@@ -387,8 +406,27 @@ class Supervisor:
             reason = describe_status(frame.status)
             if frame.out_of_memory:
                 reason += "; the kernel ended a process for lack of memory at that time, most likely this one"
-            self._fail(Failure(frame.rank, link.host.name, frame.status, reason))
+            self._fail_unless_echo(Failure(frame.rank, link.host.name, frame.status, reason))
+        if self._echo is not None and self._echo.culprit not in self._running:
+            self._take_echo()
         self._finish_if_over()
+
+    def _fail_unless_echo(self, failure: Failure) -> None:
+        """A worker that ends with an error tells its peers on its way out, and they may be gone before it is.
+
+        It gets a moment to end by itself, so that its own exit status is the job's.
+        """
+        assert failure.rank is not None
+        culprit = self._observer.culprit(failure.rank)
+        if self._stopping or culprit is None or culprit not in self._running:
+            self._fail(failure)
+        elif self._echo is None:
+            self._echo = _Echo(failure, culprit, time.monotonic() + ECHO_TIME)
+
+    def _take_echo(self) -> None:
+        echo, self._echo = self._echo, None
+        if echo is not None:
+            self._fail(echo.failure)
 
     def _on_spawn_failed(self, link: Link, frame: SpawnFailed) -> None:
         self._running.discard(frame.rank)

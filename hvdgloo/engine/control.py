@@ -134,9 +134,13 @@ class Control:
         try:
             try:
                 self._look_around(time.monotonic())
-            except Exception as error:  # as on the thread itself: a defect of ours must fail the job, not hang it
+            except BaseException as error:
+                # As on the thread itself: what was not said to the end must fail the job, not hang it. A Ctrl-C that
+                # falls just here belongs to the caller.
+                self._end(HorovodInternalError(f"the control plane of rank {self._rank} was interrupted: {error!r}"))
+                if not isinstance(error, Exception):
+                    raise
                 logger.exception("the control plane of rank %d failed", self._rank)
-                self._end(HorovodInternalError(f"the control plane failed: {error!r}"))
             deadline = self._deadline()
             oversleeps = deadline is not None and (self._sleeps_until is None or deadline < self._sleeps_until)
             must_wake = oversleeps or self._finished or any(c.has_unsent for c in self._connections.values())
@@ -319,12 +323,13 @@ class Control:
 
     def _leave_together(self, leaver: int) -> None:
         """A rank has left: finish what was ordered before, refuse everything else."""
-        who = "this rank" if leaver == self._rank else self._describe(leaver)
-        error = JobShutdownError(
-            f"{who} called hvd.shutdown() or exited, which ends collective operations on all ranks"
-            + ("" if leaver == self._rank else "; if that was not intended, its own output says why"),
-            rank=leaver,
-        )
+        text = "this rank" if leaver == self._rank else self._describe(leaver)
+        text += " called hvd.shutdown() or exited, which ends collective operations on all ranks"
+        names = self._member.pending_names()
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            text += f"; this rank still waited for {', '.join(names[:3])}{more}, not submitted by all others"
+        error = JobShutdownError(text, rank=leaver)
         self._ended = error
         self._on_end(error)
         self._executor.when_drained(lambda: self.say(Drained()))

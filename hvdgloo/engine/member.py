@@ -53,6 +53,11 @@ class Member:
     def has_pending(self) -> bool:
         return bool(self._pending)
 
+    def pending_names(self) -> list[str]:
+        """What this rank has submitted and not all others have, in order of submission."""
+        with self._lock:
+            return [name for _, name in self._pending]
+
     @property
     def closed(self) -> HorovodInternalError | None:
         """Why nothing may be submitted any more; None while the engine runs."""

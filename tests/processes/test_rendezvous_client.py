@@ -70,7 +70,8 @@ def proxy(endpoint: str, cut: Callable[[int], bool]) -> Iterator[tuple[str, list
             upstream.sendall(data)
             answer = upstream.recv(65536)
         if not cut(number):
-            sock.sendall(answer)
+            # Said plainly, or the client may use the connection again before it sees that it is closed.
+            sock.sendall(answer.replace(b"\r\n", b"\r\nConnection: close\r\n", 1))
 
     with listening(serve) as through:
         yield through, seen
