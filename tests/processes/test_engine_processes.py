@@ -195,12 +195,13 @@ if rank == 1:
     mark("lost")
     looking_for_my_keys()
 else:
-    mark("waiting")
+    mark(f"waiting.{rank}")
 assert hvd.allreduce(np.ones(1), op=hvd.Sum, name="late").tolist() == [3.0]
 """
     )
     with Job(3, code, tmp_path, HVDGLOO_STALL_CHECK_TIME_SECONDS="0.3") as job:
-        job.wait_for_file("waiting")
+        job.wait_for_file("waiting.0")
+        job.wait_for_file("waiting.2")
         deadline = time.monotonic() + 20
         while "Stalled" not in job.output(0).stderr and time.monotonic() < deadline:
             time.sleep(0.02)
