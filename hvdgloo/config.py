@@ -408,7 +408,11 @@ def read_secret_file(path: str) -> bytes:
     try:
         with open(path, encoding="ascii") as file:
             return _secret(file.read())
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise ConfigError(
+            f"HVDGLOO_SECRET_FILE={path}: {error.strerror}; hvdgloo-rendezvous prints where its secret file is"
+        ) from None
+    except ValueError as error:
         raise ConfigError(f"HVDGLOO_SECRET_FILE={path}: {error}") from None
 
 
