@@ -3,9 +3,9 @@
 Front-ends work in the Context that ``current()`` returns, the process's only one; tests and embedders construct their
 own, which is what allows many ranks in one process.
 
-Opening takes four requests to the rendezvous server whatever the job's size: registering (which answers with the whole
-topology), and Gloo's publishing and reading of addresses. An epoch's topology is asked for once: ``init()`` after
-``shutdown()`` meets the same ranks again under a new generation number.
+Opening takes four requests to the rendezvous server whatever the job's size: a hello, registering (which answers with
+the whole topology), and Gloo's publishing and reading of addresses. An epoch's topology is asked for once: ``init()``
+after ``shutdown()`` meets the same ranks again under a new generation number.
 """
 
 from __future__ import annotations
@@ -289,9 +289,10 @@ def init(comm: object = None, process_sets: object = None) -> Context:
         ConfigError, RendezvousError, ConnectError, MissingDependencyError: see ``Context.open``.
         InvalidArgumentError: (a ValueError) comm or process_sets name a subset of the ranks.
     """
-    global _current
+    global _current, _owner
     with _lock:
         if _current is None:
+            _owner = os.getpid()
             _check_sets(process_sets)
             config = Config.from_env()
             configure_logging(config, config.rank)
@@ -376,7 +377,8 @@ def configure_logging(config: Config, rank: int | None) -> None:
     log.addHandler(handler)
 
 
-_owner = os.getpid()
+_owner = 0
+"""The process that called ``init()``: a child that it forks inherits the Context, and must not shut the job down."""
 
 
 def _at_exit() -> None:

@@ -98,12 +98,6 @@ class GlooStore(dist.Store):  # type: ignore[name-defined,misc] # absent from to
         for key in keys:
             self.get(key)
 
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        return [self.get(key) for key in keys]
-
-    def has_extended_api(self) -> bool:
-        return False
-
     def _fetch(self, key: str) -> None:
         # Gloo's keys are "<counter>/<rank>".
         base = key.rpartition("/")[0]

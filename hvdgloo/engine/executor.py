@@ -73,6 +73,10 @@ class _UnderWay:
     buffer: Buffer | None
     packed: bool
 
+    @property
+    def nbytes(self) -> int:
+        return self.buffer.nbytes if self.buffer is not None else 0
+
 
 class Executor:
     """Owns the data thread.
@@ -82,7 +86,7 @@ class Executor:
         groups: by process set id; read at each use.
         fusion_threshold: bytes.
         operation_timeout: seconds that one backend call may take beyond its transfer time.
-        on_room: called on the data thread after each bucket.
+        on_room: called after each bucket, on the thread that completed it.
         on_failure: called once with the first failure.
     """
 
@@ -130,7 +134,10 @@ class Executor:
         self._thread.start()
 
     def execute(self, batch: Batch) -> None:
-        """Queue one batch; called by the control thread alone, in the common order."""
+        """Queue one batch, or execute it here if it is quick.
+
+        Called in the common order, by whoever does the control thread's work.
+        """
         for _, operation in batch:
             self._unresolved[id(operation)] = operation
         buckets = fusion.plan(
@@ -261,7 +268,7 @@ class Executor:
         request = batch[bucket.parts[0].operation][0].request
         packed = len(bucket.parts) > 1
         if packed:
-            buffer = self._stage(sum(part.nbytes for part in bucket.parts), request.tensors[0], bucket)
+            buffer = self._stage(sum(part.nbytes for part in bucket.parts), request.tensors[0])
             at = buffer.address
             for part in bucket.parts:
                 source = batch[part.operation][1].inputs[part.tensor]
@@ -290,7 +297,7 @@ class Executor:
         if sum(totals):
             if packed:
                 own = totals[group.rank]
-                staged = self._stage(own + sum(totals), TensorSpec(DType.UINT8, ()), bucket)
+                staged = self._stage(own + sum(totals), TensorSpec(DType.UINT8, ()))
                 source = Buffer(staged.address, TensorSpec(DType.UINT8, (own,)), staged.owner)
                 target = Buffer(staged.address + own, TensorSpec(DType.UINT8, (sum(totals),)), staged.owner)
                 at = source.address
@@ -304,8 +311,7 @@ class Executor:
         return _UnderWay(bucket, batch, group, work, target, packed)
 
     def _finish(self, under_way: _UnderWay) -> None:
-        nbytes = under_way.buffer.nbytes if under_way.buffer is not None else 0
-        deadline = time.monotonic() + self._operation_timeout + nbytes / _SLOWEST_NETWORK
+        deadline = time.monotonic() + self._operation_timeout + under_way.nbytes / _SLOWEST_NETWORK
         while not under_way.work.completes_within(_LOOK_SECONDS):
             if self._aborted.is_set() and not under_way.work.completes_within(_LET_GO_SECONDS):
                 self._stuck.append(under_way)
@@ -317,8 +323,7 @@ class Executor:
 
     def _complete(self, under_way: _UnderWay) -> None:
         """Put the results of a bucket whose transfer has ended in their places, and resolve handles."""
-        nbytes = under_way.buffer.nbytes if under_way.buffer is not None else 0
-        if under_way.buffer is not None and nbytes:
+        if under_way.buffer is not None and under_way.nbytes:
             if under_way.bucket.collective is Collective.ALLREDUCE:
                 self._finish_allreduce(under_way, under_way.buffer)
             elif under_way.bucket.collective is Collective.ALLGATHER and under_way.packed:
@@ -346,7 +351,7 @@ class Executor:
                 ctypes.memmove(output.address, at, part.nbytes)
                 at += part.nbytes
 
-    def _stage(self, nbytes: int, like: TensorSpec, bucket: Bucket) -> Buffer:
+    def _stage(self, nbytes: int, like: TensorSpec) -> Buffer:
         """Memory for a fused bucket: one of DEPTH arrays in turn, each free again when its bucket has completed."""
         staging = self._staging.popleft()
         if staging.nbytes < nbytes:
