@@ -262,6 +262,16 @@ class Config:
         parse=_integer(0),
         help="the largest buffer into which small tensors are fused; 0 sends each tensor alone",
     )
+    inline_threshold: int = _setting(
+        1024,
+        env="HVDGLOO_INLINE_THRESHOLD",
+        flag="--inline-threshold",
+        yaml="params.inline_threshold",
+        unit="bytes",
+        parse=_integer(0, 1 << 16),
+        help="a single allreduce of at most so many bytes travels with the agreement about it, through rank 0, at the "
+        "lowest latency; 0 leaves all to the data plane",
+    )
     cycle_time: float = _setting(
         0.0,
         env="HVDGLOO_CYCLE_TIME",

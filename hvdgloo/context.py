@@ -245,6 +245,7 @@ def engine_settings(config: Config, decided: Mapping[str, Any] | None = None) ->
     shared.update(decided or {})
     return EngineSettings(
         fusion_threshold=int(shared["fusion_threshold"]),
+        inline_threshold=config.inline_threshold,
         separate_groups=bool(shared["separate_groups"]),
         operation_timeout=config.operation_timeout,
         cache_capacity=config.cache_capacity,

@@ -12,7 +12,7 @@ import pytest
 from tests.support import frameworks
 from tests.support.world import World
 
-BACKENDS = ("local", "gloo")
+BACKENDS = ("local", "gloo", "inline")
 
 
 def _require(backend: str) -> None:

@@ -21,7 +21,6 @@ from hvdgloo.engine.messages import (
     Bye,
     Drained,
     End,
-    Execute,
     Failed,
     Leave,
     Message,
@@ -140,9 +139,8 @@ class Coordinator:
         """Order everything that is ready. The control thread calls this when the data plane has room."""
         if self.over or not self._negotiator.has_ready:
             return
-        items, forgotten = self._negotiator.take()
         self._last_release = now
-        self.outbox.append((EVERYONE, Execute(items, forgotten)))
+        self.outbox.append((EVERYONE, self._negotiator.take()))
 
     def may_release(self, now: float) -> bool:
         """False while the least delay between two batches has not passed."""

@@ -32,10 +32,11 @@ _CLOSE_MARGIN = 5.0
 class EngineSettings:
     """What an engine decides by. ``fusion_threshold`` and ``separate_groups`` must be the same on all ranks.
 
-    Times are in seconds, the threshold in bytes, the capacity in tensors.
+    Times are in seconds, thresholds in bytes, the capacity in tensors.
     """
 
     fusion_threshold: int
+    inline_threshold: int
     separate_groups: bool
     operation_timeout: float
     cache_capacity: int
@@ -68,7 +69,7 @@ class Engine:
         self.topology = topology
         everyone = tuple(range(topology.size))
         self._groups = {0: Group(backend, everyone, rank)}
-        self._member = Member()
+        self._member = Member(settings.inline_threshold)
         self._forked = False
         self._closing = threading.Lock()
         self._executor = Executor(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
+from hvdgloo.engine import inline
 from hvdgloo.engine.handle import Handle
 from hvdgloo.engine.messages import Execute, Request, Response, Submit
 from hvdgloo.errors import DuplicateNameError, HorovodInternalError, MismatchError
@@ -39,9 +40,14 @@ class Operation:
 
 
 class Member:
-    """This rank's pending operations."""
+    """This rank's pending operations.
 
-    def __init__(self) -> None:
+    Args:
+        inline_threshold: bytes up to which a single operation's tensor travels with its submission.
+    """
+
+    def __init__(self, inline_threshold: int) -> None:
+        self._inline_threshold = inline_threshold
         self._lock = threading.Lock()
         self._pending: dict[tuple[int, str], Operation] = {}
         self._new: list[Operation] = []
@@ -101,7 +107,13 @@ class Member:
                 numbers.append(known[0])
             else:
                 requests.append(operation.request)
-        return Submit(tuple(numbers), tuple(requests))
+        return Submit(tuple(numbers), tuple(requests), self._payload(new))
+
+    def _payload(self, new: Sequence[Operation]) -> bytes:
+        # Of several operations none: in a training step they fuse, and one after another they would load rank 0.
+        if len(new) > 1 or new[0].ready is not None or not inline.suits(new[0].request, self._inline_threshold):
+            return b""
+        return inline.payload(new[0].inputs[0])
 
     def resend(self, numbers: Sequence[int]) -> Submit:
         """Spell out requests whose numbers the coordinator had forgotten before they arrived."""
@@ -113,16 +125,20 @@ class Member:
         return Submit((), tuple(operation.request for operation in operations))
 
     def accept(self, message: Execute) -> list[tuple[Response, Operation]]:
-        """The operations to execute, in order. Those that the ranks disagree about are failed here."""
+        """The operations to execute, in order. Those whose result is known, or is an error, end here."""
         batch = []
+        results = dict(message.results)
         with self._lock:
             agreed = [self._pop(item) for item in message.items]
         # Forgotten last: an operation that was ordered in this message may have been forgotten right after.
         for number in message.forgotten:
             self._forget(number)
-        for response, operation in agreed:
+        for position, (response, operation) in enumerate(agreed):
             if response.error:
                 operation.handle.resolve(error=MismatchError(response.error, name=operation.request.name))
+            elif position in results:
+                inline.deliver(results[position], operation.outputs[0])
+                operation.handle.resolve(operation.outputs)
             else:
                 batch.append((response, operation))
         return batch

@@ -99,10 +99,14 @@ class Response:
 
 @dataclass(frozen=True)
 class Submit:
-    """Operations that became ready on this rank: known signatures, and new requests."""
+    """Operations that became ready on this rank: known signatures, and new requests.
+
+    ``payload`` holds the tensor's bytes if there is a single operation that is small enough; see ``inline``.
+    """
 
     signatures: tuple[int, ...] = ()
     requests: tuple[Request, ...] = ()
+    payload: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -134,10 +138,14 @@ class Stacks:
 
 @dataclass(frozen=True)
 class Execute:
-    """The next operations in the common order: a signature's number, or a Response spelled out."""
+    """The next operations in the common order: a signature's number, or a Response spelled out.
+
+    ``results`` holds, by position in ``items``, the bytes of those whose result is known already; see ``inline``.
+    """
 
     items: tuple[int | Response, ...]
     forgotten: tuple[int, ...] = ()
+    results: tuple[tuple[int, bytes], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -247,6 +255,12 @@ def _factor(value: Any) -> float:
     return value
 
 
+def _bytes(value: Any) -> bytes:
+    if not isinstance(value, bytes):
+        raise TypeError("bytes are expected")
+    return value
+
+
 def _counts(values: Iterable[Any]) -> tuple[int, ...]:
     """Integers that are not negative."""
     counts = tuple(_integer(value) for value in values)
@@ -316,18 +330,27 @@ def _unpack_items(packed: list[Any]) -> tuple[int | Response, ...]:
     return tuple(items)
 
 
+def _execute(items: tuple[int | Response, ...], forgotten: tuple[int, ...], results: list[Any]) -> Execute:
+    known = tuple((_integer(position), _bytes(data)) for position, data in results)
+    if any(not 0 <= position < len(items) for position, _ in known):
+        raise ValueError("a result of nothing")
+    return Execute(items, forgotten, known)
+
+
 def _plain(message: Any) -> list[Any]:
     return list(vars(message).values())
 
 
 _CODECS: dict[type, tuple[Callable[[Any], list[Any]], Callable[..., Message]]] = {
     Submit: (
-        lambda m: [_runs(m.signatures), [_pack_request(r) for r in m.requests]],
-        lambda runs, requests: Submit(_from_runs(runs), tuple(_unpack_request(r) for r in requests)),
+        lambda m: [_runs(m.signatures), [_pack_request(r) for r in m.requests], m.payload],
+        lambda runs, requests, payload: Submit(
+            _from_runs(runs), tuple(_unpack_request(r) for r in requests), _bytes(payload)
+        ),
     ),
     Execute: (
-        lambda m: [_pack_items(m.items), m.forgotten],
-        lambda items, forgotten: Execute(_unpack_items(items), _counts(forgotten)),
+        lambda m: [_pack_items(m.items), m.forgotten, m.results],
+        lambda items, forgotten, results: _execute(_unpack_items(items), _counts(forgotten), results),
     ),
     Resend: (_plain, lambda signatures: Resend(_counts(signatures))),
     Leave: (_plain, Leave),

@@ -10,7 +10,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hvdgloo.engine.messages import Request, Response, Submit
+from hvdgloo.engine import inline
+from hvdgloo.engine.messages import Execute, Request, Response, Submit
 from hvdgloo.types import Collective, ReduceOp
 
 
@@ -20,6 +21,7 @@ class Pending:
 
     since: float
     requests: dict[int, Request] = field(default_factory=dict)
+    payloads: dict[int, bytes] = field(default_factory=dict)
     by_number: int = 0
 
 
@@ -52,6 +54,7 @@ class Negotiator:
         self._capacity = capacity
         self._pending: dict[tuple[int, str], Pending] = {}
         self._ready: list[int | Response] = []
+        self._results: list[tuple[int, bytes]] = []
         self._signatures: OrderedDict[int, _Signature] = OrderedDict()
         self._numbers: dict[tuple[int, str], int] = {}
         self._next_number = 0
@@ -69,16 +72,16 @@ class Negotiator:
             if signature is None:
                 unknown.append(number)
             else:
-                self._file(rank, signature.requests[rank], now, by_number=True)
+                self._file(rank, signature.requests[rank], now, submission.payload, by_number=True)
         for request in submission.requests:
-            self._file(rank, request, now, by_number=False)
+            self._file(rank, request, now, submission.payload, by_number=False)
         return unknown
 
-    def take(self) -> tuple[tuple[int | Response, ...], tuple[int, ...]]:
+    def take(self) -> Execute:
         """What has become ready since the last call, in order, and the signatures forgotten meanwhile."""
-        items, self._ready = tuple(self._ready), []
-        forgotten, self._forgotten = tuple(self._forgotten), []
-        return items, forgotten
+        message = Execute(tuple(self._ready), tuple(self._forgotten), tuple(self._results))
+        self._ready, self._forgotten, self._results = [], [], []
+        return message
 
     @property
     def has_ready(self) -> bool:
@@ -101,23 +104,32 @@ class Negotiator:
         ]
         return sorted(report, key=lambda waiting: waiting.since)
 
-    def _file(self, rank: int, request: Request, now: float, *, by_number: bool) -> None:
+    def _file(self, rank: int, request: Request, now: float, payload: bytes, *, by_number: bool) -> None:
         key = request.process_set, request.name
         pending = self._pending.get(key)
         if pending is None:
             pending = self._pending[key] = Pending(now)
         pending.requests[rank] = request
+        if payload:
+            pending.payloads[rank] = payload
         pending.by_number += by_number
         members = self._members[request.process_set]
         if len(pending.requests) < len(members):
             return
         del self._pending[key]
         number = self._numbers.get(key)
+        error = ""
         if number is not None and pending.by_number == len(members):
             self._signatures.move_to_end(number)
             self._ready.append(number)
         else:
-            self._ready.append(self._settle(key, pending.requests, members))
+            response = self._settle(key, pending.requests, members)
+            self._ready.append(response)
+            error = response.error
+        if len(pending.payloads) == len(members) and not error:
+            result = inline.combine(request, [pending.payloads[member] for member in members])
+            if result:
+                self._results.append((len(self._ready) - 1, result))
 
     def _settle(self, key: tuple[int, str], requests: Mapping[int, Request], members: Sequence[int]) -> Response:
         """Spell out a Response, and remember it under a new number if it may come again."""

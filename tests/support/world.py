@@ -37,7 +37,7 @@ class World:
     """``size`` ranks.
 
     Args:
-        backend: "local" or "gloo".
+        backend: "local", "gloo", or "inline": local, and tiny tensors travel with the agreement as they do by default.
         wrap: applied to each rank's backend, to inject faults.
         settings: fields of Config.
     """
@@ -52,9 +52,12 @@ class World:
     ) -> None:
         self.size = size
         self.backend = backend
-        config = Config(secret=SECRET, **{"operation_timeout": 10.0, "connect_timeout": 10.0, **settings})
+        defaults = {"operation_timeout": 10.0, "connect_timeout": 10.0}
+        if backend != "inline":
+            defaults["inline_threshold"] = 0  # tests are full of tiny tensors, which would never see the data plane
+        config = Config(secret=SECRET, **{**defaults, **settings})
         topology = Topology.local(size, pid=os.getpid())
-        links, backends = (self._local if backend == "local" else self._gloo)(topology, config)
+        links, backends = (self._gloo if backend == "gloo" else self._local)(topology, config)
         if wrap is not None:
             backends = [wrap(rank, b) for rank, b in enumerate(backends)]
         self.contexts: list[Context] = []

@@ -25,6 +25,11 @@ def reduce(name: str, *shape: int, **options: object) -> Request:
     return Request(name, Collective.ALLREDUCE, (spec(*shape),), **options)  # type: ignore[arg-type]
 
 
+def taken(negotiation: Negotiator) -> tuple[tuple[int | Response, ...], tuple[int, ...]]:
+    message = negotiation.take()
+    return message.items, message.forgotten
+
+
 def negotiator(size: int, capacity: int = 1024) -> Negotiator:
     return Negotiator({0: tuple(range(size))}, capacity)
 
@@ -51,7 +56,7 @@ class TestOrder:
                 seen[name] += 1
                 if seen[name] == size:
                     complete.append(name)
-            items, forgotten = negotiation.take()
+            items, forgotten = taken(negotiation)
             assert [item.request.name for item in items if isinstance(item, Response)] == complete
             assert forgotten == ()
             order += complete
@@ -64,11 +69,11 @@ class TestOrder:
         negotiation = Negotiator(members, 10)
         negotiation.absorb(1, Submit((), (reduce("x", 2), reduce("x", 3, process_set=7))), 0.0)
         negotiation.absorb(2, Submit((), (reduce("x", 3, process_set=7), reduce("x", 2))), 0.0)
-        (item,), _ = negotiation.take()
+        (item,), _ = taken(negotiation)
         assert isinstance(item, Response)
         assert (item.request.process_set, item.request.tensors[0].shape) == (7, (3,))
         negotiation.absorb(0, Submit((), (reduce("x", 2),)), 0.0)
-        (item,), _ = negotiation.take()
+        (item,), _ = taken(negotiation)
         assert isinstance(item, Response)
         assert item.request.process_set == 0
 
@@ -96,12 +101,12 @@ class TestSignatures:
         requests = tuple(reduce(f"g{i}", i) for i in range(3))
         for rank in range(2):
             negotiation.absorb(rank, Submit((), requests), 0.0)
-        items, _ = negotiation.take()
+        items, _ = taken(negotiation)
         numbers = tuple(item.signature for item in items if isinstance(item, Response))
         assert numbers == (0, 1, 2)
         for rank in range(2):
             assert negotiation.absorb(rank, Submit(numbers[::-1]), 1.0) == []
-        assert negotiation.take() == ((2, 1, 0), ())
+        assert taken(negotiation) == ((2, 1, 0), ())
 
     def test_an_unknown_number_is_returned(self) -> None:
         negotiation = negotiator(2)
@@ -112,10 +117,10 @@ class TestSignatures:
         negotiation = negotiator(2)
         for rank in range(2):
             negotiation.absorb(rank, Submit((), (reduce("x", 2),)), 0.0)
-        negotiation.take()
+        taken(negotiation)
         for rank in range(2):
             negotiation.absorb(rank, Submit((), (reduce("x", 3),)), 0.0)
-        (item,), forgotten = negotiation.take()
+        (item,), forgotten = taken(negotiation)
         assert isinstance(item, Response)
         assert (item.request.tensors[0].shape, item.signature, forgotten) == ((3,), 1, (0,))
         assert negotiation.absorb(0, Submit((0,)), 0.0) == [0]
@@ -124,10 +129,10 @@ class TestSignatures:
         negotiation = negotiator(2)
         for rank in range(2):
             negotiation.absorb(rank, Submit((), (reduce("x", 2),)), 0.0)
-        negotiation.take()
+        taken(negotiation)
         negotiation.absorb(0, Submit((0,)), 0.0)
         negotiation.absorb(1, Submit((), (reduce("x", 3),)), 0.0)
-        (item,), forgotten = negotiation.take()
+        (item,), forgotten = taken(negotiation)
         assert isinstance(item, Response)
         assert "rank 0" in item.error
         assert "rank 1" in item.error
@@ -137,12 +142,12 @@ class TestSignatures:
         negotiation = negotiator(2)
         for rank in range(2):
             negotiation.absorb(rank, Submit((), (Request("g", Collective.ALLGATHER, (spec(rank + 1, 4),)),)), 0.0)
-        (first,), _ = negotiation.take()
+        (first,), _ = taken(negotiation)
         assert isinstance(first, Response)
         assert first.rows == ((1, 2),)
         negotiation.absorb(0, Submit((0,)), 0.0)
         negotiation.absorb(1, Submit((), (Request("g", Collective.ALLGATHER, (spec(9, 4),)),)), 0.0)
-        (second,), _ = negotiation.take()
+        (second,), _ = taken(negotiation)
         assert isinstance(second, Response)
         assert second.rows == ((1, 9),)
 
@@ -151,21 +156,21 @@ class TestSignatures:
         negotiation.absorb(0, Submit((), (reduce("a", 1), reduce("b", 1))), 0.0)
         negotiation.absorb(0, Submit((0,)), 0.0)
         negotiation.absorb(0, Submit((), (reduce("c", 1),)), 0.0)
-        _, forgotten = negotiation.take()
+        _, forgotten = taken(negotiation)
         assert forgotten == (1,)
         assert negotiation.absorb(0, Submit((0, 1, 2)), 0.0) == [1]
 
     def test_capacity_one(self) -> None:
         negotiation = negotiator(1, capacity=1)
         negotiation.absorb(0, Submit((), (reduce("a", 1), reduce("b", 1))), 0.0)
-        items, forgotten = negotiation.take()
+        items, forgotten = taken(negotiation)
         assert [item.signature for item in items if isinstance(item, Response)] == [0, 1]
         assert forgotten == (0,)
 
     def test_without_capacity_everything_is_spelled_out(self) -> None:
         negotiation = negotiator(1, capacity=0)
         negotiation.absorb(0, Submit((), (reduce("a", 1),)), 0.0)
-        (item,), forgotten = negotiation.take()
+        (item,), forgotten = taken(negotiation)
         assert isinstance(item, Response)
         assert (item.signature, forgotten) == (-1, ())
 
@@ -176,11 +181,11 @@ class TestSignatures:
         negotiation.absorb(0, Submit((0,)), 0.0)
         for rank in range(2):
             negotiation.absorb(rank, Submit((), (reduce("b", 1),)), 0.0)
-        _, forgotten = negotiation.take()
+        _, forgotten = taken(negotiation)
         assert forgotten == (0,)
         assert negotiation.absorb(1, Submit((0,)), 0.0) == [0]
         negotiation.absorb(1, Submit((), (reduce("a", 1),)), 0.0)
-        (item,), _ = negotiation.take()
+        (item,), _ = taken(negotiation)
         assert isinstance(item, Response)
         assert (item.request.name, item.error, item.signature) == ("a", "", 2)
 
@@ -283,7 +288,7 @@ def operation(request: Request) -> Operation:
 
 class TestMember:
     def test_only_the_first_since_a_drain_wakes(self) -> None:
-        member = Member()
+        member = Member(0)
         assert member.drain() is None
         assert member.add(operation(reduce("a", 1)))
         assert not member.add(operation(reduce("b", 1)))
@@ -294,7 +299,7 @@ class TestMember:
         assert member.add(operation(reduce("c", 1)))
 
     def test_a_name_in_flight_is_refused_and_leaves_no_trace(self) -> None:
-        member = Member()
+        member = Member(0)
         member.add(operation(reduce("a", 1)))
         with pytest.raises(DuplicateNameError, match="a is already in flight") as caught:
             member.add(operation(reduce("a", 2)))
@@ -305,7 +310,7 @@ class TestMember:
         member.add(operation(reduce("a", 1, process_set=1)))  # another set's names are its own
 
     def test_a_mismatch_fails_the_operation_alone_and_frees_its_name(self) -> None:
-        member = Member()
+        member = Member(0)
         failed, fine = operation(reduce("a", 1)), operation(reduce("b", 1))
         member.add(failed)
         member.add(fine)
@@ -319,7 +324,7 @@ class TestMember:
         member.add(operation(reduce("a", 1)))
 
     def test_once_closed_everything_is_refused_with_the_first_error(self) -> None:
-        member = Member()
+        member = Member(0)
         pending = operation(reduce("a", 1))
         member.add(pending)
         error = JobShutdownError("over", rank=1)
@@ -332,7 +337,7 @@ class TestMember:
         assert caught.value is error
 
     def test_an_operation_that_was_ordered_and_forgotten_in_one_message(self) -> None:
-        member = Member()
+        member = Member(0)
         member.add(operation(reduce("a", 1)))
         member.drain()
         member.accept(Execute((Response(reduce("a", 1), signature=0),)))
@@ -353,7 +358,7 @@ class Net:
     def __init__(self, size: int, capacity: int, rng: random.Random) -> None:
         self.size = size
         self.rng = rng
-        self.members = [Member() for _ in range(size)]
+        self.members = [Member(0) for _ in range(size)]
         self.negotiator = negotiator(size, capacity)
         self.up: list[deque[bytes]] = [deque() for _ in range(size)]
         self.down: list[deque[bytes]] = [deque() for _ in range(size)]
@@ -396,7 +401,7 @@ class Net:
             self.down[rank].append(encode(Resend(tuple(unknown))))
 
     def _release(self, _: int) -> None:
-        items, forgotten = self.negotiator.take()
+        items, forgotten = taken(self.negotiator)
         for queue in self.down:
             queue.append(encode(Execute(items, forgotten)))
 

@@ -1,0 +1,139 @@
+"""Tiny allreduces that travel with the agreement: who sends bytes along, and when they are reduced there."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hvdgloo.backends.kernels import narrow_bfloat16
+from hvdgloo.engine import inline
+from hvdgloo.engine.member import Member, Operation
+from hvdgloo.engine.messages import Execute, Request, Response, Submit, decode, encode
+from hvdgloo.engine.negotiation import Negotiator
+from hvdgloo.types import Buffer, Collective, DType, ReduceOp, TensorSpec
+
+VALUES = np.array([1.5, -2.0], np.float32)
+
+
+def request(name: str = "x", *, dtype: DType = DType.FLOAT32, count: int = 2, **options: object) -> Request:
+    return Request(name, Collective.ALLREDUCE, (TensorSpec(dtype, (count,)),), **options)  # type: ignore[arg-type]
+
+
+def operation(asked: Request, values: np.ndarray = VALUES, fence: object = None) -> Operation:
+    buffers = [Buffer.of_array(values, spec.dtype) for spec in asked.tensors]
+    outputs = [Buffer.of_array(np.zeros_like(values), spec.dtype) for spec in asked.tensors]
+    return Operation(asked, buffers, outputs, None, fence)  # type: ignore[arg-type]
+
+
+class TestWhatASubmissionCarries:
+    def test_a_single_small_tensor_travels_along(self) -> None:
+        member = Member(8)
+        member.add(operation(request()))
+        assert member.drain() == Submit((), (request(),), VALUES.tobytes())
+
+    def test_of_several_operations_none_does(self) -> None:
+        member = Member(8)
+        member.add(operation(request("a")))
+        member.add(operation(request("b")))
+        submission = member.drain()
+        assert submission is not None
+        assert submission.payload == b""
+
+    @pytest.mark.parametrize(
+        "asked",
+        [
+            request(count=3),
+            request(count=0),
+            Request("x", Collective.BROADCAST, request().tensors),
+            Request("x", Collective.ALLREDUCE, request().tensors * 2),
+            Request("x", Collective.ALLREDUCE, (TensorSpec(DType.FLOAT32, (2,), "cuda:0"),)),
+        ],
+        ids=["too large", "empty", "another collective", "a group", "on a GPU"],
+    )
+    def test_nothing_else_does(self, asked: Request) -> None:
+        assert not inline.suits(asked, 8)
+
+    def test_memory_that_is_not_ready_yet_is_not_read(self) -> None:
+        member = Member(8)
+        member.add(operation(request(), fence=lambda: None))
+        submission = member.drain()
+        assert submission is not None
+        assert submission.payload == b""
+
+
+class TestAgreement:
+    def test_the_result_comes_with_the_order_to_execute_it(self) -> None:
+        negotiation = Negotiator({0: (0, 1)}, 10)
+        members = [Member(8), Member(8)]
+        for numbered in (False, True):
+            operations = []
+            for rank, member in enumerate(members):
+                operations.append(operation(request(op=ReduceOp.SUM), VALUES + rank))
+                member.add(operations[rank])
+                submission = member.drain()
+                assert submission is not None
+                assert bool(submission.signatures) is numbered
+                received = decode(encode(submission))
+                assert isinstance(received, Submit)
+                negotiation.absorb(rank, received, 0.0)
+            order = decode(encode(negotiation.take()))
+            assert isinstance(order, Execute)
+            for member, submitted in zip(members, operations, strict=True):
+                assert member.accept(order) == []  # nothing is left for the data plane
+                (output,) = submitted.handle.wait(0)
+                assert output.array().tolist() == (2 * VALUES + 1).tolist()
+
+    def test_only_the_results_that_are_known_are_left_out_of_the_data_plane(self) -> None:
+        negotiation = Negotiator({0: (0, 1)}, 10)
+        for rank in (0, 1):
+            negotiation.absorb(rank, Submit((), (request("large", count=9),)), 0.0)
+            negotiation.absorb(rank, Submit((), (request("tiny"),), VALUES.tobytes()), 0.0)
+        order = negotiation.take()
+        assert order.results == ((1, (2 * VALUES).tobytes()),)
+        member = Member(0)
+        large, tiny = operation(request("large", count=9), np.ones(9, np.float32)), operation(request("tiny"))
+        member.add(large)
+        member.add(tiny)
+        assert [left for _, left in member.accept(order)] == [large]
+        assert tiny.handle.done()
+        assert not large.handle.done()
+
+    @pytest.mark.parametrize("payloads", [(VALUES.tobytes(), b""), (VALUES.tobytes(), b"1234")])
+    def test_unless_everyone_sent_all_bytes_the_data_plane_does_it(self, payloads: tuple[bytes, bytes]) -> None:
+        negotiation = Negotiator({0: (0, 1)}, 10)
+        for rank, payload in enumerate(payloads):
+            negotiation.absorb(rank, Submit((), (request(),), payload), 0.0)
+        assert negotiation.take() == Execute((Response(request(), signature=0),))
+
+    def test_a_mismatch_is_still_an_error(self) -> None:
+        negotiation = Negotiator({0: (0, 1)}, 10)
+        negotiation.absorb(0, Submit((), (request(),), VALUES.tobytes()), 0.0)
+        negotiation.absorb(1, Submit((), (request(dtype=DType.INT32),), VALUES.tobytes()), 0.0)
+        order = negotiation.take()
+        (response,) = order.items
+        assert isinstance(response, Response)
+        assert "dtype" in response.error
+        assert order.results == ()
+
+
+@pytest.mark.parametrize(
+    ("asked", "first", "second", "expected"),
+    [
+        (request(op=ReduceOp.SUM, prescale=2.0), VALUES, VALUES, VALUES * 4),
+        (request(op=ReduceOp.AVERAGE, postscale=3.0), VALUES, VALUES + 1, (VALUES + 0.5) * 3),
+        (request(op=ReduceOp.MIN), VALUES, -VALUES, -np.abs(VALUES)),
+        (request(op=ReduceOp.PRODUCT), VALUES, VALUES, VALUES**2),
+        (request(dtype=DType.INT64, op=ReduceOp.AVERAGE), np.array([-3, 3]), np.array([0, 0]), np.array([-1, 1])),
+        (request(dtype=DType.BOOL, op=ReduceOp.SUM), np.array([True, False]), np.array([False, False]), [True, False]),
+    ],
+)
+def test_arithmetic_is_the_data_planes(asked: Request, first: np.ndarray, second: np.ndarray, expected: object) -> None:
+    data = inline.combine(asked, [first.tobytes(), second.tobytes()])
+    assert np.frombuffer(data, first.dtype).tolist() == np.asarray(expected).tolist()
+
+
+def test_half_types_are_summed_in_float32() -> None:
+    # Summed in bfloat16, each 1/256 would be lost beside the 1.
+    payloads = [narrow_bfloat16(np.array([v, v], np.float32)).tobytes() for v in (1.0, 1 / 256, 1 / 256)]
+    asked = request(dtype=DType.BFLOAT16, op=ReduceOp.SUM)
+    assert inline.combine(asked, payloads) == narrow_bfloat16(np.array([1 + 2 / 256] * 2, np.float32)).tobytes()
