@@ -1,4 +1,4 @@
-"""Hosts, slots, commands, environments and flags: values in, values out."""
+"""Hosts, slots, commands and environments: values in, values out."""
 
 from __future__ import annotations
 
@@ -8,28 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdgloo.config import Config, settings
+from hvdgloo.config import Config
 from hvdgloo.errors import ConfigError, LaunchError
-from hvdgloo.runner import cli, machine, options
+from hvdgloo.runner import machine
 from hvdgloo.runner.command import thread_defaults, worker_environment
 from hvdgloo.runner.hosts import parse_hosts, read_hostfile
 from hvdgloo.runner.outcome import Failure, Outcome, blame, describe_status
-from hvdgloo.runner.spawners import choose_spawner, is_this_host
-from hvdgloo.runner.spec import Host, assign
-
-HOROVODRUN_FLAGS = """
-    -v --version -np --num-proc -cb --check-build --disable-cache --start-timeout --network-interfaces
-    --network-interface --output-filename --verbose --config-file -p --ssh-port -i --ssh-identity-file
-    --fusion-threshold-mb --cycle-time-ms --cache-capacity --hierarchical-allreduce --no-hierarchical-allgather
-    --torus-allreduce --autotune --no-autotune --autotune-log-file --autotune-warmup-samples
-    --autotune-steps-per-sample --autotune-bayes-opt-max-samples --autotune-gaussian-process-noise --min-np
-    --min-num-proc --max-np --max-num-proc --slots-per-host --elastic-timeout --reset-limit
-    --blacklist-cooldown-range --timeline-filename --timeline-mark-cycles --no-stall-check --stall-check
-    --stall-check-warning-time-seconds --stall-check-shutdown-time-seconds --mpi-threads-disable --mpi-args --tcp
-    --binding-args --num-nccl-streams --thread-affinity --gloo-timeout-seconds --log-level --log-with-timestamp
-    --log-without-timestamp --log-hide-timestamp -prefix-timestamp --prefix-output-with-timestamp -H --hosts
-    -hostfile --hostfile --host-discovery-script --gloo --mpi --jsrun
-"""
+from hvdgloo.runner.spawners import is_this_host
+from hvdgloo.runner.spec import Host, Reach, assign
+from hvdgloo.runner.ways import choose_spawner
 
 
 class TestHosts:
@@ -39,7 +26,7 @@ class TestHosts:
             ("h1:4", [("h1", 4)]),
             ("h1:4,h2:2", [("h1", 4), ("h2", 2)]),
             (" h1:4 , h2 ", [("h1", 4), ("h2", 1)]),
-            ("user@node-1.cluster:3", [("user@node-1.cluster", 3)]),
+            ("user@node-1.cluster:3", [("node-1.cluster", 3, "user")]),
             ("[fe80::1%eth0]:2,10.0.0.5:1", [("fe80::1%eth0", 2), ("10.0.0.5", 1)]),
             ("[::1]", [("::1", 1)]),
         ],
@@ -69,8 +56,8 @@ class TestHosts:
         assert is_this_host("127.0.0.1")
         assert not is_this_host("192.0.2.1")
         assert not is_this_host("no-such-host.invalid")
-        with pytest.raises(LaunchError, match=r"other hosts than this one are not supported yet: h9\.invalid is not"):
-            choose_spawner([Host("localhost", 1), Host("h9.invalid", 1)])
+        with pytest.raises(LaunchError, match="localhost, 127.0.0.1 are all this machine; give it once"):
+            choose_spawner([Host("localhost", 1), Host("127.0.0.1", 1)], Reach())
 
 
 class TestSlots:
@@ -140,102 +127,6 @@ class TestEnvironment:
         added = thread_defaults(16, 4, {"MKL_NUM_THREADS": "9"}, machine_cores=16)
         assert added["OMP_NUM_THREADS"] == "4"
         assert "MKL_NUM_THREADS" not in added
-
-
-class TestFlags:
-    def variables(self, *flags: str) -> dict[str, str]:
-        return options.from_flags(cli.build_parser().parse_args(list(flags)))
-
-    def test_every_setting_with_a_flag_can_be_given(self) -> None:
-        texts = {"--port-range": "2000-3000", "--log-level": "debug"}
-        parser = cli.build_parser()
-        for name, setting in settings().items():
-            if setting.flag is None:
-                continue
-            assert setting.flag in parser.format_help()
-            boolean = parser.values[setting.flag] == 0
-            flags = [setting.flag] if boolean else [setting.flag, texts.get(setting.flag, "2")]
-            environ = self.variables(*flags)
-            assert set(environ) == {setting.env}
-            assert getattr(Config.from_env(environ), name) != getattr(Config(), name)
-            if boolean:
-                assert self.variables(options.twin(setting.flag)) == {setting.env: "0"}
-
-    def test_units(self) -> None:
-        assert self.variables("--fusion-threshold-mb", "0.5") == {"HVDGLOO_FUSION_THRESHOLD": str(512 * 1024)}
-        assert self.variables("--fusion-threshold-mb", "0") == {"HVDGLOO_FUSION_THRESHOLD": "0"}
-        assert self.variables("--cycle-time-ms", "3.5") == {"HVDGLOO_CYCLE_TIME": "3.5"}
-        with pytest.raises(ConfigError, match="--fusion-threshold-mb many"):
-            self.variables("--fusion-threshold-mb", "many")
-
-    def test_old_spellings(self) -> None:
-        assert self.variables("--log-hide-timestamp") == self.variables("--log-without-timestamp")
-        assert self.variables("--no-log-hide-timestamp") == self.variables("--log-with-timestamp")
-
-    def test_every_flag_of_horovodrun_is_known(self) -> None:
-        assert set(HOROVODRUN_FLAGS.split()) <= set(cli.build_parser().values)
-
-    @pytest.mark.parametrize(
-        ("argv", "flags", "command"),
-        [
-            (["-np", "2", "train.py", "-np", "3"], ["-np", "2"], ["train.py", "-np", "3"]),
-            (["-np", "2", "--", "--odd"], ["-np", "2"], ["--odd"]),
-            (["--num-proc=2", "a"], ["--num-proc=2"], ["a"]),
-            (["-np", "2", "-m", "x.y", "-v"], ["-np", "2"], ["-m", "x.y", "-v"]),
-            (["--verbose", "a", "--", "b"], ["--verbose"], ["a", "--", "b"]),
-            (["--blacklist-cooldown-range", "1", "2", "a"], ["--blacklist-cooldown-range", "1", "2"], ["a"]),
-            (["-np"], ["-np"], []),
-            ([], [], []),
-        ],
-    )
-    def test_where_the_command_begins(self, argv: list[str], flags: list[str], command: list[str]) -> None:
-        assert cli.split(argv, cli.build_parser().values) == (flags, command)
-
-
-class TestFile:
-    def read(self, tmp_path: Path, text: str) -> tuple[dict[str, str], list[str]]:
-        path = tmp_path / "settings.yaml"
-        path.write_text(text)
-        return options.from_file(str(path))
-
-    def test_every_key_of_a_setting_is_understood(self, tmp_path: Path) -> None:
-        texts = {"network.port_range": "2000-3000", "logging.level": "debug", "stall_check.enabled": "false"}
-        for setting in settings().values():
-            if setting.yaml is not None:
-                section, _, key = setting.yaml.partition(".")
-                value = texts.get(setting.yaml, "true" if "hide" in key else "2")
-                environ, ignored = self.read(tmp_path, f"{section}:\n  {key}: {value}\n")
-                assert set(environ) == {setting.env}
-                assert ignored == []
-
-    def test_meanings_that_are_turned_round(self, tmp_path: Path) -> None:
-        environ, _ = self.read(tmp_path, "stall_check: {enabled: true}\nlogging: {with_timestamp: false}\n")
-        assert environ == {"HVDGLOO_STALL_CHECK_DISABLE": "0", "HVDGLOO_LOG_HIDE_TIME": "1"}
-
-    def test_horovod_s_own_keys_are_accepted(self, tmp_path: Path) -> None:
-        environ, ignored = self.read(
-            tmp_path, "controller: gloo\nautotune: {enabled: true}\nlibrary_options: {num_nccl_streams: 2}\n"
-        )
-        assert environ == {}
-        assert ignored == ["autotune.enabled", "library_options.num_nccl_streams"]
-
-    @pytest.mark.parametrize(
-        ("text", "message"),
-        [
-            ("params: {fusion_treshold_mb: 3}", "did you mean params.fusion_threshold_mb"),
-            ("params: {fusion_threshold_mb: lots}", "params.fusion_threshold_mb: 'lots' cannot be used"),
-            ("controller: mpi", "there is only the Gloo controller"),
-            ("- a list", "sections"),
-            ("{unbalanced", "settings.yaml"),
-            ("stall_check: {enabled: maybe}", "stall_check.enabled"),
-        ],
-    )
-    def test_mistakes_name_the_key(self, tmp_path: Path, text: str, message: str) -> None:
-        with pytest.raises(ConfigError, match=message):
-            self.read(tmp_path, text)
-
-    def test_an_empty_file_sets_nothing(self, tmp_path: Path) -> None:
-        assert self.read(tmp_path, "") == ({}, [])
 
 
 class TestMachine:

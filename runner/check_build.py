@@ -1,0 +1,41 @@
+"""``hvdgloo-run --check-build``: what can be used on this machine, in the layout that Horovod's users know.
+
+Nothing is compiled here, so "built" means: our part for it is there, and so is the package that it needs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+from hvdgloo.version import __version__
+
+_FRAMEWORKS = {"TensorFlow": "tensorflow", "PyTorch": "torch", "MXNet": "mxnet"}
+
+
+def build_table() -> str:
+    """What ``--check-build`` prints."""
+    frameworks = {name: _there(f"hvdgloo.{module}") and _there(module) for name, module in _FRAMEWORKS.items()}
+    gloo = _there("torch") or (_there("hvdgloo.backends.pygloo") and _there("pygloo"))
+    operations = {"NCCL": _nccl(), "DDL": False, "CCL": False, "MPI": False, "Gloo": gloo}
+    blocks: tuple[tuple[str, dict[str, bool]], ...] = (
+        (f"hvdgloo v{__version__}:", {}),
+        ("Available Frameworks:", frameworks),
+        ("Available Controllers:", {"MPI": False, "Gloo": True}),
+        ("Available Tensor Operations:", operations),
+    )
+    return "\n".join(
+        f"{title}\n" + "".join(f"    [{'X' if there else ' '}] {name}\n" for name, there in rows.items())
+        for title, rows in blocks
+    )
+
+
+def _there(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+def _nccl() -> bool:
+    if not (_there("hvdgloo.backends.nccl") and _there("torch")):
+        return False
+    import torch.distributed
+
+    return bool(torch.distributed.is_available() and torch.distributed.is_nccl_available())
