@@ -118,7 +118,6 @@ class Agent:
         self._watch_signals()
         self._selector.register(self._wakeup, selectors.EVENT_READ, self._on_wakeup)
         self._selector.register(self._channel.receive_fd, selectors.EVENT_READ, self._on_readable)
-        self._channel.send_bytes(PREAMBLE)
         self._channel.send(self._hello())
         while not self._over():
             self._watch_writes()
@@ -215,6 +214,7 @@ class Agent:
             machine.usable_cores(),
             machine.visible_gpus(self._environ),
             self._port.port,
+            machine.ssh_addresses(self._environ),
         )
 
     def _on_start(self, start: Start) -> None:
@@ -440,8 +440,12 @@ def _reap_all() -> None:
         pass
 
 
-def main() -> int:
-    """Be the warden, and fork the agent proper."""
+def main(preamble: bytes = PREAMBLE) -> int:
+    """Be the warden, and fork the agent proper.
+
+    Args:
+        preamble: empty if it has been written already, by what imported this module.
+    """
     mark = mmap.mmap(-1, _MARK_BYTES)
     sweep.become_subreaper()
     warden = os.getpid()
@@ -460,7 +464,9 @@ def main() -> int:
     os.close(null)
     os.dup2(2, 1)
     try:
-        Agent(Channel(receive, send), mark, dict(os.environ)).run()
+        channel = Channel(receive, send)
+        channel.send_bytes(preamble)
+        Agent(channel, mark, dict(os.environ)).run()
     except LaunchError as error:
         sys.stderr.write(f"agent: {error}\n")
         return 1

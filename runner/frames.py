@@ -141,6 +141,7 @@ class Hello(Frame):
         cores: that this process may use, after affinity and control groups.
         gpus: that are visible.
         port: free, and kept free from other jobs, for ``MASTER_PORT``.
+        connection: the launcher's address and this host's own, as the ssh connection between them has them.
     """
 
     protocol: int
@@ -151,6 +152,7 @@ class Hello(Frame):
     cores: int
     gpus: int
     port: int
+    connection: Sequence[str] = ()
 
 
 @dataclass(frozen=True)

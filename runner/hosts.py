@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 
 from hvdgloo.errors import ConfigError
 from hvdgloo.runner.spec import Host
 
-_ITEM = re.compile(r"(?P<name>\[[0-9A-Fa-f:.%\w]+\]|[^\s:,\[\]]+)(?::(?P<slots>[0-9]+))?")
+_ITEM = re.compile(r"(?:(?P<user>[^\s:,@\[\]]+)@)?(?P<name>\[[0-9A-Fa-f:.%\w]+\]|[^\s:,@\[\]]+)(?::(?P<slots>[0-9]+))?")
 _FILE_SLOTS = re.compile(r"(?:slots|max_slots|max-slots)\s*=\s*(?P<slots>[0-9]+)")
 
 
@@ -47,7 +48,7 @@ def _parse_lines(lines: list[str], path: str) -> Iterable[Host]:
             slots = _FILE_SLOTS.match(words[1])
             if slots is None:
                 raise ConfigError(f"{where}: {words[1]!r} is not understood; write for example: {host.name} slots=4")
-            host = Host(host.name, int(slots["slots"]))
+            host = replace(host, slots=int(slots["slots"]))
         yield _positive(host, where)
 
 
@@ -55,7 +56,7 @@ def _parse_item(item: str, where: str) -> Host:
     match = _ITEM.fullmatch(item)
     if match is None:
         raise ConfigError(f"{where}: {item!r} is not a host with a number of slots; write for example: h1:4,h2:4")
-    return _positive(Host(match["name"].strip("[]"), int(match["slots"] or 1)), where)
+    return _positive(Host(match["name"].strip("[]"), int(match["slots"] or 1), match["user"] or ""), where)
 
 
 def _positive(host: Host, where: str) -> Host:

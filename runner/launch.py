@@ -20,9 +20,10 @@ from hvdgloo.runner.command import thread_defaults, worker_environment
 from hvdgloo.runner.console import Console
 from hvdgloo.runner.frames import CHUNK, Hello, Spawn
 from hvdgloo.runner.outcome import Failure, Outcome, blame
-from hvdgloo.runner.spawners import Spawner, choose_spawner
+from hvdgloo.runner.spawners import Spawner
 from hvdgloo.runner.spec import Host, LaunchSpec, Slot, assign
 from hvdgloo.runner.supervisor import Supervisor
+from hvdgloo.runner.ways import choose_spawner
 
 COMMAND_LINE_SIGNALS = (
     signal.SIGINT,
@@ -108,22 +109,22 @@ def launch(
     """
     slots = assign(spec.hosts, spec.np)
     hosts = _hosts_in_use(slots)
-    spawner = spawner or choose_spawner(spec.hosts)
+    spawner = spawner or choose_spawner(hosts, spec.reach)
     job_id = secrets.token_hex(16)
     with _console(spec, stdout, stderr, quiet) as console:
         with Supervisor(spec, spawner, hosts, job_id, _Observer(console, results)) as supervisor:
             console.on_broken = partial(supervisor.interrupt, signal.SIGPIPE)
             with passed_on(signals, supervisor.interrupt) as signal_came:
                 hellos = supervisor.gather()
-                bind = [spawner.address(host) for host in hosts]
+                addresses, bind = _addresses(spawner, hosts, hellos)
                 with RendezvousServer(
                     secret=spec.secret,
                     hosts=[(host.name, host.slots) for host in hosts],
-                    bind=tuple(dict.fromkeys(bind)),
+                    bind=bind,
                     start_timeout=spec.start_timeout,
                 ) as server:
                     env = [_host_environment(spec, host, hello) for host, hello in zip(hosts, hellos, strict=True)]
-                    workers = _spawns(spec, slots, job_id, parse_endpoint(server.endpoint), bind, hellos[0].port)
+                    workers = _spawns(spec, slots, job_id, parse_endpoint(server.endpoint), addresses, hellos[0].port)
                     _say_threads(console, spec, env)
                     supervisor.start(env, workers)
                     if spec.stdin_rank is not None:
@@ -221,6 +222,17 @@ def _hosts_in_use(slots: Sequence[Slot]) -> tuple[Host, ...]:
     for slot in slots:
         used[slot.host] = Host(slot.hostname, slot.local_size)
     return tuple(used[index] for index in sorted(used))
+
+
+def _addresses(spawner: Spawner, hosts: Sequence[Host], hellos: Sequence[Hello]) -> tuple[list[str], tuple[str, ...]]:
+    """At which address each host's workers are reached, and on which the launcher's server listens."""
+    launcher = tuple(dict.fromkeys(hello.connection[0] for hello in hellos if hello.connection))
+    own = launcher[0] if launcher else None
+    addresses = [
+        hello.connection[1] if hello.connection else own or spawner.address(host)
+        for host, hello in zip(hosts, hellos, strict=True)
+    ]
+    return addresses, launcher or tuple(dict.fromkeys(addresses))
 
 
 def _host_environment(spec: LaunchSpec, host: Host, hello: Hello) -> dict[str, str]:

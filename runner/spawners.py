@@ -1,7 +1,7 @@
-"""Ways to get an agent running on a host, with a byte stream to it.
+"""What a way to get an agent running on a host must offer, and the way to this machine: a child process.
 
-A way that is added later (ssh, kubectl exec, srun) is one more class here; nothing else of the launcher knows how an
-agent came to be.
+Each way to other hosts is a module of its own (ssh); ``ways`` chooses. Nothing else of the launcher knows how an agent
+came to be.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import IO, Protocol
 
 import hvdgloo
@@ -142,24 +142,3 @@ def _is_own_address(address: str) -> bool:
         except OSError:
             return False
     return True
-
-
-def choose_spawner(hosts: Sequence[Host]) -> Spawner:
-    """The way to start agents on these hosts.
-
-    Raises:
-        LaunchError: one of them is not this machine, or this machine comes twice.
-    """
-    foreign = [host.name for host in hosts if not is_this_host(host.name)]
-    if foreign:
-        raise LaunchError(
-            f"other hosts than this one are not supported yet: {', '.join(foreign)} "
-            f"is not a name or address of this machine ({socket.gethostname()}); use -H localhost:N"
-        )
-    if len(hosts) > 1:
-        names = ", ".join(host.name for host in hosts)
-        raise LaunchError(
-            f"{names} are all this machine; give it once, with all its slots "
-            f"(-H localhost:{sum(host.slots for host in hosts)})"
-        )
-    return LocalSpawner()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -16,13 +17,31 @@ HEARTBEAT_TIMEOUT = 30.0
 
 @dataclass(frozen=True)
 class Host:
-    """A host as the user gave it, and how many workers it may run."""
+    """A host as the user gave it, and how many workers it may run. ``user`` is empty if none was given."""
 
     name: str
     slots: int
+    user: str = ""
 
     def __str__(self) -> str:
         return f"{self.name}:{self.slots}"
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How other hosts than this one are reached.
+
+    Attributes:
+        python: the interpreter there.
+        connect_timeout: seconds that one attempt to connect may take.
+        ssh_port, ssh_identity_file, ssh_args: for the system's ssh; what is not given is ssh's own configuration's.
+    """
+
+    python: str = sys.executable
+    connect_timeout: float = 30.0
+    ssh_port: int | None = None
+    ssh_identity_file: str | None = None
+    ssh_args: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -59,6 +78,7 @@ class LaunchSpec:
         timestamps: precede every line with the time.
         stdin_rank: the rank that is given the launcher's standard input.
         verbose: say what is being done.
+        reach: how other hosts are reached.
     """
 
     command: tuple[str, ...]
@@ -75,6 +95,7 @@ class LaunchSpec:
     timestamps: bool = False
     stdin_rank: int | None = None
     verbose: bool = False
+    reach: Reach = field(default_factory=Reach)
 
     def __post_init__(self) -> None:
         if self.stdin_rank is not None and not 0 <= self.stdin_rank < self.np:
