@@ -18,11 +18,13 @@ from hvdgloo.errors import JobFailedError
 from hvdgloo.rendezvous.server import RendezvousServer, raise_descriptor_limit
 from hvdgloo.runner.command import thread_defaults, worker_environment
 from hvdgloo.runner.console import Console
+from hvdgloo.runner.display import StartDisplay
 from hvdgloo.runner.frames import CHUNK, Hello, Spawn
 from hvdgloo.runner.outcome import Failure, Outcome, blame
 from hvdgloo.runner.spawners import Spawner
 from hvdgloo.runner.spec import Host, LaunchSpec, Slot, assign
 from hvdgloo.runner.supervisor import Supervisor
+from hvdgloo.runner.waiting import Arrivals, InitWatch
 from hvdgloo.runner.ways import choose_spawner
 
 COMMAND_LINE_SIGNALS = (
@@ -112,10 +114,13 @@ def launch(
     spawner = spawner or choose_spawner(hosts, spec.reach)
     job_id = secrets.token_hex(16)
     with _console(spec, stdout, stderr, quiet) as console:
-        with Supervisor(spec, spawner, hosts, job_id, _Observer(console, results)) as supervisor:
+        names = [host.name for host in hosts]
+        display = StartDisplay(names, console, environ=spec.environ, verbose=spec.verbose)
+        with Supervisor(spec, spawner, hosts, job_id, _Observer(console, display, results)) as supervisor:
             console.on_broken = partial(supervisor.interrupt, signal.SIGPIPE)
             with passed_on(signals, supervisor.interrupt) as signal_came:
-                hellos = supervisor.gather()
+                with display:
+                    hellos = supervisor.gather()
                 addresses, bind = _addresses(spawner, hosts, hellos)
                 with RendezvousServer(
                     secret=spec.secret,
@@ -129,7 +134,7 @@ def launch(
                     supervisor.start(env, workers)
                     if spec.stdin_rank is not None:
                         _feed_stdin(supervisor, spec.stdin_rank)
-                    outcome = supervisor.supervise(partial(_missing_ranks, server))
+                    outcome = supervisor.supervise(_init_watch(spec, slots, server))
                 console.finish()
                 console.drain(signal_came)
         outcome.first = blame(outcome, {slot.rank: slot.hostname for slot in slots}, console.tail)
@@ -143,15 +148,20 @@ def describe_failure(failure: Failure) -> str:
 
 
 class _Observer:
-    """Output to the console, results to whoever wants them."""
+    """Output to the console, steps to the display, results to whoever wants them."""
 
-    def __init__(self, console: Console, results: Results | None) -> None:
+    def __init__(self, console: Console, display: StartDisplay, results: Results | None) -> None:
         self.output = console.output
         self.notice = console.notice
-        self.tick = console.tick
+        self.step = display.step
+        self.suspend = display.suspend
         self.culprit = console.culprit
         self._console = console
+        self._display = display
         self._results = results
+
+    def tick(self) -> float | None:
+        return min((when for when in (self._console.tick(), self._display.tick()) if when is not None), default=None)
 
     @property
     def congested(self) -> bool:
@@ -273,10 +283,13 @@ def _say_threads(console: Console, spec: LaunchSpec, env: Sequence[Mapping[str, 
         )
 
 
-def _missing_ranks(server: RendezvousServer) -> list[int]:
-    """Who has not called ``hvd.init()`` while others wait for it; nobody in a job that does not use it at all."""
-    epoch = server.status()["epochs"][-1]
-    return list(epoch["missing_ranks"]) if epoch["arrived"] else []
+def _init_watch(spec: LaunchSpec, slots: Sequence[Slot], server: RendezvousServer) -> InitWatch:
+    def look() -> Arrivals:
+        epoch = server.status()["epochs"][-1]
+        return Arrivals(epoch["arrived"], epoch["missing_ranks"], server.last_failure)
+
+    hosts = {slot.rank: slot.hostname for slot in slots}
+    return InitWatch(look, hosts, timeout=spec.start_timeout, verbose=spec.verbose)
 
 
 def _feed_stdin(supervisor: Supervisor, rank: int) -> None:

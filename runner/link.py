@@ -9,6 +9,7 @@ from collections import deque
 
 from hvdgloo.runner.channel import Channel
 from hvdgloo.runner.frames import CHUNK, PREAMBLE, Hello
+from hvdgloo.runner.progress import Step
 from hvdgloo.runner.spawners import AgentStream
 from hvdgloo.runner.spec import Host
 
@@ -20,6 +21,7 @@ class Link:
 
     Attributes:
         hello: what it said first.
+        step: how far its host has come.
         ranks: of the workers that it was told to start.
         finishing: it was told that the job is over.
         said_bye: nothing of the job is left on its host.
@@ -33,6 +35,7 @@ class Link:
         self.stream = stream
         self.channel = Channel(stream.stdout.fileno(), stream.stdin.fileno(), preamble=PREAMBLE)
         self.hello: Hello | None = None
+        self.step = Step.CONNECTING
         self.said_bye = False
         self.finishing = False
         self.gone = False

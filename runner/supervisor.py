@@ -14,8 +14,7 @@ import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -47,8 +46,10 @@ from hvdgloo.runner.frames import (
 )
 from hvdgloo.runner.link import Link
 from hvdgloo.runner.outcome import Failure, Outcome, describe_status
+from hvdgloo.runner.progress import Step, describe_missing
 from hvdgloo.runner.spawners import Spawner
 from hvdgloo.runner.spec import Host, LaunchSpec
+from hvdgloo.runner.waiting import InitWatch
 from hvdgloo.version import __version__
 
 END_TIME = 15.0
@@ -58,7 +59,6 @@ ECHO_TIME = 2.0
 """Seconds that a worker has to end by itself after another one's last words named it as the reason of its failure."""
 
 _ACKNOWLEDGE = 64 * 1024  # bytes of output for which credit is given at once
-_SLOW = 10.0  # seconds after which it is said who is still missing
 
 
 class Observer(Protocol):
@@ -67,6 +67,8 @@ class Observer(Protocol):
     def output(self, rank: int, stream: int, data: bytes) -> None: ...
     def result(self, rank: int, data: bytes) -> None: ...
     def notice(self, text: str) -> None: ...
+    def step(self, host: str, step: Step, detail: str = "") -> None: ...
+    def suspend(self) -> None: ...
     def tick(self) -> float | None: ...
     def culprit(self, rank: int) -> int | None: ...
     @property
@@ -111,9 +113,7 @@ class Supervisor:
         self._echo: _Echo | None = None
         self._stdin_link: Link | None = None
         self.on_stdin_taken: Callable[[], None] = lambda: None
-        self._missing: Callable[[], str] = lambda: ""
-        self._next_report: float | None = None
-        self._reported = ""
+        self._init: InitWatch | None = None
 
     def __enter__(self) -> Supervisor:
         return self
@@ -145,8 +145,7 @@ class Supervisor:
         deadline = time.monotonic() + self._spec.start_timeout
         for host in self._hosts:
             self._links.append(self._connect(host))
-        with self._report_missing(self._missing_agents):
-            self._loop(lambda: self._stopping or all(link.hello for link in self._links), deadline)
+        self._loop(lambda: self._stopping or all(link.hello for link in self._links), deadline)
         self._check_agents()
         return tuple(link.hello for link in self._links if link.hello is not None)
 
@@ -179,14 +178,14 @@ class Supervisor:
                     self._stdin_link = link
         self._running = set(self._expected)
 
-    def supervise(self, missing: Callable[[], Sequence[int]] = lambda: ()) -> Outcome:
+    def supervise(self, init: InitWatch | None = None) -> Outcome:
         """Watch until nothing of the job is left.
 
         Args:
-            missing: ranks that others wait for at start-up.
+            init: knows which ranks others wait for at start-up.
         """
-        with self._report_missing(lambda: self._missing_ranks(missing())):
-            self._loop(lambda: all(link.gone for link in self._links))
+        self._init = init
+        self._loop(lambda: all(link.gone for link in self._links))
         return self.outcome
 
     # From other threads and from signal handlers.
@@ -224,7 +223,9 @@ class Supervisor:
 
     def _patience(self, now: float, deadline: float | None) -> float:
         interval = self._spec.heartbeat_timeout / 6
-        times = [self._last_beat + interval, self._next_report, deadline, self._observer.tick(), self._hard_deadline]
+        times = [self._last_beat + interval, deadline, self._observer.tick(), self._hard_deadline]
+        if self._init is not None:
+            times.append(self._init.next)
         if self._echo is not None:
             times.append(self._echo.deadline)
         if self._observer.congested:
@@ -252,7 +253,7 @@ class Supervisor:
             for link in self._links:
                 if not link.gone:
                     self._lose(link, "did not end its workers")
-        self._report(now)
+        self._watch_init(now)
 
     @staticmethod
     def _readable(link: Link) -> bool:
@@ -294,6 +295,8 @@ class Supervisor:
             self._lose(link, f"cannot be understood: {error}")
             return
         link.last_heard = time.monotonic()
+        if link.step is Step.CONNECTING and link.channel.decoder.opened:
+            self._get_on(link, Step.PYTHON)
         for item in items:
             if isinstance(item, Noise):
                 self._show(link, link.keep(item.data))
@@ -301,6 +304,10 @@ class Supervisor:
                 self._on_frame(link, item)
         if link.channel.ended and not link.gone:
             self._lose(link, "ended")
+
+    def _get_on(self, link: Link, step: Step, detail: str = "") -> None:
+        link.step = step
+        self._observer.step(link.host.name, step, detail)
 
     def _show(self, link: Link, lines: Sequence[str]) -> None:
         for line in lines:
@@ -332,12 +339,15 @@ class Supervisor:
         elif isinstance(frame, SpawnFailed):
             self._on_spawn_failed(link, frame)
         elif isinstance(frame, Spawned):
+            if self._init is not None:
+                self._init.spawned(frame.rank, frame.pid)
             if self._spec.verbose:
                 self._observer.notice(f"rank {frame.rank} is process {frame.pid} on {link.host.name}")
         elif isinstance(frame, StdinTaken):
             self.on_stdin_taken()
         elif isinstance(frame, Hello):
             link.hello = frame
+            self._get_on(link, Step.READY, f"{frame.hostname}, agent is process {frame.pid}")
         elif isinstance(frame, Dying):
             reason = f"the agent on host {link.host.name} ended its workers, because {frame.reason}"
             self._fail(Failure(None, link.host.name, 1, reason))
@@ -365,12 +375,13 @@ class Supervisor:
             raise JobFailedError("interrupted before the workers were started", exit_code=self.outcome.exit_code)
         if self.outcome.first is not None:
             raise LaunchError(f"the job could not be started: {self.outcome.first.reason}")
-        absent = [link.host.name for link in self._links if link.hello is None]
+        absent = [
+            (link.host.name, link.step, link.stderr[-1] if link.stderr else "")
+            for link in self._links
+            if link.hello is None
+        ]
         if absent:
-            raise LaunchError(
-                f"no agent answered on {', '.join(absent)} within {self._spec.start_timeout:g} s; if the machine is "
-                "merely slow, raise --start-timeout"
-            )
+            raise LaunchError(describe_missing(absent, self._spec.start_timeout))
         for link in self._links:
             assert link.hello is not None
             if (link.hello.protocol, link.hello.version) != (PROTOCOL, __version__):
@@ -402,6 +413,9 @@ class Supervisor:
     def _on_exited(self, link: Link, frame: Exited) -> None:
         self._running.discard(frame.rank)
         self.outcome.statuses[frame.rank] = frame.status
+        if self._init is not None:
+            self._init.ended(frame.rank, frame.status)
+            self._watch_init(time.monotonic())
         if frame.status != 0:
             reason = describe_status(frame.status)
             if frame.out_of_memory:
@@ -507,6 +521,7 @@ class Supervisor:
         """Be stopped like any program at Ctrl-Z, after telling the agents that silence will follow."""
         for link in self._links:
             link.channel.send(Suspend(True))
+        self._observer.suspend()
         deadline = time.monotonic() + 1.0
         self._loop(lambda: not any(link.channel.pending for link in self._links if not link.gone), deadline)
         previous = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
@@ -521,32 +536,13 @@ class Supervisor:
 
     # Who is missing.
 
-    @contextmanager
-    def _report_missing(self, missing: Callable[[], str]) -> Iterator[None]:
-        self._missing, self._reported = missing, ""
-        self._next_report = time.monotonic() + (1.0 if self._spec.verbose else _SLOW)
-        try:
-            yield
-        finally:
-            self._next_report = None
-
-    def _report(self, now: float) -> None:
-        if self._next_report is None or now < self._next_report:
+    def _watch_init(self, now: float) -> None:
+        """Say who has not called ``hvd.init()`` while others wait in it, and stop where nobody will."""
+        if self._init is None or self._stopping:
             return
-        self._next_report = now + (1.0 if self._spec.verbose else _SLOW)
-        text = "" if self._stopping else self._missing()
-        if text and text != self._reported:
+        text = self._init.report(now)
+        if text:
             self._observer.notice(text)
-        self._reported = text
-
-    def _missing_agents(self) -> str:
-        absent = [link.host.name for link in self._links if link.hello is None]
-        return f"still waiting for the agents on {', '.join(absent)}" if absent else ""
-
-    def _missing_ranks(self, ranks: Sequence[int]) -> str:
-        if not ranks:
-            return ""
-        hosts = {rank: link.host.name for link in self._links for rank in link.ranks}
-        names = ", ".join(f"{rank} ({hosts.get(rank, '?')})" for rank in ranks[:16])
-        more = f" and {len(ranks) - 16} more" if len(ranks) > 16 else ""
-        return f"hvd.init() still waits for ranks {names}{more}: they have not called it yet"
+        failure = self._init.verdict()
+        if failure is not None:
+            self._fail(failure)
