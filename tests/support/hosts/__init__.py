@@ -39,7 +39,7 @@ from typing import IO, Any
 import psutil
 
 from tests.support.hosts.plan import HostPlan, HostSpec, Nic, Plan, as_data, make_plan
-from tests.support.launching import clean_environment
+from tests.support.launching import clean_environment, wait_for
 
 __all__ = ["Bed", "Host", "HostProcess", "HostSpec", "Nic", "available"]
 
@@ -240,8 +240,11 @@ class Host:
         self._bed.switch([f"link set {card.port} down" for card in self.plan.cards])
 
     def mend(self) -> None:
-        """Plug them in again."""
+        """Plug them in again, and wait until the switches have noticed."""
         self._bed.switch([f"link set {card.port} up" for card in self.plan.cards])
+        for card in self.plan.cards:
+            show = f"link show {card.port}"
+            wait_for(lambda show=show: "state forwarding" in self._bed.switch([show]), what=f"{card.port} to forward")
 
     def power_off(self) -> None:
         """End everything on it at once; its addresses do not answer any more."""
@@ -329,16 +332,17 @@ class Bed:
     def names(self) -> list[str]:
         return list(self._hosts)
 
-    def switch(self, commands: Sequence[str]) -> None:
-        """``ip`` commands where the switches stand."""
-        self._in_switches(["ip", "-batch", "-"], "".join(f"{command}\n" for command in commands))
+    def switch(self, commands: Sequence[str]) -> str:
+        """``ip`` commands where the switches stand, and what they print."""
+        return self._in_switches(["ip", "-details", "-batch", "-"], "".join(f"{command}\n" for command in commands))
 
-    def _in_switches(self, argv: Sequence[str], text: str = "") -> None:
+    def _in_switches(self, argv: Sequence[str], text: str = "") -> str:
         assert self._keeper is not None
         enter = ["nsenter", "--target", str(self._keeper.pid), "-n", "--"]
         done = subprocess.run([*enter, *argv], input=text, capture_output=True, text=True, check=False, timeout=10)
         if done.returncode != 0:
             raise RuntimeError(f"{' '.join(argv)}: {done.stderr.strip()}")
+        return done.stdout
 
     def close(self) -> None:
         """End everything. Also happens by itself when this process ends, in whatever way."""
