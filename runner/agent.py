@@ -41,6 +41,8 @@ from hvdgloo.runner.frames import (
     Bye,
     Credit,
     Dying,
+    Examine,
+    Examined,
     Exited,
     Finish,
     Frame,
@@ -108,6 +110,7 @@ class Agent:
             Stop: self._on_stop,
             Suspend: self._on_suspend,
             Finish: self._on_finish,
+            Examine: self._on_examine,
             Beat: lambda _: None,
         }
 
@@ -254,6 +257,13 @@ class Agent:
 
     def _on_suspend(self, frame: Suspend) -> None:
         self._suspended = frame.suspended
+
+    def _on_examine(self, frame: Examine) -> None:
+        asked = time.time()
+        from hvdgloo.runner.examine import examine
+
+        facts = examine(self._environ, frame.cwd, frame.files, frame.programs)
+        self._channel.send(Examined(facts.to_json(), asked, time.time()))
 
     def _on_finish(self, _: Finish) -> None:
         self._finish = True

@@ -15,6 +15,7 @@ import json
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from hvdgloo.errors import LaunchError
 
@@ -123,6 +124,20 @@ class Suspend(Frame):
 
 
 @dataclass(frozen=True)
+class Examine(Frame):
+    """Look round on this host, for ``hvdgloo-run doctor``; no job is started.
+
+    Attributes:
+        cwd: where workers would run.
+        files, programs: that they would need there.
+    """
+
+    cwd: str
+    files: Sequence[str] = ()
+    programs: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
 class Finish(Frame):
     """The job is over: end every process that is left of it, say ``Bye`` and exit."""
 
@@ -153,6 +168,20 @@ class Hello(Frame):
     gpus: int
     port: int
     connection: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Examined(Frame):
+    """What there is.
+
+    Attributes:
+        facts: ``hvdgloo.runner.examine.Facts``.
+        asked, answered: this host's clock when the question came and when the answer left, in seconds since 1970.
+    """
+
+    facts: Mapping[str, Any]
+    asked: float
+    answered: float
 
 
 @dataclass(frozen=True)
@@ -227,7 +256,7 @@ class Beat(Frame):
 KINDS: tuple[type[Frame], ...] = (
     Start, Blob, Spawn, Stdin, Credit, Signal, Stop, Suspend, Finish,
     Hello, Spawned, SpawnFailed, Output, StdinTaken, Result, Exited, Dying, Bye,
-    Beat,
+    Beat, Examine, Examined,
 )  # fmt: skip
 _NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
 

@@ -8,7 +8,7 @@ import time
 from collections import deque
 
 from hvdgloo.runner.channel import Channel
-from hvdgloo.runner.frames import CHUNK, PREAMBLE, Hello
+from hvdgloo.runner.frames import CHUNK, PREAMBLE, Examined, Hello
 from hvdgloo.runner.progress import Step
 from hvdgloo.runner.spawners import AgentStream
 from hvdgloo.runner.spec import Host
@@ -21,6 +21,7 @@ class Link:
 
     Attributes:
         hello: what it said first.
+        examined: what it found out about its host, and this machine's clock when that came.
         step: how far its host has come.
         ranks: of the workers that it was told to start.
         finishing: it was told that the job is over.
@@ -35,6 +36,7 @@ class Link:
         self.stream = stream
         self.channel = Channel(stream.stdout.fileno(), stream.stdin.fileno(), preamble=PREAMBLE)
         self.hello: Hello | None = None
+        self.examined: tuple[Examined, float] | None = None
         self.step = Step.CONNECTING
         self.said_bye = False
         self.finishing = False

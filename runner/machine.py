@@ -162,6 +162,25 @@ class MemoryWatch:
         return sum(counts) + (machine or 0)
 
 
+def memory_limit() -> int | None:
+    """Bytes that this process's control groups, and those around them, allow; None where they set no limit."""
+    limits = []
+    for path in _own_groups("memory"):
+        while len(path) >= len(_CGROUPS):
+            limits += [_limit(os.path.join(path, name)) for name in ("memory.max", "memory.limit_in_bytes")]
+            path = os.path.dirname(path)
+    # Version 1 has no word for "none": it gives a number near the largest there is.
+    return min((limit for limit in limits if limit is not None and limit < 1 << 60), default=None)
+
+
+def _limit(path: str) -> int | None:
+    try:
+        with open(path, encoding="ascii") as file:
+            return int(file.read())
+    except (OSError, ValueError):
+        return None
+
+
 def _counter(path: str, name: str) -> int | None:
     try:
         with open(path, encoding="ascii") as file:

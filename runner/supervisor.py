@@ -27,6 +27,8 @@ from hvdgloo.runner.frames import (
     Bye,
     Credit,
     Dying,
+    Examine,
+    Examined,
     Exited,
     Finish,
     Frame,
@@ -73,6 +75,15 @@ class Observer(Protocol):
     def culprit(self, rank: int) -> int | None: ...
     @property
     def congested(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an agent found, and this machine's clock when it was asked and when it had answered."""
+
+    examined: Examined
+    sent: float
+    received: float
 
 
 @dataclass(frozen=True)
@@ -148,6 +159,25 @@ class Supervisor:
         self._loop(lambda: self._stopping or all(link.hello for link in self._links), deadline)
         self._check_agents()
         return tuple(link.hello for link in self._links if link.hello is not None)
+
+    def examine(self, question: Examine) -> tuple[Answer, ...]:
+        """Have each agent look round on its host.
+
+        Raises:
+            LaunchError: one was lost meanwhile, or did not answer before the start timeout.
+        """
+        sent = []
+        for link in self._links:
+            sent.append(time.time())
+            link.channel.send(question)
+        deadline = time.monotonic() + self._spec.start_timeout
+        self._loop(lambda: self._stopping or all(link.examined for link in self._links), deadline)
+        self._check_agents()
+        silent = [link.host.name for link in self._links if link.examined is None]
+        if silent:
+            raise LaunchError(f"the agent on {', '.join(silent)} did not answer within {self._spec.start_timeout:g} s")
+        found = (link.examined for link in self._links if link.examined is not None)
+        return tuple(Answer(examined, when, came) for when, (examined, came) in zip(sent, found, strict=True))
 
     def start(self, env: Sequence[Mapping[str, str]], workers: Sequence[Sequence[Spawn]]) -> None:
         """Have each agent start its workers.
@@ -345,6 +375,8 @@ class Supervisor:
                 self._observer.notice(f"rank {frame.rank} is process {frame.pid} on {link.host.name}")
         elif isinstance(frame, StdinTaken):
             self.on_stdin_taken()
+        elif isinstance(frame, Examined):
+            link.examined = frame, time.time()
         elif isinstance(frame, Hello):
             link.hello = frame
             self._get_on(link, Step.READY, f"{frame.hostname}, agent is process {frame.pid}")
