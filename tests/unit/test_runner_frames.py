@@ -37,6 +37,7 @@ _VALUES: dict[str, st.SearchStrategy[Any]] = {
     "Sequence[int]": st.lists(st.integers(0, 9)),
     "Sequence[str]": st.lists(st.text()),
     "Mapping[str, str]": st.dictionaries(st.text(), st.text()),
+    "Mapping[str, Any]": st.dictionaries(st.text(), st.none() | st.integers(0, 9) | st.lists(st.text())),
 }
 _FRAMES = st.one_of(
     *(
