@@ -25,6 +25,7 @@
     │   └── RendezvousRefusedError             it answered with a 4xx: status and reason
     ├── RemoteTraceback                        where a worker raised what run() raises again: its cause
     └── LaunchError (RuntimeError)             a job could not be started
+        ├── HostsUnreachableError              hosts of a job cannot reach each other
         └── JobFailedError                     a job was started and did not succeed
 
 An error carries its facts as attributes, and its text says what to do next. Errors travel between processes
@@ -202,6 +203,17 @@ class RemoteTraceback(HvdglooError):  # noqa: N818 - it is no failure of its own
 
 class LaunchError(HvdglooError, RuntimeError):
     """A job could not be started. Nothing is left running."""
+
+
+class HostsUnreachableError(LaunchError):
+    """Hosts of a job cannot reach each other. The text says which addresses were tried, and what each answered.
+
+    ``pairs``: (from, to) for each host that does not reach another.
+    """
+
+    def __init__(self, message: str, *, pairs: Sequence[tuple[str, str]] = ()) -> None:
+        super().__init__(message)
+        self.pairs = tuple(pairs)
 
 
 class JobFailedError(LaunchError):
