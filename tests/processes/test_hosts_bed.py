@@ -117,3 +117,33 @@ def test_nothing_of_a_bed_is_left(make_bed: Callable[..., Bed], tmp_path: Path, 
     process.wait(10)
     process.stdout.close()
     wait_for(lambda: not any(_is_up(pid) for pid in pids), 5, "the end of the bed")
+
+
+CONNECT = """
+import errno, socket, sys
+try:
+    socket.create_connection((sys.argv[1], 22), float(sys.argv[2])).close()
+except TimeoutError:
+    print("silence")
+except OSError as error:
+    print(errno.errorcode[error.errno])
+else:
+    print("connected")
+"""
+
+
+def test_firewalls_of_one_direction(make_bed: Callable[..., Bed]) -> None:
+    bed = make_bed([HostSpec(name, ipv6=True) for name in ("h1", "h2", "h3")])
+    bed.block("h1", "h2")
+    bed.block("h1", "h3", reject=True)
+
+    def connect(source: str, target: str, timeout: float = 5) -> list[str]:
+        return [
+            bed[source].run([sys.executable, "-c", CONNECT, address, str(timeout)], check=True).stdout.strip()
+            for address in bed[target].addresses
+        ]
+
+    assert connect("h1", "h2", 0.3) == ["silence", "silence"]
+    assert connect("h1", "h3") == ["EHOSTUNREACH", "EACCES"]
+    for source, target in (("h2", "h1"), ("h3", "h1"), ("h2", "h3"), ("h3", "h2")):
+        assert connect(source, target) == ["connected", "connected"]

@@ -38,6 +38,7 @@ from typing import IO, Any
 
 import psutil
 
+from tests.support.hosts.firewall import opening_connections_to
 from tests.support.hosts.plan import HostPlan, HostSpec, Nic, Plan, as_data, make_plan
 from tests.support.launching import clean_environment, wait_for
 
@@ -111,6 +112,10 @@ class Host:
     def addresses(self) -> tuple[str, ...]:
         """All addresses at which some network reaches it."""
         return tuple(address for card in self.plan.cards for address in card.addresses)
+
+    def mac(self, nic: str) -> str:
+        """A card's hardware address."""
+        return self.run(["cat", f"/sys/class/net/{nic}/address"], check=True).stdout.strip()
 
     @property
     def home(self) -> str:
@@ -331,6 +336,37 @@ class Bed:
     @property
     def names(self) -> list[str]:
         return list(self._hosts)
+
+    def block(self, source: str, target: str, *, reject: bool = False) -> None:
+        """From now on ``source`` cannot open connections to ``target``; the other direction stays as it is.
+
+        Args:
+            reject: it is told so (ICMP: administratively prohibited), instead of waiting for an answer in vain.
+        """
+        for card in self[target].plan.cards:
+            for address in card.addresses:
+                for port in (card.port for card in self[source].plan.cards):
+                    self._block(port, address, self[target].mac(card.name) if reject else None)
+
+    def _block(self, port: str, address: str, reject_as: str | None) -> None:
+        self._blocks += 1
+        number = self._blocks
+        protocol = "ipv6" if ":" in address else "ip"
+        picked = ["protocol", protocol, "prio", str(number), "bpf", "bytecode", opening_connections_to(address)]
+        if "ingress" not in self._in_switches(["tc", "qdisc", "show", "dev", port]):
+            self._in_switches(["tc", "qdisc", "add", "dev", port, "ingress"])
+        # Where they lead to, nobody forwards them; or a card with the target's hardware address takes them in.
+        self.switch(
+            [f"link add to{number} type veth peer name at{number} {f'address {reject_as}' if reject_as else ''}"]
+        )
+        if reject_as:
+            self._in_switches(["sysctl", "-qw", f"net.ipv4.conf.at{number}.forwarding=1"])
+            self._in_switches(["sysctl", "-qw", f"net.ipv4.conf.at{number}.rp_filter=0"])
+            family = "-6" if ":" in address else "-4"
+            self._in_switches(["ip", family, "rule", "add", "iif", f"at{number}", "pref", "0", "prohibit"])
+        self.switch([f"link set to{number} up", f"link set at{number} up"])
+        redirect = ["action", "mirred", "egress", "redirect", "dev", f"to{number}"]
+        self._in_switches(["tc", "filter", "add", "dev", port, "parent", "ffff:", *picked, *redirect])
 
     def switch(self, commands: Sequence[str]) -> str:
         """``ip`` commands where the switches stand, and what they print."""

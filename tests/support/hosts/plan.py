@@ -128,12 +128,11 @@ class Plan:
         for network in self.networks:
             number = network_number(network)
             lines.append(f"link add br-{network} type bridge")
-            if self.routed:
-                lines += [
-                    f"address add 10.77.{number}.1/24 dev br-{network}",
-                    f"address add fd77:{number}::1/64 dev br-{network} nodad",
-                ]
-            lines.append(f"link set br-{network} up")
+            lines += [
+                f"address add 10.77.{number}.1/24 dev br-{network}",
+                f"address add fd77:{number}::1/64 dev br-{network} nodad",
+                f"link set br-{network} up",
+            ]
         for host, init in zip(self.hosts, inits, strict=True):
             for card in host.cards:
                 lines += [
