@@ -27,6 +27,8 @@ class Link:
         finishing: it was told that the job is over.
         said_bye: nothing of the job is left on its host.
         gone: its stream has ended, or it counts as lost.
+        ended_at: when its stream ended.
+        held_back: lines that came before anything showed that the host was reached.
         owed: for each rank, bytes of output for which it was given no credit yet.
         stderr: the last lines that its command wrote there.
     """
@@ -43,6 +45,8 @@ class Link:
         self.gone = False
         self.ranks: list[int] = []
         self.last_heard = time.monotonic()
+        self.ended_at: float | None = None
+        self.held_back: list[str] = []
         self.writes_registered = False
         self.stderr_open = True
         self.stderr: deque[str] = deque(maxlen=_STDERR_KEPT)

@@ -46,9 +46,11 @@ from hvdgloo.runner.frames import (
     Stop,
     Suspend,
 )
+from hvdgloo.runner.gathering import Gathering
 from hvdgloo.runner.link import Link
 from hvdgloo.runner.outcome import Failure, Outcome, describe_status
 from hvdgloo.runner.progress import Step, describe_missing
+from hvdgloo.runner.reasons import Diagnosis, Ending
 from hvdgloo.runner.spawners import Spawner
 from hvdgloo.runner.spec import Host, LaunchSpec
 from hvdgloo.runner.waiting import InitWatch
@@ -60,6 +62,9 @@ END_TIME = 15.0
 ECHO_TIME = 2.0
 """Seconds that a worker has to end by itself after another one's last words named it as the reason of its failure."""
 
+_EXIT_TIME = 1.0  # seconds that a command has to end by itself after its output did
+_POLL = 0.02
+_HELD_BACK = 200  # lines kept of what comes before the preamble
 _ACKNOWLEDGE = 64 * 1024  # bytes of output for which credit is given at once
 
 
@@ -115,6 +120,7 @@ class Supervisor:
         self._notes: deque[Callable[[], None]] = deque()
         self._hosts = tuple(hosts)
         self._links: list[Link] = []
+        self._gathering: Gathering | None = None
         self._last_beat = time.monotonic()
         self._expected: set[int] = set()
         self._running: set[int] = set()
@@ -153,11 +159,14 @@ class Supervisor:
             LaunchError: one did not come before the start timeout, or could not be used.
             JobFailedError: a signal came first.
         """
-        deadline = time.monotonic() + self._spec.start_timeout
-        for host in self._hosts:
-            self._links.append(self._connect(host))
-        self._loop(lambda: self._stopping or all(link.hello for link in self._links), deadline)
+        now = time.monotonic()
+        self._gathering = gathering = Gathering(self._hosts, now)
+        self._start_agents(now)
+        self._loop(lambda: self._stopping or gathering.over(time.monotonic()), now + self._spec.start_timeout)
+        self._gathering = None
+        self._check_gathered(gathering)
         self._check_agents()
+        self._links.sort(key=lambda link: self._hosts.index(link.host))
         return tuple(link.hello for link in self._links if link.hello is not None)
 
     def examine(self, question: Examine) -> tuple[Answer, ...]:
@@ -256,6 +265,9 @@ class Supervisor:
         times = [self._last_beat + interval, deadline, self._observer.tick(), self._hard_deadline]
         if self._init is not None:
             times.append(self._init.next)
+        if self._gathering is not None:
+            times.append(self._gathering.next)
+            times += [now + _POLL for link in self._links if link.ended_at is not None]
         if self._echo is not None:
             times.append(self._echo.deadline)
         if self._observer.congested:
@@ -269,8 +281,9 @@ class Supervisor:
             self._last_beat = now
             for link in self._links:
                 link.channel.beat()
+        self._end_attempts(now)
         for link in self._links:
-            if link.gone:
+            if link.gone or link.ended_at is not None:
                 continue
             if link.channel.ended:
                 self._lose(link, "ended")
@@ -284,6 +297,7 @@ class Supervisor:
                 if not link.gone:
                     self._lose(link, "did not end its workers")
         self._watch_init(now)
+        self._start_agents(now)
 
     @staticmethod
     def _readable(link: Link) -> bool:
@@ -310,11 +324,37 @@ class Supervisor:
 
     # Agents.
 
-    def _connect(self, host: Host) -> Link:
-        link = Link(host, self._spawner.start(host))
-        self._selector.register(link.channel.receive_fd, selectors.EVENT_READ, partial(self._on_readable, link))
-        self._selector.register(link.stream.stderr, selectors.EVENT_READ, partial(self._on_stderr, link))
-        return link
+    def _start_agents(self, now: float) -> None:
+        """Start the commands that are to be started now."""
+        if self._gathering is None or self._stopping:
+            return
+        for host in self._gathering.due(now):
+            link = Link(host, self._spawner.start(host))
+            self._links.append(link)
+            self._selector.register(link.channel.receive_fd, selectors.EVENT_READ, partial(self._on_readable, link))
+            self._selector.register(link.stream.stderr, selectors.EVENT_READ, partial(self._on_stderr, link))
+
+    def _end_attempts(self, now: float) -> None:
+        """Judge the commands that have ended without an agent, once their exit status is there."""
+        for link in [link for link in self._links if link.ended_at is not None]:
+            status = link.stream.poll()
+            if status is None and now < link.ended_at + _EXIT_TIME and not self._stopping:  # type: ignore[operator]
+                continue
+            self._on_stderr(link)
+            self._drop(link, self._spawner.diagnose(link.host, Ending(status, tuple(link.stderr))), now)
+
+    def _drop(self, link: Link, diagnosis: Diagnosis, now: float) -> None:
+        """Forget a command that led to no agent that can be used."""
+        link.gone = True
+        self._links.remove(link)
+        self._close_stderr(link)
+        self._watch_writes(link)
+        link.stream.kill()
+        link.close()
+        if self._gathering is not None:
+            again = self._gathering.failed(link.host, diagnosis, now)
+            if again is not None:
+                self._observer.step(link.host.name, Step.CONNECTING, diagnosis.text)
 
     def _on_readable(self, link: Link) -> None:
         if link.gone:
@@ -327,19 +367,29 @@ class Supervisor:
         link.last_heard = time.monotonic()
         if link.step is Step.CONNECTING and link.channel.decoder.opened:
             self._get_on(link, Step.PYTHON)
+            self._show(link, link.held_back)
+            if self._gathering is not None:
+                self._gathering.answered(link.host)
         for item in items:
             if isinstance(item, Noise):
                 self._show(link, link.keep(item.data))
             else:
                 self._on_frame(link, item)
         if link.channel.ended and not link.gone:
-            self._lose(link, "ended")
+            if self._gathering is None or link.hello is not None:
+                self._lose(link, "ended")
+            elif link.ended_at is None:
+                link.ended_at = time.monotonic()
+                self._selector.unregister(link.channel.receive_fd)
 
     def _get_on(self, link: Link, step: Step, detail: str = "") -> None:
         link.step = step
         self._observer.step(link.host.name, step, detail)
 
     def _show(self, link: Link, lines: Sequence[str]) -> None:
+        if link.step is Step.CONNECTING:
+            link.held_back += lines[: _HELD_BACK - len(link.held_back)]
+            return
         for line in lines:
             self._observer.notice(f"[{link.host.name}] {line}")
 
@@ -379,6 +429,8 @@ class Supervisor:
             link.examined = frame, time.time()
         elif isinstance(frame, Hello):
             link.hello = frame
+            if self._gathering is not None:
+                self._gathering.ready(link.host)
             self._get_on(link, Step.READY, f"{frame.hostname}, agent is process {frame.pid}")
         elif isinstance(frame, Dying):
             reason = f"the agent on host {link.host.name} ended its workers, because {frame.reason}"
@@ -401,19 +453,28 @@ class Supervisor:
                     link.channel.send(Credit(rank, amount))
                     link.owed[rank] = 0
 
+    def _check_gathered(self, gathering: Gathering) -> None:
+        """Hosts that failed, or did not come before the start timeout."""
+        if self.outcome.interrupted is not None:
+            return
+        failed = gathering.error()
+        if failed is not None:
+            raise failed
+        by_host = {link.host: link for link in self._links}
+        absent = [
+            (host.name, link.step if link else Step.CONNECTING, self._last_words(link) or gathering.last_failure(host))
+            for host in self._hosts
+            if (link := by_host.get(host)) is None or link.hello is None
+        ]
+        if absent:
+            raise LaunchError(describe_missing(absent, self._spec.start_timeout))
+
     def _check_agents(self) -> None:
         """What may go wrong before any worker is started."""
         if self.outcome.interrupted is not None:
             raise JobFailedError("interrupted before the workers were started", exit_code=self.outcome.exit_code)
         if self.outcome.first is not None:
             raise LaunchError(f"the job could not be started: {self.outcome.first.reason}")
-        absent = [
-            (link.host.name, link.step, link.stderr[-1] if link.stderr else "")
-            for link in self._links
-            if link.hello is None
-        ]
-        if absent:
-            raise LaunchError(describe_missing(absent, self._spec.start_timeout))
         for link in self._links:
             assert link.hello is not None
             if (link.hello.protocol, link.hello.version) != (PROTOCOL, __version__):
@@ -422,12 +483,17 @@ class Supervisor:
                     "install the same version everywhere"
                 )
 
+    @staticmethod
+    def _last_words(link: Link | None) -> str:
+        return link.stderr[-1] if link is not None and link.stderr else ""
+
     def _lose(self, link: Link, how: str) -> None:
         """An agent has ended, or counts as ended."""
         if link.gone:
             return
         link.gone = True
-        self._selector.unregister(link.channel.receive_fd)
+        if link.ended_at is None:
+            self._selector.unregister(link.channel.receive_fd)
         self._on_stderr(link)
         self._close_stderr(link)
         self._watch_writes(link)

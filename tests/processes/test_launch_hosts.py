@@ -103,7 +103,7 @@ def test_pain_20_a_host_that_never_answers_is_named_while_waiting_and_at_the_end
 
 def test_an_agent_that_ends_at_once_is_reported_with_its_last_words(tmp_path: Path) -> None:
     started = time.monotonic()
-    with pytest.raises(LaunchError, match="the agent on host b ended: no such module hvdgloo"):
+    with pytest.raises(LaunchError, match="b: its agent ended with status 1: no such module hvdgloo"):
         job("pass", tmp_path, {"b": "echo no such module hvdgloo >&2; exit 1"})
     assert time.monotonic() - started < 10
 
