@@ -109,9 +109,7 @@ def hold_free_port(port_range: PortRange | None = None) -> PortHold:
             return hold
         hold.close()
     if port_range is not None:
-        raise ConfigError(
-            f"{describe(port_range)} is free for MASTER_PORT{_advice(port_range)}".replace("any", "none", 1)
-        )
+        raise ConfigError(f"cannot keep {describe(port_range)} free for MASTER_PORT{_advice(port_range)}")
     with socket.socket() as probe:
         probe.bind(("", 0))
         return PortHold(int(probe.getsockname()[1]))
@@ -198,4 +196,8 @@ def _in_words(error: OSError) -> str:
 
 
 def _advice(port_range: PortRange | None) -> str:
-    return "" if port_range is None else "; give a wider --port-range (HVDGLOO_PORT_RANGE), or end what uses these"
+    if port_range is None:
+        return ""
+    if port_range[0] == port_range[1]:
+        return "; end what uses it, or choose another"
+    return "; give a wider --port-range (HVDGLOO_PORT_RANGE), or end what uses these"

@@ -60,6 +60,7 @@ from hvdgloo.runner.frames import (
     Suspend,
 )
 from hvdgloo.runner.process import WorkerProcess
+from hvdgloo.runner.scout import Scout
 from hvdgloo.version import __version__
 
 LEFTOVER_GRACE = 1.0
@@ -93,7 +94,7 @@ class Agent:
         self._blob: IO[bytes] | None = None
         self._start: Start | None = None
         self._memory = machine.MemoryWatch()
-        self._port = machine.claim_port()
+        self._scout = Scout(self._selector, channel.send, environ)
         self._last_heard = self._last_beat = time.monotonic()
         self._suspended = False
         self._stop_deadline: float | None = None
@@ -112,6 +113,7 @@ class Agent:
             Finish: self._on_finish,
             Examine: self._on_examine,
             Beat: lambda _: None,
+            **self._scout.handlers,
         }
 
     # The loop.
@@ -128,6 +130,7 @@ class Agent:
                 key.data()
             self._reap()
             self._send_results()
+            self._scout.tick()
             self._keep_time()
         self._end()
 
@@ -145,9 +148,12 @@ class Agent:
         return worker.reported or bool(self._order_to_die)
 
     def _patience(self) -> float:
-        deadline = self._last_beat + self._beat_interval - time.monotonic()
+        deadline = self._last_beat + self._beat_interval
+        if self._scout.deadline is not None:
+            deadline = min(deadline, self._scout.deadline)
+        left = max(0.0, deadline - time.monotonic())
         # What ends inside a worker's process group is seen by looking, unless it was adopted here.
-        return max(0.0, deadline if self._stop_deadline is None else min(deadline, 0.05))
+        return left if self._stop_deadline is None else min(left, 0.05)
 
     @property
     def _beat_interval(self) -> float:
@@ -216,7 +222,7 @@ class Agent:
             os.getpid(),
             machine.usable_cores(),
             machine.visible_gpus(self._environ),
-            self._port.port,
+            self._scout.port,
             machine.ssh_addresses(self._environ),
         )
 
@@ -377,6 +383,7 @@ class Agent:
 
     def _end(self) -> None:
         """End what is left of the job, hand on its last words, say good-bye."""
+        self._scout.close()
         grace = 0.0 if self._order_to_die or self._stop_deadline is not None else LEFTOVER_GRACE
         left = sweep.end_all(self._leftovers, grace=grace, reap=self._reap)
         self._drain()
@@ -384,7 +391,6 @@ class Agent:
         self._flush_out()
         for worker in self._workers.values():
             worker.close()
-        self._port.release()
 
     def _leftovers(self) -> set[int]:
         job_id = self._start.job_id if self._start else ""
