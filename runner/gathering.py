@@ -58,9 +58,13 @@ class Gathering:
         hosts: in order; each name once.
         now: on the caller's clock, like all times.
         chance: for pauses.
+        patient: no failure ends it; what may pass by itself gets a second attempt, not more.
     """
 
-    def __init__(self, hosts: Sequence[Host], now: float, chance: random.Random | None = None) -> None:
+    def __init__(
+        self, hosts: Sequence[Host], now: float, chance: random.Random | None = None, *, patient: bool = False
+    ) -> None:
+        self._patient = patient
         self._places = {host: _Place(host, now) for host in hosts}
         self._chance = chance or random.Random()
         self._settled = math.inf
@@ -108,12 +112,16 @@ class Gathering:
             place.due = now + pause * self._chance.uniform(0.5, 1.5)
             return place.due
         place.failed = True
+        if self._patient:
+            return None
         self._settled = min(self._settled, now + SETTLE)
         return None
 
     def _may_try_again(self, place: _Place, diagnosis: Diagnosis) -> bool:
         if self._settled < math.inf or diagnosis.retry is Retry.NEVER:
             return False
+        if self._patient:
+            return place.attempts < 2
         return diagnosis.retry is Retry.UNTIL_THE_DEADLINE or place.attempts < ATTEMPTS
 
     def over(self, now: float) -> bool:
@@ -121,7 +129,7 @@ class Gathering:
         places = self._places.values()
         if self._settled < math.inf:
             return now >= self._settled or not any(place.connecting or place.answered for place in places)
-        return all(place.ready for place in places)
+        return all(place.ready or (self._patient and place.failed) for place in places)
 
     def attempts(self, host: Host) -> int:
         return self._places[host].attempts
@@ -130,6 +138,10 @@ class Gathering:
         """What is known about a host that is tried again and again."""
         last = self._places[host].last
         return last.text if last is not None else ""
+
+    def reasons(self) -> dict[Host, str]:
+        """Why hosts cannot be used, for those that failed."""
+        return {host: _reason(place) for host, place in self._places.items() if place.failed}
 
     def error(self) -> UnusableHostsError | None:
         """All that failed, if anything did."""

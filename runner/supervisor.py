@@ -49,7 +49,7 @@ from hvdgloo.runner.frames import (
 from hvdgloo.runner.gathering import Gathering
 from hvdgloo.runner.link import Link
 from hvdgloo.runner.outcome import Failure, Outcome, describe_status
-from hvdgloo.runner.progress import Step, describe_missing
+from hvdgloo.runner.progress import MENDS, Step, describe_missing
 from hvdgloo.runner.reasons import Diagnosis, Ending
 from hvdgloo.runner.spawners import Spawner
 from hvdgloo.runner.spec import Host, LaunchSpec
@@ -86,9 +86,18 @@ class Observer(Protocol):
 class Answer:
     """What an agent found, and this machine's clock when it was asked and when it had answered."""
 
+    hello: Hello
     examined: Examined
     sent: float
     received: float
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What came of asking all hosts: answers, and why there is none."""
+
+    answers: Mapping[Host, Answer]
+    problems: Mapping[Host, str]
 
 
 @dataclass(frozen=True)
@@ -121,6 +130,7 @@ class Supervisor:
         self._hosts = tuple(hosts)
         self._links: list[Link] = []
         self._gathering: Gathering | None = None
+        self._lost: dict[Host, str] | None = None
         self._last_beat = time.monotonic()
         self._expected: set[int] = set()
         self._running: set[int] = set()
@@ -169,24 +179,49 @@ class Supervisor:
         self._links.sort(key=lambda link: self._hosts.index(link.host))
         return tuple(link.hello for link in self._links if link.hello is not None)
 
-    def examine(self, question: Examine) -> tuple[Answer, ...]:
-        """Have each agent look round on its host.
+    def survey(self, question: Examine) -> Survey:
+        """Reach as many hosts as can be reached, and have their agents look round.
+
+        A host that is lost on the way is left out, not the end of it.
 
         Raises:
-            LaunchError: one was lost meanwhile, or did not answer before the start timeout.
+            JobFailedError: a signal came first.
         """
-        sent = []
+        lost: dict[Host, str] = {}
+        self._lost = lost
+        now = time.monotonic()
+        deadline = now + self._spec.start_timeout
+        self._gathering = gathering = Gathering(self._hosts, now, patient=True)
+        self._start_agents(now)
+        self._loop(lambda: self._stopping or gathering.over(time.monotonic()), deadline)
+        self._gathering = None
+        sent = {}
         for link in self._links:
-            sent.append(time.time())
-            link.channel.send(question)
-        deadline = time.monotonic() + self._spec.start_timeout
-        self._loop(lambda: self._stopping or all(link.examined for link in self._links), deadline)
-        self._check_agents()
-        silent = [link.host.name for link in self._links if link.examined is None]
-        if silent:
-            raise LaunchError(f"the agent on {', '.join(silent)} did not answer within {self._spec.start_timeout:g} s")
-        found = (link.examined for link in self._links if link.examined is not None)
-        return tuple(Answer(examined, when, came) for when, (examined, came) in zip(sent, found, strict=True))
+            if link.hello is None:
+                self._lose(link, f"has not answered within {self._spec.start_timeout:g} s: {MENDS[link.step]}")
+            elif not link.gone:
+                sent[link.host] = time.time()
+                link.channel.send(question)
+        self._loop(
+            lambda: self._stopping or all(link.gone or link.examined for link in self._links),
+            time.monotonic() + self._spec.start_timeout,
+        )
+        if self.outcome.interrupted is not None:
+            raise JobFailedError("interrupted", exit_code=self.outcome.exit_code)
+        found = {
+            link.host: Answer(link.hello, link.examined[0], sent[link.host], link.examined[1])
+            for link in self._links
+            if link.hello is not None and link.examined is not None
+        }
+        failed = gathering.reasons()
+        return Survey(
+            {host: found[host] for host in self._hosts if host in found},
+            {
+                host: failed.get(host) or lost.get(host) or "its agent did not say what it found"
+                for host in self._hosts
+                if host not in found
+            },
+        )
 
     def start(self, env: Sequence[Mapping[str, str]], workers: Sequence[Sequence[Spawn]]) -> None:
         """Have each agent start its workers.
@@ -503,6 +538,9 @@ class Supervisor:
         self._spawner.sweep(link.host, self._job_id)
         self._running.difference_update(link.ranks)
         last = f": {link.stderr[-1]}" if link.stderr else ""
+        if self._lost is not None:
+            self._lost[link.host] = f"its agent {how}{last}"
+            return
         self._fail(Failure(None, link.host.name, 1, f"the agent on host {link.host.name} {how}{last}"))
         self._finish_if_over()
 
