@@ -187,6 +187,18 @@ class Serve(Frame):
     request: Mapping[str, Any] = field(repr=False)
 
 
+@dataclass(frozen=True)
+class Sweep(Frame):
+    """Instead of ``Start``: end what the lost agent of a job may have left on this host, say ``Bye`` and exit.
+
+    Attributes:
+        grace: seconds between SIGTERM and SIGKILL.
+    """
+
+    job_id: str
+    grace: float
+
+
 # From an agent to the launcher.
 
 
@@ -335,7 +347,7 @@ KINDS: tuple[type[Frame], ...] = (
     Start, Blob, Spawn, Stdin, Credit, Signal, Stop, Suspend, Finish,
     Hello, Spawned, SpawnFailed, Output, StdinTaken, Result, Exited, Dying, Bye,
     Beat, Examine, Examined,
-    Survey, Probe, ProbesEnd, Serve, Surveyed, Probed, Served,
+    Survey, Probe, ProbesEnd, Serve, Surveyed, Probed, Served, Sweep,
 )  # fmt: skip
 _NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
 
