@@ -99,8 +99,7 @@ class Progress:
             return ""
         named = _named([f"{host} ({_stage(stage, now)})" for host, stage in self._slowest()])
         ready, total = len(self._stages) - len(waiting), len(self._stages)
-        are = "is" if ready == 1 else "are"
-        return f"after {seconds(self.elapsed(now))}, {ready} of {_hosts(total)} {are} ready; still waiting for {named}"
+        return f"{ready} of {_hosts(total)} ready after {seconds(self.elapsed(now))}; still waiting for {named}"
 
     def _slowest(self) -> list[tuple[str, Stage]]:
         """Hosts that are not ready: the earliest step first, and of those the one that is at it longest."""

@@ -97,7 +97,7 @@ def test_pain_20_a_host_that_never_answers_is_named_while_waiting_and_at_the_end
         job("pass", tmp_path, {"b": "exec sleep 100"}, start_timeout=2.0, verbose=True)
     text, _, said = str(caught.value).partition("\n--- ")
     assert "  connecting: b: the command that leads there runs, but nothing has answered yet" in text
-    assert re.search(r"after 1.\d s, 1 of 2 hosts is ready; still waiting for b \(connecting for 1", said)
+    assert re.search(r"1 of 2 hosts ready after 1\.\d s; still waiting for b \(connecting for 1", said)
     assert re.search(r"a: ready after .* \(\S+, agent is process \d+\)", said)
 
 
