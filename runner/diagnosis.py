@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hvdgloo.runner.examine import Facts
+from hvdgloo.version import __version__
 
 _GIB = 1024**3
 SMALL_SHM = 1 * _GIB
@@ -93,6 +94,7 @@ def diagnose(visits: Sequence[Visit], launcher: Facts, cwd: str) -> list[Finding
         _unreachable,
         lambda visits: _working_directory(visits, cwd),
         lambda visits: _missing(visits, cwd),
+        _requirements,
         _torch,
         _frameworks,
         lambda visits: _python(visits, launcher),
@@ -178,6 +180,18 @@ def _missing(visits: Sequence[Visit], cwd: str) -> Iterator[Finding]:
         yield Finding(Severity.STOP, tuple(hosts), f"there is no {thing}", mend)
 
 
+def _requirements(visits: Sequence[Visit]) -> Iterator[Finding]:
+    lacking = _where(visits, lambda _, facts: facts.lacking)
+    for names, hosts in _grouped(lacking, lambda facts: ", ".join(facts.lacking)).items():
+        first = next(found for found in lacking if found[0].host == hosts[0])
+        yield Finding(
+            Severity.STOP,
+            tuple(hosts),
+            f"hvdgloo needs {names} there",
+            f"{_pip([first])} hvdgloo=={__version__}",
+        )
+
+
 def _torch(visits: Sequence[Visit]) -> Iterator[Finding]:
     lacking = _where(visits, lambda _, facts: "torch" not in facts.packages)
     if lacking:
@@ -192,7 +206,8 @@ def _torch(visits: Sequence[Visit]) -> Iterator[Finding]:
 def _frameworks(visits: Sequence[Visit]) -> Iterator[Finding]:
     seen = list(_seen(visits))
     for package in dict.fromkeys(name for _, facts in seen for name in facts.packages):
-        lacking = [(visit, facts) for visit, facts in seen if package not in facts.packages]
+        # What hvdgloo itself needs was told by other rules.
+        lacking = [(visit, facts) for visit, facts in seen if package not in {*facts.packages, *facts.lacking}]
         if lacking and package != "torch":
             yield Finding(
                 Severity.WARNING,
@@ -236,9 +251,9 @@ def _one_machine_twice(visits: Sequence[Visit]) -> Iterator[Finding]:
     for hosts in groups.values():
         if len(hosts) > 1:
             yield Finding(
-                Severity.WARNING,
+                Severity.STOP,
                 tuple(hosts),
-                f"{' and '.join(hosts)} are one machine, whose cores and GPUs would be counted twice",
+                f"{' and '.join(hosts)} are one machine, whose GPUs would be given away twice",
                 "name it once, with all its slots",
             )
 

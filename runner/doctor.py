@@ -22,7 +22,7 @@ from hvdgloo.runner.frames import Examine
 from hvdgloo.runner.launch import COMMAND_LINE_SIGNALS, passed_on
 from hvdgloo.runner.spawners import Spawner
 from hvdgloo.runner.spec import Host, LaunchSpec
-from hvdgloo.runner.supervisor import Supervisor, Survey
+from hvdgloo.runner.supervisor import CheckUp, Supervisor
 from hvdgloo.runner.ways import choose_spawner
 
 _WIDEST = 120
@@ -46,9 +46,9 @@ def run(
         JobFailedError: a signal came first.
     """
     question = Examine(spec.cwd, *needs(spec.command, python))
-    survey = _survey(spec, spawner or choose_spawner(spec.hosts, spec.reach), question, stderr)
+    done = _check_up(spec, spawner or choose_spawner(spec.hosts, spec.reach), question, stderr)
     launcher = examine(spec.environ, spec.cwd)
-    visits = [_visit(host, survey) for host in spec.hosts]
+    visits = [_visit(host, done) for host in spec.hosts]
     findings = diagnose(visits, launcher, spec.cwd)
     if json:
         stdout.write(as_json(visits, findings))
@@ -66,7 +66,7 @@ def needs(command: Sequence[str], python: str) -> tuple[Sequence[str], Sequence[
     return scripts, [] if command[0] == python else [command[0]]
 
 
-def _survey(spec: LaunchSpec, spawner: Spawner, question: Examine, stderr: TextIO) -> Survey:
+def _check_up(spec: LaunchSpec, spawner: Spawner, question: Examine, stderr: TextIO) -> CheckUp:
     job_id = secrets.token_hex(16)
     console = Console(0, stdout=stderr, stderr=stderr)
     try:
@@ -74,7 +74,7 @@ def _survey(spec: LaunchSpec, spawner: Spawner, question: Examine, stderr: TextI
         with Supervisor(spec, spawner, spec.hosts, job_id, _Observer(console, display)) as supervisor:
             console.on_broken = partial(supervisor.interrupt, signal.SIGPIPE)
             with passed_on(COMMAND_LINE_SIGNALS, supervisor.interrupt), display:
-                return supervisor.survey(question)
+                return supervisor.check_up(question)
     finally:
         console.close()
 
@@ -96,10 +96,10 @@ class _Observer:
         raise AssertionError("no task was started")
 
 
-def _visit(host: Host, survey: Survey) -> Visit:
-    answer = survey.answers.get(host)
+def _visit(host: Host, done: CheckUp) -> Visit:
+    answer = done.answers.get(host)
     if answer is None:
-        problem, _, mend = survey.problems[host].partition("; ")
+        problem, _, mend = done.problems[host].partition("; ")
         return Visit(host.name, host.slots, problem=problem, mend=mend)
     examined = answer.examined
     return Visit(

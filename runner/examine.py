@@ -42,6 +42,9 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
 }
 """What is imported, and the names under which it can be installed."""
 
+REQUIRED = ("cheroot", "cloudpickle", "flask", "msgpack", "numpy", "prometheus_client", "psutil", "yaml")
+"""What hvdgloo itself imports."""
+
 _SHM = "/dev/shm"
 _NVIDIA_TIME = 10.0
 _TORCH_CUDA = re.compile(r"^cuda\b[^=\n]*=\s*(?:['\"](?P<version>[\d.]+)['\"]|None)", re.MULTILINE)
@@ -62,6 +65,7 @@ class Facts:
         hostname, user, system, processor: of the machine.
         python, executable: the interpreter that runs the agent, and workers.
         packages: what is imported to version; one without metadata has an empty version, an absent one is not there.
+        lacking: those of ``REQUIRED`` that are not there.
         torch_cuda: the CUDA version that torch was built for; None if it was built without.
         cores, machine_cores: that may be used after affinity and control groups; and that there are.
         memory, memory_limit: of the machine; of the control groups around this process.
@@ -79,6 +83,7 @@ class Facts:
     python: str = ""
     executable: str = ""
     packages: Mapping[str, str] = field(default_factory=dict)
+    lacking: Sequence[str] = ()
     torch_cuda: str | None = None
     cores: int = 1
     machine_cores: int = 1
@@ -124,6 +129,7 @@ def examine(environ: Mapping[str, str], cwd: str, files: Sequence[str] = (), pro
         python=platform.python_version(),
         executable=sys.executable,
         packages={"hvdgloo": __version__, **installed(_distributions())},
+        lacking=[module for module in REQUIRED if not _importable(module)],
         torch_cuda=_torch_cuda(),
         cores=machine.usable_cores(),
         machine_cores=os.cpu_count() or 1,

@@ -93,7 +93,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Survey:
+class CheckUp:
     """What came of asking all hosts: answers, and why there is none."""
 
     answers: Mapping[Host, Answer]
@@ -140,6 +140,7 @@ class Supervisor:
         self._echo: _Echo | None = None
         self._stdin_link: Link | None = None
         self.on_stdin_taken: Callable[[], None] = lambda: None
+        self.handlers: dict[type[Frame], Callable[[Link, Any], None]] = {}
         self._init: InitWatch | None = None
 
     def __enter__(self) -> Supervisor:
@@ -179,7 +180,7 @@ class Supervisor:
         self._links.sort(key=lambda link: self._hosts.index(link.host))
         return tuple(link.hello for link in self._links if link.hello is not None)
 
-    def survey(self, question: Examine) -> Survey:
+    def check_up(self, question: Examine) -> CheckUp:
         """Reach as many hosts as can be reached, and have their agents look round.
 
         A host that is lost on the way is left out, not the end of it.
@@ -214,7 +215,7 @@ class Supervisor:
             if link.hello is not None and link.examined is not None
         }
         failed = gathering.reasons()
-        return Survey(
+        return CheckUp(
             {host: found[host] for host in self._hosts if host in found},
             {
                 host: failed.get(host) or lost.get(host) or "its agent did not say what it found"
@@ -222,6 +223,16 @@ class Supervisor:
                 if host not in found
             },
         )
+
+    def converse(self, done: Callable[[], bool], deadline: float) -> None:
+        """Go on until ``done`` or the deadline; what agents answer goes to ``handlers``.
+
+        Raises:
+            LaunchError: an agent was lost meanwhile.
+            JobFailedError: a signal came first.
+        """
+        self._loop(lambda: self._stopping or done(), deadline)
+        self._check_agents()
 
     def start(self, env: Sequence[Mapping[str, str]], workers: Sequence[Sequence[Spawn]]) -> None:
         """Have each agent start its workers.
@@ -261,6 +272,20 @@ class Supervisor:
         self._init = init
         self._loop(lambda: all(link.gone for link in self._links))
         return self.outcome
+
+    @property
+    def links(self) -> Sequence[Link]:
+        """The agents' ends, in order of hosts."""
+        return self._links
+
+    @property
+    def selector(self) -> selectors.BaseSelector:
+        """For sockets that are to be served by the loop; their data is called."""
+        return self._selector
+
+    def fail(self, failure: Failure) -> None:
+        """Count something as the job's failure."""
+        self._fail(failure)
 
     # From other threads and from signal handlers.
 
@@ -401,7 +426,7 @@ class Supervisor:
             return
         link.last_heard = time.monotonic()
         if link.step is Step.CONNECTING and link.channel.decoder.opened:
-            self._get_on(link, Step.PYTHON)
+            self.get_on(link, Step.PYTHON)
             self._show(link, link.held_back)
             if self._gathering is not None:
                 self._gathering.answered(link.host)
@@ -417,7 +442,8 @@ class Supervisor:
                 link.ended_at = time.monotonic()
                 self._selector.unregister(link.channel.receive_fd)
 
-    def _get_on(self, link: Link, step: Step, detail: str = "") -> None:
+    def get_on(self, link: Link, step: Step, detail: str = "") -> None:
+        """A host has come to another step of its start."""
         link.step = step
         self._observer.step(link.host.name, step, detail)
 
@@ -466,7 +492,7 @@ class Supervisor:
             link.hello = frame
             if self._gathering is not None:
                 self._gathering.ready(link.host)
-            self._get_on(link, Step.READY, f"{frame.hostname}, agent is process {frame.pid}")
+            self.get_on(link, Step.READY, f"{frame.hostname}, agent is process {frame.pid}")
         elif isinstance(frame, Dying):
             reason = f"the agent on host {link.host.name} ended its workers, because {frame.reason}"
             self._fail(Failure(None, link.host.name, 1, reason))
@@ -477,6 +503,8 @@ class Supervisor:
                     f"processes {', '.join(map(str, frame.left))} on {link.host.name} cannot be killed: the system "
                     "keeps them, probably for a device or file system that does not answer"
                 )
+        elif type(frame) in self.handlers:
+            self.handlers[type(frame)](link, frame)
 
     def _give_credit(self) -> None:
         # Once no worker runs, no more than the pipes' contents can come.
