@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from hvdgloo.config import format_endpoint
 from hvdgloo.errors import ConfigError
+from hvdgloo.runner.nics import Address
 from hvdgloo.runner.spec import Slot
 
 THREAD_VARIABLES = (
@@ -136,6 +137,19 @@ def worker_environment(
         "MASTER_PORT": str(master[1]),
         "PYTHONUNBUFFERED": "1",
     }
+
+
+def interface_variables(address: Address) -> dict[str, str]:
+    """For libraries that choose a network interface by its name: the one that the job uses on this host.
+
+    Gloo would take an interface's first address, which for IPv6 is the link-local one: there it is not told.
+    """
+    if not address.nic:
+        return {}
+    names = {"HOROVOD_GLOO_IFACE": address.nic, "NCCL_SOCKET_IFNAME": f"={address.nic}"}
+    if address.version == 6:
+        return {**names, "NCCL_SOCKET_FAMILY": "AF_INET6"}
+    return {**names, "GLOO_SOCKET_IFNAME": address.nic}
 
 
 def thread_defaults(cores: int, local_size: int, environ: Mapping[str, str], *, machine_cores: int) -> dict[str, str]:

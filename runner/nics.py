@@ -198,9 +198,9 @@ def why_not(address: Address, rules: Rules, *, alone: bool = False) -> str:
     return ""
 
 
-def explain_none(host: str, addresses: Sequence[Address], rules: Rules) -> str:
+def explain_none(host: str, addresses: Sequence[Address], rules: Rules, *, alone: bool = False) -> str:
     """Why a host has no address that could be used, and what to do."""
-    listed = ", ".join(f"{address} {why_not(address, rules)}" for address in addresses) or "none at all"
+    listed = ", ".join(f"{address} {why_not(address, rules, alone=alone)}" for address in addresses) or "none at all"
     wanted = [a for a in addresses if rules.allow(a)]
     if rules.items and not wanted:
         reason = f"--nics {rules} fits none of host {host}'s addresses"

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from hvdgloo.errors import JobFailedError, LaunchError
 from hvdgloo.runner.frames import (
@@ -283,10 +283,6 @@ class Supervisor:
         """For sockets that are to be served by the loop; their data is called."""
         return self._selector
 
-    def fail(self, failure: Failure) -> None:
-        """Count something as the job's failure."""
-        self._fail(failure)
-
     # From other threads and from signal handlers.
 
     def interrupt(self, signum: int) -> None:
@@ -495,7 +491,7 @@ class Supervisor:
             self.get_on(link, Step.READY, f"{frame.hostname}, agent is process {frame.pid}")
         elif isinstance(frame, Dying):
             reason = f"the agent on host {link.host.name} ended its workers, because {frame.reason}"
-            self._fail(Failure(None, link.host.name, 1, reason))
+            self.fail(Failure(None, link.host.name, 1, reason))
         elif isinstance(frame, Bye):
             link.said_bye = True
             if frame.left:
@@ -569,7 +565,7 @@ class Supervisor:
         if self._lost is not None:
             self._lost[link.host] = f"its agent {how}{last}"
             return
-        self._fail(Failure(None, link.host.name, 1, f"the agent on host {link.host.name} {how}{last}"))
+        self.fail(Failure(None, link.host.name, 1, f"the agent on host {link.host.name} {how}{last}"))
         self._finish_if_over()
 
     # Workers.
@@ -597,22 +593,22 @@ class Supervisor:
         assert failure.rank is not None
         culprit = self._observer.culprit(failure.rank)
         if self._stopping or culprit is None or culprit not in self._running:
-            self._fail(failure)
+            self.fail(failure)
         elif self._echo is None:
             self._echo = _Echo(failure, culprit, time.monotonic() + ECHO_TIME)
 
     def _take_echo(self) -> None:
         echo, self._echo = self._echo, None
         if echo is not None:
-            self._fail(echo.failure)
+            self.fail(echo.failure)
 
     def _on_spawn_failed(self, link: Link, frame: SpawnFailed) -> None:
         self._running.discard(frame.rank)
         self.outcome.statuses[frame.rank] = frame.status
-        self._fail(Failure(frame.rank, link.host.name, frame.status, f"could not be started: {frame.reason}"))
+        self.fail(Failure(frame.rank, link.host.name, frame.status, f"could not be started: {frame.reason}"))
         self._finish_if_over()
 
-    def _fail(self, failure: Failure) -> None:
+    def fail(self, failure: Failure) -> None:
         """The first failure stops the rest; what fails later fails because of it."""
         if self.outcome.first is None and not self._stopping:
             self.outcome.first = failure
@@ -709,4 +705,4 @@ class Supervisor:
             self._observer.notice(text)
         failure = self._init.verdict()
         if failure is not None:
-            self._fail(failure)
+            self.fail(failure)
