@@ -24,7 +24,7 @@ from hvdgloo.runner.flags import PROGRAM, Parser, build_parser, judge_known_flag
 from hvdgloo.runner.hosts import parse_hosts, read_hostfile
 from hvdgloo.runner.machine import visible_gpus
 from hvdgloo.runner.reach import reach_from
-from hvdgloo.runner.spec import Host, LaunchSpec
+from hvdgloo.runner.spec import Host, LaunchSpec, Network
 from hvdgloo.version import __version__
 
 USAGE_ERROR = 2
@@ -130,6 +130,7 @@ def command_line(
     hosts, np = choose_hosts(arguments, environ, [] if doctor else notices)
     directory = arguments.output_filename
     cwd = os.getcwd()
+    config = Config.from_env(environ)
     spec = LaunchSpec(
         command=()
         if doctor and not command
@@ -141,14 +142,17 @@ def command_line(
         cwd=cwd,
         environ=environ,
         secret=generate_secret(),
-        start_timeout=Config.from_env(environ).start_timeout,
+        start_timeout=config.start_timeout,
         grace_period=arguments.grace_period,
         heartbeat_timeout=arguments.heartbeat_timeout,
         output_directory=None if directory is None else os.path.abspath(directory),
         timestamps=arguments.timestamps,
         stdin_rank=arguments.stdin,
         verbose=arguments.verbose,
-        reach=reach_from(arguments, Config.from_env(environ).connect_timeout),
+        reach=reach_from(arguments, config.connect_timeout),
+        network=Network(
+            (*(arguments.nics or ()), *(arguments.network_interface or ())), config.port_range, config.connect_timeout
+        ),
     )
     return CommandLine(spec, tuple(notices))
 
