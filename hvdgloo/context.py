@@ -121,7 +121,12 @@ class Context:
                 f"HVDGLOO_RENDEZVOUS={config.rendezvous} is set, but neither HVDGLOO_SECRET nor HVDGLOO_SECRET_FILE; "
                 "the server says where its secret file is"
             )
-        client = RendezvousClient(config.rendezvous, config.secret, connect_timeout=config.connect_timeout)
+        client = RendezvousClient(
+            config.rendezvous,
+            config.secret,
+            connect_timeout=config.connect_timeout,
+            secret_source=config.secret_source,
+        )
         try:
             return _join(cls, config, config.secret, client)
         except BaseException:
