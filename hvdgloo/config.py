@@ -8,6 +8,7 @@ the YAML file and docs/configuration.md are generated from these declarations, s
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -137,6 +138,13 @@ def _secret(text: str) -> bytes:
     return value
 
 
+def _ip_address(text: str) -> str:
+    try:
+        return str(ipaddress.ip_address(text.strip()))
+    except ValueError:
+        raise ValueError("expected an IP address, such as 10.0.0.5") from None
+
+
 def _port_range(text: str) -> tuple[int, int]:
     first, _, last = text.partition("-")
     try:
@@ -208,7 +216,7 @@ class Config:
     address: str | None = _setting(
         None,
         env="HVDGLOO_ADDRESS",
-        parse=_text,
+        parse=_ip_address,
         help="the IP address at which this worker is reached by others; by default that of the connection to the "
         "rendezvous server",
     )
