@@ -7,11 +7,15 @@ stops a job is told from what is merely likely to disappoint.
 from __future__ import annotations
 
 import enum
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from hvdgloo.errors import HostsUnreachableError, LaunchError
+from hvdgloo.runner import placement
 from hvdgloo.runner.examine import Facts
+from hvdgloo.runner.placement import Reports
+from hvdgloo.runner.probe import Answer, Outcome
 from hvdgloo.version import __version__
 
 _GIB = 1024**3
@@ -83,12 +87,13 @@ class Finding:
     mend: str
 
 
-def diagnose(visits: Sequence[Visit], launcher: Facts, cwd: str) -> list[Finding]:
+def diagnose(visits: Sequence[Visit], launcher: Facts, cwd: str, connections: Sequence[Finding] = ()) -> list[Finding]:
     """All findings, the worst first.
 
     Args:
         launcher: the machine that all this is asked from.
         cwd: where workers would run.
+        connections: what was found between the hosts.
     """
     rules: tuple[Callable[[Sequence[Visit]], Iterable[Finding]], ...] = (
         _unreachable,
@@ -108,7 +113,7 @@ def diagnose(visits: Sequence[Visit], launcher: Facts, cwd: str) -> list[Finding
         _open_files,
         _clocks,
     )
-    found = [finding for rule in rules for finding in rule(visits)]
+    found = [*connections, *(finding for rule in rules for finding in rule(visits))]
     return sorted(found, key=lambda finding: list(Severity).index(finding.severity))
 
 
@@ -366,6 +371,56 @@ def _clocks(visits: Sequence[Visit]) -> Iterator[Finding]:
                 "launcher's: logs and traces of the hosts cannot be compared",
                 "synchronise clocks (chronyd, systemd-timesyncd)",
             )
+
+
+# Between hosts.
+
+
+def addresses_reached(reports: Reports) -> tuple[dict[str, list[tuple[str, str]]], list[Finding]]:
+    """Each host's addresses with who reaches them, and what is wrong with that."""
+    tried: dict[tuple[int, str], list[tuple[int, Answer | None]]] = defaultdict(list)
+    for source, target, address in placement.tried(reports):
+        key = (target, address.address)
+        tried[key].append((source, reports.answers.get((source, *key))))
+    said = {
+        name: [
+            (str(address), _who_reaches(reports, tried[host, address.address])) for address in reports.candidates[host]
+        ]
+        for host, name in enumerate(reports.names)
+    }
+    if placement.choose(reports) is not None:
+        return said, []
+    return said, [unconnected(placement.explain(reports), reports.names)]
+
+
+def _who_reaches(reports: Reports, answers: Sequence[tuple[int, Answer | None]]) -> str:
+    """``all``, ``none (...)``, or ``all but h2 (timed out after 3 s)``."""
+    if not answers:
+        return "nobody has tried: nothing listens there"
+    failed = [(reports.names[source], answer) for source, answer in answers if not _reached(answer)]
+    if not failed:
+        return "all"
+    why = Counter(
+        "was not answered" if answer is None else placement.describe(answer, reports.names) for _, answer in failed
+    )
+    reason = why.most_common(1)[0][0]
+    if len(failed) == len(answers):
+        return f"none ({reason})"
+    return f"all but {_listed([name for name, _ in failed])} ({reason})"
+
+
+def _reached(answer: Answer | None) -> bool:
+    return answer is not None and answer.outcome is Outcome.REACHED
+
+
+def unconnected(error: LaunchError, hosts: Sequence[str]) -> Finding:
+    """Why hosts cannot be connected: a finding about those that are named, else about all."""
+    text, newline, mend = str(error).rpartition("\n")
+    if not newline:
+        text, _, mend = str(error).partition("; ")
+    pairs = error.pairs if isinstance(error, HostsUnreachableError) else ()
+    concerned = tuple(dict.fromkeys(target for _, target in pairs)) or tuple(hosts)
+    return Finding(Severity.STOP, concerned, text, mend)
 
 
 # Words.

@@ -391,7 +391,7 @@ class Supervisor:
                 continue
             self._on_stderr(link)
             if self._gathering is None or link.hello is not None:
-                self._lose(link, describe_loss(status))
+                self._lose(link, describe_loss(status, bool(link.stderr)))
                 continue
             self._drop(link, self._spawner.diagnose(link.host, Ending(status, tuple(link.stderr))), now)
 
