@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from hvdgloo.errors import ConfigError
 from hvdgloo.runner import options
-from hvdgloo.runner.reach import add_reach_flags
+from hvdgloo.runner.reach import add_environment_flags, add_reach_flags
 from hvdgloo.runner.spec import GRACE_AFTER_FAILURE, GRACE_AFTER_SIGNAL, HEARTBEAT_TIMEOUT
 
 PROGRAM = "hvdgloo-run"
@@ -176,6 +176,7 @@ def build_parser() -> Parser:
     _add_job_flags(parser.adder("job"))
     _add_host_flags(parser.adder("hosts"))
     add_reach_flags(parser.adder("reach"))
+    add_environment_flags(parser.adder("environment"))
     _add_network_flags(parser.adder("network"))
     _add_output_flags(parser.adder("output"))
     options.add_setting_flags(lambda section: parser.adder(_SECTIONS[section]))

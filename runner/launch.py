@@ -20,11 +20,12 @@ from hvdgloo.runner.console import Console
 from hvdgloo.runner.discovery import discover
 from hvdgloo.runner.display import StartDisplay
 from hvdgloo.runner.frames import CHUNK, Hello, Spawn
+from hvdgloo.runner.hosts import place, shortlist
 from hvdgloo.runner.meeting import Meeting, open_meeting
 from hvdgloo.runner.nics import Address
 from hvdgloo.runner.outcome import Failure, Outcome, blame
 from hvdgloo.runner.spawners import Spawner
-from hvdgloo.runner.spec import Host, LaunchSpec, Slot, assign
+from hvdgloo.runner.spec import Host, LaunchSpec, Slot
 from hvdgloo.runner.supervisor import Supervisor
 from hvdgloo.runner.waiting import InitWatch
 from hvdgloo.runner.ways import choose_spawner
@@ -111,8 +112,7 @@ def launch(
         ConfigError, LaunchError: it could not be started. Nothing is left running.
         JobFailedError: a signal came before any worker was started.
     """
-    slots = assign(spec.hosts, spec.np)
-    hosts = _hosts_in_use(slots)
+    hosts = shortlist(spec.hosts, spec.np)
     spawner = spawner or choose_spawner(hosts, spec.reach)
     job_id = secrets.token_hex(16)
     with _console(spec, stdout, stderr, quiet) as console:
@@ -123,6 +123,9 @@ def launch(
             with passed_on(signals, supervisor.interrupt) as signal_came:
                 with display:
                     hellos = supervisor.gather()
+                    slots = place(hosts, hellos, spec)
+                    hosts, hellos = supervisor.keep(_hosts_in_use(slots))
+                    _expect(console, spec, len(slots))
                     network = discover(supervisor, spec, hellos)
                 with open_meeting(supervisor, spec, hosts, network.placement, job_id) as meeting:
                     addresses = network.placement.addresses
@@ -172,13 +175,9 @@ class _Observer:
 
 @contextmanager
 def _console(spec: LaunchSpec, stdout: TextIO, stderr: TextIO, quiet: bool) -> Iterator[Console]:
-    if spec.output_directory is not None:
-        raise_descriptor_limit(2 * spec.np)
     console = Console(
-        spec.np,
         stdout=stdout,
         stderr=stderr,
-        directory=spec.output_directory,
         timestamps=spec.timestamps,
         interactive=spec.stdin_rank,
         quiet=quiet,
@@ -224,6 +223,12 @@ def passed_on(signals: Sequence[signal.Signals], note: Callable[[int], None]) ->
             signal.signal(signum, old)  # type: ignore[arg-type]
 
 
+def _expect(console: Console, spec: LaunchSpec, np: int) -> None:
+    if spec.output_directory is not None:
+        raise_descriptor_limit(2 * np)
+    console.expect(np, spec.output_directory)
+
+
 def _hosts_in_use(slots: Sequence[Slot]) -> tuple[Host, ...]:
     """The hosts that ranks fall on, with as many slots as are used."""
     used: dict[int, Host] = {}
@@ -233,7 +238,7 @@ def _hosts_in_use(slots: Sequence[Slot]) -> tuple[Host, ...]:
 
 
 def _host_environment(spec: LaunchSpec, host: Host, hello: Hello, address: Address) -> dict[str, str]:
-    threads = thread_defaults(hello.cores, host.slots, spec.environ, machine_cores=os.cpu_count() or 1)
+    threads = thread_defaults(hello.cores, host.slots or 1, spec.environ, machine_cores=os.cpu_count() or 1)
     return {**interface_variables(address), **spec.environ, **threads}
 
 

@@ -41,7 +41,7 @@ def open_meeting(
         ConfigError: the launcher's cannot listen.
         LaunchError: the one beside the agent cannot be had.
     """
-    places = [(host.name, host.slots) for host in hosts]
+    places = [(host.name, host.slots or 0) for host in hosts]
     if placement.server is Server.LAUNCHER:
         with RendezvousServer(
             secret=spec.secret,

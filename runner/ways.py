@@ -42,7 +42,7 @@ def choose_spawner(hosts: Sequence[Host], reach: Reach) -> Spawner:
         names = ", ".join(host.name for host in here)
         raise LaunchError(
             f"{names} are all this machine; give it once, with all its slots "
-            f"(-H localhost:{sum(host.slots for host in here)})"
+            f"(-H localhost:{sum(host.slots or 1 for host in here)})"
         )
     if len(here) == len(hosts):
         return LocalSpawner()
