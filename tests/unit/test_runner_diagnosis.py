@@ -10,11 +10,26 @@ from typing import Any
 
 import pytest
 
+from hvdgloo.errors import LaunchError
 from hvdgloo.runner import examine
-from hvdgloo.runner.diagnosis import Clock, Finding, Severity, Visit, compare_clocks, diagnose, size, verdict
+from hvdgloo.runner.diagnosis import (
+    Clock,
+    Finding,
+    Severity,
+    Visit,
+    addresses_reached,
+    compare_clocks,
+    diagnose,
+    size,
+    unconnected,
+    verdict,
+)
 from hvdgloo.runner.doctor import needs
 from hvdgloo.runner.doctor_report import all_well, as_json, as_text
 from hvdgloo.runner.examine import Facts, Gpu
+from hvdgloo.runner.nics import Address
+from hvdgloo.runner.placement import Reports, tried
+from hvdgloo.runner.probe import Answer, Outcome
 
 GIB = 1024**3
 H200 = Gpu("NVIDIA H200", 140 * GIB)
@@ -156,6 +171,49 @@ class TestRules:
         assert verdict("h3", findings) is None
         assert not all_well(findings)
         assert all_well(findings[1:])
+
+
+class TestConnections:
+    """Pain 7: by address and by pair of hosts, not by names of interfaces."""
+
+    CANDIDATES = (
+        (Address("eth0", "10.0.0.1", 24), Address("docker0", "172.17.0.1", 16)),
+        (Address("ens5", "10.0.0.2", 24),),
+        (Address("ib0", "10.0.0.3", 24),),
+    )
+
+    def reports(self, **failing: Outcome) -> Reports:
+        """All reach each other, except at docker0 and where ``h1_h2=Outcome...`` says otherwise."""
+        reports = Reports(("h1", "h2", "h3"), self.CANDIDATES)
+        for source, target, address in tried(reports):
+            outcome = failing.get(f"h{source + 1}_h{target + 1}", Outcome.REACHED)
+            if address.nic == "docker0":
+                outcome = Outcome.REFUSED
+            detail = "3" if outcome is Outcome.TIMED_OUT else ""
+            answers = {**reports.answers, (source, target, address.address): Answer(outcome, "", target, detail)}
+            reports = replace(reports, answers=answers)
+        return reports
+
+    def test_who_reaches_whom(self) -> None:
+        said, findings = addresses_reached(self.reports())
+        assert said == {
+            "h1": [("10.0.0.1 (eth0)", "all"), ("172.17.0.1 (docker0)", "none (refused the connection)")],
+            "h2": [("10.0.0.2 (ens5)", "all")],
+            "h3": [("10.0.0.3 (ib0)", "all")],
+        }
+        assert findings == []
+
+    def test_one_direction_that_is_closed_stops_a_job(self) -> None:
+        said, findings = addresses_reached(self.reports(h2_h3=Outcome.TIMED_OUT))
+        assert said["h3"] == [("10.0.0.3 (ib0)", "all but h2 (timed out after 3 s)")]
+        assert [(finding.severity, finding.hosts) for finding in findings] == [(Severity.STOP, ("h3",))]
+        assert "h2 -> h3" in findings[0].text
+        assert "--port-range" in findings[0].mend
+        assert "--port-range" not in findings[0].text
+
+    def test_an_error_without_pairs_is_about_all(self) -> None:
+        finding = unconnected(LaunchError("host h1 has no address; use --nics"), ["h1", "h2"])
+        assert finding == Finding(Severity.STOP, ("h1", "h2"), "host h1 has no address", "use --nics")
 
 
 class TestClocks:
