@@ -80,6 +80,7 @@ def reach_from(arguments: argparse.Namespace, connect_timeout: float) -> Reach:
     return Reach(
         python=arguments.remote_python or sys.executable,
         connect_timeout=connect_timeout,
+        silence=arguments.heartbeat_timeout,
         wait_for_hosts=arguments.wait_for_hosts,
         ssh_port=arguments.ssh_port,
         ssh_identity_file=arguments.ssh_identity_file,

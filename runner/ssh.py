@@ -8,6 +8,7 @@ ssh itself ends with status 255, whatever was wrong, and says why in words that 
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from hvdgloo.runner.remote import CommandStream, agent_argv
 from hvdgloo.runner.spec import Host, Reach
 
 SSH_FAILED = 255
+
+_ALIVE_COUNT = 3  # questions without an answer after which ssh gives up
 
 
 class SshSpawner:
@@ -54,6 +57,11 @@ def ssh_options(host: Host, reach: Reach) -> tuple[str, ...]:
     argv += ["-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={max(1, round(reach.connect_timeout))}"]
     # Ports that the user's configuration forwards are taken already where he is logged in there, too.
     argv += ["-o", "ClearAllForwardings=yes"]
+    # A connection that others may share would outlive the job, or die with it while others use it.
+    argv += ["-o", "ControlMaster=no"]
+    # The launcher judges silence by itself; this ends a client whose launcher was killed and whose network was cut.
+    interval = max(1, math.ceil(reach.silence / _ALIVE_COUNT))
+    argv += ["-o", f"ServerAliveInterval={interval}", "-o", f"ServerAliveCountMax={_ALIVE_COUNT}"]
     if host.user:
         argv += ["-l", host.user]
     return tuple(argv)

@@ -181,3 +181,21 @@ def test_pain_24_another_job_on_the_same_hosts_is_not_touched(job: HostsJob, tmp
 
 def _forgot(process: object) -> bool:
     return process.environ() == {"FORGETFUL": "1"}  # type: ignore[attr-defined]
+
+
+def test_pain_24_a_user_s_shared_connections_are_neither_left_behind_nor_ended(
+    make_bed: Callable[..., Bed], tmp_path: Path
+) -> None:
+    """``ControlMaster auto`` in ssh_config would make the job's first ssh the master of everybody's connections."""
+    bed = make_bed(["h1", "h2"])
+    config = bed["h1"].path(f"{bed['h1'].home}/.ssh/config")
+    config.write_text(config.read_text() + "    ControlMaster auto\n    ControlPath ~/.ssh/%h\n    ControlPersist 60\n")
+    job = HostsJob(bed, tmp_path / "job")
+    assert job.start("pass").wait(20) == 0
+    assert_clean(bed, SOON, time.monotonic())
+    bed["h1"].run(["ssh", "h2", "true"], check=True)
+    (master,) = [process for process in bed["h1"].processes() if process.name() == "ssh"]
+    job.start_fertile("--grace-period", "0.5", ends=1, how="sys.exit(4)")
+    job.strike()
+    assert job.wait() == 4
+    assert [process.pid for host in bed for process in host.processes()] == [master.pid]
