@@ -141,7 +141,7 @@ def test_pain_17_workers_come_before_the_server_and_before_its_name(bed: Bed, tm
     variables = {
         "HVDGLOO_RENDEZVOUS": f"not-yet-there:{PORT}",
         "HVDGLOO_SECRET_FILE": str(secret),
-        "HVDGLOO_CONNECT_TIMEOUT": "0.5",
+        "HVDGLOO_CONNECT_TIMEOUT": "0.05",
         "HVDGLOO_START_TIMEOUT": "30",
     }
     early = worker(bed["h2"], REGISTER, variables)
