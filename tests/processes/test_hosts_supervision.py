@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 from tests.support.hosts import Bed
 from tests.support.hosts_job import OFFSPRING, HostsJob, assert_clean
+from tests.support.launching import wait_for
 
 SOON = 5.0
 CUT = 10.0
@@ -43,6 +45,66 @@ def test_pain_22_the_end_of_a_worker_ends_the_job_on_all_hosts(job: HostsJob, ho
     assert_clean(job.bed, SOON, time.monotonic())
     assert job.wait() == status
     assert job.last_words.startswith(f"hvdgloo-run: the job failed: rank 1 on host h2 {said}")
+
+
+def test_pain_22_an_out_of_memory_kill_on_another_host_is_called_so(job: HostsJob) -> None:
+    group = Path("/sys/fs/cgroup/memory") / f"hvdgloo-test-{uuid.uuid4().hex}"
+    try:
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text(str(100 * 1024 * 1024))
+    except OSError as error:
+        pytest.skip(f"no control group can be made here: {error}")
+    try:
+        job.start_fertile(
+            "--grace-period",
+            "1",
+            ends=1,
+            how=f"open('{group}/cgroup.procs', 'w').write(str(os.getpid())); data = b'x' * 300_000_000",
+        )
+        job.strike()
+        assert_clean(job.bed, SOON, time.monotonic())
+    finally:
+        wait_for(lambda: not (group / "cgroup.procs").read_text(), what="an empty control group")
+        group.rmdir()
+    assert job.wait() == 137
+    assert (
+        "rank 1 on host h2 was killed by signal 9 (SIGKILL); the kernel ended a process for lack of" in job.last_words
+    )
+
+
+TRAIN = """
+import os, time
+import torch, hvdgloo.torch as hvd
+hvd.init()
+open(f"ready{hvd.rank()}", "w").write(str(os.getpid()))
+while True:
+    hvd.allreduce(torch.ones(1000), name="gradient")
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_pain_22_the_summary_names_who_was_killed_and_not_who_noticed(job: HostsJob, rank: int) -> None:
+    pytest.importorskip("torch")
+    job.start(TRAIN)
+    for other in range(3):
+        job.file(f"ready{other}")
+    job.worker(rank).kill()
+    assert_clean(job.bed, SOON, time.monotonic())
+    assert job.wait() == 137
+    assert job.last_words.startswith(
+        f"hvdgloo-run: the job failed: rank {rank} on host h{rank + 1} was killed by signal 9 (SIGKILL)"
+    )
+
+
+def test_pain_22_the_summary_names_an_agent_that_was_killed_and_not_its_workers_peers(job: HostsJob) -> None:
+    pytest.importorskip("torch")
+    job.start(TRAIN)
+    for other in range(3):
+        job.file(f"ready{other}")
+    job.agents("h2")[1].kill()
+    assert_clean(job.bed, SOON, time.monotonic())
+    assert job.wait() == 1
+    assert job.last_words.startswith("hvdgloo-run: the job failed: the agent on host h2 was killed by signal 9")
 
 
 @pytest.mark.parametrize("where", ["h1", "h3"])
@@ -145,7 +207,7 @@ def test_a_host_that_loses_its_power_ends_the_job(make_bed: Callable[..., Bed], 
 def test_a_host_that_is_back_in_time_is_not_lost(make_bed: Callable[..., Bed], tmp_path: Path) -> None:
     bed = make_bed(["h1", "h2"])
     job = HostsJob(bed, tmp_path / "job")
-    process = job.start("import time; open('ready0', 'w'); time.sleep(7)")
+    process = job.start("import time; open('ready0', 'w').write('1'); time.sleep(7)")
     job.file("ready0")
     bed["h2"].cut()
     time.sleep(2.5)  # an outage has its length

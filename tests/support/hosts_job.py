@@ -97,8 +97,12 @@ class HostsJob:
     def file(self, name: str) -> Path:
         path = self.folder / name
         assert self.process is not None
-        wait_for(lambda: path.exists() or self.process.poll() is not None, 20, f"file {name}")
-        assert path.exists(), f"the launcher ended: {self.error}"
+
+        def written() -> bool:
+            return path.exists() and path.stat().st_size > 0
+
+        wait_for(lambda: written() or self.process.poll() is not None, 20, f"file {name}")
+        assert written(), f"the launcher ended: {self.error}"
         return path
 
     def worker(self, rank: int) -> psutil.Process:
