@@ -18,6 +18,7 @@ from typing import TextIO
 
 from hvdgloo.errors import JobFailedError, LaunchError
 from hvdgloo.rendezvous.identity import host_identity
+from hvdgloo.runner.command import needs
 from hvdgloo.runner.console import Console
 from hvdgloo.runner.diagnosis import Finding, Visit, addresses_reached, compare_clocks, diagnose, unconnected
 from hvdgloo.runner.discovery import explore
@@ -53,10 +54,9 @@ def run(
     Raises:
         JobFailedError: a signal came first.
     """
-    question = Examine(spec.cwd, *needs(spec.command, python))
     with _agents(spec, spawner or choose_spawner(spec.hosts, spec.reach), stderr) as supervisor:
         round_ = _Round(supervisor.gather_usable())
-        _look_round(supervisor, question, spec.start_timeout, round_)
+        _look_round(supervisor, spec, python, round_)
         _try_addresses(supervisor, spec, round_)
     visits = [_visit(host, round_) for host in spec.hosts]
     launcher = examine(spec.environ, spec.cwd)
@@ -67,14 +67,6 @@ def run(
         stdout.write(as_text(visits, findings, _width(stdout)))
     stdout.flush()
     return 0 if all_well(findings) else 1
-
-
-def needs(command: Sequence[str], python: str) -> tuple[Sequence[str], Sequence[str]]:
-    """The files and programs that a command needs on every host, as far as its words show it."""
-    if not command:
-        return (), ()
-    scripts = [word for word in command[1:2] if word.endswith(".py")] if command[0] == python else []
-    return scripts, [] if command[0] == python else [command[0]]
 
 
 @dataclass
@@ -130,8 +122,11 @@ class _Observer:
         raise AssertionError("no task was started")
 
 
-def _look_round(supervisor: Supervisor, question: Examine, timeout: float, round_: _Round) -> None:
+def _look_round(supervisor: Supervisor, spec: LaunchSpec, python: str, round_: _Round) -> None:
     """Have each agent examine its host."""
+    search_path = spec.environ.get("PATH", "")
+    here = Examine(spec.cwd, *needs(spec.command, python), search_path)
+    elsewhere = Examine(spec.cwd, *needs(spec.remote_command or spec.command, spec.reach.python), search_path)
 
     def on_examined(link: Link, frame: Examined) -> None:
         answer = round_.answers[link.host]
@@ -141,10 +136,10 @@ def _look_round(supervisor: Supervisor, question: Examine, timeout: float, round
     for link in supervisor.links:
         assert link.hello is not None
         round_.answers[link.host] = _Answer(link.hello, time.time())
-        link.channel.send(question)
+        link.channel.send(here if link.hello.identity == host_identity() else elsewhere)
     supervisor.converse(
         lambda: all(link.gone or round_.answers[link.host].examined for link in supervisor.links),
-        time.monotonic() + timeout,
+        time.monotonic() + spec.start_timeout,
     )
 
 

@@ -13,6 +13,7 @@ import os
 import platform
 import re
 import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -110,13 +111,20 @@ class Facts:
         return cls(**{**values, "gpus": tuple(Gpu(**gpu) for gpu in data.get("gpus", ()))})
 
 
-def examine(environ: Mapping[str, str], cwd: str, files: Sequence[str] = (), programs: Sequence[str] = ()) -> Facts:
+def examine(
+    environ: Mapping[str, str],
+    cwd: str,
+    files: Sequence[str] = (),
+    programs: Sequence[str] = (),
+    search_path: str = "",
+) -> Facts:
     """Look round.
 
     Args:
         environ: the agent's own, for finding GPUs.
         cwd: where workers would run.
         files, programs: that they need; relative ones are meant in ``cwd``.
+        search_path: where programs without a folder are looked for.
     """
     soft, hard = (_finite(limit) for limit in resource.getrlimit(resource.RLIMIT_NOFILE))
     shm_size, shm_free = _space(_SHM)
@@ -145,7 +153,7 @@ def examine(environ: Mapping[str, str], cwd: str, files: Sequence[str] = (), pro
         cwd_problem=directory_problem(cwd),
         missing=[
             *(f"file {path}" for path in files if not os.path.isfile(os.path.join(cwd, path))),
-            *(f"program {path}" for path in programs if not os.access(os.path.join(cwd, path), os.X_OK)),
+            *(f"program {name}" for name in programs if not _executable(name, cwd, search_path)),
         ],
     )
 
@@ -240,6 +248,13 @@ def directory_problem(path: str) -> str:
     if not os.path.isdir(path):
         return "is not a directory"
     return "" if os.access(path, os.X_OK) else "cannot be entered"
+
+
+def _executable(program: str, cwd: str, search_path: str) -> bool:
+    if os.sep in program:
+        path = os.path.join(cwd, program)
+        return os.path.isfile(path) and os.access(path, os.X_OK)
+    return shutil.which(program, path=search_path or None) is not None
 
 
 def _nvidia() -> tuple[tuple[Gpu, ...], str]:

@@ -130,11 +130,13 @@ class Examine(Frame):
     Attributes:
         cwd: where workers would run.
         files, programs: that they would need there.
+        search_path: where programs without a folder are looked for.
     """
 
     cwd: str
     files: Sequence[str] = ()
     programs: Sequence[str] = ()
+    search_path: str = ""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import pytest
 
 from hvdgloo.errors import LaunchError
 from hvdgloo.runner import examine
+from hvdgloo.runner.command import needs
 from hvdgloo.runner.diagnosis import (
     Clock,
     Finding,
@@ -24,7 +25,6 @@ from hvdgloo.runner.diagnosis import (
     unconnected,
     verdict,
 )
-from hvdgloo.runner.doctor import needs
 from hvdgloo.runner.doctor_report import all_well, as_json, as_text
 from hvdgloo.runner.examine import Facts, Gpu
 from hvdgloo.runner.nics import Address
@@ -317,8 +317,9 @@ class TestExamine:
         assert examine.directory_problem(str(tmp_path)) == ""
         assert examine.directory_problem(str(tmp_path / "no")) == "does not exist"
         assert examine.directory_problem(str(tmp_path / "train.py")) == "is not a directory"
-        facts = examine.examine({}, str(tmp_path), ["train.py", "other.py"], ["/bin/sh", "./train.py"])
-        assert facts.missing == ["file other.py", "program ./train.py"]
+        programs = ["/bin/sh", "sh", "./train.py", "no-such-program"]
+        facts = examine.examine({}, str(tmp_path), ["train.py", "other.py"], programs, "/usr/bin:/bin")
+        assert facts.missing == ["file other.py", "program ./train.py", "program no-such-program"]
 
     def test_what_hvdgloo_requires_is_what_setup_cfg_says(self) -> None:
         setup = configparser.ConfigParser()
@@ -331,11 +332,12 @@ class TestExamine:
     @pytest.mark.parametrize(
         ("command", "expected"),
         [
-            ((), ((), ())),
+            ((), ([], [])),
             (("/py", "train.py", "data.py"), (["train.py"], [])),
             (("/py", "-m", "x.py"), ([], [])),
             (("/bin/prog", "x.py"), ([], ["/bin/prog"])),
         ],
     )
     def test_what_a_command_needs(self, command: tuple[str, ...], expected: object) -> None:
-        assert needs(command, "/py") == expected
+        files, programs = needs(command, "/py")
+        assert (list(files), list(programs)) == expected
