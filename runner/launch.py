@@ -15,11 +15,13 @@ from typing import Protocol, TextIO
 
 from hvdgloo.errors import JobFailedError
 from hvdgloo.rendezvous.server import raise_descriptor_limit
-from hvdgloo.runner.command import interface_variables, thread_defaults, worker_environment
+from hvdgloo.runner.command import interface_variables, needs, thread_defaults, worker_environment
 from hvdgloo.runner.console import Console
 from hvdgloo.runner.discovery import discover
 from hvdgloo.runner.display import StartDisplay
-from hvdgloo.runner.frames import CHUNK, Hello, Spawn
+from hvdgloo.runner.environment import for_other_hosts
+from hvdgloo.runner.frames import CHUNK, Hello, Require, Spawn
+from hvdgloo.runner.gathering import check_machines
 from hvdgloo.runner.hosts import place, shortlist
 from hvdgloo.runner.meeting import Meeting, open_meeting
 from hvdgloo.runner.nics import Address
@@ -106,13 +108,15 @@ def launch(
         quiet: print nothing in the launcher's own name.
         signals: to pass on to the workers, if this is the main thread.
         results: for tasks.
-        spawner: how agents are started; by default chosen from the hosts.
+        spawner: how agents are started; by default chosen from the hosts. One that is given may start several on one
+            machine.
 
     Raises:
         ConfigError, LaunchError: it could not be started. Nothing is left running.
         JobFailedError: a signal came before any worker was started.
     """
     hosts = shortlist(spec.hosts, spec.np)
+    trusted = spawner is not None
     spawner = spawner or choose_spawner(hosts, spec.reach)
     job_id = secrets.token_hex(16)
     with _console(spec, stdout, stderr, quiet) as console:
@@ -122,15 +126,20 @@ def launch(
             console.on_broken = partial(supervisor.interrupt, signal.SIGPIPE)
             with passed_on(signals, supervisor.interrupt) as signal_came:
                 with display:
-                    hellos = supervisor.gather()
+                    hellos = supervisor.gather(partial(_required, spec, spawner))
+                    if not trusted:
+                        check_machines(hosts, hellos, spec.reach)
                     slots = place(hosts, hellos, spec)
                     hosts, hellos = supervisor.keep(_hosts_in_use(slots))
                     _expect(console, spec, len(slots))
                     network = discover(supervisor, spec, hellos)
                 with open_meeting(supervisor, spec, hosts, network.placement, job_id) as meeting:
                     addresses = network.placement.addresses
-                    env = [_host_environment(spec, *each) for each in zip(hosts, hellos, addresses, strict=True)]
-                    workers = _spawns(spec, slots, job_id, meeting.endpoint, addresses, network.master_port)
+                    env = [
+                        _host_environment(spec, spawner, *each) for each in zip(hosts, hellos, addresses, strict=True)
+                    ]
+                    commands = [_command(spec, spawner, host) for host in hosts]
+                    workers = _spawns(spec, slots, commands, job_id, meeting.endpoint, addresses, network.master_port)
                     _say_threads(console, spec, env)
                     supervisor.start(env, workers)
                     if spec.stdin_rank is not None:
@@ -237,14 +246,36 @@ def _hosts_in_use(slots: Sequence[Slot]) -> tuple[Host, ...]:
     return tuple(used[index] for index in sorted(used))
 
 
-def _host_environment(spec: LaunchSpec, host: Host, hello: Hello, address: Address) -> dict[str, str]:
-    threads = thread_defaults(hello.cores, host.slots or 1, spec.environ, machine_cores=os.cpu_count() or 1)
-    return {**interface_variables(address), **spec.environ, **threads}
+def _required(spec: LaunchSpec, spawner: Spawner, host: Host) -> Require:
+    """What must be on a host before workers start."""
+    if spawner.is_local(host):
+        return Require(spec.cwd)  # the rest has been looked up here
+    files, programs = needs(_command(spec, spawner, host), spec.reach.python)
+    environ = _base_environment(spec, spawner, host)
+    return Require(spec.cwd, files, programs, environ.get("PATH", ""))
+
+
+def _command(spec: LaunchSpec, spawner: Spawner, host: Host) -> tuple[str, ...]:
+    return spec.command if spec.remote_command is None or spawner.is_local(host) else spec.remote_command
+
+
+def _base_environment(spec: LaunchSpec, spawner: Spawner, host: Host) -> Mapping[str, str]:
+    """What is sent to a host of the user's variables."""
+    if spawner.is_local(host):
+        return spec.environ
+    return for_other_hosts(spec.environ, spec.exported, export_all=spec.export_all)
+
+
+def _host_environment(spec: LaunchSpec, spawner: Spawner, host: Host, hello: Hello, address: Address) -> dict[str, str]:
+    environ = _base_environment(spec, spawner, host)
+    threads = thread_defaults(hello.cores, host.slots or 1, environ, machine_cores=os.cpu_count() or 1)
+    return {**interface_variables(address), **environ, **threads}
 
 
 def _spawns(
     spec: LaunchSpec,
     slots: Sequence[Slot],
+    commands: Sequence[tuple[str, ...]],
     job_id: str,
     rendezvous: tuple[str, int],
     addresses: Sequence[Address],
@@ -262,7 +293,8 @@ def _spawns(
             master=(addresses[0].address, port),
         )
         task = spec.function is not None
-        spawns[slot.host].append(Spawn(slot.rank, spec.command, env, stdin=slot.rank == spec.stdin_rank, task=task))
+        stdin = slot.rank == spec.stdin_rank
+        spawns[slot.host].append(Spawn(slot.rank, commands[slot.host], env, stdin=stdin, task=task))
     return spawns
 
 

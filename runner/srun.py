@@ -37,14 +37,11 @@ class SrunSpawner:
     def start(self, host: Host) -> CommandStream:
         return CommandStream(srun_argv(host, self._reach, self._job_id), environ=self._environ)
 
+    def is_local(self, host: Host) -> bool:
+        return False
+
     def diagnose(self, host: Host, ending: Ending) -> Diagnosis:
         return diagnose(ending, self._reach)
-
-    def sweep(self, host: Host, job_id: str) -> None:
-        """Nothing: the stream's end has told agent and warden there, and Slurm ends what its step leaves behind."""
-
-    def address(self, host: Host) -> str:
-        return host.name
 
 
 def srun_argv(host: Host, reach: Reach, job_id: str) -> tuple[str, ...]:

@@ -31,14 +31,11 @@ class SshSpawner:
     def start(self, host: Host) -> CommandStream:
         return CommandStream(ssh_argv(host, self._reach))
 
+    def is_local(self, host: Host) -> bool:
+        return False
+
     def diagnose(self, host: Host, ending: Ending) -> Diagnosis:
         return diagnose(host, ending, self._reach)
-
-    def sweep(self, host: Host, job_id: str) -> None:
-        """Nothing: the stream's end has told agent and warden there, and another session would wait for the network."""
-
-    def address(self, host: Host) -> str:
-        return host.name
 
 
 def ssh_argv(host: Host, reach: Reach) -> tuple[str, ...]:

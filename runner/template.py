@@ -38,14 +38,11 @@ class TemplateSpawner:
     def start(self, host: Host) -> CommandStream:
         return CommandStream(fill_in(self._reach.agent_command, host, self._reach))
 
+    def is_local(self, host: Host) -> bool:
+        return False
+
     def diagnose(self, host: Host, ending: Ending) -> Diagnosis:
         return diagnose(ending, self._reach)
-
-    def sweep(self, host: Host, job_id: str) -> None:
-        """Nothing: the stream's end has told agent and warden there."""
-
-    def address(self, host: Host) -> str:
-        return host.name
 
 
 def parse_template(text: str) -> tuple[str, ...]:

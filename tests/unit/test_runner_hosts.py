@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import getpass
+import socket
+import threading
+import time
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdgloo.errors import ConfigError, LaunchError
+from hvdgloo.errors import ConfigError
+from hvdgloo.runner import ways
 from hvdgloo.runner.frames import Hello
 from hvdgloo.runner.hosts import check_load, parse_hosts, place, read_hostfile, shortlist
 from hvdgloo.runner.inventory import take_inventory
-from hvdgloo.runner.spawners import LocalSpawner, is_this_host
+from hvdgloo.runner.spawners import LocalSpawner
 from hvdgloo.runner.spec import Host, LaunchSpec, Reach
-from hvdgloo.runner.ways import choose_spawner
+from hvdgloo.runner.ways import choose_spawner, hosts_here
 
 
 def spec(np: int | None, **more: int) -> LaunchSpec:
@@ -202,17 +207,37 @@ class TestHowManyWhere:
 
 
 class TestThisMachine:
-    def test_its_names_and_addresses(self) -> None:
-        assert is_this_host("localhost")
-        assert is_this_host("127.0.0.1")
-        assert not is_this_host("192.0.2.1")
-        assert not is_this_host("no-such-host.invalid")
+    @pytest.mark.parametrize("name", ["localhost", "LOCALHOST", "127.0.0.1", "127.0.1.1", "::1", socket.gethostname()])
+    def test_its_names_and_addresses(self, name: str) -> None:
+        assert hosts_here([Host(name)], Reach()) == [Host(name)]
+
+    @pytest.mark.parametrize("name", ["192.0.2.1", "no-such-host.invalid", "fd00::dead", "-", "a" * 300])
+    def test_others(self, name: str) -> None:
+        assert hosts_here([Host(name)], Reach()) == []
+
+    def test_another_user_of_this_machine_is_reached_by_ssh(self) -> None:
+        assert hosts_here([Host("localhost", 1, "somebody-else")], Reach()) == []
+        assert hosts_here([Host("localhost", 1, getpass.getuser())], Reach()) != []
+
+    def test_names_of_pods_are_not_looked_up(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: pytest.fail("looked up"))
+        assert hosts_here([Host("worker-0")], Reach(agent_command=("kubectl",))) == []
+        assert hosts_here([Host("n1")], Reach(slurm_job="1", slurm_nodes=frozenset({"n1"}))) == []
+
+    def test_slow_name_servers_hold_up_nobody(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        release = threading.Event()
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: release.wait(30) and [])
+        monkeypatch.setattr(ways, "LOOKUP_TIME", 0.2)
+        started = time.monotonic()
+        assert hosts_here([Host(f"h{number}") for number in range(40)], Reach()) == []
+        assert time.monotonic() - started < 2
+        release.set()
 
     def test_it_needs_no_ssh(self) -> None:
         assert isinstance(choose_spawner([Host("localhost", 1)], Reach()), LocalSpawner)
 
     def test_it_comes_once(self) -> None:
-        with pytest.raises(LaunchError, match=r"localhost, 127\.0\.0\.1 are all this machine; .*-H localhost:3"):
+        with pytest.raises(ConfigError, match=r"localhost, 127\.0\.0\.1 are all this machine; .*-H localhost:3"):
             choose_spawner([Host("localhost", 1), Host("127.0.0.1", 2)], Reach())
 
 
