@@ -96,12 +96,13 @@ class HostsJob:
 
     def file(self, name: str) -> Path:
         path = self.folder / name
-        assert self.process is not None
+        process = self.process
+        assert process is not None
 
         def written() -> bool:
             return path.exists() and path.stat().st_size > 0
 
-        wait_for(lambda: written() or self.process.poll() is not None, 20, f"file {name}")
+        wait_for(lambda: written() or process.poll() is not None, 20, f"file {name}")
         assert written(), f"the launcher ended: {self.error}"
         return path
 
@@ -133,8 +134,9 @@ class HostsJob:
 
     @property
     def last_words(self) -> str:
-        """The summary: from the last line that begins one."""
-        return self.error[self.error.rfind("hvdgloo-run: the job failed: ") :]
+        """The summary, if there is one."""
+        _, mark, after = self.error.rpartition("hvdgloo-run: the job failed: ")
+        return mark + after
 
     def wait(self, timeout: float = 20.0) -> int:
         assert self.process is not None
@@ -169,7 +171,7 @@ def leftovers(bed: Bed) -> dict[str, list[str]]:
     found = {}
     for host in bed:
         left = [f"process {' '.join(_command(process))[:200]}" for process in host.processes()]
-        left += [f"listener {address}:{port}" for address, port in host.listening()] if left else []
+        left += [f"listener {address}:{port}" for address, port in host.listening()]
         left += [f"shared memory {name}" for name in host.shared_memory()]
         if left:
             found[host.name] = left
