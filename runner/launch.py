@@ -126,7 +126,7 @@ def launch(
             console.on_broken = partial(supervisor.interrupt, signal.SIGPIPE)
             with passed_on(signals, supervisor.interrupt) as signal_came:
                 with display:
-                    hellos = supervisor.gather(partial(_required, spec, spawner))
+                    hellos = supervisor.gather(partial(required_on, spec, spawner))
                     if not trusted:
                         check_machines(hosts, hellos, spec.reach)
                     slots = place(hosts, hellos, spec)
@@ -142,6 +142,7 @@ def launch(
                     workers = _spawns(spec, slots, commands, job_id, meeting.endpoint, addresses, network.master_port)
                     _say_threads(console, spec, env)
                     supervisor.start(env, workers)
+                    meeting.serve()
                     if spec.stdin_rank is not None:
                         _feed_stdin(supervisor, spec.stdin_rank)
                     outcome = supervisor.supervise(_init_watch(spec, slots, meeting))
@@ -246,7 +247,7 @@ def _hosts_in_use(slots: Sequence[Slot]) -> tuple[Host, ...]:
     return tuple(used[index] for index in sorted(used))
 
 
-def _required(spec: LaunchSpec, spawner: Spawner, host: Host) -> Require:
+def required_on(spec: LaunchSpec, spawner: Spawner, host: Host) -> Require:
     """What must be on a host before workers start."""
     if spawner.is_local(host):
         return Require(spec.cwd)  # the rest has been looked up here
