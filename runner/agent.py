@@ -285,7 +285,7 @@ class Agent:
         asked = time.time()
         from hvdgloo.runner.examine import examine
 
-        facts = examine(self._environ, frame.cwd, frame.files, frame.programs, frame.search_path)
+        facts = examine(self._environ, frame)
         self._channel.send(Examined(facts.to_json(), asked, time.time()))
 
     def _on_finish(self, _: Finish) -> None:

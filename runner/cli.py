@@ -83,7 +83,7 @@ def _run(argv: Sequence[str], stdout: TextIO, stderr: TextIO) -> int:
     if doctor:
         from hvdgloo.runner.doctor import run
 
-        return run(line.spec, python=sys.executable, stdout=stdout, stderr=stderr, json=bool(given.json))
+        return run(line.spec, stdout=stdout, stderr=stderr, json=bool(given.json))
     from hvdgloo.runner.launch import launch
 
     report = launch(line.spec, stdout=stdout, stderr=stderr)

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hvdgloo.errors import HostsUnreachableError, LaunchError
-from hvdgloo.runner import placement
+from hvdgloo.runner import placement, requirements
 from hvdgloo.runner.examine import Facts
+from hvdgloo.runner.frames import Lacking
 from hvdgloo.runner.placement import Reports
 from hvdgloo.runner.probe import Answer, Outcome
 from hvdgloo.version import __version__
@@ -97,8 +98,7 @@ def diagnose(visits: Sequence[Visit], launcher: Facts, cwd: str, connections: Se
     """
     rules: tuple[Callable[[Sequence[Visit]], Iterable[Finding]], ...] = (
         _unreachable,
-        lambda visits: _working_directory(visits, cwd),
-        lambda visits: _missing(visits, cwd),
+        lambda visits: _required(visits, cwd),
         _requirements,
         _torch,
         _frameworks,
@@ -162,27 +162,16 @@ def _unreachable(visits: Sequence[Visit]) -> Iterator[Finding]:
             yield Finding(Severity.STOP, (visit.host,), visit.problem, visit.mend)
 
 
-def _working_directory(visits: Sequence[Visit], cwd: str) -> Iterator[Finding]:
-    for problem, hosts in _grouped(_seen(visits), lambda facts: facts.cwd_problem).items():
-        yield Finding(
-            Severity.STOP,
-            tuple(hosts),
-            f"the working directory {cwd} {problem}",
-            "create it there, or start from a directory that all hosts have, such as one on a shared file system",
-        )
+def _required(visits: Sequence[Visit], cwd: str) -> Iterator[Finding]:
+    """In the words in which a job would refuse to start."""
 
+    def reason(facts: Facts) -> str | None:
+        diagnosis = requirements.judge(Lacking(facts.directory, facts.missing), cwd)
+        return None if diagnosis is None else diagnosis.text
 
-def _missing(visits: Sequence[Visit], cwd: str) -> Iterator[Finding]:
-    groups: dict[str, list[str]] = defaultdict(list)
-    for visit, facts in _seen(visits):
-        # Without the directory there is nothing in it either; that was said.
-        for thing in () if facts.cwd_problem else facts.missing:
-            groups[thing].append(visit.host)
-    for thing, hosts in groups.items():
-        mend = f"copy it to {cwd} there, or use a file system that all hosts share"
-        if thing.startswith("program "):
-            mend = "install it there, or make it executable (chmod +x)"
-        yield Finding(Severity.STOP, tuple(hosts), f"there is no {thing}", mend)
+    for text, hosts in _grouped(_seen(visits), reason).items():
+        problem, _, mend = text.partition("; ")
+        yield Finding(Severity.STOP, tuple(hosts), problem, mend)
 
 
 def _requirements(visits: Sequence[Visit]) -> Iterator[Finding]:

@@ -12,21 +12,20 @@ import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import TextIO
 
 from hvdgloo.errors import JobFailedError, LaunchError
 from hvdgloo.rendezvous.identity import host_identity
-from hvdgloo.runner.command import needs
 from hvdgloo.runner.console import Console
 from hvdgloo.runner.diagnosis import Finding, Visit, addresses_reached, compare_clocks, diagnose, unconnected
 from hvdgloo.runner.discovery import explore
 from hvdgloo.runner.display import StartDisplay
 from hvdgloo.runner.doctor_report import all_well, as_json, as_text
 from hvdgloo.runner.examine import Facts, examine
-from hvdgloo.runner.frames import Examine, Examined, Hello
-from hvdgloo.runner.launch import COMMAND_LINE_SIGNALS, passed_on
+from hvdgloo.runner.frames import Examine, Examined, Hello, Require
+from hvdgloo.runner.launch import COMMAND_LINE_SIGNALS, passed_on, required_on
 from hvdgloo.runner.link import Link
 from hvdgloo.runner.placement import Reports
 from hvdgloo.runner.spawners import Spawner
@@ -37,14 +36,11 @@ from hvdgloo.runner.ways import choose_spawner
 _WIDEST = 120
 
 
-def run(
-    spec: LaunchSpec, *, python: str, stdout: TextIO, stderr: TextIO, json: bool = False, spawner: Spawner | None = None
-) -> int:
+def run(spec: LaunchSpec, *, stdout: TextIO, stderr: TextIO, json: bool = False, spawner: Spawner | None = None) -> int:
     """Look at all hosts of a job and print what was found.
 
     Args:
         spec: the job; its command may be empty.
-        python: the launcher's interpreter, which hosts replace by their own.
         json: print JSON.
         spawner: how agents are started; by default chosen from the hosts.
 
@@ -54,12 +50,13 @@ def run(
     Raises:
         JobFailedError: a signal came first.
     """
-    with _agents(spec, spawner or choose_spawner(spec.hosts, spec.reach), stderr) as supervisor:
+    spawner = spawner or choose_spawner(spec.hosts, spec.reach)
+    with _agents(spec, spawner, stderr) as supervisor:
         round_ = _Round(supervisor.gather_usable())
-        _look_round(supervisor, spec, python, round_)
+        _look_round(supervisor, spec, spawner, round_)
         _try_addresses(supervisor, spec, round_)
     visits = [_visit(host, round_) for host in spec.hosts]
-    launcher = examine(spec.environ, spec.cwd)
+    launcher = examine(spec.environ, Require(spec.cwd))
     findings = diagnose(visits, launcher, spec.cwd, round_.connections)
     if json:
         stdout.write(as_json(visits, findings))
@@ -122,11 +119,8 @@ class _Observer:
         raise AssertionError("no task was started")
 
 
-def _look_round(supervisor: Supervisor, spec: LaunchSpec, python: str, round_: _Round) -> None:
+def _look_round(supervisor: Supervisor, spec: LaunchSpec, spawner: Spawner, round_: _Round) -> None:
     """Have each agent examine its host."""
-    search_path = spec.environ.get("PATH", "")
-    here = Examine(spec.cwd, *needs(spec.command, python), search_path)
-    elsewhere = Examine(spec.cwd, *needs(spec.remote_command or spec.command, spec.reach.python), search_path)
 
     def on_examined(link: Link, frame: Examined) -> None:
         answer = round_.answers[link.host]
@@ -136,7 +130,7 @@ def _look_round(supervisor: Supervisor, spec: LaunchSpec, python: str, round_: _
     for link in supervisor.links:
         assert link.hello is not None
         round_.answers[link.host] = _Answer(link.hello, time.time())
-        link.channel.send(here if link.hello.identity == host_identity() else elsewhere)
+        link.channel.send(Examine(**asdict(required_on(spec, spawner, link.host))))
     supervisor.converse(
         lambda: all(link.gone or round_.answers[link.host].examined for link in supervisor.links),
         time.monotonic() + spec.start_timeout,

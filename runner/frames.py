@@ -142,19 +142,8 @@ class Suspend(Frame):
 
 
 @dataclass(frozen=True)
-class Examine(Frame):
-    """Look round on this host, for ``hvdgloo-run doctor``; no job is started.
-
-    Attributes:
-        cwd: where workers would run.
-        files, programs: that they would need there.
-        search_path: where programs without a folder are looked for.
-    """
-
-    cwd: str
-    files: Sequence[str] = ()
-    programs: Sequence[str] = ()
-    search_path: str = ""
+class Examine(Require):
+    """Look round on this host, for ``hvdgloo-run doctor``; no job is started. The answer is ``Examined``."""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import stat
 import sys
@@ -119,8 +120,9 @@ class TestHosts:
     def test_a_clock_that_is_wrong(self, bed: Bed, tmp_path: Path) -> None:
         interpreter(tmp_path, {}, customize="import time; right = time.time; time.time = lambda: right() + 100")
         text = doctor(bed["h1"], "-H", "h2:1", "--remote-python", str(tmp_path / "python"), status=0)
-        assert "its clock is 100.0 s ahead of the launcher's" in text
-        assert rows(text)["h2"][-2].startswith("+100.0")
+        # Under load the answer's way may take longer than the question's.
+        assert re.search(r"its clock is (99\.[5-9]|100\.[0-5]) s ahead of the launcher's", text)
+        assert float(rows(text)["h2"][-2]) == pytest.approx(100, abs=0.5)
 
     def test_pain_19_a_working_directory_and_a_script_that_one_host_lacks(self, make_bed: Callable[..., Bed]) -> None:
         bed = make_bed(["h1", HostSpec("h2", private_tmp=True), HostSpec("h3", private_tmp=True)])
@@ -131,7 +133,7 @@ class TestHosts:
         assert "STOP:    h3: there is no file train.py" in text
         bed["h3"].run(["rmdir", "/tmp/job"], check=True)
         text = doctor(bed["h2"], "-H", "h2:1,h3:1", "train.py", status=1, cwd="/tmp/job")
-        assert "STOP:    h3: the working directory /tmp/job does not exist" in text
+        assert "STOP:    h3: there is no working directory /tmp/job" in text
         assert "train.py" not in text
 
     def test_pain_14_hosts_that_reach_each_other_one_way_only(self, make_bed: Callable[..., Bed]) -> None:

@@ -27,6 +27,7 @@ from hvdgloo.runner.diagnosis import (
 )
 from hvdgloo.runner.doctor_report import all_well, as_json, as_text
 from hvdgloo.runner.examine import Facts, Gpu
+from hvdgloo.runner.frames import Require
 from hvdgloo.runner.nics import Address
 from hvdgloo.runner.placement import Reports, tried
 from hvdgloo.runner.probe import Answer, Outcome
@@ -71,9 +72,8 @@ class TestRules:
     @pytest.mark.parametrize(
         ("changes", "text", "mend"),
         [
-            ({"cwd_problem": "does not exist"}, "the working directory /data/job does not exist", "create it there"),
-            ({"missing": ["file train.py"]}, "there is no file train.py", "copy it to /data/job there"),
-            ({"missing": ["program /opt/x"]}, "there is no program /opt/x", "chmod"),
+            ({"directory": "/data/job"}, "there is no working directory /data/job", "copies no files"),
+            ({"missing": ["file train.py"]}, "there is no file train.py (looked in /data/job)", "copies no files"),
             ({"lacking": ["flask", "yaml"]}, "hvdgloo needs flask, yaml there", "/opt/python -m pip install hvdgloo=="),
         ],
     )
@@ -82,9 +82,6 @@ class TestRules:
         assert (finding.severity, finding.hosts) == (Severity.STOP, ("h2",))
         assert text in finding.text
         assert mend in finding.mend
-
-    def test_a_missing_directory_explains_missing_files(self) -> None:
-        assert "directory" in only(visit("h1", cwd_problem="does not exist", missing=["file train.py"])).text
 
     def test_without_torch_nothing_is_exchanged(self) -> None:
         finding = only(visit("h1"), visit("h2", packages={"hvdgloo": "0.1.0", "numpy": "2.4.6"}))
@@ -164,7 +161,7 @@ class TestRules:
         assert said in findings[0].text if said else not findings
 
     def test_the_worst_comes_first(self) -> None:
-        findings = found(visit("h1", 9), visit("h2", cwd_problem="does not exist"))
+        findings = found(visit("h1", 9), visit("h2", directory="/data/job"))
         assert [finding.severity for finding in findings] == [Severity.STOP, Severity.WARNING]
         assert verdict("h1", findings) is Severity.WARNING
         assert verdict("h2", findings) is Severity.STOP
@@ -314,12 +311,11 @@ class TestExamine:
 
     def test_directories_files_and_programs(self, tmp_path: Path) -> None:
         (tmp_path / "train.py").touch()
-        assert examine.directory_problem(str(tmp_path)) == ""
-        assert examine.directory_problem(str(tmp_path / "no")) == "does not exist"
-        assert examine.directory_problem(str(tmp_path / "train.py")) == "is not a directory"
         programs = ["/bin/sh", "sh", "./train.py", "no-such-program"]
-        facts = examine.examine({}, str(tmp_path), ["train.py", "other.py"], programs, "/usr/bin:/bin")
-        assert facts.missing == ["file other.py", "program ./train.py", "program no-such-program"]
+        required = Require(str(tmp_path), ["train.py", "other.py"], programs, "/usr/bin:/bin")
+        facts = examine.examine({}, required)
+        assert list(facts.missing) == ["file other.py", "program ./train.py", "program no-such-program"]
+        assert examine.examine({}, Require(str(tmp_path / "no"))).directory == str(tmp_path / "no")
 
     def test_what_hvdgloo_requires_is_what_setup_cfg_says(self) -> None:
         setup = configparser.ConfigParser()
@@ -327,7 +323,7 @@ class TestExamine:
         required = [line.split()[0] for line in setup["options"]["install_requires"].split("\n")[1:]]
         assert {"PyYAML": "yaml"}.get(required[-1]) == "yaml"
         assert {name.replace("PyYAML", "yaml") for name in required} == set(examine.REQUIRED)
-        assert examine.examine({}, "/").lacking == []
+        assert examine.examine({}, Require("/")).lacking == []
 
     @pytest.mark.parametrize(
         ("command", "expected"),
