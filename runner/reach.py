@@ -48,14 +48,21 @@ def add_environment_flags(add: AddArgument) -> None:
         action="append",
         dest="exports",
         metavar="NAME[=VALUE]",
+        yaml="environment.variables",
         help="pass this variable to the workers, on all hosts; may be repeated",
     )
-    add("--env-file", action="append", metavar="FILE", help="the same from a file, a NAME=VALUE in each line")
+    add(
+        "--env-file",
+        action="append",
+        metavar="FILE",
+        yaml="environment.file",
+        help="the same from a file, a NAME=VALUE in each line",
+    )
     add(
         "--export",
         choices=("all", "named"),
         default="all",
-        yaml="export",
+        yaml="environment.export",
         help="which variables workers on other hosts get: all but those specific to a host (default), or only those of "
         "-x and --env-file, and settings",
     )
