@@ -16,13 +16,14 @@ from packaging.version import Version
 
 from hvdgloo.config import environment_names, settings
 from hvdgloo.rendezvous import cli as rendezvous_cli
+from hvdgloo.runner import config_file
 from hvdgloo.runner.cli import build_parser
 from hvdgloo.runner.command import worker_environment
 from hvdgloo.runner.spec import Host, assign
 from tests.architecture.source import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
-OTHER_OPTIONS = {"--epochs", "--from-literal"}
+OTHER_OPTIONS = {"--epochs", "--from-literal", "--ipc", "--shm-size"}
 """Options in examples that belong to other programs."""
 
 
@@ -64,6 +65,15 @@ def test_variables_that_are_named_exist(page: Path) -> None:
 def test_options_that_are_named_exist(page: Path) -> None:
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", page.read_text(encoding="utf-8")))
     assert named - _options() - OTHER_OPTIONS == set()
+
+
+def test_keys_of_the_configuration_file_are_documented(tmp_path: Path) -> None:
+    page = (ROOT / "docs/launching.md").read_text(encoding="utf-8")
+    parser = build_parser()
+    assert [key for key in parser.keys if f"`{key}`" not in page] == []
+    (example,) = (text for text in re.findall(r"```yaml\n(.*?)```", page, re.S) if "num_proc" in text)
+    (tmp_path / "example.yaml").write_text(example)
+    assert config_file.read(str(tmp_path / "example.yaml"), parser).ignored == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_ids)
