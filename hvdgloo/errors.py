@@ -25,6 +25,8 @@
     │   └── RendezvousRefusedError             it answered with a 4xx: status and reason
     ├── RemoteTraceback                        where a worker raised what run() raises again: its cause
     └── LaunchError (RuntimeError)             a job could not be started
+        ├── HostsUnreachableError              hosts of a job cannot reach each other
+        ├── UnusableHostsError                 hosts that could not be reached, or lack something
         └── JobFailedError                     a job was started and did not succeed
 
 An error carries its facts as attributes, and its text says what to do next. Errors travel between processes
@@ -34,7 +36,7 @@ passed by keyword are restored from the instance's dictionary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 class HvdglooError(Exception):
@@ -202,6 +204,29 @@ class RemoteTraceback(HvdglooError):  # noqa: N818 - it is no failure of its own
 
 class LaunchError(HvdglooError, RuntimeError):
     """A job could not be started. Nothing is left running."""
+
+
+class HostsUnreachableError(LaunchError):
+    """Hosts of a job cannot reach each other. The text says which addresses were tried, and what each answered.
+
+    ``pairs``: (from, to) for each host that does not reach another.
+    """
+
+    def __init__(self, message: str, *, pairs: Sequence[tuple[str, str]] = ()) -> None:
+        super().__init__(message)
+        self.pairs = tuple(pairs)
+
+
+class UnusableHostsError(LaunchError):
+    """Hosts cannot be used: they could not be reached, or lack what a worker needs.
+
+    Attributes:
+        hosts: each one's name, and why it cannot be used.
+    """
+
+    def __init__(self, message: str, *, hosts: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.hosts = dict(hosts or {})
 
 
 class JobFailedError(LaunchError):

@@ -4,12 +4,18 @@ A ``RendezvousServer`` runs in the launcher, or by itself as ``hvdgloo-rendezvou
 ``RendezvousClient``. It knows nothing of tensors and never unpickles anything.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from hvdgloo.rendezvous.auth import generate_secret, seal, unseal
 from hvdgloo.rendezvous.client import HttpStore, Registration, RendezvousClient
 from hvdgloo.rendezvous.identity import host_identity
 from hvdgloo.rendezvous.membership import WorkerInfo
-from hvdgloo.rendezvous.server import RendezvousServer
 from hvdgloo.rendezvous.store import MemoryStore, Store
+
+if TYPE_CHECKING:
+    from hvdgloo.rendezvous.server import RendezvousServer
 
 __all__ = [
     "HttpStore",
@@ -24,3 +30,12 @@ __all__ = [
     "seal",
     "unseal",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Workers and agents do without the web server, whose import takes longer than all the rest.
+    if name == "RendezvousServer":
+        from hvdgloo.rendezvous.server import RendezvousServer
+
+        return RendezvousServer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

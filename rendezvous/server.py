@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import resource
-import socket
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -13,6 +11,7 @@ from typing import Any
 
 from hvdgloo.config import format_endpoint
 from hvdgloo.errors import ConfigError
+from hvdgloo.rendezvous import ports
 from hvdgloo.rendezvous.app import Service, create_app
 from hvdgloo.rendezvous.epochs import Epochs
 from hvdgloo.rendezvous.front import Front
@@ -22,7 +21,6 @@ logger = logging.getLogger(__name__)
 MAX_BODY = 256 * 1024 * 1024
 _SPARE_THREADS = 32  # for requests that do not wait
 _OTHER_DESCRIPTORS = 256  # that the process needs for itself
-_RETRIES = 20  # a port that is free at one address may be taken at the next
 
 
 class RendezvousServer:
@@ -60,7 +58,7 @@ class RendezvousServer:
             raise ConfigError("a rendezvous server needs at least one address to listen on")
         self._epochs = Epochs(start_timeout)
         self._bind = tuple(dict.fromkeys(bind))
-        self._ports = range(port, port + 1) if port_range is None else range(port_range[0], port_range[1] + 1)
+        self._port_range = (port, port) if port_range is None and port else port_range
         self._front: Front | None = None
         self._bound: list[Any] = []
         self._threads = _SPARE_THREADS
@@ -73,7 +71,7 @@ class RendezvousServer:
         """Bind, listen and serve on daemon threads. Returns itself."""
         if self._front is not None:
             raise RuntimeError("this rendezvous server has been started before")
-        listeners = bind_all(self._bind, self._ports)
+        listeners = ports.listen(self._bind, self._port_range)
         self._bound = [listener.getsockname() for listener in listeners]
         self._front = Front(
             create_app(self._service),
@@ -165,49 +163,6 @@ class RendezvousServer:
         if self._front is None:
             raise RuntimeError("no request is served before the server was started")
         return self._front.watch(connection, on_hang_up)
-
-
-def bind_all(addresses: Sequence[str], ports: range) -> list[socket.socket]:
-    """Sockets bound to one and the same port of all addresses: the first of ``ports`` that is free everywhere.
-
-    Raises:
-        ConfigError: naming the address, the ports and the system's reason.
-    """
-    reason = ""
-    for port in ports if ports != range(1) else [0] * _RETRIES:
-        sockets: list[socket.socket] = []
-        try:
-            for address in addresses:
-                sockets.append(_bind(address, port or (sockets[0].getsockname()[1] if sockets else 0)))
-            return sockets
-        except OSError as error:
-            for bound in sockets:
-                bound.close()
-            reason = f"{address}: {error.strerror or error}"
-            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
-                break  # another port would not help
-    tried = f"port {ports[0]}" if len(ports) == 1 else f"any of the ports {ports[0]}-{ports[-1]}"
-    raise ConfigError(f"cannot listen on {tried if ports != range(1) else 'any port'} of {reason}")
-
-
-def _bind(address: str, port: int) -> socket.socket:
-    family, kind, protocol, _, target = socket.getaddrinfo(
-        address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    sock = socket.socket(family, kind, protocol)
-    try:
-        # A server that is started again at its port must not wait until old connections are forgotten: the kernel asks
-        # that these had the option, too. A port that the system chooses must not be one that others share, though.
-        if port:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(address != "::"))
-        sock.bind(target)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    except OSError:
-        sock.close()
-        raise
-    return sock
 
 
 def raise_descriptor_limit(wanted: int) -> int:

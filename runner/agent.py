@@ -41,6 +41,8 @@ from hvdgloo.runner.frames import (
     Bye,
     Credit,
     Dying,
+    Examine,
+    Examined,
     Exited,
     Finish,
     Frame,
@@ -56,8 +58,11 @@ from hvdgloo.runner.frames import (
     StdinTaken,
     Stop,
     Suspend,
+    Sweep,
 )
 from hvdgloo.runner.process import WorkerProcess
+from hvdgloo.runner.scout import Scout
+from hvdgloo.runner.silence import Silence
 from hvdgloo.version import __version__
 
 LEFTOVER_GRACE = 1.0
@@ -67,7 +72,7 @@ DRAIN_TIME = 2.0
 """Seconds to wait for the end of a pipe whose writers are all dead; longer only where a stranger holds it open."""
 
 _RESULT_MARK = 1024 * 1024  # results are read from their files only while fewer bytes than this wait to be sent
-_START_TIME = 60.0  # seconds in which the launcher must send its first frame
+_FIRST_SILENCE = 8.0  # seconds of silence that end an agent that has not been told another time yet
 _MARK_BYTES = 128
 
 
@@ -84,6 +89,7 @@ class Agent:
         self._channel = channel
         self._mark = mark
         self._environ = environ
+        self._warden = os.getppid()
         self._selector = selectors.DefaultSelector()
         self._wakeup, self._waker = socket.socketpair()
         self._workers: dict[int, WorkerProcess] = {}
@@ -91,8 +97,11 @@ class Agent:
         self._blob: IO[bytes] | None = None
         self._start: Start | None = None
         self._memory = machine.MemoryWatch()
-        self._port = machine.claim_port()
-        self._last_heard = self._last_beat = time.monotonic()
+        self._scout = Scout(self._selector, channel.send, environ)
+        self._last_beat = time.monotonic()
+        self._silence = Silence(_FIRST_SILENCE, self._last_beat)
+        self._sign: socket.socket | None = None
+        self._abandoned: Sweep | None = None
         self._suspended = False
         self._stop_deadline: float | None = None
         self._order_to_die = ""
@@ -108,7 +117,10 @@ class Agent:
             Stop: self._on_stop,
             Suspend: self._on_suspend,
             Finish: self._on_finish,
+            Sweep: self._on_sweep,
+            Examine: self._on_examine,
             Beat: lambda _: None,
+            **self._scout.handlers,
         }
 
     # The loop.
@@ -125,6 +137,7 @@ class Agent:
                 key.data()
             self._reap()
             self._send_results()
+            self._scout.tick()
             self._keep_time()
         self._end()
 
@@ -142,22 +155,24 @@ class Agent:
         return worker.reported or bool(self._order_to_die)
 
     def _patience(self) -> float:
-        deadline = self._last_beat + self._beat_interval - time.monotonic()
+        deadline = self._last_beat + self._silence.step
+        if not self._order_to_die:
+            deadline = min(deadline, self._silence.deadline)
+        if self._scout.deadline is not None:
+            deadline = min(deadline, self._scout.deadline)
+        left = max(0.0, deadline - time.monotonic())
         # What ends inside a worker's process group is seen by looking, unless it was adopted here.
-        return max(0.0, deadline if self._stop_deadline is None else min(deadline, 0.05))
-
-    @property
-    def _beat_interval(self) -> float:
-        return self._start.heartbeat_timeout / 6 if self._start else _START_TIME / 6
+        return left if self._stop_deadline is None else min(left, 0.05)
 
     def _keep_time(self) -> None:
         now = time.monotonic()
-        limit = self._start.heartbeat_timeout if self._start else _START_TIME
         if self._channel.lost:
             self._die("the launcher has ended")
-        elif not self._suspended and now - self._last_heard > limit:
-            self._die(f"the launcher has been silent for {limit:g} s")
-        if now - self._last_beat >= self._beat_interval:
+        elif self._suspended:
+            self._silence.heard(now)
+        elif self._silence.over(now):
+            self._die(f"the launcher has been silent for {self._silence.timeout:g} s")
+        if now - self._last_beat >= self._silence.step:
             self._last_beat = now
             self._channel.beat()
         if self._stop_deadline is not None and now >= self._stop_deadline:
@@ -184,7 +199,8 @@ class Agent:
             signal.signal(signum, self._on_deadly_signal)
 
     def _on_deadly_signal(self, signum: int, _frame: FrameType | None) -> None:
-        self._die(f"it received {signal.Signals(signum).name}")
+        orphaned = os.getppid() != self._warden
+        self._die("its warden was killed" if orphaned else f"it received {signal.Signals(signum).name}")
 
     def _on_wakeup(self) -> None:
         try:
@@ -196,7 +212,7 @@ class Agent:
 
     def _on_readable(self) -> None:
         frames = self._channel.receive()
-        self._last_heard = time.monotonic()
+        self._silence.heard(time.monotonic())
         if self._channel.ended:
             self._selector.unregister(self._channel.receive_fd)
         for frame in frames:
@@ -213,12 +229,14 @@ class Agent:
             os.getpid(),
             machine.usable_cores(),
             machine.visible_gpus(self._environ),
-            self._port.port,
+            self._scout.port,
             machine.ssh_addresses(self._environ),
         )
 
     def _on_start(self, start: Start) -> None:
         self._start = start
+        self._silence = Silence(start.heartbeat_timeout, time.monotonic())
+        self._sign = sweep.attend(start.job_id)
         self._mark[: len(start.job_id)] = start.job_id.encode("ascii")
 
     def _on_blob(self, blob: Blob) -> None:
@@ -255,7 +273,18 @@ class Agent:
     def _on_suspend(self, frame: Suspend) -> None:
         self._suspended = frame.suspended
 
+    def _on_examine(self, frame: Examine) -> None:
+        asked = time.time()
+        from hvdgloo.runner.examine import examine
+
+        facts = examine(self._environ, frame.cwd, frame.files, frame.programs)
+        self._channel.send(Examined(facts.to_json(), asked, time.time()))
+
     def _on_finish(self, _: Finish) -> None:
+        self._finish = True
+
+    def _on_sweep(self, frame: Sweep) -> None:
+        self._abandoned = frame
         self._finish = True
 
     def _die(self, reason: str) -> None:
@@ -367,14 +396,18 @@ class Agent:
 
     def _end(self) -> None:
         """End what is left of the job, hand on its last words, say good-bye."""
+        self._scout.close()
         grace = 0.0 if self._order_to_die or self._stop_deadline is not None else LEFTOVER_GRACE
         left = sweep.end_all(self._leftovers, grace=grace, reap=self._reap)
+        if self._abandoned is not None:
+            left |= sweep.end_abandoned(self._abandoned.job_id, self._abandoned.grace)
         self._drain()
         self._channel.send(Bye(sorted(left)))
         self._flush_out()
         for worker in self._workers.values():
             worker.close()
-        self._port.release()
+        if self._sign is not None:
+            self._sign.close()
 
     def _leftovers(self) -> set[int]:
         job_id = self._start.job_id if self._start else ""

@@ -10,7 +10,7 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -24,7 +24,7 @@ from hvdgloo.runner.flags import PROGRAM, Parser, build_parser, judge_known_flag
 from hvdgloo.runner.hosts import parse_hosts, read_hostfile
 from hvdgloo.runner.machine import visible_gpus
 from hvdgloo.runner.reach import reach_from
-from hvdgloo.runner.spec import Host, LaunchSpec
+from hvdgloo.runner.spec import Host, LaunchSpec, Network
 from hvdgloo.version import __version__
 
 USAGE_ERROR = 2
@@ -64,8 +64,10 @@ def _nowhere() -> TextIO:
 
 def _run(argv: Sequence[str], stdout: TextIO, stderr: TextIO) -> int:
     parser = build_parser()
-    flags, command = split(argv, parser.values)
+    flags, command, doctor = split_all(argv, parser.values)
     given = parser.given(flags)
+    if given.json and not doctor:
+        raise ConfigError(f"--json is for {PROGRAM} doctor")
     if given.version:
         stdout.write(f"{__version__}\n")
         return 0
@@ -74,11 +76,15 @@ def _run(argv: Sequence[str], stdout: TextIO, stderr: TextIO) -> int:
 
         stdout.write(build_table())
         return 0
-    line = command_line(parser, given, command)
+    line = command_line(parser, given, command, doctor=doctor)
     for notice in line.notices:
         stderr.write(f"{PROGRAM}: {notice}\n")
     stderr.flush()
     # The launcher's heavier half; --help and a mistyped flag do without it.
+    if doctor:
+        from hvdgloo.runner.doctor import run
+
+        return run(line.spec, python=sys.executable, stdout=stdout, stderr=stderr, json=bool(given.json))
     from hvdgloo.runner.launch import launch
 
     report = launch(line.spec, stdout=stdout, stderr=stderr)
@@ -93,8 +99,25 @@ def _run(argv: Sequence[str], stdout: TextIO, stderr: TextIO) -> int:
     return report.outcome.exit_code
 
 
-def command_line(parser: Parser, given: argparse.Namespace, command: Sequence[str]) -> CommandLine:
+def split_all(argv: Sequence[str], values: Mapping[str, int]) -> tuple[list[str], list[str], bool]:
+    """Flags, command, and whether the job is only to be examined: ``doctor`` may stand before or after the flags.
+
+    A program that is called so is run by ``-- doctor``.
+    """
+    flags, command = split(argv, values)
+    if argv[len(flags) : len(flags) + 1] != ["doctor"]:
+        return flags, command, False
+    more, command = split(command[1:], values)
+    return flags + more, command, True
+
+
+def command_line(
+    parser: Parser, given: argparse.Namespace, command: Sequence[str], *, doctor: bool = False
+) -> CommandLine:
     """From the flags that were given to a job.
+
+    Args:
+        doctor: no command is needed, and what is said about starting processes is left out.
 
     Raises:
         ConfigError: a value that cannot be used, or there is no such command.
@@ -104,11 +127,14 @@ def command_line(parser: Parser, given: argparse.Namespace, command: Sequence[st
     notices += [f"{given.config_file}: {key} has no effect here" for key in content.ignored]
     arguments = parser.complete(given, content.flags)
     environ = {**os.environ, **content.environ, **options.from_flags(arguments)}
-    hosts, np = choose_hosts(arguments, environ, notices)
+    hosts, np = choose_hosts(arguments, environ, [] if doctor else notices)
     directory = arguments.output_filename
     cwd = os.getcwd()
+    config = Config.from_env(environ)
     spec = LaunchSpec(
-        command=resolve_command(
+        command=()
+        if doctor and not command
+        else resolve_command(
             command, python=sys.executable, cwd=cwd, search_path=environ.get("PATH"), module_path=sys.path
         ),
         hosts=hosts,
@@ -116,14 +142,17 @@ def command_line(parser: Parser, given: argparse.Namespace, command: Sequence[st
         cwd=cwd,
         environ=environ,
         secret=generate_secret(),
-        start_timeout=Config.from_env(environ).start_timeout,
+        start_timeout=config.start_timeout,
         grace_period=arguments.grace_period,
         heartbeat_timeout=arguments.heartbeat_timeout,
         output_directory=None if directory is None else os.path.abspath(directory),
         timestamps=arguments.timestamps,
         stdin_rank=arguments.stdin,
         verbose=arguments.verbose,
-        reach=reach_from(arguments, Config.from_env(environ).connect_timeout),
+        reach=reach_from(arguments, config.connect_timeout),
+        network=Network(
+            (*(arguments.nics or ()), *(arguments.network_interface or ())), config.port_range, config.connect_timeout
+        ),
     )
     return CommandLine(spec, tuple(notices))
 

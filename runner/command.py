@@ -8,7 +8,8 @@ import shutil
 from collections.abc import Mapping, Sequence
 
 from hvdgloo.config import format_endpoint
-from hvdgloo.errors import LaunchError
+from hvdgloo.errors import ConfigError
+from hvdgloo.runner.nics import Address
 from hvdgloo.runner.spec import Slot
 
 THREAD_VARIABLES = (
@@ -34,10 +35,10 @@ def resolve_command(
         module_path: where ``-m`` looks, besides ``cwd``.
 
     Raises:
-        LaunchError: there is no such file, module or program, or no command at all.
+        ConfigError: there is no such file, module or program, or no command at all.
     """
     if not command:
-        raise LaunchError("there is no command to run; write for example: hvdgloo-run -np 2 train.py")
+        raise ConfigError("there is no command to run; write for example: hvdgloo-run -np 2 train.py")
     program, arguments = command[0], tuple(command[1:])
     if program == "-m":
         return (python, "-m", *_module(arguments, [cwd, *module_path]), *arguments[1:])
@@ -52,13 +53,13 @@ def resolve_command(
 
 def _module(arguments: Sequence[str], path: Sequence[str]) -> tuple[str]:
     if not arguments:
-        raise LaunchError("-m needs the name of a module; write for example: hvdgloo-run -np 2 -m package.train")
+        raise ConfigError("-m needs the name of a module; write for example: hvdgloo-run -np 2 -m package.train")
     top = arguments[0].partition(".")[0]
     finders = (importlib.machinery.BuiltinImporter, importlib.machinery.FrozenImporter)
     if not any(finder.find_spec(top) for finder in finders) and not importlib.machinery.PathFinder.find_spec(
         top, list(path)
     ):
-        raise LaunchError(f"there is no module named {top!r}, neither in {path[0]} nor among the installed packages")
+        raise ConfigError(f"there is no module named {top!r}, neither in {path[0]} nor among the installed packages")
     return (arguments[0],)
 
 
@@ -70,21 +71,21 @@ def _check_script(arguments: Sequence[str], cwd: str) -> None:
 
 def _require_file(path: str, cwd: str) -> None:
     if not os.path.isfile(os.path.join(cwd, path)):
-        raise LaunchError(f"there is no file {path} in {cwd}")
+        raise ConfigError(f"there is no file {path} in {cwd}")
 
 
 def _executable(program: str, cwd: str, search_path: str | None) -> str:
     if os.sep in program:
         path = os.path.join(cwd, program)
         if not os.path.isfile(path):
-            raise LaunchError(f"there is no program {program} in {cwd}")
+            raise ConfigError(f"there is no program {program} in {cwd}")
         if not os.access(path, os.X_OK):
-            raise LaunchError(f"{program} is not executable; chmod +x it, or name the interpreter that runs it")
+            raise ConfigError(f"{program} is not executable; chmod +x it, or name the interpreter that runs it")
         return program
     found = shutil.which(program, path=search_path)
     if found is None:
         hint = f"; did you mean ./{program}?" if os.path.exists(os.path.join(cwd, program)) else ""
-        raise LaunchError(f"there is no program {program} in the search path{hint}")
+        raise ConfigError(f"there is no program {program} in the search path{hint}")
     return found
 
 
@@ -136,6 +137,19 @@ def worker_environment(
         "MASTER_PORT": str(master[1]),
         "PYTHONUNBUFFERED": "1",
     }
+
+
+def interface_variables(address: Address) -> dict[str, str]:
+    """For libraries that choose a network interface by its name: the one that the job uses on this host.
+
+    Gloo would take an interface's first address, which for IPv6 is the link-local one: there it is not told.
+    """
+    if not address.nic:
+        return {}
+    names = {"HOROVOD_GLOO_IFACE": address.nic, "NCCL_SOCKET_IFNAME": f"={address.nic}"}
+    if address.version == 6:
+        return {**names, "NCCL_SOCKET_FAMILY": "AF_INET6"}
+    return {**names, "GLOO_SOCKET_IFNAME": address.nic}
 
 
 def thread_defaults(cores: int, local_size: int, environ: Mapping[str, str], *, machine_cores: int) -> dict[str, str]:

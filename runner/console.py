@@ -13,6 +13,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TextIO
 
 from hvdgloo.errors import LaunchError
@@ -31,6 +32,14 @@ _TAIL_WIDTH = 400
 _IDLE = 0.1  # seconds after which an unfinished line is shown where that is wanted
 _STREAM_NAMES = {STDOUT: "stdout", STDERR: "stderr"}
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+@dataclass(frozen=True)
+class Window:
+    """The terminal that the launcher's own lines are drawn on, as it is now."""
+
+    width: int
+    height: int
 
 
 class Console:
@@ -72,6 +81,7 @@ class Console:
         same = _same_file(stdout, stderr)
         screen = Screen(terminal=_is_terminal(stdout))
         self._screens = {STDOUT: screen, STDERR: screen if same else Screen(terminal=_is_terminal(stderr))}
+        self._terminal = _descriptor(stderr)
         files = _open_files(directory, size)
         self._files = Writer("hvdgloo-files", list(files.values()), self._file_failed) if files else None
         self._file_list = list(files.values())
@@ -107,7 +117,36 @@ class Console:
     def always(self, text: str) -> None:
         """Say it even if notices are switched off."""
         line = f"hvdgloo-run: {text}\n".encode("utf-8", "surrogateescape")
-        self._put(STDERR, self._screens[STDERR].line((-1, STDERR), b"", line))
+        self._draw(STDERR, self._screens[STDERR].line((-1, STDERR), b"", line))
+
+    def window(self) -> Window | None:
+        """Where ``below`` can draw; None where it cannot: no terminal, one that is others' at present, or quiet."""
+        if self._quiet or not self._screens[STDERR].terminal or self._terminal is None:
+            return None
+        try:
+            if os.tcgetpgrp(self._terminal) != os.getpgrp():
+                return None  # we are in the background of a shell, which writes here
+        except OSError:
+            pass  # it controls no session, so there is no background either
+        try:
+            size = os.get_terminal_size(self._terminal)
+        except OSError:
+            return None
+        return Window(size.columns or 80, size.lines or 24)
+
+    def below(self, lines: Sequence[str]) -> None:
+        """Keep these lines below everything else on the terminal, until others replace them. None takes them away."""
+        screen = self._screens[STDERR]
+        lifted = screen.lift()
+        screen.below = tuple(line.encode("utf-8", "replace") for line in lines)
+        data = lifted + screen.lower()
+        if data:
+            self._put(STDERR, data)
+
+    def wait_until_written(self, timeout: float) -> None:
+        """Give the console's writers a moment."""
+        for writer in {*self._writers.values()}:
+            writer.wait_until_written(timeout)
 
     def tick(self) -> float | None:
         """Show unfinished lines whose time has come; the time of the next one, on the monotonic clock."""
@@ -118,7 +157,7 @@ class Console:
                 lines = self._lines[source]
                 screen = self._screens[source[1]]
                 bar = source[0] != self._interactive
-                self._put(source[1], screen.partial(source, self._prefix(source), lines.rest, bar=bar))
+                self._draw(source[1], screen.partial(source, self._prefix(source), lines.rest, bar=bar))
         return min(self._unfinished.values(), default=None)
 
     @property
@@ -165,7 +204,7 @@ class Console:
             return
         rank, stream = source
         prefix, screen = self._prefix(source), self._screens[stream]
-        self._put(stream, b"".join([screen.line(source, prefix, line) for line in lines]))
+        self._draw(stream, b"".join([screen.line(source, prefix, line) for line in lines]))
         for line in lines[-TAIL:]:
             text = _ESCAPES.sub("", line.decode("utf-8", "replace")).rstrip()
             if text and not line.endswith(b"\r"):
@@ -174,6 +213,11 @@ class Console:
     def _prefix(self, source: tuple[int, int]) -> bytes:
         when = time.asctime() if self._timestamps else ""
         return f"{when}[{source[0]}]<{_STREAM_NAMES[source[1]]}>:".encode()
+
+    def _draw(self, stream: int, data: bytes) -> None:
+        """Write what a Screen gave, with our own lines out of its way."""
+        screen = self._screens[stream]
+        self._put(stream, screen.lift() + data + screen.lower())
 
     def _put(self, stream: int, data: bytes) -> None:
         self._writers[stream].put(0, data)

@@ -176,6 +176,7 @@ def build_parser() -> Parser:
     _add_job_flags(parser.adder("job"))
     _add_host_flags(parser.adder("hosts"))
     add_reach_flags(parser.adder("reach"))
+    _add_network_flags(parser.adder("network"))
     _add_output_flags(parser.adder("output"))
     options.add_setting_flags(lambda section: parser.adder(_SECTIONS[section]))
     _add_time_flags(parser.adder("time"))
@@ -214,6 +215,20 @@ def _add_host_flags(add: options.AddArgument) -> None:
         yaml="hostfile",
         help="the same in a file, a line per host: name slots=N",
     )
+
+
+def _add_network_flags(add: options.AddArgument) -> None:
+    add(
+        "--nics",
+        "--network-interfaces",
+        action="append",
+        metavar="NIC,NETWORK,^NIC,HOST=NIC,...",
+        yaml="network.nics",
+        help="addresses that the hosts may use among each other: names of network interfaces (eth*), networks "
+        "(10.0.0.0/8), and ^ before what is not to be used; HOST= before what concerns one host. By default all that "
+        "are found to work",
+    )
+    add("--network-interface", action="append", help=argparse.SUPPRESS)
 
 
 def _add_output_flags(add: options.AddArgument) -> None:
@@ -267,7 +282,6 @@ def _add_known_flags(parser: Parser) -> None:
     add = parser.adder("horovod")
     hidden = argparse.SUPPRESS
     add("--gloo", action="store_true", help="the only controller, and the default")
-    add("--network-interfaces", "--network-interface", action="append", help=hidden)
     for flag, count, _ in (*options.IGNORED_FLAGS, *options.REFUSED_FLAGS):
         if flag in parser.values:
             continue  # it has become a setting
@@ -278,7 +292,7 @@ def _add_known_flags(parser: Parser) -> None:
 
 
 def judge_known_flags(arguments: argparse.Namespace) -> list[str]:
-    """A line for each of Horovod's flags that was given and has no effect.
+    """A line for each of Horovod's flags that was given and has no effect, or another name now.
 
     Raises:
         ConfigError: one was given without which the job would be another one.
@@ -287,7 +301,10 @@ def judge_known_flags(arguments: argparse.Namespace) -> list[str]:
     for flag, _, reason in options.REFUSED_FLAGS:
         if given.get(flag):
             raise ConfigError(f"{flag}: {reason}")
-    return [f"{flag}: {reason}" for flag, _, reason in options.IGNORED_FLAGS if given.get(flag)]
+    notices = [f"{flag}: {reason}" for flag, _, reason in options.IGNORED_FLAGS if given.get(flag)]
+    if given.get("network_interface"):
+        notices.append("--network-interface is deprecated and means --nics")
+    return notices
 
 
 # Where the command begins.

@@ -15,6 +15,7 @@ import json
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from hvdgloo.errors import LaunchError
 
@@ -123,8 +124,79 @@ class Suspend(Frame):
 
 
 @dataclass(frozen=True)
+class Examine(Frame):
+    """Look round on this host, for ``hvdgloo-run doctor``; no job is started.
+
+    Attributes:
+        cwd: where workers would run.
+        files, programs: that they would need there.
+    """
+
+    cwd: str
+    files: Sequence[str] = ()
+    programs: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
 class Finish(Frame):
     """The job is over: end every process that is left of it, say ``Bye`` and exit."""
+
+
+@dataclass(frozen=True)
+class Survey(Frame):
+    """Report this host's addresses, and get ready to prove being this host at each of them.
+
+    Attributes:
+        host: its number among the job's hosts.
+        key: of all proofs, in hexadecimal digits.
+        rules: the user's, for this host's addresses (``hvdgloo.runner.nics``).
+        listen: others will try to reach it.
+        port_range: first and last port that may be used.
+    """
+
+    host: int
+    key: str = field(repr=False)
+    rules: Sequence[str]
+    listen: bool
+    port_range: Sequence[int] | None
+
+
+@dataclass(frozen=True)
+class Probe(Frame):
+    """Try these addresses: number of a host, address, port; each for so many seconds."""
+
+    targets: Sequence[Sequence[Any]]
+    timeout: float
+
+
+@dataclass(frozen=True)
+class ProbesEnd(Frame):
+    """The choice has been made: try no more, and answer no more probes."""
+
+
+@dataclass(frozen=True)
+class Serve(Frame):
+    """Start a rendezvous server beside the agent, and keep it until the job is over.
+
+    Attributes:
+        job_id: as in ``Start``.
+        request: what ``hvdgloo.rendezvous.beside`` is told.
+    """
+
+    job_id: str
+    request: Mapping[str, Any] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Sweep(Frame):
+    """Instead of ``Start``: end what the lost agent of a job may have left on this host, say ``Bye`` and exit.
+
+    Attributes:
+        grace: seconds between SIGTERM and SIGKILL.
+    """
+
+    job_id: str
+    grace: float
 
 
 # From an agent to the launcher.
@@ -153,6 +225,53 @@ class Hello(Frame):
     gpus: int
     port: int
     connection: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Examined(Frame):
+    """What there is.
+
+    Attributes:
+        facts: ``hvdgloo.runner.examine.Facts``.
+        asked, answered: this host's clock when the question came and when the answer left, in seconds since 1970.
+    """
+
+    facts: Mapping[str, Any]
+    asked: float
+    answered: float
+
+
+@dataclass(frozen=True)
+class Surveyed(Frame):
+    """A host's addresses.
+
+    Attributes:
+        addresses: the fields of ``hvdgloo.runner.nics.Address``, for each.
+        ports: address to the port on which it listens for probes.
+        failures: address to the reason why nothing listens there.
+        port: held for ``MASTER_PORT``, within the range.
+        port_failure: why there is none.
+    """
+
+    addresses: Sequence[Sequence[Any]]
+    ports: Mapping[str, int]
+    failures: Mapping[str, str]
+    port: int
+    port_failure: str = ""
+
+
+@dataclass(frozen=True)
+class Probed(Frame):
+    """What came of probes: the fields of ``hvdgloo.runner.probe``'s Target, and of Answer with the outcome last."""
+
+    answers: Sequence[Sequence[Sequence[Any]]]
+
+
+@dataclass(frozen=True)
+class Served(Frame):
+    """A message of the rendezvous server beside the agent; with ``error`` in it, the last one."""
+
+    message: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -227,7 +346,8 @@ class Beat(Frame):
 KINDS: tuple[type[Frame], ...] = (
     Start, Blob, Spawn, Stdin, Credit, Signal, Stop, Suspend, Finish,
     Hello, Spawned, SpawnFailed, Output, StdinTaken, Result, Exited, Dying, Bye,
-    Beat,
+    Beat, Examine, Examined,
+    Survey, Probe, ProbesEnd, Serve, Surveyed, Probed, Served, Sweep,
 )  # fmt: skip
 _NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
 

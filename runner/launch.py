@@ -13,16 +13,20 @@ from functools import partial
 from types import FrameType
 from typing import Protocol, TextIO
 
-from hvdgloo.config import parse_endpoint
 from hvdgloo.errors import JobFailedError
-from hvdgloo.rendezvous.server import RendezvousServer, raise_descriptor_limit
-from hvdgloo.runner.command import thread_defaults, worker_environment
+from hvdgloo.rendezvous.server import raise_descriptor_limit
+from hvdgloo.runner.command import interface_variables, thread_defaults, worker_environment
 from hvdgloo.runner.console import Console
+from hvdgloo.runner.discovery import discover
+from hvdgloo.runner.display import StartDisplay
 from hvdgloo.runner.frames import CHUNK, Hello, Spawn
+from hvdgloo.runner.meeting import Meeting, open_meeting
+from hvdgloo.runner.nics import Address
 from hvdgloo.runner.outcome import Failure, Outcome, blame
 from hvdgloo.runner.spawners import Spawner
 from hvdgloo.runner.spec import Host, LaunchSpec, Slot, assign
 from hvdgloo.runner.supervisor import Supervisor
+from hvdgloo.runner.waiting import InitWatch
 from hvdgloo.runner.ways import choose_spawner
 
 COMMAND_LINE_SIGNALS = (
@@ -112,24 +116,23 @@ def launch(
     spawner = spawner or choose_spawner(hosts, spec.reach)
     job_id = secrets.token_hex(16)
     with _console(spec, stdout, stderr, quiet) as console:
-        with Supervisor(spec, spawner, hosts, job_id, _Observer(console, results)) as supervisor:
+        names = [host.name for host in hosts]
+        display = StartDisplay(names, console, environ=spec.environ, verbose=spec.verbose)
+        with Supervisor(spec, spawner, hosts, job_id, _Observer(console, display, results)) as supervisor:
             console.on_broken = partial(supervisor.interrupt, signal.SIGPIPE)
             with passed_on(signals, supervisor.interrupt) as signal_came:
-                hellos = supervisor.gather()
-                addresses, bind = _addresses(spawner, hosts, hellos)
-                with RendezvousServer(
-                    secret=spec.secret,
-                    hosts=[(host.name, host.slots) for host in hosts],
-                    bind=bind,
-                    start_timeout=spec.start_timeout,
-                ) as server:
-                    env = [_host_environment(spec, host, hello) for host, hello in zip(hosts, hellos, strict=True)]
-                    workers = _spawns(spec, slots, job_id, parse_endpoint(server.endpoint), addresses, hellos[0].port)
+                with display:
+                    hellos = supervisor.gather()
+                    network = discover(supervisor, spec, hellos)
+                with open_meeting(supervisor, spec, hosts, network.placement, job_id) as meeting:
+                    addresses = network.placement.addresses
+                    env = [_host_environment(spec, *each) for each in zip(hosts, hellos, addresses, strict=True)]
+                    workers = _spawns(spec, slots, job_id, meeting.endpoint, addresses, network.master_port)
                     _say_threads(console, spec, env)
                     supervisor.start(env, workers)
                     if spec.stdin_rank is not None:
                         _feed_stdin(supervisor, spec.stdin_rank)
-                    outcome = supervisor.supervise(partial(_missing_ranks, server))
+                    outcome = supervisor.supervise(_init_watch(spec, slots, meeting))
                 console.finish()
                 console.drain(signal_came)
         outcome.first = blame(outcome, {slot.rank: slot.hostname for slot in slots}, console.tail)
@@ -143,15 +146,20 @@ def describe_failure(failure: Failure) -> str:
 
 
 class _Observer:
-    """Output to the console, results to whoever wants them."""
+    """Output to the console, steps to the display, results to whoever wants them."""
 
-    def __init__(self, console: Console, results: Results | None) -> None:
+    def __init__(self, console: Console, display: StartDisplay, results: Results | None) -> None:
         self.output = console.output
         self.notice = console.notice
-        self.tick = console.tick
+        self.step = display.step
+        self.suspend = display.suspend
         self.culprit = console.culprit
         self._console = console
+        self._display = display
         self._results = results
+
+    def tick(self) -> float | None:
+        return min((when for when in (self._console.tick(), self._display.tick()) if when is not None), default=None)
 
     @property
     def congested(self) -> bool:
@@ -224,20 +232,9 @@ def _hosts_in_use(slots: Sequence[Slot]) -> tuple[Host, ...]:
     return tuple(used[index] for index in sorted(used))
 
 
-def _addresses(spawner: Spawner, hosts: Sequence[Host], hellos: Sequence[Hello]) -> tuple[list[str], tuple[str, ...]]:
-    """At which address each host's workers are reached, and on which the launcher's server listens."""
-    launcher = tuple(dict.fromkeys(hello.connection[0] for hello in hellos if hello.connection))
-    own = launcher[0] if launcher else None
-    addresses = [
-        hello.connection[1] if hello.connection else own or spawner.address(host)
-        for host, hello in zip(hosts, hellos, strict=True)
-    ]
-    return addresses, launcher or tuple(dict.fromkeys(addresses))
-
-
-def _host_environment(spec: LaunchSpec, host: Host, hello: Hello) -> dict[str, str]:
+def _host_environment(spec: LaunchSpec, host: Host, hello: Hello, address: Address) -> dict[str, str]:
     threads = thread_defaults(hello.cores, host.slots, spec.environ, machine_cores=os.cpu_count() or 1)
-    return {**spec.environ, **threads}
+    return {**interface_variables(address), **spec.environ, **threads}
 
 
 def _spawns(
@@ -245,7 +242,7 @@ def _spawns(
     slots: Sequence[Slot],
     job_id: str,
     rendezvous: tuple[str, int],
-    addresses: Sequence[str],
+    addresses: Sequence[Address],
     port: int,
 ) -> list[list[Spawn]]:
     spawns: list[list[Spawn]] = [[] for _ in addresses]
@@ -256,8 +253,8 @@ def _spawns(
             epoch=0,
             rendezvous=rendezvous,
             secret=spec.secret,
-            address=addresses[slot.host],
-            master=(addresses[0], port),
+            address=addresses[slot.host].address,
+            master=(addresses[0].address, port),
         )
         task = spec.function is not None
         spawns[slot.host].append(Spawn(slot.rank, spec.command, env, stdin=slot.rank == spec.stdin_rank, task=task))
@@ -273,10 +270,9 @@ def _say_threads(console: Console, spec: LaunchSpec, env: Sequence[Mapping[str, 
         )
 
 
-def _missing_ranks(server: RendezvousServer) -> list[int]:
-    """Who has not called ``hvd.init()`` while others wait for it; nobody in a job that does not use it at all."""
-    epoch = server.status()["epochs"][-1]
-    return list(epoch["missing_ranks"]) if epoch["arrived"] else []
+def _init_watch(spec: LaunchSpec, slots: Sequence[Slot], meeting: Meeting) -> InitWatch:
+    hosts = {slot.rank: slot.hostname for slot in slots}
+    return InitWatch(meeting.arrivals, hosts, timeout=spec.start_timeout, verbose=spec.verbose)
 
 
 def _feed_stdin(supervisor: Supervisor, rank: int) -> None:

@@ -5,7 +5,8 @@ that ends in a carriage return, and on a terminal the next one overwrites it. Th
 decoded.
 
 ``Lines`` cuts one stream; ``Screen`` knows what stands on the last line of one output and so what must precede the
-next piece: nothing, a line break, or erasing a bar of another rank that is still there.
+next piece: nothing, a line break, or erasing a bar of another rank that is still there. On a terminal it also keeps
+the launcher's own list below everything else.
 """
 
 from __future__ import annotations
@@ -72,6 +73,25 @@ class Screen:
         self._shown = b""
         self._is_bar = False
         self._drawn_by: Source | None = None
+        self.below: tuple[bytes, ...] = ()
+        """Lines of ours that stand below all others; drawn by ``lower``, taken away again by ``lift``."""
+        self._lowered = 0
+
+    def lift(self) -> bytes:
+        """What to write before anything else: takes the lines below away.
+
+        Only as many lines as were drawn: where a terminal that became narrower has broken them into more, a part stays
+        behind, but nothing of anybody else's is ever erased.
+        """
+        lines, self._lowered = self._lowered, 0
+        return b"\x1b[%dA\r\x1b[J" % lines if lines else b""
+
+    def lower(self) -> bytes:
+        """What to write after anything else: draws the lines below, unless somebody's line is unfinished."""
+        if not self.below or self._open is not None or self._drawn_by is not None:
+            return b""
+        self._lowered = len(self.below)
+        return b"\r" + b"".join(line + b"\n" for line in self.below)
 
     def line(self, source: Source, prefix: bytes, line: bytes) -> bytes:
         """What to write for a complete line."""

@@ -1,4 +1,4 @@
-"""What an agent tells about its machine: cores, GPUs, a free port; and whether the kernel ran out of memory.
+"""What an agent tells about its machine: cores, GPUs, and whether the kernel ran out of memory.
 
 Nothing here imports a framework: asking torch for the number of GPUs would take longer than starting the job.
 """
@@ -7,12 +7,8 @@ from __future__ import annotations
 
 import math
 import os
-import random
-import socket
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 _CGROUPS = "/sys/fs/cgroup"
 
@@ -58,80 +54,6 @@ def ssh_addresses(environ: Mapping[str, str]) -> tuple[str, ...]:
     return (words[0], words[2]) if len(words) == 4 else ()
 
 
-# Ports.
-
-
-@dataclass
-class PortClaim:
-    """A port that was free, and that no other job's agent on this host hands out while ``mark`` is open."""
-
-    port: int
-    mark: socket.socket | None = None
-
-    def release(self) -> None:
-        if self.mark is not None:
-            self.mark.close()
-            self.mark = None
-
-
-def claim_port() -> PortClaim:
-    """Find a TCP port for ``MASTER_PORT``, which a worker will bind much later.
-
-    It is taken from outside the range from which the system serves outgoing connections and ``bind(0)``, so nothing
-    takes it by chance meanwhile; and an abstract Unix socket of its number keeps other agents off it (Linux).
-    """
-    low, high = _ephemeral_ports()
-    candidates = list(range(20000, min(low, 32768))) if low > 21000 else list(range(high + 1, 65536))
-    random.SystemRandom().shuffle(candidates)
-    for port in candidates:
-        mark = _mark(port)
-        if mark is not None or sys.platform != "linux":
-            if _is_free(port):
-                return PortClaim(port, mark)
-            if mark is not None:
-                mark.close()
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return PortClaim(int(probe.getsockname()[1]))
-
-
-def _ephemeral_ports() -> tuple[int, int]:
-    try:
-        with open("/proc/sys/net/ipv4/ip_local_port_range", encoding="ascii") as file:
-            low, high = file.read().split()
-            return int(low), int(high)
-    except (OSError, ValueError):
-        return 49152, 65535
-
-
-def _mark(port: int) -> socket.socket | None:
-    if sys.platform != "linux":
-        return None
-    mark = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    try:
-        mark.bind(f"\0hvdgloo-port-{port}")
-    except OSError:
-        mark.close()
-        return None
-    return mark
-
-
-def _is_free(port: int) -> bool:
-    for family, address in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
-        try:
-            probe = socket.socket(family)
-        except OSError:
-            continue  # no IPv6 here
-        with probe:
-            try:
-                if family == socket.AF_INET6:
-                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                probe.bind((address, port))
-            except OSError:
-                return family == socket.AF_INET6 and not socket.has_ipv6
-    return True
-
-
 # Control groups.
 
 
@@ -160,6 +82,25 @@ class MemoryWatch:
         ]
         machine = _counter("/proc/vmstat", "oom_kill")
         return sum(counts) + (machine or 0)
+
+
+def memory_limit() -> int | None:
+    """Bytes that this process's control groups, and those around them, allow; None where they set no limit."""
+    limits = []
+    for path in _own_groups("memory"):
+        while len(path) >= len(_CGROUPS):
+            limits += [_limit(os.path.join(path, name)) for name in ("memory.max", "memory.limit_in_bytes")]
+            path = os.path.dirname(path)
+    # Version 1 has no word for "none": it gives a number near the largest there is.
+    return min((limit for limit in limits if limit is not None and limit < 1 << 60), default=None)
+
+
+def _limit(path: str) -> int | None:
+    try:
+        with open(path, encoding="ascii") as file:
+            return int(file.read())
+    except (OSError, ValueError):
+        return None
 
 
 def _counter(path: str, name: str) -> int | None:

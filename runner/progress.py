@@ -1,8 +1,24 @@
-"""How far each host has come while a job starts."""
+"""How far each host has come while a job starts: what is known, and how it is said. Pure; times are the caller's.
+
+A host goes through steps. Each has an answer to the question that somebody asks who waits: what is it that does not
+come, and what can I do about it?
+"""
 
 from __future__ import annotations
 
 import enum
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from unicodedata import east_asian_width
+
+SHOWN = 20
+"""Hosts up to which each has a line of its own; more are counted by step, and the slowest few named."""
+
+_SLOWEST = 5
+_NAMED = 16  # hosts that a line of a log names
+_COLOURS = {"connecting": "\x1b[33m", "python": "\x1b[36m", "probing": "\x1b[34m", "ready": "\x1b[32m"}
+_PLAIN = "\x1b[0m"
 
 
 class Step(enum.Enum):
@@ -12,3 +28,168 @@ class Step(enum.Enum):
     PYTHON = "python"
     PROBING = "probing"
     READY = "ready"
+
+
+MENDS = {
+    Step.CONNECTING: "the command that leads there runs, but nothing has answered yet: it may wait for a login, or a "
+    "network may swallow its packets; run the same command by hand",
+    Step.PYTHON: "Python runs there, but hvdgloo's agent is not up yet: the file system that it is imported from may "
+    "be slow, or the host overloaded",
+    Step.PROBING: "the agent is up, but its addresses have not been tried out yet: a firewall may swallow the packets; "
+    "--nics chooses other addresses",
+}
+"""For each step that can take too long: what that means, and what to do."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Where one host is: its step, since when, and what is known beyond that."""
+
+    step: Step
+    since: float
+    detail: str = ""
+
+
+class Progress:
+    """What each host is at.
+
+    Args:
+        hosts: their names, in order.
+        now: seconds, on the clock of all other times.
+    """
+
+    def __init__(self, hosts: Sequence[str], now: float) -> None:
+        self.started = now
+        self._stages = {host: Stage(Step.CONNECTING, now) for host in hosts}
+
+    def step(self, host: str, step: Step, now: float, detail: str = "") -> bool:
+        """Take note; False if nothing is new."""
+        before = self._stages.get(host)
+        if before is not None and (before.step, before.detail) == (step, detail):
+            return False
+        # A retry has another detail, but the host is at its step for as long as before.
+        since = before.since if before is not None and before.step is step else now
+        self._stages[host] = Stage(step, since, detail)
+        return True
+
+    @property
+    def waiting(self) -> dict[str, Stage]:
+        """The hosts that are not ready."""
+        return {host: stage for host, stage in self._stages.items() if stage.step is not Step.READY}
+
+    def elapsed(self, now: float) -> float:
+        return now - self.started
+
+    def screen(self, now: float, width: int, height: int, *, colour: bool) -> list[str]:
+        """The live list: at most ``height`` lines, none wider than ``width``."""
+        if len(self._stages) <= min(SHOWN, height - 1):
+            rows = list(self._stages.items())
+            head = f"starting on {_hosts(len(rows))}, {seconds(self.elapsed(now))}"
+        else:
+            rows = self._slowest()[: max(0, min(_SLOWEST, height - 1))]
+            head = f"starting on {_hosts(len(self._stages))}, {seconds(self.elapsed(now))}: {self._counts()}"
+        name_width = min(max((len(host) for host, _ in rows), default=0), max(8, width - 36))
+        lines = [_row(host, stage, now, name_width, width, colour) for host, stage in rows]
+        return [_cut(head, width), *lines][:height]
+
+    def line(self, now: float) -> str:
+        """The same in one line, for a log; empty if nothing is waited for."""
+        waiting = self.waiting
+        if not waiting:
+            return ""
+        named = _named([f"{host} ({_stage(stage, now)})" for host, stage in self._slowest()])
+        ready, total = len(self._stages) - len(waiting), len(self._stages)
+        return f"{ready} of {_hosts(total)} ready after {seconds(self.elapsed(now))}; still waiting for {named}"
+
+    def _slowest(self) -> list[tuple[str, Stage]]:
+        """Hosts that are not ready: the earliest step first, and of those the one that is at it longest."""
+        order = list(Step)
+        return sorted(self.waiting.items(), key=lambda item: (order.index(item[1].step), item[1].since))
+
+    def _counts(self) -> str:
+        counts = Counter(stage.step for stage in self._stages.values())
+        return ", ".join(f"{counts[step]} {step.value}" for step in Step if counts[step])
+
+
+class Backoff:
+    """Times at which to say something again: the pause doubles.
+
+    Args:
+        start: on the caller's clock.
+        first: seconds until the first time.
+    """
+
+    def __init__(self, start: float, first: float) -> None:
+        self._pause = first
+        self.next = start + first
+
+    def due(self, now: float) -> bool:
+        """It is time; the next one is then set."""
+        if now < self.next:
+            return False
+        self._pause *= 2
+        self.next = now + self._pause
+        return True
+
+
+def first_report(verbose: bool) -> float:
+    """Seconds after which a log first says what is waited for."""
+    return 1.0 if verbose else 10.0
+
+
+def describe_missing(hosts: Sequence[tuple[str, Step, str]], timeout: float) -> str:
+    """After the start timeout: who is missing, at which step, and what to do.
+
+    Args:
+        hosts: name, step and what is known beyond that (or nothing) of each host that is not ready.
+        timeout: the start timeout, in seconds.
+    """
+    by_step: dict[Step, list[str]] = {}
+    for host, step, detail in hosts:
+        by_step.setdefault(step, []).append(f"{host} ({detail})" if detail else host)
+    lines = [
+        f"  {step.value}: {_named(names)}: {MENDS[step]}" for step in MENDS if (names := by_step.get(step)) is not None
+    ]
+    return "\n".join(
+        [f"{_hosts(len(hosts))} not ready within {timeout:g} s (--start-timeout), at these steps:", *lines]
+    )
+
+
+def seconds(duration: float) -> str:
+    """``0.4 s``, ``12 s``, ``2 min 5 s``."""
+    if duration < 9.95:
+        return f"{duration:.1f} s"
+    whole = round(duration)
+    return f"{whole} s" if whole < 120 else f"{whole // 60} min {whole % 60} s"
+
+
+def _hosts(number: int) -> str:
+    return f"{number} host{'s' if number != 1 else ''}"
+
+
+def _named(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
+
+
+def _stage(stage: Stage, now: float) -> str:
+    detail = f", {stage.detail}" if stage.detail else ""
+    return f"{stage.step.value} for {seconds(now - stage.since)}{detail}"
+
+
+def _row(host: str, stage: Stage, now: float, name_width: int, width: int, colour: bool) -> str:
+    """A line of the list: name, step, time, detail."""
+    name = host if len(host) <= name_width else host[: name_width - 3] + "..."
+    step = stage.step.value
+    time = "" if stage.step is Step.READY else seconds(now - stage.since)
+    before = f"  {name:<{name_width}}  "
+    text = _cut(f"{before}{step:<10}  {time:>11}  {stage.detail}".rstrip(), width)
+    if not colour or not text.startswith(step, len(before)):
+        return text
+    return f"{text[: len(before)]}{_COLOURS[step]}{step}{_PLAIN}{text[len(before) + len(step) :]}"
+
+
+def _cut(text: str, width: int) -> str:
+    """One column short of the terminal, as some wrap at the last; and each character one column wide."""
+    clean = "".join(c if c.isprintable() and east_asian_width(c) not in "WF" else "?" for c in text)
+    return clean if len(clean) < width else clean[: max(0, width - 4)] + "..."

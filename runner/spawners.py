@@ -17,6 +17,7 @@ from typing import IO, Protocol
 import hvdgloo
 from hvdgloo.errors import LaunchError
 from hvdgloo.runner import sweep
+from hvdgloo.runner.reasons import Diagnosis, Ending, other_failure, python_failure
 from hvdgloo.runner.spec import Host
 
 _WARDEN_TIME = 3.0
@@ -49,6 +50,9 @@ class Spawner(Protocol):
             LaunchError: the command cannot be executed.
         """
 
+    def diagnose(self, host: Host, ending: Ending) -> Diagnosis:
+        """Why the command for ``host`` has ended without an agent that can be used."""
+
     def sweep(self, host: Host, job_id: str) -> None:
         """End what is left of a job on ``host`` after its agent was lost without a good-bye."""
 
@@ -75,6 +79,9 @@ class LocalSpawner:
             )
         except OSError as error:
             raise LaunchError(f"no agent could be started on {host.name}: {error}") from error
+
+    def diagnose(self, host: Host, ending: Ending) -> Diagnosis:
+        return python_failure(ending, sys.executable) or other_failure(ending, "its agent")
 
     def sweep(self, host: Host, job_id: str) -> None:
         sweep.end_all(lambda: sweep.processes_of(job_id) - {os.getpid()}, grace=0.0)

@@ -9,6 +9,7 @@ from itertools import accumulate
 
 from hvdgloo import topology
 from hvdgloo.errors import ConfigError
+from hvdgloo.runner.nics import parse_nics
 
 GRACE_AFTER_FAILURE = 3.0
 GRACE_AFTER_SIGNAL = 30.0
@@ -34,14 +35,31 @@ class Reach:
     Attributes:
         python: the interpreter there.
         connect_timeout: seconds that one attempt to connect may take.
+        wait_for_hosts: try hosts that are not up again and again, until the start timeout.
         ssh_port, ssh_identity_file, ssh_args: for the system's ssh; what is not given is ssh's own configuration's.
     """
 
     python: str = sys.executable
     connect_timeout: float = 30.0
+    wait_for_hosts: bool = False
     ssh_port: int | None = None
     ssh_identity_file: str | None = None
     ssh_args: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Network:
+    """How hosts reach each other.
+
+    Attributes:
+        nics: the user's words on which addresses to use, in the form of ``--nics``.
+        port_range: first and last port for listeners of ours.
+        connect_timeout: seconds that connecting two processes may take; probes take a part of it.
+    """
+
+    nics: tuple[str, ...] = ()
+    port_range: tuple[int, int] | None = None
+    connect_timeout: float = 30.0
 
 
 @dataclass(frozen=True)
@@ -79,6 +97,7 @@ class LaunchSpec:
         stdin_rank: the rank that is given the launcher's standard input.
         verbose: say what is being done.
         reach: how other hosts are reached.
+        network: how hosts reach each other.
     """
 
     command: tuple[str, ...]
@@ -96,10 +115,12 @@ class LaunchSpec:
     stdin_rank: int | None = None
     verbose: bool = False
     reach: Reach = field(default_factory=Reach)
+    network: Network = field(default_factory=Network)
 
     def __post_init__(self) -> None:
         if self.stdin_rank is not None and not 0 <= self.stdin_rank < self.np:
             raise ConfigError(f"--stdin {self.stdin_rank}: there are only ranks 0 to {self.np - 1}")
+        parse_nics(self.network.nics, [host.name for host in self.hosts])  # it complains before anything starts
 
     @property
     def grace_after_failure(self) -> float:

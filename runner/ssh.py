@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shlex
 
+from hvdgloo.runner.reasons import Diagnosis, Ending, other_failure, python_failure
 from hvdgloo.runner.remote import CommandStream, agent_argv
 from hvdgloo.runner.spec import Host, Reach
 
@@ -20,6 +21,11 @@ class SshSpawner:
 
     def start(self, host: Host) -> CommandStream:
         return CommandStream(ssh_argv(host, self._reach))
+
+    def diagnose(self, host: Host, ending: Ending) -> Diagnosis:
+        if ending.status == 255:
+            return other_failure(ending, "ssh")
+        return python_failure(ending, self._reach.python) or other_failure(ending, "its agent")
 
     def sweep(self, host: Host, job_id: str) -> None:
         """Nothing: the stream's end has told agent and warden there, and another session would wait for the network."""

@@ -14,11 +14,10 @@ import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from hvdgloo.errors import JobFailedError, LaunchError
 from hvdgloo.runner.frames import (
@@ -28,6 +27,8 @@ from hvdgloo.runner.frames import (
     Bye,
     Credit,
     Dying,
+    Examine,
+    Examined,
     Exited,
     Finish,
     Frame,
@@ -45,10 +46,14 @@ from hvdgloo.runner.frames import (
     Stop,
     Suspend,
 )
+from hvdgloo.runner.gathering import Gathering
 from hvdgloo.runner.link import Link
 from hvdgloo.runner.outcome import Failure, Outcome, describe_status
+from hvdgloo.runner.progress import MENDS, Step, describe_missing
+from hvdgloo.runner.reasons import Diagnosis, Ending
 from hvdgloo.runner.spawners import Spawner
 from hvdgloo.runner.spec import Host, LaunchSpec
+from hvdgloo.runner.waiting import InitWatch
 from hvdgloo.version import __version__
 
 END_TIME = 15.0
@@ -57,8 +62,10 @@ END_TIME = 15.0
 ECHO_TIME = 2.0
 """Seconds that a worker has to end by itself after another one's last words named it as the reason of its failure."""
 
+_EXIT_TIME = 1.0  # seconds that a command has to end by itself after its output did
+_POLL = 0.02
+_HELD_BACK = 200  # lines kept of what comes before the preamble
 _ACKNOWLEDGE = 64 * 1024  # bytes of output for which credit is given at once
-_SLOW = 10.0  # seconds after which it is said who is still missing
 
 
 class Observer(Protocol):
@@ -67,10 +74,30 @@ class Observer(Protocol):
     def output(self, rank: int, stream: int, data: bytes) -> None: ...
     def result(self, rank: int, data: bytes) -> None: ...
     def notice(self, text: str) -> None: ...
+    def step(self, host: str, step: Step, detail: str = "") -> None: ...
+    def suspend(self) -> None: ...
     def tick(self) -> float | None: ...
     def culprit(self, rank: int) -> int | None: ...
     @property
     def congested(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an agent found, and this machine's clock when it was asked and when it had answered."""
+
+    hello: Hello
+    examined: Examined
+    sent: float
+    received: float
+
+
+@dataclass(frozen=True)
+class CheckUp:
+    """What came of asking all hosts: answers, and why there is none."""
+
+    answers: Mapping[Host, Answer]
+    problems: Mapping[Host, str]
 
 
 @dataclass(frozen=True)
@@ -102,6 +129,8 @@ class Supervisor:
         self._notes: deque[Callable[[], None]] = deque()
         self._hosts = tuple(hosts)
         self._links: list[Link] = []
+        self._gathering: Gathering | None = None
+        self._lost: dict[Host, str] | None = None
         self._last_beat = time.monotonic()
         self._expected: set[int] = set()
         self._running: set[int] = set()
@@ -111,9 +140,8 @@ class Supervisor:
         self._echo: _Echo | None = None
         self._stdin_link: Link | None = None
         self.on_stdin_taken: Callable[[], None] = lambda: None
-        self._missing: Callable[[], str] = lambda: ""
-        self._next_report: float | None = None
-        self._reported = ""
+        self.handlers: dict[type[Frame], Callable[[Link, Any], None]] = {}
+        self._init: InitWatch | None = None
 
     def __enter__(self) -> Supervisor:
         return self
@@ -142,13 +170,69 @@ class Supervisor:
             LaunchError: one did not come before the start timeout, or could not be used.
             JobFailedError: a signal came first.
         """
-        deadline = time.monotonic() + self._spec.start_timeout
-        for host in self._hosts:
-            self._links.append(self._connect(host))
-        with self._report_missing(self._missing_agents):
-            self._loop(lambda: self._stopping or all(link.hello for link in self._links), deadline)
+        now = time.monotonic()
+        self._gathering = gathering = Gathering(self._hosts, now)
+        self._start_agents(now)
+        self._loop(lambda: self._stopping or gathering.over(time.monotonic()), now + self._spec.start_timeout)
+        self._gathering = None
+        self._check_gathered(gathering)
         self._check_agents()
+        self._links.sort(key=lambda link: self._hosts.index(link.host))
         return tuple(link.hello for link in self._links if link.hello is not None)
+
+    def check_up(self, question: Examine) -> CheckUp:
+        """Reach as many hosts as can be reached, and have their agents look round.
+
+        A host that is lost on the way is left out, not the end of it.
+
+        Raises:
+            JobFailedError: a signal came first.
+        """
+        lost: dict[Host, str] = {}
+        self._lost = lost
+        now = time.monotonic()
+        deadline = now + self._spec.start_timeout
+        self._gathering = gathering = Gathering(self._hosts, now, patient=True)
+        self._start_agents(now)
+        self._loop(lambda: self._stopping or gathering.over(time.monotonic()), deadline)
+        self._gathering = None
+        sent = {}
+        for link in self._links:
+            if link.hello is None:
+                self._lose(link, f"has not answered within {self._spec.start_timeout:g} s: {MENDS[link.step]}")
+            elif not link.gone:
+                sent[link.host] = time.time()
+                link.channel.send(question)
+        self._loop(
+            lambda: self._stopping or all(link.gone or link.examined for link in self._links),
+            time.monotonic() + self._spec.start_timeout,
+        )
+        if self.outcome.interrupted is not None:
+            raise JobFailedError("interrupted", exit_code=self.outcome.exit_code)
+        found = {
+            link.host: Answer(link.hello, link.examined[0], sent[link.host], link.examined[1])
+            for link in self._links
+            if link.hello is not None and link.examined is not None
+        }
+        failed = gathering.reasons()
+        return CheckUp(
+            {host: found[host] for host in self._hosts if host in found},
+            {
+                host: failed.get(host) or lost.get(host) or "its agent did not say what it found"
+                for host in self._hosts
+                if host not in found
+            },
+        )
+
+    def converse(self, done: Callable[[], bool], deadline: float) -> None:
+        """Go on until ``done`` or the deadline; what agents answer goes to ``handlers``.
+
+        Raises:
+            LaunchError: an agent was lost meanwhile.
+            JobFailedError: a signal came first.
+        """
+        self._loop(lambda: self._stopping or done(), deadline)
+        self._check_agents()
 
     def start(self, env: Sequence[Mapping[str, str]], workers: Sequence[Sequence[Spawn]]) -> None:
         """Have each agent start its workers.
@@ -179,15 +263,25 @@ class Supervisor:
                     self._stdin_link = link
         self._running = set(self._expected)
 
-    def supervise(self, missing: Callable[[], Sequence[int]] = lambda: ()) -> Outcome:
+    def supervise(self, init: InitWatch | None = None) -> Outcome:
         """Watch until nothing of the job is left.
 
         Args:
-            missing: ranks that others wait for at start-up.
+            init: knows which ranks others wait for at start-up.
         """
-        with self._report_missing(lambda: self._missing_ranks(missing())):
-            self._loop(lambda: all(link.gone for link in self._links))
+        self._init = init
+        self._loop(lambda: all(link.gone for link in self._links))
         return self.outcome
+
+    @property
+    def links(self) -> Sequence[Link]:
+        """The agents' ends, in order of hosts."""
+        return self._links
+
+    @property
+    def selector(self) -> selectors.BaseSelector:
+        """For sockets that are to be served by the loop; their data is called."""
+        return self._selector
 
     # From other threads and from signal handlers.
 
@@ -224,7 +318,12 @@ class Supervisor:
 
     def _patience(self, now: float, deadline: float | None) -> float:
         interval = self._spec.heartbeat_timeout / 6
-        times = [self._last_beat + interval, self._next_report, deadline, self._observer.tick(), self._hard_deadline]
+        times = [self._last_beat + interval, deadline, self._observer.tick(), self._hard_deadline]
+        if self._init is not None:
+            times.append(self._init.next)
+        if self._gathering is not None:
+            times.append(self._gathering.next)
+            times += [now + _POLL for link in self._links if link.ended_at is not None]
         if self._echo is not None:
             times.append(self._echo.deadline)
         if self._observer.congested:
@@ -238,8 +337,9 @@ class Supervisor:
             self._last_beat = now
             for link in self._links:
                 link.channel.beat()
+        self._end_attempts(now)
         for link in self._links:
-            if link.gone:
+            if link.gone or link.ended_at is not None:
                 continue
             if link.channel.ended:
                 self._lose(link, "ended")
@@ -252,7 +352,8 @@ class Supervisor:
             for link in self._links:
                 if not link.gone:
                     self._lose(link, "did not end its workers")
-        self._report(now)
+        self._watch_init(now)
+        self._start_agents(now)
 
     @staticmethod
     def _readable(link: Link) -> bool:
@@ -279,11 +380,37 @@ class Supervisor:
 
     # Agents.
 
-    def _connect(self, host: Host) -> Link:
-        link = Link(host, self._spawner.start(host))
-        self._selector.register(link.channel.receive_fd, selectors.EVENT_READ, partial(self._on_readable, link))
-        self._selector.register(link.stream.stderr, selectors.EVENT_READ, partial(self._on_stderr, link))
-        return link
+    def _start_agents(self, now: float) -> None:
+        """Start the commands that are to be started now."""
+        if self._gathering is None or self._stopping:
+            return
+        for host in self._gathering.due(now):
+            link = Link(host, self._spawner.start(host))
+            self._links.append(link)
+            self._selector.register(link.channel.receive_fd, selectors.EVENT_READ, partial(self._on_readable, link))
+            self._selector.register(link.stream.stderr, selectors.EVENT_READ, partial(self._on_stderr, link))
+
+    def _end_attempts(self, now: float) -> None:
+        """Judge the commands that have ended without an agent, once their exit status is there."""
+        for link in [link for link in self._links if link.ended_at is not None]:
+            status = link.stream.poll()
+            if status is None and now < link.ended_at + _EXIT_TIME and not self._stopping:  # type: ignore[operator]
+                continue
+            self._on_stderr(link)
+            self._drop(link, self._spawner.diagnose(link.host, Ending(status, tuple(link.stderr))), now)
+
+    def _drop(self, link: Link, diagnosis: Diagnosis, now: float) -> None:
+        """Forget a command that led to no agent that can be used."""
+        link.gone = True
+        self._links.remove(link)
+        self._close_stderr(link)
+        self._watch_writes(link)
+        link.stream.kill()
+        link.close()
+        if self._gathering is not None:
+            again = self._gathering.failed(link.host, diagnosis, now)
+            if again is not None:
+                self._observer.step(link.host.name, Step.CONNECTING, diagnosis.text)
 
     def _on_readable(self, link: Link) -> None:
         if link.gone:
@@ -294,15 +421,32 @@ class Supervisor:
             self._lose(link, f"cannot be understood: {error}")
             return
         link.last_heard = time.monotonic()
+        if link.step is Step.CONNECTING and link.channel.decoder.opened:
+            self.get_on(link, Step.PYTHON)
+            self._show(link, link.held_back)
+            if self._gathering is not None:
+                self._gathering.answered(link.host)
         for item in items:
             if isinstance(item, Noise):
                 self._show(link, link.keep(item.data))
             else:
                 self._on_frame(link, item)
         if link.channel.ended and not link.gone:
-            self._lose(link, "ended")
+            if self._gathering is None or link.hello is not None:
+                self._lose(link, "ended")
+            elif link.ended_at is None:
+                link.ended_at = time.monotonic()
+                self._selector.unregister(link.channel.receive_fd)
+
+    def get_on(self, link: Link, step: Step, detail: str = "") -> None:
+        """A host has come to another step of its start."""
+        link.step = step
+        self._observer.step(link.host.name, step, detail)
 
     def _show(self, link: Link, lines: Sequence[str]) -> None:
+        if link.step is Step.CONNECTING:
+            link.held_back += lines[: _HELD_BACK - len(link.held_back)]
+            return
         for line in lines:
             self._observer.notice(f"[{link.host.name}] {line}")
 
@@ -332,15 +476,22 @@ class Supervisor:
         elif isinstance(frame, SpawnFailed):
             self._on_spawn_failed(link, frame)
         elif isinstance(frame, Spawned):
+            if self._init is not None:
+                self._init.spawned(frame.rank, frame.pid)
             if self._spec.verbose:
                 self._observer.notice(f"rank {frame.rank} is process {frame.pid} on {link.host.name}")
         elif isinstance(frame, StdinTaken):
             self.on_stdin_taken()
+        elif isinstance(frame, Examined):
+            link.examined = frame, time.time()
         elif isinstance(frame, Hello):
             link.hello = frame
+            if self._gathering is not None:
+                self._gathering.ready(link.host)
+            self.get_on(link, Step.READY, f"{frame.hostname}, agent is process {frame.pid}")
         elif isinstance(frame, Dying):
             reason = f"the agent on host {link.host.name} ended its workers, because {frame.reason}"
-            self._fail(Failure(None, link.host.name, 1, reason))
+            self.fail(Failure(None, link.host.name, 1, reason))
         elif isinstance(frame, Bye):
             link.said_bye = True
             if frame.left:
@@ -348,6 +499,8 @@ class Supervisor:
                     f"processes {', '.join(map(str, frame.left))} on {link.host.name} cannot be killed: the system "
                     "keeps them, probably for a device or file system that does not answer"
                 )
+        elif type(frame) in self.handlers:
+            self.handlers[type(frame)](link, frame)
 
     def _give_credit(self) -> None:
         # Once no worker runs, no more than the pipes' contents can come.
@@ -359,18 +512,28 @@ class Supervisor:
                     link.channel.send(Credit(rank, amount))
                     link.owed[rank] = 0
 
+    def _check_gathered(self, gathering: Gathering) -> None:
+        """Hosts that failed, or did not come before the start timeout."""
+        if self.outcome.interrupted is not None:
+            return
+        failed = gathering.error()
+        if failed is not None:
+            raise failed
+        by_host = {link.host: link for link in self._links}
+        absent = [
+            (host.name, link.step if link else Step.CONNECTING, self._last_words(link) or gathering.last_failure(host))
+            for host in self._hosts
+            if (link := by_host.get(host)) is None or link.hello is None
+        ]
+        if absent:
+            raise LaunchError(describe_missing(absent, self._spec.start_timeout))
+
     def _check_agents(self) -> None:
         """What may go wrong before any worker is started."""
         if self.outcome.interrupted is not None:
             raise JobFailedError("interrupted before the workers were started", exit_code=self.outcome.exit_code)
         if self.outcome.first is not None:
             raise LaunchError(f"the job could not be started: {self.outcome.first.reason}")
-        absent = [link.host.name for link in self._links if link.hello is None]
-        if absent:
-            raise LaunchError(
-                f"no agent answered on {', '.join(absent)} within {self._spec.start_timeout:g} s; if the machine is "
-                "merely slow, raise --start-timeout"
-            )
         for link in self._links:
             assert link.hello is not None
             if (link.hello.protocol, link.hello.version) != (PROTOCOL, __version__):
@@ -379,12 +542,17 @@ class Supervisor:
                     "install the same version everywhere"
                 )
 
+    @staticmethod
+    def _last_words(link: Link | None) -> str:
+        return link.stderr[-1] if link is not None and link.stderr else ""
+
     def _lose(self, link: Link, how: str) -> None:
         """An agent has ended, or counts as ended."""
         if link.gone:
             return
         link.gone = True
-        self._selector.unregister(link.channel.receive_fd)
+        if link.ended_at is None:
+            self._selector.unregister(link.channel.receive_fd)
         self._on_stderr(link)
         self._close_stderr(link)
         self._watch_writes(link)
@@ -394,7 +562,10 @@ class Supervisor:
         self._spawner.sweep(link.host, self._job_id)
         self._running.difference_update(link.ranks)
         last = f": {link.stderr[-1]}" if link.stderr else ""
-        self._fail(Failure(None, link.host.name, 1, f"the agent on host {link.host.name} {how}{last}"))
+        if self._lost is not None:
+            self._lost[link.host] = f"its agent {how}{last}"
+            return
+        self.fail(Failure(None, link.host.name, 1, f"the agent on host {link.host.name} {how}{last}"))
         self._finish_if_over()
 
     # Workers.
@@ -402,6 +573,9 @@ class Supervisor:
     def _on_exited(self, link: Link, frame: Exited) -> None:
         self._running.discard(frame.rank)
         self.outcome.statuses[frame.rank] = frame.status
+        if self._init is not None:
+            self._init.ended(frame.rank, frame.status)
+            self._watch_init(time.monotonic())
         if frame.status != 0:
             reason = describe_status(frame.status)
             if frame.out_of_memory:
@@ -419,22 +593,22 @@ class Supervisor:
         assert failure.rank is not None
         culprit = self._observer.culprit(failure.rank)
         if self._stopping or culprit is None or culprit not in self._running:
-            self._fail(failure)
+            self.fail(failure)
         elif self._echo is None:
             self._echo = _Echo(failure, culprit, time.monotonic() + ECHO_TIME)
 
     def _take_echo(self) -> None:
         echo, self._echo = self._echo, None
         if echo is not None:
-            self._fail(echo.failure)
+            self.fail(echo.failure)
 
     def _on_spawn_failed(self, link: Link, frame: SpawnFailed) -> None:
         self._running.discard(frame.rank)
         self.outcome.statuses[frame.rank] = frame.status
-        self._fail(Failure(frame.rank, link.host.name, frame.status, f"could not be started: {frame.reason}"))
+        self.fail(Failure(frame.rank, link.host.name, frame.status, f"could not be started: {frame.reason}"))
         self._finish_if_over()
 
-    def _fail(self, failure: Failure) -> None:
+    def fail(self, failure: Failure) -> None:
         """The first failure stops the rest; what fails later fails because of it."""
         if self.outcome.first is None and not self._stopping:
             self.outcome.first = failure
@@ -507,6 +681,7 @@ class Supervisor:
         """Be stopped like any program at Ctrl-Z, after telling the agents that silence will follow."""
         for link in self._links:
             link.channel.send(Suspend(True))
+        self._observer.suspend()
         deadline = time.monotonic() + 1.0
         self._loop(lambda: not any(link.channel.pending for link in self._links if not link.gone), deadline)
         previous = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
@@ -521,32 +696,13 @@ class Supervisor:
 
     # Who is missing.
 
-    @contextmanager
-    def _report_missing(self, missing: Callable[[], str]) -> Iterator[None]:
-        self._missing, self._reported = missing, ""
-        self._next_report = time.monotonic() + (1.0 if self._spec.verbose else _SLOW)
-        try:
-            yield
-        finally:
-            self._next_report = None
-
-    def _report(self, now: float) -> None:
-        if self._next_report is None or now < self._next_report:
+    def _watch_init(self, now: float) -> None:
+        """Say who has not called ``hvd.init()`` while others wait in it, and stop where nobody will."""
+        if self._init is None or self._stopping:
             return
-        self._next_report = now + (1.0 if self._spec.verbose else _SLOW)
-        text = "" if self._stopping else self._missing()
-        if text and text != self._reported:
+        text = self._init.report(now)
+        if text:
             self._observer.notice(text)
-        self._reported = text
-
-    def _missing_agents(self) -> str:
-        absent = [link.host.name for link in self._links if link.hello is None]
-        return f"still waiting for the agents on {', '.join(absent)}" if absent else ""
-
-    def _missing_ranks(self, ranks: Sequence[int]) -> str:
-        if not ranks:
-            return ""
-        hosts = {rank: link.host.name for link in self._links for rank in link.ranks}
-        names = ", ".join(f"{rank} ({hosts.get(rank, '?')})" for rank in ranks[:16])
-        more = f" and {len(ranks) - 16} more" if len(ranks) > 16 else ""
-        return f"hvd.init() still waits for ranks {names}{more}: they have not called it yet"
+        failure = self._init.verdict()
+        if failure is not None:
+            self.fail(failure)

@@ -3,6 +3,9 @@
 Process groups miss children that called setsid, and PDEATHSIG skips grandchildren. Two things hold: a process stays a
 descendant of its agent, because agents are subreapers (Linux), and it inherits ``HVDGLOO_JOB_ID`` in its environment
 unless it cleared that on purpose. A sweep ends whatever either of them finds.
+
+Where an agent was lost, another one is sent to its host to sweep. An agent therefore leaves a sign as long as it lives,
+so that the other one can leave it the time in which workers may save their work.
 """
 
 from __future__ import annotations
@@ -10,6 +13,8 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import socket
+import struct
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -19,6 +24,9 @@ _PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 JOB_VARIABLE = "HVDGLOO_JOB_ID"
+
+_HANG_TIME = 0.5  # seconds that an agent may take longer than its workers
+_LOOK = 0.02
 
 
 def become_subreaper() -> None:
@@ -88,6 +96,79 @@ def end_all(
             asked |= found
         time.sleep(pause)
         pause = min(pause * 2, 0.05)
+
+
+def attend(job_id: str) -> socket.socket | None:
+    """Show, as long as what is returned is open, that this process sees to the job's processes on this host."""
+    if sys.platform != "linux":
+        return None
+    sign = socket.socket(socket.AF_UNIX)
+    try:
+        sign.bind(_sign_name(job_id))
+        sign.listen()
+    except OSError:
+        sign.close()
+        return None
+    return sign
+
+
+def attendant(job_id: str) -> int | None:
+    """The process that sees to the job's processes on this host; None if there is none, or none can be seen."""
+    if sys.platform != "linux":
+        return None
+    with socket.socket(socket.AF_UNIX) as visitor:
+        try:
+            visitor.connect(_sign_name(job_id))
+            credentials = visitor.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        except OSError:
+            return None
+    return int(struct.unpack("3i", credentials)[0]) or None
+
+
+def _sign_name(job_id: str) -> str:
+    return f"\0hvdgloo-job-{job_id}"
+
+
+def end_abandoned(job_id: str, grace: float) -> set[int]:
+    """End what a lost agent may have left, and the agent itself if it hangs.
+
+    Args:
+        grace: seconds between SIGTERM and SIGKILL. An agent that still lives has sent the SIGTERM, and gets this time.
+
+    Returns:
+        the processes that are left.
+    """
+    deadline = time.monotonic() + grace + _HANG_TIME
+    agent = attendant(job_id)
+    attended = agent is not None
+    while agent is not None and time.monotonic() < deadline:
+        time.sleep(_LOOK)
+        agent = attendant(job_id)
+    if agent is not None:
+        _end_hung(agent)
+    return end_all(lambda: processes_of(job_id) - {os.getpid()}, grace=0.0 if attended else grace)
+
+
+def _end_hung(agent: int) -> None:
+    """End an agent that does not end by itself, and its warden, which gets a moment to clean up."""
+    warden = next((parent for pid, parent in _parents() if pid == agent), 0)
+    # The agent was forked by its warden; if that is gone, someone else has adopted it.
+    twins = warden > 1 and _command(warden) == _command(agent)
+    signal_all([agent], signal.SIGKILL)
+    if twins:
+        signal_all([warden], signal.SIGCONT)
+        deadline = time.monotonic() + _HANG_TIME
+        while any(pid == warden for pid, _ in _parents()) and time.monotonic() < deadline:
+            time.sleep(_LOOK)
+        signal_all([pid for pid, _ in _parents() if pid == warden], signal.SIGKILL)
+
+
+def _command(pid: int) -> bytes:
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return file.read()
+    except OSError:
+        return b""
 
 
 def signal_all(pids: Iterable[int], signum: int) -> None:

@@ -6,6 +6,7 @@ import getpass
 from collections.abc import Mapping, Sequence
 
 from hvdgloo.errors import LaunchError
+from hvdgloo.runner.reasons import Diagnosis, Ending
 from hvdgloo.runner.spawners import AgentStream, LocalSpawner, Spawner, is_this_host
 from hvdgloo.runner.spec import Host, Reach
 from hvdgloo.runner.ssh import SshSpawner
@@ -19,6 +20,9 @@ class Ways:
 
     def start(self, host: Host) -> AgentStream:
         return self._spawners[host].start(host)
+
+    def diagnose(self, host: Host, ending: Ending) -> Diagnosis:
+        return self._spawners[host].diagnose(host, ending)
 
     def sweep(self, host: Host, job_id: str) -> None:
         self._spawners[host].sweep(host, job_id)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
 from tests.support import frameworks
+from tests.support.hosts import Bed, HostSpec, available
 from tests.support.world import World
 
 BACKENDS = ("local", "gloo", "inline")
@@ -50,3 +52,33 @@ def world(backend: str) -> Iterator[Callable[..., World]]:
 def framework(request: pytest.FixtureRequest) -> frameworks.Framework:
     """Each framework in turn."""
     return frameworks.load(request.param)
+
+
+def _require_bed() -> None:
+    """Skip what needs hosts, unless HVDGLOO_TEST_REQUIRE_BED=1 says that it must run."""
+    reason = available()
+    if reason:
+        text = f"no bed of hosts: {reason}"
+        if os.environ.get("HVDGLOO_TEST_REQUIRE_BED") == "1":
+            pytest.fail(text, pytrace=False)
+        pytest.skip(text)
+
+
+@pytest.fixture(scope="module")
+def bed() -> Iterator[Bed]:
+    """Three hosts, h1 to h3, that a module's tests share: none of these may break them for the others."""
+    _require_bed()
+    with Bed(["h1", "h2", "h3"]) as made:
+        yield made
+
+
+@pytest.fixture
+def make_bed() -> Iterator[Callable[..., Bed]]:
+    """``make_bed(specs, routed=False)``: a bed of a test's own, for special hosts and for accidents."""
+    _require_bed()
+    with ExitStack() as beds:
+
+        def make(hosts: Sequence[str | HostSpec], *, routed: bool = False) -> Bed:
+            return beds.enter_context(Bed(hosts, routed=routed))
+
+        yield make

@@ -23,7 +23,8 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from hvdgloo.errors import AuthenticationError, ConnectError
+from hvdgloo.errors import AuthenticationError, ConfigError, ConnectError
+from hvdgloo.rendezvous import ports
 
 logger = logging.getLogger(__name__)
 
@@ -43,23 +44,10 @@ def listen(address: str, port_range: tuple[int, int] | None) -> socket.socket:
     Raises:
         ConnectError: the address is not this host's, or every port is taken.
     """
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    ports = [0] if port_range is None else range(port_range[0], port_range[1] + 1)
-    failure: OSError | None = None
-    for port in ports:
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((address, port))
-            listener.listen(1024)
-            return listener
-        except OSError as error:
-            listener.close()
-            failure = error
-    where = "any port" if port_range is None else f"ports {port_range[0]}-{port_range[1]}"
-    raise ConnectError(
-        f"cannot listen on {address}, {where}: {failure}; check HVDGLOO_ADDRESS and HVDGLOO_PORT_RANGE", address=address
-    )
+    try:
+        return ports.listen([address], port_range)[0]
+    except ConfigError as error:
+        raise ConnectError(f"{error}; see HVDGLOO_ADDRESS and HVDGLOO_PORT_RANGE", address=address) from error
 
 
 class Handshake:

@@ -46,7 +46,7 @@ LEAVES = {"run"}
 FRAMEWORKS = frozenset({"torch", "tensorflow", "mxnet", "keras", "jax"})
 
 FRAMEWORK_EXCEPTIONS = {
-    ("hvdgloo.runner.cli", "torch"): "--check-build asks torch whether it was built with NCCL",
+    ("hvdgloo.runner.check_build", "torch"): "--check-build asks torch whether it was built with NCCL",
 }
 
 

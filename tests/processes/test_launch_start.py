@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -117,13 +118,13 @@ def test_a_user_s_module_of_any_name_disturbs_neither_launcher_nor_agent(launche
 @pytest.mark.parametrize(
     ("arguments", "status", "text"),
     [
-        (["-np", "2", "missing.py"], 1, "there is no file missing.py in"),
-        (["-np", "2", "python", "missing.py"], 1, "there is no file missing.py in"),
-        (["-np", "2", "no-such-program"], 1, "there is no program no-such-program in the search path"),
-        (["-np", "2", "plain"], 1, "did you mean ./plain?"),
-        (["-np", "2", "./plain"], 1, "./plain is not executable"),
-        (["-np", "2", "-m", "no_such_module"], 1, "there is no module named 'no_such_module'"),
-        (["-np", "2"], 1, "there is no command to run"),
+        (["-np", "2", "missing.py"], 2, "there is no file missing.py in"),
+        (["-np", "2", "python", "missing.py"], 2, "there is no file missing.py in"),
+        (["-np", "2", "no-such-program"], 2, "there is no program no-such-program in the search path"),
+        (["-np", "2", "plain"], 2, "did you mean ./plain?"),
+        (["-np", "2", "./plain"], 2, "./plain is not executable"),
+        (["-np", "2", "-m", "no_such_module"], 2, "there is no module named 'no_such_module'"),
+        (["-np", "2"], 2, "there is no command to run"),
         (["-nq", "2", "worker.py"], 2, "there is no option -nq; did you mean -np"),
         (["--fusion-treshold-mb", "2", "worker.py"], 2, "did you mean --fusion-threshold-mb"),
         (["-np", "0", "worker.py"], 2, "at least 1"),
@@ -132,8 +133,7 @@ def test_a_user_s_module_of_any_name_disturbs_neither_launcher_nor_agent(launche
         (["-H", "localhost:2,localhost:1", "worker.py"], 2, "host localhost is given twice"),
         (["-H", "localhost:x", "worker.py"], 2, "'localhost:x' is not a host with a number of slots"),
         (["-H", "localhost:2,127.0.0.1:2", "worker.py"], 1, "are all this machine"),
-        (["-H", "no-such-host.invalid:2", "worker.py"], 1, "other hosts than this one are not supported yet"),
-        (["-H", "192.0.2.7:2", "worker.py"], 1, "other hosts than this one are not supported yet"),
+        (["-H", "no-such-host.invalid:2", "worker.py"], 1, "host no-such-host.invalid cannot be used"),
         (["--mpi", "-np", "2", "worker.py"], 2, "--mpi: there is only the Gloo controller"),
         (["--min-np", "2", "worker.py"], 2, "--min-np: jobs that grow and shrink are not supported yet"),
         (["--fusion-threshold-mb", "-5", "worker.py"], 2, "--fusion-threshold-mb -5"),
@@ -315,4 +315,4 @@ def test_pain_20_who_has_not_come_to_init_is_said(launcher: Launcher) -> None:
     )
     done = launcher.run("-np", "2", "--verbose", script)
     assert done.returncode == 0, done.stderr
-    assert "hvd.init() still waits for ranks 1 (localhost): they have not called it yet" in done.stderr
+    assert re.search(r"hvd\.init\(\) has waited .* for rank 1 \(localhost, process \d+\), which has not", done.stderr)

@@ -36,7 +36,12 @@ _VALUES: dict[str, st.SearchStrategy[Any]] = {
     "bytes": st.binary(max_size=200),
     "Sequence[int]": st.lists(st.integers(0, 9)),
     "Sequence[str]": st.lists(st.text()),
+    "Sequence[int] | None": st.none() | st.lists(st.integers(0, 9)),
+    "Sequence[Sequence[Any]]": st.lists(st.lists(st.integers(0, 9) | st.text())),
+    "Sequence[Sequence[Sequence[Any]]]": st.lists(st.lists(st.lists(st.integers(0, 9) | st.text()))),
+    "Mapping[str, int]": st.dictionaries(st.text(), st.integers(0, 9)),
     "Mapping[str, str]": st.dictionaries(st.text(), st.text()),
+    "Mapping[str, Any]": st.dictionaries(st.text(), st.none() | st.integers(0, 9) | st.lists(st.text())),
 }
 _FRAMES = st.one_of(
     *(

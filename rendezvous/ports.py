@@ -1,0 +1,203 @@
+"""Ports for our own listeners: any free one, or one of the range that a firewall lets through (``--port-range``).
+
+Every listener of ours is opened here, so that they keep out of each other's way within a range. A port that somebody
+else binds much later (``MASTER_PORT``, for the user's own torch.distributed) is *held* until then: by an abstract Unix
+socket of its number, which belongs to the network namespace as ports do and vanishes with its owner. Listeners skip
+ports that are held. Elsewhere than on Linux there are no such sockets, and nobody is kept off.
+"""
+
+from __future__ import annotations
+
+import errno
+import random
+import socket
+import sys
+from collections.abc import Sequence
+from types import TracebackType
+
+from hvdgloo.errors import ConfigError
+
+_RETRIES = 20  # a port that is free at one address may be taken at the next
+_BACKLOG = 1024
+
+PortRange = tuple[int, int]
+
+
+class PortHold:
+    """A port that no other listener of ours takes while this is open.
+
+    Raises:
+        OSError: at construction, if it is held already.
+    """
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self._mark: socket.socket | None = None
+        if sys.platform == "linux":
+            self._mark = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+            try:
+                self._mark.bind(f"\0hvdgloo-port-{port}")
+            except OSError:
+                self._mark.close()
+                raise
+
+    def close(self) -> None:
+        if self._mark is not None:
+            self._mark.close()
+            self._mark = None
+
+    def __enter__(self) -> PortHold:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def listen(addresses: Sequence[str], port_range: PortRange | None) -> list[socket.socket]:
+    """Listening sockets at one and the same port of all addresses.
+
+    Args:
+        addresses: IP addresses of this host, or names of them.
+        port_range: first and last port that may be used, for the first one that is free everywhere; None for any
+            that the system chooses.
+
+    Raises:
+        ConfigError: naming the address, the ports and the system's reason.
+    """
+    ports = [0] * _RETRIES if port_range is None else range(port_range[0], port_range[1] + 1)
+    reason = ""
+    for port in ports:
+        try:
+            if not port:
+                return _listen_at_one_port(addresses, 0)
+            with PortHold(port):
+                return _listen_at_one_port(addresses, port)
+        except OSError as error:
+            # A hold has no file name; a listener's error names its address.
+            where = error.filename or addresses[0]
+            reason = f"{where}: {_in_words(error)}"
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                break  # another port would not help
+    raise ConfigError(f"cannot listen on {describe(port_range)} of {reason}{_advice(port_range)}")
+
+
+def describe(port_range: PortRange | None) -> str:
+    """``any port``, ``port 29400``, ``any of the ports 29400-29403``."""
+    if port_range is None:
+        return "any port"
+    first, last = port_range
+    return f"port {first}" if first == last else f"any of the ports {first}-{last}"
+
+
+def hold_free_port(port_range: PortRange | None = None) -> PortHold:
+    """A TCP port that is free at all addresses, for somebody who binds it much later.
+
+    Without a range it is taken from outside the one from which the system serves outgoing connections and ``bind(0)``,
+    so nothing takes it by chance meanwhile.
+
+    Raises:
+        ConfigError: all ports of the range are in use or held.
+    """
+    for port in _candidates(port_range):
+        try:
+            hold = PortHold(port)
+        except OSError:
+            continue
+        if _is_free(port):
+            return hold
+        hold.close()
+    if port_range is not None:
+        raise ConfigError(f"cannot keep {describe(port_range)} free for MASTER_PORT{_advice(port_range)}")
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return PortHold(int(probe.getsockname()[1]))
+
+
+def _listen_at_one_port(addresses: Sequence[str], port: int) -> list[socket.socket]:
+    sockets: list[socket.socket] = []
+    address = ""
+    try:
+        for address in addresses:
+            sockets.append(_listen(address, port or (sockets[0].getsockname()[1] if sockets else 0)))
+    except OSError as error:
+        for bound in sockets:
+            bound.close()
+        error.filename = address
+        raise
+    return sockets
+
+
+def _listen(address: str, port: int) -> socket.socket:
+    family, kind, protocol, _, target = socket.getaddrinfo(
+        address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    sock = socket.socket(family, kind, protocol)
+    try:
+        # A server that is started again at its port must not wait until old connections are forgotten: the kernel asks
+        # that these had the option, too. A port that the system chooses must not be one that others share, though.
+        if port:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(address != "::"))
+        sock.bind(target)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # At once: two sockets with that option may be bound to one port, but only one of them can listen.
+        sock.listen(_BACKLOG)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def _candidates(port_range: PortRange | None) -> list[int]:
+    if port_range is not None:
+        # From the end: listeners look from the beginning.
+        return list(range(port_range[1], port_range[0] - 1, -1))
+    low, high = _ephemeral_ports()
+    ports = list(range(20000, min(low, 32768))) if low > 21000 else list(range(high + 1, 65536))
+    random.SystemRandom().shuffle(ports)
+    return ports
+
+
+def _ephemeral_ports() -> PortRange:
+    try:
+        with open("/proc/sys/net/ipv4/ip_local_port_range", encoding="ascii") as file:
+            low, high = file.read().split()
+            return int(low), int(high)
+    except (OSError, ValueError):
+        return 49152, 65535
+
+
+def _is_free(port: int) -> bool:
+    """Whether a listener could be opened at any address: connections that are being forgotten do not matter."""
+    for family, address in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
+        try:
+            probe = socket.socket(family)
+        except OSError:
+            continue  # no IPv6 here
+        with probe:
+            try:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                probe.bind((address, port))
+                probe.listen(1)
+            except OSError as error:
+                if family == socket.AF_INET6 and error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                    continue  # IPv6 is switched off
+                return False
+    return True
+
+
+def _in_words(error: OSError) -> str:
+    return error.strerror or str(error)
+
+
+def _advice(port_range: PortRange | None) -> str:
+    if port_range is None:
+        return ""
+    if port_range[0] == port_range[1]:
+        return "; end what uses it, or choose another"
+    return "; give a wider --port-range (HVDGLOO_PORT_RANGE), or end what uses these"

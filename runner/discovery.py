@@ -1,0 +1,203 @@
+"""The launcher's part in finding out who reaches whom: every host reports its addresses, tries the others' and the
+launcher's, and from what came of that ``placement`` chooses.
+
+A job on this machine alone needs none of it and stays on loopback; one on another machine alone stays on that one's
+loopback, with the rendezvous server beside its agent.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hvdgloo.errors import ConfigError, LaunchError
+from hvdgloo.rendezvous.identity import host_identity
+from hvdgloo.runner import nics, placement, probe
+from hvdgloo.runner.frames import Hello, Probe, Probed, ProbesEnd, Survey, Surveyed
+from hvdgloo.runner.link import Link
+from hvdgloo.runner.nics import Address
+from hvdgloo.runner.placement import Placement, Reports, Server
+from hvdgloo.runner.probe import LAUNCHER, Answer, Outcome, ProbeListener, Target
+from hvdgloo.runner.progress import Step
+from hvdgloo.runner.spec import LaunchSpec
+from hvdgloo.runner.supervisor import Supervisor
+
+LOOPBACK = Address("", "127.0.0.1", 8)
+
+_SETTLE_SECONDS = 0.3  # that answers which might lead to a better choice still have, once there is one
+_LOOK_AGAIN = 0.05
+_LEAST, _MOST = 0.2, 5.0
+
+
+@dataclass(frozen=True)
+class Network:
+    """What was found out.
+
+    Attributes:
+        placement: where each host is reached, and where the rendezvous server runs.
+        master_port: held on the first host for ``MASTER_PORT``.
+    """
+
+    placement: Placement
+    master_port: int
+
+
+def probe_timeout(connect_timeout: float) -> float:
+    """Seconds for one probe: long enough for two lost packets, and so short that all of them end within 10 s."""
+    return min(_MOST, max(_LEAST, connect_timeout / 10))
+
+
+def discover(supervisor: Supervisor, spec: LaunchSpec, hellos: Sequence[Hello]) -> Network:
+    """Find out at which address each host is reached.
+
+    Raises:
+        LaunchError: some host has no address that could be used, or does not report.
+        HostsUnreachableError: two hosts do not reach each other.
+        ConfigError: no port of the range is free.
+        JobFailedError: a signal came first.
+    """
+    if len(supervisor.links) == 1:
+        return _alone(supervisor, spec, hellos[0])
+    for link in supervisor.links:
+        supervisor.get_on(link, Step.PROBING)
+    network = _Discovery(supervisor, spec, hellos).run()
+    for link, address in zip(supervisor.links, network.placement.addresses, strict=True):
+        supervisor.get_on(link, Step.READY, f"reached at {address}")
+    return network
+
+
+def _alone(supervisor: Supervisor, spec: LaunchSpec, hello: Hello) -> Network:
+    """A job on one host."""
+    server = Server.LAUNCHER if hello.identity == host_identity() else Server.FIRST_HOST
+    address, port = LOOPBACK, hello.port
+    if spec.network.nics or spec.network.port_range:
+        discovery = _Discovery(supervisor, spec, [hello])
+        discovery.survey(listen=False)
+        port = discovery.master_port
+        if spec.network.nics:
+            address = discovery.wanted_alone()
+    return Network(Placement((address,), server, address.address), port)
+
+
+class _Discovery:
+    """One job's discovery."""
+
+    def __init__(self, supervisor: Supervisor, spec: LaunchSpec, hellos: Sequence[Hello]) -> None:
+        self._supervisor = supervisor
+        self._network = spec.network
+        self._names = [link.host.name for link in supervisor.links]
+        settings = nics.parse_nics(spec.network.nics, [host.name for host in spec.hosts])
+        self._rules = [settings.rules(name) for name in self._names]
+        own = host_identity()
+        here = [rules for rules, hello in zip(self._rules, hellos, strict=True) if hello.identity == own]
+        self._launcher_rules = here[0] if here else nics.Rules(settings.general)
+        self._key = probe.probe_key(spec.secret)
+        self._surveyed: dict[int, Surveyed] = {}
+        self._answers: dict[tuple[int, int, str], Answer] = {}
+        supervisor.handlers[Surveyed] = self._on_surveyed
+        supervisor.handlers[Probed] = self._on_probed
+
+    def run(self) -> Network:
+        launcher = nics.candidates(nics.own_addresses(), self._launcher_rules)
+        listener = ProbeListener(
+            self._supervisor.selector,
+            self._key,
+            LAUNCHER,
+            [address.address for address in launcher],
+            self._network.port_range,
+        )
+        try:
+            self.survey(listen=True)
+            reports = self._reports(launcher, listener)
+            self._probe(reports, listener)
+            chosen = placement.choose(reports)
+        finally:
+            listener.close()
+            for link in self._supervisor.links:
+                link.channel.send(ProbesEnd())
+        if chosen is None:
+            raise placement.explain(reports)
+        return Network(chosen, self.master_port)
+
+    def survey(self, *, listen: bool) -> None:
+        """Have all hosts report their addresses.
+
+        Raises:
+            LaunchError: one does not, or has none that could be used.
+            ConfigError: the first host has no port for ``MASTER_PORT``.
+        """
+        for number, (link, rules) in enumerate(zip(self._supervisor.links, self._rules, strict=True)):
+            link.channel.send(Survey(number, self._key.hex(), rules.items, listen, self._network.port_range))
+        # Nothing is probed yet: an agent that lives answers at once, unless its host is overloaded.
+        timeout = self._network.connect_timeout
+        self._supervisor.converse(lambda: len(self._surveyed) == len(self._names), time.monotonic() + timeout)
+        silent = [name for number, name in enumerate(self._names) if number not in self._surveyed]
+        if silent:
+            raise LaunchError(
+                f"the agent on {', '.join(silent)} did not report its addresses within {timeout:g} s; if the host is "
+                "merely slow, raise --connect-timeout-seconds"
+            )
+        if self._surveyed[0].port_failure:
+            raise ConfigError(f"host {self._names[0]}: {self._surveyed[0].port_failure}")
+
+    @property
+    def master_port(self) -> int:
+        return self._surveyed[0].port
+
+    def wanted_alone(self) -> Address:
+        """The address that ``--nics`` chooses for a job on one host, which may be loopback.
+
+        Raises:
+            LaunchError: there is none.
+        """
+        addresses = self._addresses(0)
+        fitting = [a for a in addresses if not nics.why_not(a, self._rules[0], alone=True)]
+        if not fitting:
+            raise LaunchError(nics.explain_none(self._names[0], addresses, self._rules[0], alone=True))
+        return min(fitting, key=lambda a: (a.loopback, a.version))
+
+    def _addresses(self, host: int) -> list[Address]:
+        return [Address(*fields) for fields in self._surveyed[host].addresses]
+
+    def _reports(self, launcher: Sequence[Address], listener: ProbeListener) -> Reports:
+        candidates = []
+        unheard = {(LAUNCHER, address): reason for address, reason in listener.failures.items()}
+        for host, (name, rules) in enumerate(zip(self._names, self._rules, strict=True)):
+            addresses = self._addresses(host)
+            candidates.append(nics.candidates(addresses, rules))
+            unheard |= {(host, address): reason for address, reason in self._surveyed[host].failures.items()}
+            if not candidates[-1]:
+                raise LaunchError(nics.explain_none(name, addresses, rules))
+            if all((host, a.address) in unheard for a in candidates[-1]) and self._network.port_range:
+                raise ConfigError(f"host {name}: {unheard[host, candidates[-1][0].address]}")
+        return Reports(self._names, candidates, launcher, self._answers, unheard)
+
+    def _probe(self, reports: Reports, listener: ProbeListener) -> None:
+        """Have all hosts try, until everything was answered or what is missing can change nothing."""
+        timeout = probe_timeout(self._network.connect_timeout)
+        tries: list[list[Target]] = [[] for _ in self._names]
+        for source, target, address in placement.tried(reports):
+            ports = listener.ports if target == LAUNCHER else self._surveyed[target].ports
+            tries[source].append(Target(target, address.address, ports[address.address]))
+        for link, targets in zip(self._supervisor.links, tries, strict=True):
+            link.channel.send(Probe([(t.host, t.address, t.port) for t in targets], timeout))
+        expected = sum(len(targets) for targets in tries)
+        # The agents end their probes in time; only one that is overloaded takes longer to say so.
+        deadline = time.monotonic() + timeout + self._network.connect_timeout
+        chosen_at: float | None = None
+        while len(self._answers) < expected and time.monotonic() < deadline:
+            self._supervisor.converse(lambda: len(self._answers) >= expected, time.monotonic() + _LOOK_AGAIN)
+            now = time.monotonic()
+            if chosen_at is None and placement.choose(reports) is not None:
+                chosen_at = now
+            if chosen_at is not None and (now - chosen_at > _SETTLE_SECONDS or placement.settled(reports)):
+                return
+
+    def _on_surveyed(self, link: Link, frame: Surveyed) -> None:
+        self._surveyed[self._supervisor.links.index(link)] = frame
+
+    def _on_probed(self, link: Link, frame: Probed) -> None:
+        source = self._supervisor.links.index(link)
+        for (host, address, _), (own, who, detail, outcome) in frame.answers:
+            self._answers[source, host, address] = Answer(Outcome(outcome), own, who, detail)

@@ -1,0 +1,212 @@
+"""A host's addresses: what there is, which of it others could reach at all, and which of that the user wants.
+
+An agent reports all of its addresses, so that an error can say why one was not considered. ``Rules`` is what the user
+said with ``--nics``. Everything here but ``own_addresses`` is pure.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import ipaddress
+import socket
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from hvdgloo.errors import ConfigError
+
+EXAMPLE = "--nics eth0, --nics 10.0.0.0/8, --nics ^docker0, --nics h1=eth1,h2=ib0"
+
+
+@dataclass(frozen=True)
+class Address:
+    """One IP address of a host.
+
+    Attributes:
+        nic: the name of its network interface.
+        address: without a scope.
+        prefix: length of the network's part, in bits.
+        up: the interface is up, and has a carrier.
+    """
+
+    nic: str
+    address: str
+    prefix: int
+    up: bool = True
+
+    @property
+    def ip(self) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+        return ipaddress.ip_address(self.address)
+
+    @property
+    def version(self) -> int:
+        return self.ip.version
+
+    @property
+    def network(self) -> str:
+        """``10.0.0.0/24``."""
+        return str(ipaddress.ip_network(f"{self.address}/{self.prefix}", strict=False))
+
+    @property
+    def loopback(self) -> bool:
+        return self.ip.is_loopback
+
+    @property
+    def link_local(self) -> bool:
+        return self.ip.is_link_local
+
+    def __str__(self) -> str:
+        return f"{self.address} ({self.nic})"
+
+
+def own_addresses() -> tuple[Address, ...]:
+    """This host's addresses, in the system's own order of interfaces."""
+    import psutil  # a few milliseconds that a job on one host does without
+
+    stats = psutil.net_if_stats()
+    found = [
+        Address(nic, entry.address.partition("%")[0], _prefix(entry.netmask, entry.address), _is_up(stats.get(nic)))
+        for nic, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if entry.family in (socket.AF_INET, socket.AF_INET6)
+    ]
+    order = {name: index for index, name in socket.if_nameindex()}
+    # An alias (eth0:1) has no index of its own.
+    return tuple(sorted(found, key=lambda a: order.get(a.nic, order.get(a.nic.partition(":")[0], 1 << 30))))
+
+
+def _is_up(stats: object) -> bool:
+    return bool(getattr(stats, "isup", True))
+
+
+def _prefix(netmask: str | None, address: str) -> int:
+    if not netmask:
+        return 128 if ":" in address else 32
+    return int(ipaddress.ip_address(netmask)).bit_count()
+
+
+class Rules:
+    """What the user said about one host's addresses: names of interfaces, networks, and exceptions from both.
+
+    Args:
+        items: each ``eth0``, ``eth*``, ``10.0.0.0/8`` or ``10.0.0.5``, with ``^`` before it for an exception.
+            Nothing means: any.
+    """
+
+    def __init__(self, items: Sequence[str] = ()) -> None:
+        self.items = tuple(items)
+        self._wanted = [item for item in items if not item.startswith("^")]
+        self._unwanted = [item[1:] for item in items if item.startswith("^")]
+
+    @property
+    def names_some(self) -> bool:
+        """They do not only make exceptions."""
+        return bool(self._wanted)
+
+    def allow(self, address: Address) -> bool:
+        if any(_matches(item, address) for item in self._unwanted):
+            return False
+        return not self._wanted or any(_matches(item, address) for item in self._wanted)
+
+    def __str__(self) -> str:
+        return ",".join(self.items)
+
+
+def _matches(item: str, address: Address) -> bool:
+    network = _network(item)
+    if network is None:
+        return fnmatch.fnmatchcase(address.nic, item)
+    return network.version == address.version and address.ip in network
+
+
+def _network(item: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
+    try:
+        return ipaddress.ip_network(item.strip("[]"), strict=False)
+    except ValueError:
+        return None
+
+
+@dataclass(frozen=True)
+class NicSettings:
+    """All of ``--nics``: rules for every host, and such for single ones, which then do not heed the others."""
+
+    general: tuple[str, ...] = ()
+    by_host: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+    def rules(self, host: str) -> Rules:
+        """Those for one host."""
+        return Rules(dict(self.by_host).get(host, self.general))
+
+    def __bool__(self) -> bool:
+        return bool(self.general or self.by_host)
+
+
+def parse_nics(texts: Iterable[str], hosts: Sequence[str]) -> NicSettings:
+    """What the values of ``--nics`` mean.
+
+    Args:
+        texts: each a comma-separated list of ``name``, ``network`` and ``^`` with one of these, where ``host=`` may
+            precede each.
+        hosts: the job's.
+
+    Raises:
+        ConfigError: naming the item that cannot be understood, or the host that is not the job's.
+    """
+    general: list[str] = []
+    by_host: dict[str, list[str]] = {}
+    for item in (item.strip() for text in texts for item in text.split(",")):
+        host, equals, rule = item.rpartition("=")
+        host = host.strip().strip("[]")
+        if equals and host not in hosts:
+            raise ConfigError(f"--nics {item}: {host or 'nothing'} is not one of the hosts ({', '.join(hosts[:8])})")
+        if equals:
+            by_host.setdefault(host, []).append(_checked(rule.strip(), item))
+        elif item:
+            general.append(_checked(item, item))
+    return NicSettings(tuple(general), tuple((host, tuple(rules)) for host, rules in by_host.items()))
+
+
+def _checked(rule: str, item: str) -> str:
+    name = rule.removeprefix("^")
+    broken = not name or "^" in name or any(c.isspace() for c in name)
+    if broken or ("/" in name and _network(name) is None):
+        raise ConfigError(
+            f"--nics {item}: expected the name of a network interface, a network or an address, with ^ before it to "
+            f"leave it out; for example: {EXAMPLE}"
+        )
+    return rule
+
+
+def candidates(addresses: Iterable[Address], rules: Rules) -> tuple[Address, ...]:
+    """The addresses at which other hosts may be able to reach this one, and which the user allows."""
+    return tuple(a for a in addresses if why_not(a, rules) == "")
+
+
+def why_not(address: Address, rules: Rules, *, alone: bool = False) -> str:
+    """Why an address is not considered; empty if it is.
+
+    Args:
+        alone: there is no other host, so that loopback will do.
+    """
+    if not rules.allow(address):
+        return "left out by --nics"
+    if address.loopback and not alone:
+        return "loopback, which no other host can reach"
+    if address.version == 6 and address.link_local:
+        return "link-local"
+    if not address.up:
+        return "down"
+    return ""
+
+
+def explain_none(host: str, addresses: Sequence[Address], rules: Rules, *, alone: bool = False) -> str:
+    """Why a host has no address that could be used, and what to do."""
+    listed = ", ".join(f"{address} {why_not(address, rules, alone=alone)}" for address in addresses) or "none at all"
+    wanted = [a for a in addresses if rules.allow(a)]
+    if rules.items and not wanted:
+        reason = f"--nics {rules} fits none of host {host}'s addresses"
+    elif rules.names_some and all(a.loopback for a in wanted):
+        reason = f"--nics {rules} leaves host {host} only loopback addresses, which no other host can reach"
+    else:
+        reason = f"host {host} has no address that another host could reach"
+    mend = "Name an interface or network that it has" if rules.items else "Bring up a network interface there"
+    return f"{reason}: {listed}. {mend} (--nics takes names, networks and ^exceptions, per host if need be)"
