@@ -205,14 +205,7 @@ class Engine:
                     group.backend.abandon()
 
     def _validate(self, request: Request) -> None:
-        members = self._member.sets.get(request.process_set)
-        if members is None:
-            raise InvalidArgumentError(f"{request.name}: there is no process set {request.process_set}")
-        if self.rank not in members:
-            raise InvalidArgumentError(
-                f"{request.name}: rank {self.rank} is not in process set {request.process_set}, whose ranks are "
-                f"{list(members)}"
-            )
+        members = self.members_of(request.process_set, request.name)
         for spec in request.tensors:
             if request.collective in REDUCTIONS:
                 _check_arithmetic(request, spec)
@@ -228,6 +221,24 @@ class Engine:
     def process_sets(self) -> dict[int, tuple[int, ...]]:
         """The global ranks of every process set by id, 0 being all ranks."""
         return dict(self._member.sets)
+
+    def members_of(self, process_set: int, what: str) -> tuple[int, ...]:
+        """The global ranks of a process set that this rank is in.
+
+        Args:
+            what: is wanted of it, for messages.
+
+        Raises:
+            InvalidArgumentError: there is no such set, or this rank is not in it.
+        """
+        members = self._member.sets.get(process_set)
+        if members is None:
+            raise InvalidArgumentError(f"{what}: there is no process set {process_set}")
+        if self.rank not in members:
+            raise InvalidArgumentError(
+                f"{what}: rank {self.rank} is not in process set {process_set}, whose ranks are {list(members)}"
+            )
+        return members
 
     def _open_group(self, number: int, ranks: tuple[int, ...]) -> Group | None:
         self._sets_added += 1
