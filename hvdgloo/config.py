@@ -8,6 +8,7 @@ the YAML file and docs/configuration.md are generated from these declarations, s
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -137,6 +138,13 @@ def _secret(text: str) -> bytes:
     return value
 
 
+def _ip_address(text: str) -> str:
+    try:
+        return str(ipaddress.ip_address(text.strip()))
+    except ValueError:
+        raise ValueError("expected an IP address, such as 10.0.0.5") from None
+
+
 def _port_range(text: str) -> tuple[int, int]:
     first, _, last = text.partition("-")
     try:
@@ -175,7 +183,10 @@ class Config:
         None, env="HVDGLOO_SECRET", parse=_secret, secret=True, help="the job secret, in hexadecimal digits"
     )
     secret_file: str | None = _setting(
-        None, env="HVDGLOO_SECRET_FILE", parse=_text, help="a file that holds the job secret, instead of HVDGLOO_SECRET"
+        None,
+        env="HVDGLOO_SECRET_FILE",
+        parse=_text,
+        help="a file that holds the job secret, unless HVDGLOO_SECRET does",
     )
     job_id: str = _setting(
         "", env="HVDGLOO_JOB_ID", parse=_text, help="marks every process of a job, so that none is left behind"
@@ -205,7 +216,7 @@ class Config:
     address: str | None = _setting(
         None,
         env="HVDGLOO_ADDRESS",
-        parse=_text,
+        parse=_ip_address,
         help="the IP address at which this worker is reached by others; by default that of the connection to the "
         "rendezvous server",
     )
@@ -370,9 +381,16 @@ class Config:
             variable = next((v for v in (setting.env, *setting.fallback) if environ.get(v, "") != ""), None)
             if variable is not None:
                 values[name] = parse_value(setting, environ[variable], variable)
-        if values.get("secret") is None and values.get("secret_file") is not None:
+        if values.get("secret") is not None:
+            values.pop("secret_file", None)
+        elif values.get("secret_file") is not None:
             values["secret"] = read_secret_file(values["secret_file"])
         return cls(**values)
+
+    @property
+    def secret_source(self) -> str:
+        """Where the secret came from, for messages: what has to be mended if it is the wrong one."""
+        return f"HVDGLOO_SECRET_FILE={self.secret_file}" if self.secret_file else "HVDGLOO_SECRET"
 
     def to_env(self) -> dict[str, str]:
         """The variables that make ``from_env`` return this Config: those of fields that differ from their default."""

@@ -11,6 +11,7 @@ after ``shutdown()`` meets the same ranks again under a new generation number.
 from __future__ import annotations
 
 import atexit
+import ipaddress
 import logging
 import os
 import socket
@@ -121,7 +122,12 @@ class Context:
                 f"HVDGLOO_RENDEZVOUS={config.rendezvous} is set, but neither HVDGLOO_SECRET nor HVDGLOO_SECRET_FILE; "
                 "the server says where its secret file is"
             )
-        client = RendezvousClient(config.rendezvous, config.secret, connect_timeout=config.connect_timeout)
+        client = RendezvousClient(
+            config.rendezvous,
+            config.secret,
+            connect_timeout=config.connect_timeout,
+            secret_source=config.secret_source,
+        )
         try:
             return _join(cls, config, config.secret, client)
         except BaseException:
@@ -158,6 +164,7 @@ def _join(cls: type[Context], config: Config, secret: bytes, client: RendezvousC
                 pid=os.getpid(),
             )
             registration = client.register(config.epoch, info, timeout=config.start_timeout)
+            check_addresses(registration.topology, reached_from)
             first = registration.topology.workers[0]
             endpoint = first.address, first.port
         else:
@@ -185,6 +192,36 @@ def _join(cls: type[Context], config: Config, secret: bytes, client: RendezvousC
     engine = Engine(registration.rank, topology, links, backend, settings)
     engine.start()
     return cls(config, topology, registration.rank, engine, client)
+
+
+def check_addresses(topology: Topology, reached_from: str) -> None:
+    """Refuse addresses that ranks on other hosts cannot use, before anybody waits for a connection that never comes.
+
+    Args:
+        reached_from: this host's address in the connection to the rendezvous server. If even that is a loopback one,
+            as all ranks' addresses are, then the "hosts" are containers that share one network.
+
+    Raises:
+        ConfigError: naming a rank with a loopback address, or two ranks with addresses of different families.
+    """
+    if len(topology.hosts) == 1:
+        return
+    addresses = [ipaddress.ip_address(worker.address) for worker in topology.workers]
+    loopback = [rank for rank, address in enumerate(addresses) if address.is_loopback]
+    if loopback and (len(loopback) < len(addresses) or not ipaddress.ip_address(reached_from).is_loopback):
+        rank = loopback[0]
+        raise ConfigError(
+            f"{topology.describe(rank)} can be reached at {addresses[rank]} only by ranks on its own host, and there "
+            f"are {len(topology.hosts)} hosts. Set HVDGLOO_ADDRESS there to an address that the others reach, or let "
+            "HVDGLOO_RENDEZVOUS name the server by such an address on its own host, too"
+        )
+    other = next((rank for rank, address in enumerate(addresses) if address.version != addresses[0].version), None)
+    if other is not None:
+        raise ConfigError(
+            f"{topology.describe(0)} has the address {addresses[0]} and {topology.describe(other)} has "
+            f"{addresses[other]}, but all ranks of a job use either IPv4 or IPv6. Set HVDGLOO_ADDRESS, or name the "
+            "rendezvous server by an address of one family everywhere"
+        )
 
 
 def _reach(client: RendezvousClient, config: Config) -> str:

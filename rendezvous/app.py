@@ -29,6 +29,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import unquote_to_bytes
@@ -75,6 +76,20 @@ class Refusal(Exception):  # noqa: N818 - an answer rather than an error
         return json.dumps({"error": HTTPStatus(self.status).phrase, "reason": self.reason, **self.facts}).encode()
 
 
+@dataclass(frozen=True)
+class Refused:
+    """Requests that were turned away because nobody of the job had signed them.
+
+    Attributes:
+        count: how many.
+        address, reason: the last one's.
+    """
+
+    count: int = 0
+    address: str = ""
+    reason: str = ""
+
+
 class Service:
     """What the routes work on: one server's stores, epochs and clients.
 
@@ -107,6 +122,7 @@ class Service:
         self._polls = 0
         self._stopping = ""
         self.requests_served = 0
+        self.refused = Refused()
         self._started = time.monotonic()
 
     def store(self, scope: str) -> MemoryStore:
@@ -156,6 +172,12 @@ class Service:
         with self._lock:
             self.requests_served += 1
         self.metrics.served(method, route, status, seconds)
+
+    def note_refused(self, address: str, reason: str) -> None:
+        """Somebody who does not know the job's secret, or an old one, knocks."""
+        with self._lock:
+            self.refused = Refused(self.refused.count + 1, address, reason)
+        self.epochs.wake()
 
     def note_client(self, connection: Any, client: str) -> None:
         """A connection has proved to be a client's: the client is there until the last of them ends."""
@@ -256,7 +278,9 @@ class Gate:
             raise Refusal(401, str(error)) from None
         hello = path == "/v1/hello"
         if credentials.run != ("" if hello else self._service.run):
-            raise Refusal(401, "the request was signed for another run of the server; it has been restarted since")
+            raise Refusal(
+                401, "the request was signed for another run of the server; it has been restarted since", restarted=True
+            )
         if not hello:
             self._service.take_counter(credentials.client, credentials.counter)
         self._service.note_client(environ["hvdgloo.connection"], credentials.client)
@@ -296,6 +320,8 @@ class Gate:
         headers = [("Content-Type", "application/json"), ("Content-Length", str(len(body))), ("Connection", "close")]
         if refusal.status == 401:
             browser = environ["REQUEST_URI"].partition("?")[0] in _READ_ONLY
+            if not browser or environ.get("HTTP_AUTHORIZATION"):  # a browser asks first what it shall bring
+                self._service.note_refused(environ.get("REMOTE_ADDR", ""), refusal.reason)
             headers.append(("WWW-Authenticate", _BROWSER_CHALLENGE if browser else auth.SCHEME))
         # A stranger gets one request per connection, so many at once cost it as many connections.
         environ["hvdgloo.connection"].end_after_answer()

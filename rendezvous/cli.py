@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import ipaddress
+import math
 import os
 import shutil
 import signal
@@ -27,12 +28,14 @@ import psutil
 
 from hvdgloo.config import Config, format_endpoint, parse_value, read_secret_file, settings
 from hvdgloo.errors import ConfigError
+from hvdgloo.rendezvous.app import Refused
 from hvdgloo.rendezvous.auth import generate_secret, status_token
 from hvdgloo.rendezvous.server import RendezvousServer
 from hvdgloo.version import __version__
 
 PROGRAM = "hvdgloo-rendezvous"
 _LOOK_AGAIN = 0.5  # seconds; only --once needs to look at all, for connections that have ended
+_BETWEEN_STRANGERS = 30.0  # seconds between two lines about refused requests
 _BETWEEN_LINES = 0.2  # seconds; a thousand workers that come together make a few lines, not a thousand
 
 _DESCRIPTION = """\
@@ -295,9 +298,15 @@ def _reachable(endpoint: str) -> list[str]:
 def _watch(server: RendezvousServer, once: bool) -> int:
     """Tell who comes and goes, until there is a reason to end; returns the exit status."""
     started, seen, last, failure = time.monotonic(), -1, "", ""
+    strangers = _Strangers()
     while True:
-        seen = server.wait_for_change(seen, timeout=_LOOK_AGAIN if once else 3600.0)
+        patience = _LOOK_AGAIN if once else 3600.0
+        seen = server.wait_for_change(seen, timeout=min(patience, strangers.due_in(time.monotonic())))
         time.sleep(_BETWEEN_LINES)
+        stranger = strangers.line(server.refused, time.monotonic())
+        if stranger:
+            sys.stderr.write(f"{PROGRAM}: {stranger}\n")
+            sys.stderr.flush()
         if server.last_failure != failure:
             failure = server.last_failure
             sys.stderr.write(f"{PROGRAM}: {failure}\n")
@@ -312,6 +321,30 @@ def _watch(server: RendezvousServer, once: bool) -> int:
         if once and epoch["state"] == "complete" and not any(worker["connected"] for worker in epoch["workers"]):
             _say("no worker is connected any more")
             return 0
+
+
+class _Strangers:
+    """Tells of refused requests: the first at once, further ones now and then, as they may be many."""
+
+    def __init__(self) -> None:
+        self._told = 0
+        self._waiting = False
+        self._next = -math.inf
+
+    def line(self, refused: Refused, now: float) -> str:
+        """What is to be said now, if anything."""
+        new = refused.count - self._told
+        self._waiting = new > 0 and now < self._next
+        if not new or self._waiting:
+            return ""
+        self._told, self._next = refused.count, now + _BETWEEN_STRANGERS
+        requests = "a request" if new == 1 else f"{new} requests"
+        last = "" if new == 1 else ", the last"
+        return f"refused {requests}{last} from {refused.address}: {refused.reason}"
+
+    def due_in(self, now: float) -> float:
+        """Seconds until there is something to say if nothing happens."""
+        return max(0.0, self._next - now) if self._waiting else math.inf
 
 
 def _describe(epoch: dict[str, Any]) -> str:

@@ -9,7 +9,8 @@ most ``MAX_POLL`` seconds, each told to the server, so its answer names who or w
 its way at the deadline, a moment longer is waited.
 
 **Repeating.** Connecting is repeated while the server is not there yet. A request that was sent and got no answer is
-repeated, under a signature of its own, only if doing it twice is doing it once: everything but ``delete``.
+repeated, under a signature of its own, only if doing it twice is doing it once: everything but ``delete``. A worker
+that registers stays through a restart of the server, which has forgotten nothing that the worker still needs.
 
 **Forks.** A forked child gets connections and an id of its own when it first calls.
 """
@@ -86,6 +87,7 @@ class RendezvousClient:
         secret: of the job.
         connect_timeout: seconds for which a server that cannot be reached is tried again; it may start later than
             its workers.
+        secret_source: where the secret came from, for messages.
 
     Raises:
         ConfigError: ``server`` has another form.
@@ -95,13 +97,16 @@ class RendezvousClient:
     _hello_lock: threading.Lock
     _run: str
 
-    def __init__(self, server: str, secret: bytes, *, connect_timeout: float = 30.0) -> None:
+    def __init__(
+        self, server: str, secret: bytes, *, connect_timeout: float = 30.0, secret_source: str = "HVDGLOO_SECRET"
+    ) -> None:
         try:
             self._host, self._port = parse_endpoint(server)
         except ValueError as error:
             raise ConfigError(f"rendezvous server {server!r}: {error}") from None
         self.server = format_endpoint(self._host, self._port)
         self.connect_timeout = connect_timeout
+        self._secret_source = secret_source
         self._signer = auth.Signer(secret)
         self._closed = False
         self._reset()
@@ -125,7 +130,7 @@ class RendezvousClient:
             RendezvousError: the server cannot be reached.
         """
         body = json.dumps(worker.to_dict(), separators=(",", ":")).encode()
-        answer = self._wait("POST", f"/v1/epochs/{epoch}/workers", body, timeout, pending=202)
+        answer = self._wait("POST", f"/v1/epochs/{epoch}/workers", body, timeout, pending=202, follow=True)
         if answer.status == 202:
             raise self._timed_out(
                 f"/v1/epochs/{epoch}/workers",
@@ -153,9 +158,12 @@ class RendezvousClient:
         return status
 
     def local_address(self, *, timeout: float = 30.0) -> str:
-        """The IP address of this end of a connection to the server: an address at which this host is reached."""
+        """The IP address of this end of a connection to the server: an address at which this host is reached.
+
+        Waits for the server until ``timeout`` and not ``connect_timeout``: it may be started much later.
+        """
         if not self._local_address or self._pid != os.getpid():
-            self._run_id(time.monotonic() + timeout)
+            self._run_id(time.monotonic() + timeout, patient=True)
         return self._local_address
 
     def close(self) -> None:
@@ -178,8 +186,22 @@ class RendezvousClient:
 
     # What HttpStore calls.
 
-    def _wait(self, method: str, path: str, body: bytes, timeout: float, *, pending: int, query: str = "") -> _Answer:
+    def _wait(
+        self,
+        method: str,
+        path: str,
+        body: bytes,
+        timeout: float,
+        *,
+        pending: int,
+        query: str = "",
+        follow: bool = False,
+    ) -> _Answer:
         """A call that the server holds back until there is something to answer.
+
+        Args:
+            follow: once the server has been there, wait for it until the deadline and say the same to another one at
+                its place, which has the same secret.
 
         Returns:
             the answer; one with status ``pending`` if the deadline came first.
@@ -189,7 +211,12 @@ class RendezvousClient:
             poll = min(MAX_POLL, max(0.0, deadline - time.monotonic()))
             target = f"{path}?{query}timeout={poll:.3f}"
             patience = min(2.0, 0.25 + timeout / 10)
-            answer = self._answer(method, target, body, deadline, patience=patience, repeat=True)
+            patient = follow and bool(self._run)
+            answer = self._answer(method, target, body, deadline, patience=patience, repeat=True, patient=patient)
+            if follow and answer.status == 401 and answer.details.get("restarted") and time.monotonic() < deadline:
+                self._run = ""
+                time.sleep(_FIRST_PAUSE)
+                continue
             if answer.status != pending or time.monotonic() >= deadline - 0.001:
                 return self._checked(answer, path, allow=pending)
 
@@ -203,13 +230,21 @@ class RendezvousClient:
     # One request, repeated where that is safe.
 
     def _answer(
-        self, method: str, target: str, body: bytes, deadline: float, *, patience: float, repeat: bool
+        self,
+        method: str,
+        target: str,
+        body: bytes,
+        deadline: float,
+        *,
+        patience: float,
+        repeat: bool,
+        patient: bool = False,
     ) -> _Answer:
         pause = _FIRST_PAUSE
         while True:
-            run = self._run_id(deadline)
+            run = self._run_id(deadline, patient=patient)
             try:
-                answer = self._exchange(method, target, body, run, deadline, patience)
+                answer = self._exchange(method, target, body, run, deadline, patience, patient=patient)
             except _Unanswered as failure:
                 if not repeat or time.monotonic() + pause >= deadline:
                     raise self._unreachable(target, failure.cause) from failure.cause
@@ -220,7 +255,7 @@ class RendezvousClient:
             time.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, _LONGEST_PAUSE)
 
-    def _run_id(self, deadline: float) -> str:
+    def _run_id(self, deadline: float, *, patient: bool = False) -> str:
         """The server's run id: one hello at the first call, whichever thread makes it."""
         if self._pid != os.getpid():
             self._reset()
@@ -229,7 +264,7 @@ class RendezvousClient:
                 pause = _FIRST_PAUSE
                 while True:
                     try:
-                        answer = self._exchange("GET", "/v1/hello", b"", "", deadline, 0.0)
+                        answer = self._exchange("GET", "/v1/hello", b"", "", deadline, 0.0, patient=patient)
                         break
                     except _Unanswered as failure:
                         if time.monotonic() + pause >= deadline:
@@ -239,8 +274,22 @@ class RendezvousClient:
                 self._run = str(json.loads(self._checked(answer, "/v1/hello").body)["run"])
         return self._run
 
-    def _exchange(self, method: str, target: str, body: bytes, run: str, deadline: float, patience: float) -> _Answer:
+    def _exchange(
+        self,
+        method: str,
+        target: str,
+        body: bytes,
+        run: str,
+        deadline: float,
+        patience: float,
+        *,
+        patient: bool = False,
+    ) -> _Answer:
         """Send one request and read its answer.
+
+        Args:
+            patience: seconds after the deadline in which an answer that is on its way may come.
+            patient: connecting may take until the deadline, and not only ``connect_timeout``.
 
         Raises:
             _Unanswered: the connection failed on the way.
@@ -250,7 +299,7 @@ class RendezvousClient:
         with self._lock:
             counter = next(self._counter)
         credentials = self._signer.sign(method, target, auth.digest(body), run, self._client, counter)
-        connection = self._take(deadline, target)
+        connection = self._take(deadline, target, patient)
         keep = False
         try:
             status, data, signature, keep = connection.request(
@@ -277,7 +326,10 @@ class RendezvousClient:
         route = target.partition("?")[0]
         where = f"rendezvous server {self.server}, {route}"
         if answer.status == 401:
-            raise AuthenticationError(f"{where}: {answer.reason} (HVDGLOO_SECRET must be the server's own secret)")
+            hint = (
+                "" if answer.details.get("restarted") else f" ({self._secret_source} must hold the server's own secret)"
+            )
+            raise AuthenticationError(f"{where}: {answer.reason}{hint}")
         # What is refused before the signature could be read carries none itself; it can do no more than fail a call.
         if not answer.signed and (answer.status < 400 or answer.status in (allow, 404, 409, 504)):
             raise AuthenticationError(
@@ -311,14 +363,15 @@ class RendezvousClient:
         self._lock = threading.Lock()
         self._hello_lock = threading.Lock()
 
-    def _take(self, deadline: float, target: str) -> HttpConnection:
+    def _take(self, deadline: float, target: str, patient: bool) -> HttpConnection:
         while True:
             with self._lock:
                 if self._closed:
                     raise RendezvousError("this rendezvous client is closed", server=self.server, route=target)
                 connection = self._idle.pop() if self._idle else None
             if connection is None:
-                return self._connect(deadline, target)
+                usual = time.monotonic() + self.connect_timeout
+                return self._connect(deadline if patient else min(deadline, usual), target)
             if not connection.stale():
                 return connection
             connection.close()
@@ -331,8 +384,7 @@ class RendezvousClient:
         connection.close()
 
     def _connect(self, deadline: float, target: str) -> HttpConnection:
-        """A new connection, tried for ``connect_timeout`` or until the call's deadline."""
-        deadline = min(deadline, time.monotonic() + self.connect_timeout)
+        """A new connection, tried until the deadline."""
         pause = _FIRST_PAUSE
         while True:
             try:

@@ -180,6 +180,11 @@ class Epochs:
             self._changed.wait_for(lambda: self._changes != seen, timeout)
             return self._changes
 
+    def wake(self) -> None:
+        """Let ``wait_for_change`` return: something else has happened that whoever watches may want to tell."""
+        with self._lock:
+            self._note_change()
+
     def last_failure(self) -> str:
         """Why the last attempt that failed did; empty if none has."""
         with self._lock:

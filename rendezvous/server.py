@@ -12,7 +12,7 @@ from typing import Any
 from hvdgloo.config import format_endpoint
 from hvdgloo.errors import ConfigError
 from hvdgloo.rendezvous import ports
-from hvdgloo.rendezvous.app import Service, create_app
+from hvdgloo.rendezvous.app import Refused, Service, create_app
 from hvdgloo.rendezvous.epochs import Epochs
 from hvdgloo.rendezvous.front import Front
 
@@ -115,6 +115,11 @@ class RendezvousServer:
     def requests_served(self) -> int:
         """How many requests were let in since the start, the clients' hellos included."""
         return self._service.requests_served
+
+    @property
+    def refused(self) -> Refused:
+        """Requests that were turned away at the gate for their signature."""
+        return self._service.refused
 
     def wait_for_change(self, seen: int = -1, *, timeout: float) -> int:
         """Wait until workers have come or gone, or an epoch has failed; see ``Epochs.wait_for_change``."""

@@ -28,7 +28,7 @@ from types import FrameType
 from typing import IO, Any
 
 from hvdgloo.errors import LaunchError
-from hvdgloo.runner import machine, sweep
+from hvdgloo.runner import machine, silence, sweep
 from hvdgloo.runner.channel import Channel
 from hvdgloo.runner.frames import (
     CHUNK,
@@ -72,7 +72,6 @@ DRAIN_TIME = 2.0
 """Seconds to wait for the end of a pipe whose writers are all dead; longer only where a stranger holds it open."""
 
 _RESULT_MARK = 1024 * 1024  # results are read from their files only while fewer bytes than this wait to be sent
-_FIRST_SILENCE = 8.0  # seconds of silence that end an agent that has not been told another time yet
 _MARK_BYTES = 128
 
 
@@ -99,7 +98,7 @@ class Agent:
         self._memory = machine.MemoryWatch()
         self._scout = Scout(self._selector, channel.send, environ)
         self._last_beat = time.monotonic()
-        self._silence = Silence(_FIRST_SILENCE, self._last_beat)
+        self._silence = Silence(silence.FIRST, self._last_beat)
         self._sign: socket.socket | None = None
         self._abandoned: Sweep | None = None
         self._suspended = False
@@ -462,7 +461,8 @@ def _warden(agent: int, mark: mmap.mmap) -> int:
         grace=0.0,
         reap=_reap_all,
     )
-    return os.waitstatus_to_exitcode(status)
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else 128 - code  # as a shell would have it: this crosses ssh
 
 
 def _reap_all() -> None:
@@ -485,7 +485,7 @@ def main(preamble: bytes = PREAMBLE) -> int:
     agent = os.fork()
     if agent:
         os.close(0)
-        return min(255, abs(_warden(agent, mark)))
+        return min(255, _warden(agent, mark))
     sweep.die_with_parent(signal.SIGTERM)
     if os.getppid() != warden:
         return 1

@@ -7,9 +7,11 @@ import subprocess
 import time
 from collections import deque
 
+from hvdgloo.runner import silence
 from hvdgloo.runner.channel import Channel
-from hvdgloo.runner.frames import CHUNK, PREAMBLE, Examined, Hello
+from hvdgloo.runner.frames import CHUNK, PREAMBLE, Hello
 from hvdgloo.runner.progress import Step
+from hvdgloo.runner.silence import Silence
 from hvdgloo.runner.spawners import AgentStream
 from hvdgloo.runner.spec import Host
 
@@ -21,13 +23,13 @@ class Link:
 
     Attributes:
         hello: what it said first.
-        examined: what it found out about its host, and this machine's clock when that came.
         step: how far its host has come.
         ranks: of the workers that it was told to start.
         finishing: it was told that the job is over.
         said_bye: nothing of the job is left on its host.
         gone: its stream has ended, or it counts as lost.
-        ended_at: when its stream ended.
+        silence: how long nothing has been heard of it.
+        ended_at: when its stream ended, without a good-bye.
         held_back: lines that came before anything showed that the host was reached.
         owed: for each rank, bytes of output for which it was given no credit yet.
         stderr: the last lines that its command wrote there.
@@ -38,13 +40,12 @@ class Link:
         self.stream = stream
         self.channel = Channel(stream.stdout.fileno(), stream.stdin.fileno(), preamble=PREAMBLE)
         self.hello: Hello | None = None
-        self.examined: tuple[Examined, float] | None = None
         self.step = Step.CONNECTING
         self.said_bye = False
         self.finishing = False
         self.gone = False
         self.ranks: list[int] = []
-        self.last_heard = time.monotonic()
+        self.silence = Silence(silence.FIRST, time.monotonic())
         self.ended_at: float | None = None
         self.held_back: list[str] = []
         self.writes_registered = False

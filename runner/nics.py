@@ -200,13 +200,16 @@ def why_not(address: Address, rules: Rules, *, alone: bool = False) -> str:
 
 def explain_none(host: str, addresses: Sequence[Address], rules: Rules, *, alone: bool = False) -> str:
     """Why a host has no address that could be used, and what to do."""
-    listed = ", ".join(f"{address} {why_not(address, rules, alone=alone)}" for address in addresses) or "none at all"
-    wanted = [a for a in addresses if rules.allow(a)]
-    if rules.items and not wanted:
-        reason = f"--nics {rules} fits none of host {host}'s addresses"
-    elif rules.names_some and all(a.loopback for a in wanted):
-        reason = f"--nics {rules} leaves host {host} only loopback addresses, which no other host can reach"
-    else:
-        reason = f"host {host} has no address that another host could reach"
-    mend = "Name an interface or network that it has" if rules.items else "Bring up a network interface there"
-    return f"{reason}: {listed}. {mend} (--nics takes names, networks and ^exceptions, per host if need be)"
+    if not rules.items:
+        listed = ", ".join(f"{a} is {why_not(a, rules, alone=alone)}" for a in addresses) or "it has none at all"
+        return f"host {host} has no address that another host could reach: {listed}. Bring a network interface up there"
+    others = [a for a in addresses if not why_not(a, Rules(), alone=alone)]
+    listed = ", ".join(map(str, others)) or "nothing else that could be used"
+    chosen = [a for a in addresses if rules.allow(a)]
+    if not chosen:
+        return f"--nics {rules} fits none of host {host}'s addresses; it has {listed}. {_ADVICE}"
+    reasons = ", ".join(f"{a} is {why_not(a, rules, alone=alone)}" for a in chosen)
+    return f"--nics {rules} chooses no address of host {host} that could be used: {reasons}. It has {listed}. {_ADVICE}"
+
+
+_ADVICE = "--nics takes names, networks and ^exceptions, for single hosts with HOST= before them"

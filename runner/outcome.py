@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 
 _ECHO = re.compile(r"hvdgloo\.errors\.(?:JobShutdownError|PeerLostError): .*?\brank (\d+) \(host ")
 
+_CONNECTION_LOST = 255  # ssh's status for whatever goes wrong with itself
+_LAST_SIGNAL = 64
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -88,6 +91,19 @@ def blame(outcome: Outcome, hosts: Mapping[int, str], tail: Callable[[int], Sequ
         reason = "failed" if ended_by_us else describe_status(status)
         found = Failure(rank, hosts[rank], found.status if ended_by_us else status, reason)
     return found
+
+
+def describe_loss(status: int | None) -> str:
+    """How the command that leads to an agent ended, as what happened to the agent."""
+    if status is None:
+        return "closed its stream"
+    if status == _CONNECTION_LOST:
+        return "lost its connection"
+    if status < 0:
+        return f"or the command that leads to it {describe_status(status)}"
+    if 128 < status <= 128 + _LAST_SIGNAL:
+        return describe_status(128 - status)
+    return describe_status(status)
 
 
 def describe_status(status: int) -> str:

@@ -251,7 +251,9 @@ def _say(reports: Reports, source: int, target: int, address: Address) -> str:
     if (target, address.address) in reports.unheard:
         return f"has no listener ({reports.unheard[target, address.address]})"
     found = reports.answers.get((source, target, address.address))
-    return "was not answered" if found is None else describe(found, reports.names)
+    text = "was not answered" if found is None else describe(found, reports.names)
+    shared = any(own.address == address.address for own in reports.candidates[source])
+    return f"{text} ({reports.names[source]} has the same address)" if shared else text
 
 
 def describe(answer: Answer, names: Sequence[str]) -> str:

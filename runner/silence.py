@@ -11,6 +11,9 @@ from __future__ import annotations
 STEPS = 6
 """In so many steps the timeout is divided: the other side shows life once in each."""
 
+FIRST = 8.0
+"""Seconds of silence that an agent bears until it has been told another time; so the launcher shows life for that."""
+
 
 class Silence:
     """How long nothing has been heard.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 from hvdgloo import topology
 from hvdgloo.errors import ConfigError
@@ -13,19 +13,24 @@ from hvdgloo.runner.nics import parse_nics
 
 GRACE_AFTER_FAILURE = 3.0
 GRACE_AFTER_SIGNAL = 30.0
-HEARTBEAT_TIMEOUT = 30.0
+HEARTBEAT_TIMEOUT = 5.0
 
 
 @dataclass(frozen=True)
 class Host:
-    """A host as the user gave it, and how many workers it may run. ``user`` is empty if none was given."""
+    """A host as the user gave it, and how many workers it may run.
+
+    Attributes:
+        slots: None if the host itself is to say: one for each of its GPUs, else one.
+        user: to log in as; empty if none was given.
+    """
 
     name: str
-    slots: int
+    slots: int | None = None
     user: str = ""
 
     def __str__(self) -> str:
-        return f"{self.name}:{self.slots}"
+        return self.name if self.slots is None else f"{self.name}:{self.slots}"
 
 
 @dataclass(frozen=True)
@@ -35,16 +40,21 @@ class Reach:
     Attributes:
         python: the interpreter there.
         connect_timeout: seconds that one attempt to connect may take.
-        wait_for_hosts: try hosts that are not up again and again, until the start timeout.
+        wait_for_hosts: try hosts that are not up again and again, until the start timeout; None leaves it to the way.
         ssh_port, ssh_identity_file, ssh_args: for the system's ssh; what is not given is ssh's own configuration's.
+        agent_command: the words of a template; empty for ssh.
+        slurm_job: of whose allocation the nodes ``slurm_nodes`` are: srun leads there.
     """
 
     python: str = sys.executable
     connect_timeout: float = 30.0
-    wait_for_hosts: bool = False
+    wait_for_hosts: bool | None = None
     ssh_port: int | None = None
     ssh_identity_file: str | None = None
     ssh_args: tuple[str, ...] = ()
+    agent_command: tuple[str, ...] = ()
+    slurm_job: str = ""
+    slurm_nodes: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -81,11 +91,14 @@ class LaunchSpec:
     """All that is asked of one job.
 
     Attributes:
-        command: program and arguments of every worker, ready to be executed; empty for a ``function``.
+        command: program and arguments of every worker on this host, ready to be executed.
         hosts: in order; ranks fill them in this order.
-        np: number of workers, at most the hosts' slots.
+        np: number of workers, at most the hosts' slots; None for as many.
         cwd: working directory of the workers.
         environ: what workers find in their environment besides what the launcher adds.
+        exported: names of variables that the user wants on other hosts, too, whatever they are.
+        export_all: other hosts get the others, too, except those that are specific to a host.
+        remote_command: what workers on other hosts execute; None for the same.
         function: sealed and pickled, for ``hvdgloo.run.run``; ``command`` then runs ``hvdgloo.runner.task``.
         secret: the job's secret.
         start_timeout: seconds for the agents, and then for the workers, to be there.
@@ -102,7 +115,7 @@ class LaunchSpec:
 
     command: tuple[str, ...]
     hosts: tuple[Host, ...]
-    np: int
+    np: int | None
     cwd: str
     environ: Mapping[str, str] = field(repr=False)
     secret: bytes = field(repr=False)
@@ -115,11 +128,19 @@ class LaunchSpec:
     stdin_rank: int | None = None
     verbose: bool = False
     reach: Reach = field(default_factory=Reach)
+    exported: frozenset[str] = frozenset()
+    export_all: bool = True
+    remote_command: tuple[str, ...] | None = None
     network: Network = field(default_factory=Network)
 
     def __post_init__(self) -> None:
-        if self.stdin_rank is not None and not 0 <= self.stdin_rank < self.np:
-            raise ConfigError(f"--stdin {self.stdin_rank}: there are only ranks 0 to {self.np - 1}")
+        if self.np is not None:
+            self.check_stdin(self.np)
+
+    def check_stdin(self, np: int) -> None:
+        """Refuse a rank for the launcher's standard input that there is not."""
+        if self.stdin_rank is not None and not 0 <= self.stdin_rank < np:
+            raise ConfigError(f"--stdin {self.stdin_rank}: there are only ranks 0 to {np - 1}")
         parse_nics(self.network.nics, [host.name for host in self.hosts])  # it complains before anything starts
 
     @property
@@ -134,30 +155,30 @@ class LaunchSpec:
 def assign(hosts: Sequence[Host], np: int) -> tuple[Slot, ...]:
     """Give ``np`` ranks to hosts in order, each filled before the next.
 
+    Args:
+        hosts: with slots, at least ``np`` in all.
+
     Returns:
         the slots in order of ranks. Hosts that no rank falls on take no part: indices run over the others.
-
-    Raises:
-        ConfigError: more ranks than slots; the text has both numbers.
     """
-    try:
-        places = topology.fill([host.name for host in hosts], [host.slots for host in hosts], np)
-    except ValueError as error:
-        raise ConfigError(f"{error}; give more slots (-H {hosts[0].name}:{np}) or a smaller -np") from None
-    local_sizes = [0] * len(hosts)
-    for host, _ in places:
-        local_sizes[host] += 1
-    compact = [used - 1 for used in accumulate(int(size > 0) for size in local_sizes)]
-    return tuple(
-        Slot(
-            rank=rank,
-            size=np,
-            host=compact[host],
-            hostname=hosts[host].name,
-            local_rank=local,
-            local_size=local_sizes[host],
-            cross_rank=sum(size > local for size in local_sizes[:host]),
-            cross_size=sum(size > local for size in local_sizes),
+    places = topology.fill([host.name for host in hosts], [host.slots or 0 for host in hosts], np)
+    local_sizes = Counter(host for host, _ in places)
+    compact = {host: index for index, host in enumerate(local_sizes)}
+    cross_sizes = Counter(local for _, local in places)
+    seen: Counter[int] = Counter()
+    slots = []
+    for rank, (host, local) in enumerate(places):
+        slots.append(
+            Slot(
+                rank=rank,
+                size=np,
+                host=compact[host],
+                hostname=hosts[host].name,
+                local_rank=local,
+                local_size=local_sizes[host],
+                cross_rank=seen[local],
+                cross_size=cross_sizes[local],
+            )
         )
-        for rank, (host, local) in enumerate(places)
-    )
+        seen[local] += 1
+    return tuple(slots)

@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from hvdgloo.errors import JobFailedError, LaunchError
+from hvdgloo.runner import silence
 from hvdgloo.runner.frames import (
     CHUNK,
     PROTOCOL,
@@ -27,8 +28,6 @@ from hvdgloo.runner.frames import (
     Bye,
     Credit,
     Dying,
-    Examine,
-    Examined,
     Exited,
     Finish,
     Frame,
@@ -48,11 +47,13 @@ from hvdgloo.runner.frames import (
 )
 from hvdgloo.runner.gathering import Gathering
 from hvdgloo.runner.link import Link
-from hvdgloo.runner.outcome import Failure, Outcome, describe_status
+from hvdgloo.runner.outcome import Failure, Outcome, describe_loss, describe_status
 from hvdgloo.runner.progress import MENDS, Step, describe_missing
 from hvdgloo.runner.reasons import Diagnosis, Ending
+from hvdgloo.runner.silence import Silence
 from hvdgloo.runner.spawners import Spawner
 from hvdgloo.runner.spec import Host, LaunchSpec
+from hvdgloo.runner.sweeping import Sweeping
 from hvdgloo.runner.waiting import InitWatch
 from hvdgloo.version import __version__
 
@@ -62,6 +63,7 @@ END_TIME = 15.0
 ECHO_TIME = 2.0
 """Seconds that a worker has to end by itself after another one's last words named it as the reason of its failure."""
 
+_SILENT = "its host is cut off, switched off or overloaded; if it is merely slow, raise --heartbeat-timeout"
 _EXIT_TIME = 1.0  # seconds that a command has to end by itself after its output did
 _POLL = 0.02
 _HELD_BACK = 200  # lines kept of what comes before the preamble
@@ -80,24 +82,6 @@ class Observer(Protocol):
     def culprit(self, rank: int) -> int | None: ...
     @property
     def congested(self) -> bool: ...
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What an agent found, and this machine's clock when it was asked and when it had answered."""
-
-    hello: Hello
-    examined: Examined
-    sent: float
-    received: float
-
-
-@dataclass(frozen=True)
-class CheckUp:
-    """What came of asking all hosts: answers, and why there is none."""
-
-    answers: Mapping[Host, Answer]
-    problems: Mapping[Host, str]
 
 
 @dataclass(frozen=True)
@@ -142,6 +126,7 @@ class Supervisor:
         self.on_stdin_taken: Callable[[], None] = lambda: None
         self.handlers: dict[type[Frame], Callable[[Link, Any], None]] = {}
         self._init: InitWatch | None = None
+        self._sweeping = Sweeping(spawner, self._selector, job_id, spec.grace_after_failure, observer.notice)
 
     def __enter__(self) -> Supervisor:
         return self
@@ -151,12 +136,13 @@ class Supervisor:
         for link in self._links:
             if link.hello is None:
                 self._lose(link, "never answered")
-        deadline = time.monotonic() + END_TIME
-        self._loop(lambda: all(link.gone for link in self._links), deadline)
+        self._loop(self._nothing_left, time.monotonic() + END_TIME)
         for link in self._links:
             if not link.gone:
                 self._lose(link, "did not end")
             link.close()
+        self._loop(self._nothing_left)
+        self._sweeping.close()
         self._selector.close()
         self._wakeup.close()
         self._waker.close()
@@ -180,49 +166,32 @@ class Supervisor:
         self._links.sort(key=lambda link: self._hosts.index(link.host))
         return tuple(link.hello for link in self._links if link.hello is not None)
 
-    def check_up(self, question: Examine) -> CheckUp:
-        """Reach as many hosts as can be reached, and have their agents look round.
+    def gather_usable(self) -> Mapping[Host, str]:
+        """Like ``gather``, but what cannot be used, or is lost later, is left out and not the end of it.
 
-        A host that is lost on the way is left out, not the end of it.
+        Returns:
+            the hosts that are left out, and why. More may come while this goes on.
 
         Raises:
             JobFailedError: a signal came first.
         """
-        lost: dict[Host, str] = {}
-        self._lost = lost
+        self._lost = lost = dict[Host, str]()
         now = time.monotonic()
-        deadline = now + self._spec.start_timeout
         self._gathering = gathering = Gathering(self._hosts, now, patient=True)
         self._start_agents(now)
-        self._loop(lambda: self._stopping or gathering.over(time.monotonic()), deadline)
+        self._loop(lambda: self._stopping or gathering.over(time.monotonic()), now + self._spec.start_timeout)
         self._gathering = None
-        sent = {}
-        for link in self._links:
-            if link.hello is None:
-                self._lose(link, f"has not answered within {self._spec.start_timeout:g} s: {MENDS[link.step]}")
-            elif not link.gone:
-                sent[link.host] = time.time()
-                link.channel.send(question)
-        self._loop(
-            lambda: self._stopping or all(link.gone or link.examined for link in self._links),
-            time.monotonic() + self._spec.start_timeout,
-        )
         if self.outcome.interrupted is not None:
             raise JobFailedError("interrupted", exit_code=self.outcome.exit_code)
-        found = {
-            link.host: Answer(link.hello, link.examined[0], sent[link.host], link.examined[1])
-            for link in self._links
-            if link.hello is not None and link.examined is not None
-        }
-        failed = gathering.reasons()
-        return CheckUp(
-            {host: found[host] for host in self._hosts if host in found},
-            {
-                host: failed.get(host) or lost.get(host) or "its agent did not say what it found"
-                for host in self._hosts
-                if host not in found
-            },
-        )
+        for link in self._links:
+            if link.hello is None:
+                self._lose(link, f"has not answered within {self._spec.start_timeout:g} s; {MENDS[link.step]}")
+        lost.update(gathering.reasons())
+        for link in [link for link in self._links if link.gone]:
+            link.close()
+            self._links.remove(link)
+        self._links.sort(key=lambda link: self._hosts.index(link.host))
+        return lost
 
     def converse(self, done: Callable[[], bool], deadline: float) -> None:
         """Go on until ``done`` or the deadline; what agents answer goes to ``handlers``.
@@ -234,6 +203,30 @@ class Supervisor:
         self._loop(lambda: self._stopping or done(), deadline)
         self._check_agents()
 
+    def keep(self, hosts: Sequence[Host]) -> tuple[tuple[Host, ...], tuple[Hello, ...]]:
+        """Go on with these hosts only, and let the other agents go.
+
+        Args:
+            hosts: in the order of those that were gathered, with the numbers of workers that they will run.
+
+        Returns:
+            the hosts, and what their agents said.
+        """
+        by_name = {host.name: host for host in hosts}
+        for link in self._links:
+            if link.host.name not in by_name:
+                link.finishing = True
+                link.channel.send(Finish())
+        self._loop(
+            lambda: self._stopping or all(link.gone for link in self._links if link.host.name not in by_name),
+            time.monotonic() + END_TIME,
+        )
+        self._check_agents()
+        for link in [link for link in self._links if link.host.name not in by_name]:
+            link.close()
+            self._links.remove(link)
+        return tuple(hosts), tuple(link.hello for link in self._links if link.hello is not None)
+
     def start(self, env: Sequence[Mapping[str, str]], workers: Sequence[Sequence[Spawn]]) -> None:
         """Have each agent start its workers.
 
@@ -242,6 +235,7 @@ class Supervisor:
             workers: for each host, its workers.
         """
         for link, environ, spawns in zip(self._links, env, workers, strict=True):
+            link.silence = Silence(self._spec.heartbeat_timeout, time.monotonic())
             link.channel.send(
                 Start(
                     self._job_id,
@@ -270,7 +264,7 @@ class Supervisor:
             init: knows which ranks others wait for at start-up.
         """
         self._init = init
-        self._loop(lambda: all(link.gone for link in self._links))
+        self._loop(self._nothing_left)
         return self.outcome
 
     @property
@@ -317,34 +311,40 @@ class Supervisor:
             self._keep_time()
 
     def _patience(self, now: float, deadline: float | None) -> float:
-        interval = self._spec.heartbeat_timeout / 6
-        times = [self._last_beat + interval, deadline, self._observer.tick(), self._hard_deadline]
+        times = [self._last_beat + self._beat_interval, deadline, self._observer.tick(), self._hard_deadline]
+        times += [link.silence.deadline for link in self._links if link.hello and not link.gone]
+        times += [now + _POLL for link in self._links if link.ended_at is not None and not link.gone]
+        times.append(self._sweeping.next)
         if self._init is not None:
             times.append(self._init.next)
         if self._gathering is not None:
             times.append(self._gathering.next)
-            times += [now + _POLL for link in self._links if link.ended_at is not None]
         if self._echo is not None:
             times.append(self._echo.deadline)
         if self._observer.congested:
             times.append(now + 0.1)
         return max(0.0, min(when for when in times if when is not None) - now)
 
+    @property
+    def _beat_interval(self) -> float:
+        return min(self._spec.heartbeat_timeout, silence.FIRST) / silence.STEPS
+
+    def _nothing_left(self) -> bool:
+        return all(link.gone for link in self._links) and self._sweeping.over
+
     def _keep_time(self) -> None:
         now = time.monotonic()
-        timeout = self._spec.heartbeat_timeout
-        if now - self._last_beat >= timeout / 6:
+        if now - self._last_beat >= self._beat_interval:
             self._last_beat = now
             for link in self._links:
                 link.channel.beat()
-        self._end_attempts(now)
+        self._judge_ended(now)
         for link in self._links:
             if link.gone or link.ended_at is not None:
                 continue
-            if link.channel.ended:
-                self._lose(link, "ended")
-            elif link.hello and now - link.last_heard > timeout and not self._readable(link):
-                self._lose(link, f"has been silent for {timeout:g} s")
+            if link.hello and link.silence.over(now):
+                self._lose(link, f"has been silent for {link.silence.timeout:g} s: {_SILENT}")
+        self._sweeping.keep_time(now)
         if self._echo is not None and now >= self._echo.deadline:
             self._take_echo()
         if self._hard_deadline is not None and now >= self._hard_deadline:
@@ -354,13 +354,6 @@ class Supervisor:
                     self._lose(link, "did not end its workers")
         self._watch_init(now)
         self._start_agents(now)
-
-    @staticmethod
-    def _readable(link: Link) -> bool:
-        """Something has arrived that was not looked at yet: it was the launcher that slept."""
-        with selectors.DefaultSelector() as look:
-            look.register(link.channel.receive_fd, selectors.EVENT_READ)
-            return bool(look.select(0))
 
     def _watch_writes(self, link: Link) -> None:
         wanted = not link.gone and link.channel.pending > 0
@@ -390,13 +383,16 @@ class Supervisor:
             self._selector.register(link.channel.receive_fd, selectors.EVENT_READ, partial(self._on_readable, link))
             self._selector.register(link.stream.stderr, selectors.EVENT_READ, partial(self._on_stderr, link))
 
-    def _end_attempts(self, now: float) -> None:
-        """Judge the commands that have ended without an agent, once their exit status is there."""
-        for link in [link for link in self._links if link.ended_at is not None]:
+    def _judge_ended(self, now: float) -> None:
+        """Judge the commands whose streams have ended without a good-bye, once their exit status is there."""
+        for link in [link for link in self._links if link.ended_at is not None and not link.gone]:
             status = link.stream.poll()
             if status is None and now < link.ended_at + _EXIT_TIME and not self._stopping:  # type: ignore[operator]
                 continue
             self._on_stderr(link)
+            if self._gathering is None or link.hello is not None:
+                self._lose(link, describe_loss(status))
+                continue
             self._drop(link, self._spawner.diagnose(link.host, Ending(status, tuple(link.stderr))), now)
 
     def _drop(self, link: Link, diagnosis: Diagnosis, now: float) -> None:
@@ -420,7 +416,7 @@ class Supervisor:
         except LaunchError as error:
             self._lose(link, f"cannot be understood: {error}")
             return
-        link.last_heard = time.monotonic()
+        link.silence.heard(time.monotonic())
         if link.step is Step.CONNECTING and link.channel.decoder.opened:
             self.get_on(link, Step.PYTHON)
             self._show(link, link.held_back)
@@ -432,7 +428,7 @@ class Supervisor:
             else:
                 self._on_frame(link, item)
         if link.channel.ended and not link.gone:
-            if self._gathering is None or link.hello is not None:
+            if link.said_bye:
                 self._lose(link, "ended")
             elif link.ended_at is None:
                 link.ended_at = time.monotonic()
@@ -482,8 +478,6 @@ class Supervisor:
                 self._observer.notice(f"rank {frame.rank} is process {frame.pid} on {link.host.name}")
         elif isinstance(frame, StdinTaken):
             self.on_stdin_taken()
-        elif isinstance(frame, Examined):
-            link.examined = frame, time.time()
         elif isinstance(frame, Hello):
             link.hello = frame
             if self._gathering is not None:
@@ -559,7 +553,8 @@ class Supervisor:
         if link.said_bye:
             return
         link.stream.kill()
-        self._spawner.sweep(link.host, self._job_id)
+        if link.ranks:
+            self._sweeping.begin(link.host, time.monotonic())
         self._running.difference_update(link.ranks)
         last = f": {link.stderr[-1]}" if link.stderr else ""
         if self._lost is not None:
@@ -691,7 +686,7 @@ class Supervisor:
         signal.signal(signal.SIGTSTP, previous)
         now = time.monotonic()
         for link in self._links:
-            link.last_heard = now
+            link.silence.heard(now)
             link.channel.send(Suspend(False))
 
     # Who is missing.

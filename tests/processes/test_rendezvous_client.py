@@ -79,7 +79,7 @@ def proxy(endpoint: str, cut: Callable[[int], bool]) -> Iterator[tuple[str, list
 
 class TestErrors:
     def test_another_secret(self, server: RendezvousServer) -> None:
-        text = "HVDGLOO_SECRET must be the server's own"
+        text = "HVDGLOO_SECRET must hold the server's own"
         client = RendezvousClient(server.endpoint, b"another secret, 32 bytes long...")
         with client, pytest.raises(AuthenticationError, match=text) as caught:
             client.status()

@@ -10,6 +10,7 @@ from hvdgloo.config import Config, settings
 from hvdgloo.errors import ConfigError
 from hvdgloo.runner import config_file, options
 from hvdgloo.runner.flags import build_parser, split, suggestions
+from hvdgloo.runner.spec import HEARTBEAT_TIMEOUT
 
 HOROVODRUN_FLAGS = """
     -v --version -np --num-proc -cb --check-build --disable-cache --start-timeout --network-interfaces
@@ -161,7 +162,7 @@ class TestFile:
         assert (arguments.hosts, arguments.hostfile) == (None, "F"), (
             "the other way to name hosts does not count any more"
         )
-        assert parser.complete(parser.given([]), {}).heartbeat_timeout == 30
+        assert parser.complete(parser.given([]), {}).heartbeat_timeout == HEARTBEAT_TIMEOUT
 
     def test_every_launcher_key_has_one_meaning(self) -> None:
         parser = build_parser()
