@@ -84,9 +84,7 @@ def _product(frontend: Core[Any], operation: Operation, tape: Tape[Any], gradien
     return results
 
 
-def _own_rows(
-    frontend: Core[Any], operation: Operation, tape: Tape[Any], gradients: Sequence[Any]
-) -> Sequence[Any]:
+def _own_rows(frontend: Core[Any], operation: Operation, tape: Tape[Any], gradients: Sequence[Any]) -> Sequence[Any]:
     average = replace(operation, collective=Collective.ALLREDUCE, op=ReduceOp.AVERAGE)
     reduced = frontend.apply(average, gradients)
     # Every rank's number of rows, one column per tensor; only this call knows where this rank's own begin.
@@ -99,7 +97,7 @@ def _own_rows(
 def _to_root(frontend: Core[Any], operation: Operation, tape: Tape[Any], gradients: Sequence[Any]) -> Sequence[Any]:
     average = replace(operation, collective=Collective.ALLREDUCE, op=ReduceOp.AVERAGE, root=-1)
     reduced = frontend.apply(average, gradients)
-    if frontend.rank() == operation.root:
+    if frontend.context.rank == operation.root:
         return reduced
     return [frontend.zeros(g) for g in gradients]
 
@@ -110,18 +108,14 @@ def send_back(frontend: Core[Any], operation: Operation, counts: Any, gradients:
     return frontend.exchange(operation, gradients[0], splits)[:1]
 
 
-def _gathered(
-    frontend: Core[Any], operation: Operation, tape: Tape[Any], gradients: Sequence[Any]
-) -> Sequence[Any]:
+def _gathered(frontend: Core[Any], operation: Operation, tape: Tape[Any], gradients: Sequence[Any]) -> Sequence[Any]:
     ranks, _ = frontend.members(operation)
     factor = operation.prescale * operation.postscale * (ranks if operation.op is ReduceOp.SUM else 1)
     gather = replace(operation, collective=Collective.ALLGATHER, op=ReduceOp.SUM, prescale=1.0, postscale=1.0)
     return [g if factor == 1 else g * factor for g in frontend.apply(gather, gradients)]
 
 
-def _undefined(
-    frontend: Core[Any], operation: Operation, tape: Tape[Any], gradients: Sequence[Any]
-) -> Sequence[Any]:
+def _undefined(frontend: Core[Any], operation: Operation, tape: Tape[Any], gradients: Sequence[Any]) -> Sequence[Any]:
     raise InvalidArgumentError("an Adasum allreduce has no gradient; it combines gradients, and is not part of a loss")
 
 

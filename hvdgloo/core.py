@@ -1,7 +1,7 @@
 """What every collective of every framework goes through: tensors in, a request to the engine, tensors out.
 
-A collective is an ``Operation``; ``Core.start`` runs any Operation on a list of tensors (one tensor is a list of one, in
-place means that the inputs are also the outputs) and returns a ``Pending``; blocking means waiting for it; ``apply``
+A collective is an ``Operation``; ``Core.start`` runs any Operation on a list of tensors (one tensor is a list of one,
+in place means that the inputs are also the outputs) and returns a ``Pending``; blocking means waiting for it; ``apply``
 does that and records a gradient. The well-known names in ``frontend`` are thin methods over it.
 """
 

@@ -75,7 +75,6 @@ class Frontend(Core[T]):
         """Whether every host runs the same number of processes."""
         return self._context().is_homogeneous
 
-
     # allreduce --------------------------------------------------------------------------------------------------------
 
     def allreduce(

@@ -1,7 +1,8 @@
 """Named subsets of the ranks, which every collective can be given.
 
-A set is a description until it is registered (``init(process_sets=...)``, ``add_process_set``), which is a collective of
-all ranks: afterwards it has a number that stands for it in messages, and its members have a process group of their own.
+A set is a description until it is registered (``init(process_sets=...)``, ``add_process_set``), which is a collective
+of all ranks: afterwards it has a number that stands for it in messages, and its members have a process group of their
+own.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,7 @@ def inner_products(vectors: Sequence[npt.NDArray[Any]], bounds: Sequence[int]) -
     """
     size = len(vectors)
     products = np.zeros((len(bounds) - 1, size, size))
-    for piece, (begin, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+    for piece, (begin, end) in enumerate(pairwise(bounds)):
         for start in range(begin, end, _CHUNK):  # float64 copies of a whole gradient would be twice its size
             chunk = np.stack([vector[start : min(start + _CHUNK, end)].astype(np.float64) for vector in vectors])
             products[piece] += chunk @ chunk.T
@@ -65,7 +66,7 @@ def combine(
     vectors: Sequence[npt.NDArray[Any]], bounds: Sequence[int], products: Floats, out: npt.NDArray[Any]
 ) -> None:
     """Write the combination of ``vectors`` to ``out``, each piece by its own inner products."""
-    for piece, (begin, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+    for piece, (begin, end) in enumerate(pairwise(bounds)):
         factors = coefficients(products[piece])
         for start in range(begin, end, _CHUNK):
             part = slice(start, min(start + _CHUNK, end))

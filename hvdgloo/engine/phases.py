@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -64,7 +65,7 @@ def adaptive_sum(backend: Backend, buffer: Buffer, counts: Sequence[int], rank: 
         return
     itemsize = buffer.dtype.itemsize
     cuts = [buffer.count * index // size for index in range(size + 1)]
-    lengths = [end - begin for begin, end in zip(cuts[:-1], cuts[1:], strict=True)]
+    lengths = [end - begin for begin, end in pairwise(cuts)]
     own = lengths[rank]
     slices = np.empty((size, own), buffer.dtype.numpy_dtype)
     flat = Buffer.of_array(slices.reshape(-1), buffer.dtype)
