@@ -12,6 +12,7 @@ import signal
 import sys
 import tempfile
 import types
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any, TypeVar
 
@@ -19,71 +20,81 @@ from hvdgloo.config import Config
 from hvdgloo.errors import ConfigError, JobFailedError, LaunchError, RemoteTraceback
 from hvdgloo.rendezvous.auth import generate_secret
 from hvdgloo.runner import task
-from hvdgloo.runner.hosts import parse_hosts, read_hostfile
+from hvdgloo.runner.inventory import take_inventory
 from hvdgloo.runner.launch import LIBRARY_SIGNALS, Report, launch
-from hvdgloo.runner.spec import Host, LaunchSpec
+from hvdgloo.runner.spec import LaunchSpec, Network, Reach
+from hvdgloo.runner.template import parse_template
 
 __all__ = ["run"]
 
 T = TypeVar("T")
-
-_ELASTIC = "jobs that grow and shrink are not supported yet; leave it out for a job of a fixed size"
-_MPI = "there is no MPI here; leave it out"
 
 
 def run(
     func: Callable[..., T],
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
-    np: int = 1,
-    *,
     num_proc: int | None = None,
-    hosts: str | None = None,
-    hostfile: str | None = None,
-    start_timeout: float | None = None,
-    grace_period: float | None = None,
-    output_filename: str | None = None,
-    prefix_output_with_timestamp: bool = False,
-    verbose: bool | int | None = None,
-    executable: str | None = None,
-    env: Mapping[str, str] | None = None,
-    use_gloo: bool | None = None,
-    use_mpi: bool | None = None,
-    mpi_args: str | None = None,
-    ssh_port: int | None = None,
-    ssh_identity_file: str | None = None,
-    disable_cache: bool | None = None,
-    network_interface: str | None = None,
-    network_interfaces: str | None = None,
     min_num_proc: int | None = None,
     max_num_proc: int | None = None,
-    min_np: int | None = None,
-    max_np: int | None = None,
     slots: int | None = None,
     reset_limit: int | None = None,
     cooldown_range: Sequence[int] | None = None,
+    hosts: str | None = None,
+    hostfile: str | None = None,
     host_discovery_script: str | None = None,
+    start_timeout: float | None = None,
+    ssh_port: int | None = None,
+    ssh_identity_file: str | None = None,
+    disable_cache: bool | None = None,
+    output_filename: str | None = None,
+    verbose: bool | int | None = None,
+    use_gloo: bool | None = None,
+    use_mpi: bool | None = None,
+    mpi_args: str | None = None,
+    network_interface: str | None = None,
+    network_interfaces: str | Sequence[str] | None = None,
+    executable: str | None = None,
+    np: int | None = None,
+    min_np: int | None = None,
+    max_np: int | None = None,
+    *,
+    env: Mapping[str, str] | None = None,
+    ssh_args: Sequence[str] = (),
+    agent_command: str | None = None,
+    remote_python: str | None = None,
+    grace_period: float | None = None,
+    prefix_output_with_timestamp: bool = False,
 ) -> list[T]:
-    """Call ``func(*args, **kwargs)`` in ``np`` worker processes at once.
+    """Call ``func(*args, **kwargs)`` in ``np`` worker processes at once, on this host or on several.
 
-    The function travels by cloudpickle, so it may come from a script, a notebook or a closure. What the workers print
-    appears in ``sys.stdout`` and ``sys.stderr`` with their ranks before it. Ctrl-C is passed on to the workers (if this
-    is the main thread) and raises KeyboardInterrupt here when they have ended.
+    The function travels by cloudpickle, so it may come from a script, a notebook or a closure; modules are found in
+    the same places (``sys.path``) as here. What the workers print appears in ``sys.stdout`` and ``sys.stderr`` with
+    their ranks before it. Ctrl-C is passed on to the workers (if this is the main thread) and raises KeyboardInterrupt
+    here when they have ended.
 
     Args:
-        np, num_proc: number of processes; two names for one thing.
-        hosts: ``host:slots,...``; by default this one.
+        np, num_proc: number of processes; two names for one thing. By default all slots of the hosts, and 1 if no
+            hosts are given.
+        hosts: ``host:slots,...``; by default this one, or those of a Slurm allocation around this process.
         hostfile: the same in a file.
-        start_timeout: seconds that ``hvd.init()`` waits for the other workers.
-        grace_period: seconds between asking workers to end and killing them; by default 3 after a failure and 30 after
-            Ctrl-C.
+        start_timeout: seconds that the hosts' agents, and then ``hvd.init()``, wait for others.
+        ssh_port, ssh_identity_file, ssh_args: for reaching other hosts.
+        agent_command: a command that leads to them instead of ssh: ``"kubectl exec -i {host} --"``.
+        remote_python: the Python interpreter there; by default the same path as here.
+        network_interfaces: which addresses hosts use for each other: names, networks and ``^`` exceptions.
         output_filename: a directory that also receives what each rank prints.
         prefix_output_with_timestamp: begin every line with the time.
         verbose: say what is being done.
         executable: the Python interpreter of the workers; by default this one.
-        env: variables that the workers find in addition to this process's own.
-        ssh_port, ssh_identity_file, network_interface, network_interfaces, disable_cache, use_gloo: accepted for
-            Horovod's sake; on this machine alone they change nothing.
+        env: variables that the workers find in addition to this process's own, on all hosts.
+        grace_period: seconds between asking workers to end and killing them; by default 3 after a failure and 30 after
+            Ctrl-C.
+        network_interface, min_np, max_np: old names of others; they warn.
+        use_gloo, use_mpi, mpi_args, disable_cache: there is only Gloo, and nothing is remembered between jobs;
+            ``use_mpi=True`` is refused, the others have no effect.
+        min_num_proc, max_num_proc, slots, reset_limit, cooldown_range, host_discovery_script: for jobs that grow and
+            shrink; refused.
 
     Returns:
         the results in the order of ranks.
@@ -96,36 +107,48 @@ def run(
         Exception: whatever ``func`` raised on the first rank where it failed. Its cause is a ``RemoteTraceback`` with
             rank, host and the worker's traceback.
     """
-    _refuse({"use_mpi": use_mpi, "mpi_args": mpi_args}, _MPI)
-    _refuse(
-        {
-            "min_num_proc": min_num_proc,
-            "max_num_proc": max_num_proc,
-            "min_np": min_np,
-            "max_np": max_np,
-            "slots": slots,
-            "reset_limit": reset_limit,
-            "cooldown_range": cooldown_range,
-            "host_discovery_script": host_discovery_script,
-        },
-        _ELASTIC,
+    if isinstance(min_num_proc, str):
+        raise ConfigError("run(): the fifth argument is min_num_proc; give hosts by name: run(func, ..., hosts=...)")
+    _judge_controllers(use_gloo, use_mpi, mpi_args)
+    _refuse_elastic(
+        min_num_proc=_old_name(min_num_proc, "min_np", min_np, "min_num_proc"),
+        max_num_proc=_old_name(max_num_proc, "max_np", max_np, "max_num_proc"),
+        slots=slots,
+        reset_limit=reset_limit,
+        cooldown_range=cooldown_range,
+        host_discovery_script=host_discovery_script,
     )
-    count = num_proc if num_proc is not None else np
+    interfaces = _old_name(network_interfaces, "network_interface", network_interface, "network_interfaces")
     environ = {**os.environ, **(env or {})}
+    config = Config.from_env(environ)
+    inventory = take_inventory(environ, hosts=hosts, hostfile=hostfile, np=_number(num_proc, np, hosts or hostfile))
+    python = executable or _own_interpreter()
+    reach = Reach(
+        python=remote_python or python,
+        connect_timeout=config.connect_timeout,
+        ssh_port=ssh_port,
+        ssh_identity_file=ssh_identity_file,
+        ssh_args=tuple(ssh_args),
+        agent_command=parse_template(agent_command) if agent_command is not None else (),
+    )
     secret = generate_secret()
     spec = LaunchSpec(
-        command=task.command(executable or _own_interpreter()),
-        hosts=_hosts(hosts, hostfile, count),
-        np=count,
+        command=task.command(python),
+        remote_command=task.command(reach.python),
+        hosts=inventory.hosts,
+        np=inventory.np,
         cwd=os.getcwd(),
         environ=environ,
+        exported=frozenset(env or ()),
         secret=secret,
         function=task.pack_function(func, args, kwargs or {}, secret),
-        start_timeout=start_timeout if start_timeout is not None else Config.from_env(environ).start_timeout,
+        start_timeout=start_timeout if start_timeout is not None else config.start_timeout,
         grace_period=grace_period,
         output_directory=None if output_filename is None else os.path.abspath(output_filename),
         timestamps=prefix_output_with_timestamp,
         verbose=bool(verbose),
+        reach=inventory.completed(reach),
+        network=Network(_names(interfaces), config.port_range, config.connect_timeout),
     )
     with _Results(secret) as results:
         report = launch(
@@ -139,26 +162,59 @@ def run(
         return _conclude(report, results)
 
 
-def _refuse(given: Mapping[str, object], reason: str) -> None:
+# Arguments.
+
+
+def _judge_controllers(use_gloo: bool | None, use_mpi: bool | None, mpi_args: str | None) -> None:
+    if use_gloo and use_mpi:
+        raise ConfigError("run(): use_gloo and use_mpi exclude each other, and there is only Gloo here")
+    if use_mpi:
+        raise ConfigError("run(use_mpi=True): there is no MPI here; leave it out")
+    if mpi_args:
+        warnings.warn("run(mpi_args=...) has no effect: there is no MPI here", stacklevel=3)
+
+
+def _refuse_elastic(**given: object) -> None:
     for name, value in given.items():
         if value:
-            raise ConfigError(f"run({name}=...): {reason}")
+            raise ConfigError(
+                f"run({name}=...): jobs that grow and shrink are not supported yet; leave it out for a job of a fixed "
+                "size"
+            )
+
+
+def _old_name(value: T | None, old_name: str, old: T | None, name: str) -> T | None:
+    """The value that was given under one of two names."""
+    if old is None:
+        return value
+    warnings.warn(f"run({old_name}=...) is an old name; write {name}=", DeprecationWarning, stacklevel=3)
+    if value is not None and value != old:
+        raise ConfigError(f"run(): {name}={value!r} and {old_name}={old!r} contradict each other")
+    return old
+
+
+def _number(num_proc: int | None, np: int | None, hosts: str | None) -> int | None:
+    """How many processes; None for all slots of the hosts."""
+    if num_proc is not None and np is not None and num_proc != np:
+        raise ConfigError(f"run(): num_proc={num_proc} and np={np} are two names for one thing; give one")
+    number = num_proc if num_proc is not None else np
+    if number is None:
+        return None if hosts else 1
+    if number < 1:
+        raise ConfigError(f"run(np={number}): a job has at least one process")
+    return number
+
+
+def _names(interfaces: str | Sequence[str] | None) -> tuple[str, ...]:
+    if interfaces is None:
+        return ()
+    return (interfaces,) if isinstance(interfaces, str) else tuple(interfaces)
 
 
 def _own_interpreter() -> str:
     if not sys.executable:
         raise LaunchError("this program does not know its Python interpreter; give one: run(..., executable=...)")
     return sys.executable
-
-
-def _hosts(hosts: str | None, hostfile: str | None, np: int) -> tuple[Host, ...]:
-    if np < 1:
-        raise ConfigError(f"run(np={np}): a job has at least one process")
-    if hosts is not None and hostfile is not None:
-        raise ConfigError("run(): give either hosts or hostfile, not both")
-    if hosts is not None:
-        return parse_hosts(hosts)
-    return read_hostfile(hostfile) if hostfile is not None else (Host("localhost", np),)
 
 
 class _Results:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 
@@ -161,8 +162,8 @@ def fill(names: Sequence[str], slots: Sequence[int], count: int) -> list[tuple[i
     Raises:
         ValueError: when the hosts have fewer than ``count`` slots; the text has both numbers.
     """
-    places = [(host, local) for host, n in enumerate(slots) for local in range(n)]
-    if count > len(places):
+    if count > sum(slots):
         listed = ", ".join(f"{name}:{n}" for name, n in zip(names, slots, strict=True))
-        raise ValueError(f"{count} processes were asked for, but there are only {len(places)} slots ({listed})")
-    return places[:count]
+        raise ValueError(f"{count} processes were asked for, but there are only {sum(slots)} slots ({listed})")
+    # No further than needed: a host may claim to have any number of slots.
+    return list(islice(((host, local) for host, n in enumerate(slots) for local in range(n)), count))

@@ -6,16 +6,27 @@ A ``RendezvousServer`` runs in the launcher, or by itself as ``hvdgloo-rendezvou
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
-from hvdgloo.rendezvous.auth import generate_secret, seal, unseal
-from hvdgloo.rendezvous.client import HttpStore, Registration, RendezvousClient
-from hvdgloo.rendezvous.identity import host_identity
-from hvdgloo.rendezvous.membership import WorkerInfo
-from hvdgloo.rendezvous.store import MemoryStore, Store
-
 if TYPE_CHECKING:
+    from hvdgloo.rendezvous.auth import generate_secret, seal, unseal
+    from hvdgloo.rendezvous.client import HttpStore, Registration, RendezvousClient
+    from hvdgloo.rendezvous.identity import host_identity
+    from hvdgloo.rendezvous.membership import WorkerInfo
     from hvdgloo.rendezvous.server import RendezvousServer
+    from hvdgloo.rendezvous.store import MemoryStore, Store
+
+_PLACES = {
+    "auth": ("generate_secret", "seal", "unseal"),
+    "client": ("HttpStore", "Registration", "RendezvousClient"),
+    "identity": ("host_identity",),
+    "membership": ("WorkerInfo",),
+    "server": ("RendezvousServer",),
+    "store": ("MemoryStore", "Store"),
+}
+"""Modules of the names below. They are imported when a name is first used: workers and agents do without the web
+server, launchers and agents without a client, and what they do not import does not delay a start."""
 
 __all__ = [
     "HttpStore",
@@ -33,9 +44,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Workers and agents do without the web server, whose import takes longer than all the rest.
-    if name == "RendezvousServer":
-        from hvdgloo.rendezvous.server import RendezvousServer
-
-        return RendezvousServer
+    for module, names in _PLACES.items():
+        if name in names:
+            value = getattr(importlib.import_module(f"hvdgloo.rendezvous.{module}"), name)
+            globals()[name] = value
+            return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -55,11 +55,11 @@ def _tell(server: RendezvousServer) -> None:
     pause = threading.Event()
     while True:
         seen = server.wait_for_change(seen, timeout=3600.0)
-        pause.wait(_BETWEEN_LINES)
         now = arrivals(server)
         if now != last:
             last = now
             _say(now)
+            pause.wait(_BETWEEN_LINES)
 
 
 def _say(message: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ import errno
 import random
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from types import TracebackType
 
@@ -19,8 +20,13 @@ from hvdgloo.errors import ConfigError
 
 _RETRIES = 20  # a port that is free at one address may be taken at the next
 _BACKLOG = 1024
+_ROUNDS, _PAUSE = 3, 0.01  # somebody else may try a port at the same moment
 
 PortRange = tuple[int, int]
+
+
+class _HeldError(OSError):
+    """The port is held; perhaps only for the moment in which somebody tries it."""
 
 
 class PortHold:
@@ -37,9 +43,9 @@ class PortHold:
             self._mark = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
             try:
                 self._mark.bind(f"\0hvdgloo-port-{port}")
-            except OSError:
+            except OSError as error:
                 self._mark.close()
-                raise
+                raise _HeldError(error.errno, "kept for something of a job's on this host") from None
 
     def close(self) -> None:
         if self._mark is not None:
@@ -66,20 +72,23 @@ def listen(addresses: Sequence[str], port_range: PortRange | None) -> list[socke
     Raises:
         ConfigError: naming the address, the ports and the system's reason.
     """
-    ports = [0] * _RETRIES if port_range is None else range(port_range[0], port_range[1] + 1)
-    reason = ""
-    for port in ports:
-        try:
-            if not port:
-                return _listen_at_one_port(addresses, 0)
-            with PortHold(port):
-                return _listen_at_one_port(addresses, port)
-        except OSError as error:
-            # A hold has no file name; a listener's error names its address.
-            where = error.filename or addresses[0]
-            reason = f"{where}: {_in_words(error)}"
-            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
-                break  # another port would not help
+    for _ in range(_ROUNDS):
+        held, reason = False, ""
+        for port in [0] * _RETRIES if port_range is None else range(port_range[0], port_range[1] + 1):
+            try:
+                if not port:
+                    return _listen_at_one_port(addresses, 0)
+                with PortHold(port):
+                    return _listen_at_one_port(addresses, port)
+            except OSError as error:
+                # A hold has no file name; a listener's error names its address.
+                reason = f"{error.filename or addresses[0]}: {error.strerror or error}"
+                if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                    raise ConfigError(f"cannot listen on {describe(port_range)} of {reason}") from error
+                held = held or isinstance(error, _HeldError)
+        if not held:
+            break
+        time.sleep(_PAUSE)
     raise ConfigError(f"cannot listen on {describe(port_range)} of {reason}{_advice(port_range)}")
 
 
@@ -191,13 +200,12 @@ def _is_free(port: int) -> bool:
     return True
 
 
-def _in_words(error: OSError) -> str:
-    return error.strerror or str(error)
-
-
 def _advice(port_range: PortRange | None) -> str:
     if port_range is None:
         return ""
     if port_range[0] == port_range[1]:
         return "; end what uses it, or choose another"
-    return "; give a wider --port-range (HVDGLOO_PORT_RANGE), or end what uses these"
+    return (
+        "; give a wider --port-range (HVDGLOO_PORT_RANGE), or end what uses these. The first host of a job needs three "
+        "ports, others need one"
+    )

@@ -1,20 +1,28 @@
-"""RendezvousServer: the service with its sockets and threads, as a context manager."""
+"""RendezvousServer: the service with its sockets and threads, as a context manager.
+
+Listening comes before serving: a launcher tells its workers the port and lets them start, then imports the web server
+(which takes longer than everything else that a launcher does) while they import their frameworks. Who comes earlier
+waits in the listener's queue.
+"""
 
 from __future__ import annotations
 
 import logging
 import resource
+import socket
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hvdgloo.config import format_endpoint
 from hvdgloo.errors import ConfigError
-from hvdgloo.rendezvous import ports
-from hvdgloo.rendezvous.app import Refused, Service, create_app
+from hvdgloo.rendezvous import auth, ports
 from hvdgloo.rendezvous.epochs import Epochs
-from hvdgloo.rendezvous.front import Front
+
+if TYPE_CHECKING:
+    from hvdgloo.rendezvous.app import Refused, Service
+    from hvdgloo.rendezvous.front import Front
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +34,8 @@ _OTHER_DESCRIPTORS = 256  # that the process needs for itself
 class RendezvousServer:
     """Hands out ranks and topology, and keeps the store through which workers find each other.
 
-    Use it as a context manager, or call ``start`` and ``stop``. Epoch 0 is open from the start.
+    Use it as a context manager, or call ``start`` and ``stop``, before that ``listen`` if the endpoint is needed early.
+    Epoch 0 is open from the start.
 
     Args:
         secret: of the job; whoever knows it takes part.
@@ -56,26 +65,40 @@ class RendezvousServer:
     ) -> None:
         if not bind:
             raise ConfigError("a rendezvous server needs at least one address to listen on")
+        self._secret = secret
         self._epochs = Epochs(start_timeout)
         self._bind = tuple(dict.fromkeys(bind))
         self._port_range = (port, port) if port_range is None and port else port_range
-        self._front: Front | None = None
+        self._listeners: list[socket.socket] = []
         self._bound: list[Any] = []
+        self._service: Service | None = None
+        self._front: Front | None = None
         self._threads = _SPARE_THREADS
-        self._service = Service(
-            secret, self._epochs, max_polls=lambda: self._threads - _SPARE_THREADS // 2, watch=self._watch
-        )
         self._open(0, size, hosts)
 
+    def listen(self) -> RendezvousServer:
+        """Bind and listen: ``endpoint`` is known from now on, and who connects waits for ``start``. Returns itself."""
+        if self._bound:
+            raise RuntimeError("this rendezvous server listens already, or has done so")
+        self._listeners = ports.listen(self._bind, self._port_range)
+        self._bound = [listener.getsockname() for listener in self._listeners]
+        return self
+
     def start(self) -> RendezvousServer:
-        """Bind, listen and serve on daemon threads. Returns itself."""
+        """Listen, unless it does so already, and serve on daemon threads. Returns itself."""
         if self._front is not None:
             raise RuntimeError("this rendezvous server has been started before")
-        listeners = ports.listen(self._bind, self._port_range)
-        self._bound = [listener.getsockname() for listener in listeners]
+        if not self._bound:
+            self.listen()
+        from hvdgloo.rendezvous.app import Service, create_app
+        from hvdgloo.rendezvous.front import Front
+
+        self._service = Service(
+            self._secret, self._epochs, max_polls=lambda: self._threads - _SPARE_THREADS // 2, watch=self._watch
+        )
         self._front = Front(
             create_app(self._service),
-            listeners,
+            self._listeners,
             threads=self._threads,
             max_connections=raise_descriptor_limit(self._connections),
             max_body=MAX_BODY,
@@ -86,15 +109,18 @@ class RendezvousServer:
 
     def stop(self) -> None:
         """End within a second: waiting workers get a clear error, then everything is closed. May be repeated."""
-        self._service.close("the rendezvous server is being stopped")
+        if self._service is not None:
+            self._service.close("the rendezvous server is being stopped")
         if self._front is not None:
             self._front.stop()
+        for listener in self._listeners:
+            listener.close()
 
     @property
     def endpoints(self) -> tuple[str, ...]:
         """``host:port`` of each address that it listens on; IPv6 addresses in brackets."""
-        if self._front is None:
-            raise RuntimeError("this rendezvous server has not been started")
+        if not self._bound:
+            raise RuntimeError("this rendezvous server does not listen yet")
         return tuple(format_endpoint(*listener[:2]) for listener in self._bound)
 
     @property
@@ -105,21 +131,21 @@ class RendezvousServer:
     @property
     def token(self) -> str:
         """The bearer token that reads status, metrics and page, and does nothing else. Not for logs."""
-        return self._service.token
+        return auth.status_token(self._secret)
 
     def status(self) -> dict[str, Any]:
         """The same as ``GET /v1/status``."""
-        return self._service.status()
+        return self._serving.status()
 
     @property
     def requests_served(self) -> int:
         """How many requests were let in since the start, the clients' hellos included."""
-        return self._service.requests_served
+        return self._serving.requests_served
 
     @property
     def refused(self) -> Refused:
         """Requests that were turned away at the gate for their signature."""
-        return self._service.refused
+        return self._serving.refused
 
     def wait_for_change(self, seen: int = -1, *, timeout: float) -> int:
         """Wait until workers have come or gone, or an epoch has failed; see ``Epochs.wait_for_change``."""
@@ -147,6 +173,12 @@ class RendezvousServer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+    @property
+    def _serving(self) -> Service:
+        if self._service is None:
+            raise RuntimeError("this rendezvous server has not been started")
+        return self._service
 
     def _open(self, epoch: int, size: int | None, hosts: Sequence[tuple[str, int]] | None) -> None:
         try:

@@ -22,7 +22,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import FrameType
 from typing import IO, Any
@@ -48,6 +48,7 @@ from hvdgloo.runner.frames import (
     Frame,
     Hello,
     Output,
+    Require,
     Result,
     Signal,
     Spawn,
@@ -61,6 +62,7 @@ from hvdgloo.runner.frames import (
     Sweep,
 )
 from hvdgloo.runner.process import WorkerProcess
+from hvdgloo.runner.requirements import lacking
 from hvdgloo.runner.scout import Scout
 from hvdgloo.runner.silence import Silence
 from hvdgloo.version import __version__
@@ -107,6 +109,7 @@ class Agent:
         self._finish = False
         self._writes_registered = False
         self._handlers: dict[type[Frame], Callable[[Any], None]] = {
+            Require: self._on_require,
             Start: self._on_start,
             Blob: self._on_blob,
             Spawn: self._on_spawn,
@@ -229,8 +232,10 @@ class Agent:
             machine.usable_cores(),
             machine.visible_gpus(self._environ),
             self._scout.port,
-            machine.ssh_addresses(self._environ),
         )
+
+    def _on_require(self, required: Require) -> None:
+        self._channel.send(lacking(required, self._environ))
 
     def _on_start(self, start: Start) -> None:
         self._start = start
@@ -248,7 +253,7 @@ class Agent:
         if self._order_to_die:
             return
         try:
-            worker = WorkerProcess(spawn, self._start.env, self._start.cwd, self._blob)
+            worker = WorkerProcess(spawn, self._worker_environment(), self._start.cwd, self._blob)
         except OSError as error:
             missing = error.errno in (errno.ENOENT, errno.ENOTDIR)
             self._channel.send(SpawnFailed(spawn.rank, str(error), 127 if missing else 126))
@@ -257,6 +262,10 @@ class Agent:
         for stream in (STDOUT, STDERR):
             self._read_from(worker, stream)
         self._channel.send(Spawned(worker.rank, worker.pid))
+
+    def _worker_environment(self) -> Mapping[str, str]:
+        assert self._start is not None
+        return {**self._environ, **self._start.env} if self._start.inherit else self._start.env
 
     def _on_signal(self, frame: Signal) -> None:
         for worker in self._workers.values():
@@ -276,7 +285,7 @@ class Agent:
         asked = time.time()
         from hvdgloo.runner.examine import examine
 
-        facts = examine(self._environ, frame.cwd, frame.files, frame.programs)
+        facts = examine(self._environ, frame)
         self._channel.send(Examined(facts.to_json(), asked, time.time()))
 
     def _on_finish(self, _: Finish) -> None:

@@ -18,13 +18,12 @@ from hvdgloo.config import Config
 from hvdgloo.errors import ConfigError, HvdglooError, JobFailedError
 from hvdgloo.rendezvous.auth import generate_secret
 from hvdgloo.runner import config_file, options
-from hvdgloo.runner.command import resolve_command
+from hvdgloo.runner.command import resolve_command, resolve_elsewhere
 from hvdgloo.runner.config_file import FileContent
 from hvdgloo.runner.flags import PROGRAM, Parser, build_parser, judge_known_flags, split
-from hvdgloo.runner.hosts import parse_hosts, read_hostfile
-from hvdgloo.runner.machine import visible_gpus
-from hvdgloo.runner.reach import reach_from
-from hvdgloo.runner.spec import Host, LaunchSpec, Network
+from hvdgloo.runner.inventory import take_inventory
+from hvdgloo.runner.reach import exports_from, reach_from
+from hvdgloo.runner.spec import LaunchSpec, Network
 from hvdgloo.version import __version__
 
 USAGE_ERROR = 2
@@ -84,7 +83,7 @@ def _run(argv: Sequence[str], stdout: TextIO, stderr: TextIO) -> int:
     if doctor:
         from hvdgloo.runner.doctor import run
 
-        return run(line.spec, python=sys.executable, stdout=stdout, stderr=stderr, json=bool(given.json))
+        return run(line.spec, stdout=stdout, stderr=stderr, json=bool(given.json))
     from hvdgloo.runner.launch import launch
 
     report = launch(line.spec, stdout=stdout, stderr=stderr)
@@ -127,7 +126,13 @@ def command_line(
     notices += [f"{given.config_file}: {key} has no effect here" for key in content.ignored]
     arguments = parser.complete(given, content.flags)
     environ = {**os.environ, **content.environ, **options.from_flags(arguments)}
-    hosts, np = choose_hosts(arguments, environ, [] if doctor else notices)
+    exports = exports_from(arguments, environ)
+    environ.update(exports)
+    inventory = take_inventory(
+        environ, hosts=arguments.hosts, hostfile=arguments.hostfile, np=arguments.np, slurm=not arguments.no_slurm
+    )
+    notices += () if doctor else inventory.notices
+    reach = inventory.completed(reach_from(arguments, Config.from_env(environ).connect_timeout))
     directory = arguments.output_filename
     cwd = os.getcwd()
     config = Config.from_env(environ)
@@ -137,8 +142,8 @@ def command_line(
         else resolve_command(
             command, python=sys.executable, cwd=cwd, search_path=environ.get("PATH"), module_path=sys.path
         ),
-        hosts=hosts,
-        np=np,
+        hosts=inventory.hosts,
+        np=inventory.np,
         cwd=cwd,
         environ=environ,
         secret=generate_secret(),
@@ -149,28 +154,12 @@ def command_line(
         timestamps=arguments.timestamps,
         stdin_rank=arguments.stdin,
         verbose=arguments.verbose,
-        reach=reach_from(arguments, config.connect_timeout),
+        reach=reach,
+        exported=frozenset(exports),
+        export_all=arguments.export == "all",
+        remote_command=resolve_elsewhere(command, python=reach.python) if command else None,
         network=Network(
             (*(arguments.nics or ()), *(arguments.network_interface or ())), config.port_range, config.connect_timeout
         ),
     )
     return CommandLine(spec, tuple(notices))
-
-
-def choose_hosts(
-    arguments: argparse.Namespace, environ: dict[str, str], notices: list[str]
-) -> tuple[tuple[Host, ...], int]:
-    """Hosts and number of workers, with the defaults for what was not given."""
-    np: int | None = arguments.np
-    if arguments.hosts is not None:
-        hosts = parse_hosts(arguments.hosts)
-    elif arguments.hostfile is not None:
-        hosts = read_hostfile(arguments.hostfile)
-    else:
-        if np is None:
-            gpus = visible_gpus(environ)
-            np = max(1, gpus)
-            found = f"one for each of {gpus} GPUs" if gpus else "there is no GPU"
-            notices.append(f"starting {np} process{'es' if np > 1 else ''} ({found}); -np chooses another number")
-        return (Host("localhost", np),), np
-    return hosts, np if np is not None else sum(host.slots for host in hosts)

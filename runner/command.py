@@ -51,6 +51,27 @@ def resolve_command(
     return (_executable(program, cwd, search_path), *arguments)
 
 
+def resolve_elsewhere(command: Sequence[str], *, python: str) -> tuple[str, ...]:
+    """The argv that a command means on another host, whose interpreter and search path may be others."""
+    program = command[0]
+    if program == "-m" or program.endswith(".py"):
+        return (python, *command)
+    return (python, *command[1:]) if program in _OWN_INTERPRETER else tuple(command)
+
+
+def needs(argv: Sequence[str], python: str) -> tuple[Sequence[str], Sequence[str]]:
+    """The files and programs that must be where workers run, as far as an argv shows them.
+
+    Args:
+        python: our own interpreter there, which is there if an agent is.
+    """
+    if not argv:
+        return (), ()
+    if argv[0] == python:
+        return [word for word in argv[1:2] if word.endswith(".py")], ()
+    return (), [argv[0]]
+
+
 def _module(arguments: Sequence[str], path: Sequence[str]) -> tuple[str]:
     if not arguments:
         raise ConfigError("-m needs the name of a module; write for example: hvdgloo-run -np 2 -m package.train")

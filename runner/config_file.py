@@ -98,13 +98,16 @@ def _flag(action: argparse.Action, value: Any, source: str) -> Any:
 
 
 def _typed(action: argparse.Action, text: str, source: str) -> Any:
-    if action.type is None:
-        return text
-    assert callable(action.type)
-    try:
-        return action.type(text)
-    except (argparse.ArgumentTypeError, ValueError) as error:
-        raise ConfigError(f"{source}: {error}") from None
+    value: Any = text
+    if action.type is not None:
+        assert callable(action.type)
+        try:
+            value = action.type(text)
+        except (argparse.ArgumentTypeError, ValueError) as error:
+            raise ConfigError(f"{source}: {error}") from None
+    if action.choices is not None and value not in action.choices:
+        raise ConfigError(f"{source}: {text!r} is none of {', '.join(map(str, action.choices))}")
+    return value
 
 
 def _load(path: str) -> Mapping[str, Any]:

@@ -11,9 +11,10 @@ import re
 import stat
 import sys
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TextIO
 
 from hvdgloo.errors import LaunchError
@@ -46,27 +47,20 @@ class Console:
     """Where output goes.
 
     Args:
-        size: number of workers.
         stdout, stderr: receive the workers' lines; launcher's own notices go to ``stderr``.
-        directory: for per-rank files, or None.
         timestamps: precede every line with the time.
         interactive: the rank whose unfinished lines (prompts) are shown at once.
         quiet: no notices.
 
     Attributes:
         on_broken: called, from another thread, when nobody reads ``stdout`` or ``stderr`` any more.
-
-    Raises:
-        LaunchError: the directory cannot be written to.
     """
 
     def __init__(
         self,
-        size: int,
         *,
         stdout: TextIO,
         stderr: TextIO,
-        directory: str | None = None,
         timestamps: bool = False,
         interactive: int | None = None,
         quiet: bool = False,
@@ -77,15 +71,14 @@ class Console:
         self.on_broken: Callable[[], None] = lambda: None
         self._lines: dict[tuple[int, int], Lines] = {}
         self._unfinished: dict[tuple[int, int], float] = {}
-        self._tails: dict[int, deque[str]] = {rank: deque(maxlen=TAIL) for rank in range(size)}
+        self._tails: defaultdict[int, deque[str]] = defaultdict(partial(deque, maxlen=TAIL))
         same = _same_file(stdout, stderr)
         screen = Screen(terminal=_is_terminal(stdout))
         self._screens = {STDOUT: screen, STDERR: screen if same else Screen(terminal=_is_terminal(stderr))}
         self._terminal = _descriptor(stderr)
-        files = _open_files(directory, size)
-        self._files = Writer("hvdgloo-files", list(files.values()), self._file_failed) if files else None
-        self._file_list = list(files.values())
-        self._file_index = {source: index for index, source in enumerate(files)}
+        self._files: Writer | None = None
+        self._file_list: list[FileTarget] = []
+        self._file_index: dict[tuple[int, int], int] = {}
         # Where both lead to one place, one thread writes them and lines keep their order; else neither waits for the
         # other: `hvdgloo-run ... | less` still shows errors.
         out = Writer("hvdgloo-stdout", [_target(stdout)], lambda _, error: self._console_failed(STDOUT, error))
@@ -97,6 +90,20 @@ class Console:
         self._writers = {STDOUT: out, STDERR: err}
 
     # From the supervisor.
+
+    def expect(self, size: int, directory: str | None = None) -> None:
+        """Prepare for the output of so many workers.
+
+        Args:
+            directory: for per-rank files, or None.
+
+        Raises:
+            LaunchError: the directory cannot be written to.
+        """
+        files = _open_files(directory, size)
+        self._files = Writer("hvdgloo-files", list(files.values()), self._file_failed) if files else None
+        self._file_list = list(files.values())
+        self._file_index = {source: index for index, source in enumerate(files)}
 
     def output(self, rank: int, stream: int, data: bytes) -> None:
         """Take bytes that a worker wrote."""

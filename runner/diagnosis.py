@@ -7,11 +7,16 @@ stops a job is told from what is merely likely to disappoint.
 from __future__ import annotations
 
 import enum
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from hvdgloo.errors import HostsUnreachableError, LaunchError
+from hvdgloo.runner import placement, requirements
 from hvdgloo.runner.examine import Facts
+from hvdgloo.runner.frames import Lacking
+from hvdgloo.runner.placement import Reports
+from hvdgloo.runner.probe import Answer, Outcome
 from hvdgloo.version import __version__
 
 _GIB = 1024**3
@@ -83,17 +88,17 @@ class Finding:
     mend: str
 
 
-def diagnose(visits: Sequence[Visit], launcher: Facts, cwd: str) -> list[Finding]:
+def diagnose(visits: Sequence[Visit], launcher: Facts, cwd: str, connections: Sequence[Finding] = ()) -> list[Finding]:
     """All findings, the worst first.
 
     Args:
         launcher: the machine that all this is asked from.
         cwd: where workers would run.
+        connections: what was found between the hosts.
     """
     rules: tuple[Callable[[Sequence[Visit]], Iterable[Finding]], ...] = (
         _unreachable,
-        lambda visits: _working_directory(visits, cwd),
-        lambda visits: _missing(visits, cwd),
+        lambda visits: _required(visits, cwd),
         _requirements,
         _torch,
         _frameworks,
@@ -108,7 +113,7 @@ def diagnose(visits: Sequence[Visit], launcher: Facts, cwd: str) -> list[Finding
         _open_files,
         _clocks,
     )
-    found = [finding for rule in rules for finding in rule(visits)]
+    found = [*connections, *(finding for rule in rules for finding in rule(visits))]
     return sorted(found, key=lambda finding: list(Severity).index(finding.severity))
 
 
@@ -157,27 +162,16 @@ def _unreachable(visits: Sequence[Visit]) -> Iterator[Finding]:
             yield Finding(Severity.STOP, (visit.host,), visit.problem, visit.mend)
 
 
-def _working_directory(visits: Sequence[Visit], cwd: str) -> Iterator[Finding]:
-    for problem, hosts in _grouped(_seen(visits), lambda facts: facts.cwd_problem).items():
-        yield Finding(
-            Severity.STOP,
-            tuple(hosts),
-            f"the working directory {cwd} {problem}",
-            "create it there, or start from a directory that all hosts have, such as one on a shared file system",
-        )
+def _required(visits: Sequence[Visit], cwd: str) -> Iterator[Finding]:
+    """In the words in which a job would refuse to start."""
 
+    def reason(facts: Facts) -> str | None:
+        diagnosis = requirements.judge(Lacking(facts.directory, facts.missing), cwd)
+        return None if diagnosis is None else diagnosis.text
 
-def _missing(visits: Sequence[Visit], cwd: str) -> Iterator[Finding]:
-    groups: dict[str, list[str]] = defaultdict(list)
-    for visit, facts in _seen(visits):
-        # Without the directory there is nothing in it either; that was said.
-        for thing in () if facts.cwd_problem else facts.missing:
-            groups[thing].append(visit.host)
-    for thing, hosts in groups.items():
-        mend = f"copy it to {cwd} there, or use a file system that all hosts share"
-        if thing.startswith("program "):
-            mend = "install it there, or make it executable (chmod +x)"
-        yield Finding(Severity.STOP, tuple(hosts), f"there is no {thing}", mend)
+    for text, hosts in _grouped(_seen(visits), reason).items():
+        problem, _, mend = text.partition("; ")
+        yield Finding(Severity.STOP, tuple(hosts), problem, mend)
 
 
 def _requirements(visits: Sequence[Visit]) -> Iterator[Finding]:
@@ -366,6 +360,56 @@ def _clocks(visits: Sequence[Visit]) -> Iterator[Finding]:
                 "launcher's: logs and traces of the hosts cannot be compared",
                 "synchronise clocks (chronyd, systemd-timesyncd)",
             )
+
+
+# Between hosts.
+
+
+def addresses_reached(reports: Reports) -> tuple[dict[str, list[tuple[str, str]]], list[Finding]]:
+    """Each host's addresses with who reaches them, and what is wrong with that."""
+    tried: dict[tuple[int, str], list[tuple[int, Answer | None]]] = defaultdict(list)
+    for source, target, address in placement.tried(reports):
+        key = (target, address.address)
+        tried[key].append((source, reports.answers.get((source, *key))))
+    said = {
+        name: [
+            (str(address), _who_reaches(reports, tried[host, address.address])) for address in reports.candidates[host]
+        ]
+        for host, name in enumerate(reports.names)
+    }
+    if placement.choose(reports) is not None:
+        return said, []
+    return said, [unconnected(placement.explain(reports), reports.names)]
+
+
+def _who_reaches(reports: Reports, answers: Sequence[tuple[int, Answer | None]]) -> str:
+    """``all``, ``none (...)``, or ``all but h2 (timed out after 3 s)``."""
+    if not answers:
+        return "nobody has tried: nothing listens there"
+    failed = [(reports.names[source], answer) for source, answer in answers if not _reached(answer)]
+    if not failed:
+        return "all"
+    why = Counter(
+        "was not answered" if answer is None else placement.describe(answer, reports.names) for _, answer in failed
+    )
+    reason = why.most_common(1)[0][0]
+    if len(failed) == len(answers):
+        return f"none ({reason})"
+    return f"all but {_listed([name for name, _ in failed])} ({reason})"
+
+
+def _reached(answer: Answer | None) -> bool:
+    return answer is not None and answer.outcome is Outcome.REACHED
+
+
+def unconnected(error: LaunchError, hosts: Sequence[str]) -> Finding:
+    """Why hosts cannot be connected: a finding about those that are named, else about all."""
+    text, newline, mend = str(error).rpartition("\n")
+    if not newline:
+        text, _, mend = str(error).partition("; ")
+    pairs = error.pairs if isinstance(error, HostsUnreachableError) else ()
+    concerned = tuple(dict.fromkeys(target for _, target in pairs)) or tuple(hosts)
+    return Finding(Severity.STOP, concerned, text, mend)
 
 
 # Words.

@@ -8,7 +8,7 @@ loopback, with the rendezvous server beside its agent.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hvdgloo.errors import ConfigError, LaunchError
@@ -67,6 +67,18 @@ def discover(supervisor: Supervisor, spec: LaunchSpec, hellos: Sequence[Hello]) 
     return network
 
 
+def explore(supervisor: Supervisor, spec: LaunchSpec, hellos: Sequence[Hello]) -> Reports:
+    """All that can be found out about who reaches whom, for ``hvdgloo-run doctor``.
+
+    Raises:
+        LaunchError: some host has no address that could be used, or does not report.
+        JobFailedError: a signal came first.
+    """
+    for link in supervisor.links:
+        supervisor.get_on(link, Step.PROBING)
+    return _Discovery(supervisor, spec, hellos).collect(everything=True)
+
+
 def _alone(supervisor: Supervisor, spec: LaunchSpec, hello: Hello) -> Network:
     """A job on one host."""
     server = Server.LAUNCHER if hello.identity == host_identity() else Server.FIRST_HOST
@@ -99,6 +111,18 @@ class _Discovery:
         supervisor.handlers[Probed] = self._on_probed
 
     def run(self) -> Network:
+        reports = self.collect()
+        chosen = placement.choose(reports)
+        if chosen is None:
+            raise placement.explain(reports)
+        return Network(chosen, self.master_port)
+
+    def collect(self, *, everything: bool = False) -> Reports:
+        """Have all hosts report and try.
+
+        Args:
+            everything: wait for all answers, even for those that can change nothing.
+        """
         launcher = nics.candidates(nics.own_addresses(), self._launcher_rules)
         listener = ProbeListener(
             self._supervisor.selector,
@@ -110,15 +134,12 @@ class _Discovery:
         try:
             self.survey(listen=True)
             reports = self._reports(launcher, listener)
-            self._probe(reports, listener)
-            chosen = placement.choose(reports)
+            self._probe(reports, listener, everything)
         finally:
             listener.close()
             for link in self._supervisor.links:
                 link.channel.send(ProbesEnd())
-        if chosen is None:
-            raise placement.explain(reports)
-        return Network(chosen, self.master_port)
+        return reports
 
     def survey(self, *, listen: bool) -> None:
         """Have all hosts report their addresses.
@@ -131,7 +152,7 @@ class _Discovery:
             link.channel.send(Survey(number, self._key.hex(), rules.items, listen, self._network.port_range))
         # Nothing is probed yet: an agent that lives answers at once, unless its host is overloaded.
         timeout = self._network.connect_timeout
-        self._supervisor.converse(lambda: len(self._surveyed) == len(self._names), time.monotonic() + timeout)
+        self._converse(lambda: len(self._surveyed) == len(self._names), time.monotonic() + timeout)
         silent = [name for number, name in enumerate(self._names) if number not in self._surveyed]
         if silent:
             raise LaunchError(
@@ -173,7 +194,7 @@ class _Discovery:
                 raise ConfigError(f"host {name}: {unheard[host, candidates[-1][0].address]}")
         return Reports(self._names, candidates, launcher, self._answers, unheard)
 
-    def _probe(self, reports: Reports, listener: ProbeListener) -> None:
+    def _probe(self, reports: Reports, listener: ProbeListener, everything: bool) -> None:
         """Have all hosts try, until everything was answered or what is missing can change nothing."""
         timeout = probe_timeout(self._network.connect_timeout)
         tries: list[list[Target]] = [[] for _ in self._names]
@@ -187,12 +208,22 @@ class _Discovery:
         deadline = time.monotonic() + timeout + self._network.connect_timeout
         chosen_at: float | None = None
         while len(self._answers) < expected and time.monotonic() < deadline:
-            self._supervisor.converse(lambda: len(self._answers) >= expected, time.monotonic() + _LOOK_AGAIN)
+            self._converse(lambda: len(self._answers) >= expected, time.monotonic() + _LOOK_AGAIN)
+            if everything:
+                continue
             now = time.monotonic()
             if chosen_at is None and placement.choose(reports) is not None:
                 chosen_at = now
             if chosen_at is not None and (now - chosen_at > _SETTLE_SECONDS or placement.settled(reports)):
                 return
+
+    def _converse(self, done: Callable[[], bool], deadline: float) -> None:
+        """Go on, unless an agent is lost; that ends the whole job, save where hosts are merely examined."""
+        links = self._supervisor.links
+        self._supervisor.converse(lambda: done() or any(link.gone for link in links), deadline)
+        lost = [link.host.name for link in links if link.gone]
+        if lost:
+            raise LaunchError(f"the agent on {', '.join(lost)} was lost while addresses were tried")
 
     def _on_surveyed(self, link: Link, frame: Surveyed) -> None:
         self._surveyed[self._supervisor.links.index(link)] = frame

@@ -1,7 +1,7 @@
 """``hvdgloo-run doctor``: what a job would meet on its hosts, without starting one.
 
-Agents are started in the same way as for a job, look round (``examine``) and end. What they found is judged by
-``diagnosis`` and shown by ``doctor_report``.
+Agents are started in the same way as for a job, look round (``examine``), try each other's addresses, and end. What
+they found is judged by ``diagnosis`` and shown by ``doctor_report``.
 """
 
 from __future__ import annotations
@@ -9,33 +9,38 @@ from __future__ import annotations
 import secrets
 import shutil
 import signal
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import TextIO
 
+from hvdgloo.errors import JobFailedError, LaunchError
+from hvdgloo.rendezvous.identity import host_identity
 from hvdgloo.runner.console import Console
-from hvdgloo.runner.diagnosis import Visit, compare_clocks, diagnose
+from hvdgloo.runner.diagnosis import Finding, Visit, addresses_reached, compare_clocks, diagnose, unconnected
+from hvdgloo.runner.discovery import explore
 from hvdgloo.runner.display import StartDisplay
 from hvdgloo.runner.doctor_report import all_well, as_json, as_text
 from hvdgloo.runner.examine import Facts, examine
-from hvdgloo.runner.frames import Examine
-from hvdgloo.runner.launch import COMMAND_LINE_SIGNALS, passed_on
+from hvdgloo.runner.frames import Examine, Examined, Hello, Require
+from hvdgloo.runner.launch import COMMAND_LINE_SIGNALS, passed_on, required_on
+from hvdgloo.runner.link import Link
+from hvdgloo.runner.placement import Reports
 from hvdgloo.runner.spawners import Spawner
 from hvdgloo.runner.spec import Host, LaunchSpec
-from hvdgloo.runner.supervisor import CheckUp, Supervisor
+from hvdgloo.runner.supervisor import Supervisor
 from hvdgloo.runner.ways import choose_spawner
 
 _WIDEST = 120
 
 
-def run(
-    spec: LaunchSpec, *, python: str, stdout: TextIO, stderr: TextIO, json: bool = False, spawner: Spawner | None = None
-) -> int:
+def run(spec: LaunchSpec, *, stdout: TextIO, stderr: TextIO, json: bool = False, spawner: Spawner | None = None) -> int:
     """Look at all hosts of a job and print what was found.
 
     Args:
         spec: the job; its command may be empty.
-        python: the launcher's interpreter, which hosts replace by their own.
         json: print JSON.
         spawner: how agents are started; by default chosen from the hosts.
 
@@ -45,11 +50,14 @@ def run(
     Raises:
         JobFailedError: a signal came first.
     """
-    question = Examine(spec.cwd, *needs(spec.command, python))
-    done = _check_up(spec, spawner or choose_spawner(spec.hosts, spec.reach), question, stderr)
-    launcher = examine(spec.environ, spec.cwd)
-    visits = [_visit(host, done) for host in spec.hosts]
-    findings = diagnose(visits, launcher, spec.cwd)
+    spawner = spawner or choose_spawner(spec.hosts, spec.reach)
+    with _agents(spec, spawner, stderr) as supervisor:
+        round_ = _Round(supervisor.gather_usable())
+        _look_round(supervisor, spec, spawner, round_)
+        _try_addresses(supervisor, spec, round_)
+    visits = [_visit(host, round_) for host in spec.hosts]
+    launcher = examine(spec.environ, Require(spec.cwd))
+    findings = diagnose(visits, launcher, spec.cwd, round_.connections)
     if json:
         stdout.write(as_json(visits, findings))
     else:
@@ -58,23 +66,38 @@ def run(
     return 0 if all_well(findings) else 1
 
 
-def needs(command: Sequence[str], python: str) -> tuple[Sequence[str], Sequence[str]]:
-    """The files and programs that a command needs on every host, as far as its words show it."""
-    if not command:
-        return (), ()
-    scripts = [word for word in command[1:2] if word.endswith(".py")] if command[0] == python else []
-    return scripts, [] if command[0] == python else [command[0]]
+@dataclass
+class _Answer:
+    """What one agent found, and this machine's clock when it was asked and when it had answered."""
+
+    hello: Hello
+    sent: float
+    received: float = 0.0
+    examined: Examined | None = None
 
 
-def _check_up(spec: LaunchSpec, spawner: Spawner, question: Examine, stderr: TextIO) -> CheckUp:
-    job_id = secrets.token_hex(16)
-    console = Console(0, stdout=stderr, stderr=stderr)
+@dataclass
+class _Round:
+    """What has been learned so far."""
+
+    problems: Mapping[Host, str]
+    answers: dict[Host, _Answer] = field(default_factory=dict)
+    addresses: Mapping[str, Sequence[tuple[str, str]]] = field(default_factory=dict)
+    connections: list[Finding] = field(default_factory=list)
+
+
+@contextmanager
+def _agents(spec: LaunchSpec, spawner: Spawner, stderr: TextIO) -> Iterator[Supervisor]:
+    """What starts agents, with what a user sees of that."""
+    console = Console(stdout=stderr, stderr=stderr)
     try:
-        display = StartDisplay([host.name for host in spec.hosts], console, environ=spec.environ, verbose=spec.verbose)
-        with Supervisor(spec, spawner, spec.hosts, job_id, _Observer(console, display)) as supervisor:
+        names = [host.name for host in spec.hosts]
+        display = StartDisplay(names, console, environ=spec.environ, verbose=spec.verbose)
+        observer = _Observer(console, display)
+        with Supervisor(spec, spawner, spec.hosts, secrets.token_hex(16), observer) as supervisor:
             console.on_broken = partial(supervisor.interrupt, signal.SIGPIPE)
             with passed_on(COMMAND_LINE_SIGNALS, supervisor.interrupt), display:
-                return supervisor.check_up(question)
+                yield supervisor
     finally:
         console.close()
 
@@ -96,18 +119,61 @@ class _Observer:
         raise AssertionError("no task was started")
 
 
-def _visit(host: Host, done: CheckUp) -> Visit:
-    answer = done.answers.get(host)
-    if answer is None:
-        problem, _, mend = done.problems[host].partition("; ")
-        return Visit(host.name, host.slots, problem=problem, mend=mend)
+def _look_round(supervisor: Supervisor, spec: LaunchSpec, spawner: Spawner, round_: _Round) -> None:
+    """Have each agent examine its host."""
+
+    def on_examined(link: Link, frame: Examined) -> None:
+        answer = round_.answers[link.host]
+        answer.received, answer.examined = time.time(), frame
+
+    supervisor.handlers[Examined] = on_examined
+    for link in supervisor.links:
+        assert link.hello is not None
+        round_.answers[link.host] = _Answer(link.hello, time.time())
+        link.channel.send(Examine(**asdict(required_on(spec, spawner, link.host))))
+    supervisor.converse(
+        lambda: all(link.gone or round_.answers[link.host].examined for link in supervisor.links),
+        time.monotonic() + spec.start_timeout,
+    )
+
+
+def _try_addresses(supervisor: Supervisor, spec: LaunchSpec, round_: _Round) -> None:
+    """Have the hosts reach for each other, as they do before a job that is on several of them."""
+    links = supervisor.links
+    able = [answer.examined is not None and not answer.examined.facts["lacking"] for answer in round_.answers.values()]
+    if len(able) < 2 or not all(able):
+        return
+    try:
+        reports = explore(supervisor, spec, [link.hello for link in links if link.hello is not None])
+    except JobFailedError:
+        raise
+    except LaunchError as error:
+        round_.connections.append(unconnected(error, [link.host.name for link in links]))
+        return
+    here = any(answer.hello.identity == host_identity() for answer in round_.answers.values())
+    round_.addresses, found = addresses_reached(_without_launcher(reports) if here else reports)
+    round_.connections += found
+
+
+def _without_launcher(reports: Reports) -> Reports:
+    """It is one of the hosts, and shows as that."""
+    return Reports(reports.names, reports.candidates, (), reports.answers, reports.unheard)
+
+
+def _visit(host: Host, round_: _Round) -> Visit:
+    answer = round_.answers.get(host)
+    slots = host.slots
+    if answer is None or answer.examined is None:
+        problem, _, mend = round_.problems.get(host, "its agent did not say what it found").partition("; ")
+        return Visit(host.name, slots or 1, problem=problem, mend=mend)
     examined = answer.examined
     return Visit(
         host.name,
-        host.slots,
+        slots if slots is not None else max(1, answer.hello.gpus),
         facts=Facts.from_json(examined.facts),
         clock=compare_clocks(answer.sent, examined.asked, examined.answered, answer.received),
         identity=answer.hello.identity,
+        addresses=round_.addresses.get(host.name, ()),
     )
 
 

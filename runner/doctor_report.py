@@ -159,8 +159,16 @@ def _finding(finding: Finding, width: int) -> str:
 def _wrapped(text: str, width: int, indent: str) -> list[str]:
     """Lines of a width; what has lines of its own keeps them."""
     first, *others = text.split("\n")
-    lines = textwrap.wrap(first, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-    return lines + [indent + line.strip() for line in others]
+    lines = _fill(first, width, "", indent)
+    for line in others:
+        lines += _fill(line.strip(), width, indent, f"{indent}  ")
+    return lines
+
+
+def _fill(text: str, width: int, first: str, others: str) -> list[str]:
+    return textwrap.wrap(
+        text, width, initial_indent=first, subsequent_indent=others, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def _conclusion(visits: Sequence[Visit], findings: Sequence[Finding]) -> str:

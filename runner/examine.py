@@ -19,7 +19,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from hvdgloo.runner import machine
+from hvdgloo.runner import machine, requirements
+from hvdgloo.runner.frames import Require
 from hvdgloo.version import __version__
 
 PACKAGES: Mapping[str, tuple[str, ...]] = {
@@ -72,8 +73,7 @@ class Facts:
         shm_size, shm_free: of /dev/shm.
         gpus, visible_gpus, driver: NVIDIA's.
         open_files, open_files_most: the soft and the hard limit.
-        cwd_problem: why workers cannot be started in the working directory.
-        missing: files and programs that the command needs and that are not there.
+        directory, missing: what workers would need and is not there: ``frames.Lacking``.
     """
 
     hostname: str = ""
@@ -96,7 +96,7 @@ class Facts:
     driver: str = ""
     open_files: int | None = None
     open_files_most: int | None = None
-    cwd_problem: str = ""
+    directory: str = ""
     missing: Sequence[str] = ()
 
     def to_json(self) -> dict[str, Any]:
@@ -110,14 +110,14 @@ class Facts:
         return cls(**{**values, "gpus": tuple(Gpu(**gpu) for gpu in data.get("gpus", ()))})
 
 
-def examine(environ: Mapping[str, str], cwd: str, files: Sequence[str] = (), programs: Sequence[str] = ()) -> Facts:
+def examine(environ: Mapping[str, str], required: Require) -> Facts:
     """Look round.
 
     Args:
-        environ: the agent's own, for finding GPUs.
-        cwd: where workers would run.
-        files, programs: that they need; relative ones are meant in ``cwd``.
+        environ: the agent's own, for finding GPUs and programs.
+        required: what workers would need.
     """
+    absent = requirements.lacking(required, environ)
     soft, hard = (_finite(limit) for limit in resource.getrlimit(resource.RLIMIT_NOFILE))
     shm_size, shm_free = _space(_SHM)
     gpus, driver = _nvidia()
@@ -142,11 +142,8 @@ def examine(environ: Mapping[str, str], cwd: str, files: Sequence[str] = (), pro
         driver=driver,
         open_files=soft,
         open_files_most=hard,
-        cwd_problem=directory_problem(cwd),
-        missing=[
-            *(f"file {path}" for path in files if not os.path.isfile(os.path.join(cwd, path))),
-            *(f"program {path}" for path in programs if not os.access(os.path.join(cwd, path), os.X_OK)),
-        ],
+        directory=absent.directory,
+        missing=absent.things,
     )
 
 
@@ -231,15 +228,6 @@ def _memory() -> int | None:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (OSError, ValueError):
         return None
-
-
-def directory_problem(path: str) -> str:
-    """Why workers cannot be started in ``path``; empty if they can."""
-    if not os.path.exists(path):
-        return "does not exist"
-    if not os.path.isdir(path):
-        return "is not a directory"
-    return "" if os.access(path, os.X_OK) else "cannot be entered"
 
 
 def _nvidia() -> tuple[tuple[Gpu, ...], str]:

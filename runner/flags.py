@@ -10,12 +10,13 @@ from __future__ import annotations
 import argparse
 import math
 import shutil
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from hvdgloo.errors import ConfigError
 from hvdgloo.runner import options
-from hvdgloo.runner.reach import add_reach_flags
+from hvdgloo.runner.reach import add_environment_flags, add_reach_flags
 from hvdgloo.runner.spec import GRACE_AFTER_FAILURE, GRACE_AFTER_SIGNAL, HEARTBEAT_TIMEOUT
 
 PROGRAM = "hvdgloo-run"
@@ -69,6 +70,13 @@ Start the workers of a training job on one or many hosts, watch over them, and
 leave nothing behind.
 """
 
+_KNOWN = """\
+--autotune-..., --timeline-..., --hierarchical-..., --torus-allreduce, --tcp,
+--mpi-args, --mpi-threads-disable, --binding-args, --num-nccl-streams,
+--thread-affinity and --disable-cache have no effect, which is said in a line;
+--mpi, --jsrun and the flags of jobs that grow and shrink (--min-np, --max-np,
+--host-discovery-script, ...) are refused."""
+
 _EPILOG = """\
 The command is a Python file (run by this interpreter), -m and a module, or any
 program. Everything after it belongs to it. Examples:
@@ -108,7 +116,10 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
             add_help=False,
         )
-        self._titled = {name: self.add_argument_group(title) for name, title in GROUPS.items()}
+        self._titled = {
+            name: self.add_argument_group(title, _KNOWN if name == "horovod" else None)
+            for name, title in GROUPS.items()
+        }
 
     def adder(self, group: str) -> options.AddArgument:
         """A function like ``add_argument`` for one of ``GROUPS``, with ``yaml=`` for a key in a file."""
@@ -163,6 +174,10 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
         width = min(shutil.get_terminal_size().columns, 100) - 2
         super().__init__(prog, max_help_position=26, width=width)
 
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        # Neither --ssh-args nor a path is to be torn apart.
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False, break_long_words=False)
+
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if not action.option_strings or action.nargs == 0:
             return super()._format_action_invocation(action)
@@ -176,6 +191,7 @@ def build_parser() -> Parser:
     _add_job_flags(parser.adder("job"))
     _add_host_flags(parser.adder("hosts"))
     add_reach_flags(parser.adder("reach"))
+    add_environment_flags(parser.adder("environment"))
     _add_network_flags(parser.adder("network"))
     _add_output_flags(parser.adder("output"))
     options.add_setting_flags(lambda section: parser.adder(_SECTIONS[section]))
@@ -194,7 +210,7 @@ def _add_job_flags(add: options.AddArgument) -> None:
         type=positive,
         metavar="N",
         yaml="num_proc",
-        help="number of worker processes; by default all slots of the hosts, without hosts one per GPU",
+        help="number of worker processes (default: all slots of the hosts; without hosts one for each GPU, else one)",
     )
     add("--config-file", metavar="FILE", help="a YAML file with settings; flags win over it")
     add(
@@ -207,13 +223,20 @@ def _add_job_flags(add: options.AddArgument) -> None:
 
 
 def _add_host_flags(add: options.AddArgument) -> None:
-    add("-H", "--hosts", metavar="HOST:SLOTS,...", yaml="hosts", help="hosts and how many workers each may run")
+    add(
+        "-H",
+        "--hosts",
+        metavar="HOST:SLOTS,...",
+        yaml="hosts",
+        help="hosts and how many workers each may run: h1:4,user@h2:4,[fd00::7]:4; without :SLOTS one for each GPU, "
+        "else one",
+    )
     add(
         "-hostfile",
         "--hostfile",
         metavar="FILE",
         yaml="hostfile",
-        help="the same in a file, a line per host: name slots=N",
+        help="the same in a file, a line for each host: 'h1 slots=4' or 'h1:4'; # begins a comment",
     )
 
 

@@ -41,6 +41,22 @@ class Frame:
 
 
 @dataclass(frozen=True)
+class Require(Frame):
+    """What workers will need on this host. The answer is ``Lacking``.
+
+    Attributes:
+        cwd: their working directory.
+        files: relative ones are meant in ``cwd``.
+        programs: the same, or looked up in ``search_path`` (empty: the host's own).
+    """
+
+    cwd: str
+    files: Sequence[str] = ()
+    programs: Sequence[str] = ()
+    search_path: str = ""
+
+
+@dataclass(frozen=True)
 class Start(Frame):
     """The first frame: what all workers of this host have in common.
 
@@ -50,6 +66,7 @@ class Start(Frame):
         cwd: working directory of the workers.
         heartbeat_timeout: seconds of silence after which the other side counts as dead.
         grace: seconds between SIGTERM and SIGKILL when the launcher is lost.
+        inherit: the agent's own environment is beneath ``env``, which comes from another host.
     """
 
     job_id: str
@@ -57,6 +74,7 @@ class Start(Frame):
     cwd: str
     heartbeat_timeout: float
     grace: float
+    inherit: bool = False
 
 
 @dataclass(frozen=True)
@@ -124,17 +142,8 @@ class Suspend(Frame):
 
 
 @dataclass(frozen=True)
-class Examine(Frame):
-    """Look round on this host, for ``hvdgloo-run doctor``; no job is started.
-
-    Attributes:
-        cwd: where workers would run.
-        files, programs: that they would need there.
-    """
-
-    cwd: str
-    files: Sequence[str] = ()
-    programs: Sequence[str] = ()
+class Examine(Require):
+    """Look round on this host, for ``hvdgloo-run doctor``; no job is started. The answer is ``Examined``."""
 
 
 @dataclass(frozen=True)
@@ -213,7 +222,6 @@ class Hello(Frame):
         cores: that this process may use, after affinity and control groups.
         gpus: that are visible.
         port: free, and kept free from other jobs, for ``MASTER_PORT``.
-        connection: the launcher's address and this host's own, as the ssh connection between them has them.
     """
 
     protocol: int
@@ -224,7 +232,6 @@ class Hello(Frame):
     cores: int
     gpus: int
     port: int
-    connection: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -272,6 +279,14 @@ class Served(Frame):
     """A message of the rendezvous server beside the agent; with ``error`` in it, the last one."""
 
     message: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Lacking(Frame):
+    """What is not there of all that was required: the working directory itself, or things in it."""
+
+    directory: str = ""
+    things: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -344,8 +359,8 @@ class Beat(Frame):
 
 
 KINDS: tuple[type[Frame], ...] = (
-    Start, Blob, Spawn, Stdin, Credit, Signal, Stop, Suspend, Finish,
-    Hello, Spawned, SpawnFailed, Output, StdinTaken, Result, Exited, Dying, Bye,
+    Require, Start, Blob, Spawn, Stdin, Credit, Signal, Stop, Suspend, Finish,
+    Hello, Lacking, Spawned, SpawnFailed, Output, StdinTaken, Result, Exited, Dying, Bye,
     Beat, Examine, Examined,
     Survey, Probe, ProbesEnd, Serve, Surveyed, Probed, Served, Sweep,
 )  # fmt: skip

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 from hvdgloo.errors import UnusableHostsError
 from hvdgloo.runner.frames import Hello
-from hvdgloo.runner.reasons import Cause, Diagnosis, Retry
-from hvdgloo.runner.spec import Host
+from hvdgloo.runner.reasons import Diagnosis, Retry
+from hvdgloo.runner.spec import Host, Reach
 
 AT_ONCE = 32
 ATTEMPTS = 8
@@ -170,18 +170,24 @@ def _describe(reasons: dict[str, str], waiting: Sequence[str], total: int) -> st
     return "\n".join(lines)
 
 
-def same_machine(hosts: Sequence[Host], hellos: Sequence[Hello]) -> dict[Host, Diagnosis]:
-    """Hosts that are another name of one that comes before them.
+def check_machines(hosts: Sequence[Host], hellos: Sequence[Hello], reach: Reach) -> None:
+    """Refuse two names for one machine: they would mean two local ranks 0, which take the same GPU.
 
-    Two names would mean two local ranks 0, which take the same GPU.
+    Not where a template leads to the hosts: it may well lead into several containers that look like one machine, or
+    try out on one machine what is meant for many.
+
+    Raises:
+        UnusableHostsError: with all such names.
     """
+    if reach.agent_command:
+        return
     first: dict[str, Host] = {}
-    found = {}
+    reasons = {}
     for host, hello in zip(hosts, hellos, strict=True):
         other = first.setdefault(hello.identity, host)
         if other is not host:
-            found[host] = Diagnosis(
-                Cause.OTHER,
-                f"it is the same machine as {other.name} ({hello.hostname}); give it once, with all its slots",
+            reasons[host.name] = (
+                f"it is the same machine as {other.name} ({hello.hostname}); give it once, with all its slots"
             )
-    return found
+    if reasons:
+        raise UnusableHostsError(_describe(reasons, (), len(hosts)), hosts=reasons)

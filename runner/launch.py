@@ -15,16 +15,19 @@ from typing import Protocol, TextIO
 
 from hvdgloo.errors import JobFailedError
 from hvdgloo.rendezvous.server import raise_descriptor_limit
-from hvdgloo.runner.command import interface_variables, thread_defaults, worker_environment
+from hvdgloo.runner.command import interface_variables, needs, thread_defaults, worker_environment
 from hvdgloo.runner.console import Console
 from hvdgloo.runner.discovery import discover
 from hvdgloo.runner.display import StartDisplay
-from hvdgloo.runner.frames import CHUNK, Hello, Spawn
+from hvdgloo.runner.environment import for_other_hosts
+from hvdgloo.runner.frames import CHUNK, Hello, Require, Spawn
+from hvdgloo.runner.gathering import check_machines
+from hvdgloo.runner.hosts import place, shortlist
 from hvdgloo.runner.meeting import Meeting, open_meeting
 from hvdgloo.runner.nics import Address
 from hvdgloo.runner.outcome import Failure, Outcome, blame
 from hvdgloo.runner.spawners import Spawner
-from hvdgloo.runner.spec import Host, LaunchSpec, Slot, assign
+from hvdgloo.runner.spec import Host, LaunchSpec, Slot
 from hvdgloo.runner.supervisor import Supervisor
 from hvdgloo.runner.waiting import InitWatch
 from hvdgloo.runner.ways import choose_spawner
@@ -105,14 +108,15 @@ def launch(
         quiet: print nothing in the launcher's own name.
         signals: to pass on to the workers, if this is the main thread.
         results: for tasks.
-        spawner: how agents are started; by default chosen from the hosts.
+        spawner: how agents are started; by default chosen from the hosts. One that is given may start several on one
+            machine.
 
     Raises:
         ConfigError, LaunchError: it could not be started. Nothing is left running.
         JobFailedError: a signal came before any worker was started.
     """
-    slots = assign(spec.hosts, spec.np)
-    hosts = _hosts_in_use(slots)
+    hosts = shortlist(spec.hosts, spec.np)
+    trusted = spawner is not None
     spawner = spawner or choose_spawner(hosts, spec.reach)
     job_id = secrets.token_hex(16)
     with _console(spec, stdout, stderr, quiet) as console:
@@ -122,14 +126,23 @@ def launch(
             console.on_broken = partial(supervisor.interrupt, signal.SIGPIPE)
             with passed_on(signals, supervisor.interrupt) as signal_came:
                 with display:
-                    hellos = supervisor.gather()
+                    hellos = supervisor.gather(partial(required_on, spec, spawner))
+                    if not trusted:
+                        check_machines(hosts, hellos, spec.reach)
+                    slots = place(hosts, hellos, spec)
+                    hosts, hellos = supervisor.keep(_hosts_in_use(slots))
+                    _expect(console, spec, len(slots))
                     network = discover(supervisor, spec, hellos)
                 with open_meeting(supervisor, spec, hosts, network.placement, job_id) as meeting:
                     addresses = network.placement.addresses
-                    env = [_host_environment(spec, *each) for each in zip(hosts, hellos, addresses, strict=True)]
-                    workers = _spawns(spec, slots, job_id, meeting.endpoint, addresses, network.master_port)
+                    env = [
+                        _host_environment(spec, spawner, *each) for each in zip(hosts, hellos, addresses, strict=True)
+                    ]
+                    commands = [_command(spec, spawner, host) for host in hosts]
+                    workers = _spawns(spec, slots, commands, job_id, meeting.endpoint, addresses, network.master_port)
                     _say_threads(console, spec, env)
                     supervisor.start(env, workers)
+                    meeting.serve()
                     if spec.stdin_rank is not None:
                         _feed_stdin(supervisor, spec.stdin_rank)
                     outcome = supervisor.supervise(_init_watch(spec, slots, meeting))
@@ -172,13 +185,9 @@ class _Observer:
 
 @contextmanager
 def _console(spec: LaunchSpec, stdout: TextIO, stderr: TextIO, quiet: bool) -> Iterator[Console]:
-    if spec.output_directory is not None:
-        raise_descriptor_limit(2 * spec.np)
     console = Console(
-        spec.np,
         stdout=stdout,
         stderr=stderr,
-        directory=spec.output_directory,
         timestamps=spec.timestamps,
         interactive=spec.stdin_rank,
         quiet=quiet,
@@ -224,6 +233,12 @@ def passed_on(signals: Sequence[signal.Signals], note: Callable[[int], None]) ->
             signal.signal(signum, old)  # type: ignore[arg-type]
 
 
+def _expect(console: Console, spec: LaunchSpec, np: int) -> None:
+    if spec.output_directory is not None:
+        raise_descriptor_limit(2 * np)
+    console.expect(np, spec.output_directory)
+
+
 def _hosts_in_use(slots: Sequence[Slot]) -> tuple[Host, ...]:
     """The hosts that ranks fall on, with as many slots as are used."""
     used: dict[int, Host] = {}
@@ -232,14 +247,36 @@ def _hosts_in_use(slots: Sequence[Slot]) -> tuple[Host, ...]:
     return tuple(used[index] for index in sorted(used))
 
 
-def _host_environment(spec: LaunchSpec, host: Host, hello: Hello, address: Address) -> dict[str, str]:
-    threads = thread_defaults(hello.cores, host.slots, spec.environ, machine_cores=os.cpu_count() or 1)
-    return {**interface_variables(address), **spec.environ, **threads}
+def required_on(spec: LaunchSpec, spawner: Spawner, host: Host) -> Require:
+    """What must be on a host before workers start."""
+    if spawner.is_local(host):
+        return Require(spec.cwd)  # the rest has been looked up here
+    files, programs = needs(_command(spec, spawner, host), spec.reach.python)
+    environ = _base_environment(spec, spawner, host)
+    return Require(spec.cwd, files, programs, environ.get("PATH", ""))
+
+
+def _command(spec: LaunchSpec, spawner: Spawner, host: Host) -> tuple[str, ...]:
+    return spec.command if spec.remote_command is None or spawner.is_local(host) else spec.remote_command
+
+
+def _base_environment(spec: LaunchSpec, spawner: Spawner, host: Host) -> Mapping[str, str]:
+    """What is sent to a host of the user's variables."""
+    if spawner.is_local(host):
+        return spec.environ
+    return for_other_hosts(spec.environ, spec.exported, export_all=spec.export_all)
+
+
+def _host_environment(spec: LaunchSpec, spawner: Spawner, host: Host, hello: Hello, address: Address) -> dict[str, str]:
+    environ = _base_environment(spec, spawner, host)
+    threads = thread_defaults(hello.cores, host.slots or 1, environ, machine_cores=os.cpu_count() or 1)
+    return {**interface_variables(address), **environ, **threads}
 
 
 def _spawns(
     spec: LaunchSpec,
     slots: Sequence[Slot],
+    commands: Sequence[tuple[str, ...]],
     job_id: str,
     rendezvous: tuple[str, int],
     addresses: Sequence[Address],
@@ -257,7 +294,8 @@ def _spawns(
             master=(addresses[0].address, port),
         )
         task = spec.function is not None
-        spawns[slot.host].append(Spawn(slot.rank, spec.command, env, stdin=slot.rank == spec.stdin_rank, task=task))
+        stdin = slot.rank == spec.stdin_rank
+        spawns[slot.host].append(Spawn(slot.rank, commands[slot.host], env, stdin=stdin, task=task))
     return spawns
 
 

@@ -24,6 +24,7 @@ class Link:
     Attributes:
         hello: what it said first.
         step: how far its host has come.
+        taken: it can be used.
         ranks: of the workers that it was told to start.
         finishing: it was told that the job is over.
         said_bye: nothing of the job is left on its host.
@@ -41,6 +42,7 @@ class Link:
         self.channel = Channel(stream.stdout.fileno(), stream.stdin.fileno(), preamble=PREAMBLE)
         self.hello: Hello | None = None
         self.step = Step.CONNECTING
+        self.taken = False
         self.said_bye = False
         self.finishing = False
         self.gone = False

@@ -48,12 +48,6 @@ def _nvidia_gpus() -> int:
     return sum(line.startswith(b"GPU ") for line in listing.stdout.splitlines()) if listing.returncode == 0 else 0
 
 
-def ssh_addresses(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Both ends of the ssh connection that this process was started through, the other one's first; else nothing."""
-    words = environ.get("SSH_CONNECTION", "").split()
-    return (words[0], words[2]) if len(words) == 4 else ()
-
-
 # Control groups.
 
 

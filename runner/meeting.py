@@ -21,11 +21,14 @@ from hvdgloo.runner.waiting import Arrivals
 
 
 class Meeting(Protocol):
-    """A server that is there."""
+    """A server that listens."""
 
     @property
     def endpoint(self) -> tuple[str, int]:
         """Address and port at which workers reach it."""
+
+    def serve(self) -> None:
+        """Answer workers, which may be on their way already: to be called once they have been started."""
 
     def arrivals(self) -> Arrivals:
         """What it knows of the workers' start."""
@@ -41,16 +44,19 @@ def open_meeting(
         ConfigError: the launcher's cannot listen.
         LaunchError: the one beside the agent cannot be had.
     """
-    places = [(host.name, host.slots) for host in hosts]
+    places = [(host.name, host.slots or 0) for host in hosts]
     if placement.server is Server.LAUNCHER:
-        with RendezvousServer(
+        server = RendezvousServer(
             secret=spec.secret,
             hosts=places,
             bind=(placement.rendezvous,),
             port_range=spec.network.port_range,
             start_timeout=spec.start_timeout,
-        ) as server:
-            yield _InLauncher(server)
+        )
+        try:
+            yield _InLauncher(server.listen())
+        finally:
+            server.stop()
     else:
         yield _Beside(supervisor, spec, places, placement.rendezvous, job_id)
 
@@ -62,6 +68,9 @@ class _InLauncher:
     @property
     def endpoint(self) -> tuple[str, int]:
         return parse_endpoint(self._server.endpoint)
+
+    def serve(self) -> None:
+        self._server.start()
 
     def arrivals(self) -> Arrivals:
         return Arrivals(**arrivals(self._server))
@@ -103,6 +112,9 @@ class _Beside:
     def endpoint(self) -> tuple[str, int]:
         assert self._endpoint is not None
         return self._endpoint
+
+    def serve(self) -> None:
+        """It does so since it was started."""
 
     def arrivals(self) -> Arrivals:
         return Arrivals(**self._said)

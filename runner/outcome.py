@@ -93,12 +93,13 @@ def blame(outcome: Outcome, hosts: Mapping[int, str], tail: Callable[[int], Sequ
     return found
 
 
-def describe_loss(status: int | None) -> str:
+def describe_loss(status: int | None, said_why: bool) -> str:
     """How the command that leads to an agent ended, as what happened to the agent."""
     if status is None:
         return "closed its stream"
     if status == _CONNECTION_LOST:
-        return "lost its connection"
+        # ssh says why, unless it was that the command on the other host was killed.
+        return "lost its connection" if said_why else "was killed, or lost its connection"
     if status < 0:
         return f"or the command that leads to it {describe_status(status)}"
     if 128 < status <= 128 + _LAST_SIGNAL:

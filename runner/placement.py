@@ -207,24 +207,29 @@ def _in_one_network(usable: Sequence[Sequence[Address]]) -> list[Address] | None
 
 def explain(reports: Reports) -> HostsUnreachableError:
     """The error that says why no choice could be made: which host does not reach which, and what each address said."""
-    lacking = {
-        version: {host for host, usable in enumerate(_usable(reports, version)) if not usable} for version in _VERSIONS
-    }
+    usable = {version: _usable(reports, version) for version in _VERSIONS}
+    hosts = range(len(reports.names))
+    lacking = {version: {host for host in hosts if not usable[version][host]} for version in _VERSIONS}
     never = lacking[4] & lacking[6]
-    pairs = _failing_pairs(reports, never or (lacking[4] | lacking[6]))
-    lines = [f"  {_describe_pair(reports, source, target)}" for source, target in pairs[:_NAMED_PAIRS]]
+    pairs = _failing_pairs(reports, never or lacking[4] | lacking[6])
+    lines = [_describe_pair(reports, source, target) for source, target in pairs[:_NAMED_PAIRS]]
     if len(pairs) > _NAMED_PAIRS:
-        lines.append(f"  and {len(pairs) - _NAMED_PAIRS} more pairs")
+        lines.append(f"and {len(pairs) - _NAMED_PAIRS} more pairs")
     if never:
         head = "the hosts do not reach each other"
     else:
-        head = "each host is reached by IPv4 or by IPv6, but not all by the same one, and a job uses one of them"
+        head = "all hosts are reached, but not all by the same family of addresses, and a job uses either IPv4 or IPv6"
+        lines = [
+            *(f"{reports.names[h]} is reached by IPv6 alone: {usable[6][h][0]}" for h in sorted(lacking[4])),
+            *(f"{reports.names[h]} is reached by IPv4 alone: {usable[4][h][0]}" for h in sorted(lacking[6])),
+            *lines,
+        ]
     mend = (
         "Open the firewall between them (--port-range narrows the ports), or choose addresses that are connected "
-        "(--nics takes names, networks and ^exceptions, per host if need be)"
+        "(--nics takes names, networks and ^exceptions, for single hosts with HOST= before them)"
     )
     names = tuple((reports.names[source], reports.names[target]) for source, target in pairs)
-    return HostsUnreachableError("\n".join([f"{head}:", *lines, mend]), pairs=names)
+    return HostsUnreachableError("\n".join([f"{head}:", *(f"  {line}" for line in lines), mend]), pairs=names)
 
 
 def _failing_pairs(reports: Reports, targets: set[int]) -> list[tuple[int, int]]:

@@ -1,21 +1,71 @@
-"""The flags that say how other hosts are reached, and what they amount to."""
+"""The flags that say how other hosts are reached and what workers find there, and what they amount to."""
 
 from __future__ import annotations
 
 import argparse
 import shlex
 import sys
+from collections.abc import Mapping
 
 from hvdgloo.errors import ConfigError
+from hvdgloo.runner.environment import parse_exports, read_env_file
 from hvdgloo.runner.options import AddArgument
 from hvdgloo.runner.spec import Reach
+from hvdgloo.runner.template import parse_template
 
 
 def add_reach_flags(add: AddArgument) -> None:
-    """Add them to the command line."""
+    """Add those about ways to hosts."""
     add("-p", "--ssh-port", type=_port, metavar="PORT", yaml="ssh.port", help="port of sshd on the hosts")
     add("-i", "--ssh-identity-file", metavar="FILE", yaml="ssh.identity_file", help="private key for ssh")
-    add("--ssh-args", default="", metavar="ARGUMENTS", yaml="ssh.args", help="further arguments of ssh, in one word")
+    add(
+        "--ssh-args",
+        default="",
+        metavar="ARGUMENTS",
+        yaml="ssh.args",
+        help="further arguments of ssh, in one word: --ssh-args='-J gate -o Compression=yes'",
+    )
+    add(
+        "--agent-command",
+        metavar="COMMAND",
+        yaml="agent_command",
+        help="reach hosts by this command instead of ssh; it connects standard input and output to what it runs there: "
+        "'kubectl exec -i {host} --'",
+    )
+    add("--no-slurm", action="store_true", yaml="no_slurm", help="take neither hosts nor srun from a Slurm allocation")
+    add(
+        "--wait-for-hosts",
+        action=argparse.BooleanOptionalAction,
+        yaml="wait_for_hosts",
+        help="until the start timeout, try hosts again that are not there yet (default: with --agent-command only)",
+    )
+
+
+def add_environment_flags(add: AddArgument) -> None:
+    """Add those about what workers find on other hosts."""
+    add(
+        "-x",
+        action="append",
+        dest="exports",
+        metavar="NAME[=VALUE]",
+        yaml="environment.variables",
+        help="pass this variable to the workers, on all hosts; may be repeated",
+    )
+    add(
+        "--env-file",
+        action="append",
+        metavar="FILE",
+        yaml="environment.file",
+        help="the same from a file, a NAME=VALUE in each line",
+    )
+    add(
+        "--export",
+        choices=("all", "named"),
+        default="all",
+        yaml="environment.export",
+        help="which variables workers on other hosts get: all but those specific to a host (default), or only those of "
+        "-x and --env-file, and settings",
+    )
     add(
         "--remote-python",
         metavar="PATH",
@@ -37,10 +87,26 @@ def reach_from(arguments: argparse.Namespace, connect_timeout: float) -> Reach:
     return Reach(
         python=arguments.remote_python or sys.executable,
         connect_timeout=connect_timeout,
+        silence=arguments.heartbeat_timeout,
+        wait_for_hosts=arguments.wait_for_hosts,
         ssh_port=arguments.ssh_port,
         ssh_identity_file=arguments.ssh_identity_file,
         ssh_args=ssh_args,
+        agent_command=() if arguments.agent_command is None else parse_template(arguments.agent_command),
     )
+
+
+def exports_from(arguments: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that the command line passes on by name; ``-x`` wins over files.
+
+    Raises:
+        ConfigError: naming the flag, or file and line.
+    """
+    exports: dict[str, str] = {}
+    for path in arguments.env_file or ():
+        exports.update(read_env_file(path, environ))
+    exports.update(parse_exports(arguments.exports or (), environ))
+    return exports
 
 
 def _port(text: str) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -50,14 +49,12 @@ class Spawner(Protocol):
             LaunchError: the command cannot be executed.
         """
 
+    def is_local(self, host: Host) -> bool:
+        """Its agent is a child of this process, with the same environment."""
+
     def diagnose(self, host: Host, ending: Ending) -> Diagnosis:
         """Why the command for ``host`` has ended without an agent that can be used."""
 
-    def sweep(self, host: Host, job_id: str) -> None:
-        """End what is left of a job on ``host`` after its agent was lost without a good-bye."""
-
-    def address(self, host: Host) -> str:
-        """The address at which this host's workers are reached, before anything has been probed."""
 
 
 class LocalSpawner:
@@ -80,14 +77,12 @@ class LocalSpawner:
         except OSError as error:
             raise LaunchError(f"no agent could be started on {host.name}: {error}") from error
 
+    def is_local(self, host: Host) -> bool:
+        return True
+
     def diagnose(self, host: Host, ending: Ending) -> Diagnosis:
         return python_failure(ending, sys.executable) or other_failure(ending, "its agent")
 
-    def sweep(self, host: Host, job_id: str) -> None:
-        sweep.end_all(lambda: sweep.processes_of(job_id) - {os.getpid()}, grace=0.0)
-
-    def address(self, host: Host) -> str:
-        return "127.0.0.1"
 
 
 class LocalStream(subprocess.Popen[bytes]):
@@ -127,25 +122,3 @@ def agent_environment(environ: Mapping[str, str]) -> dict[str, str]:
         return dict(environ)
     paths = [path for path in (environ.get("PYTHONPATH", ""), root) if path]
     return {**environ, "PYTHONPATH": os.pathsep.join(paths)}
-
-
-def is_this_host(name: str) -> bool:
-    """``name`` is this machine: localhost, its own name, or one of its addresses."""
-    own = socket.gethostname()
-    if name.lower() in {"localhost", own.lower(), own.partition(".")[0].lower()}:
-        return True
-    try:
-        candidates = {entry[4][0] for entry in socket.getaddrinfo(name, None, type=socket.SOCK_DGRAM)}
-    except OSError:
-        return False
-    return any(_is_own_address(str(address)) for address in candidates)
-
-
-def _is_own_address(address: str) -> bool:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.bind((address, 0))
-        except OSError:
-            return False
-    return True

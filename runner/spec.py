@@ -40,6 +40,7 @@ class Reach:
     Attributes:
         python: the interpreter there.
         connect_timeout: seconds that one attempt to connect may take.
+        silence: seconds without a sign of life after which a connection that is up counts as lost.
         wait_for_hosts: try hosts that are not up again and again, until the start timeout; None leaves it to the way.
         ssh_port, ssh_identity_file, ssh_args: for the system's ssh; what is not given is ssh's own configuration's.
         agent_command: the words of a template; empty for ssh.
@@ -48,6 +49,7 @@ class Reach:
 
     python: str = sys.executable
     connect_timeout: float = 30.0
+    silence: float = HEARTBEAT_TIMEOUT
     wait_for_hosts: bool | None = None
     ssh_port: int | None = None
     ssh_identity_file: str | None = None

@@ -32,8 +32,10 @@ from hvdgloo.runner.frames import (
     Finish,
     Frame,
     Hello,
+    Lacking,
     Noise,
     Output,
+    Require,
     Result,
     Signal,
     Spawn,
@@ -49,7 +51,8 @@ from hvdgloo.runner.gathering import Gathering
 from hvdgloo.runner.link import Link
 from hvdgloo.runner.outcome import Failure, Outcome, describe_loss, describe_status
 from hvdgloo.runner.progress import MENDS, Step, describe_missing
-from hvdgloo.runner.reasons import Diagnosis, Ending
+from hvdgloo.runner.reasons import Cause, Diagnosis, Ending, other_version
+from hvdgloo.runner.requirements import judge
 from hvdgloo.runner.silence import Silence
 from hvdgloo.runner.spawners import Spawner
 from hvdgloo.runner.spec import Host, LaunchSpec
@@ -114,6 +117,7 @@ class Supervisor:
         self._hosts = tuple(hosts)
         self._links: list[Link] = []
         self._gathering: Gathering | None = None
+        self._required: Callable[[Host], Require] | None = None
         self._lost: dict[Host, str] | None = None
         self._last_beat = time.monotonic()
         self._expected: set[int] = set()
@@ -149,13 +153,17 @@ class Supervisor:
 
     # The story, as launch tells it.
 
-    def gather(self) -> tuple[Hello, ...]:
+    def gather(self, required: Callable[[Host], Require]) -> tuple[Hello, ...]:
         """Start an agent on every host, and wait until all are there.
+
+        Args:
+            required: what workers will need on a host.
 
         Raises:
             LaunchError: one did not come before the start timeout, or could not be used.
             JobFailedError: a signal came first.
         """
+        self._required = required
         now = time.monotonic()
         self._gathering = gathering = Gathering(self._hosts, now)
         self._start_agents(now)
@@ -243,6 +251,7 @@ class Supervisor:
                     self._spec.cwd,
                     self._spec.heartbeat_timeout,
                     self._spec.grace_after_failure,
+                    inherit=not self._spawner.is_local(link.host),
                 )
             )
             function = memoryview(self._spec.function or b"")
@@ -390,10 +399,43 @@ class Supervisor:
             if status is None and now < link.ended_at + _EXIT_TIME and not self._stopping:  # type: ignore[operator]
                 continue
             self._on_stderr(link)
-            if self._gathering is None or link.hello is not None:
-                self._lose(link, describe_loss(status))
+            if self._gathering is None or link.taken:
+                self._lose(link, describe_loss(status, bool(link.stderr)))
                 continue
             self._drop(link, self._spawner.diagnose(link.host, Ending(status, tuple(link.stderr))), now)
+
+    def _on_hello(self, link: Link, hello: Hello) -> None:
+        if (hello.protocol, hello.version) != (PROTOCOL, __version__):
+            text = other_version(hello.version, self._spec.reach.python)
+            self._reject(link, Diagnosis(Cause.VERSION, text))
+            return
+        link.hello = hello
+        if self._required is None:
+            self._take(link)
+        else:
+            link.channel.send(self._required(link.host))
+
+    def _on_lacking(self, link: Link, found: Lacking) -> None:
+        diagnosis = judge(found, self._spec.cwd)
+        if diagnosis is None:
+            self._take(link)
+        else:
+            self._reject(link, diagnosis)
+
+    def _take(self, link: Link) -> None:
+        """Its agent can be used."""
+        assert link.hello is not None
+        link.taken = True
+        if self._gathering is not None:
+            self._gathering.ready(link.host)
+        self.get_on(link, Step.READY, f"{link.hello.hostname}, agent is process {link.hello.pid}")
+
+    def _reject(self, link: Link, diagnosis: Diagnosis) -> None:
+        """An agent is there, but its host cannot be used."""
+        link.channel.send(Finish())
+        if link.ended_at is None:
+            self._selector.unregister(link.channel.receive_fd)
+        self._drop(link, diagnosis, time.monotonic())
 
     def _drop(self, link: Link, diagnosis: Diagnosis, now: float) -> None:
         """Forget a command that led to no agent that can be used."""
@@ -479,10 +521,9 @@ class Supervisor:
         elif isinstance(frame, StdinTaken):
             self.on_stdin_taken()
         elif isinstance(frame, Hello):
-            link.hello = frame
-            if self._gathering is not None:
-                self._gathering.ready(link.host)
-            self.get_on(link, Step.READY, f"{frame.hostname}, agent is process {frame.pid}")
+            self._on_hello(link, frame)
+        elif isinstance(frame, Lacking):
+            self._on_lacking(link, frame)
         elif isinstance(frame, Dying):
             reason = f"the agent on host {link.host.name} ended its workers, because {frame.reason}"
             self.fail(Failure(None, link.host.name, 1, reason))
@@ -517,7 +558,7 @@ class Supervisor:
         absent = [
             (host.name, link.step if link else Step.CONNECTING, self._last_words(link) or gathering.last_failure(host))
             for host in self._hosts
-            if (link := by_host.get(host)) is None or link.hello is None
+            if (link := by_host.get(host)) is None or not link.taken
         ]
         if absent:
             raise LaunchError(describe_missing(absent, self._spec.start_timeout))
@@ -528,13 +569,6 @@ class Supervisor:
             raise JobFailedError("interrupted before the workers were started", exit_code=self.outcome.exit_code)
         if self.outcome.first is not None:
             raise LaunchError(f"the job could not be started: {self.outcome.first.reason}")
-        for link in self._links:
-            assert link.hello is not None
-            if (link.hello.protocol, link.hello.version) != (PROTOCOL, __version__):
-                raise LaunchError(
-                    f"host {link.host.name} has hvdgloo {link.hello.version}, the launcher has {__version__}; "
-                    "install the same version everywhere"
-                )
 
     @staticmethod
     def _last_words(link: Link | None) -> str:

@@ -19,7 +19,7 @@ from hvdgloo.runner.link import Link
 from hvdgloo.runner.spawners import Spawner
 from hvdgloo.runner.spec import Host
 
-ANSWER_TIME = 4.0
+ANSWER_TIME = 3.0
 """Seconds in which the other agent must be there: beyond these the host counts as unreachable."""
 
 _END_TIME = 3.0  # seconds that it may take beyond the grace period

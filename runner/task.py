@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import pickle
+import site
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -73,7 +75,40 @@ def pack_function(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
             "open files, locks and connections must be created inside the function"
         ) from error
     # What the function's modules are imported from must be known before it is unpickled.
-    return seal(secret, pickle.dumps((list(sys.path), call)), _FUNCTION)
+    return seal(secret, pickle.dumps((_version(), _installation(), list(sys.path), call)), _FUNCTION)
+
+
+def _version() -> str:
+    """Functions can be unpickled by the same one only: their bytecode is none of another's."""
+    return "{}.{}".format(*sys.version_info)
+
+
+def _installation() -> list[str]:
+    """Folders that belong to this Python, and not to what is run by it."""
+    paths = [sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    archive = os.path.join(os.path.dirname(paths[0]), f"python{_version().replace('.', '')}.zip")
+    return sorted({*paths, archive, *site.getsitepackages(), site.getusersitepackages()})
+
+
+def adopt_path(
+    path: Sequence[str], installation: Sequence[str], *, own: Sequence[str], here: Sequence[str]
+) -> list[str]:
+    """The folders from which a worker imports: as the caller does.
+
+    Args:
+        path: the caller's ``sys.path``.
+        installation: the caller's folders of Python itself and its packages.
+        own: this interpreter's folders of that kind. If they are others, they stand in for the caller's.
+        here: this interpreter's ``sys.path``.
+    """
+    if list(own) == list(installation):
+        return list(path)
+    kept = [entry for entry in path if not any(_is_below(entry, folder) for folder in installation)]
+    return kept + [entry for entry in here if entry not in kept]
+
+
+def _is_below(path: str, folder: str) -> bool:
+    return path == folder or path.startswith(folder + os.sep)
 
 
 def unpack_outcome(sealed: bytes, rank: int, secret: bytes) -> Outcome:
@@ -95,11 +130,20 @@ def main() -> None:
     assert config.secret is not None, "the launcher sets it"
     payload = unseal(config.secret, _read(function_fd), _FUNCTION)
     os.close(function_fd)
-    path, call = pickle.loads(payload)  # noqa: S301 - the seal was checked
-    sys.path[:] = path
-    outcome, status = _call(call)
+    version, installation, path, call = pickle.loads(payload)  # noqa: S301 - the seal was checked
+    sys.path[:] = adopt_path(path, installation, own=_installation(), here=sys.path)
+    outcome, status = _call(call) if version == _version() else _wrong_version(version)
     _write(outcome_fd, seal(config.secret, pickle.dumps(outcome), f"outcome of rank {config.rank}"))
     sys.exit(status)
+
+
+def _wrong_version(version: str) -> tuple[Outcome, int]:
+    text = (
+        f"has Python {_version()} and cannot read a function of Python {version}; use the same one on all hosts "
+        "(remote_python=, executable=)"
+    )
+    sys.stderr.write(f"this worker {text}\n")
+    return Outcome(text=text), 1
 
 
 def _call(call: bytes) -> tuple[Outcome, int | str | None]:

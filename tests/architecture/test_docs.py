@@ -22,8 +22,8 @@ from hvdgloo.runner.spec import Host, assign
 from tests.architecture.source import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
-OTHER_OPTIONS = {"--epochs"}
-"""Options in examples that belong to the user's own program."""
+OTHER_OPTIONS = {"--epochs", "--from-literal"}
+"""Options in examples that belong to other programs."""
 
 
 def _generated() -> str:

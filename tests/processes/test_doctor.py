@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import stat
 import sys
@@ -86,6 +87,9 @@ class TestHosts:
             **dict.fromkeys(("h1", "h2", "h3"), "ok"),
         }
         assert text.endswith("All is well: all 3 hosts are ready for a job.\n")
+        reached = [line for line in text.splitlines() if "(eth0)" in line]
+        assert [line.split()[-1] for line in reached] == ["all", "all", "all"]
+        assert "172.17.0.1 (docker0)  none" in text, "each host's own"
         for host in bed:
             wait_for(lambda host=host: not host.processes(), what=f"the end of the agent on {host.name}")
             assert host.listening() == host.shared_memory() == set()
@@ -116,8 +120,9 @@ class TestHosts:
     def test_a_clock_that_is_wrong(self, bed: Bed, tmp_path: Path) -> None:
         interpreter(tmp_path, {}, customize="import time; right = time.time; time.time = lambda: right() + 100")
         text = doctor(bed["h1"], "-H", "h2:1", "--remote-python", str(tmp_path / "python"), status=0)
-        assert "its clock is 100.0 s ahead of the launcher's" in text
-        assert rows(text)["h2"][-2].startswith("+100.0")
+        # Under load the answer's way may take longer than the question's.
+        assert re.search(r"its clock is (99\.[5-9]|100\.[0-5]) s ahead of the launcher's", text)
+        assert float(rows(text)["h2"][-2]) == pytest.approx(100, abs=0.5)
 
     def test_pain_19_a_working_directory_and_a_script_that_one_host_lacks(self, make_bed: Callable[..., Bed]) -> None:
         bed = make_bed(["h1", HostSpec("h2", private_tmp=True), HostSpec("h3", private_tmp=True)])
@@ -128,8 +133,17 @@ class TestHosts:
         assert "STOP:    h3: there is no file train.py" in text
         bed["h3"].run(["rmdir", "/tmp/job"], check=True)
         text = doctor(bed["h2"], "-H", "h2:1,h3:1", "train.py", status=1, cwd="/tmp/job")
-        assert "STOP:    h3: the working directory /tmp/job does not exist" in text
+        assert "STOP:    h3: there is no working directory /tmp/job" in text
         assert "train.py" not in text
+
+    def test_pain_14_hosts_that_reach_each_other_one_way_only(self, make_bed: Callable[..., Bed]) -> None:
+        bed = make_bed(["h1", "h2", "h3"])
+        bed.block("h2", "h3", reject=True)
+        text = doctor(bed["h1"], "-H", "h1:1,h2:1,h3:1", status=1)
+        assert rows(text)["h3"][1] == "STOP"
+        assert rows(text)["h2"][1] == "ok"
+        assert "(eth0)     all but h2 (" in text
+        assert "h2 -> h3: 10.77.1.12 (eth0)" in text
 
     def test_ctrl_c_ends_it_at_once(self, bed: Bed) -> None:
         # Nobody has this address, so ssh waits for an answer in vain.

@@ -117,7 +117,7 @@ def test_what_a_login_shell_prints_is_shown_and_not_parsed(tmp_path: Path) -> No
 
 def test_another_version_is_refused(tmp_path: Path) -> None:
     program = "import os, hvdgloo.runner.agent as agent; agent.__version__ = '0.0.1'; os._exit(agent.main())"
-    with pytest.raises(LaunchError, match=r"host b has hvdgloo 0\.0\.1, the launcher has"):
+    with pytest.raises(LaunchError, match=r"b: it has hvdgloo 0\.0\.1, the launcher has"):
         job("pass", tmp_path, {"b": f'exec {sys.executable} -c "{program}"'})
 
 

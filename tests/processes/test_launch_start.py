@@ -132,7 +132,7 @@ def test_a_user_s_module_of_any_name_disturbs_neither_launcher_nor_agent(launche
         (["-np", "4", "-H", "localhost:2", "worker.py"], 2, "4 processes were asked for, but there are only 2 slots"),
         (["-H", "localhost:2,localhost:1", "worker.py"], 2, "host localhost is given twice"),
         (["-H", "localhost:x", "worker.py"], 2, "'localhost:x' is not a host with a number of slots"),
-        (["-H", "localhost:2,127.0.0.1:2", "worker.py"], 1, "are all this machine"),
+        (["-H", "localhost:2,127.0.0.1:2", "worker.py"], 2, "are all this machine"),
         (["-H", "no-such-host.invalid:2", "worker.py"], 1, "host no-such-host.invalid cannot be used"),
         (["--mpi", "-np", "2", "worker.py"], 2, "--mpi: there is only the Gloo controller"),
         (["--min-np", "2", "worker.py"], 2, "--min-np: jobs that grow and shrink are not supported yet"),

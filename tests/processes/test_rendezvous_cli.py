@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
@@ -18,7 +19,10 @@ import pytest
 import requests
 
 from hvdgloo.config import read_secret_file
+from hvdgloo.errors import AuthenticationError
 from hvdgloo.rendezvous import RendezvousClient
+from hvdgloo.rendezvous.app import Refused
+from hvdgloo.rendezvous.cli import _Strangers
 from tests.support.rendezvous import Task, info, until
 
 COMMAND = [sys.executable, "-m", "hvdgloo.rendezvous"]
@@ -126,6 +130,30 @@ def test_it_tells_who_comes_and_goes(start: Callable[..., Command]) -> None:
         until(lambda: command.text.count("1 of 3 workers are in (hosts: node7 1)") == 2, "the other one's leaving")
         assert command.end() == 0
         assert "is being stopped" in str(task.failure())
+
+
+def test_refused_requests_are_told_but_not_each() -> None:
+    """Pain 30: a wrong secret, or a stranger, shows; a flood of them does not fill the log."""
+    strangers = _Strangers()
+    assert strangers.line(Refused(), 0.0) == ""
+    assert strangers.due_in(0.0) == math.inf
+    assert strangers.line(Refused(1, "10.0.0.7", "why"), 5.0) == "refused a request from 10.0.0.7: why"
+    said = [strangers.line(Refused(count, "10.0.0.8", "why"), 5.0 + count) for count in range(2, 30)]
+    assert said == [""] * 28
+    assert strangers.due_in(34.0) == 1.0
+    assert strangers.line(Refused(29, "10.0.0.8", "why"), 35.0) == "refused 28 requests, the last from 10.0.0.8: why"
+    assert strangers.due_in(35.0) == math.inf
+
+
+def test_a_stranger_is_told_of_while_it_happens(start: Callable[..., Command]) -> None:
+    command = start("--np", "1")
+    with RendezvousClient(command.endpoint, b"x" * 32) as stranger, pytest.raises(AuthenticationError):
+        stranger.status()
+    command.wait_for("refused a request from 127.0.0.1: the signature is wrong")
+    requests.get(f"http://{command.endpoint}/", timeout=5)  # a browser's first try, which asks for a password
+    with command.client() as client:
+        client.status()
+    assert command.text.count("refused") == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import os
 import pickle
@@ -224,12 +225,17 @@ def test_two_jobs_at_once() -> None:
     ("arguments", "error", "text"),
     [
         ({"use_mpi": True}, ConfigError, "there is no MPI here"),
-        ({"min_np": 2}, ConfigError, "not supported yet"),
+        ({"use_mpi": True, "use_gloo": True}, ConfigError, "exclude each other"),
+        ({"min_num_proc": 2}, ConfigError, "not supported yet"),
+        ({"min_num_proc": "h1:2"}, ConfigError, "give hosts by name"),
+        ({"np": 2, "num_proc": 3}, ConfigError, "two names for one thing"),
         ({"host_discovery_script": "x.sh"}, ConfigError, "not supported yet"),
         ({"np": 0}, ConfigError, "at least one process"),
         ({"np": 3, "hosts": "localhost:2"}, ConfigError, "only 2 slots"),
         ({"hosts": "localhost:2", "hostfile": "f"}, ConfigError, "not both"),
-        ({"hosts": "no-such-host.invalid:2"}, LaunchError, "not supported yet"),
+        ({"hosts": "no-such-host.invalid:2"}, LaunchError, "its name cannot be looked up"),
+        ({"network_interfaces": "no such"}, ConfigError, "no such"),
+        ({"agent_command": "kubectl exec {nobody}"}, ConfigError, "--agent-command"),
         ({"executable": "/no/such/python"}, JobFailedError, "could not be started"),
     ],
 )
@@ -239,9 +245,32 @@ def test_arguments_that_cannot_be_used(arguments: dict[str, Any], error: type[Ex
 
 
 def test_arguments_that_change_nothing_here() -> None:
-    assert hvdgloo.run.run(int, use_gloo=True, ssh_port=22, disable_cache=True, network_interface="lo", verbose=0) == [
-        0
-    ]
+    assert hvdgloo.run.run(int, use_gloo=True, ssh_port=22, disable_cache=True, network_interfaces="lo") == [0]
+
+
+def test_all_slots_of_the_hosts_are_the_default() -> None:
+    assert hvdgloo.run.run(int, hosts="localhost:3") == [0, 0, 0]
+    assert hvdgloo.run.run(int) == [0]
+
+
+def test_old_names_warn_and_work() -> None:
+    with pytest.warns(DeprecationWarning, match=r"write network_interfaces="):
+        assert hvdgloo.run.run(int, np=2, network_interface="lo") == [0, 0]
+    with pytest.warns(DeprecationWarning, match=r"write max_num_proc="), pytest.raises(ConfigError, match="grow"):
+        hvdgloo.run.run(int, max_np=2)
+    with pytest.warns(UserWarning, match="no effect"):
+        assert hvdgloo.run.run(int, mpi_args="--oversubscribe") == [0]
+
+
+def test_the_order_of_arguments_is_horovod_s() -> None:
+    """Scripts may give them by position, as in ``horovod.run(func, args, kwargs, num_proc)``."""
+    names = (
+        "func args kwargs num_proc min_num_proc max_num_proc slots reset_limit cooldown_range hosts hostfile "
+        "host_discovery_script start_timeout ssh_port ssh_identity_file disable_cache output_filename verbose use_gloo "
+        "use_mpi mpi_args network_interface network_interfaces executable np min_np max_np"
+    )
+    parameters = inspect.signature(hvdgloo.run.run).parameters.values()
+    assert [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD] == names.split()
 
 
 def run_program(text: str, folder: Path, *, name: str = "program.py") -> subprocess.CompletedProcess[str]:

@@ -18,7 +18,7 @@ from hvdgloo.errors import HvdglooError
 from hvdgloo.runner.frames import PREAMBLE
 from hvdgloo.runner.launch import launch
 from hvdgloo.runner.spawners import AgentStream, LocalSpawner, LocalStream
-from hvdgloo.runner.spec import Host, LaunchSpec
+from hvdgloo.runner.spec import Host, LaunchSpec, Reach
 
 _PYTHON = (
     f"import os; os.write(1, {PREAMBLE!r}); "
@@ -84,6 +84,7 @@ def main() -> int:
         secret=b"s" * 32,
         start_timeout=options.timeout,
         verbose=options.verbose,
+        reach=Reach(agent_command=("gates", "{host}")),  # which may lead to one machine several times
     )
     try:
         report = launch(spec, stdout=sys.stdout, stderr=sys.stderr, spawner=GatedSpawner())

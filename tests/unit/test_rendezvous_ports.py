@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -65,6 +66,17 @@ class TestHolds:
                     ports.listen(["127.0.0.1"], some)
                 with pytest.raises(ConfigError, match=rf"{some[0]}-{some[1]} free for MASTER_PORT; .*wider"):
                     ports.hold_free_port(some)
+
+    def test_two_who_try_at_the_same_moment_both_get_one(self, some: tuple[int, int]) -> None:
+        def take() -> list[int]:
+            taken = []
+            for _ in range(100):
+                with ports.listen(["127.0.0.1"], (some[0], some[0] + 1))[0] as listener:
+                    taken.append(listener.getsockname()[1])
+            return taken
+
+        with ThreadPoolExecutor(2) as pool:
+            assert all(len(one.result()) == 100 for one in [pool.submit(take), pool.submit(take)])
 
     def test_a_port_in_use_is_not_held(self, some: tuple[int, int]) -> None:
         with socket.create_server(("127.0.0.1", some[1])), ports.hold_free_port(some) as hold:

@@ -138,6 +138,10 @@ class TestFile:
             "grace_period": 5.0,
             "output_filename": "logs",
         }
+        assert self.content(tmp_path, "environment: {variables: [A, B=1], file: f.env}\n").flags == {
+            "exports": ["A", "B=1"],
+            "env_file": ["f.env"],
+        }
         assert self.content(tmp_path, "hosts: h1:2,h2\n").flags == {"hosts": "h1:2,h2"}
         assert (content.environ, content.ignored) == ({}, [])
 
@@ -145,6 +149,7 @@ class TestFile:
         ("text", "message"),
         [
             ("num_proc: two", "num_proc: 'two' is not a whole number"),
+            ("environment: {export: some}", "environment.export: 'some' is none of all, named"),
             ("verbose: loud", "verbose: 'loud' cannot be used: expected true or false"),
             ("hostss: h1:2", "hostss: there is no such setting; did you mean hosts"),
             ("timeouts: {grace_seconds: -1}", "timeouts.grace_seconds: '-1' is not a number of seconds"),
@@ -209,6 +214,12 @@ class TestHelp:
         monkeypatch.setenv("COLUMNS", "80")
         lines = build_parser().format_help().splitlines()
         assert [line for line in lines if len(line) > 80] == []
+
+    def test_flags_without_effect_are_named_together(self) -> None:
+        text = build_parser().format_help()
+        for flag, _, _ in options.IGNORED_FLAGS:
+            name = flag.replace("--no-", "--")
+            assert name in text or f"{'-'.join(name.split('-')[:3])}-..." in text, flag
 
     def test_every_flag_is_explained(self) -> None:
         parser = build_parser()

@@ -10,11 +10,27 @@ from typing import Any
 
 import pytest
 
+from hvdgloo.errors import LaunchError
 from hvdgloo.runner import examine
-from hvdgloo.runner.diagnosis import Clock, Finding, Severity, Visit, compare_clocks, diagnose, size, verdict
-from hvdgloo.runner.doctor import needs
+from hvdgloo.runner.command import needs
+from hvdgloo.runner.diagnosis import (
+    Clock,
+    Finding,
+    Severity,
+    Visit,
+    addresses_reached,
+    compare_clocks,
+    diagnose,
+    size,
+    unconnected,
+    verdict,
+)
 from hvdgloo.runner.doctor_report import all_well, as_json, as_text
 from hvdgloo.runner.examine import Facts, Gpu
+from hvdgloo.runner.frames import Require
+from hvdgloo.runner.nics import Address
+from hvdgloo.runner.placement import Reports, tried
+from hvdgloo.runner.probe import Answer, Outcome
 
 GIB = 1024**3
 H200 = Gpu("NVIDIA H200", 140 * GIB)
@@ -56,9 +72,8 @@ class TestRules:
     @pytest.mark.parametrize(
         ("changes", "text", "mend"),
         [
-            ({"cwd_problem": "does not exist"}, "the working directory /data/job does not exist", "create it there"),
-            ({"missing": ["file train.py"]}, "there is no file train.py", "copy it to /data/job there"),
-            ({"missing": ["program /opt/x"]}, "there is no program /opt/x", "chmod"),
+            ({"directory": "/data/job"}, "there is no working directory /data/job", "copies no files"),
+            ({"missing": ["file train.py"]}, "there is no file train.py (looked in /data/job)", "copies no files"),
             ({"lacking": ["flask", "yaml"]}, "hvdgloo needs flask, yaml there", "/opt/python -m pip install hvdgloo=="),
         ],
     )
@@ -67,9 +82,6 @@ class TestRules:
         assert (finding.severity, finding.hosts) == (Severity.STOP, ("h2",))
         assert text in finding.text
         assert mend in finding.mend
-
-    def test_a_missing_directory_explains_missing_files(self) -> None:
-        assert "directory" in only(visit("h1", cwd_problem="does not exist", missing=["file train.py"])).text
 
     def test_without_torch_nothing_is_exchanged(self) -> None:
         finding = only(visit("h1"), visit("h2", packages={"hvdgloo": "0.1.0", "numpy": "2.4.6"}))
@@ -149,13 +161,56 @@ class TestRules:
         assert said in findings[0].text if said else not findings
 
     def test_the_worst_comes_first(self) -> None:
-        findings = found(visit("h1", 9), visit("h2", cwd_problem="does not exist"))
+        findings = found(visit("h1", 9), visit("h2", directory="/data/job"))
         assert [finding.severity for finding in findings] == [Severity.STOP, Severity.WARNING]
         assert verdict("h1", findings) is Severity.WARNING
         assert verdict("h2", findings) is Severity.STOP
         assert verdict("h3", findings) is None
         assert not all_well(findings)
         assert all_well(findings[1:])
+
+
+class TestConnections:
+    """Pain 7: by address and by pair of hosts, not by names of interfaces."""
+
+    CANDIDATES = (
+        (Address("eth0", "10.0.0.1", 24), Address("docker0", "172.17.0.1", 16)),
+        (Address("ens5", "10.0.0.2", 24),),
+        (Address("ib0", "10.0.0.3", 24),),
+    )
+
+    def reports(self, **failing: Outcome) -> Reports:
+        """All reach each other, except at docker0 and where ``h1_h2=Outcome...`` says otherwise."""
+        reports = Reports(("h1", "h2", "h3"), self.CANDIDATES)
+        for source, target, address in tried(reports):
+            outcome = failing.get(f"h{source + 1}_h{target + 1}", Outcome.REACHED)
+            if address.nic == "docker0":
+                outcome = Outcome.REFUSED
+            detail = "3" if outcome is Outcome.TIMED_OUT else ""
+            answers = {**reports.answers, (source, target, address.address): Answer(outcome, "", target, detail)}
+            reports = replace(reports, answers=answers)
+        return reports
+
+    def test_who_reaches_whom(self) -> None:
+        said, findings = addresses_reached(self.reports())
+        assert said == {
+            "h1": [("10.0.0.1 (eth0)", "all"), ("172.17.0.1 (docker0)", "none (refused the connection)")],
+            "h2": [("10.0.0.2 (ens5)", "all")],
+            "h3": [("10.0.0.3 (ib0)", "all")],
+        }
+        assert findings == []
+
+    def test_one_direction_that_is_closed_stops_a_job(self) -> None:
+        said, findings = addresses_reached(self.reports(h2_h3=Outcome.TIMED_OUT))
+        assert said["h3"] == [("10.0.0.3 (ib0)", "all but h2 (timed out after 3 s)")]
+        assert [(finding.severity, finding.hosts) for finding in findings] == [(Severity.STOP, ("h3",))]
+        assert "h2 -> h3" in findings[0].text
+        assert "--port-range" in findings[0].mend
+        assert "--port-range" not in findings[0].text
+
+    def test_an_error_without_pairs_is_about_all(self) -> None:
+        finding = unconnected(LaunchError("host h1 has no address; use --nics"), ["h1", "h2"])
+        assert finding == Finding(Severity.STOP, ("h1", "h2"), "host h1 has no address", "use --nics")
 
 
 class TestClocks:
@@ -256,11 +311,11 @@ class TestExamine:
 
     def test_directories_files_and_programs(self, tmp_path: Path) -> None:
         (tmp_path / "train.py").touch()
-        assert examine.directory_problem(str(tmp_path)) == ""
-        assert examine.directory_problem(str(tmp_path / "no")) == "does not exist"
-        assert examine.directory_problem(str(tmp_path / "train.py")) == "is not a directory"
-        facts = examine.examine({}, str(tmp_path), ["train.py", "other.py"], ["/bin/sh", "./train.py"])
-        assert facts.missing == ["file other.py", "program ./train.py"]
+        programs = ["/bin/sh", "sh", "./train.py", "no-such-program"]
+        required = Require(str(tmp_path), ["train.py", "other.py"], programs, "/usr/bin:/bin")
+        facts = examine.examine({}, required)
+        assert list(facts.missing) == ["file other.py", "program ./train.py", "program no-such-program"]
+        assert examine.examine({}, Require(str(tmp_path / "no"))).directory == str(tmp_path / "no")
 
     def test_what_hvdgloo_requires_is_what_setup_cfg_says(self) -> None:
         setup = configparser.ConfigParser()
@@ -268,16 +323,17 @@ class TestExamine:
         required = [line.split()[0] for line in setup["options"]["install_requires"].split("\n")[1:]]
         assert {"PyYAML": "yaml"}.get(required[-1]) == "yaml"
         assert {name.replace("PyYAML", "yaml") for name in required} == set(examine.REQUIRED)
-        assert examine.examine({}, "/").lacking == []
+        assert examine.examine({}, Require("/")).lacking == []
 
     @pytest.mark.parametrize(
         ("command", "expected"),
         [
-            ((), ((), ())),
+            ((), ([], [])),
             (("/py", "train.py", "data.py"), (["train.py"], [])),
             (("/py", "-m", "x.py"), ([], [])),
             (("/bin/prog", "x.py"), ([], ["/bin/prog"])),
         ],
     )
     def test_what_a_command_needs(self, command: tuple[str, ...], expected: object) -> None:
-        assert needs(command, "/py") == expected
+        files, programs = needs(command, "/py")
+        assert (list(files), list(programs)) == expected

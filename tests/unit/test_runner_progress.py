@@ -232,7 +232,7 @@ class TestOnAScreen:
     def test_a_console_on_a_terminal(self) -> None:
         master, slave = pty.openpty()
         with os.fdopen(slave, "w") as stream:
-            console = Console(1, stdout=stream, stderr=stream)
+            console = Console(stdout=stream, stderr=stream)
             assert console.window() is not None
             console.below(["the list"])
             console.output(0, STDOUT, b"hello\n")
@@ -252,7 +252,7 @@ class TestOnAScreen:
         os.close(master)
 
     def test_where_there_is_no_terminal_there_is_no_window(self) -> None:
-        console = Console(1, stdout=io.StringIO(), stderr=io.StringIO())
+        console = Console(stdout=io.StringIO(), stderr=io.StringIO())
         assert console.window() is None
         console.close()
 

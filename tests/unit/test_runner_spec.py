@@ -9,55 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdgloo.config import Config
-from hvdgloo.errors import ConfigError, LaunchError
 from hvdgloo.runner import machine
 from hvdgloo.runner.command import thread_defaults, worker_environment
-from hvdgloo.runner.hosts import parse_hosts, read_hostfile
 from hvdgloo.runner.outcome import Failure, Outcome, blame, describe_status
-from hvdgloo.runner.spawners import is_this_host
-from hvdgloo.runner.spec import Host, Reach, assign
-from hvdgloo.runner.ways import choose_spawner
-
-
-class TestHosts:
-    @pytest.mark.parametrize(
-        ("text", "hosts"),
-        [
-            ("h1:4", [("h1", 4)]),
-            ("h1:4,h2:2", [("h1", 4), ("h2", 2)]),
-            (" h1:4 , h2 ", [("h1", 4), ("h2", 1)]),
-            ("user@node-1.cluster:3", [("node-1.cluster", 3, "user")]),
-            ("[fe80::1%eth0]:2,10.0.0.5:1", [("fe80::1%eth0", 2), ("10.0.0.5", 1)]),
-            ("[::1]", [("::1", 1)]),
-        ],
-    )
-    def test_forms(self, text: str, hosts: list[tuple[str, int]]) -> None:
-        assert parse_hosts(text) == tuple(Host(*host) for host in hosts)
-
-    @pytest.mark.parametrize("text", ["", ",", "h1:", "h1:0", "h1:-1", "h1:x", "h1:1,h1:2", "h1:1:2", ":4", "h 1:2"])
-    def test_what_cannot_be_understood_is_quoted(self, text: str) -> None:
-        with pytest.raises(ConfigError, match="--hosts"):
-            parse_hosts(text)
-
-    def test_a_file(self, tmp_path: Path) -> None:
-        path = tmp_path / "hosts"
-        path.write_text("# cluster\nh1 slots=4   # fast\n\nh2:2\nh3\nh4 slots = 8 max_slots=8\n")
-        assert read_hostfile(str(path)) == (Host("h1", 4), Host("h2", 2), Host("h3", 1), Host("h4", 8))
-
-    @pytest.mark.parametrize("line", ["h1 4", "h1 slots=four", "h1 slots=0", "h0 slots=1"])
-    def test_the_line_of_a_file_is_named(self, tmp_path: Path, line: str) -> None:
-        path = tmp_path / "hosts"
-        path.write_text(f"h0\n{line}\n")
-        with pytest.raises(ConfigError, match=r"line 2|twice"):
-            read_hostfile(str(path))
-
-    def test_this_machine(self) -> None:
-        assert is_this_host("localhost")
-        assert is_this_host("127.0.0.1")
-        assert not is_this_host("192.0.2.1")
-        assert not is_this_host("no-such-host.invalid")
-        with pytest.raises(LaunchError, match="localhost, 127.0.0.1 are all this machine; give it once"):
-            choose_spawner([Host("localhost", 1), Host("127.0.0.1", 1)], Reach())
+from hvdgloo.runner.spec import Host, assign
 
 
 class TestSlots:
@@ -83,10 +38,6 @@ class TestSlots:
             assert (slot.local_rank, slot.local_size) == (local.index(slot), len(local))
             assert (slot.cross_rank, slot.cross_size) == (cross.index(slot), len(cross))
         assert sorted({slot.host for slot in slots}) == list(range(slots[-1].host + 1))
-
-    def test_too_few_slots_names_both_numbers(self) -> None:
-        with pytest.raises(ConfigError, match=r"5 processes .* only 3 slots .*give more slots .* or a smaller -np"):
-            assign([Host("a", 1), Host("b", 2)], 5)
 
 
 class TestEnvironment:

@@ -24,6 +24,7 @@ special ones.
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import shutil
@@ -31,7 +32,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -44,6 +45,7 @@ from tests.support.launching import clean_environment, wait_for
 
 __all__ = ["Bed", "Host", "HostProcess", "HostSpec", "Nic", "available"]
 
+_LISTENING = "0A"
 _KEEPER = Path(__file__).with_name("keeper.py")
 _CHECKOUT = Path(__file__).parents[3]
 
@@ -224,9 +226,11 @@ class Host:
         """TCP addresses and ports on which something but sshd listens."""
         if not self.on:
             return set()
-        lines = self.run(["ss", "-Htln"], cwd="/", check=True).stdout.splitlines()
-        found = (line.split()[3].rpartition(":") for line in lines)
-        return {(address.strip("[]").partition("%")[0], int(port)) for address, _, port in found if port != "22"}
+        # By way of the first process: whoever else looked could be taken for one of the job's.
+        tables = (Path(f"/proc/{self.init}/net/{name}").read_text() for name in ("tcp", "tcp6"))
+        rows = [line.split() for table in tables for line in table.splitlines()[1:]]
+        found = {_end_point(row[1]) for row in rows if row[3] == _LISTENING}
+        return {(address, port) for address, port in found if port != 22}
 
     def shared_memory(self) -> set[str]:
         """Names in /dev/shm, and identifiers of System V segments."""
@@ -248,8 +252,10 @@ class Host:
         """Plug them in again, and wait until the switches have noticed."""
         self._bed.switch([f"link set {card.port} up" for card in self.plan.cards])
         for card in self.plan.cards:
-            show = f"link show {card.port}"
-            wait_for(lambda show=show: "state forwarding" in self._bed.switch([show]), what=f"{card.port} to forward")
+            wait_for(partial(self._forwards, card.port), what=f"{card.port} to forward")
+
+    def _forwards(self, port: str) -> bool:
+        return "state forwarding" in self._bed.switch([f"link show {port}"])
 
     def power_off(self) -> None:
         """End everything on it at once; its addresses do not answer any more."""
@@ -396,6 +402,13 @@ class Bed:
             self._keeper = None
         for host in self._hosts.values():
             host.close()
+
+
+def _end_point(text: str) -> tuple[str, int]:
+    """An address and a port as /proc/net/tcp has them: words of the machine's byte order in hexadecimal digits."""
+    digits, port = text.split(":")
+    words = [int(digits[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(digits), 8)]
+    return str(ipaddress.ip_address(b"".join(words))), int(port, 16)
 
 
 def _is_sshd(process: psutil.Process) -> bool:

@@ -1,0 +1,224 @@
+"""What starting costs: agents by the dozen, hosts over ssh, and `hvdgloo-run -np 2` against `torchrun`, in one run.
+
+- **agents**: 2, 8, 32 and 64 of one launcher, by a command template on this machine, one idle worker each; no ssh.
+- **hosts**: 4 hosts with 2 idle workers each over real ssh, on the tests' bed of network namespaces (Linux, root).
+- **job**: two workers that import torch, join the job and sum 4 bytes once, by ``hvdgloo-run`` and by ``torchrun``,
+  and the time of ``import torch`` alone (one process; and two at once, which share the cores), in interleaved rounds.
+
+    python benchmarks/launch.py [--rounds 5] [--agents 2,8,32,64] [--only agents,hosts,job] [--json FILE]
+
+Times are seconds from the start of the command: until all workers run (or have the sum), and until it has ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+
+IDLE = """
+import os, sys, time
+os.write(1, b"up %.6f\\n" % time.monotonic())
+with open(sys.argv[1]) as gate:
+    gate.read()
+"""
+OURS = """
+import time
+import torch
+import hvdgloo.torch as hvd
+hvd.init()
+hvd.allreduce(torch.ones(1), name="first")
+print("up %.6f" % time.monotonic(), flush=True)
+"""
+THEIRS = """
+import time
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1))
+print("up %.6f" % time.monotonic(), flush=True)
+dist.destroy_process_group()
+"""
+WORKER = (sys.executable, "-S", "-c", IDLE)
+_UP = re.compile(r"\bup (\d+\.\d+)")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--agents", default="2,8,32,64", help="numbers of agents")
+    parser.add_argument("--only", default="agents,hosts,job", help="which cases")
+    parser.add_argument("--json", metavar="FILE")
+    options = parser.parse_args()
+    results: dict[str, Any] = {"cores": len(os.sched_getaffinity(0))}
+    cases = options.only.split(",")
+    if "agents" in cases:
+        results["agents"] = [agents(int(number), options.rounds) for number in options.agents.split(",")]
+    if "hosts" in cases:
+        results["hosts"] = hosts(options.rounds)
+    if "job" in cases:
+        results["job"] = job(options.rounds)
+    if options.json:
+        Path(options.json).write_text(json.dumps(results, indent=2))
+
+
+# Idle workers.
+
+
+class Gate:
+    """A named pipe at which workers wait."""
+
+    def __init__(self, folder: str) -> None:
+        self.path = os.path.join(folder, "gate")
+        os.mkfifo(self.path)
+        # Both ends are held, so nobody waits for the other.
+        self._descriptor = os.open(self.path, os.O_RDWR)
+
+    def open(self) -> None:
+        os.unlink(self.path)
+        os.close(self._descriptor)
+
+
+def idle_job(start: Callable[[str], subprocess.Popen[str]], workers: int) -> dict[str, float]:
+    """Start a job of idle workers, look at it when all are up, and let it end."""
+    with tempfile.TemporaryDirectory() as folder:
+        gate = Gate(folder)
+        begin = time.monotonic()
+        process = start(gate.path)
+        assert process.stdout is not None
+        stamps: list[float] = []
+        for line in process.stdout:
+            if found := _UP.search(line):
+                stamps.append(float(found[1]))
+                if len(stamps) == workers:
+                    break
+        look = inspect_tree(getattr(process, "inner", process).pid)
+        gate.open()
+        process.stdout.read()
+        status = process.wait(60)
+        end = time.monotonic()
+    if status != 0 or len(stamps) != workers:
+        sys.exit(f"the job ended with status {status} after {len(stamps)} of {workers} workers")
+    return {"up": max(stamps) - begin, "ended": end - begin, **look}
+
+
+def inspect_tree(pid: int) -> dict[str, float]:
+    """Processes below the launcher, their memory (shared pages divided among those who share them), its descriptors."""
+    import psutil
+
+    launcher = psutil.Process(pid)
+    processes = [launcher, *launcher.children(recursive=True)]
+    memory = 0
+    for process in processes:
+        try:
+            memory += process.memory_full_info().pss
+        except psutil.Error:
+            continue  # it has just ended
+    return {"processes": len(processes), "mib": memory / 2**20, "descriptors": launcher.num_fds()}
+
+
+def agents(number: int, rounds: int) -> dict[str, Any]:
+    """Agents by a command template that leads to this machine."""
+    names = ",".join(f"n{index}:1" for index in range(number))
+    argv = [sys.executable, "-m", "hvdgloo.runner", "--agent-command", "env HOST={host}", "-H", names, *WORKER]
+
+    def start(gate: str) -> subprocess.Popen[str]:
+        return subprocess.Popen([*argv, gate], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+
+    runs = [idle_job(start, number) for _ in range(rounds)]
+    return show(f"{number} agents", runs, number=number)
+
+
+def hosts(rounds: int) -> dict[str, Any] | None:
+    """Hosts over ssh."""
+    sys.path.insert(0, str(ROOT))
+    from tests.support.hosts import Bed, available
+
+    missing = available()
+    if missing:
+        print(f"4 hosts over ssh: skipped, there can be no bed of hosts here: {missing}")
+        return None
+    with Bed(["h1", "h2", "h3", "h4"]) as bed:
+        where = ",".join(f"{name}:2" for name in bed.names)
+        argv = [sys.executable, "-m", "hvdgloo.runner", "-H", where, *WORKER]
+
+        def start(gate: str) -> subprocess.Popen[str]:
+            return bed["h1"].popen([*argv, gate], cwd=ROOT, stderr=None)
+
+        runs = [idle_job(start, 8) for _ in range(rounds)]
+    return show("4 hosts x 2 over ssh", runs)
+
+
+# A job with torch.
+
+
+def job(rounds: int) -> dict[str, Any] | None:
+    """``hvdgloo-run`` against ``torchrun``, and ``import torch`` as the floor."""
+    torchrun = shutil.which("torchrun", path=os.path.dirname(sys.executable)) or shutil.which("torchrun")
+    if torchrun is None:
+        print("a job with torch: skipped, there is no torchrun")
+        return None
+    python, floor_program = sys.executable, "import time, torch; print('up', time.monotonic())"
+    commands: dict[str, Callable[[str], list[str]]] = {
+        "import torch": lambda _: [python, "-c", floor_program],
+        "import torch, two at once": lambda _: [
+            "sh", "-c", '"$0" -c "$1" & "$0" -c "$1"; wait', python, floor_program,
+        ],
+        "hvdgloo-run -np 2": lambda folder: [python, "-m", "hvdgloo.runner", "-np", "2", f"{folder}/ours.py"],
+        "torchrun --nproc-per-node 2": lambda folder: [torchrun, "--nproc-per-node", "2", f"{folder}/theirs.py"],
+    }  # fmt: skip
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in commands}
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "ours.py").write_text(OURS)
+        Path(folder, "theirs.py").write_text(THEIRS)
+        for number in range(rounds + 1):
+            for name, command in commands.items():
+                timing = one_job(command(folder))
+                if number:  # the first round fills the page cache
+                    runs[name].append(timing)
+    medians = {name: show(name, timings) for name, timings in runs.items()}
+    ours, theirs = medians["hvdgloo-run -np 2"], medians["torchrun --nproc-per-node 2"]
+    floor = medians["import torch"]
+    over = ours["up"] - floor["up"], theirs["up"] - floor["up"]
+    print(f"over import torch, s: hvdgloo-run {over[0]:.2f} (target: at most 0.60), torchrun {over[1]:.2f}")
+    print(f"ratio to torchrun: {ours['up'] / theirs['up']:.2f} up, {ours['ended'] / theirs['ended']:.2f} to the end")
+    return {"medians": medians, "over_import_torch": over[0], "torchrun_over_import_torch": over[1]}
+
+
+def one_job(command: Sequence[str]) -> dict[str, float]:
+    begin = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=120)
+    end = time.monotonic()
+    stamps = [float(stamp) for stamp in _UP.findall(done.stdout)]
+    if done.returncode != 0 or not stamps:
+        sys.exit(f"{' '.join(command)}: status {done.returncode}\n{done.stderr}")
+    return {"up": max(stamps) - begin, "ended": end - begin}
+
+
+def show(name: str, runs: Sequence[dict[str, float]], **facts: Any) -> dict[str, Any]:
+    """Print the medians of some runs, and return them."""
+    medians: dict[str, Any] = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+    line = f"{name:<28} up {medians['up']:6.2f} s   ended {medians['ended']:6.2f} s"
+    if "processes" in medians:
+        line += (
+            f"   {medians['processes']:.0f} processes, {medians['mib']:.0f} MiB, "
+            f"{medians['descriptors']:.0f} descriptors in the launcher"
+        )
+    print(line, flush=True)
+    return {**facts, **medians, "runs": list(runs)}
+
+
+if __name__ == "__main__":
+    main()

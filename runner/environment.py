@@ -1,0 +1,104 @@
+"""Which of the launcher's variables workers on other hosts find. Pure, except that a file is read.
+
+By default all, because a program that runs here should run there; except those that describe this host, this session or
+this login, which would be wrong there. Workers keep what their own host says about these. ``-x`` and ``--env-file`` add
+variables, whatever they are; ``--export named`` passes only these and settings.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence, Set
+
+from hvdgloo.errors import ConfigError
+
+HOST_SPECIFIC = (
+    # the login
+    "HOME", "USER", "LOGNAME", "USERNAME", "SHELL", "MAIL", "LS_COLORS",
+    # the host
+    "HOST", "HOSTNAME", "HOSTTYPE", "MACHTYPE", "OSTYPE", "TMPDIR", "TMP", "TEMP", "TEMPDIR", "CUDA_VISIBLE_DEVICES",
+    "NVIDIA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "container",
+    # the session
+    "PWD", "OLDPWD", "SHLVL", "_", "TTY", "SSH_*", "DISPLAY", "XAUTHORITY", "WAYLAND_DISPLAY", "WINDOWID", "XDG_*",
+    "DBUS_*", "GPG_*", "STY", "TMUX*", "TERM_SESSION_ID", "TERM_PROGRAM*", "VSCODE_*", "INVOCATION_ID",
+    "JOURNAL_STREAM", "NOTIFY_SOCKET", "LISTEN_*", "MAINPID", "MANAGERPID", "SYSTEMD_*", "SUDO_*",
+    # the scheduler's about this node or task
+    "SLURM_*", "SLURMD_*", "SLURMSTEPD_*", "SRUN_*", "PMI_*", "PMIX_*", "OMPI_*", "MPI_LOCAL*", "LSB_*", "LSF_*",
+    "PBS_*", "KUBERNETES_*", "*_SERVICE_HOST", "*_SERVICE_PORT", "*_SERVICE_PORT_*", "*_PORT_*_TCP*",
+)  # fmt: skip
+"""Names that are not passed on unless they are asked for; ``*`` stands for anything."""
+
+_PATTERN = re.compile("|".join(re.escape(name).replace(r"\*", ".*") for name in HOST_SPECIFIC))
+_NAME = re.compile(r"[^=\s\0][^=\0]*")
+
+
+def is_host_specific(name: str) -> bool:
+    return _PATTERN.fullmatch(name) is not None
+
+
+def is_setting(name: str) -> bool:
+    """It may be a setting of ours, or one that frameworks' launchers set."""
+    return name.startswith(("HVDGLOO_", "HOROVOD_"))
+
+
+def for_other_hosts(environ: Mapping[str, str], exported: Set[str], *, export_all: bool) -> dict[str, str]:
+    """The variables that are sent to another host.
+
+    Args:
+        environ: those of the job.
+        exported: names that the user asked for.
+        export_all: send all others, too, except what is specific to a host.
+    """
+    return {
+        name: value
+        for name, value in environ.items()
+        if name in exported or is_setting(name) or (export_all and not is_host_specific(name))
+    }
+
+
+def parse_exports(texts: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
+    """What ``-x NAME`` and ``-x NAME=VALUE`` amount to.
+
+    Raises:
+        ConfigError: no name, or a variable that is not set here.
+    """
+    return dict(_parse(text, environ, f"-x {text}") for text in texts)
+
+
+def read_env_file(path: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """A line for each variable: ``NAME=VALUE``, or ``NAME`` for the value here; ``#`` begins a comment line.
+
+    A value may stand in quotes, which are taken off; nothing in it is replaced.
+
+    Raises:
+        ConfigError: naming file and line.
+    """
+    try:
+        with open(path, encoding="utf-8", errors="surrogateescape") as file:
+            lines = file.read().splitlines()
+    except OSError as error:
+        raise ConfigError(f"--env-file {path}: {error.strerror}") from None
+    found = {}
+    for number, line in enumerate(lines, start=1):
+        text = line.strip().removeprefix("export ").lstrip()
+        if text and not text.startswith("#"):
+            name, value = _parse(text, environ, f"--env-file {path}, line {number}")
+            found[name] = _unquoted(value) if "=" in text else value
+    return found
+
+
+def _parse(text: str, environ: Mapping[str, str], source: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    name = name.strip()
+    if _NAME.fullmatch(name) is None or "\0" in value:
+        raise ConfigError(f"{source}: expected NAME or NAME=VALUE")
+    if equals:
+        return name, value
+    if name not in environ:
+        raise ConfigError(f"{source}: {name} is not set here; give it a value ({name}=VALUE), or leave it out")
+    return name, environ[name]
+
+
+def _unquoted(value: str) -> str:
+    value = value.strip()
+    return value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"" else value

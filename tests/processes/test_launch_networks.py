@@ -1,0 +1,374 @@
+"""Which addresses a job over several hosts uses, with real networks and real ssh: pains 7, 8, 9, 13 and 14.
+
+Each network either just works, without a flag, or fails within ten seconds with the pair of hosts, the addresses that
+were tried, and what each answered.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.hosts import Bed, Host, HostSpec, Nic
+from tests.support.launching import Launcher, launcher_in, wait_for
+
+WORKER = """\
+import json, os, psutil
+import numpy as np
+import hvdgloo.numpy as hvd
+
+hvd.init()
+total = hvd.allreduce(np.ones(3), op=hvd.Sum)
+connections = psutil.Process().net_connections("tcp")
+peers = {c.raddr.ip for c in connections if c.raddr}
+listening = {c.laddr.ip for c in connections if c.status == "LISTEN"}
+wanted = ("HVDGLOO_ADDRESS", "HVDGLOO_RENDEZVOUS", "MASTER_ADDR", "HOROVOD_GLOO_IFACE", "GLOO_SOCKET_IFNAME",
+          "NCCL_SOCKET_IFNAME", "NCCL_SOCKET_FAMILY", "HOROVOD_GLOO_RENDEZVOUS_ADDR")
+print("FOUND " + json.dumps({"rank": hvd.rank(), "total": float(total[0]), "peers": sorted(peers),
+                             "listening": sorted(listening), **{name: os.environ.get(name) for name in wanted}}))
+"""
+
+# The same without a framework, where it is enough to see which addresses workers are given.
+QUICK_WORKER = """\
+import json, os
+print("FOUND " + json.dumps({"rank": int(os.environ["RANK"]), **os.environ}))
+"""
+
+LIMIT = 10.0
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> str:
+    path = tmp_path / "worker.py"
+    path.write_text(WORKER)
+    return str(path)
+
+
+@pytest.fixture
+def quick(tmp_path: Path) -> str:
+    path = tmp_path / "quick.py"
+    path.write_text(QUICK_WORKER)
+    return str(path)
+
+
+def start(host: Host, *arguments: str, timeout: float = 40.0) -> subprocess.CompletedProcess[str]:
+    return host.run([sys.executable, "-m", "hvdgloo.runner", *arguments], timeout=timeout)
+
+
+def found(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
+    """What the workers have found, by rank; the job has succeeded."""
+    assert done.returncode == 0, done.stderr
+    lines = [line.partition("FOUND ")[2] for line in done.stdout.splitlines() if "FOUND " in line]
+    ranks = sorted((json.loads(line) for line in lines), key=lambda one: one["rank"])
+    assert [one["rank"] for one in ranks] == list(range(len(ranks)))
+    assert all(one.get("total", len(ranks)) == len(ranks) for one in ranks)
+    return ranks
+
+
+def check(ranks: Sequence[dict[str, Any]], addresses: Sequence[str], server: str) -> None:
+    """Every rank is given these addresses; if it joins the job, it listens at and talks with them and no others."""
+    for one, address in zip(ranks, addresses, strict=True):
+        assert one["HVDGLOO_ADDRESS"] == address
+        assert one.get("listening", [address]) == [address]
+        assert set(one.get("peers", ())) <= {*addresses, server}
+        assert one["MASTER_ADDR"] == addresses[0]
+        assert one["HOROVOD_GLOO_RENDEZVOUS_ADDR"] == server
+        assert one["HVDGLOO_RENDEZVOUS"].rpartition(":")[0].strip("[]") == server
+
+
+def refused(host: Host, *arguments: str, status: int = 1) -> str:
+    """What the launcher says about a network in which no job can run: soon, and before any worker was started."""
+    begin = time.monotonic()
+    done = start(host, *arguments)
+    assert time.monotonic() - begin < LIMIT
+    assert done.returncode == status, done.stderr
+    assert "FOUND" not in done.stdout
+    return done.stderr
+
+
+# Networks that just work.
+
+
+def test_pain_7_the_same_docker0_everywhere_and_a_nic_that_leads_nowhere(bed: Bed, worker: str) -> None:
+    ranks = found(start(bed["h1"], "-H", "h1:1,h2:2,h3:1", worker))
+    one, two, three = (bed[name].address for name in ("h1", "h2", "h3"))
+    check(ranks, [one, two, two, three], one)
+    assert {one["HOROVOD_GLOO_IFACE"] for one in ranks} == {one["GLOO_SOCKET_IFNAME"] for one in ranks} == {"eth0"}
+    assert {one["NCCL_SOCKET_IFNAME"] for one in ranks} == {"=eth0"}
+
+
+def test_a_launcher_that_is_no_host_of_the_job(bed: Bed, quick: str) -> None:
+    ranks = found(start(bed["h1"], "-H", "h2:1,h3:1", quick))
+    check(ranks, [bed["h2"].address, bed["h3"].address], bed["h1"].address)
+
+
+def test_one_other_host_alone_needs_no_network(bed: Bed, worker: str) -> None:
+    ranks = found(start(bed["h1"], "-H", "h2:2", worker))
+    check(ranks, ["127.0.0.1", "127.0.0.1"], "127.0.0.1")
+    wait_for(lambda: not bed["h2"].processes() and not bed["h2"].listening(), what="the end of the server beside")
+
+
+def test_pain_7_names_of_nics_that_differ_and_pain_9_names_that_mean_loopback(
+    make_bed: Callable[..., Bed], worker: str
+) -> None:
+    bed = make_bed(
+        [
+            HostSpec("h1", nics=(Nic("enp3s0"),), loopback_name=True, private_first=True),
+            HostSpec("h2", nics=(Nic("ib0"),), loopback_name=True),
+        ]
+    )
+    ranks = found(start(bed["h1"], "-H", "h1:1,h2:1", worker))
+    check(ranks, [bed["h1"].address, bed["h2"].address], bed["h1"].address)
+    assert [one["HOROVOD_GLOO_IFACE"] for one in ranks] == ["enp3s0", "ib0"]
+
+
+def test_a_first_nic_that_swallows_packets_costs_no_time(make_bed: Callable[..., Bed], quick: str) -> None:
+    two = (Nic("eth0"), Nic("eth1", network="b"))
+    bed = make_bed([HostSpec("h1", nics=two), HostSpec("h2", nics=two), "h3"])
+    for host, other in (("h1", "h2"), ("h2", "h1")):
+        # To a hardware address that nobody has.
+        bed[host].run(
+            ["ip", "neigh", "replace", bed[other].addresses[1], "lladdr", "02:00:00:00:00:99", "dev", "eth1"],
+            check=True,
+        )
+    begin = time.monotonic()
+    ranks = found(start(bed["h3"], "-H", "h1:1,h2:1", quick))
+    assert time.monotonic() - begin < 8.0
+    check(ranks, [bed["h1"].address, bed["h2"].address], bed["h3"].address)
+    # And if nothing else is allowed, it is told after one timeout of a probe.
+    text = refused(bed["h3"], "-H", "h1:1,h2:1", "--nics", "eth1", quick)
+    assert f"  h1 -> h2: {bed['h2'].addresses[1]} (eth1) timed out after 3 s\n" in text
+
+
+def test_pain_13_ipv6_only(make_bed: Callable[..., Bed], worker: str) -> None:
+    bed = make_bed([HostSpec(name, ipv4=False, ipv6=True) for name in ("h1", "h2")])
+    ranks = found(start(bed["h1"], "-H", "h1:1,h2:1", worker))
+    check(ranks, ["fd77:1::10", "fd77:1::11"], "fd77:1::10")
+    assert {one["NCCL_SOCKET_FAMILY"] for one in ranks} == {"AF_INET6"}
+    assert {one["GLOO_SOCKET_IFNAME"] for one in ranks} == {None}
+
+
+def test_pain_13_dual_stack_and_a_host_without_ipv4(make_bed: Callable[..., Bed], quick: str) -> None:
+    bed = make_bed(
+        [HostSpec("h1", ipv6=True), HostSpec("h2", ipv6=True), HostSpec("h3", ipv4=False, ipv6=True), HostSpec("h4")]
+    )
+    check(found(start(bed["h1"], "-H", "h1:1,h2:1", quick)), ["10.77.1.10", "10.77.1.11"], "10.77.1.10")
+    check(found(start(bed["h1"], "-H", "h1:1,h3:1", quick)), ["fd77:1::10", "fd77:1::12"], "fd77:1::10")
+    text = refused(bed["h1"], "-H", "h3:1,h4:1", quick)
+    assert "h3 -> h4: " in text or "h3 is reached by IPv6 alone: fd77:1::12 (eth0)" in text
+    assert "h4 -> h3: " in text or "h4 is reached by IPv4 alone: 10.77.1.13 (eth0)" in text
+
+
+def test_networks_that_a_router_joins(make_bed: Callable[..., Bed], quick: str) -> None:
+    bed = make_bed([HostSpec("h1"), HostSpec("h2", nics=(Nic("eth0", network="b"),))], routed=True)
+    check(found(start(bed["h1"], "-H", "h1:1,h2:1", quick)), ["10.77.1.10", "10.77.2.11"], "10.77.1.10")
+
+
+def test_a_launcher_that_workers_do_not_reach(make_bed: Callable[..., Bed], worker: str) -> None:
+    """The server then runs beside the first host's agent."""
+    both = (Nic("eth0"), Nic("eth1", network="b"))
+    bed = make_bed([HostSpec("laptop", nics=(Nic("eth0", network="b"),)), HostSpec("h1", nics=both), "h2"])
+    bed.block("h1", "laptop")
+    ssh_config = bed["laptop"].path(f"{bed['laptop'].home}/.ssh/config")
+    with ssh_config.open("a") as file:
+        file.write("\nHost h2\n    ProxyJump h1\n")
+    ranks = found(start(bed["laptop"], "-H", "h1:1,h2:1", worker))
+    check(ranks, ["10.77.1.11", "10.77.1.12"], "10.77.1.11")
+
+
+# Networks in which no job can run.
+
+
+def test_pain_14_one_way(make_bed: Callable[..., Bed], quick: str) -> None:
+    bed = make_bed(["h1", "h2", "h3"])
+    bed.block("h3", "h2")
+    text = refused(bed["h1"], "-H", "h2:1,h3:1", quick)
+    assert f"  h3 -> h2: {bed['h2'].address} (eth0) timed out after 3 s, " in text
+    assert "10.200.1.1 (priv0) has no route (Network is unreachable)" in text
+    assert "h2 -> h3" not in text
+    # With --connect-timeout-seconds, probes take less time too.
+    begin = time.monotonic()
+    text = refused(bed["h1"], "-H", "h2:1,h3:1", "--connect-timeout-seconds", "5", quick)
+    assert "(eth0) timed out after 0.5 s" in text
+    assert time.monotonic() - begin < 3.0
+
+
+def test_pain_14_a_firewall_that_says_no(make_bed: Callable[..., Bed], quick: str) -> None:
+    bed = make_bed(["h1", "h2", "h3"])
+    bed.block("h3", "h2", reject=True)
+    text = refused(bed["h1"], "-H", "h2:1,h3:1", quick)
+    assert f"  h3 -> h2: {bed['h2'].address} (eth0) has no route (No route to host), " in text
+
+
+def test_pain_14_no_route_at_all(make_bed: Callable[..., Bed], quick: str) -> None:
+    both = (Nic("eth0"), Nic("eth1", network="b"))
+    bed = make_bed([HostSpec("h1", nics=both), "h2", HostSpec("h3", nics=(Nic("eth0", network="b"),))])
+    text = refused(bed["h1"], "-H", "h2:1,h3:1", quick)
+    assert "  h2 -> h3: 10.77.2.12 (eth0) has no route (Network is unreachable), " in text
+    assert "  h3 -> h2: 10.77.1.11 (eth0) has no route (Network is unreachable), " in text
+
+
+def test_pain_7_docker0_alone_is_everybody_s_own(bed: Bed, quick: str) -> None:
+    arguments = ["-H", "h2:1,h3:1", "--nics", "docker0", "--port-range", "29400-29409"]
+    text = refused(bed["h1"], *arguments, quick)
+    assert "  h2 -> h3: 172.17.0.1 (docker0) answered as another host, h2 (h2 has the same address)\n" in text
+    assert "  h3 -> h2: 172.17.0.1 (docker0) answered as another host, h3 (h3 has the same address)\n" in text
+
+
+def test_pain_7_somebody_else_s_process_at_a_host_s_address(make_bed: Callable[..., Bed], quick: str) -> None:
+    bed = make_bed(["h1", "h2", "h3"])
+    # h2 has an address of its own that, in the others' network, is h3's.
+    bed["h2"].run(["ip", "address", "add", "10.77.1.99/32", "dev", "priv0"], check=True)
+    bed["h3"].run(["ip", "address", "add", "10.77.1.99/24", "dev", "eth0"], check=True)
+    serve = (
+        "import socket\n"
+        "s = socket.create_server(('10.77.1.99', 29400))\n"
+        "while True:\n"
+        "    c, _ = s.accept(); c.recv(9); c.send(b'HTTP/1.1 400 Bad Request\\r\\n' * 5); c.close()\n"
+    )
+    bed["h3"].popen([sys.executable, "-c", serve])
+    wait_for(lambda: ("10.77.1.99", 29400) in bed["h3"].listening(), what="the foreign server")
+    arguments = ["-H", "h1:1,h2:1", "--port-range", "29400-29409"]
+    ranks = found(start(bed["h1"], *arguments, quick))
+    check(ranks, [bed["h1"].address, bed["h2"].address], bed["h1"].address)
+    text = refused(bed["h1"], *arguments, "--nics", "h2=10.77.1.99", quick)
+    assert "  h1 -> h2: 10.77.1.99 (priv0) was answered by something that is not this job's\n" in text
+
+
+# --nics.
+
+
+def test_pain_8_nics_by_name_network_and_exception_and_per_host(make_bed: Callable[..., Bed], quick: str) -> None:
+    two = (Nic("eth0"), Nic("eth1", network="b"))
+    bed = make_bed(
+        [HostSpec("h1", nics=two), HostSpec("h2", nics=(Nic("eth0"), Nic("ib0", network="b")))],
+    )
+    first = ["10.77.1.10", "10.77.1.11"]
+    second = ["10.77.2.10", "10.77.2.11"]
+    check(found(start(bed["h1"], "-H", "h1:1,h2:1", quick)), first, first[0])
+    for nics in (["h1=eth1,h2=ib0"], ["10.77.2.0/24"], ["^eth0"]):
+        ranks = found(start(bed["h1"], "-H", "h1:1,h2:1", *(w for n in nics for w in ("--nics", n)), quick))
+        check(ranks, second, second[0])
+        assert [one["HOROVOD_GLOO_IFACE"] for one in ranks] == ["eth1", "ib0"]
+
+
+@pytest.mark.parametrize(
+    ("nics", "status", "text"),
+    [
+        ("eth7", 1, "--nics eth7 fits none of host h1's addresses; it has 10.77.1.10 (eth0), 172.17.0.1 (docker0)"),
+        ("h2=ib0", 1, "--nics ib0 fits none of host h2's addresses; it has 10.77.1.11 (eth0)"),
+        ("192.168.0.0/16", 1, "--nics 192.168.0.0/16 fits none of host h1's addresses"),
+        ("^eth0", 1, "  h1 -> h2: 172.17.0.1 (docker0) refused the connection (h1 has the same address), 10.200.1.1"),
+        ("lo", 1, "--nics lo chooses no address of host h1 that could be used: 127.0.0.1 (lo) is loopback, which no"),
+        ("127.0.0.0/8", 1, "127.0.0.1 (lo) is loopback, which no other host can reach"),
+        ("h9=eth0", 2, "--nics h9=eth0: h9 is not one of the hosts (h1, h2)"),
+        ("10.0.0.0/40", 2, "--nics 10.0.0.0/40: expected the name of a network interface"),
+    ],
+)
+def test_pain_8_and_9_nics_that_cannot_be(bed: Bed, quick: str, nics: str, status: int, text: str) -> None:
+    assert text in refused(bed["h1"], "-H", "h1:1,h2:1", "--nics", nics, quick, status=status)
+
+
+def test_horovod_s_names_for_it(bed: Bed, quick: str) -> None:
+    done = start(bed["h1"], "-H", "h1:1,h2:1", "--network-interface", "eth7", quick)
+    assert "--network-interface is deprecated and means --nics\n" in done.stderr
+    assert "--nics eth7 fits none of host h1's addresses" in done.stderr
+    both = refused(bed["h1"], "-H", "h1:1,h2:1", "--network-interfaces", "eth7", "--network-interfaces", "eth8", quick)
+    assert "--nics eth7,eth8 fits none of host h1's addresses" in both
+
+
+# What it costs, and what it leaves.
+
+
+def test_four_hosts_are_settled_in_half_a_second(make_bed: Callable[..., Bed]) -> None:
+    bed = make_bed(["h1", "h2", "h3", "h4"])
+    done = start(bed["h1"], "--verbose", "-H", "h1:1,h2:1,h3:1,h4:1", "true")
+    assert done.returncode == 0, done.stderr
+    times = {step: [float(line.split(f"{step} after ")[1].split(" s")[0]) for line in done.stderr.splitlines()
+                    if f": {step} after " in line] for step in ("probing", "ready")}  # fmt: skip
+    assert max(times["ready"]) - min(times["probing"]) < 0.5, done.stderr
+
+
+def test_pain_30_listeners_stand_at_the_chosen_addresses_alone(bed: Bed, tmp_path: Path) -> None:
+    script = tmp_path / "waiting.py"
+    script.write_text(
+        "import os, time\nimport hvdgloo.numpy as hvd\nhvd.init()\n"
+        f"open(r'{tmp_path}/' + os.environ['RANK'], 'w').close()\nwhile not os.path.exists(r'{tmp_path}/go'):\n"
+        "    time.sleep(0.01)\n"
+    )
+    job = bed["h1"].popen([sys.executable, "-m", "hvdgloo.runner", "-H", "h1:1,h2:1", str(script)])
+    try:
+        wait_for(lambda: all((tmp_path / rank).exists() for rank in "01"), 30, "both ranks")
+        for name in ("h1", "h2"):
+            assert {address for address, _ in bed[name].listening()} == {bed[name].address}
+        assert {address for address, _ in bed["h3"].listening()} == set()
+    finally:
+        (tmp_path / "go").touch()
+    out, err = job.communicate(timeout=20)
+    assert job.returncode == 0, (out, err)
+    assert bed["h1"].listening() == bed["h2"].listening() == set()
+
+
+# A launcher outside of it all: the machine that the bed stands on, as kubectl on a laptop would be.
+
+
+@pytest.fixture
+def outside(tmp_path: Path) -> Any:
+    with launcher_in(tmp_path) as made:
+        yield made
+
+
+def reach(bed: Bed, folder: Path) -> str:
+    """An agent command like ``kubectl exec -i {host} --``, for hosts to which no network leads."""
+    lines = [f'{host.name}) shift; exec {shlex.join(host.enter([]))} "$@" ;;' for host in bed]
+    script = folder / "reach"
+    script.write_text("#!/bin/sh\ncase $1 in\n" + "\n".join(lines) + "\nesac\n")
+    script.chmod(0o755)
+    return f"{script} {{host}}"
+
+
+def test_a_launcher_to_which_no_network_leads(bed: Bed, outside: Launcher, tmp_path: Path, worker: str) -> None:
+    command = reach(bed, tmp_path)
+    done = outside.run("--agent-command", command, "-H", "h1:1,h2:1", worker, timeout=40)
+    check(found(done), [bed["h1"].address, bed["h2"].address], bed["h1"].address)
+    wait_for(lambda: not bed["h1"].processes() and not bed["h1"].listening(), what="the end of the server beside")
+
+
+def test_a_server_beside_the_agent_still_tells_who_is_missing(bed: Bed, outside: Launcher, tmp_path: Path) -> None:
+    """Pain 20: hvd.init() waits for a rank that never calls it."""
+    script = outside.script(
+        "import os, time, hvdgloo.numpy as hvd\nif os.environ['RANK'] == '0':\n    hvd.init()\ntime.sleep(60)\n"
+    )
+    path = str(outside.folder / script)
+    command = reach(bed, tmp_path)
+    done = outside.run("--agent-command", command, "-H", "h1:1,h2:1", "--start-timeout", "6", path, timeout=40)
+    assert done.returncode == 1
+    assert "rank 1 on host h2 had not called hvd.init() within 6 s" in done.stderr
+    wait_for(lambda: not bed["h1"].processes() and not bed["h2"].processes(), what="the end of everything")
+
+
+def test_a_server_beside_the_agent_that_dies_is_the_failure(bed: Bed, outside: Launcher, tmp_path: Path) -> None:
+    script = outside.script("import time\ntime.sleep(60)\n")
+    path = str(outside.folder / script)
+    job = outside.start("--agent-command", reach(bed, tmp_path), "-H", "h1:1,h2:1", path)
+
+    def server() -> Any:
+        found = [p for p in bed["h1"].processes() if "hvdgloo.rendezvous.beside" in p.cmdline()]
+        return found[0] if found and any(path in p.cmdline() for p in bed["h2"].processes()) else None
+
+    process = wait_for(server, 20, "the server and the workers")
+    # Pain 30: nothing secret on its command line.
+    assert process.cmdline()[1:] == ["-m", "hvdgloo.rendezvous.beside"]
+    process.kill()
+    _, err = job.communicate(timeout=20)
+    assert job.returncode == 1
+    assert b"the rendezvous server on host h1 failed: it has ended" in err
+    wait_for(lambda: not bed["h1"].processes() and not bed["h2"].processes(), what="the end of everything")
