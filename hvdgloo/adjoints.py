@@ -13,10 +13,13 @@ allreduce       Min, Max: sum of g where x is the extreme, shared among the rank
 allreduce       Product: sum of g times the product of the other ranks' x (right for zeros too)
 allgather       average of g over the ranks, of which this rank takes its own rows
 broadcast       average of g over the ranks on the root, zero elsewhere
+alltoall        every row of g back to where it came from (exact)
+reducescatter   the ranks' g, one after another; for Sum times size; times the factors
 =============== ===================================================================================
 
-The last two are Horovod's factors: 1/size of the exact gradient of L, so exact for the *mean* of the ranks' losses,
-which is what data-parallel training minimises.
+Those of allgather and broadcast are Horovod's factors: 1/size of the exact gradient of L, so exact for the *mean* of
+the ranks' losses, which is what data-parallel training minimises. That of reducescatter is Horovod's too, and is size
+times the exact gradient of L.
 """
 
 from __future__ import annotations
@@ -30,11 +33,11 @@ from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.types import Collective, ReduceOp
 
 if TYPE_CHECKING:
-    from hvdgloo.frontend import Frontend
+    from hvdgloo.core import Core
     from hvdgloo.operations import Operation
 
 # Rules compute on tensors of any framework (only *, / and ==, indexing by ranks and rows), hence Any.
-Rule = Callable[["Frontend[Any]", "Operation", Tape[Any], Sequence[Any]], Sequence[Any]]
+Rule = Callable[["Core[Any]", "Operation", Tape[Any], Sequence[Any]], Sequence[Any]]
 
 
 @dataclass(frozen=True)
@@ -45,11 +48,11 @@ class Adjoint:
     keep: bool = False
 
 
-def _same(frontend: Frontend[Any], operation: Operation, tape: Tape[Any], gradients: Sequence[Any]) -> Sequence[Any]:
+def _same(frontend: Core[Any], operation: Operation, tape: Tape[Any], gradients: Sequence[Any]) -> Sequence[Any]:
     return frontend.apply(operation, gradients)
 
 
-def _extreme(frontend: Frontend[Any], operation: Operation, tape: Tape[Any], gradients: Sequence[Any]) -> Sequence[Any]:
+def _extreme(frontend: Core[Any], operation: Operation, tape: Tape[Any], gradients: Sequence[Any]) -> Sequence[Any]:
     if (operation.prescale, operation.postscale) != (1.0, 1.0):
         raise InvalidArgumentError(
             f"the gradient of a {operation.op.name.lower()} allreduce is defined without prescale_factor and "
@@ -66,7 +69,7 @@ def _extreme(frontend: Frontend[Any], operation: Operation, tape: Tape[Any], gra
     return [g * hit / tie for g, hit, tie in zip(sums, hits, ties, strict=True)]
 
 
-def _product(frontend: Frontend[Any], operation: Operation, tape: Tape[Any], gradients: Sequence[Any]) -> Sequence[Any]:
+def _product(frontend: Core[Any], operation: Operation, tape: Tape[Any], gradients: Sequence[Any]) -> Sequence[Any]:
     sums = frontend.apply(replace(operation, op=ReduceOp.SUM, prescale=1.0, postscale=1.0), gradients)
     ranks, own = frontend.members(operation)
     gather = replace(operation, collective=Collective.ALLGATHER, op=ReduceOp.SUM, prescale=1.0, postscale=1.0)
@@ -81,9 +84,7 @@ def _product(frontend: Frontend[Any], operation: Operation, tape: Tape[Any], gra
     return results
 
 
-def _own_rows(
-    frontend: Frontend[Any], operation: Operation, tape: Tape[Any], gradients: Sequence[Any]
-) -> Sequence[Any]:
+def _own_rows(frontend: Core[Any], operation: Operation, tape: Tape[Any], gradients: Sequence[Any]) -> Sequence[Any]:
     average = replace(operation, collective=Collective.ALLREDUCE, op=ReduceOp.AVERAGE)
     reduced = frontend.apply(average, gradients)
     # Every rank's number of rows, one column per tensor; only this call knows where this rank's own begin.
@@ -93,12 +94,29 @@ def _own_rows(
     return [g[int(a) : int(a) + shape[0]] for g, a, shape in zip(reduced, first, tape.shapes, strict=True)]
 
 
-def _to_root(frontend: Frontend[Any], operation: Operation, tape: Tape[Any], gradients: Sequence[Any]) -> Sequence[Any]:
+def _to_root(frontend: Core[Any], operation: Operation, tape: Tape[Any], gradients: Sequence[Any]) -> Sequence[Any]:
     average = replace(operation, collective=Collective.ALLREDUCE, op=ReduceOp.AVERAGE, root=-1)
     reduced = frontend.apply(average, gradients)
-    if frontend.rank() == operation.root:
+    if frontend.context.rank == operation.root:
         return reduced
     return [frontend.zeros(g) for g in gradients]
+
+
+def send_back(frontend: Core[Any], operation: Operation, counts: Any, gradients: Sequence[Any]) -> Sequence[Any]:
+    """The rule of an alltoall, which alone needs to know how many rows came from whom."""
+    splits = [int(n) for n in frontend.adapter.export(counts).array()]
+    return frontend.exchange(operation, gradients[0], splits)[:1]
+
+
+def _gathered(frontend: Core[Any], operation: Operation, tape: Tape[Any], gradients: Sequence[Any]) -> Sequence[Any]:
+    ranks, _ = frontend.members(operation)
+    factor = operation.prescale * operation.postscale * (ranks if operation.op is ReduceOp.SUM else 1)
+    gather = replace(operation, collective=Collective.ALLGATHER, op=ReduceOp.SUM, prescale=1.0, postscale=1.0)
+    return [g if factor == 1 else g * factor for g in frontend.apply(gather, gradients)]
+
+
+def _undefined(frontend: Core[Any], operation: Operation, tape: Tape[Any], gradients: Sequence[Any]) -> Sequence[Any]:
+    raise InvalidArgumentError("an Adasum allreduce has no gradient; it combines gradients, and is not part of a loss")
 
 
 ADJOINTS: dict[tuple[Collective, ReduceOp], Adjoint] = {
@@ -107,6 +125,9 @@ ADJOINTS: dict[tuple[Collective, ReduceOp], Adjoint] = {
     (Collective.ALLREDUCE, ReduceOp.MIN): Adjoint(_extreme, keep=True),
     (Collective.ALLREDUCE, ReduceOp.MAX): Adjoint(_extreme, keep=True),
     (Collective.ALLREDUCE, ReduceOp.PRODUCT): Adjoint(_product, keep=True),
+    (Collective.ALLREDUCE, ReduceOp.ADASUM): Adjoint(_undefined),
     (Collective.ALLGATHER, ReduceOp.SUM): Adjoint(_own_rows),
+    (Collective.REDUCESCATTER, ReduceOp.SUM): Adjoint(_gathered),
+    (Collective.REDUCESCATTER, ReduceOp.AVERAGE): Adjoint(_gathered),
     (Collective.BROADCAST, ReduceOp.SUM): Adjoint(_to_root),
 }

@@ -7,9 +7,14 @@ no meaning here: the questions stay, with honest answers.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterable
+from typing import Any
 
-from hvdgloo.context import init, is_initialized, shutdown
+from hvdgloo import context
+from hvdgloo import process_sets as registry
+from hvdgloo.context import Context, is_initialized, shutdown
 from hvdgloo.errors import InvalidArgumentError
+from hvdgloo.process_sets import ProcessSet
 
 __all__ = [
     "ccl_built",
@@ -26,6 +31,56 @@ __all__ = [
     "rocm_built",
     "shutdown",
 ]
+
+
+def init(comm: Any = None, process_sets: Any = None) -> None:
+    """Join the job, as the environment describes it; a program that no launcher started is a job of its own.
+
+    Does nothing while initialized.
+
+    Args:
+        comm: None for a world of all processes, or the ranks (of all the job's) that form this process's world, in
+            which they are numbered anew.
+        process_sets: sets to register at once, the same list on all ranks: each a ProcessSet or its ranks. None and
+            "dynamic" mean none; ``add_process_set`` works in any case.
+
+    Raises:
+        ConfigError: a setting is missing or cannot be used.
+        RendezvousError: the rendezvous server cannot be reached, refused, or other workers did not come.
+        ConnectError: ranks cannot be connected with each other.
+        MissingDependencyError: several processes need torch, which carries Gloo.
+        InvalidArgumentError: (a ValueError) comm or process_sets make no sense, or differ between ranks.
+    """
+    sets = _sets(process_sets)
+
+    def register(ctx: Context) -> None:
+        for process_set in sets:
+            registry.add(ctx, process_set)
+
+    context.init(_ranks(comm), [process_set.ranks for process_set in sets], register)
+
+
+def _ranks(comm: Any) -> list[int] | None:
+    if comm is None:
+        return None
+    if not isinstance(comm, Iterable) or isinstance(comm, str):
+        raise InvalidArgumentError("comm must be None or a list of ranks; hvdgloo does without MPI communicators")
+    ranks = list(comm)
+    if any(not isinstance(rank, int) or isinstance(rank, bool) for rank in ranks):
+        raise InvalidArgumentError(f"comm must be None or a list of ranks, whole numbers from 0; got {ranks}")
+    return ranks or None
+
+
+def _sets(process_sets: Any) -> list[ProcessSet]:
+    if process_sets is None or (isinstance(process_sets, str) and process_sets.lower() == "dynamic"):
+        return []
+    if isinstance(process_sets, str) or not isinstance(process_sets, Iterable):
+        raise InvalidArgumentError(f'process_sets must be a list of ProcessSets, or "dynamic", not {process_sets!r}')
+    sets = [each if isinstance(each, ProcessSet) else ProcessSet(each) for each in process_sets]
+    for index, process_set in enumerate(sets):
+        if process_set.ranks in [other.ranks for other in sets[:index]]:
+            raise InvalidArgumentError(f"two of the process sets have the same ranks {process_set.ranks}")
+    return sets
 
 
 def mpi_threads_supported() -> bool:

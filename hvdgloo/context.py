@@ -11,13 +11,15 @@ after ``shutdown()`` meets the same ranks again under a new generation number.
 from __future__ import annotations
 
 import atexit
+import hashlib
 import ipaddress
 import logging
 import os
 import socket
 import sys
 import threading
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hvdgloo.backends.base import Backend
@@ -66,6 +68,7 @@ class Context:
         self.topology = topology
         self.rank = rank
         self.engine = engine
+        self.closed = False
 
     @property
     def secret(self) -> bytes | None:
@@ -98,15 +101,25 @@ class Context:
 
     def close(self) -> None:
         """End this rank's part of the job; see ``Engine.close``."""
+        self.closed = True
         self.engine.close()
         if self._client is not None:
             self._client.close()
 
     @classmethod
-    def open(cls, config: Config) -> Context:
+    def open(
+        cls, config: Config, ranks: Sequence[int] | None = None, process_sets: Sequence[Sequence[int]] = ()
+    ) -> Context:
         """Join the job that ``config`` describes, or be one of a single process if it describes none.
 
+        Args:
+            ranks: of the job that form a world of their own, in which they are numbered anew in ascending order; None
+                for all. This process is one of them.
+            process_sets: the ranks of the sets that will be added at once, which must be the same on all ranks.
+
         Raises:
+            InvalidArgumentError: (a ValueError) ranks that do not exist or without this one; process sets that are not
+                those of rank 0.
             ConfigError: a setting is missing or cannot be used.
             RendezvousError: the rendezvous server cannot be reached, refused, or other workers did not come.
             ConnectError: ranks cannot be connected with each other.
@@ -114,7 +127,9 @@ class Context:
         """
         if config.rendezvous is None:
             topology = Topology.local(1, pid=os.getpid(), name=config.hostname or socket.gethostname())
-            engine = Engine(0, topology, {}, LocalGroup(1).backend(0), engine_settings(config))
+            _check_ranks(ranks, 0, 1)
+            alone = LocalGroup(1).backend(0)
+            engine = Engine(0, topology, {}, alone, engine_settings(config), lambda number, ranks: alone)
             engine.start()
             return cls(config, topology, 0, engine)
         if config.secret is None:
@@ -129,7 +144,7 @@ class Context:
             secret_source=config.secret_source,
         )
         try:
-            return _join(cls, config, config.secret, client)
+            return _join(cls, config, config.secret, client, ranks, process_sets)
         except BaseException:
             client.close()
             raise
@@ -138,19 +153,32 @@ class Context:
 _SAY_SO_SECONDS = 3.0
 """After this time without a server there is a line about it: a wrong address is the likeliest mistake by hand."""
 
-_registrations: dict[tuple[str, int], tuple[Registration, int]] = {}
-"""What this process learnt from each server and epoch, and how often it has joined since."""
+_registrations: dict[tuple[str, int], Registration] = {}
+"""What this process learnt from each server and epoch."""
+
+_generations: Counter[tuple[str, int, str]] = Counter()
+"""How often it has joined each of their worlds."""
 
 
-def _join(cls: type[Context], config: Config, secret: bytes, client: RendezvousClient) -> Context:
+def _join(
+    cls: type[Context],
+    config: Config,
+    secret: bytes,
+    client: RendezvousClient,
+    ranks: Sequence[int] | None,
+    process_sets: Sequence[Sequence[int]],
+) -> Context:
     assert config.rendezvous is not None
+    sets = [list(members) for members in process_sets]
     reached_from = _reach(client, config)
     address = config.address or reached_from
     job = (config.rendezvous, config.epoch)
-    registration, generation = _registrations.get(job, (None, 0))
+    registration = _registrations.get(job)
     rank = config.rank if registration is None else registration.rank
-    # Without a launcher any worker may turn out to be rank 0, which is the one that listens.
-    listener = listen(address, config.port_range) if rank in (None, 0) else None
+    # Without a launcher any worker may turn out to be rank 0, which is the one that listens. Who will be the first of
+    # a world of some ranks is known after registration only.
+    may_be_first = rank in (None, 0) and ranks is None
+    listener = listen(address, config.port_range) if may_be_first else None
     try:
         port = listener.getsockname()[1] if listener is not None else 0
         if registration is None:
@@ -165,33 +193,69 @@ def _join(cls: type[Context], config: Config, secret: bytes, client: RendezvousC
             )
             registration = client.register(config.epoch, info, timeout=config.start_timeout)
             check_addresses(registration.topology, reached_from)
-            first = registration.topology.workers[0]
+            _registrations[job] = registration
+        rank, topology, world = _world(registration, ranks)
+        which = (*job, world)
+        generation = _generations[which]
+        _generations[which] += 1
+        first = topology.workers[0]
+        if first.port and not world and generation == 0:
             endpoint = first.address, first.port
         else:
-            endpoint = _meet_again(client, registration, generation, config, address, port)
-        _registrations[job] = registration, generation + 1
+            if rank == 0 and listener is None:
+                listener = listen(address, config.port_range)
+            endpoint = _meet(
+                client, f"{config.epoch}.{generation}{world}", config, address, listener if rank == 0 else None
+            )
         handshake = Handshake(secret, config.epoch, generation)
-        links, settings = _control_links(handshake, registration, listener, endpoint, config)
+        links, settings, agreed_sets = _control_links(handshake, rank, topology, listener, endpoint, config, sets)
     finally:
         if listener is not None:
             listener.close()
-    topology = registration.topology
+
+    def connect(number: int, members: Sequence[int]) -> Backend:
+        prefix = f"{config.epoch}.{generation}{world}/{number}/"
+        store = client.store("gloo", timeout=config.connect_timeout)
+        return gloo_backend(store, prefix, members.index(rank), len(members), address, config.connect_timeout)
+
     try:
-        backend = gloo_backend(
-            client.store("gloo", timeout=config.connect_timeout),
-            f"{config.epoch}.{generation}/0/",
-            registration.rank,
-            topology.size,
-            address,
-            config.connect_timeout,
-        )
+        backend = connect(0, range(topology.size))
     except BaseException:
         for sock in links.values():
             sock.close()
         raise
-    engine = Engine(registration.rank, topology, links, backend, settings)
+    engine = Engine(rank, topology, links, backend, settings, connect)
     engine.start()
-    return cls(config, topology, registration.rank, engine, client)
+    if agreed_sets != sets:
+        engine.close()  # not before: the others wait for this rank until it is connected
+        raise InvalidArgumentError(
+            f"init(process_sets=...) was called with the sets {sets} on {topology.describe(rank)}, and with "
+            f"{agreed_sets} on {topology.describe(0)}; give all ranks the same list"
+        )
+    return cls(config, topology, rank, engine, client)
+
+
+def _world(registration: Registration, ranks: Sequence[int] | None) -> tuple[int, Topology, str]:
+    """This process's rank among those that form a world, their topology, and a text that tells worlds apart."""
+    size = registration.topology.size
+    _check_ranks(ranks, registration.rank, size)
+    chosen = range(size) if ranks is None else sorted(ranks)
+    if len(chosen) == size:
+        return registration.rank, registration.topology, ""
+    digest = hashlib.sha256(repr(list(chosen)).encode()).hexdigest()[:16]
+    return chosen.index(registration.rank), registration.topology.restricted(chosen), f".{digest}"
+
+
+def _check_ranks(ranks: Sequence[int] | None, rank: int, size: int) -> None:
+    if ranks is None:
+        return
+    if len(set(ranks)) != len(ranks) or not all(0 <= member < size for member in ranks):
+        raise InvalidArgumentError(f"comm={list(ranks)}: ranks are 0 to {size - 1}, each at most once")
+    if rank not in ranks:
+        raise InvalidArgumentError(
+            f"comm={list(ranks)} leaves out this process, which is rank {rank}; each process names the world that it "
+            "is in"
+        )
 
 
 def check_addresses(topology: Topology, reached_from: str) -> None:
@@ -237,35 +301,48 @@ def _reach(client: RendezvousClient, config: Config) -> str:
         return client.local_address(timeout=left)
 
 
-def _meet_again(
-    client: RendezvousClient, registration: Registration, generation: int, config: Config, address: str, port: int
+def _meet(
+    client: RendezvousClient, key: str, config: Config, address: str, listener: socket.socket | None
 ) -> tuple[str, int]:
-    """Where rank 0 listens this time: ranks and hosts of an epoch are settled, its port is not."""
+    """Where rank 0 listens this time: ranks and hosts of an epoch are settled, its port is not.
+
+    Args:
+        listener: on rank 0, else None.
+    """
     store = client.store("control", timeout=config.start_timeout)
-    key = f"{config.epoch}.{generation}"
-    if registration.rank == 0:
-        store.set(key, format_endpoint(address, port).encode())
-        return address, port
-    return parse_endpoint(store.get(key, timeout=config.start_timeout).decode())
+    if listener is None:
+        return parse_endpoint(store.get(key, timeout=config.start_timeout).decode())
+    endpoint = address, listener.getsockname()[1]
+    store.set(key, format_endpoint(*endpoint).encode())
+    return endpoint
 
 
 def _control_links(
     handshake: Handshake,
-    registration: Registration,
+    rank: int,
+    topology: Topology,
     listener: socket.socket | None,
     endpoint: tuple[str, int],
     config: Config,
-) -> tuple[dict[int, socket.socket], EngineSettings]:
-    """Connect the control plane, and take over rank 0's settings where all ranks must have the same."""
-    topology = registration.topology
+    process_sets: list[list[int]],
+) -> tuple[dict[int, socket.socket], EngineSettings, list[list[int]]]:
+    """Connect the control plane, and take over rank 0's settings where all ranks must have the same.
+
+    Returns:
+        the connections, the settings, and the process sets that rank 0 wants at once.
+    """
     settings = engine_settings(config)
-    shared = {"fusion_threshold": settings.fusion_threshold, "separate_groups": settings.separate_groups}
-    if registration.rank == 0:
+    shared = {
+        "fusion_threshold": settings.fusion_threshold,
+        "separate_groups": settings.separate_groups,
+        "process_sets": process_sets,
+    }
+    if rank == 0:
         assert listener is not None
         links = handshake.accept_all(listener, topology.size, shared, config.connect_timeout, topology.describe)
-        return links, settings
-    sock, decided = handshake.connect(*endpoint, registration.rank, config.connect_timeout, topology.describe)
-    return {0: sock}, engine_settings(config, decided)
+        return links, settings, process_sets
+    sock, decided = handshake.connect(*endpoint, rank, config.connect_timeout, topology.describe)
+    return {0: sock}, engine_settings(config, decided), decided["process_sets"]
 
 
 def engine_settings(config: Config, decided: Mapping[str, Any] | None = None) -> EngineSettings:
@@ -313,32 +390,34 @@ _current: Context | None = None
 _lock = threading.Lock()
 
 
-def init(comm: object = None, process_sets: object = None) -> Context:
+def init(
+    ranks: Sequence[int] | None = None,
+    process_sets: Sequence[Sequence[int]] = (),
+    prepare: Callable[[Context], None] = lambda _: None,
+) -> Context:
     """Join the job, as the environment describes it; a program that no launcher started is a job of its own.
 
     Args:
-        comm: None, or an iterable of all ranks.
-        process_sets: None, an empty list, or "dynamic".
+        ranks, process_sets: see ``Context.open``.
+        prepare: called with a new Context before anybody else gets it.
 
     Returns:
         the Context; the same one while initialized.
 
     Raises:
-        ConfigError, RendezvousError, ConnectError, MissingDependencyError: see ``Context.open``.
-        InvalidArgumentError: (a ValueError) comm or process_sets name a subset of the ranks.
+        whatever ``Context.open`` and ``prepare`` raise.
     """
     global _current, _owner
     with _lock:
         if _current is None:
             _owner = os.getpid()
-            _check_sets(process_sets)
             config = Config.from_env()
             configure_logging(config, config.rank)
-            context = Context.open(config)
+            context = Context.open(config, ranks, process_sets)
             configure_logging(config, context.rank)
             try:
-                _check_comm(comm, context.size)
-            except InvalidArgumentError:
+                prepare(context)
+            except BaseException:
                 context.close()
                 raise
             _current = context
@@ -369,21 +448,6 @@ def current() -> Context:
     if context is None:
         raise NotInitializedError
     return context
-
-
-def _check_comm(comm: object, size: int) -> None:
-    if comm is None:
-        return
-    if not isinstance(comm, Iterable):
-        raise InvalidArgumentError("comm must be None or a list of ranks; hvdgloo does without MPI communicators")
-    if sorted(comm) != list(range(size)):
-        raise InvalidArgumentError(f"comm={comm!r}: a job of some of the ranks is not available; leave comm out")
-
-
-def _check_sets(process_sets: object) -> None:
-    dynamic = isinstance(process_sets, str) and process_sets.lower() == "dynamic"
-    if process_sets is not None and process_sets != [] and not dynamic:
-        raise InvalidArgumentError("process sets other than the global one are not available; leave process_sets out")
 
 
 class _Handler(logging.StreamHandler[Any]):

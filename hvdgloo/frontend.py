@@ -1,9 +1,8 @@
-"""Every collective once, for all frameworks.
+"""Every collective once, for all frameworks, under the names that users know.
 
 Horovod has {allreduce, allgather, ...} x {blocking, asynchronous} x {in place, new result} x {one tensor, group} x
-framework. Here each axis is met once: a collective is an ``Operation``; ``Frontend.start`` runs any Operation on a list
-of tensors (one tensor is a list of one, in place means that the inputs are also the outputs) and returns a ``Pending``;
-blocking means waiting for it. The well-known names are thin methods over that core, and theirs are the only docstrings.
+framework. Here each axis is met once, in ``core``; the methods below say which Operation is meant, and theirs are the
+only docstrings.
 
 A framework's package binds one Frontend to the process's Context and exports its methods. Tests and embedders construct
 their own, each with its own Context, which is what allows many ranks in one process.
@@ -13,74 +12,19 @@ Adding a collective: a member of ``types.Collective``, its methods here, a row i
 
 from __future__ import annotations
 
-import importlib
-import itertools
-import threading
-from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from hvdgloo.adapters import Tape, TensorAdapter
-from hvdgloo.adjoints import ADJOINTS
+from hvdgloo import process_sets
 from hvdgloo.compression import Compressor, NoneCompressor
-from hvdgloo.context import Context
-from hvdgloo.engine.handle import Handle
-from hvdgloo.errors import InvalidArgumentError
-from hvdgloo.naming import names_of
-from hvdgloo.operations import Operation, broadcasting, gathering, reduction
+from hvdgloo.core import Core, T
+from hvdgloo.engine.messages import Request
+from hvdgloo.operations import Operation, broadcasting, exchanging, gathering, reduction, scattering
 from hvdgloo.process_sets import ProcessSet, global_process_set, process_set_id
-from hvdgloo.types import Buffer, Collective, TensorSpec
-
-T = TypeVar("T")
+from hvdgloo.types import Collective, ReduceOp
 
 
-class Pending(Generic[T]):
-    """A collective under way: the engine's Handle, and what turns its outputs into the user's tensors."""
-
-    __slots__ = ("_finish", "_handle", "_results")
-
-    def __init__(self, handle: Handle, finish: Callable[[], list[T]]) -> None:
-        self._handle = handle
-        self._finish: Callable[[], list[T]] | None = finish
-        self._results: list[T] = []
-
-    def done(self) -> bool:
-        """Whether ``wait`` would return, or raise, at once."""
-        return self._handle.done()
-
-    def wait(self, timeout: float | None = None) -> list[T]:
-        """Block until the collective has ended.
-
-        Args:
-            timeout: seconds; None waits until it ends, which it does at the engine's own deadlines at the latest.
-
-        Returns:
-            the results in the order of the tensors; in an in-place operation those very tensors.
-
-        Raises:
-            WaitTimeoutError: not ended within ``timeout``; it may be waited for again.
-            HorovodInternalError: the collective failed.
-        """
-        self._handle.wait(timeout)
-        finish = self._finish
-        if finish is not None:
-            self._results = finish()
-            self._finish = None
-        return self._results
-
-
-class _Session(Generic[T]):
-    """What a Frontend keeps for one Context: its names, and the numbers that stand for pending operations."""
-
-    def __init__(self, context: Context) -> None:
-        self.names = names_of(context)
-        self.numbers = itertools.count(1)
-        self.pending: dict[int, tuple[Pending[T], bool]] = {}
-
-
-class Frontend(Generic[T]):
+class Frontend(Core[T]):
     """The collectives of one framework on one Context.
 
     Args:
@@ -100,162 +44,6 @@ class Frontend(Generic[T]):
             usable), one of them was lost or shut down, or the data plane failed. Asynchronous forms raise it when they
             are waited for.
     """
-
-    def __init__(self, adapter: TensorAdapter[T], context: Callable[[], Context], *, module: str | None = None) -> None:
-        self.adapter = adapter
-        self._context = context
-        self._module = module
-        self._lock = threading.Lock()
-        self._bound: tuple[Context, _Session[T]] | None = None
-
-    def __reduce__(self) -> tuple[Callable[[str], Frontend[Any]], tuple[str]]:
-        if self._module is None:
-            raise TypeError("this Frontend belongs to a Context of this process and cannot be pickled")
-        return _frontend_of, (self._module,)
-
-    # The core ---------------------------------------------------------------------------------------------------------
-
-    def start(
-        self,
-        operation: Operation,
-        tensors: Sequence[T],
-        name: str | None = None,
-        *,
-        in_place: bool = False,
-        grouped: bool = False,
-    ) -> Pending[T]:
-        """Hand one collective to the engine, and return at once.
-
-        Args:
-            operation: what to do.
-            tensors: taken together: negotiated, executed and failed as one.
-            name: without the operation's prefix; None for an automatic one.
-            in_place: write the results into ``tensors``, which otherwise are never written.
-            grouped: the names are those of a group's.
-        """
-        context, session = self._bind()
-        adapter = self.adapter
-        inputs = [adapter.export(tensor, writable=in_place) for tensor in tensors]
-        fence = adapter.fence(tensors)
-        prefix = "grouped_" + operation.collective.value if grouped else operation.collective.value
-        full_name = session.names.next(operation.process_set, prefix) if name is None else f"{prefix}.{name}"
-        request = operation.request(full_name, tuple(buffer.spec for buffer in inputs))
-        owners: list[Any]
-        if operation.collective is Collective.ALLGATHER:
-            owners = [None] * len(inputs)
-
-            def allocate(index: int, spec: TensorSpec) -> Buffer:
-                owners[index] = adapter.allocate(spec, tensors[index])
-                return adapter.export(owners[index], writable=True)
-
-            handle = context.engine.submit(request, inputs, allocate=allocate, ready=fence)
-        else:
-            outputs = inputs if in_place else [self._output(b, t) for b, t in zip(inputs, tensors, strict=True)]
-            owners = [buffer.owner for buffer in outputs]
-            handle = context.engine.submit(request, inputs, outputs, ready=fence)
-
-        def finish() -> list[T]:
-            return [adapter.deliver(r, t, in_place=in_place) for r, t in zip(owners, tensors, strict=True)]
-
-        return Pending(handle, finish)
-
-    def apply(
-        self,
-        operation: Operation,
-        tensors: Sequence[T],
-        name: str | None = None,
-        *,
-        grouped: bool | None = None,
-    ) -> list[T]:
-        """One collective, waited for, with its gradient recorded where the framework records gradients.
-
-        ``grouped``: as in ``start``; by default, whether there is more than one tensor.
-        """
-        group = len(tensors) > 1 if grouped is None else grouped
-        adjoint = ADJOINTS[operation.collective, operation.op]
-
-        def forward(inputs: Sequence[T]) -> list[T]:
-            return self.start(operation, inputs, name, grouped=group).wait()
-
-        def backward(tape: Tape[T], gradients: Sequence[T]) -> Sequence[T]:
-            return adjoint.rule(self, operation, tape, gradients)
-
-        return self.adapter.differentiable(forward, backward, tensors, keep=adjoint.keep)
-
-    def reserve_names(self, names: Sequence[str]) -> list[str]:
-        """Names for tensors that are submitted again and again, such as an optimizer's gradients.
-
-        A name that was reserved before in this job gets a number behind it: two models may both have a ``fc.weight``
-        whose gradients are under way at the same time.
-        """
-        return self._bind()[1].names.reserve(names)
-
-    def gather_integers(self, values: Sequence[int], process_set: int = 0, name: str | None = None) -> npt.NDArray[Any]:
-        """Every rank's ``values`` (int64, the same number on each) as an array of shape (ranks, len(values))."""
-        own = np.asarray(values, dtype=np.int64).reshape(1, -1)
-        operation = Operation(Collective.ALLGATHER, process_set=process_set)
-        return self.start_array(operation, own, name)().reshape(-1, len(values))
-
-    def automatic_name(self, prefix: str, process_set: int = 0) -> str:
-        """The next automatic name of a kind of operation, the same on all ranks that call in the same order."""
-        return self._bind()[1].names.next(process_set, prefix)
-
-    def start_array(
-        self, operation: Operation, array: npt.NDArray[Any], name: str | None = None
-    ) -> Callable[[], npt.NDArray[Any]]:
-        """Start a collective on a plain C-contiguous numpy array, whatever the framework; for the library's own use.
-
-        Returns:
-            what waits for the result and returns it: a new array, or ``array`` itself in a broadcast.
-        """
-        context, session = self._bind()
-        prefix = operation.collective.value
-        full_name = session.names.next(operation.process_set, prefix) if name is None else f"{prefix}.{name}"
-        buffer = Buffer.of_array(array)
-        request = operation.request(full_name, (buffer.spec,))
-        if operation.collective is not Collective.ALLGATHER:
-            handle = context.engine.submit(request, [buffer], [buffer])
-            return lambda: (handle.wait(), array)[1]
-        gathered: list[npt.NDArray[Any]] = []
-
-        def allocate(index: int, spec: TensorSpec) -> Buffer:
-            gathered.append(np.empty(spec.shape, spec.dtype.numpy_dtype))
-            return Buffer.of_array(gathered[-1])
-
-        handle = context.engine.submit(request, [buffer], allocate=allocate)
-        return lambda: (handle.wait(), gathered[0])[1]
-
-    def members(self, operation: Operation) -> tuple[int, int]:
-        """How many ranks take part in an operation, and this process's place among them."""
-        context = self._context()
-        return context.size, context.rank
-
-    def zeros(self, like: T) -> T:
-        """A tensor of zeros of the same shape, type and device."""
-        memory = self.adapter.allocate(self.adapter.describe(like), like)
-        self.adapter.export(memory, writable=True).array().fill(0)
-        return self.adapter.deliver(memory, like, in_place=False)
-
-    @property
-    def context(self) -> Context:
-        """The Context that collectives run in; raises NotInitializedError without one."""
-        return self._context()
-
-    def _bind(self) -> tuple[Context, _Session[T]]:
-        context = self._context()
-        bound = self._bound
-        if bound is None or bound[0] is not context:
-            with self._lock:
-                bound = self._bound
-                if bound is None or bound[0] is not context:
-                    bound = self._bound = context, _Session(context)
-        return bound
-
-    def _output(self, exported: Buffer, tensor: T) -> Buffer:
-        # A staged input is a private copy already: it can hold the result as well.
-        if exported.owner is not tensor:
-            return exported
-        return self.adapter.export(self.adapter.allocate(exported.spec, tensor), writable=True)
 
     # Who and where ----------------------------------------------------------------------------------------------------
 
@@ -286,41 +74,6 @@ class Frontend(Generic[T]):
     def is_homogeneous(self) -> bool:
         """Whether every host runs the same number of processes."""
         return self._context().is_homogeneous
-
-    # Handles ----------------------------------------------------------------------------------------------------------
-
-    def poll(self, handle: int) -> bool:
-        """Whether ``synchronize(handle)`` would return at once.
-
-        Raises:
-            InvalidArgumentError: (a ValueError) no such operation, or it was synchronized already.
-        """
-        entry = None if self._bound is None else self._bound[1].pending.get(handle)
-        if entry is None:
-            raise InvalidArgumentError(
-                f"there is no pending operation {handle!r}; poll() takes what an *_async function returned, and only "
-                "until synchronize() has been called with it"
-            )
-        return entry[0].done()
-
-    def synchronize(self, handle: int) -> Any:
-        """Wait for an asynchronous operation.
-
-        Returns:
-            its result: a tensor, or a list of them for a group; None if the handle is unknown or was synchronized.
-        """
-        entry = None if self._bound is None else self._bound[1].pending.pop(handle, None)
-        if entry is None:
-            return None
-        pending, grouped = entry
-        results = pending.wait()
-        return results if grouped else results[0]
-
-    def _number(self, pending: Pending[T], *, grouped: bool = False) -> int:
-        session = self._bind()[1]
-        number = next(session.numbers)
-        session.pending[number] = (pending, grouped)
-        return number
 
     # allreduce --------------------------------------------------------------------------------------------------------
 
@@ -482,6 +235,123 @@ class Frontend(Generic[T]):
         """``allgather`` that returns a handle. Records no gradient."""
         return self._number(self.start(gathering(process_set), [tensor], name))
 
+    def grouped_allgather(
+        self, tensors: Sequence[T], name: str | None = None, process_set: ProcessSet = global_process_set
+    ) -> list[T]:
+        """``allgather`` of several tensors as one: none is sent before all are ready on all ranks. Differentiable."""
+        group = self._own_group(tensors)
+        return self.apply(gathering(process_set), group, name, grouped=True) if group else []
+
+    def grouped_allgather_async(
+        self, tensors: Sequence[T], name: str | None = None, process_set: ProcessSet = global_process_set
+    ) -> int:
+        """``grouped_allgather`` that returns one handle for the list. Records no gradient."""
+        return self._number(self._start_group(gathering(process_set), tensors, name, in_place=False), grouped=True)
+
+    # alltoall ---------------------------------------------------------------------------------------------------------
+
+    def alltoall(
+        self, tensor: T, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
+    ) -> T | tuple[T, T]:
+        """Send every rank a part of the tensor's rows, and receive its part of each. Differentiable.
+
+        Args:
+            tensor: at least one-dimensional; first dimensions may differ between ranks, others may not.
+            splits: how many rows go to each rank of the set, in order: integers, shape (set size,), whose sum may be
+                less than the tensor's rows (the rest is not sent). None divides the rows evenly.
+            name: what matches the ranks' calls.
+            process_set: the ranks that take part.
+
+        Returns:
+            the rows that came, in order of the ranks that sent them; with ``splits`` also how many came from each
+            (int32, shape (set size,)).
+        """
+        operation = exchanging(process_set)
+        rows = self._splits(operation, self._own(tensor), splits)
+        received, counts = self.exchange(operation, tensor, rows, name)
+        return received if splits is None else (received, counts)
+
+    def alltoall_async(
+        self, tensor: T, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
+    ) -> int:
+        """``alltoall`` that returns a handle, whose result is always the pair. Records no gradient."""
+        operation = exchanging(process_set)
+        rows = self._splits(operation, self._own(tensor), splits)
+        return self._number(self.start(operation, [tensor], name, splits=rows), grouped=True)
+
+    # reducescatter ----------------------------------------------------------------------------------------------------
+
+    def reducescatter(
+        self,
+        tensor: T,
+        name: str | None = None,
+        compression: Compressor[T] = NoneCompressor,
+        op: int = ReduceOp.AVERAGE,
+        process_set: ProcessSet = global_process_set,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+    ) -> T:
+        """Combine the ranks' tensors element by element, and leave each rank its part of the rows. Differentiable.
+
+        Args:
+            tensor: at least one-dimensional, the same shape and element type on every rank.
+            name: what matches the ranks' calls.
+            compression: how the tensor travels.
+            op: Average or Sum.
+            process_set: the ranks that take part.
+            prescale_factor, postscale_factor: as in ``allreduce``.
+
+        Returns:
+            this rank's rows: of n rows among p ranks, the first n mod p ranks get one more than the others.
+        """
+        operation = scattering(op, prescale_factor, postscale_factor, process_set)
+        sent, ctx = compression.compress(self._own(tensor))
+        return compression.decompress(self.apply(operation, [sent], name)[0], ctx)
+
+    def reducescatter_async(
+        self,
+        tensor: T,
+        name: str | None = None,
+        op: int = ReduceOp.AVERAGE,
+        process_set: ProcessSet = global_process_set,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+    ) -> int:
+        """``reducescatter`` that returns a handle. Records no gradient."""
+        operation = scattering(op, prescale_factor, postscale_factor, process_set)
+        return self._number(self.start(operation, [tensor], name))
+
+    def grouped_reducescatter(
+        self,
+        tensors: Sequence[T],
+        name: str | None = None,
+        compression: Compressor[T] = NoneCompressor,
+        op: int = ReduceOp.AVERAGE,
+        process_set: ProcessSet = global_process_set,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+    ) -> list[T]:
+        """``reducescatter`` of several tensors as one. Differentiable."""
+        operation = scattering(op, prescale_factor, postscale_factor, process_set)
+        pairs = [compression.compress(tensor) for tensor in self._own_group(tensors)]
+        if not pairs:
+            return []
+        reduced = self.apply(operation, [sent for sent, _ in pairs], name, grouped=True)
+        return [compression.decompress(r, ctx) for r, (_, ctx) in zip(reduced, pairs, strict=True)]
+
+    def grouped_reducescatter_async(
+        self,
+        tensors: Sequence[T],
+        name: str | None = None,
+        op: int = ReduceOp.AVERAGE,
+        process_set: ProcessSet = global_process_set,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+    ) -> int:
+        """``grouped_reducescatter`` that returns one handle for the list. Records no gradient."""
+        operation = scattering(op, prescale_factor, postscale_factor, process_set)
+        return self._number(self._start_group(operation, tensors, name, in_place=False), grouped=True)
+
     # broadcast --------------------------------------------------------------------------------------------------------
 
     def broadcast(
@@ -524,31 +394,45 @@ class Frontend(Generic[T]):
         """Return once every rank has called it."""
         self.start(Operation(Collective.BARRIER, process_set=process_set_id(process_set)), []).wait()
 
-    # Checks -----------------------------------------------------------------------------------------------------------
+    # join -------------------------------------------------------------------------------------------------------------
 
-    def _own(self, tensor: T) -> T:
-        # Compressors and differentiation look at a tensor before ``export`` would refuse it.
-        if not self.adapter.owns(tensor):
-            self.adapter.export(tensor)
-        return tensor
+    def join(self, device: int = -1) -> int:
+        """Say that this rank has no more data; return when all ranks have said so.
 
-    def _own_group(self, tensors: Sequence[T]) -> list[T]:
-        if not isinstance(tensors, (list, tuple)):
-            raise InvalidArgumentError(f"a group is a list or tuple of tensors, not a {type(tensors).__name__}")
-        return [self._own(tensor) for tensor in tensors]
+        Until then the others' allreduces go on without it: it adds zeros to their sums, averages still divide by all
+        ranks, and minima, maxima and products are those of the others. Other collectives fail meanwhile.
 
-    def _start_group(
-        self, operation: Operation, tensors: Sequence[T], name: str | None, *, in_place: bool
-    ) -> Pending[T]:
-        group = self._own_group(tensors)
-        if not group:
-            nothing = Handle("an empty group")
-            nothing.resolve()
-            return Pending(nothing, list)
-        return self.start(operation, group, name, in_place=in_place, grouped=True)
+        Args:
+            device: accepted for programs that pass it.
 
+        Returns:
+            the rank that came last, the same on all ranks.
+        """
+        handle = self.context.engine.submit(Request("join", Collective.JOIN))
+        handle.wait()
+        return handle.value
 
-def _frontend_of(module: str) -> Frontend[Any]:
-    """The Frontend that a front-end's module binds; how its methods are unpickled."""
-    frontend: Frontend[Any] = importlib.import_module(module)._frontend
-    return frontend
+    # Process sets -----------------------------------------------------------------------------------------------------
+
+    def add_process_set(self, process_set: ProcessSet | Iterable[int]) -> ProcessSet:
+        """Register a set of ranks. Collective over all ranks of the job, in the same order on each.
+
+        Args:
+            process_set: the set, or its global ranks.
+
+        Returns:
+            the registered set.
+
+        Raises:
+            InvalidArgumentError: (a ValueError) ranks that do not exist, or a set of the same ranks is registered.
+            MismatchError: the ranks disagree about the set.
+        """
+        return process_sets.add(self.context, process_set)
+
+    def remove_process_set(self, process_set: ProcessSet) -> bool:
+        """Forget a registered set. Collective over all ranks of the job.
+
+        Returns:
+            False for a set that is not registered, and for the global one; nothing was done then.
+        """
+        return process_sets.remove(self.context, process_set)

@@ -12,7 +12,7 @@ from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.process_sets import ProcessSet, process_set_id
 from hvdgloo.types import Collective, ReduceOp, TensorSpec
 
-REDUCE_OPS = frozenset({ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT})
+REDUCE_OPS = frozenset(ReduceOp)
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def resolve_op(average: bool | None, op: int | None) -> ReduceOp:
     """The reduction that ``average=`` and ``op=`` ask for together.
 
     Raises:
-        InvalidArgumentError: both are given, or ``op`` is not one of Average, Sum, Min, Max, Product.
+        InvalidArgumentError: both are given, or ``op`` is not one of Average, Sum, Adasum, Min, Max, Product.
     """
     if average is not None:
         if op is not None:
@@ -51,7 +51,7 @@ def resolve_op(average: bool | None, op: int | None) -> ReduceOp:
     except ValueError:
         resolved = None
     if resolved not in REDUCE_OPS:
-        raise InvalidArgumentError(f"op must be one of Average, Sum, Min, Max and Product, not {op!r}")
+        raise InvalidArgumentError(f"op must be one of Average, Sum, Adasum, Min, Max and Product, not {op!r}")
     return ReduceOp(op)
 
 
@@ -63,13 +63,38 @@ def reduction(
     Raises:
         InvalidArgumentError: as ``resolve_op``; factors that are not numbers; a process set that cannot be used.
     """
+    factors = _factors(prescale, postscale)
+    return Operation(Collective.ALLREDUCE, resolve_op(average, op), *factors, process_set=process_set_id(process_set))
+
+
+def scattering(op: int, prescale: float, postscale: float, process_set: ProcessSet) -> Operation:
+    """A reducescatter, from the arguments that users give.
+
+    Raises:
+        InvalidArgumentError: op is neither Average nor Sum; otherwise as ``reduction``.
+    """
+    if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+        raise InvalidArgumentError(f"op of a reducescatter must be Average or Sum, not {op!r}")
+    factors = _factors(prescale, postscale)
+    return Operation(Collective.REDUCESCATTER, ReduceOp(op), *factors, process_set=process_set_id(process_set))
+
+
+def _factors(prescale: float, postscale: float) -> tuple[float, float]:
     try:
-        factors = float(prescale), float(postscale)
+        return float(prescale), float(postscale)
     except (TypeError, ValueError):
         raise InvalidArgumentError(
             f"prescale_factor and postscale_factor are numbers, not {prescale!r} and {postscale!r}"
         ) from None
-    return Operation(Collective.ALLREDUCE, resolve_op(average, op), *factors, process_set=process_set_id(process_set))
+
+
+def exchanging(process_set: ProcessSet) -> Operation:
+    """An alltoall.
+
+    Raises:
+        InvalidArgumentError: the process set cannot be used.
+    """
+    return Operation(Collective.ALLTOALL, process_set=process_set_id(process_set))
 
 
 def gathering(process_set: ProcessSet) -> Operation:

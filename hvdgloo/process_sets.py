@@ -1,7 +1,8 @@
-"""Named subsets of the ranks.
+"""Named subsets of the ranks, which every collective can be given.
 
-Only the global set can be used so far: it is every collective's default, and other sets are refused with an error that
-says so. The class is here already so that signatures, defaults and annotations are the final ones.
+A set is a description until it is registered (``init(process_sets=...)``, ``add_process_set``), which is a collective
+of all ranks: afterwards it has a number that stands for it in messages, and its members have a process group of their
+own.
 """
 
 from __future__ import annotations
@@ -9,7 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from hvdgloo import context
+from hvdgloo.context import Context
+from hvdgloo.engine.messages import Request
 from hvdgloo.errors import InvalidArgumentError
+from hvdgloo.naming import names_of
+from hvdgloo.types import Collective
 
 
 class ProcessSet:
@@ -19,20 +24,33 @@ class ProcessSet:
         ranks: global ranks; they are sorted.
 
     Raises:
-        InvalidArgumentError: (a ValueError) for members that are not whole numbers, are negative, or occur twice.
-
-    Attributes:
-        process_set_id: None until the set is registered; 0 for ``global_process_set``.
+        InvalidArgumentError: (a ValueError) for members that are not whole numbers, are negative, or occur twice, and
+            for a set without members.
     """
 
+    mpi_comm = None
+    """There is no MPI communicator; the attribute is for programs that look."""
+
     def __init__(self, ranks: Iterable[int]) -> None:
+        if not isinstance(ranks, Iterable):
+            raise InvalidArgumentError(f"a process set is made of ranks, whole numbers from 0; got {ranks!r}")
         members = list(ranks)
         if any(not isinstance(rank, int) or isinstance(rank, bool) or rank < 0 for rank in members):
             raise InvalidArgumentError(f"a process set is made of ranks, whole numbers from 0; got {members}")
         if len(set(members)) != len(members):
             raise InvalidArgumentError(f"a rank occurs twice in the process set {sorted(members)}")
-        self.process_set_id: int | None = None
+        if not members:
+            raise InvalidArgumentError("a process set needs at least one rank")
         self._ranks: tuple[int, ...] | None = tuple(sorted(members))
+        self._number: int | None = None
+        self._context: Context | None = None
+
+    @property
+    def process_set_id(self) -> int | None:
+        """None while the set is not registered; 0 for ``global_process_set``."""
+        if self._ranks is None:
+            return 0
+        return None if self._context is None or self._context.closed else self._number
 
     @property
     def ranks(self) -> list[int]:
@@ -43,7 +61,7 @@ class ProcessSet:
 
     def size(self) -> int | None:
         """Number of members; None while the set is not registered."""
-        return None if self.process_set_id is None else len(self._registered_ranks())
+        return None if self.process_set_id is None else len(self._registered()[1])
 
     def rank(self) -> int:
         """This process's place among the members.
@@ -51,8 +69,7 @@ class ProcessSet:
         Raises:
             InvalidArgumentError: the set is not registered, or this process is not a member.
         """
-        ranks = self._registered_ranks()
-        mine = context.current().rank
+        mine, ranks = self._registered()
         if mine not in ranks:
             raise InvalidArgumentError(f"rank {mine} is not a member of {self}")
         return ranks.index(mine)
@@ -63,23 +80,24 @@ class ProcessSet:
         Raises:
             InvalidArgumentError: the set is not registered.
         """
-        ranks = self._registered_ranks()
-        return context.current().rank in ranks
+        mine, ranks = self._registered()
+        return mine in ranks
 
     def __repr__(self) -> str:
         members = "all ranks" if self._ranks is None else ", ".join(map(str, self._ranks))
         return f"ProcessSet(id {self.process_set_id}: {members})"
 
-    def _registered_ranks(self) -> list[int]:
-        if self.process_set_id is None:
-            raise InvalidArgumentError(f"{self} is not registered; only global_process_set can be used so far")
-        context.current()  # raises unless initialised
-        return self.ranks
+    def _registered(self) -> tuple[int, list[int]]:
+        """This process's global rank, and the members."""
+        if self._ranks is None:
+            return context.current().rank, self.ranks
+        process_set_id(self)
+        assert self._context is not None
+        return self._context.rank, self.ranks
 
     @classmethod
     def _global(cls) -> ProcessSet:
-        everyone = cls(())
-        everyone.process_set_id = 0
+        everyone = cls((0,))
         everyone._ranks = None
         return everyone
 
@@ -98,6 +116,43 @@ def process_set_id(process_set: ProcessSet) -> int:
         raise InvalidArgumentError(
             f"process_set must be a ProcessSet, not {type(process_set).__name__}; leave it out for all ranks"
         )
-    if process_set.process_set_id is None:
-        raise InvalidArgumentError(f"{process_set} is not registered; only global_process_set can be used so far")
-    return process_set.process_set_id
+    number = process_set.process_set_id
+    if number is None:
+        raise InvalidArgumentError(
+            f"{process_set} is not registered (any more); add_process_set() or init(process_sets=[...]) does that"
+        )
+    return number
+
+
+def add(ctx: Context, process_set: ProcessSet | Iterable[int]) -> ProcessSet:
+    """Register a set; see ``Frontend.add_process_set``."""
+    added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    if added.process_set_id is not None:
+        raise InvalidArgumentError(f"{added} is registered already")
+    ranks = tuple(added.ranks)
+    if ranks[-1] >= ctx.size:
+        raise InvalidArgumentError(f"{added} has ranks that do not exist; the job's are 0 to {ctx.size - 1}")
+    known = {members: number for number, members in ctx.engine.process_sets.items()}
+    if ranks in known:
+        raise InvalidArgumentError(f"process set {known[ranks]} has the same ranks {list(ranks)}; use that one")
+    added._number = _negotiate(ctx, Collective.ADD_PROCESS_SET, ranks)
+    added._context = ctx
+    return added
+
+
+def remove(ctx: Context, process_set: ProcessSet) -> bool:
+    """Forget a set; see ``Frontend.remove_process_set``."""
+    if not isinstance(process_set, ProcessSet):
+        raise InvalidArgumentError(f"expected a ProcessSet, not {type(process_set).__name__}")
+    if not process_set.process_set_id:
+        return False
+    _negotiate(ctx, Collective.REMOVE_PROCESS_SET, tuple(process_set.ranks))
+    process_set._context = process_set._number = None
+    return True
+
+
+def _negotiate(ctx: Context, change: Collective, ranks: tuple[int, ...]) -> int:
+    # Numbered, not named after the ranks: so that processes which disagree learn it, and do not wait for each other.
+    handle = ctx.engine.submit(Request(names_of(ctx).next(0, change.value), change, ranks=ranks))
+    handle.wait()
+    return handle.value

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from hvdgloo.compression import Compressor, NoneCompressor
+from hvdgloo.core import Pending
 from hvdgloo.errors import GradientsInFlightError, InvalidArgumentError
-from hvdgloo.frontend import Frontend, Pending
+from hvdgloo.frontend import Frontend
 from hvdgloo.operations import Operation, resolve_op
 from hvdgloo.process_sets import ProcessSet, global_process_set, process_set_id
 from hvdgloo.types import Collective, ReduceOp
@@ -64,6 +65,8 @@ class GradientReducer(Generic[T]):
         process_set: ProcessSet = global_process_set,
     ) -> None:
         resolved = resolve_op(None, op)
+        if resolved is ReduceOp.ADASUM:
+            raise InvalidArgumentError("gradients are reduced by Average, Sum, Min, Max or Product, not by Adasum")
         if predivide_factor != 1.0 and resolved is not ReduceOp.AVERAGE:
             raise InvalidArgumentError("gradient_predivide_factor divides an average, so it needs op=Average")
         if not predivide_factor > 0:

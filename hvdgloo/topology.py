@@ -7,7 +7,7 @@ travels as JSON (``to_dict`` / ``from_dict``) and is validated at construction, 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from typing import Any
@@ -111,6 +111,17 @@ class Topology:
         """The global ranks on the same host, in order."""
         host = self.workers[rank].host
         return tuple(worker.rank for worker in self.workers if worker.host == host)
+
+    def restricted(self, ranks: Sequence[int]) -> Topology:
+        """The topology of some ranks (ascending) alone, which are numbered anew."""
+        hosts = sorted({self.workers[rank].host for rank in ranks})
+        counts = [0] * len(hosts)
+        workers: list[Worker] = []
+        for rank in ranks:
+            host = hosts.index(self.workers[rank].host)
+            workers.append(replace(self.workers[rank], rank=len(workers), host=host, local_rank=counts[host]))
+            counts[host] += 1
+        return Topology(self.epoch, tuple(self.hosts[host] for host in hosts), tuple(workers))
 
     def describe(self, rank: int) -> str:
         """A rank as messages name it: ``rank 3 (host h2, pid 4711)``."""

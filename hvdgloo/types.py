@@ -58,7 +58,12 @@ class Collective(enum.Enum):
     ALLREDUCE = "allreduce"
     ALLGATHER = "allgather"
     BROADCAST = "broadcast"
+    ALLTOALL = "alltoall"
+    REDUCESCATTER = "reducescatter"
     BARRIER = "barrier"
+    JOIN = "join"
+    ADD_PROCESS_SET = "add_process_set"
+    REMOVE_PROCESS_SET = "remove_process_set"
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,27 @@ class Backend(Protocol):
         """Fill the buffers of all ranks from that of ``root``, a rank within the set."""
         ...
 
+    def alltoall(self, source: Buffer, target: Buffer, sent: Sequence[int], received: Sequence[int]) -> Work:
+        """Send every rank a block of source, and put what each sends one after another into target.
+
+        Args:
+            source: at least ``sum(sent)`` bytes.
+            target: ``sum(received)`` bytes, apart from source.
+            sent, received: bytes to and from each rank, in order of ranks within the set.
+        """
+        ...
+
+    def reducescatter(self, source: Buffer, target: Buffer, nbytes: Sequence[int], op: ReduceOp) -> Work:
+        """Combine the sources of all ranks element by element, and give each rank a block of the result.
+
+        Args:
+            source: ``sum(nbytes)`` bytes; not written.
+            target: ``nbytes[own rank]`` bytes.
+            nbytes: the size of each rank's block, in order of ranks within the set.
+            op: SUM.
+        """
+        ...
+
     def scale(self, buffer: Buffer, factor: float) -> None:
         """Multiply every element in place. Integers are truncated toward zero, half types computed in float32."""
         ...

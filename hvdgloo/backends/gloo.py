@@ -165,6 +165,19 @@ class _PaddedGather(_GlooWork):
             at += size
 
 
+class _ReducingWork(_GlooWork):
+    """Combines the blocks that an alltoall has brought, in order of ranks."""
+
+    def __init__(self, what: str, work: Any, blocks: torch.Tensor, target: Buffer, op: ReduceOp, keep: object) -> None:
+        super().__init__(what, work, (blocks, target, keep))
+        self._blocks, self._target, self._op = blocks, target, op
+
+    def finish(self) -> None:
+        if self._target.nbytes:
+            arrays = self._blocks.numpy().view(self._target.dtype.numpy_dtype).reshape(-1, self._target.count)
+            np.copyto(self._target.array(), kernels.reduce(list(arrays), self._target.dtype, self._op))
+
+
 class _Several:
     """Operations that were started one after another."""
 
@@ -260,6 +273,18 @@ class GlooBackend:
         options.rootTensor = 0
         what = f"broadcast of {buffer.nbytes} bytes"
         return _GlooWork(what, self._group.broadcast([tensor], options), (tensor, buffer))
+
+    def alltoall(self, source: Buffer, target: Buffer, sent: Sequence[int], received: Sequence[int]) -> Work:
+        own, whole = _bytes(source)[: sum(sent)], _bytes(target)
+        work = self._group.alltoall_base(whole, own, list(received), list(sent))
+        return _GlooWork("alltoall", work, (own, whole, source, target))
+
+    def reducescatter(self, source: Buffer, target: Buffer, nbytes: Sequence[int], op: ReduceOp) -> Work:
+        # Gloo's own would move all of it to all ranks. In rank order, so that results do not depend on the timing.
+        own = _bytes(source)
+        blocks = torch.empty(nbytes[self._rank] * self._size, dtype=torch.uint8)
+        work = self._group.alltoall_base(blocks, own, [nbytes[self._rank]] * self._size, list(nbytes))
+        return _ReducingWork("reducescatter", work, blocks, target, op, (own, source))
 
     def scale(self, buffer: Buffer, factor: float) -> None:
         if kernels.is_half(buffer.dtype):

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from hvdgloo.backends import kernels
 from hvdgloo.backends.base import Done, Work
 from hvdgloo.errors import BackendError
 from hvdgloo.types import Buffer, ReduceOp
+
+T = TypeVar("T")
 
 
 class LocalGroup:
@@ -28,24 +32,24 @@ class LocalGroup:
         self.size = size
         self._timeout = timeout
         self._barrier = threading.Barrier(size)
-        self._buffers: list[Buffer | None] = [None] * size
+        self._shown: list[Any] = [None] * size
 
     def backend(self, rank: int) -> LocalBackend:
         """The backend of one rank."""
         return LocalBackend(self, rank)
 
-    def exchange(self, rank: int, buffer: Buffer, compute: Callable[[list[Buffer]], Callable[[], None]]) -> None:
-        """Let every rank see all buffers.
+    def exchange(self, rank: int, shown: T, compute: Callable[[list[T]], Callable[[], None]]) -> None:
+        """Let every rank see what all show: their buffers.
 
         Args:
-            compute: reads the buffers of all ranks and returns what to do once nobody reads them any more.
+            compute: reads what all ranks show and returns what to do once nobody reads it any more.
 
         Raises:
             BackendError: a rank did not come in time, or the group was aborted.
         """
-        self._buffers[rank] = buffer
+        self._shown[rank] = shown
         self._meet()
-        store = compute([b for b in self._buffers if b is not None])
+        store = compute(list(self._shown))
         self._meet()
         store()
         self._meet()
@@ -97,6 +101,24 @@ class LocalBackend:
         self._group.exchange(self._rank, buffer, compute)
         return Done()
 
+    def alltoall(self, source: Buffer, target: Buffer, sent: Sequence[int], received: Sequence[int]) -> Work:
+        def compute(shown: list[tuple[Buffer, Sequence[int]]]) -> Callable[[], None]:
+            blocks = [_block(theirs, sizes, self._rank) for theirs, sizes in shown]
+            np.concatenate(blocks, out=target.array().view(np.uint8))
+            return _nothing
+
+        self._group.exchange(self._rank, (source, sent), compute)
+        return Done()
+
+    def reducescatter(self, source: Buffer, target: Buffer, nbytes: Sequence[int], op: ReduceOp) -> Work:
+        def compute(buffers: list[Buffer]) -> Callable[[], None]:
+            blocks = [_block(theirs, nbytes, self._rank).view(target.dtype.numpy_dtype) for theirs in buffers]
+            np.copyto(target.array(), kernels.reduce(blocks, target.dtype, op))
+            return _nothing
+
+        self._group.exchange(self._rank, source, compute)
+        return Done()
+
     def scale(self, buffer: Buffer, factor: float) -> None:
         kernels.scale(buffer, factor)
 
@@ -108,6 +130,12 @@ class LocalBackend:
 
     def abandon(self) -> None:
         """Nothing to keep."""
+
+
+def _block(buffer: Buffer, sizes: Sequence[int], rank: int) -> npt.NDArray[np.uint8]:
+    """The bytes of a buffer that are for ``rank``, where ``sizes`` are for each."""
+    begin = sum(sizes[:rank])
+    return buffer.array().view(np.uint8)[begin : begin + sizes[rank]]
 
 
 def _nothing() -> None:

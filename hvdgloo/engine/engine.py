@@ -18,11 +18,15 @@ from hvdgloo.engine.control import THREAD_PREFIX, Control
 from hvdgloo.engine.coordinator import Coordinator, Rules
 from hvdgloo.engine.executor import Executor, Group
 from hvdgloo.engine.handle import Handle
-from hvdgloo.engine.member import Member, Operation
-from hvdgloo.engine.messages import Leave, Request
+from hvdgloo.engine.member import Member
+from hvdgloo.engine.messages import REDUCTIONS, Leave, Request
+from hvdgloo.engine.operation import Operation
 from hvdgloo.errors import HorovodInternalError, InvalidArgumentError, JobShutdownError
 from hvdgloo.topology import Topology
 from hvdgloo.types import Buffer, Collective, DType, ReduceOp, TensorSpec
+
+_ALONG_ROWS = frozenset({Collective.ALLGATHER, Collective.ALLTOALL, Collective.REDUCESCATTER})
+_FLOATS = frozenset({DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32, DType.FLOAT64})
 
 _CLOSE_MARGIN = 5.0
 """Seconds that closing may take beyond the operation timeout, which bounds what was ordered before."""
@@ -55,6 +59,9 @@ class Engine:
         links: connected control sockets; see ``Control``.
         backend: the data plane of the set of all ranks. The engine owns it from now on.
         settings: see ``EngineSettings``.
+        open_backend: makes the data plane of a process set that is added later, given a number that was never used
+            before (the same on all ranks) and the members' global ranks in ascending order; called on the data thread
+            of every member. Without it no sets can be added.
     """
 
     def __init__(
@@ -64,17 +71,21 @@ class Engine:
         links: Mapping[int, socket.socket],
         backend: Backend,
         settings: EngineSettings,
+        open_backend: Callable[[int, tuple[int, ...]], Backend] | None = None,
     ) -> None:
         self.rank = rank
         self.topology = topology
         everyone = tuple(range(topology.size))
         self._groups = {0: Group(backend, everyone, rank)}
-        self._member = Member(settings.inline_threshold)
+        self._open_backend = open_backend
+        self._sets_added = 0
+        self._member = Member(rank, {0: everyone}, settings.inline_threshold)
         self._forked = False
         self._closing = threading.Lock()
         self._executor = Executor(
             f"{THREAD_PREFIX}data-{rank}",
             self._groups,
+            self._open_group,
             fusion_threshold=settings.fusion_threshold,
             separate_groups=settings.separate_groups,
             operation_timeout=settings.operation_timeout,
@@ -124,6 +135,7 @@ class Engine:
         *,
         allocate: Callable[[int, TensorSpec], Buffer] | None = None,
         ready: Callable[[], None] | None = None,
+        splits: Sequence[int] = (),
     ) -> Handle:
         """Take part in a collective. Returns at once; callable from any thread.
 
@@ -131,13 +143,16 @@ class Engine:
             request: what to do; ``request.tensors`` describe ``inputs``.
             inputs: contiguous memory, not written unless it is also an output. Must stay as it is until the handle
                 has resolved; the Buffers' owners are kept alive meanwhile.
-            outputs: where results go, of the same specs as the inputs; the very same memory means in place. Not for an
-                allgather, whose result's first dimension is known only later.
-            allocate: for an allgather: called on an engine thread with a tensor's index and the gathered spec.
+            outputs: where results go, of the same specs as the inputs (in a reducescatter, of this rank's rows); the
+                very same memory means in place. Not for an allgather or alltoall, whose results' first dimensions are
+                known only later.
+            allocate: for those: called on an engine thread with a tensor's index and the result's spec.
             ready: called on an engine thread just before the memory is read: waits until it may be.
+            splits: of an alltoall: how many rows go to each rank of the set.
 
         Returns:
-            a Handle whose outputs are in the order of the tensors.
+            a Handle whose outputs are in the order of the tensors; an alltoall has a second one, with the number of
+            rows (int64) that came from each rank of the set.
 
         Raises:
             InvalidArgumentError: the request makes no sense on any rank.
@@ -150,13 +165,14 @@ class Engine:
                 "to the parent (start workers with the 'spawn' method and hvd.init() if they are to be ranks)"
             )
         self._validate(request)
-        results = list(inputs) if request.collective is Collective.ALLGATHER else list(outputs or ())
+        late = request.collective in (Collective.ALLGATHER, Collective.ALLTOALL)
+        results = list(inputs) if late else list(outputs or ())
         if len(inputs) != len(request.tensors) or len(results) != len(request.tensors):
             raise InvalidArgumentError(
                 f"{request.name}: {len(request.tensors)} tensors are described, but there are {len(inputs)} inputs and "
                 f"{len(results)} outputs"
             )
-        operation = Operation(request, inputs, results, allocate, ready)
+        operation = Operation(request, inputs, results, allocate, ready, splits)
         if self._member.add(operation):
             self._control.submitted()
         return operation.handle
@@ -189,20 +205,48 @@ class Engine:
                     group.backend.abandon()
 
     def _validate(self, request: Request) -> None:
+        members = self.members_of(request.process_set, request.name)
         for spec in request.tensors:
-            if request.collective is Collective.ALLREDUCE:
+            if request.collective in REDUCTIONS:
                 _check_arithmetic(request, spec)
-            if request.collective is Collective.ALLGATHER and not spec.shape:
+            if request.collective in _ALONG_ROWS and not spec.shape:
                 raise InvalidArgumentError(
-                    f"{request.name}: a zero-dimensional tensor has no first dimension to gather along; "
+                    f"{request.name}: a zero-dimensional tensor has no first dimension for {request.collective.value}; "
                     "give it one (reshape to (1,))"
                 )
-        if request.collective is Collective.BROADCAST and not 0 <= request.root < self.topology.size:
+        if request.collective is Collective.BROADCAST:
+            _check_root(request, members)
+
+    @property
+    def process_sets(self) -> dict[int, tuple[int, ...]]:
+        """The global ranks of every process set by id, 0 being all ranks."""
+        return dict(self._member.sets)
+
+    def members_of(self, process_set: int, what: str) -> tuple[int, ...]:
+        """The global ranks of a process set that this rank is in.
+
+        Args:
+            what: is wanted of it, for messages.
+
+        Raises:
+            InvalidArgumentError: there is no such set, or this rank is not in it.
+        """
+        members = self._member.sets.get(process_set)
+        if members is None:
+            raise InvalidArgumentError(f"{what}: there is no process set {process_set}")
+        if self.rank not in members:
             raise InvalidArgumentError(
-                f"{request.name}: root rank {request.root} does not exist; ranks are 0 to {self.topology.size - 1}"
+                f"{what}: rank {self.rank} is not in process set {process_set}, whose ranks are {list(members)}"
             )
-        if request.process_set not in self._groups:
-            raise InvalidArgumentError(f"{request.name}: there is no process set {request.process_set}")
+        return members
+
+    def _open_group(self, number: int, ranks: tuple[int, ...]) -> Group | None:
+        self._sets_added += 1
+        if self.rank not in ranks:
+            return None
+        if self._open_backend is None:
+            raise HorovodInternalError("this engine was made without a way to connect further process sets")
+        return Group(self._open_backend(self._sets_added, ranks), ranks, ranks.index(self.rank))
 
     def _room(self) -> None:
         self._control.room()
@@ -226,14 +270,26 @@ class Engine:
 
 
 def _check_arithmetic(request: Request, spec: TensorSpec) -> None:
-    if request.op is ReduceOp.ADASUM:
-        raise InvalidArgumentError(f"{request.name}: Adasum is not available for this operation")
+    if request.collective is Collective.REDUCESCATTER and request.op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
+        raise InvalidArgumentError(f"{request.name}: a reducescatter knows Sum and Average only")
+    if request.op is ReduceOp.ADASUM and spec.dtype not in _FLOATS:
+        raise InvalidArgumentError(f"{request.name}: Adasum is defined for floating-point tensors, not {spec.dtype}")
     scales = request.op is ReduceOp.AVERAGE or request.prescale != 1.0 or request.postscale != 1.0
     if math.isnan(request.prescale) or math.isnan(request.postscale):
         raise InvalidArgumentError(f"{request.name}: a scale factor is not a number")
     if spec.dtype is DType.BOOL and scales:
         raise InvalidArgumentError(
             f"{request.name}: bool has no average and cannot be scaled; use op=Sum (any), Min (all), or convert it"
+        )
+
+
+def _check_root(request: Request, members: Sequence[int]) -> None:
+    if request.root not in members:
+        where = f"in process set {request.process_set}" if request.process_set else "in the job"
+        ranks = f"{members[0]} to {members[-1]}" if not request.process_set else ", ".join(map(str, members))
+        raise InvalidArgumentError(
+            f"{request.name}: root rank {request.root} does not exist {where}; ranks are {ranks} (a root is a global "
+            "rank in every process set)"
         )
 
 

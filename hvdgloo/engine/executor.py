@@ -15,7 +15,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,8 +24,9 @@ import numpy.typing as npt
 from hvdgloo.backends.base import Backend, Done, Work
 from hvdgloo.engine import fusion
 from hvdgloo.engine.fusion import Bucket, Part
-from hvdgloo.engine.member import Operation
-from hvdgloo.engine.messages import Response
+from hvdgloo.engine.messages import REDUCTIONS, Response
+from hvdgloo.engine.operation import Operation
+from hvdgloo.engine.phases import Phases, adaptive_sum, exchange
 from hvdgloo.errors import BackendError, HorovodInternalError
 from hvdgloo.types import Buffer, Collective, DType, ReduceOp, TensorSpec
 
@@ -35,6 +36,9 @@ Batch = Sequence[tuple[Response, Operation]]
 
 DEPTH = 2
 """Buckets under way at once."""
+
+_QUICK = frozenset({Collective.ALLREDUCE, Collective.ALLGATHER, Collective.BROADCAST, Collective.BARRIER})
+_SET_CHANGES = frozenset({Collective.ADD_PROCESS_SET, Collective.REMOVE_PROCESS_SET})
 
 QUICK_BYTES = 1 << 16
 QUICK_SECONDS = 0.005
@@ -83,7 +87,9 @@ class Executor:
 
     Args:
         name: of the thread.
-        groups: by process set id; read at each use.
+        groups: by process set id; the executor adds and removes what ``open_group`` returns.
+        open_group: makes this rank's part of a new process set, from its id and global ranks, on the data thread, while
+            the other members do the same; None if this rank is not in it.
         fusion_threshold: bytes.
         operation_timeout: seconds that one backend call may take beyond its transfer time.
         on_room: called after each bucket, on the thread that completed it.
@@ -93,7 +99,8 @@ class Executor:
     def __init__(
         self,
         name: str,
-        groups: Mapping[int, Group],
+        groups: dict[int, Group],
+        open_group: Callable[[int, tuple[int, ...]], Group | None],
         *,
         fusion_threshold: int,
         separate_groups: bool,
@@ -102,6 +109,7 @@ class Executor:
         on_failure: Callable[[BaseException], None],
     ) -> None:
         self._groups = groups
+        self._open_group = open_group
         self._fusion_threshold = fusion_threshold
         self._separate_groups = separate_groups
         self._operation_timeout = operation_timeout
@@ -164,6 +172,8 @@ class Executor:
 
     def _is_quick(self, bucket: Bucket, batch: Batch) -> bool:
         """True if nothing of it can take long, as far as this rank is concerned."""
+        if bucket.collective not in _QUICK or _is_adasum(bucket, batch):
+            return False
         if sum(part.nbytes for part in bucket.parts) > QUICK_BYTES:
             return False
         if self._groups[batch[0][0].request.process_set].backend.blocks:
@@ -212,20 +222,34 @@ class Executor:
                 self._finish(self._under_way.popleft())
                 continue
             if isinstance(item, tuple):
-                if len(self._under_way) == DEPTH:
-                    self._finish(self._under_way.popleft())
-                self._under_way.append(self._begin(*item))
+                self._make_room(*item)
+                under_way = self._begin(*item)
+                if isinstance(under_way.work, Phases):
+                    self._drain()
+                    self._finish(under_way)
+                else:
+                    self._under_way.append(under_way)
                 continue
             if isinstance(item, _UnderWay):
                 self._under_way.append(item)
                 continue
             if isinstance(item, Exception):
                 raise item
-            while self._under_way:
-                self._finish(self._under_way.popleft())
+            self._drain()
             if item is None:
                 return
             item()
+
+    def _make_room(self, bucket: Bucket, batch: Batch) -> None:
+        """Complete what must have ended before this bucket begins."""
+        if bucket.collective in _SET_CHANGES:
+            self._drain()
+        elif len(self._under_way) == DEPTH:
+            self._finish(self._under_way.popleft())
+
+    def _drain(self) -> None:
+        while self._under_way:
+            self._finish(self._under_way.popleft())
 
     def _settle(self) -> None:
         """Fail what is left, once the backend has let go of its memory."""
@@ -256,13 +280,32 @@ class Executor:
             return self._begin_allreduce(bucket, batch, group)
         if bucket.collective is Collective.ALLGATHER:
             return self._begin_allgather(bucket, batch, group)
+        if bucket.collective is Collective.REDUCESCATTER:
+            return self._begin_reducescatter(bucket, batch, group)
+        work: Work = Done()
         if bucket.collective is Collective.BROADCAST:
             output = _place(operation, bucket.parts[0].tensor)
-            work: Work = Done()
             if output.nbytes:
                 work = group.backend.broadcast(output, group.ranks.index(response.request.root))
             return _UnderWay(bucket, batch, group, work, output, packed=False)
-        return _UnderWay(bucket, batch, group, Done(), None, packed=False)  # a barrier: agreement was all
+        if bucket.collective is Collective.ALLTOALL:
+            work = Phases(exchange(group.backend, operation, len(group.ranks)))
+            return _UnderWay(bucket, batch, group, work, operation.inputs[0], packed=False)
+        if bucket.collective in _SET_CHANGES:
+            self._change_sets(response)
+        return _UnderWay(bucket, batch, group, work, None, packed=False)  # else agreement was all
+
+    def _change_sets(self, response: Response) -> None:
+        if response.request.collective is Collective.REMOVE_PROCESS_SET:
+            group = self._groups.pop(response.value, None)
+            if group is not None:
+                group.backend.close()
+            return
+        opened = self._open_group(response.value, response.request.ranks)
+        if opened is not None:
+            self._groups[response.value] = opened
+            if self._aborted.is_set():
+                opened.backend.abort()  # the abort did not see it
 
     def _begin_allreduce(self, bucket: Bucket, batch: Batch, group: Group) -> _UnderWay:
         request = batch[bucket.parts[0].operation][0].request
@@ -280,9 +323,32 @@ class Executor:
         if buffer.nbytes:
             if request.prescale != 1.0:
                 group.backend.scale(buffer, request.prescale)
-            op = ReduceOp.SUM if request.op is ReduceOp.AVERAGE else request.op
-            work = group.backend.allreduce(buffer, op)
+            if request.op is ReduceOp.ADASUM:
+                counts = [part.nbytes // buffer.dtype.itemsize for part in bucket.parts]
+                work = Phases(adaptive_sum(group.backend, buffer, counts, group.rank, len(group.ranks)))
+            else:
+                work = group.backend.allreduce(buffer, _combining(request.op))
         return _UnderWay(bucket, batch, group, work, buffer, packed)
+
+    def _begin_reducescatter(self, bucket: Bucket, batch: Batch, group: Group) -> _UnderWay:
+        part = bucket.parts[0]
+        response, operation = batch[part.operation]
+        request = response.request
+        source, target = operation.inputs[part.tensor], operation.outputs[part.tensor]
+        work: Work = Done()
+        if source.nbytes:
+            if request.prescale != 1.0:
+                source = self._scaled(source, request.prescale, group)
+            rows = divide_rows(source.shape[0], len(group.ranks))
+            row = source.nbytes // source.shape[0]
+            work = group.backend.reducescatter(source, target, [n * row for n in rows], _combining(request.op))
+        return _UnderWay(bucket, batch, group, work, target, packed=False)
+
+    def _scaled(self, source: Buffer, factor: float, group: Group) -> Buffer:
+        copy = self._stage(source.nbytes, source.spec)
+        ctypes.memmove(copy.address, source.address, source.nbytes)
+        group.backend.scale(copy, factor)
+        return Buffer(copy.address, source.spec, copy.owner)
 
     def _begin_allgather(self, bucket: Bucket, batch: Batch, group: Group) -> _UnderWay:
         for part in bucket.parts:
@@ -324,20 +390,20 @@ class Executor:
     def _complete(self, under_way: _UnderWay) -> None:
         """Put the results of a bucket whose transfer has ended in their places, and resolve handles."""
         if under_way.buffer is not None and under_way.nbytes:
-            if under_way.bucket.collective is Collective.ALLREDUCE:
-                self._finish_allreduce(under_way, under_way.buffer)
+            if under_way.bucket.collective in REDUCTIONS:
+                self._finish_reduction(under_way, under_way.buffer)
             elif under_way.bucket.collective is Collective.ALLGATHER and under_way.packed:
                 _unpack_blocks(under_way, under_way.buffer)
         for part in under_way.bucket.parts:
-            operation = under_way.batch[part.operation][1]
+            response, operation = under_way.batch[part.operation]
             operation.remaining -= 1
             if not operation.remaining:
                 del self._unresolved[id(operation)]
-                operation.handle.resolve(operation.outputs)
+                operation.handle.resolve(operation.outputs, value=response.value)
         self._completed += 1
         self._on_room()
 
-    def _finish_allreduce(self, under_way: _UnderWay, buffer: Buffer) -> None:
+    def _finish_reduction(self, under_way: _UnderWay, buffer: Buffer) -> None:
         request = under_way.batch[under_way.bucket.parts[0].operation][0].request
         factor = request.postscale
         if request.op is ReduceOp.AVERAGE:
@@ -360,6 +426,20 @@ class Executor:
         self._staging.append(staging)
         spec = TensorSpec(like.dtype, (nbytes // like.dtype.itemsize,))
         return Buffer(staging.ctypes.data, spec, staging)
+
+
+def divide_rows(rows: int, size: int) -> list[int]:
+    """How many rows each rank gets of a reducescatter: the first ranks one more where it does not divide evenly."""
+    return [rows // size + (rank < rows % size) for rank in range(size)]
+
+
+def _combining(op: ReduceOp) -> ReduceOp:
+    """What the data plane does of a reduction; dividing comes after."""
+    return ReduceOp.SUM if op is ReduceOp.AVERAGE else op
+
+
+def _is_adasum(bucket: Bucket, batch: Batch) -> bool:
+    return batch[bucket.parts[0].operation][0].request.op is ReduceOp.ADASUM
 
 
 def _describe(under_way: _UnderWay) -> str:

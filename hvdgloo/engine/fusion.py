@@ -7,6 +7,7 @@ by itself travels alone, in its own memory.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -58,12 +59,13 @@ def plan(responses: Iterable[Response], limit: int, *, separate_groups: bool = F
         tensors (a barrier) is a bucket of its own with a single part, ``Part(operation, -1, 0)``.
     """
     buckets: list[_Open] = []
-    accepting: dict[str, _Open] = {}
+    # By process set: a rank plans only for the sets that it is in, so they must not influence each other.
+    accepting: defaultdict[int, dict[str, _Open]] = defaultdict(dict)
     lone_bytes = min(LONE_BYTES, limit)
     for operation, response in enumerate(responses):
         request = response.request
         if not request.tensors:
-            accepting.clear()  # nothing may overtake a barrier
+            accepting[request.process_set].clear()  # nothing may overtake a barrier
             buckets.append(_Open(request.collective, Part(operation, -1, 0)))
             continue
         fusible = request.collective in _FUSIBLE
@@ -74,9 +76,9 @@ def plan(responses: Iterable[Response], limit: int, *, separate_groups: bool = F
                 buckets.append(_Open(request.collective, part))
                 continue
             kind = response.kinds[tensor] + apart
-            bucket = accepting.get(kind)
+            bucket = accepting[request.process_set].get(kind)
             if bucket is None or bucket.nbytes + nbytes > limit:
-                accepting[kind] = bucket = _Open(request.collective, part)
+                accepting[request.process_set][kind] = bucket = _Open(request.collective, part)
                 buckets.append(bucket)
             else:
                 bucket.parts.append(part)

@@ -17,15 +17,17 @@ class Handle:
     """The result of ``Engine.submit``.
 
     Attributes:
+        value: of a join the rank that came last, of a process set that was added or removed its id.
         name: the tensor's full name, as messages show it.
         outputs: where the results are, once ``done()``; in the order of the submitted tensors.
     """
 
-    __slots__ = ("_callbacks", "_done", "_error", "_latch", "_lock", "name", "outputs")
+    __slots__ = ("_callbacks", "_done", "_error", "_latch", "_lock", "name", "outputs", "value")
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.outputs: tuple[Buffer, ...] = ()
+        self.value = -1
         self._error: BaseException | None = None
         self._done = False
         self._callbacks: list[Callable[[Handle], None]] = []
@@ -76,12 +78,13 @@ class Handle:
                 return
         callback(self)
 
-    def resolve(self, outputs: Sequence[Buffer] = (), error: BaseException | None = None) -> bool:
+    def resolve(self, outputs: Sequence[Buffer] = (), error: BaseException | None = None, *, value: int = -1) -> bool:
         """End the operation. For the engine alone; False if it had already ended, and then nothing changes."""
         with self._lock:
             if self._done:
                 return False
             self.outputs = tuple(outputs)
+            self.value = value
             self._error = error
             self._done = True
             callbacks, self._callbacks = self._callbacks, []

@@ -21,6 +21,7 @@ def suits(request: Request, limit: int) -> bool:
     """True if a rank may send the tensor of this request along: one in CPU memory, of 1 to ``limit`` bytes."""
     return (
         request.collective is Collective.ALLREDUCE
+        and request.op is not ReduceOp.ADASUM
         and len(request.tensors) == 1
         and request.tensors[0].device == "cpu"
         and 0 < request.tensors[0].nbytes <= limit
@@ -32,8 +33,11 @@ def payload(source: Buffer) -> bytes:
     return ctypes.string_at(source.address, source.nbytes)
 
 
-def combine(request: Request, payloads: Sequence[bytes]) -> bytes:
-    """The allreduce of the members' payloads, element by element in the order given, factors applied.
+def combine(request: Request, payloads: Sequence[bytes], size: int) -> bytes:
+    """The allreduce of payloads, element by element in the order given, factors applied.
+
+    Args:
+        size: of the process set, by which an average divides; members that have joined send no payload.
 
     Returns:
         the result's bytes; empty if the payloads are not of the request's size.
@@ -43,7 +47,7 @@ def combine(request: Request, payloads: Sequence[bytes]) -> bytes:
         return b""
     op, postscale = request.op, request.postscale
     if op is ReduceOp.AVERAGE:
-        op, postscale = ReduceOp.SUM, postscale / len(payloads)
+        op, postscale = ReduceOp.SUM, postscale / size
     arrays = [np.frombuffer(data, spec.dtype.numpy_dtype) for data in payloads]
     if request.prescale != 1.0:
         arrays = [array.copy() for array in arrays]

@@ -7,50 +7,36 @@ belongs to the control thread.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 
-from hvdgloo.engine import inline
-from hvdgloo.engine.handle import Handle
+from hvdgloo.engine import inline, joined
 from hvdgloo.engine.messages import Execute, Request, Response, Submit
-from hvdgloo.errors import DuplicateNameError, HorovodInternalError, MismatchError
-from hvdgloo.types import Buffer, TensorSpec
-
-
-class Operation:
-    """A submitted Request with this rank's memory for it."""
-
-    __slots__ = ("allocate", "handle", "inputs", "number", "outputs", "ready", "remaining", "request")
-
-    def __init__(
-        self,
-        request: Request,
-        inputs: Sequence[Buffer],
-        outputs: Sequence[Buffer],
-        allocate: Callable[[int, TensorSpec], Buffer] | None,
-        ready: Callable[[], None] | None,
-    ) -> None:
-        self.request = request
-        self.inputs = inputs
-        self.outputs = list(outputs)
-        self.allocate = allocate
-        self.ready = ready
-        self.handle = Handle(request.name)
-        self.number = -1
-        self.remaining = max(1, len(request.tensors))
+from hvdgloo.engine.operation import Operation
+from hvdgloo.errors import DuplicateNameError, HorovodInternalError, InvalidArgumentError, MismatchError
+from hvdgloo.types import Collective
 
 
 class Member:
     """This rank's pending operations.
 
     Args:
+        rank: this one.
+        members: the global ranks of each process set by id, at the beginning; 0 is all ranks.
         inline_threshold: bytes up to which a single operation's tensor travels with its submission.
+
+    Attributes:
+        sets: the process sets as of what has been accepted, of which this rank may be in some.
     """
 
-    def __init__(self, inline_threshold: int) -> None:
+    def __init__(self, rank: int, members: Mapping[int, Sequence[int]], inline_threshold: int) -> None:
+        self.sets = {number: tuple(ranks) for number, ranks in members.items()}
+        self._rank = rank
+        self._joined = False
         self._inline_threshold = inline_threshold
         self._lock = threading.Lock()
         self._pending: dict[tuple[int, str], Operation] = {}
         self._new: list[Operation] = []
+        self._orphans: list[Operation] = []
         self._closed: HorovodInternalError | None = None
         self._numbers: dict[tuple[int, str], tuple[int, Request]] = {}
         self._responses: dict[int, Response] = {}
@@ -88,6 +74,7 @@ class Member:
                     f"{key[1]} is already in flight on this rank; wait for the first one, or give each its own name",
                     name=key[1],
                 )
+            self._joined = self._joined or operation.request.collective is Collective.JOIN
             self._pending[key] = operation
             self._new.append(operation)
             return len(self._new) == 1
@@ -130,10 +117,16 @@ class Member:
         results = dict(message.results)
         with self._lock:
             agreed = [self._pop(item) for item in message.items]
+            orphans, self._orphans = self._orphans, []
+        for orphan in orphans:
+            text = f"the process set of {orphan.request.name} was removed before all members had submitted it"
+            orphan.handle.resolve(error=InvalidArgumentError(text))
         # Forgotten last: an operation that was ordered in this message may have been forgotten right after.
         for number in message.forgotten:
             self._forget(number)
         for position, (response, operation) in enumerate(agreed):
+            if operation is None:
+                continue
             if response.error:
                 operation.handle.resolve(error=MismatchError(response.error, name=operation.request.name))
             elif position in results:
@@ -157,10 +150,28 @@ class Member:
         if response is not None and self._numbers.get(response.request.key, (-1,))[0] == number:
             del self._numbers[response.request.key]
 
-    def _pop(self, item: int | Response) -> tuple[Response, Operation]:
+    def _pop(self, item: int | Response) -> tuple[Response, Operation | None]:
+        """An item's Response, and this rank's part in it: None if it is not in the process set."""
         response = self._responses[item] if isinstance(item, int) else item
-        operation = self._pending.pop(response.request.key)
+        request = response.request
+        operation = self._pending.pop(request.key, None)
         if response is item and response.signature >= 0:
             self._responses[response.signature] = response
-            self._numbers[response.request.key] = (response.signature, operation.request)
+            if operation is not None:
+                self._numbers[request.key] = (response.signature, operation.request)
+        if request.collective is Collective.JOIN:
+            self._joined = False
+        if operation is None and self._joined and self._rank in self.sets[request.process_set]:
+            operation = joined.stand_in(request)
+        if not response.error:
+            self._change_sets(response)
         return response, operation
+
+    def _change_sets(self, response: Response) -> None:
+        request = response.request
+        if request.collective is Collective.ADD_PROCESS_SET:
+            self.sets[response.value] = request.ranks
+        elif request.collective is Collective.REMOVE_PROCESS_SET:
+            del self.sets[response.value]
+            orphaned = [key for key in self._pending if key[0] == response.value]
+            self._orphans += [self._pending.pop(key) for key in orphaned]

@@ -18,6 +18,9 @@ import msgpack
 
 from hvdgloo.types import Collective, DType, ReduceOp, TensorSpec
 
+REDUCTIONS = frozenset({Collective.ALLREDUCE, Collective.REDUCESCATTER})
+"""Collectives that compute, by a reduce operation and scale factors."""
+
 
 @dataclass(frozen=True)
 class Request:
@@ -29,10 +32,11 @@ class Request:
         name: unique among what is pending in the process set, e.g. ``allreduce.fc.weight``. Ranks are matched by it.
         collective: what to do.
         tensors: what ranks must agree upon; in an allgather the first dimensions may differ.
-        op: of an allreduce.
-        prescale, postscale: factors applied before and after an allreduce, in addition to the average's 1/size.
+        op: of a reduction.
+        prescale, postscale: factors applied before and after a reduction, in addition to the average's 1/size.
         root: global rank of a broadcast's source, else -1.
         process_set: id of the set that takes part; 0 is all ranks.
+        ranks: members of the process set that is to be added or removed.
     """
 
     name: str
@@ -43,6 +47,7 @@ class Request:
     postscale: float = 1.0
     root: int = -1
     process_set: int = 0
+    ranks: tuple[int, ...] = ()
 
     @property
     def key(self) -> tuple[int, str]:
@@ -59,16 +64,18 @@ class Response:
     """What all members of a process set agreed upon.
 
     Attributes:
-        request: the agreed operation. In an allgather, shapes are those of the set's first rank.
+        request: the agreed operation. Where first dimensions may differ, they are those of the set's first rank.
         rows: for an allgather, one tuple per tensor with every member's first dimension, in order of ranks.
         error: why it cannot be executed; empty if it can.
         signature: the number that stands for it from now on, -1 for none.
+        value: of a join the rank that came last, of a process set that was added or removed its id, else -1.
     """
 
     request: Request
     rows: tuple[tuple[int, ...], ...] = ()
     error: str = ""
     signature: int = -1
+    value: int = -1
 
     # Computed once: a signature's Response is planned with in every training step.
 
@@ -88,7 +95,7 @@ class Response:
         r = self.request
         # Gathering moves bytes, whatever they mean; reducing computes on one dtype with one set of factors.
         common = f"{r.collective.value} {r.process_set}"
-        if r.collective is Collective.ALLREDUCE:
+        if r.collective in REDUCTIONS:
             common += f" {int(r.op)} {r.prescale!r} {r.postscale!r}"
             return tuple(f"{common} {spec.device} {spec.dtype}" for spec in r.tensors)
         return tuple(f"{common} {spec.device}" for spec in r.tensors)
@@ -279,11 +286,12 @@ def _pack_request(r: Request) -> list[Any]:
         r.postscale,
         r.root,
         r.process_set,
+        r.ranks,
     ]
 
 
 def _unpack_request(packed: list[Any]) -> Request:
-    name, collective, tensors, op, prescale, postscale, root, process_set = packed
+    name, collective, tensors, op, prescale, postscale, root, process_set, ranks = packed
     _counts((collective, *(dtype for dtype, _, _ in tensors)))  # tuples would count a negative index from the end
     return Request(
         _text(name),
@@ -294,11 +302,12 @@ def _unpack_request(packed: list[Any]) -> Request:
         _factor(postscale),
         _integer(root),
         _integer(process_set),
+        _counts(ranks),
     )
 
 
 def _pack_items(items: tuple[int | Response, ...]) -> list[Any]:
-    """Items in order: [start, length] for a run of signatures, or the four parts of a Response."""
+    """Items in order: [start, length] for a run of signatures, or the five parts of a Response."""
     packed: list[Any] = []
     numbers: list[int] = []
 
@@ -312,7 +321,7 @@ def _pack_items(items: tuple[int | Response, ...]) -> list[Any]:
             numbers.append(item)
         else:
             flush()
-            packed.append([_pack_request(item.request), item.rows, item.error, item.signature])
+            packed.append([_pack_request(item.request), item.rows, item.error, item.signature, item.value])
     flush()
     return packed
 
@@ -324,9 +333,9 @@ def _unpack_items(packed: list[Any]) -> tuple[int | Response, ...]:
         if len(part) == 2:
             items.extend(_from_runs(part))
         else:
-            request, rows, error, signature = part
+            request, rows, error, signature, value = part
             counts = tuple(_counts(row) for row in rows)
-            items.append(Response(_unpack_request(request), counts, _text(error), _integer(signature)))
+            items.append(Response(_unpack_request(request), counts, _text(error), _integer(signature), _integer(value)))
     return tuple(items)
 
 

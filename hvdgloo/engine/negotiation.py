@@ -1,18 +1,23 @@
 """The coordinator's bookkeeping: which operation has been submitted where, and what the ranks agree upon.
 
 Values in, values out: no clock, thread or socket. An operation is ready when every member of its process set has
-submitted it; it then takes its place in one total order over all process sets.
+submitted it, or has joined; it then takes its place in one total order over all process sets. Adding and removing sets,
+and the end of a join, are operations of that order too.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hvdgloo.engine import inline
-from hvdgloo.engine.messages import Execute, Request, Response, Submit
+from hvdgloo.engine.messages import REDUCTIONS, Execute, Request, Response, Submit
 from hvdgloo.types import Collective, ReduceOp
+
+_SET_CHANGES = frozenset({Collective.ADD_PROCESS_SET, Collective.REMOVE_PROCESS_SET})
+_EXCUSABLE = frozenset({Collective.ALLREDUCE, Collective.BARRIER})
+"""What goes on without the data of ranks that have joined."""
 
 
 @dataclass
@@ -45,12 +50,15 @@ class Negotiator:
     """Absorbs every rank's submissions and yields agreed Responses in order.
 
     Args:
-        members: the global ranks of each process set by id; read at each use, so sets may come and go.
+        members: the global ranks of each process set by id, at the beginning; 0 is all ranks.
         capacity: how many signatures are remembered.
     """
 
     def __init__(self, members: Mapping[int, Sequence[int]], capacity: int) -> None:
-        self._members = members
+        self._members = {number: tuple(ranks) for number, ranks in members.items()}
+        self._next_set = max(self._members) + 1
+        self._freed_sets: deque[int] = deque()
+        self._joined: list[int] = []
         self._capacity = capacity
         self._pending: dict[tuple[int, str], Pending] = {}
         self._ready: list[int | Response] = []
@@ -69,7 +77,7 @@ class Negotiator:
         unknown = []
         for number in submission.signatures:
             signature = self._signatures.get(number)
-            if signature is None:
+            if signature is None or rank not in signature.requests:
                 unknown.append(number)
             else:
                 self._file(rank, signature.requests[rank], now, submission.payload, by_number=True)
@@ -98,13 +106,18 @@ class Negotiator:
                 name,
                 pending.since,
                 tuple(sorted(pending.requests)),
-                tuple(rank for rank in self._members[process_set] if rank not in pending.requests),
+                tuple(self._missing(process_set, pending)),
             )
             for (process_set, name), pending in self._pending.items()
         ]
         return sorted(report, key=lambda waiting: waiting.since)
 
     def _file(self, rank: int, request: Request, now: float, payload: bytes, *, by_number: bool) -> None:
+        if request.process_set not in self._members:
+            return  # it was removed while this was on its way; the rank has been told
+        if request.collective is Collective.JOIN:
+            self._join(rank, request)
+            return
         key = request.process_set, request.name
         pending = self._pending.get(key)
         if pending is None:
@@ -113,23 +126,45 @@ class Negotiator:
         if payload:
             pending.payloads[rank] = payload
         pending.by_number += by_number
-        members = self._members[request.process_set]
-        if len(pending.requests) < len(members):
-            return
+        if len(pending.requests) == len(self._members[request.process_set]) or not self._missing(key[0], pending):
+            self._order(key, pending)
+
+    def _missing(self, process_set: int, pending: Pending) -> list[int]:
+        """Who keeps an operation waiting. Nobody may change the sets in the absence of those who have joined."""
+        first = next(iter(pending.requests.values()))
+        excused = () if first.collective in _SET_CHANGES else self._joined
+        return [rank for rank in self._members[process_set] if rank not in pending.requests and rank not in excused]
+
+    def _order(self, key: tuple[int, str], pending: Pending) -> None:
+        """Everyone has submitted it: give it its place in the order."""
         del self._pending[key]
+        members = self._members[key[0]]
         number = self._numbers.get(key)
         error = ""
-        if number is not None and pending.by_number == len(members):
+        if number is not None and pending.by_number == len(pending.requests):
             self._signatures.move_to_end(number)
             self._ready.append(number)
         else:
             response = self._settle(key, pending.requests, members)
             self._ready.append(response)
             error = response.error
-        if len(pending.payloads) == len(members) and not error:
-            result = inline.combine(request, [pending.payloads[member] for member in members])
+        if len(pending.payloads) == len(pending.requests) and not error:
+            payloads = [pending.payloads[rank] for rank in sorted(pending.payloads)]
+            result = inline.combine(pending.requests[min(pending.requests)], payloads, len(members))
             if result:
                 self._results.append((len(self._ready) - 1, result))
+
+    def _join(self, rank: int, request: Request) -> None:
+        """A rank has no more data. When all have said so, all go on, and learn who was last."""
+        if rank not in self._joined:
+            self._joined.append(rank)
+        if len(self._joined) == len(self._members[0]):
+            self._joined.clear()
+            self._ready.append(Response(request, value=rank))
+            return
+        for key, pending in list(self._pending.items()):
+            if not self._missing(key[0], pending):
+                self._order(key, pending)
 
     def _settle(self, key: tuple[int, str], requests: Mapping[int, Request], members: Sequence[int]) -> Response:
         """Spell out a Response, and remember it under a new number if it may come again."""
@@ -138,7 +173,12 @@ class Negotiator:
             # Members replace it when they see the new Response; nobody sends it again.
             del self._signatures[old]
             self._forgotten.append(old)
-        response = agree(requests, members)
+        response = agree(requests, [rank for rank in members if rank in requests])
+        if not response.error and len(requests) < len(members) and response.request.collective not in _EXCUSABLE:
+            text = f"{key[1]}: {format_ranks(self._joined)} called join(), which only allreduce and barrier allow"
+            response = Response(response.request, error=text)
+        if response.request.collective in _SET_CHANGES:
+            return self._change_sets(response)
         if response.error or self._capacity == 0:
             return response
         number, self._next_number = self._next_number, self._next_number + 1
@@ -150,6 +190,34 @@ class Negotiator:
             del self._numbers[signature.response.request.key]
             self._forgotten.append(evicted)
         return response
+
+    def _change_sets(self, response: Response) -> Response:
+        if response.error:
+            return response
+        ranks = response.request.ranks
+        number = next((n for n, members in self._members.items() if members == ranks), -1)
+        if response.request.collective is Collective.ADD_PROCESS_SET:
+            if number >= 0:
+                text = f"there is a process set of {format_ranks(ranks)} already; use that one"
+                return replace(response, error=text)
+            number = self._freed_sets.popleft() if self._freed_sets else self._next_set
+            self._next_set = max(self._next_set, number + 1)
+            self._members[number] = ranks
+            return replace(response, value=number)
+        if number <= 0:
+            return replace(response, error=f"there is no process set of {format_ranks(ranks)} that could be removed")
+        self._forget_set(number)
+        return replace(response, value=number)
+
+    def _forget_set(self, number: int) -> None:
+        """Pending operations end with it on the ranks themselves: every rank is told of the removal."""
+        del self._members[number]
+        self._freed_sets.append(number)
+        self._pending = {key: pending for key, pending in self._pending.items() if key[0] != number}
+        for key in [key for key in self._numbers if key[0] == number]:
+            signature = self._numbers.pop(key)
+            del self._signatures[signature]
+            self._forgotten.append(signature)
 
 
 def agree(requests: Mapping[int, Request], members: Sequence[int]) -> Response:
@@ -164,7 +232,7 @@ def agree(requests: Mapping[int, Request], members: Sequence[int]) -> Response:
     for what, value in _CHECKS:
         if what == "root rank" and first.collective is not Collective.BROADCAST:
             continue
-        if what in _REDUCTION_ONLY and first.collective is not Collective.ALLREDUCE:
+        if what in _REDUCTION_ONLY and first.collective not in REDUCTIONS:
             continue
         error = _difference(what, value, requests, members)
         if error:
@@ -174,7 +242,7 @@ def agree(requests: Mapping[int, Request], members: Sequence[int]) -> Response:
 
 def _agreed_shapes(request: Request) -> tuple[tuple[int, ...], ...]:
     """The dimensions in which ranks must not differ."""
-    skip = 1 if request.collective is Collective.ALLGATHER else 0
+    skip = 1 if request.collective in _UNEVEN else 0
     return tuple(spec.shape[skip:] for spec in request.tensors)
 
 
@@ -188,8 +256,12 @@ _CHECKS: tuple[tuple[str, Callable[[Request], object]], ...] = (
     ("postscale factor", lambda r: r.postscale),
     ("reduce operation", lambda r: ReduceOp(r.op).name),
     ("root rank", lambda r: r.root),
+    ("ranks of the process set", lambda r: r.ranks),
     ("device type", lambda r: tuple(t.device.partition(":")[0] for t in r.tensors)),
 )
+_UNEVEN = frozenset({Collective.ALLGATHER, Collective.ALLTOALL})
+"""Collectives in which ranks' first dimensions may differ."""
+
 _REDUCTION_ONLY = frozenset({"prescale factor", "postscale factor", "reduce operation"})
 
 
@@ -204,7 +276,8 @@ def _difference(
         return ""
     sides = "; ".join(f"{_shown(side)} on {format_ranks(who)}" for side, who in ranks.items())
     name = requests[members[0]].name
-    note = " (first dimensions may differ)" if what == "shape" and _is_gather(requests[members[0]]) else ""
+    uneven = requests[members[0]].collective in _UNEVEN
+    note = " (first dimensions may differ)" if what == "shape" and uneven else ""
     return f"{name}: ranks disagree about its {what}{note}: {sides}"
 
 

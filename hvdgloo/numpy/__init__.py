@@ -32,6 +32,7 @@ from hvdgloo.process_sets import ProcessSet, global_process_set
 from hvdgloo.types import ReduceOp
 
 __all__ = [
+    "Adasum",
     "Average",
     "Compression",
     "HorovodInternalError",
@@ -40,6 +41,7 @@ __all__ = [
     "ProcessSet",
     "Product",
     "Sum",
+    "add_process_set",
     "allgather",
     "allgather_async",
     "allgather_object",
@@ -47,6 +49,8 @@ __all__ = [
     "allreduce_",
     "allreduce_async",
     "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
     "barrier",
     "broadcast",
     "broadcast_",
@@ -61,13 +65,18 @@ __all__ = [
     "global_process_set",
     "gloo_built",
     "gloo_enabled",
+    "grouped_allgather",
+    "grouped_allgather_async",
     "grouped_allreduce",
     "grouped_allreduce_",
     "grouped_allreduce_async",
     "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
     "init",
     "is_homogeneous",
     "is_initialized",
+    "join",
     "local_rank",
     "local_size",
     "mpi_built",
@@ -76,6 +85,9 @@ __all__ = [
     "nccl_built",
     "poll",
     "rank",
+    "reducescatter",
+    "reducescatter_async",
+    "remove_process_set",
     "rocm_built",
     "shutdown",
     "size",
@@ -86,6 +98,7 @@ T = TypeVar("T")
 
 Average = ReduceOp.AVERAGE
 Sum = ReduceOp.SUM
+Adasum = ReduceOp.ADASUM
 Min = ReduceOp.MIN
 Max = ReduceOp.MAX
 Product = ReduceOp.PRODUCT
@@ -110,13 +123,24 @@ grouped_allreduce_ = _frontend.grouped_allreduce_
 grouped_allreduce_async_ = _frontend.grouped_allreduce_async_
 allgather = _frontend.allgather
 allgather_async = _frontend.allgather_async
+grouped_allgather = _frontend.grouped_allgather
+grouped_allgather_async = _frontend.grouped_allgather_async
 broadcast = _frontend.broadcast
 broadcast_async = _frontend.broadcast_async
 broadcast_ = _frontend.broadcast_
 broadcast_async_ = _frontend.broadcast_async_
+alltoall = _frontend.alltoall
+alltoall_async = _frontend.alltoall_async
+reducescatter = _frontend.reducescatter
+reducescatter_async = _frontend.reducescatter_async
+grouped_reducescatter = _frontend.grouped_reducescatter
+grouped_reducescatter_async = _frontend.grouped_reducescatter_async
+join = _frontend.join
 barrier = _frontend.barrier
 poll = _frontend.poll
 synchronize = _frontend.synchronize
+add_process_set = _frontend.add_process_set
+remove_process_set = _frontend.remove_process_set
 
 
 def broadcast_object(

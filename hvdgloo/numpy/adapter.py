@@ -49,7 +49,9 @@ class NumpyAdapter:
         return Buffer(owner.__array_interface__["data"][0], spec, owner)
 
     def allocate(self, spec: TensorSpec, like: Array) -> Array:
-        return np.empty(spec.shape, like.dtype.newbyteorder("="))
+        return np.empty(
+            spec.shape, like.dtype.newbyteorder("=") if spec.dtype.value == like.dtype.name else spec.dtype.numpy_dtype
+        )
 
     def deliver(self, result: Array, target: Array, *, in_place: bool) -> Array:
         if not in_place:

@@ -53,6 +53,7 @@ from hvdgloo.torch.compression import Compression
 from hvdgloo.types import ReduceOp
 
 __all__ = [
+    "Adasum",
     "Average",
     "Compression",
     "DistributedOptimizer",
@@ -62,6 +63,7 @@ __all__ = [
     "ProcessSet",
     "Product",
     "Sum",
+    "add_process_set",
     "allgather",
     "allgather_async",
     "allgather_object",
@@ -69,6 +71,8 @@ __all__ = [
     "allreduce_",
     "allreduce_async",
     "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
     "barrier",
     "broadcast",
     "broadcast_",
@@ -85,13 +89,18 @@ __all__ = [
     "global_process_set",
     "gloo_built",
     "gloo_enabled",
+    "grouped_allgather",
+    "grouped_allgather_async",
     "grouped_allreduce",
     "grouped_allreduce_",
     "grouped_allreduce_async",
     "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
     "init",
     "is_homogeneous",
     "is_initialized",
+    "join",
     "local_rank",
     "local_size",
     "mpi_built",
@@ -100,6 +109,9 @@ __all__ = [
     "nccl_built",
     "poll",
     "rank",
+    "reducescatter",
+    "reducescatter_async",
+    "remove_process_set",
     "rocm_built",
     "shutdown",
     "size",
@@ -110,6 +122,7 @@ T = TypeVar("T")
 
 Average = ReduceOp.AVERAGE
 Sum = ReduceOp.SUM
+Adasum = ReduceOp.ADASUM
 Min = ReduceOp.MIN
 Max = ReduceOp.MAX
 Product = ReduceOp.PRODUCT
@@ -134,13 +147,24 @@ grouped_allreduce_ = _frontend.grouped_allreduce_
 grouped_allreduce_async_ = _frontend.grouped_allreduce_async_
 allgather = _frontend.allgather
 allgather_async = _frontend.allgather_async
+grouped_allgather = _frontend.grouped_allgather
+grouped_allgather_async = _frontend.grouped_allgather_async
 broadcast = _frontend.broadcast
 broadcast_async = _frontend.broadcast_async
 broadcast_ = _frontend.broadcast_
 broadcast_async_ = _frontend.broadcast_async_
+alltoall = _frontend.alltoall
+alltoall_async = _frontend.alltoall_async
+reducescatter = _frontend.reducescatter
+reducescatter_async = _frontend.reducescatter_async
+grouped_reducescatter = _frontend.grouped_reducescatter
+grouped_reducescatter_async = _frontend.grouped_reducescatter_async
+join = _frontend.join
 barrier = _frontend.barrier
 poll = _frontend.poll
 synchronize = _frontend.synchronize
+add_process_set = _frontend.add_process_set
+remove_process_set = _frontend.remove_process_set
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name; it makes an instance of a class of its own

@@ -55,7 +55,7 @@ class TorchAdapter:
 
     def allocate(self, spec: TensorSpec, like: torch.Tensor) -> torch.Tensor:
         # Not empty_like: ``like`` may be a subclass, on a GPU, or in another memory format.
-        return torch.empty(spec.shape, dtype=like.dtype, pin_memory=like.is_cuda)
+        return torch.empty(spec.shape, dtype=_TORCH_DTYPES[spec.dtype], pin_memory=like.is_cuda)
 
     def deliver(self, result: torch.Tensor, target: torch.Tensor, *, in_place: bool) -> torch.Tensor:
         if not in_place:

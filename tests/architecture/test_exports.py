@@ -26,10 +26,21 @@ COLLECTIVES = {
     "grouped_allreduce_",
     "grouped_allreduce_async",
     "grouped_allreduce_async_",
+    "alltoall",
+    "alltoall_async",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
+    "join",
     "poll",
+    "reducescatter",
+    "reducescatter_async",
     "synchronize",
 }
 BASICS = {
+    "add_process_set",
+    "remove_process_set",
     "ccl_built",
     "cross_rank",
     "cross_size",
@@ -52,6 +63,7 @@ BASICS = {
     "size",
 }
 VALUES = {
+    "Adasum",
     "Average",
     "Compression",
     "HorovodInternalError",

@@ -357,7 +357,6 @@ def test_full_names(world: MakeWorld, framework: Framework) -> None:
     [
         (lambda f, t: f.allreduce(t, average=True, op=ReduceOp.SUM), "exclude each other"),
         (lambda f, t: f.allreduce(t, op=17), "must be one of Average"),
-        (lambda f, t: f.allreduce(t, op=ReduceOp.ADASUM), "must be one of Average"),
         (lambda f, t: f.allreduce(t, prescale_factor="two"), "are numbers"),
         (lambda f, t: f.allreduce([1.0, 2.0]), "not list"),
         (lambda f, t: f.allreduce_async(None), "not NoneType"),

@@ -134,3 +134,44 @@ def test_autograd_notices_what_was_overwritten(world: MakeWorld, strided: bool) 
             y.sum().backward()
 
     world(2).run(rank_body)
+
+
+def test_the_gradient_of_an_alltoall_goes_back_the_way_it_came(world: MakeWorld) -> None:
+    def rank_body(context: Context) -> None:
+        x = torch.arange(4.0, dtype=torch.float64, requires_grad=True)
+        received, _ = frontend_of(context).alltoall(x, splits=[1, context.rank + 1])
+        ((context.rank + 1.0) * received * received).sum().backward()
+        # Rows for rank r come back with weight r + 1; what was not sent has none.
+        sent = torch.zeros(4, dtype=torch.float64)
+        sent[0] = 1.0
+        sent[1 : context.rank + 2] = 2.0
+        assert x.grad is not None
+        assert x.grad.tolist() == (sent * 2 * torch.arange(4.0)).tolist()
+
+    world(2).run(rank_body)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVERAGE], ids=lambda op: op.name.lower())
+def test_the_gradient_of_a_reducescatter(world: MakeWorld, size: int, op: ReduceOp) -> None:
+    """Horovod's factors: the gathered gradients, times size for a sum, times the scale factors."""
+
+    def rank_body(context: Context) -> None:
+        x = torch.ones(5, 1, dtype=torch.float64, requires_grad=True)
+        mine = frontend_of(context).reducescatter(x, op=op, prescale_factor=2.0, postscale_factor=0.25)
+        ((context.rank + 1.0) * mine).sum().backward()
+        weights = [r + 1.0 for r in range(size) for _ in range(5 // size + (r < 5 % size))]
+        factor = 0.5 * (size if op is ReduceOp.SUM else 1)
+        assert x.grad is not None
+        assert x.grad.flatten().tolist() == [weight * factor for weight in weights]
+
+    world(size).run(rank_body)
+
+
+def test_adasum_is_not_differentiated(world: MakeWorld) -> None:
+    def rank_body(context: Context) -> None:
+        x = torch.ones(2, requires_grad=True)
+        with pytest.raises(InvalidArgumentError, match="has no gradient"):
+            frontend_of(context).allreduce(x, op=ReduceOp.ADASUM).sum().backward()
+
+    world(2).run(rank_body)

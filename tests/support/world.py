@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 from hvdgloo.backends.base import Backend
@@ -57,12 +58,22 @@ class World:
             defaults["inline_threshold"] = 0  # tests are full of tiny tensors, which would never see the data plane
         config = Config(secret=SECRET, **{**defaults, **settings})
         topology = Topology.local(size, pid=os.getpid())
+        self._lock = threading.Lock()
+        self._groups: dict[int, LocalGroup] = {}
+        self._store = MemoryStore()
         links, backends = (self._gloo if backend == "gloo" else self._local)(topology, config)
         if wrap is not None:
             backends = [wrap(rank, b) for rank, b in enumerate(backends)]
         self.contexts: list[Context] = []
         for rank in range(size):
-            engine = Engine(rank, topology, links[rank], backends[rank], engine_settings(config))
+            engine = Engine(
+                rank,
+                topology,
+                links[rank],
+                backends[rank],
+                engine_settings(config),
+                partial(self._open_set, rank, config),
+            )
             engine.start()
             self.contexts.append(Context(config, topology, rank, engine))
 
@@ -110,6 +121,15 @@ class World:
     def __exit__(self, *details: object) -> None:
         self.close()
 
+    def _open_set(self, rank: int, config: Config, number: int, ranks: tuple[int, ...]) -> Backend:
+        if self.backend == "gloo":
+            prefix = f"set{number}/"
+            timeout = config.connect_timeout
+            return gloo_backend(self._store, prefix, ranks.index(rank), len(ranks), "127.0.0.1", timeout)
+        with self._lock:
+            group = self._groups.setdefault(number, LocalGroup(len(ranks), config.operation_timeout))
+        return group.backend(ranks.index(rank))
+
     def _local(self, topology: Topology, config: Config) -> tuple[list[dict[int, socket.socket]], Sequence[Backend]]:
         links: list[dict[int, socket.socket]] = [{} for _ in range(topology.size)]
         for rank in range(1, topology.size):
@@ -118,7 +138,6 @@ class World:
         return links, [group.backend(rank) for rank in range(topology.size)]
 
     def _gloo(self, topology: Topology, config: Config) -> tuple[list[dict[int, socket.socket]], Sequence[Backend]]:
-        store = MemoryStore()
         listener = listen("127.0.0.1", None)
         port = listener.getsockname()[1]
 
@@ -129,7 +148,7 @@ class World:
             else:
                 sock, _ = handshake.connect("127.0.0.1", port, rank, config.connect_timeout, topology.describe)
                 links = {0: sock}
-            backend = gloo_backend(store, "test/", rank, topology.size, "127.0.0.1", config.connect_timeout)
+            backend = gloo_backend(self._store, "test/", rank, topology.size, "127.0.0.1", config.connect_timeout)
             return links, backend
 
         with listener, ThreadPoolExecutor(topology.size) as pool:

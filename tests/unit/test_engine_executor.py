@@ -18,8 +18,8 @@ from hvdgloo.backends import kernels
 from hvdgloo.engine import executor
 from hvdgloo.engine.executor import DEPTH, QUICK_BYTES, Executor, Group
 from hvdgloo.engine.fusion import LONE_BYTES
-from hvdgloo.engine.member import Operation
 from hvdgloo.engine.messages import Request, Response
+from hvdgloo.engine.operation import Operation
 from hvdgloo.errors import BackendError, PeerLostError
 from hvdgloo.types import Buffer, Collective, DType, ReduceOp, TensorSpec
 
@@ -132,12 +132,16 @@ class Bench:
         self.executor = Executor(
             "hvdgloo-data-test",
             {0: Group(self.backend, tuple(range(SIZE)), RANK), 5: Group(self.backend, (1, 4, 6), 0)},
+            self.open_group,
             fusion_threshold=fusion_threshold,
             separate_groups=False,
             operation_timeout=operation_timeout,
             on_room=self._on_room,
             on_failure=self._on_failure,
         )
+
+    def open_group(self, number: int, ranks: tuple[int, ...]) -> Group | None:
+        return Group(self.backend, ranks, ranks.index(RANK)) if RANK in ranks else None
 
     def _on_room(self) -> None:
         self.room += 1

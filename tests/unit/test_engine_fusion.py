@@ -30,8 +30,8 @@ def broadcast(name: str, count: int) -> Response:
     return Response(Request(name, Collective.BROADCAST, (TensorSpec(DType.UINT8, (count,)),), root=0))
 
 
-def barrier(name: str = "barrier") -> Response:
-    return Response(Request(name, Collective.BARRIER))
+def barrier(process_set: int = 0) -> Response:
+    return Response(Request("barrier", Collective.BARRIER, process_set=process_set))
 
 
 def operations(buckets: Sequence[Bucket]) -> list[list[int]]:
@@ -57,7 +57,7 @@ responses = st.one_of(
         st.sampled_from([DType.UINT8, DType.FLOAT32]),
     ),
     st.builds(broadcast, st.just("b"), st.integers(0, 40)),
-    st.builds(barrier),
+    st.builds(barrier, st.integers(0, 1)),
 )
 
 
@@ -84,14 +84,26 @@ def test_laws_of_every_plan(batch: list[Response], limit: int, separate_groups: 
                 groups = {p.operation for p in bucket.parts if len(batch[p.operation].request.tensors) > 1}
                 assert len(groups) <= 1
                 assert not groups or len({p.operation for p in bucket.parts}) == 1
-    # A bucket takes its place when its first tensor comes, and nothing overtakes a barrier.
+    # A bucket takes its place when its first tensor comes, and nothing in the same process set overtakes a barrier.
     firsts = [(bucket.parts[0].operation, bucket.parts[0].tensor) for bucket in buckets]
     assert firsts == sorted(firsts)
     for place, bucket in enumerate(buckets):
         if bucket.collective is Collective.BARRIER:
             (part,) = bucket.parts
-            assert all(p.operation < part.operation for b in buckets[:place] for p in b.parts)
-            assert all(p.operation > part.operation for b in buckets[place + 1 :] for p in b.parts)
+            alike = batch[part.operation].request.process_set
+            before = [p.operation for b in buckets[:place] for p in b.parts]
+            after = [p.operation for b in buckets[place + 1 :] for p in b.parts]
+            assert all(op < part.operation for op in before if batch[op].request.process_set == alike)
+            assert all(op > part.operation for op in after if batch[op].request.process_set == alike)
+
+
+@given(st.lists(responses, max_size=30), st.integers(0, 200))
+def test_a_rank_plans_alike_whatever_other_sets_it_is_in(batch: list[Response], limit: int) -> None:
+    mine = [index for index, response in enumerate(batch) if response.request.process_set == 1]
+    alone = plan([batch[index] for index in mine], limit)
+    among_others = [b for b in plan(batch, limit) if batch[b.parts[0].operation].request.process_set == 1]
+    translated = [[(mine[part.operation], part.tensor) for part in bucket.parts] for bucket in alone]
+    assert translated == [[(part.operation, part.tensor) for part in bucket.parts] for bucket in among_others]
 
 
 def test_small_tensors_travel_together() -> None:
@@ -158,7 +170,7 @@ def test_broadcasts_are_never_fused() -> None:
 
 
 def test_nothing_overtakes_a_barrier() -> None:
-    batch = [allreduce("a", 8), barrier(), allreduce("b", 8), barrier("second"), barrier("third"), allreduce("c", 8)]
+    batch = [allreduce("a", 8), barrier(), allreduce("b", 8), barrier(), barrier(), allreduce("c", 8)]
     buckets = plan(batch, LIMIT)
     assert operations(buckets) == [[0], [1], [2], [3], [4], [5]]
     assert buckets[1].parts == (Part(1, -1, 0),)

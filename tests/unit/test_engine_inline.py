@@ -7,9 +7,10 @@ import pytest
 
 from hvdgloo.backends.kernels import narrow_bfloat16
 from hvdgloo.engine import inline
-from hvdgloo.engine.member import Member, Operation
+from hvdgloo.engine.member import Member
 from hvdgloo.engine.messages import Execute, Request, Response, Submit, decode, encode
 from hvdgloo.engine.negotiation import Negotiator
+from hvdgloo.engine.operation import Operation
 from hvdgloo.types import Buffer, Collective, DType, ReduceOp, TensorSpec
 
 VALUES = np.array([1.5, -2.0], np.float32)
@@ -27,12 +28,12 @@ def operation(asked: Request, values: np.ndarray = VALUES, fence: object = None)
 
 class TestWhatASubmissionCarries:
     def test_a_single_small_tensor_travels_along(self) -> None:
-        member = Member(8)
+        member = Member(0, {0: (0, 1)}, 8)
         member.add(operation(request()))
         assert member.drain() == Submit((), (request(),), VALUES.tobytes())
 
     def test_of_several_operations_none_does(self) -> None:
-        member = Member(8)
+        member = Member(0, {0: (0, 1)}, 8)
         member.add(operation(request("a")))
         member.add(operation(request("b")))
         submission = member.drain()
@@ -54,7 +55,7 @@ class TestWhatASubmissionCarries:
         assert not inline.suits(asked, 8)
 
     def test_memory_that_is_not_ready_yet_is_not_read(self) -> None:
-        member = Member(8)
+        member = Member(0, {0: (0, 1)}, 8)
         member.add(operation(request(), fence=lambda: None))
         submission = member.drain()
         assert submission is not None
@@ -64,7 +65,7 @@ class TestWhatASubmissionCarries:
 class TestAgreement:
     def test_the_result_comes_with_the_order_to_execute_it(self) -> None:
         negotiation = Negotiator({0: (0, 1)}, 10)
-        members = [Member(8), Member(8)]
+        members = [Member(rank, {0: (0, 1)}, 8) for rank in (0, 1)]
         for numbered in (False, True):
             operations = []
             for rank, member in enumerate(members):
@@ -90,7 +91,7 @@ class TestAgreement:
             negotiation.absorb(rank, Submit((), (request("tiny"),), VALUES.tobytes()), 0.0)
         order = negotiation.take()
         assert order.results == ((1, (2 * VALUES).tobytes()),)
-        member = Member(0)
+        member = Member(0, {0: (0, 1)}, 0)
         large, tiny = operation(request("large", count=9), np.ones(9, np.float32)), operation(request("tiny"))
         member.add(large)
         member.add(tiny)
@@ -128,7 +129,7 @@ class TestAgreement:
     ],
 )
 def test_arithmetic_is_the_data_planes(asked: Request, first: np.ndarray, second: np.ndarray, expected: object) -> None:
-    data = inline.combine(asked, [first.tobytes(), second.tobytes()])
+    data = inline.combine(asked, [first.tobytes(), second.tobytes()], 2)
     assert np.frombuffer(data, first.dtype).tolist() == np.asarray(expected).tolist()
 
 
@@ -136,4 +137,4 @@ def test_half_types_are_summed_in_float32() -> None:
     # Summed in bfloat16, each 1/256 would be lost beside the 1.
     payloads = [narrow_bfloat16(np.array([v, v], np.float32)).tobytes() for v in (1.0, 1 / 256, 1 / 256)]
     asked = request(dtype=DType.BFLOAT16, op=ReduceOp.SUM)
-    assert inline.combine(asked, payloads) == narrow_bfloat16(np.array([1 + 2 / 256] * 2, np.float32)).tobytes()
+    assert inline.combine(asked, payloads, 3) == narrow_bfloat16(np.array([1 + 2 / 256] * 2, np.float32)).tobytes()

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdgloo.engine.member import Member, Operation
+from hvdgloo.engine.member import Member
 from hvdgloo.engine.messages import Execute, Request, Resend, Response, Submit, decode, encode
 from hvdgloo.engine.negotiation import Negotiator, Waiting, agree, format_ranks
+from hvdgloo.engine.operation import Operation
 from hvdgloo.errors import DuplicateNameError, HorovodInternalError, JobShutdownError, MismatchError
 from hvdgloo.types import Collective, DType, ReduceOp, TensorSpec
 
@@ -78,10 +79,14 @@ class TestOrder:
         assert item.request.process_set == 0
 
     def test_a_set_may_come_later(self) -> None:
-        members: dict[int, tuple[int, ...]] = {0: (0, 1)}
-        negotiation = Negotiator(members, 10)
-        members[3] = (1,)
-        negotiation.absorb(1, Submit((), (reduce("x", 2, process_set=3),)), 0.0)
+        negotiation = negotiator(2)
+        for rank in (0, 1):
+            addition = Request("add", Collective.ADD_PROCESS_SET, ranks=(1,))
+            negotiation.absorb(rank, Submit((), (addition,)), 0.0)
+        (added,), _ = taken(negotiation)
+        assert isinstance(added, Response)
+        assert added.value == 1
+        negotiation.absorb(1, Submit((), (reduce("x", 2, process_set=1),)), 0.0)
         assert negotiation.has_ready
 
     def test_waiting_tells_who_is_missing_oldest_first(self) -> None:
@@ -288,7 +293,7 @@ def operation(request: Request) -> Operation:
 
 class TestMember:
     def test_only_the_first_since_a_drain_wakes(self) -> None:
-        member = Member(0)
+        member = Member(0, {0: (0, 1)}, 0)
         assert member.drain() is None
         assert member.add(operation(reduce("a", 1)))
         assert not member.add(operation(reduce("b", 1)))
@@ -299,7 +304,7 @@ class TestMember:
         assert member.add(operation(reduce("c", 1)))
 
     def test_a_name_in_flight_is_refused_and_leaves_no_trace(self) -> None:
-        member = Member(0)
+        member = Member(0, {0: (0, 1)}, 0)
         member.add(operation(reduce("a", 1)))
         with pytest.raises(DuplicateNameError, match="a is already in flight") as caught:
             member.add(operation(reduce("a", 2)))
@@ -310,7 +315,7 @@ class TestMember:
         member.add(operation(reduce("a", 1, process_set=1)))  # another set's names are its own
 
     def test_a_mismatch_fails_the_operation_alone_and_frees_its_name(self) -> None:
-        member = Member(0)
+        member = Member(0, {0: (0, 1)}, 0)
         failed, fine = operation(reduce("a", 1)), operation(reduce("b", 1))
         member.add(failed)
         member.add(fine)
@@ -324,7 +329,7 @@ class TestMember:
         member.add(operation(reduce("a", 1)))
 
     def test_once_closed_everything_is_refused_with_the_first_error(self) -> None:
-        member = Member(0)
+        member = Member(0, {0: (0, 1)}, 0)
         pending = operation(reduce("a", 1))
         member.add(pending)
         error = JobShutdownError("over", rank=1)
@@ -337,7 +342,7 @@ class TestMember:
         assert caught.value is error
 
     def test_an_operation_that_was_ordered_and_forgotten_in_one_message(self) -> None:
-        member = Member(0)
+        member = Member(0, {0: (0, 1)}, 0)
         member.add(operation(reduce("a", 1)))
         member.drain()
         member.accept(Execute((Response(reduce("a", 1), signature=0),)))
@@ -358,7 +363,7 @@ class Net:
     def __init__(self, size: int, capacity: int, rng: random.Random) -> None:
         self.size = size
         self.rng = rng
-        self.members = [Member(0) for _ in range(size)]
+        self.members = [Member(rank, {0: range(size)}, 0) for rank in range(size)]
         self.negotiator = negotiator(size, capacity)
         self.up: list[deque[bytes]] = [deque() for _ in range(size)]
         self.down: list[deque[bytes]] = [deque() for _ in range(size)]

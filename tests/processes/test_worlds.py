@@ -1,0 +1,120 @@
+"""``init`` with process sets, and with some of the ranks as a world of its own: between real processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.job import Job
+
+pytest.importorskip("torch", reason="several processes need the gloo backend, and that needs torch")
+
+HEAD = """
+import os
+import numpy as np
+import hvdgloo.numpy as hvd
+launched = int(os.environ["HVDGLOO_RANK"])
+"""
+
+
+def run(size: int, code: str, folder: Path) -> list[str]:
+    """What each worker printed; all must succeed."""
+    with Job(size, HEAD + code, folder) as job:
+        ended = job.wait()
+    assert [worker.returncode for worker in ended] == [0] * size, [worker.stderr for worker in ended]
+    return [worker.stdout for worker in ended]
+
+
+def test_static_sets_are_there_after_init(tmp_path: Path) -> None:
+    outputs = run(
+        3,
+        """
+even, odd = hvd.ProcessSet([0, 2]), hvd.ProcessSet([1])
+hvd.init(process_sets=[even, odd])
+mine = odd if hvd.rank() == 1 else even
+total = hvd.allreduce(np.full(100_000, float(hvd.rank())), op=hvd.Sum, process_set=mine)
+print(even.process_set_id, odd.process_set_id, mine.size(), mine.rank(), total[-1])
+hvd.shutdown()
+assert even.process_set_id is None
+hvd.init(process_sets=[even])
+if even.included():
+    print(hvd.allreduce(np.ones(1), op=hvd.Sum, process_set=even))
+hvd.barrier()
+""",
+        tmp_path,
+    )
+    assert outputs == ["1 2 2 0 2.0\n[2.]\n", "1 2 1 0 1.0\n", "1 2 2 1 2.0\n[2.]\n"]
+
+
+def test_different_lists_of_sets_are_a_value_error(tmp_path: Path) -> None:
+    code = """
+hvd.init(process_sets=[hvd.ProcessSet([0, 1])] if launched else [])
+"""
+    with Job(2, HEAD + code, tmp_path) as job:
+        ended = job.wait()
+    assert ended[1].returncode == 1
+    assert "InvalidArgumentError: init(process_sets=...) was called with the sets [[0, 1]] on rank 1" in ended[1].stderr
+    assert "and with [] on rank 0" in ended[1].stderr
+
+
+def test_some_ranks_are_a_world_of_their_own(tmp_path: Path) -> None:
+    outputs = run(
+        4,
+        """
+for _ in range(2):  # worlds can be left and entered again
+    hvd.init(comm=[1, 3] if launched % 2 else [0, 2])
+    gathered = hvd.allgather(np.array([launched]))
+    print(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), gathered.tolist())
+    hvd.shutdown()
+hvd.init()
+print(hvd.rank(), hvd.size(), hvd.allgather(np.array([launched])).tolist())
+""",
+        tmp_path,
+    )
+    for launched in range(4):
+        world = [launched % 2, launched % 2 + 2]
+        line = f"{launched // 2} 2 {launched // 2} 2 {world}\n"
+        assert outputs[launched] == 2 * line + f"{launched} 4 [0, 1, 2, 3]\n"
+
+
+def test_a_world_without_this_process_is_a_value_error(tmp_path: Path) -> None:
+    outputs = run(
+        2,
+        """
+for wrong in ([1 - launched], [0, 1, 2], [launched, launched], "01", [0.0], 5):
+    try:
+        hvd.init(comm=wrong)
+    except ValueError as error:
+        print(error)
+hvd.init(comm=[1, 0])
+print(hvd.size())
+""",
+        tmp_path,
+    )
+    lines = outputs[0].splitlines()
+    assert lines[0].startswith("comm=[1] leaves out this process, which is rank 0")
+    assert lines[1] == "comm=[0, 1, 2]: ranks are 0 to 1, each at most once"
+    assert lines[2] == "comm=[0, 0]: ranks are 0 to 1, each at most once"
+    assert all(line.startswith("comm must be None or a list of ranks") for line in lines[3:6])
+    assert lines[6:] == ["2"]
+
+
+def test_a_rank_that_dies_ends_waits_in_every_set(tmp_path: Path) -> None:
+    code = """
+import signal
+hvd.init()
+pair = hvd.add_process_set([0, 1])
+hvd.allreduce(np.ones(1), name="warm")
+if launched == 2:
+    print("gone", flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    while True:
+        hvd.allreduce(np.ones(100_000), process_set=pair)
+except hvd.HorovodInternalError as error:
+    print(type(error).__name__, error.rank)
+"""
+    with Job(3, HEAD + code, tmp_path) as job:
+        outputs = [worker.stdout for worker in job.wait()]
+    assert outputs == ["PeerLostError 2\n", "PeerLostError 2\n", "gone\n"]
