@@ -29,7 +29,7 @@ HOST_SPECIFIC = (
 """Names that are not passed on unless they are asked for; ``*`` stands for anything."""
 
 _PATTERN = re.compile("|".join(re.escape(name).replace(r"\*", ".*") for name in HOST_SPECIFIC))
-_NAME = re.compile(r"[^=\s\0][^=\0]*")
+_NAME = re.compile(r"[^=\s\0]+")
 
 
 def is_host_specific(name: str) -> bool:

@@ -96,7 +96,7 @@ class Gathering:
     def ready(self, host: Host) -> None:
         """Its agent can be used."""
         place = self._places[host]
-        place.connecting, place.ready = False, True
+        place.connecting, place.answered, place.ready = False, False, True
 
     def failed(self, host: Host, diagnosis: Diagnosis, now: float) -> float | None:
         """Its command has ended without an agent that can be used.

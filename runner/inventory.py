@@ -78,9 +78,9 @@ def _given(hosts: tuple[Host, ...], np: int | None, allocation: Allocation | Non
     if allocation is None:
         return Inventory(hosts, np)
     nodes = {host.name for host in allocation.hosts}
-    outside = [host.name for host in hosts if host.name not in nodes and host.name != "localhost"]
-    if len(outside) == len(hosts):
+    if not any(host.name in nodes for host in hosts):
         return Inventory(hosts, np)
+    outside = [host.name for host in hosts if host.name not in nodes and host.name != "localhost"]
     notices = (
         (f"{', '.join(outside)} is not part of Slurm job {allocation.job_id}: srun does not lead there",)
         if outside

@@ -19,16 +19,20 @@ from hvdgloo.errors import LaunchError
 from hvdgloo.runner.frames import PREAMBLE
 from hvdgloo.version import __version__
 
+REQUIRED = ("cheroot", "cloudpickle", "flask", "msgpack", "numpy", "prometheus_client", "psutil", "yaml")
+"""What is installed together with hvdgloo. Where it is not, each worker would fail with a traceback of its own."""
+
 # In "/" and not in the user's folder: the agent must not import a json.py that lies there. The preamble goes first,
 # so that a slow file system shows as a slow Python. No single quote, backslash, "!" or newline: some shell reads this.
 _BOOTSTRAP = (
-    "import os, sys; "
+    "import os, sys; from importlib.util import find_spec as find; "
     'os.chdir("/"); '
     'here = [p for p in sys.argv[2:] if os.path.isdir(os.path.join(p, "hvdgloo"))]; '
     "sys.path[:] = here + [p for p in sys.path if p]; "
     f'os.write(1, bytes.fromhex("{PREAMBLE.hex()}")); '
     "from hvdgloo.version import __version__ as found; "
     'found == sys.argv[1] or sys.exit("hvdgloo agent: version " + found + " is installed here"); '
+    f'[find(n) or sys.exit("hvdgloo agent: No module named " + n) for n in "{" ".join(REQUIRED)}".split()]; '
     "from hvdgloo.runner import agent; "
     'os._exit(agent.main(b""))'
 )

@@ -13,6 +13,7 @@ import re
 import shlex
 from dataclasses import dataclass
 
+from hvdgloo.errors import LaunchError
 from hvdgloo.runner.reasons import Cause, Diagnosis, Ending, Retry, other_failure, python_failure
 from hvdgloo.runner.remote import CommandStream, agent_argv
 from hvdgloo.runner.spec import Host, Reach
@@ -29,7 +30,12 @@ class SshSpawner:
         self._reach = reach
 
     def start(self, host: Host) -> CommandStream:
-        return CommandStream(ssh_argv(host, self._reach))
+        try:
+            return CommandStream(ssh_argv(host, self._reach))
+        except LaunchError as error:
+            raise LaunchError(
+                f"{error}; install an ssh client (openssh-client), or reach hosts in another way (--agent-command)"
+            ) from error
 
     def is_local(self, host: Host) -> bool:
         return False
