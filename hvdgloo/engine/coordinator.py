@@ -99,6 +99,7 @@ class Coordinator:
         self._inquest: _Inquest | None = None
         self._stall: _StallReport | None = None
         self._next_stall_check: float | None = None
+        self._told: dict[int, str | None] | None = None
 
     @property
     def has_ready(self) -> bool:
@@ -262,7 +263,7 @@ class Coordinator:
         if not rules.stall_check:
             return
         if not self._negotiator.has_pending:
-            self._stall = None
+            self._stall = self._told = None
             if self._next_stall_check is not None and now >= self._next_stall_check:
                 self._next_stall_check = None
             return
@@ -278,6 +279,7 @@ class Coordinator:
         waiting = self._negotiator.waiting()
         overdue = stall.overdue(waiting, now, rules.stall_warning_time)
         if not overdue:
+            self._told = None
             self._next_stall_check = waiting[0].since + rules.stall_warning_time
             return
         late = stall.missing_ranks(overdue)
@@ -293,11 +295,11 @@ class Coordinator:
         if not overdue:
             self._next_stall_check = now
             return
-        text = stall.report(overdue, now, self._describe, report.stacks)
-        self.warnings.append(text)
+        self.warnings.append(stall.report(overdue, now, self._describe, report.stacks, self._told))
+        self._told = report.stacks
         dead_line = min(operation.since for operation in overdue) + rules.stall_shutdown_time
         if rules.stall_shutdown_time and now >= dead_line:
-            self._abort("stall", text)
+            self._abort("stall", stall.report(overdue, now, self._describe, report.stacks))
             return
         self._next_stall_check = now + rules.stall_warning_time
         if rules.stall_shutdown_time:

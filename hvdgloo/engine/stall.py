@@ -19,7 +19,11 @@ def missing_ranks(waiting: Sequence[Waiting]) -> tuple[int, ...]:
 
 
 def report(
-    waiting: Sequence[Waiting], now: float, describe: Callable[[int], str], stacks: Mapping[int, str | None]
+    waiting: Sequence[Waiting],
+    now: float,
+    describe: Callable[[int], str],
+    stacks: Mapping[int, str | None],
+    told: Mapping[int, str | None] | None = None,
 ) -> str:
     """The one message about a stall.
 
@@ -28,11 +32,13 @@ def report(
         now: the present, on the clock of ``Waiting.since``.
         describe: a rank with its host and pid.
         stacks: what each missing rank answered; None if it did not answer in time.
+        told: the stacks of the message before this one about the same stall: what is in it is not repeated.
     """
     groups: dict[tuple[int, ...], list[Waiting]] = {}
     for operation in waiting:
         groups.setdefault(operation.missing, []).append(operation)
-    lines = ["Stalled: some ranks wait for tensors that others have not submitted."]
+    still = "Stalled" if told is None else "Still stalled"
+    lines = [f"{still}: some ranks wait for tensors that others have not submitted."]
     for missing, operations in groups.items():
         oldest = max(now - operation.since for operation in operations)
         names = ", ".join(operation.name for operation in operations[:_NAMES_SHOWN])
@@ -42,11 +48,18 @@ def report(
             f"missing on {format_ranks(missing)}"
         )
     for rank in missing_ranks(waiting):
-        answer = stacks.get(rank)
-        lines.append(f"  {describe(rank)} is here:" if answer else f"  {describe(rank)} does not answer.")
-        lines.extend(f"    {line}" for line in (answer or "").splitlines())
-    lines.append(
-        "  Usual causes: a rank takes another branch or leaves a loop earlier (uneven data), or waits for something "
-        "else (a lock, a file, a slow loader). Names must match on all ranks."
-    )
+        lines += _place(describe(rank), stacks.get(rank), None if told is None else told.get(rank))
+    if told is None:
+        lines.append(
+            "  Usual causes: a rank takes another branch or leaves a loop earlier (uneven data), or waits for "
+            "something else (a lock, a file, a slow loader). Names must match on all ranks."
+        )
     return "\n".join(lines)
+
+
+def _place(rank: str, stack: str | None, told: str | None) -> list[str]:
+    if not stack:
+        return [f"  {rank} does not answer."]
+    if stack == told:
+        return [f"  {rank} is where it was."]
+    return [f"  {rank} is here:", *(f"    {line}" for line in stack.splitlines())]

@@ -423,6 +423,32 @@ class TestStalls:
         assert len(job.warned()) == 5
         assert not job.coordinator.over
 
+    def test_what_was_told_is_not_repeated(self) -> None:
+        job = Job(3)
+        job.submits(0, "a")
+        job.run_until(job.now + 2 * WARNING + 1, answering=[1, 2], stacks=[1, 2])
+        first, second = job.warned()
+        assert first.startswith("Stalled")
+        assert second.startswith("Still stalled")
+        assert "a: for 120 s" in second
+        assert "rank 1 (h1, pid 101) is where it was." in second
+        assert "stack of 1" not in second
+        assert "Usual causes" not in second
+
+    def test_a_stall_after_one_that_has_passed_is_told_in_full(self) -> None:
+        job = Job(2)
+        job.submits(0, "a")
+        job.run_until(job.now + WARNING + 1, answering=[1], stacks=[1])
+        job.submits(1, "a")
+        job.coordinator.release(job.now)
+        job.run_until(job.now + WARNING, answering=[1])
+        job.submits(0, "a")
+        job.run_until(job.now + WARNING + 1, answering=[1], stacks=[1])
+        first, second = job.warned()
+        assert first.startswith("Stalled")
+        assert second.startswith("Stalled")
+        assert "stack of 1" in second
+
     def test_a_rank_that_tells_no_stacks_holds_the_warning_up_for_a_moment_only(self) -> None:
         job = Job(3)
         job.submits(0, "a")
@@ -531,3 +557,11 @@ class TestReport:
         assert "R1 is here:\n    line one\n    line two\n" in text
         assert "R2 does not answer." in text
         assert "Usual causes" in text
+
+    def test_a_rank_that_got_on_is_told_anew(self) -> None:
+        operations = [self.waiting("a", 0, (0,), (1, 2, 3))]
+        stacks = {1: "one\ntwo", 2: "moved", 3: None}
+        text = report(operations, 30.0, lambda rank: f"R{rank}", stacks, {1: "one\ntwo", 2: "before", 3: "there"})
+        assert "R1 is where it was.\n" in text
+        assert "R2 is here:\n    moved\n" in text
+        assert text.endswith("R3 does not answer.")
