@@ -8,6 +8,9 @@ listening sockets and shared-memory segments must be gone from all hosts within 
 is silence (a network that was cut, an agent that hangs). A connection that is lost before its agent was there is tried
 again, so a job may get over an accident during start-up: then it has another one.
 
+Two accidents together leave nobody who could do anything, and do not occur: agent and warden of a host are killed (or
+hang), and the launcher too is killed or cannot reach that host any more.
+
     python benchmarks/chaos_launch.py [--trials 100] [--seed 1] [--hosts 3]
 
 Prints a line for each trial and a table of all, and ends with status 1 if anything was left.
@@ -35,6 +38,7 @@ from tests.support.hosts_job import STUBBORN, HostsJob, inner_pid, leftovers
 
 LIMIT, SILENCE_LIMIT = 5.0, 10.0
 SLOTS = 2
+_LAUNCHER = "hvdgloo.runner"
 RUNNING = "running"
 FLAGS = ("--grace-period", "1.5", "--start-timeout", "8")
 
@@ -105,6 +109,8 @@ class Accidents:
         self._chance = chance
         self.cut: list[Host] = []
         self.silent = False
+        self._unwatched = False
+        self._alone = False
 
     def have_one(self) -> str:
         """One accident that is possible now."""
@@ -128,8 +134,9 @@ class Accidents:
 
     def agent_and_warden(self) -> str | None:
         chosen = self._one(self._is_warden)
-        if chosen is None:
+        if chosen is None or self._alone:
             return None
+        self._unwatched = True
         host, warden = chosen
         for process in [*warden.children(), warden]:
             host.kill(process)
@@ -137,8 +144,9 @@ class Accidents:
 
     def hang(self) -> str | None:
         chosen = self._one(self._is_warden)
-        if chosen is None or not self._all_up():
+        if chosen is None or self._alone or not self._all_up():
             return None
+        self._unwatched = True
         host, warden = chosen
         for process in [warden, *warden.children()]:
             host.kill(process, signal.SIGSTOP)
@@ -153,13 +161,22 @@ class Accidents:
         return self._signal(self._chance.choice(found) if found else None, signal.SIGKILL, "sshd session")
 
     def anything(self) -> str | None:
-        return self._signal(self._one(lambda _: True), signal.SIGKILL, "some process")
+        chosen = self._one(self._is_anything)
+        if chosen is not None and _LAUNCHER in _command(chosen[1]):
+            self._alone = True
+        return self._signal(chosen, signal.SIGKILL, "some process")
+
+    def _is_anything(self, process: psutil.Process) -> bool:
+        # What a worker's own children come to is the worker's business.
+        command = process.cmdline()
+        return STUBBORN not in command and not (self._unwatched and _LAUNCHER in command)
 
     def launcher(self) -> str | None:
         assert self._job.process is not None
         inner = self._job.process.inner
-        if inner is None:
+        if inner is None or self._unwatched:
             return None
+        self._alone = True
         inner.kill()
         return "launcher killed"
 
@@ -173,6 +190,9 @@ class Accidents:
         return f"launcher got {signum.name}"
 
     def network(self) -> str | None:
+        if self._unwatched:
+            return None
+        self._alone = True
         host = self._chance.choice([host for host in self._job.bed if host not in self.cut])
         host.cut()
         self.cut.append(host)
@@ -217,6 +237,13 @@ class Accidents:
             return None
         host.kill(process, signum)
         return f"{what} {number} on {host.name} got {signal.Signals(signum).name}"
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
 
 
 def stage(job: HostsJob) -> str:

@@ -136,7 +136,7 @@ class HostsJob:
     def last_words(self) -> str:
         """The summary, if there is one."""
         _, mark, after = self.error.rpartition("hvdgloo-run: the job failed: ")
-        return mark + after
+        return mark + after if mark else ""
 
     def wait(self, timeout: float = 20.0) -> int:
         assert self.process is not None
