@@ -152,7 +152,11 @@ class TestLines:
         assert len(scene.surface.notices) == 3
         scene.now += 20
         scene.display.step("b", Step.READY)
-        assert scene.surface.notices[-1] == "all hosts are ready after 90 s"
+        scene.display.step("a", Step.PROBING)
+        scene.display.step("a", Step.READY, "reached at 10.0.0.1")
+        assert len(scene.surface.notices) == 3
+        scene.display.close()
+        assert scene.surface.notices[3:] == ["all hosts are ready after 90 s"]
 
     def test_a_quick_start_says_nothing(self) -> None:
         scene = Scene("a")
