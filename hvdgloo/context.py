@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from hvdgloo import aftermath
 from hvdgloo.backends.base import Backend
 from hvdgloo.backends.local import LocalGroup
 from hvdgloo.config import Config, format_endpoint, parse_endpoint
@@ -415,6 +416,7 @@ def init(
             configure_logging(config, config.rank)
             context = Context.open(config, ranks, process_sets)
             configure_logging(config, context.rank)
+            aftermath.install(context.rank)
             try:
                 prepare(context)
             except BaseException:
