@@ -108,6 +108,17 @@ def test_pain_12_with_the_server_beside_the_agent(bed: Bed, launcher: Launcher) 
     assert all(within(port, RANGE) for one in found(done.stdout) for port in one["ours"])
 
 
+def test_gloo_s_own_listener_follows_the_system_s_range(make_bed: Callable[..., Bed], launcher: Launcher) -> None:
+    """As docs/launching.md says: torch lets nobody choose its port, but the system does."""
+    bed = make_bed(["h1", "h2"])
+    for host in bed:
+        host.run(["sysctl", "-qw", "net.ipv4.ip_local_port_range=40000 40199"], check=True)
+    arguments = ["--port-range", RANGE, "-H", "h1:1,h2:1", str(launcher.folder / "worker.py")]
+    done = bed["h1"].run([sys.executable, "-m", "hvdgloo.runner", *arguments])
+    assert done.returncode == 0, done.stderr
+    assert all(40000 <= port <= 40199 for one in found(done.stdout) for port in one["gloo"])
+
+
 def occupy(bed: Bed, name: str, ports: str) -> Any:
     first, last = map(int, ports.split("-"))
     code = (
