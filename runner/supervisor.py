@@ -69,7 +69,7 @@ ECHO_TIME = 2.0
 _SILENT = "its host is cut off, switched off or overloaded; if it is merely slow, raise --heartbeat-timeout"
 _EXIT_TIME = 1.0  # seconds that a command has to end by itself after its output did
 _POLL = 0.02
-_HELD_BACK = 200  # lines kept of what comes before the preamble
+_HELD_BACK = 200  # lines kept of what comes before an agent can be used
 _ACKNOWLEDGE = 64 * 1024  # bytes of output for which credit is given at once
 
 
@@ -426,6 +426,7 @@ class Supervisor:
         """Its agent can be used."""
         assert link.hello is not None
         link.taken = True
+        self._show_held_back(link)
         if self._gathering is not None:
             self._gathering.ready(link.host)
         self.get_on(link, Step.READY, f"{link.hello.hostname}, agent is process {link.hello.pid}")
@@ -445,6 +446,8 @@ class Supervisor:
         self._watch_writes(link)
         link.stream.kill()
         link.close()
+        if diagnosis.cause is Cause.OTHER or self._spec.verbose:
+            self._show_held_back(link)  # the diagnosis says less
         if self._gathering is not None:
             again = self._gathering.failed(link.host, diagnosis, now)
             if again is not None:
@@ -461,7 +464,6 @@ class Supervisor:
         link.silence.heard(time.monotonic())
         if link.step is Step.CONNECTING and link.channel.decoder.opened:
             self.get_on(link, Step.PYTHON)
-            self._show(link, link.held_back)
             if self._gathering is not None:
                 self._gathering.answered(link.host)
         for item in items:
@@ -482,11 +484,17 @@ class Supervisor:
         self._observer.step(link.host.name, step, detail)
 
     def _show(self, link: Link, lines: Sequence[str]) -> None:
-        if link.step is Step.CONNECTING:
+        if self._gathering is not None and not link.taken:
             link.held_back += lines[: _HELD_BACK - len(link.held_back)]
             return
         for line in lines:
             self._observer.notice(f"[{link.host.name}] {line}")
+
+    def _show_held_back(self, link: Link) -> None:
+        """What came before it was known whether the host can be used."""
+        for line in link.held_back:
+            self._observer.notice(f"[{link.host.name}] {line}")
+        link.held_back.clear()
 
     def _on_stderr(self, link: Link) -> None:
         while link.stderr_open:
