@@ -130,6 +130,8 @@ def test_a_user_s_module_of_any_name_disturbs_neither_launcher_nor_agent(launche
         (["-np", "0", "worker.py"], 2, "at least 1"),
         (["-np", "two", "worker.py"], 2, "-np"),
         (["-np", "4", "-H", "localhost:2", "worker.py"], 2, "4 processes were asked for, but there are only 2 slots"),
+        (["-np", "100000", "worker.py"], 2, "-np 100000: a job has at most 65536 processes"),
+        (["-np", "60000", "worker.py"], 2, "60000 processes would run on host localhost, which has"),
         (["-H", "localhost:2,localhost:1", "worker.py"], 2, "host localhost is given twice"),
         (["-H", "localhost:x", "worker.py"], 2, "'localhost:x' is not a host with a number of slots"),
         (["-H", "localhost:2,127.0.0.1:2", "worker.py"], 2, "are all this machine"),
