@@ -391,6 +391,9 @@ class Supervisor:
             self._links.append(link)
             self._selector.register(link.channel.receive_fd, selectors.EVENT_READ, partial(self._on_readable, link))
             self._selector.register(link.stream.stderr, selectors.EVENT_READ, partial(self._on_stderr, link))
+            attempts = self._gathering.attempts(host)
+            again = f"attempt {attempts}, {self._gathering.last_failure(host)}" if attempts > 1 else ""
+            self.get_on(link, Step.CONNECTING, again)
 
     def _judge_ended(self, now: float) -> None:
         """Judge the commands whose streams have ended without a good-bye, once their exit status is there."""
@@ -564,7 +567,7 @@ class Supervisor:
             raise failed
         by_host = {link.host: link for link in self._links}
         absent = [
-            (host.name, link.step if link else Step.CONNECTING, self._last_words(link) or gathering.last_failure(host))
+            (host.name, link.step if link else Step.CONNECTING, self._last_words(link) or gathering.known(host))
             for host in self._hosts
             if (link := by_host.get(host)) is None or not link.taken
         ]
