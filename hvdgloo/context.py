@@ -417,6 +417,7 @@ def init(
             context = Context.open(config, ranks, process_sets)
             configure_logging(config, context.rank)
             aftermath.install(context.rank)
+            _pin(context)
             try:
                 prepare(context)
             except BaseException:
@@ -424,6 +425,19 @@ def init(
                 raise
             _current = context
         return _current
+
+
+def _pin(context: Context) -> None:
+    """Keep the communication threads on the core that the user gave."""
+    if not context.config.thread_affinity:
+        return
+    cores = context.config.thread_affinity.split(",")
+    try:
+        context.engine.pin(int(cores[context.local_rank]))
+    except IndexError:
+        logger.warning("HVDGLOO_THREAD_AFFINITY has no core for local rank %d; it runs on any", context.local_rank)
+    except OSError as error:
+        logger.warning("HVDGLOO_THREAD_AFFINITY: core %s cannot be used: %s", cores[context.local_rank], error)
 
 
 def shutdown() -> None:

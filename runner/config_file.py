@@ -24,7 +24,7 @@ _IGNORED = {
         "enabled", "log_file", "warmup_samples", "steps_per_sample", "bayes_opt_max_samples", "gaussian_process_noise",
     },
     "timeline": {"filename", "mark_cycles"},
-    "library_options": {"mpi_threads_disable", "num_nccl_streams", "thread_affinity"},
+    "library_options": {"mpi_threads_disable", "num_nccl_streams"},
 }  # fmt: skip
 """Horovod's keys that have no effect."""
 

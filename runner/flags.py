@@ -44,12 +44,13 @@ ALTERNATIVES: tuple[tuple[str, ...], ...] = (("hosts", "hostfile"),)
 _SECTIONS = {
     "network": "network",
     "timeouts": "time",
-    "library_options": "time",
+    "library_options.gloo_timeout_seconds": "time",
+    "library_options.thread_affinity": "tuning",
     "params": "tuning",
     "stall_check": "stalls",
     "logging": "log",
 }
-"""Section of the configuration file to the group that shows a setting's flag."""
+"""Section, or single key, of the configuration file to the group that shows a setting's flag."""
 
 _ELSEWHERE = {
     "-n": "-np",
@@ -72,8 +73,8 @@ leave nothing behind.
 
 _KNOWN = """\
 --autotune-..., --timeline-..., --hierarchical-..., --torus-allreduce, --tcp,
---mpi-args, --mpi-threads-disable, --binding-args, --num-nccl-streams,
---thread-affinity and --disable-cache have no effect, which is said in a line;
+--mpi-args, --mpi-threads-disable, --binding-args, --num-nccl-streams and
+--disable-cache have no effect, which is said in a line;
 --mpi, --jsrun and the flags of jobs that grow and shrink (--min-np, --max-np,
 --host-discovery-script, ...) are refused."""
 
@@ -194,7 +195,7 @@ def build_parser() -> Parser:
     add_environment_flags(parser.adder("environment"))
     _add_network_flags(parser.adder("network"))
     _add_output_flags(parser.adder("output"))
-    options.add_setting_flags(lambda section: parser.adder(_SECTIONS[section]))
+    options.add_setting_flags(lambda key: parser.adder(_SECTIONS.get(key) or _SECTIONS[key.partition(".")[0]]))
     _add_time_flags(parser.adder("time"))
     _add_doctor_flags(parser.adder("doctor"))
     _add_information_flags(parser.adder("information"))

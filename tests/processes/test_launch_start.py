@@ -285,6 +285,25 @@ def test_help_version_and_build_table(launcher: Launcher) -> None:
     assert "    [ ] MPI" in table
 
 
+def test_thread_affinity(launcher: Launcher) -> None:
+    pytest.importorskip("torch")
+    core = min(os.sched_getaffinity(0))
+    script = launcher.script(
+        """
+        import os, threading
+        import hvdgloo.numpy as hvd
+        hvd.init()
+        threads = [thread for thread in threading.enumerate() if thread.name.startswith("hvdgloo-")]
+        print([sorted(os.sched_getaffinity(thread.native_id)) for thread in threads])
+        """
+    )
+    done = launcher.run("-np", "2", "--thread-affinity", f"{core},{core}", script, timeout=50)
+    assert sorted(done.stdout.splitlines()) == [f"[{rank}]<stdout>:[[{core}], [{core}]]" for rank in range(2)]
+    done = launcher.run("-np", "1", "--thread-affinity", "4711", script, timeout=50)
+    assert "HVDGLOO_THREAD_AFFINITY: core 4711 cannot be used" in done.stderr
+    assert done.returncode == 0
+
+
 def test_the_user_s_own_torch_distributed_works_in_a_worker(launcher: Launcher) -> None:
     pytest.importorskip("torch")
     script = launcher.script(
