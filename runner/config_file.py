@@ -114,7 +114,9 @@ def _load(path: str) -> Mapping[str, Any]:
     try:
         with open(path, encoding="utf-8") as file:
             content = yaml.safe_load(file)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except OSError as error:
+        raise ConfigError(f"--config-file {path}: {error.strerror}") from None
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"--config-file {path}: {error}") from None
     if content is None:
         return {}

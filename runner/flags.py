@@ -11,7 +11,7 @@ import argparse
 import math
 import shutil
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from hvdgloo.errors import ConfigError
@@ -138,7 +138,14 @@ class Parser(argparse.ArgumentParser):
     def given(self, flags: Sequence[str]) -> argparse.Namespace:
         """What the command line gives; None for every flag that it does not."""
         absent = argparse.Namespace(**{action.dest: None for action in self._actions})
-        return self.parse_args(flags, absent)
+        return self.parse_args(list(self._joined(flags)), absent)
+
+    def _joined(self, flags: Sequence[str]) -> Iterator[str]:
+        """``--ssh-args -v`` as ``--ssh-args=-v``: argparse would take the value for a flag."""
+        rest = iter(flags)
+        for word in rest:
+            value = next(rest, None) if self.values.get(word) == 1 else None
+            yield word if value is None else f"{word}={value}"
 
     def complete(self, given: argparse.Namespace, from_file: Mapping[str, Any]) -> argparse.Namespace:
         """The same with what a file adds, and defaults for the rest.
