@@ -45,6 +45,9 @@ LIBRARY_SIGNALS = (signal.SIGINT, signal.SIGTSTP)
 """What ``hvdgloo.run.run`` takes over while it runs: the others are the calling program's own business."""
 
 
+_DESCRIPTORS_PER_HOST = 4  # three pipes, and a probe's connection
+
+
 class Results(Protocol):
     """Receives what tasks leave behind, piece by piece."""
 
@@ -120,6 +123,7 @@ def launch(
     trusted = spawner is not None
     spawner = spawner or choose_spawner(hosts, spec.reach)
     job_id = secrets.token_hex(16)
+    raise_descriptor_limit(_DESCRIPTORS_PER_HOST * len(hosts))
     with _console(spec, stdout, stderr, quiet) as console:
         names = [host.name for host in hosts]
         display = StartDisplay(names, console, environ=spec.environ, verbose=spec.verbose)
