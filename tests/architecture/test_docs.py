@@ -24,7 +24,18 @@ from hvdgloo.runner.spec import Host, assign
 from tests.architecture.source import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
-OTHER_OPTIONS = {"--epochs", "--from-literal", "--ipc", "--pid", "--shm-size", "--sysctl"}
+OTHER_OPTIONS = {
+    "--epochs",
+    "--from-literal",
+    "--gpus-per-node",
+    "--ipc",
+    "--network",
+    "--nodes",
+    "--ntasks-per-node",
+    "--pid",
+    "--shm-size",
+    "--sysctl",
+}
 """Options in examples that belong to other programs."""
 
 

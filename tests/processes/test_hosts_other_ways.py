@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import shlex
+import re
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.support.hosts import Bed, Host
+from tests.support.hosts import Bed, Host, HostSpec
 from tests.support.launching import Launcher, launcher_in, wait_for
 
 RUN = [sys.executable, "-m", "hvdgloo.runner"]
@@ -41,6 +41,10 @@ def program(path: Path, text: str) -> Path:
     path.write_text(text)
     path.chmod(0o755)
     return path
+
+
+CONNECT = 'import os, shlex, sys; os.execvp("ssh", ["ssh", sys.argv[1], "exec " + shlex.join(sys.argv[2:])])'
+"""A program that has ssh run what it is given, without a shell taking the words apart."""
 
 
 class TestATemplate:
@@ -76,6 +80,45 @@ class TestATemplate:
         done = launcher.run("-H", "ann@a:1,b:1", "--agent-command", "x {user} {host}", "true")
         assert done.returncode == 2
         assert "--agent-command uses {user}, which host b does not have: give user@b" in done.stderr
+
+
+class TestRecipes:
+    """Those of docs/launching.md, as they stand there, on the bed: pains 16 and 17."""
+
+    FALSE = """#!/bin/sh
+    # Pods and containers are hosts, and the container "trainer" is the host that it is on.
+    while [ $# -gt 0 ]; do
+        case "$1" in
+            worker-0|trainer-0) host=h2; shift; break;;
+            worker-1|trainer-1) host=h3; shift; break;;
+            trainer) shift; break;;
+        esac
+        shift
+    done
+    [ "$1" != "--" ] || shift
+    [ -n "$host" ] || exec "$@"
+    exec {python} -c '{connect}' "$host" "$@"
+    """
+
+    def test_each_works(self, make_bed: Callable[..., Bed], tmp_path: Path) -> None:
+        for name in ("kubectl", "docker"):
+            program(tmp_path / name, self.FALSE.replace("{python}", sys.executable).replace("{connect}", CONNECT))
+        start_up = f"module() {{ [ $1 = load ]; }}; PATH={tmp_path}:$PATH"
+        bed = make_bed([HostSpec(name, bashrc=start_up) for name in ("h1", "h2", "h3")])
+        text = (Path(__file__).parents[2] / "docs/launching.md").read_text()
+        recipes = re.findall(r"^\$ hvdgloo-run (-H \S+) --agent-command '([^'\n]+)' train\.py$", text, re.MULTILINE)
+        assert len(recipes) == 6
+        (tmp_path / "train.py").write_text(SUM)
+        for hosts, template in recipes:
+            if template.startswith("ip netns"):
+                continue  # has a test of its own
+            done = bed["h1"].run(
+                [*RUN, *re.sub(r":\d", ":1", hosts).split(), "--agent-command", template, "train.py"],
+                cwd=tmp_path,
+                env={"PATH": f"{tmp_path}:/usr/local/bin:/usr/bin:/bin"},
+                timeout=40.0,
+            )
+            assert len(lines(done)) == 2, template
 
 
 class TestKubectl:
@@ -135,7 +178,6 @@ class TestSlurm:
     """Hosts are nodes of an allocation, and a false srun leads to them, by ssh."""
 
     def environment(self, folder: Path, nodes: str, **more: str) -> dict[str, str]:
-        connect = "import os, shlex, sys; os.execvp('ssh', ['ssh', sys.argv[1], 'exec ' + shlex.join(sys.argv[2:])])"
         program(
             folder / "srun",
             f"""#!/bin/sh
@@ -149,7 +191,7 @@ class TestSlurm:
                 shift
             done
             [ "$node" != "h3" ] || [ ! -e {folder}/broken ] || {{ echo "srun: error: node failure" >&2; exit 1; }}
-            exec {sys.executable} -c {shlex.quote(connect)} "$node" "$@"
+            exec {sys.executable} -c '{CONNECT}' "$node" "$@"
             """,
         )
         path = f"{folder}:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
