@@ -131,6 +131,20 @@ def test_pain_7_names_of_nics_that_differ_and_pain_9_names_that_mean_loopback(
     assert [one["HOROVOD_GLOO_IFACE"] for one in ranks] == ["enp3s0", "ib0"]
 
 
+def test_pain_9_the_user_s_own_torch_distributed_works_as_well(make_bed: Callable[..., Bed], tmp_path: Path) -> None:
+    """By itself it would take what the host's name resolves to."""
+    bed = make_bed([HostSpec(name, loopback_name=True) for name in ("h1", "h2")])
+    script = tmp_path / "own.py"
+    script.write_text(
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\ntotal = torch.ones(3)\ndist.all_reduce(total)\n"
+        "print('TOTAL', total[0].item())\ndist.destroy_process_group()\n"
+    )
+    done = start(bed["h1"], "-H", "h1:1,h2:1", str(script))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("TOTAL 2.0") == 2
+
+
 def test_a_first_nic_that_swallows_packets_costs_no_time(make_bed: Callable[..., Bed], quick: str) -> None:
     two = (Nic("eth0"), Nic("eth1", network="b"))
     bed = make_bed([HostSpec("h1", nics=two), HostSpec("h2", nics=two), "h3"])
