@@ -78,7 +78,7 @@ def test_functions_travel_by_reference(hvd: ModuleType) -> None:
     for copy in (pickle.loads(pickle.dumps(allreduce)), cloudpickle.loads(cloudpickle.dumps(function))()):
         assert copy.__self__ is hvd.allreduce.__self__
     with pytest.raises(TypeError, match="cannot be pickled"):
-        pickle.dumps(Frontend(hvd._frontend.adapter, lambda: None))  # type: ignore[arg-type,return-value]
+        pickle.dumps(Frontend(allreduce.__self__.adapter, lambda: None))  # type: ignore[arg-type,return-value]
 
 
 def test_a_missing_framework_says_what_to_install() -> None:
