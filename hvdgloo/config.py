@@ -156,6 +156,13 @@ def _port_range(text: str) -> tuple[int, int]:
     return low, high
 
 
+def _cores(text: str) -> str:
+    cores = [part.strip() for part in text.split(",")]
+    if not all(core.isascii() and core.isdigit() for core in cores):
+        raise ValueError("expected the number of a core, or one for each local rank: 0,1,2")
+    return ",".join(cores)
+
+
 def _setting(default: T, **declaration: Any) -> T:
     value: T = field(
         default=default,
@@ -302,6 +309,16 @@ class Config:
         unit="tensors",
         parse=_integer(0),
         help="how many negotiated tensors are remembered, so that their names are not sent again; 0 remembers none",
+    )
+    thread_affinity: str = _setting(
+        "",
+        env="HVDGLOO_THREAD_AFFINITY",
+        fallback=("HOROVOD_THREAD_AFFINITY",),
+        flag="--thread-affinity",
+        yaml="library_options.thread_affinity",
+        parse=_cores,
+        help="the core that a worker's communication threads run on; for several workers of a host a comma-separated "
+        "list, in the order of local ranks; by default any",
     )
     disable_group_fusion: bool = _setting(
         False,

@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from hvdgloo import aftermath
 from hvdgloo.backends.base import Backend
 from hvdgloo.backends.local import LocalGroup
 from hvdgloo.config import Config, format_endpoint, parse_endpoint
@@ -415,6 +416,8 @@ def init(
             configure_logging(config, config.rank)
             context = Context.open(config, ranks, process_sets)
             configure_logging(config, context.rank)
+            aftermath.install(context.rank)
+            _pin(context)
             try:
                 prepare(context)
             except BaseException:
@@ -422,6 +425,19 @@ def init(
                 raise
             _current = context
         return _current
+
+
+def _pin(context: Context) -> None:
+    """Keep the communication threads on the core that the user gave."""
+    if not context.config.thread_affinity:
+        return
+    cores = context.config.thread_affinity.split(",")
+    try:
+        context.engine.pin(int(cores[context.local_rank]))
+    except IndexError:
+        logger.warning("HVDGLOO_THREAD_AFFINITY has no core for local rank %d; it runs on any", context.local_rank)
+    except OSError as error:
+        logger.warning("HVDGLOO_THREAD_AFFINITY: core %s cannot be used: %s", cores[context.local_rank], error)
 
 
 def shutdown() -> None:

@@ -24,7 +24,7 @@ _IGNORED = {
         "enabled", "log_file", "warmup_samples", "steps_per_sample", "bayes_opt_max_samples", "gaussian_process_noise",
     },
     "timeline": {"filename", "mark_cycles"},
-    "library_options": {"mpi_threads_disable", "num_nccl_streams", "thread_affinity"},
+    "library_options": {"mpi_threads_disable", "num_nccl_streams"},
 }  # fmt: skip
 """Horovod's keys that have no effect."""
 
@@ -114,7 +114,9 @@ def _load(path: str) -> Mapping[str, Any]:
     try:
         with open(path, encoding="utf-8") as file:
             content = yaml.safe_load(file)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except OSError as error:
+        raise ConfigError(f"--config-file {path}: {error.strerror}") from None
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"--config-file {path}: {error}") from None
     if content is None:
         return {}

@@ -27,7 +27,7 @@ LOOPBACK = Address("", "127.0.0.1", 8)
 
 _SETTLE_SECONDS = 0.3  # that answers which might lead to a better choice still have, once there is one
 _LOOK_AGAIN = 0.05
-_LEAST, _MOST = 0.2, 5.0
+_LEAST, _MOST = 0.2, 3.0
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Network:
 
 
 def probe_timeout(connect_timeout: float) -> float:
-    """Seconds for one probe: long enough for two lost packets, and so short that all of them end within 10 s."""
+    """Seconds for one probe: enough for a lost packet, and so short that all of them end within 10 s."""
     return min(_MOST, max(_LEAST, connect_timeout / 10))
 
 
@@ -57,8 +57,8 @@ def discover(supervisor: Supervisor, spec: LaunchSpec, hellos: Sequence[Hello]) 
         ConfigError: no port of the range is free.
         JobFailedError: a signal came first.
     """
-    if len(supervisor.links) == 1:
-        return _alone(supervisor, spec, hellos[0])
+    if len({hello.identity for hello in hellos}) == 1:
+        return _alone(supervisor, spec, hellos)
     for link in supervisor.links:
         supervisor.get_on(link, Step.PROBING)
     network = _Discovery(supervisor, spec, hellos).run()
@@ -79,17 +79,17 @@ def explore(supervisor: Supervisor, spec: LaunchSpec, hellos: Sequence[Hello]) -
     return _Discovery(supervisor, spec, hellos).collect(everything=True)
 
 
-def _alone(supervisor: Supervisor, spec: LaunchSpec, hello: Hello) -> Network:
-    """A job on one host."""
-    server = Server.LAUNCHER if hello.identity == host_identity() else Server.FIRST_HOST
-    address, port = LOOPBACK, hello.port
+def _alone(supervisor: Supervisor, spec: LaunchSpec, hellos: Sequence[Hello]) -> Network:
+    """A job on one host, or on several names of one."""
+    server = Server.LAUNCHER if hellos[0].identity == host_identity() else Server.FIRST_HOST
+    address, port = LOOPBACK, hellos[0].port
     if spec.network.nics or spec.network.port_range:
-        discovery = _Discovery(supervisor, spec, [hello])
+        discovery = _Discovery(supervisor, spec, hellos)
         discovery.survey(listen=False)
         port = discovery.master_port
         if spec.network.nics:
             address = discovery.wanted_alone()
-    return Network(Placement((address,), server, address.address), port)
+    return Network(Placement((address,) * len(hellos), server, address.address), port)
 
 
 class _Discovery:

@@ -81,9 +81,6 @@ class StartDisplay:
         if self._verbose:
             more = f" ({detail})" if detail else ""
             self._surface.notice(f"{host}: {step.value} after {seconds(self._progress.elapsed(now))}{more}")
-        elif self._said and not self._progress.waiting:
-            # Who was told that something is waited for is told that it has come.
-            self._surface.notice(f"all hosts are ready after {seconds(self._progress.elapsed(now))}")
         if self._shown:
             self._next_drawing = min(self._next_drawing, self._last_drawing + _CALM)
 
@@ -113,6 +110,9 @@ class StartDisplay:
         """The start is over, in whatever way."""
         self._closed = True
         self._hide()
+        if self._said and not self._progress.waiting:
+            # Who was told that something is waited for is told that it has come.
+            self._surface.notice(f"all hosts are ready after {seconds(self._progress.elapsed(self._clock()))}")
 
     def _draw(self, now: float, window: Window) -> None:
         # The last row stays free: that is where the cursor is.

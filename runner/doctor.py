@@ -28,6 +28,7 @@ from hvdgloo.runner.frames import Examine, Examined, Hello, Require
 from hvdgloo.runner.launch import COMMAND_LINE_SIGNALS, passed_on, required_on
 from hvdgloo.runner.link import Link
 from hvdgloo.runner.placement import Reports
+from hvdgloo.runner.silence import Silence
 from hvdgloo.runner.spawners import Spawner
 from hvdgloo.runner.spec import Host, LaunchSpec
 from hvdgloo.runner.supervisor import Supervisor
@@ -130,6 +131,8 @@ def _look_round(supervisor: Supervisor, spec: LaunchSpec, spawner: Spawner, roun
     for link in supervisor.links:
         assert link.hello is not None
         round_.answers[link.host] = _Answer(link.hello, time.time())
+        # An agent that waits for a driver or a file system says nothing meanwhile.
+        link.silence = Silence(spec.start_timeout, time.monotonic())
         link.channel.send(Examine(**asdict(required_on(spec, spawner, link.host))))
     supervisor.converse(
         lambda: all(link.gone or round_.answers[link.host].examined for link in supervisor.links),

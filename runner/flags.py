@@ -11,7 +11,7 @@ import argparse
 import math
 import shutil
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from hvdgloo.errors import ConfigError
@@ -44,12 +44,13 @@ ALTERNATIVES: tuple[tuple[str, ...], ...] = (("hosts", "hostfile"),)
 _SECTIONS = {
     "network": "network",
     "timeouts": "time",
-    "library_options": "time",
+    "library_options.gloo_timeout_seconds": "time",
+    "library_options.thread_affinity": "tuning",
     "params": "tuning",
     "stall_check": "stalls",
     "logging": "log",
 }
-"""Section of the configuration file to the group that shows a setting's flag."""
+"""Section, or single key, of the configuration file to the group that shows a setting's flag."""
 
 _ELSEWHERE = {
     "-n": "-np",
@@ -72,8 +73,8 @@ leave nothing behind.
 
 _KNOWN = """\
 --autotune-..., --timeline-..., --hierarchical-..., --torus-allreduce, --tcp,
---mpi-args, --mpi-threads-disable, --binding-args, --num-nccl-streams,
---thread-affinity and --disable-cache have no effect, which is said in a line;
+--mpi-args, --mpi-threads-disable, --binding-args, --num-nccl-streams and
+--disable-cache have no effect, which is said in a line;
 --mpi, --jsrun and the flags of jobs that grow and shrink (--min-np, --max-np,
 --host-discovery-script, ...) are refused."""
 
@@ -137,7 +138,14 @@ class Parser(argparse.ArgumentParser):
     def given(self, flags: Sequence[str]) -> argparse.Namespace:
         """What the command line gives; None for every flag that it does not."""
         absent = argparse.Namespace(**{action.dest: None for action in self._actions})
-        return self.parse_args(flags, absent)
+        return self.parse_args(list(self._joined(flags)), absent)
+
+    def _joined(self, flags: Sequence[str]) -> Iterator[str]:
+        """``--ssh-args -v`` as ``--ssh-args=-v``: argparse would take the value for a flag."""
+        rest = iter(flags)
+        for word in rest:
+            value = next(rest, None) if self.values.get(word) == 1 else None
+            yield word if value is None else f"{word}={value}"
 
     def complete(self, given: argparse.Namespace, from_file: Mapping[str, Any]) -> argparse.Namespace:
         """The same with what a file adds, and defaults for the rest.
@@ -194,7 +202,7 @@ def build_parser() -> Parser:
     add_environment_flags(parser.adder("environment"))
     _add_network_flags(parser.adder("network"))
     _add_output_flags(parser.adder("output"))
-    options.add_setting_flags(lambda section: parser.adder(_SECTIONS[section]))
+    options.add_setting_flags(lambda key: parser.adder(_SECTIONS.get(key) or _SECTIONS[key.partition(".")[0]]))
     _add_time_flags(parser.adder("time"))
     _add_doctor_flags(parser.adder("doctor"))
     _add_information_flags(parser.adder("information"))

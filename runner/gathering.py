@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from hvdgloo.errors import UnusableHostsError
 from hvdgloo.runner.frames import Hello
+from hvdgloo.runner.progress import NOT_TRIED
 from hvdgloo.runner.reasons import Diagnosis, Retry
 from hvdgloo.runner.spec import Host, Reach
 
@@ -138,6 +139,10 @@ class Gathering:
         """What is known about a host that is tried again and again."""
         last = self._places[host].last
         return last.text if last is not None else ""
+
+    def known(self, host: Host) -> str:
+        """What there is to say about a host that is not there: its last failure, or that its turn has not come."""
+        return self.last_failure(host) or ("" if self.attempts(host) else NOT_TRIED)
 
     def reasons(self) -> dict[Host, str]:
         """Why hosts cannot be used, for those that failed."""

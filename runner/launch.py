@@ -26,6 +26,7 @@ from hvdgloo.runner.hosts import place, shortlist
 from hvdgloo.runner.meeting import Meeting, open_meeting
 from hvdgloo.runner.nics import Address
 from hvdgloo.runner.outcome import Failure, Outcome, blame
+from hvdgloo.runner.placement import Placement, Server
 from hvdgloo.runner.spawners import Spawner
 from hvdgloo.runner.spec import Host, LaunchSpec, Slot
 from hvdgloo.runner.supervisor import Supervisor
@@ -42,6 +43,9 @@ COMMAND_LINE_SIGNALS = (
 )
 LIBRARY_SIGNALS = (signal.SIGINT, signal.SIGTSTP)
 """What ``hvdgloo.run.run`` takes over while it runs: the others are the calling program's own business."""
+
+
+_DESCRIPTORS_PER_HOST = 4  # three pipes, and a probe's connection
 
 
 class Results(Protocol):
@@ -119,6 +123,7 @@ def launch(
     trusted = spawner is not None
     spawner = spawner or choose_spawner(hosts, spec.reach)
     job_id = secrets.token_hex(16)
+    raise_descriptor_limit(_DESCRIPTORS_PER_HOST * len(hosts))
     with _console(spec, stdout, stderr, quiet) as console:
         names = [host.name for host in hosts]
         display = StartDisplay(names, console, environ=spec.environ, verbose=spec.verbose)
@@ -133,6 +138,7 @@ def launch(
                     hosts, hellos = supervisor.keep(_hosts_in_use(slots))
                     _expect(console, spec, len(slots))
                     network = discover(supervisor, spec, hellos)
+                _say_server(console, spec, hosts, network.placement)
                 with open_meeting(supervisor, spec, hosts, network.placement, job_id) as meeting:
                     addresses = network.placement.addresses
                     env = [
@@ -297,6 +303,14 @@ def _spawns(
         stdin = slot.rank == spec.stdin_rank
         spawns[slot.host].append(Spawn(slot.rank, commands[slot.host], env, stdin=stdin, task=task))
     return spawns
+
+
+def _say_server(console: Console, spec: LaunchSpec, hosts: Sequence[Host], placement: Placement) -> None:
+    if spec.verbose and placement.server is Server.FIRST_HOST:
+        console.notice(
+            f"the rendezvous server runs on {hosts[0].name}, at {placement.rendezvous}: "
+            + ("that is where all workers are" if len(hosts) == 1 else "not all hosts reach the launcher")
+        )
 
 
 def _say_threads(console: Console, spec: LaunchSpec, env: Sequence[Mapping[str, str]]) -> None:

@@ -31,7 +31,7 @@ class Link:
         gone: its stream has ended, or it counts as lost.
         silence: how long nothing has been heard of it.
         ended_at: when its stream ended, without a good-bye.
-        held_back: lines that came before anything showed that the host was reached.
+        held_back: lines that came before the agent could be used: its login shell's, or why there is none.
         owed: for each rank, bytes of output for which it was given no credit yet.
         stderr: the last lines that its command wrote there.
     """

@@ -43,7 +43,6 @@ IGNORED_FLAGS: tuple[tuple[str, int, str], ...] = (
     ("--autotune-gaussian-process-noise", 1, _NOT_YET),
     ("--timeline-filename", 1, _NOT_YET),
     *((f"--{no}timeline-mark-cycles", 0, _NOT_YET) for no in ("", "no-")),
-    ("--thread-affinity", 1, _NOT_YET),
 )  # fmt: skip
 """Horovod's flags that are accepted and do nothing: flag, number of values, why."""
 
@@ -72,20 +71,22 @@ def add_setting_flags(adder: Callable[[str], AddArgument]) -> None:
     """Add the flag of every field that has one; booleans get a twin for the opposite.
 
     Args:
-        adder: section of the configuration file to what adds a flag of that section.
+        adder: a setting's key in the configuration file to what adds its flag.
     """
     for name, setting in settings().items():
         if setting.flag is None:
             continue
         assert setting.yaml is not None, "what can be given as a flag can stand in a file"
-        add = adder(setting.yaml.partition(".")[0])
+        add = adder(setting.yaml)
         if is_boolean(name):
             add(setting.flag, dest=_PREFIX + name, action="store_const", const="1", help=_help(name, setting))
             add(twin(setting.flag), dest=_PREFIX + name, action="store_const", const="0", help=argparse.SUPPRESS)
         else:
             add(setting.flag, dest=_PREFIX + name, metavar=_metavar(setting), help=_help(name, setting))
     for flag, name, text in _OLD_SPELLINGS:
-        adder("logging")(flag, dest=_PREFIX + name, action="store_const", const=text, help=argparse.SUPPRESS)
+        adder("logging.hide_timestamp")(
+            flag, dest=_PREFIX + name, action="store_const", const=text, help=argparse.SUPPRESS
+        )
 
 
 def twin(flag: str) -> str:

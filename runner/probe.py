@@ -41,6 +41,7 @@ _MAGIC = b"hvdprob1"
 _QUESTION = struct.Struct("!8s16sI16s32s")
 _ANSWER = struct.Struct("!8sI16s32s")
 _AT_ONCE = 256  # probes, and visitors of a listener
+_ALL_TOGETHER = 2.0  # timeouts of one probe that all together may take, should there be very many
 _VISIT_SECONDS = 5.0
 
 
@@ -230,7 +231,7 @@ class Prober:
         selector: of its owner, who calls ``tick`` when ``deadline`` has come.
         key: of the job's proofs.
         targets: to try.
-        timeout: seconds for each.
+        timeout: seconds for each. Of very many that are swallowed, some are not tried at all.
         report: receives each answer.
     """
 
@@ -245,6 +246,7 @@ class Prober:
         self._selector = selector
         self._key = key
         self._timeout = timeout
+        self._end = time.monotonic() + _ALL_TOGETHER * timeout
         self._report = report
         self._waiting = deque(targets)
         self._running: dict[_Probe, None] = {}
@@ -257,13 +259,15 @@ class Prober:
     @property
     def deadline(self) -> float | None:
         """When ``tick`` is to be called."""
-        return next(iter(self._running)).deadline if self._running else None
+        return min(self._end, next(iter(self._running)).deadline) if self._running else None
 
     def tick(self) -> None:
         """Give up what has taken too long."""
         now = time.monotonic()
-        for probe in [probe for probe in self._running if now >= probe.deadline]:
-            self._end(probe, probe.expired(self._timeout))
+        while self._waiting and now >= self._end:
+            self._report(self._waiting.popleft(), Answer(Outcome.FAILED, detail="there was no time to try it"))
+        for probe in [probe for probe in self._running if now >= min(self._end, probe.deadline)]:
+            self._finish(probe, probe.expired(self._timeout))
         self._fill()
 
     def close(self) -> None:
@@ -291,12 +295,12 @@ class Prober:
         except OSError as error:
             result = probe.broken(error)
         if result is not None:
-            self._end(probe, result)
+            self._finish(probe, result)
             self._fill()
         elif probe.asked:
             self._selector.modify(probe.sock, selectors.EVENT_READ, partial(self._advance, probe))
 
-    def _end(self, probe: _Probe, result: Answer) -> None:
+    def _finish(self, probe: _Probe, result: Answer) -> None:
         self._drop(probe)
         self._report(probe.target, result)
 

@@ -15,6 +15,9 @@ from unicodedata import east_asian_width
 SHOWN = 20
 """Hosts up to which each has a line of its own; more are counted by step, and the slowest few named."""
 
+NOT_TRIED = "not tried yet"
+"""The detail of a host whose turn has not come: only so many are connected to at a time."""
+
 _SLOWEST = 5
 _NAMED = 16  # hosts that a line of a log names
 _COLOURS = {"connecting": "\x1b[33m", "python": "\x1b[36m", "probing": "\x1b[34m", "ready": "\x1b[32m"}
@@ -60,7 +63,7 @@ class Progress:
 
     def __init__(self, hosts: Sequence[str], now: float) -> None:
         self.started = now
-        self._stages = {host: Stage(Step.CONNECTING, now) for host in hosts}
+        self._stages = {host: Stage(Step.CONNECTING, now, NOT_TRIED) for host in hosts}
 
     def step(self, host: str, step: Step, now: float, detail: str = "") -> bool:
         """Take note; False if nothing is new."""
@@ -68,7 +71,8 @@ class Progress:
         if before is not None and (before.step, before.detail) == (step, detail):
             return False
         # A retry has another detail, but the host is at its step for as long as before.
-        since = before.since if before is not None and before.step is step else now
+        goes_on = before is not None and before.step is step and before.detail != NOT_TRIED
+        since = before.since if before is not None and goes_on else now
         self._stages[host] = Stage(step, since, detail)
         return True
 

@@ -30,6 +30,7 @@ _BOOTSTRAP = (
     'here = [p for p in sys.argv[2:] if os.path.isdir(os.path.join(p, "hvdgloo"))]; '
     "sys.path[:] = here + [p for p in sys.path if p]; "
     f'os.write(1, bytes.fromhex("{PREAMBLE.hex()}")); '
+    'find("hvdgloo") or sys.exit("hvdgloo agent: No module named hvdgloo"); '
     "from hvdgloo.version import __version__ as found; "
     'found == sys.argv[1] or sys.exit("hvdgloo agent: version " + found + " is installed here"); '
     f'[find(n) or sys.exit("hvdgloo agent: No module named " + n) for n in "{" ".join(REQUIRED)}".split()]; '

@@ -69,7 +69,7 @@ ECHO_TIME = 2.0
 _SILENT = "its host is cut off, switched off or overloaded; if it is merely slow, raise --heartbeat-timeout"
 _EXIT_TIME = 1.0  # seconds that a command has to end by itself after its output did
 _POLL = 0.02
-_HELD_BACK = 200  # lines kept of what comes before the preamble
+_HELD_BACK = 200  # lines kept of what comes before an agent can be used
 _ACKNOWLEDGE = 64 * 1024  # bytes of output for which credit is given at once
 
 
@@ -391,6 +391,9 @@ class Supervisor:
             self._links.append(link)
             self._selector.register(link.channel.receive_fd, selectors.EVENT_READ, partial(self._on_readable, link))
             self._selector.register(link.stream.stderr, selectors.EVENT_READ, partial(self._on_stderr, link))
+            attempts = self._gathering.attempts(host)
+            again = f"attempt {attempts}, {self._gathering.last_failure(host)}" if attempts > 1 else ""
+            self.get_on(link, Step.CONNECTING, again)
 
     def _judge_ended(self, now: float) -> None:
         """Judge the commands whose streams have ended without a good-bye, once their exit status is there."""
@@ -426,6 +429,7 @@ class Supervisor:
         """Its agent can be used."""
         assert link.hello is not None
         link.taken = True
+        self._show_held_back(link)
         if self._gathering is not None:
             self._gathering.ready(link.host)
         self.get_on(link, Step.READY, f"{link.hello.hostname}, agent is process {link.hello.pid}")
@@ -445,6 +449,8 @@ class Supervisor:
         self._watch_writes(link)
         link.stream.kill()
         link.close()
+        if diagnosis.cause is Cause.OTHER or self._spec.verbose:
+            self._show_held_back(link)  # the diagnosis says less
         if self._gathering is not None:
             again = self._gathering.failed(link.host, diagnosis, now)
             if again is not None:
@@ -461,7 +467,6 @@ class Supervisor:
         link.silence.heard(time.monotonic())
         if link.step is Step.CONNECTING and link.channel.decoder.opened:
             self.get_on(link, Step.PYTHON)
-            self._show(link, link.held_back)
             if self._gathering is not None:
                 self._gathering.answered(link.host)
         for item in items:
@@ -482,11 +487,17 @@ class Supervisor:
         self._observer.step(link.host.name, step, detail)
 
     def _show(self, link: Link, lines: Sequence[str]) -> None:
-        if link.step is Step.CONNECTING:
+        if self._gathering is not None and not link.taken:
             link.held_back += lines[: _HELD_BACK - len(link.held_back)]
             return
         for line in lines:
             self._observer.notice(f"[{link.host.name}] {line}")
+
+    def _show_held_back(self, link: Link) -> None:
+        """What came before it was known whether the host can be used."""
+        for line in link.held_back:
+            self._observer.notice(f"[{link.host.name}] {line}")
+        link.held_back.clear()
 
     def _on_stderr(self, link: Link) -> None:
         while link.stderr_open:
@@ -556,7 +567,7 @@ class Supervisor:
             raise failed
         by_host = {link.host: link for link in self._links}
         absent = [
-            (host.name, link.step if link else Step.CONNECTING, self._last_words(link) or gathering.last_failure(host))
+            (host.name, link.step if link else Step.CONNECTING, self._last_words(link) or gathering.known(host))
             for host in self._hosts
             if (link := by_host.get(host)) is None or not link.taken
         ]

@@ -170,7 +170,9 @@ def _failed(error: BaseException) -> Outcome:
     own_frames = error.__traceback__.tb_next if error.__traceback__ else None
     lines = traceback.format_exception(type(error), error, own_frames)
     text = "".join(lines)
-    sys.stderr.write(text)
+    # As any program that ends with it: what hvd.init() or the user put in this place has its way.
+    sys.excepthook(type(error), error.with_traceback(own_frames), own_frames)
+    sys.stderr.flush()
     return Outcome(
         exception=_pickled(error),
         text=lines[-1].strip(),

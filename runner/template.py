@@ -30,13 +30,21 @@ FIELDS = {
 
 
 class TemplateSpawner:
-    """One command for each host."""
+    """One command for each host.
 
-    def __init__(self, reach: Reach) -> None:
+    Args:
+        hosts: to which it will lead.
+
+    Raises:
+        ConfigError: the template uses what a host does not have.
+    """
+
+    def __init__(self, reach: Reach, hosts: Sequence[Host]) -> None:
         self._reach = reach
+        self._commands = {host.name: fill_in(reach.agent_command, host, reach) for host in hosts}
 
     def start(self, host: Host) -> CommandStream:
-        return CommandStream(fill_in(self._reach.agent_command, host, self._reach))
+        return CommandStream(self._commands[host.name])
 
     def is_local(self, host: Host) -> bool:
         return False

@@ -56,7 +56,8 @@ def choose_spawner(hosts: Sequence[Host], reach: Reach) -> Spawner:
     local = LocalSpawner()
     if len(here) == len(hosts):
         return local
-    ways: dict[bool, Spawner] = {False: TemplateSpawner(reach) if reach.agent_command else SshSpawner(reach)}
+    others = [host for host in hosts if host not in here]
+    ways: dict[bool, Spawner] = {False: TemplateSpawner(reach, others) if reach.agent_command else SshSpawner(reach)}
     if reach.slurm_job and not reach.agent_command:
         ways[True] = SrunSpawner(reach, reach.slurm_job, os.environ)
     chosen = {host: ways.get(host.name in reach.slurm_nodes, ways[False]) for host in hosts}

@@ -108,6 +108,12 @@ class Control:
     def start(self) -> None:
         self._thread.start()
 
+    @property
+    def native_id(self) -> int:
+        """The running thread, as the system numbers it."""
+        assert self._thread.native_id is not None
+        return self._thread.native_id
+
     def join(self, timeout: float) -> bool:
         """Wait for the thread's end; False if it has not ended within ``timeout`` seconds."""
         self._thread.join(timeout)

@@ -122,6 +122,17 @@ class Engine:
         self._executor.start()
         self._control.start()
 
+    def pin(self, core: int) -> None:
+        """Have both threads, which run, use one core only.
+
+        Raises:
+            OSError: this process may not use it, or the system cannot do this.
+        """
+        if not hasattr(os, "sched_setaffinity"):
+            raise OSError("this system pins no threads to cores")
+        for thread in (self._executor, self._control):
+            os.sched_setaffinity(thread.native_id, {core})
+
     @property
     def error(self) -> HorovodInternalError | None:
         """Why nothing may be submitted any more; None while the engine runs."""

@@ -141,6 +141,12 @@ class Executor:
     def start(self) -> None:
         self._thread.start()
 
+    @property
+    def native_id(self) -> int:
+        """The running thread, as the system numbers it."""
+        assert self._thread.native_id is not None
+        return self._thread.native_id
+
     def execute(self, batch: Batch) -> None:
         """Queue one batch, or execute it here if it is quick.
 

@@ -20,6 +20,7 @@ READS_ENVIRONMENT = {
     "hvdgloo.runner.cli": "workers get this process's environment, and the variables that flags and files set",
     "hvdgloo.runner.agent": "CUDA_VISIBLE_DEVICES says how many GPUs the host offers",
     "hvdgloo.runner.spawners": "a local agent gets the launcher's environment",
+    "hvdgloo.runner.ways": "srun gets the launcher's environment",
 }
 
 PRINTS: dict[str, str] = {}

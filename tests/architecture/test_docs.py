@@ -18,12 +18,24 @@ from hvdgloo.config import environment_names, settings
 from hvdgloo.rendezvous import cli as rendezvous_cli
 from hvdgloo.runner import config_file
 from hvdgloo.runner.cli import build_parser
-from hvdgloo.runner.command import worker_environment
+from hvdgloo.runner.command import interface_variables, worker_environment
+from hvdgloo.runner.nics import Address
 from hvdgloo.runner.spec import Host, assign
 from tests.architecture.source import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
-OTHER_OPTIONS = {"--epochs", "--from-literal", "--ipc", "--shm-size"}
+OTHER_OPTIONS = {
+    "--epochs",
+    "--from-literal",
+    "--gpus-per-node",
+    "--ipc",
+    "--network",
+    "--nodes",
+    "--ntasks-per-node",
+    "--pid",
+    "--shm-size",
+    "--sysctl",
+}
 """Options in examples that belong to other programs."""
 
 
@@ -142,7 +154,8 @@ def _links(text: str) -> list[str]:
 
 def _worker_variables() -> set[str]:
     slot = assign([Host("localhost", 1)], 1)[0]
-    return set(
+    interfaces = interface_variables(Address("eth0", "10.0.0.1", 24)).keys()
+    return interfaces | set(
         worker_environment(
             slot, job_id="", epoch=0, rendezvous=("h", 1), secret=b"", address="127.0.0.1", master=("h", 1)
         )

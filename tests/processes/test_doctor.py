@@ -145,6 +145,14 @@ class TestHosts:
         assert "(eth0)     all but h2 (" in text
         assert "h2 -> h3: 10.77.1.12 (eth0)" in text
 
+    def test_pain_17_by_another_way_than_ssh(self, bed: Bed, tmp_path: Path) -> None:
+        kubectl = tmp_path / "kubectl"
+        program = "import os, shlex, sys\nos.execvp('ssh', ['ssh', sys.argv[1], shlex.join(sys.argv[2:])])\n"
+        kubectl.write_text(f"#!{sys.executable}\n{program}")
+        kubectl.chmod(0o755)
+        text = doctor(bed["h1"], "-H", "h2:1,h3:1", "--agent-command", f"{kubectl} {{host}}", status=0)
+        assert [rows(text)[host][1] for host in ("h2", "h3")] == ["ok", "ok"]
+
     def test_ctrl_c_ends_it_at_once(self, bed: Bed) -> None:
         # Nobody has this address, so ssh waits for an answer in vain.
         process = bed["h1"].popen([*RUN, "doctor", "-H", "h2:1,10.77.1.250:1", "--verbose"])

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.support.hosts import Bed, Host, HostSpec, Nic
@@ -300,21 +301,77 @@ def test_four_hosts_are_settled_in_half_a_second(make_bed: Callable[..., Bed]) -
 def test_pain_30_listeners_stand_at_the_chosen_addresses_alone(bed: Bed, tmp_path: Path) -> None:
     script = tmp_path / "waiting.py"
     script.write_text(
-        "import os, time\nimport hvdgloo.numpy as hvd\nhvd.init()\n"
-        f"open(r'{tmp_path}/' + os.environ['RANK'], 'w').close()\nwhile not os.path.exists(r'{tmp_path}/go'):\n"
-        "    time.sleep(0.01)\n"
+        "import os, time\nimport hvdgloo.numpy as hvd\n"
+        f"def wait(name):\n    while not os.path.exists(os.path.join(r'{tmp_path}', name)):\n        time.sleep(0.01)\n"
+        "if os.environ['RANK'] == '1':\n    wait('come')\n"
+        f"hvd.init()\nopen(r'{tmp_path}/' + os.environ['RANK'], 'w').close()\nwait('go')\n"
     )
     job = bed["h1"].popen([sys.executable, "-m", "hvdgloo.runner", "-H", "h1:1,h2:1", str(script)])
     try:
+        # Rank 0 waits for rank 1: the server listens, and so does rank 0 for control connections.
+        wait_for(lambda: len(bed["h1"].listening()) == 2 and not bed["h2"].listening(), 30, "rank 0")
+        assert {address for address, _ in bed["h1"].listening()} == {bed["h1"].address}
+        (tmp_path / "come").touch()
         wait_for(lambda: all((tmp_path / rank).exists() for rank in "01"), 30, "both ranks")
         for name in ("h1", "h2"):
             assert {address for address, _ in bed[name].listening()} == {bed[name].address}
-        assert {address for address, _ in bed["h3"].listening()} == set()
+        assert bed["h3"].listening() == set()
     finally:
+        (tmp_path / "come").touch()
         (tmp_path / "go").touch()
     out, err = job.communicate(timeout=20)
     assert job.returncode == 0, (out, err)
     assert bed["h1"].listening() == bed["h2"].listening() == set()
+
+
+# A job on one host.
+
+
+@pytest.mark.parametrize(
+    ("hosts", "nics", "address"),
+    [
+        ("h1:2", "lo", "127.0.0.1"),
+        ("h1:2", "eth0", "10.77.1.10"),
+        ("h2:2", "eth0", "10.77.1.11"),
+        ("h2:2", "127.0.0.0/8,priv0", "10.200.1.1"),
+    ],
+)
+def test_pain_8_a_job_on_one_host_with_nics(bed: Bed, quick: str, hosts: str, nics: str, address: str) -> None:
+    check(found(start(bed["h1"], "-H", hosts, "--nics", nics, quick)), [address, address], address)
+
+
+def test_pain_8_nics_that_one_host_does_not_have(bed: Bed, quick: str) -> None:
+    text = refused(bed["h1"], "-H", "h2:2", "--nics", "ib0", quick)
+    assert "--nics ib0 fits none of host h2's addresses; it has 127.0.0.1 (lo), " in text
+
+
+# Without a launcher.
+
+
+def test_pain_9_a_worker_that_says_127_0_0_1_is_named(bed: Bed, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    command = "hvdgloo.rendezvous -np 2 --bind 127.0.0.1:29500 --bind 10.77.1.10:29500 --secret-file"
+    server = bed["h1"].popen([sys.executable, "-m", *command.split(), str(secret)])
+    workers = []
+    try:
+        assert server.stdout is not None
+        assert "waits for 2 workers" in server.stdout.readline()
+        wait_for(secret.exists, what="the secret")
+        for name, address in (("h1", "127.0.0.1"), ("h2", "10.77.1.10")):
+            env = {"HVDGLOO_RENDEZVOUS": f"{address}:29500", "HVDGLOO_SECRET_FILE": str(secret)}
+            env["HVDGLOO_INDEX"] = name[1:]
+            code = "import hvdgloo.numpy as hvd; hvd.init()"
+            workers.append(bed[name].popen([sys.executable, "-c", code], env=env))
+        for worker in workers:
+            _, err = worker.communicate(timeout=20)
+            assert worker.returncode == 1
+            last = err.splitlines()[-1]
+            assert last.startswith("hvdgloo.errors.ConfigError: rank 0 (host h1, pid ")
+            assert "can be reached at 127.0.0.1 only by ranks on its own host" in last
+    finally:
+        server.kill()
+        for worker in workers:
+            worker.kill()
 
 
 # A launcher outside of it all: the machine that the bed stands on, as kubectl on a laptop would be.
@@ -324,6 +381,18 @@ def test_pain_30_listeners_stand_at_the_chosen_addresses_alone(bed: Bed, tmp_pat
 def outside(tmp_path: Path) -> Any:
     with launcher_in(tmp_path) as made:
         yield made
+
+
+def running(host: Host, word: str) -> list[psutil.Process]:
+    """The host's processes with this word in their command lines."""
+    found = []
+    for process in host.processes():
+        try:
+            if word in process.cmdline():
+                found.append(process)
+        except psutil.NoSuchProcess:
+            continue
+    return found
 
 
 def reach(bed: Bed, folder: Path) -> str:
@@ -360,11 +429,8 @@ def test_a_server_beside_the_agent_that_dies_is_the_failure(bed: Bed, outside: L
     path = str(outside.folder / script)
     job = outside.start("--agent-command", reach(bed, tmp_path), "-H", "h1:1,h2:1", path)
 
-    def server() -> Any:
-        found = [p for p in bed["h1"].processes() if "hvdgloo.rendezvous.beside" in p.cmdline()]
-        return found[0] if found and any(path in p.cmdline() for p in bed["h2"].processes()) else None
-
-    process = wait_for(server, 20, "the server and the workers")
+    wait_for(lambda: running(bed["h2"], path), 20, "the workers")
+    (process,) = running(bed["h1"], "hvdgloo.rendezvous.beside")
     # Pain 30: nothing secret on its command line.
     assert process.cmdline()[1:] == ["-m", "hvdgloo.rendezvous.beside"]
     process.kill()
@@ -372,3 +438,16 @@ def test_a_server_beside_the_agent_that_dies_is_the_failure(bed: Bed, outside: L
     assert job.returncode == 1
     assert b"the rendezvous server on host h1 failed: it has ended" in err
     wait_for(lambda: not bed["h1"].processes() and not bed["h2"].processes(), what="the end of everything")
+
+
+def test_pain_24_a_server_beside_the_agent_ends_with_a_launcher_that_is_killed(
+    bed: Bed, outside: Launcher, tmp_path: Path
+) -> None:
+    script = outside.script("import time\ntime.sleep(60)\n")
+    path = str(outside.folder / script)
+    job = outside.start("--agent-command", reach(bed, tmp_path), "-H", "h1:1,h2:1", path)
+    wait_for(lambda: running(bed["h2"], path), 20, "the workers")
+    assert running(bed["h1"], "hvdgloo.rendezvous.beside")
+    job.kill()
+    wait_for(lambda: not bed["h1"].processes() and not bed["h2"].processes(), 5, "the end of everything")
+    assert bed["h1"].listening() == set()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.hosts import Bed
-from tests.support.launching import Launcher, launcher_in
+from tests.support.launching import Launcher, launcher_in, wait_for
 
 WORKER = """\
 import json, os, socket, psutil
@@ -101,11 +101,35 @@ def test_pain_12_on_several_hosts(bed: Bed, launcher: Launcher) -> None:
     assert {port for _, port in seen if not within(port, RANGE)} <= gloo
 
 
+def test_pain_12_probes(make_bed: Callable[..., Bed]) -> None:
+    """A firewall that swallows packets lets them last long enough to be looked at."""
+    bed = make_bed(["h1", "h2"])
+    bed.block("h2", "h1")
+    job = bed["h1"].popen([sys.executable, "-m", "hvdgloo.runner", "--port-range", RANGE, "-H", "h1:1,h2:1", "true"])
+    wait_for(lambda: bed["h2"].listening(), 10, "the agent's listener")
+    seen = watch(bed, job, ["h1", "h2"])
+    _, err = job.communicate(timeout=30)
+    assert "h2 -> h1: 10.77.1.10 (eth0) timed out after 3 s" in err
+    assert {name for name, _ in seen} == {"h1", "h2"}
+    assert all(within(port, RANGE) for _, port in seen), seen
+
+
 def test_pain_12_with_the_server_beside_the_agent(bed: Bed, launcher: Launcher) -> None:
     arguments = ["--port-range", RANGE, "-H", "h2:2", str(launcher.folder / "worker.py")]
     done = bed["h1"].run([sys.executable, "-m", "hvdgloo.runner", *arguments])
     assert done.returncode == 0, done.stderr
     assert all(within(port, RANGE) for one in found(done.stdout) for port in one["ours"])
+
+
+def test_gloo_s_own_listener_follows_the_system_s_range(make_bed: Callable[..., Bed], launcher: Launcher) -> None:
+    """As docs/launching.md says: torch lets nobody choose its port, but the system does."""
+    bed = make_bed(["h1", "h2"])
+    for host in bed:
+        host.run(["sysctl", "-qw", "net.ipv4.ip_local_port_range=40000 40199"], check=True)
+    arguments = ["--port-range", RANGE, "-H", "h1:1,h2:1", str(launcher.folder / "worker.py")]
+    done = bed["h1"].run([sys.executable, "-m", "hvdgloo.runner", *arguments])
+    assert done.returncode == 0, done.stderr
+    assert all(40000 <= port <= 40199 for one in found(done.stdout) for port in one["gloo"])
 
 
 def occupy(bed: Bed, name: str, ports: str) -> Any:

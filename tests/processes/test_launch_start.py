@@ -130,6 +130,8 @@ def test_a_user_s_module_of_any_name_disturbs_neither_launcher_nor_agent(launche
         (["-np", "0", "worker.py"], 2, "at least 1"),
         (["-np", "two", "worker.py"], 2, "-np"),
         (["-np", "4", "-H", "localhost:2", "worker.py"], 2, "4 processes were asked for, but there are only 2 slots"),
+        (["-np", "100000", "worker.py"], 2, "-np 100000: a job has at most 65536 processes"),
+        (["-np", "60000", "worker.py"], 2, "60000 processes would run on host localhost, which has"),
         (["-H", "localhost:2,localhost:1", "worker.py"], 2, "host localhost is given twice"),
         (["-H", "localhost:x", "worker.py"], 2, "'localhost:x' is not a host with a number of slots"),
         (["-H", "localhost:2,127.0.0.1:2", "worker.py"], 2, "are all this machine"),
@@ -281,6 +283,25 @@ def test_help_version_and_build_table(launcher: Launcher) -> None:
     assert table.startswith("hvdgloo v")
     assert "    [X] Gloo" in table
     assert "    [ ] MPI" in table
+
+
+def test_thread_affinity(launcher: Launcher) -> None:
+    pytest.importorskip("torch")
+    core = min(os.sched_getaffinity(0))
+    script = launcher.script(
+        """
+        import os, threading
+        import hvdgloo.numpy as hvd
+        hvd.init()
+        threads = [thread for thread in threading.enumerate() if thread.name.startswith("hvdgloo-")]
+        print([sorted(os.sched_getaffinity(thread.native_id)) for thread in threads])
+        """
+    )
+    done = launcher.run("-np", "2", "--thread-affinity", f"{core},{core}", script, timeout=50)
+    assert sorted(done.stdout.splitlines()) == [f"[{rank}]<stdout>:[[{core}], [{core}]]" for rank in range(2)]
+    done = launcher.run("-np", "1", "--thread-affinity", "4711", script, timeout=50)
+    assert "HVDGLOO_THREAD_AFFINITY: core 4711 cannot be used" in done.stderr
+    assert done.returncode == 0
 
 
 def test_the_user_s_own_torch_distributed_works_in_a_worker(launcher: Launcher) -> None:

@@ -220,4 +220,4 @@ def test_a_log_gets_no_escapes(tmp_path: Path) -> None:
         assert process.wait(20) == 0
     assert b"\x1b" not in seen
     steps = re.findall(rb"hvdgloo-run: a: (\w+) after", seen)
-    assert steps == [b"python", b"ready"]
+    assert steps == [b"connecting", b"python", b"ready"]

@@ -242,6 +242,22 @@ def test_the_recipe_for_a_kubernetes_job(make_bed: Callable[..., Bed], image: Pa
     assert results(orchestra, ["train-0", "train-1", "train-2"]) == [[rank, 0, 1, rank, 6.0] for rank in range(3)]
 
 
+def test_the_recipe_for_pods_with_several_gpus(bed: Bed, image: Path) -> None:
+    (text,) = blocks(PAGE, "A Kubernetes Job", "sh")
+    server = Server(bed["h1"], image, "-np", "4", "--once")
+    path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
+    pods = [
+        bed[host].popen(
+            ["sh", "-c", text], env={**server.variables, "JOB_COMPLETION_INDEX": index, "PATH": path}, cwd=image
+        )
+        for host, index in (("h3", "1"), ("h2", "0"))
+    ]
+    second, first = ([json.loads(line)[:5] for line in answer(pod).splitlines()] for pod in pods)
+    assert sorted(first) == [[0, 0, 2, 0, 10.0], [1, 1, 2, 0, 10.0]]
+    assert sorted(second) == [[2, 0, 2, 1, 10.0], [3, 1, 2, 1, 10.0]]
+    assert server.process.wait(10) == 0
+
+
 def test_the_recipe_for_docker_compose(make_bed: Callable[..., Bed], image: Path) -> None:
     (text,) = blocks(PAGE, "Docker Compose", "yaml")
     pods = compose(text, {"HVDGLOO_SECRET": "ab" * 32})

@@ -9,7 +9,7 @@ import sys
 import textwrap
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TypeVar
@@ -63,9 +63,11 @@ class Launcher:
         stdout: int | IO[bytes] = subprocess.PIPE,
         stderr: int | IO[bytes] = subprocess.PIPE,
         new_session: bool = True,
+        wrapper: Sequence[str] = (),
     ) -> subprocess.Popen[bytes]:
+        """Launch; ``wrapper`` is a command that runs the one that follows it."""
         process = subprocess.Popen(
-            [sys.executable, "-m", "hvdgloo.runner", *arguments],
+            [*wrapper, sys.executable, "-m", "hvdgloo.runner", *arguments],
             cwd=self.folder,
             env={**clean_environment(), _MARK: self.mark, **(env or {})},
             stdin=stdin,
@@ -77,10 +79,16 @@ class Launcher:
         return process
 
     def run(
-        self, *arguments: str, env: dict[str, str] | None = None, input: bytes | None = None, timeout: float = 30.0
+        self,
+        *arguments: str,
+        env: dict[str, str] | None = None,
+        input: bytes | None = None,
+        timeout: float = 30.0,
+        wrapper: Sequence[str] = (),
     ) -> subprocess.CompletedProcess[str]:
         """Launch and wait for the end; output as text, with carriage returns kept."""
-        process = self.start(*arguments, env=env, stdin=subprocess.DEVNULL if input is None else subprocess.PIPE)
+        stdin = subprocess.DEVNULL if input is None else subprocess.PIPE
+        process = self.start(*arguments, env=env, stdin=stdin, wrapper=wrapper)
         out, err = process.communicate(input, timeout=timeout)
         return subprocess.CompletedProcess(process.args, process.returncode, out.decode(), err.decode())
 

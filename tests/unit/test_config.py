@@ -44,6 +44,7 @@ GOOD: dict[str, tuple[str, Any]] = {
     "inline_threshold": ("64", 64),
     "cycle_time": ("0", 0.0),
     "cache_capacity": ("12", 12),
+    "thread_affinity": (" 3, 0", "3,0"),
     "disable_group_fusion": ("1", True),
     "stall_check_disable": ("True", True),
     "stall_warning_time": ("0.5", 0.5),
@@ -56,6 +57,7 @@ GOOD: dict[str, tuple[str, Any]] = {
 _WHOLE = "expected a whole number, at least 0"
 _POSITIVE = "expected a number greater than 0, up to 1000000"
 _NUMBER = "expected a number from 0, up to 1000000"
+_CORES = "expected the number of a core, or one for each local rank: 0,1,2"
 _FLAG = "expected 1 or 0 (true/false, yes/no, on/off)"
 _PORTS = "expected FIRST-LAST with ports from 1 to 65535"
 _ENDPOINT = "expected host:port, or [address]:port for IPv6"
@@ -77,6 +79,7 @@ BAD = [
     ("cycle_time", "-0.1", _NUMBER),
     ("cycle_time", "(None,)", _NUMBER),
     ("cache_capacity", "1e3", _WHOLE),
+    *(("thread_affinity", text, _CORES) for text in ("all", "0-3", "1,,2", "-1")),
     ("disable_group_fusion", "2", _FLAG),
     ("stall_check_disable", "maybe", _FLAG),
     ("stall_warning_time", "0", _POSITIVE),

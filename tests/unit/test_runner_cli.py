@@ -76,6 +76,16 @@ class TestFlags:
     def test_where_the_command_begins(self, argv: list[str], flags: list[str], command: list[str]) -> None:
         assert split(argv, build_parser().values) == (flags, command)
 
+    def test_values_that_look_like_flags(self) -> None:
+        given = build_parser().given(
+            ["--ssh-args", "-v", "-np", "2", "-p", "22", "--mpi-args", "--oversubscribe", "-x", "A=-1"]
+        )
+        assert (given.ssh_args, given.np, given.ssh_port, given.exports) == ("-v", 2, 22, ["A=-1"])
+        given = build_parser().given(["--blacklist-cooldown-range", "1", "2", "--verbose"])
+        assert (vars(given)["--blacklist-cooldown-range"], given.verbose) == (["1", "2"], True)
+        with pytest.raises(ConfigError, match="--ssh-args: expected one argument"):
+            build_parser().given(["--ssh-args"])
+
 
 class TestFile:
     def content(self, tmp_path: Path, text: str) -> config_file.FileContent:

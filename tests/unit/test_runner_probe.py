@@ -191,6 +191,16 @@ class TestOverSockets:
         loop.until(lambda: prober.done)
         assert [a.outcome for a in found] == [Outcome.REACHED] * 600
 
+    def test_very_many_that_are_swallowed_end_in_time(self, loop: Loop) -> None:
+        silent = loop.server(backlog=1000)
+        targets = [Target(number, *silent.getsockname()) for number in range(700)]
+        begin = time.monotonic()
+        found = loop.probe(*targets, timeout=0.2)
+        assert time.monotonic() - begin < 1.5
+        assert len(found) == 700
+        assert {a.outcome for a in found.values()} == {Outcome.SILENT, Outcome.FAILED}
+        assert found[targets[-1]].detail == "there was no time to try it"
+
 
 class TestListener:
     def test_it_listens_at_these_addresses_alone(self, loop: Loop) -> None:

@@ -54,6 +54,9 @@ class Scene:
         self.display = StartDisplay(
             hosts, self.surface, environ={"TERM": term, "NO_COLOR": "1"}, verbose=verbose, clock=lambda: self.now
         )
+        for host in hosts:
+            self.display.step(host, Step.CONNECTING)
+        self.surface.notices.clear()
 
     def at(self, elapsed: float) -> float | None:
         """Let the time come; when the display wants to be called again, since the start."""
@@ -119,6 +122,7 @@ class TestList:
 
     def test_colours_change_no_column(self) -> None:
         progress = Progress(["connecting", "b"], 0.0)
+        progress.step("connecting", Step.CONNECTING, 0.0)
         progress.step("b", Step.PROBING, 1.0, "10.0.0.2")
         plain = progress.screen(3.0, 80, 24, colour=False)
         coloured = progress.screen(3.0, 80, 24, colour=True)
@@ -127,11 +131,14 @@ class TestList:
 
     def test_many_hosts_are_counted_and_the_slowest_named(self) -> None:
         progress = Progress([f"h{number}" for number in range(64)], 0.0)
+        for number in range(60, 63):
+            progress.step(f"h{number}", Step.CONNECTING, 1.0)
         for number in range(60):
             progress.step(f"h{number}", Step.READY if number else Step.PYTHON, 4.0)
         assert [" ".join(line.split()) for line in progress.screen(10.0, 100, 24, colour=False)] == [
             "starting on 64 hosts, 10 s: 4 connecting, 1 python, 59 ready",
-            *(f"h{number} connecting 10 s" for number in range(60, 64)),
+            "h63 connecting 10 s not tried yet",
+            *(f"h{number} connecting 9.0 s" for number in range(60, 63)),
             "h0 python 6.0 s",
         ]
 
@@ -152,7 +159,11 @@ class TestLines:
         assert len(scene.surface.notices) == 3
         scene.now += 20
         scene.display.step("b", Step.READY)
-        assert scene.surface.notices[-1] == "all hosts are ready after 90 s"
+        scene.display.step("a", Step.PROBING)
+        scene.display.step("a", Step.READY, "reached at 10.0.0.1")
+        assert len(scene.surface.notices) == 3
+        scene.display.close()
+        assert scene.surface.notices[3:] == ["all hosts are ready after 90 s"]
 
     def test_a_quick_start_says_nothing(self) -> None:
         scene = Scene("a")

@@ -1,0 +1,31 @@
+"""Many agents under one launcher, which is no larger than it must be."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.launching import Launcher, launcher_in
+
+AGENTS = 64
+LIMITED = ("sh", "-c", 'ulimit -Sn 100; exec "$@"', "sh")
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Iterator[Launcher]:
+    with launcher_in(tmp_path) as made:
+        yield made
+
+
+def test_sixty_four_agents_where_few_files_may_be_open(launcher: Launcher) -> None:
+    """More than connect at a time, and more than the shell's limit on open files would allow."""
+    hosts = ",".join(f"n{number}:1" for number in range(AGENTS))
+    launcher.script("import os, resource; print(os.environ['HVDGLOO_HOSTNAME'], os.environ['PLACE'])")
+    done = launcher.run("--agent-command", "env PLACE={host}", "-H", hosts, "worker.py", timeout=50, wrapper=LIMITED)
+    assert done.returncode == 0, done.stderr
+    places = Counter(line.partition(">:")[2] for line in done.stdout.splitlines())
+    assert places == {f"n{number} n{number}": 1 for number in range(AGENTS)}
+    launcher.assert_nothing_left()
