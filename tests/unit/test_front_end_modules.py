@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from hvdgloo.frontend import Frontend
-from hvdgloo.types import ReduceOp
 
 
 @pytest.fixture(params=["numpy", "torch"])
@@ -104,7 +103,7 @@ def test_importing_the_numpy_front_end_imports_no_framework() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:num_groups:DeprecationWarning")
-@pytest.mark.parametrize("wrong", [{"num_groups": 2, "groups": 2}, {"num_groups": -1}, {"op": ReduceOp.ADASUM}])
+@pytest.mark.parametrize("wrong", [{"num_groups": 2, "groups": 2}, {"num_groups": -1}, {"op": 77}])
 def test_distributed_optimizer_of_the_module(wrong: dict[str, Any]) -> None:
     torch = pytest.importorskip("torch")
     import hvdgloo.torch as hvd
