@@ -6,6 +6,7 @@ classes with static methods. The only framework-specific part is the cast, which
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar
 
 from hvdgloo.adapters import TensorAdapter
@@ -36,20 +37,40 @@ class NoneCompressor:
         return tensor
 
 
-def compress_fp16(adapter: TensorAdapter[T], tensor: T) -> tuple[T, DType | None]:
+class MultiStep(Protocol[T]):
+    """What a compressor that needs several collectives for one gradient has besides, for GradientReducer."""
+
+    def begin(self, frontend: Any, operation: Any, name: str, gradients: Sequence[T]) -> Steps[T]:
+        """Start on gradients that travel together. Called while the backward pass runs; must not block."""
+
+
+class Steps(Protocol[T]):
+    """Gradients that such a compressor has begun with."""
+
+    def advance(self) -> None:
+        """Wait for the collective under way, and start the next. Called once, before ``wait``."""
+
+    def wait(self) -> list[T]:
+        """The reduced gradients."""
+
+
+def narrow(adapter: TensorAdapter[T], tensor: T, to: DType) -> tuple[T, DType | None]:
     """Halve (float32) or quarter (float64) a tensor's bytes.
 
-    Other types are left alone: bfloat16 would gain nothing and lose range, integers would lose digits.
+    Other types are left alone: those of two bytes would gain nothing, integers would lose digits.
+
+    Args:
+        to: FLOAT16 (more digits) or BFLOAT16 (float32's range).
 
     Returns:
-        the float16 tensor and the original type, or the very tensor and None.
+        the narrow tensor and the original type, or the very tensor and None.
     """
     dtype = adapter.describe(tensor).dtype
-    if not dtype.is_floating or dtype.itemsize <= DType.FLOAT16.itemsize:
+    if not dtype.is_floating or dtype.itemsize <= to.itemsize:
         return tensor, None
-    return adapter.cast(tensor, DType.FLOAT16), dtype
+    return adapter.cast(tensor, to), dtype
 
 
-def decompress_fp16(adapter: TensorAdapter[T], tensor: T, dtype: DType | None) -> T:
-    """The inverse of ``compress_fp16``."""
+def widen(adapter: TensorAdapter[T], tensor: T, dtype: DType | None) -> T:
+    """The inverse of ``narrow``."""
     return tensor if dtype is None else adapter.cast(tensor, dtype)

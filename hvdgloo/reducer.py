@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from hvdgloo.compression import Compressor, NoneCompressor
+from hvdgloo.compression import Compressor, NoneCompressor, Steps
 from hvdgloo.core import Pending
 from hvdgloo.errors import GradientsInFlightError, InvalidArgumentError
 from hvdgloo.frontend import Frontend
@@ -30,7 +30,7 @@ class _Transfer(Generic[T]):
     gradients: dict[str, T]
     contexts: Sequence[Any]
     sent: Sequence[T]
-    pending: Pending[T]
+    pending: Pending[T] | Steps[T]
 
 
 class GradientReducer(Generic[T]):
@@ -144,7 +144,7 @@ class GradientReducer(Generic[T]):
         """
         transfers, self._transfers = self._transfers, []
         reduced: dict[str, T] = {}
-        failure: Exception | None = None
+        failure = self._advance(transfers)
         for transfer in transfers:
             self._open.difference_update(transfer.gradients)
             try:
@@ -188,7 +188,25 @@ class GradientReducer(Generic[T]):
         finally:
             self._left, self._held, self._open = {}, {}, set()
 
+    @staticmethod
+    def _advance(transfers: Sequence[_Transfer[T]]) -> Exception | None:
+        """Have compressors that need several collectives start the next ones, all before the first is waited for."""
+        failure: Exception | None = None
+        for transfer in transfers:
+            if not isinstance(transfer.pending, Pending):
+                try:
+                    transfer.pending.advance()
+                except Exception as error:  # noqa: BLE001 - as in ``wait``
+                    failure = failure or error
+        return failure
+
     def _send(self, gradients: dict[str, T], name: str, *, grouped: bool) -> None:
+        begin = getattr(self._compression, "begin", None)
+        if begin is not None:
+            tensors = list(gradients.values())
+            steps: Steps[T] = begin(self._frontend, self._operation, name, tensors)
+            self._transfers.append(_Transfer(gradients, [None] * len(tensors), tensors, steps))
+            return
         pairs = [self._compression.compress(gradient) for gradient in gradients.values()]
         sent = [tensor for tensor, _ in pairs]
         # A compressed copy is ours to overwrite. Compressors return the very tensor where they leave it alone.
@@ -198,6 +216,8 @@ class GradientReducer(Generic[T]):
 
     def _receive(self, transfer: _Transfer[T]) -> Mapping[str, T]:
         results = transfer.pending.wait()
+        if not isinstance(transfer.pending, Pending):
+            return dict(zip(transfer.gradients, results, strict=True))
         deliver = self._frontend.adapter.deliver
         reduced = {}
         for (name, gradient), ctx, sent, result in zip(

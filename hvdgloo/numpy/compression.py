@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hvdgloo.compression import NoneCompressor, compress_fp16, decompress_fp16
+from hvdgloo.compression import NoneCompressor, narrow, widen
 from hvdgloo.numpy.adapter import Array, NumpyAdapter
 from hvdgloo.types import DType
 
@@ -16,11 +16,11 @@ class FP16Compressor:
 
     @staticmethod
     def compress(tensor: Array) -> tuple[Array, DType | None]:
-        return compress_fp16(_adapter, tensor)
+        return narrow(_adapter, tensor, DType.FLOAT16)
 
     @staticmethod
     def decompress(tensor: Array, ctx: DType | None) -> Array:
-        return decompress_fp16(_adapter, tensor, ctx)
+        return widen(_adapter, tensor, ctx)
 
 
 class Compression:

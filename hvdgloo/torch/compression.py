@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from hvdgloo.compression import NoneCompressor, compress_fp16, decompress_fp16
+from hvdgloo.compression import NoneCompressor, narrow, widen
 from hvdgloo.torch.adapter import TorchAdapter
+from hvdgloo.torch.powersgd import PowerSGD
 from hvdgloo.types import DType
 
-__all__ = ["Compression", "FP16Compressor", "NoneCompressor"]
+__all__ = ["BF16Compressor", "Compression", "FP16Compressor", "NoneCompressor", "PowerSGD"]
 
 _adapter = TorchAdapter()
 
@@ -18,11 +19,23 @@ class FP16Compressor:
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, DType | None]:
-        return compress_fp16(_adapter, tensor)
+        return narrow(_adapter, tensor, DType.FLOAT16)
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: DType | None) -> torch.Tensor:
-        return decompress_fp16(_adapter, tensor, ctx)
+        return widen(_adapter, tensor, ctx)
+
+
+class BF16Compressor:
+    """Sends float32 and float64 as bfloat16, which keeps float32's range; other types as they are."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, DType | None]:
+        return narrow(_adapter, tensor, DType.BFLOAT16)
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: DType | None) -> torch.Tensor:
+        return widen(_adapter, tensor, ctx)
 
 
 class Compression:
@@ -30,3 +43,6 @@ class Compression:
 
     none = NoneCompressor
     fp16 = FP16Compressor
+    bf16 = BF16Compressor
+    powersgd = PowerSGD
+    """Only for DistributedOptimizer, one instance for each: ``compression=hvd.Compression.powersgd(rank=4)``."""

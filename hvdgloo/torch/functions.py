@@ -1,107 +1,65 @@
-"""State that all ranks must start from: parameters, optimizer state, objects."""
+"""State that all ranks must start from, under the names that Horovod's programs import."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from hvdgloo import objects
-from hvdgloo.errors import InvalidArgumentError
-from hvdgloo.frontend import Frontend
-from hvdgloo.operations import broadcasting
-from hvdgloo.process_sets import global_process_set
+from hvdgloo.process_sets import ProcessSet, global_process_set
+from hvdgloo.torch import state
+from hvdgloo.torch.mpi_ops import _frontend
 
-Tensor = torch.Tensor
+__all__ = [
+    "allgather_object",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+]
 
-
-def broadcast_parameters(frontend: Frontend[Tensor], params: Any, root_rank: int) -> None:
-    """See ``hvdgloo.torch.broadcast_parameters``."""
-    operation = broadcasting(root_rank, global_process_set)
-    named = _named(params)
-    # All are under way before the first is waited for.
-    pending = [frontend.start(operation, [tensor], name, in_place=True) for name, tensor in named]
-    for broadcast in pending:
-        broadcast.wait()
+T = TypeVar("T")
 
 
-def _named(params: Any) -> list[tuple[str, Tensor]]:
-    if isinstance(params, Mapping):
-        pairs = sorted(((str(name), tensor) for name, tensor in params.items()), key=lambda pair: pair[0])
-    elif isinstance(params, (list, tuple)):
-        pairs = [p if isinstance(p, tuple) and len(p) == 2 else (f"parameter.{i}", p) for i, p in enumerate(params)]
-    else:
-        raise InvalidArgumentError(
-            "params must be a dict such as model.state_dict(), or a list of tensors or of (name, tensor) pairs; got "
-            f"{type(params).__name__} (list(...) makes a list of an iterator)"
-        )
-    for name, tensor in pairs:
-        if not isinstance(name, str) or not isinstance(tensor, Tensor):
-            raise InvalidArgumentError(
-                f"params: {name!r} is a {type(tensor).__name__}, not a tensor; broadcast_object sends other values"
-            )
-    return pairs
+def broadcast_parameters(params: Any, root_rank: int) -> None:
+    """Overwrite all ranks' tensors with one rank's, usually before training.
+
+    Args:
+        params: ``model.state_dict()``, or a list of tensors or of (name, tensor) pairs; the same names and shapes on
+            every rank.
+        root_rank: global rank of the source.
+
+    Raises:
+        InvalidArgumentError: (a ValueError) ``params`` is neither a dict nor a list, or has values that are no tensors.
+    """
+    state.broadcast_parameters(_frontend, params, root_rank)
 
 
-@dataclass(frozen=True)
-class _Slot:
-    """Stands for a tensor in a structure that is sent without its tensors."""
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
+) -> None:
+    """Give all ranks' optimizers the state and the hyperparameters of one rank's, usually after loading a checkpoint.
 
-    index: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    Ranks whose optimizer has no state yet get the root's. No step is made for it.
 
+    Args:
+        optimizer: plain or distributed, with the same parameters on every rank.
+        root_rank: global rank of the source.
+        model: accepted for programs that pass it; the optimizer knows its parameters.
 
-def broadcast_optimizer_state(frontend: Frontend[Tensor], optimizer: torch.optim.Optimizer, root_rank: int) -> None:
-    """See ``hvdgloo.torch.broadcast_optimizer_state``."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise InvalidArgumentError(f"expected a torch.optim.Optimizer, not {type(optimizer).__name__}")
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise InvalidArgumentError(
-            "LBFGS keeps its state in a form that cannot be broadcast; start it anew on all ranks"
-        )
-    is_root = frontend.rank() == root_rank
-    tensors: list[Tensor] = []
-    structure = _take_tensors(optimizer.state_dict(), tensors) if is_root else None
-    # The structure says what there is: ranks whose optimizer has no state yet, or another, create the root's.
-    structure = objects.broadcast_object(frontend, structure, root_rank)
-    if not is_root:
-        slots: list[_Slot] = []
-        _collect_slots(structure, slots)
-        tensors = [torch.empty(slot.shape, dtype=slot.dtype) for slot in slots]
-    operation = broadcasting(root_rank, global_process_set)
-    label = frontend.automatic_name("broadcast_optimizer_state")
-    pending = [frontend.start(operation, [tensor], f"{label}.{i}", in_place=True) for i, tensor in enumerate(tensors)]
-    for broadcast in pending:
-        broadcast.wait()
-    if not is_root:
-        optimizer.load_state_dict(_put_tensors(structure, tensors))
+    Raises:
+        InvalidArgumentError: (a ValueError) for LBFGS, whose state cannot be sent.
+    """
+    state.broadcast_optimizer_state(_frontend, optimizer, root_rank)
 
 
-def _map(structure: Any, leaf: Any) -> Any:
-    """A structure of dicts, lists and tuples with ``leaf`` applied to all else, in a fixed order."""
-    if isinstance(structure, dict):
-        return {key: _map(value, leaf) for key, value in structure.items()}
-    if type(structure) in (list, tuple):
-        return type(structure)(_map(value, leaf) for value in structure)
-    return leaf(structure)
+def broadcast_object(
+    obj: T, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> T:
+    """The Python object of one rank, on all: see ``hvdgloo.objects.broadcast_object``."""
+    return objects.broadcast_object(_frontend, obj, root_rank, name, process_set)
 
 
-def _take_tensors(structure: Any, tensors: list[Tensor]) -> Any:
-    def take(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        tensors.append(value)
-        return _Slot(len(tensors) - 1, tuple(value.shape), value.dtype)
-
-    return _map(structure, take)
-
-
-def _collect_slots(structure: Any, slots: list[_Slot]) -> None:
-    _map(structure, lambda value: slots.append(value) if isinstance(value, _Slot) else None)
-
-
-def _put_tensors(structure: Any, tensors: list[Tensor]) -> Any:
-    return _map(structure, lambda value: tensors[value.index] if isinstance(value, _Slot) else value)
+def allgather_object(obj: T, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[T]:
+    """Every rank's Python object, in rank order: see ``hvdgloo.objects.allgather_object``."""
+    return objects.allgather_object(_frontend, obj, name, process_set)

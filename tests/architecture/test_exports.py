@@ -79,7 +79,16 @@ EVERY_FRONTEND = COLLECTIVES | BASICS | VALUES
 EXPORTS = {
     "hvdgloo": {"__version__"},
     "hvdgloo.numpy": EVERY_FRONTEND,
-    "hvdgloo.torch": EVERY_FRONTEND | {"DistributedOptimizer", "broadcast_optimizer_state", "broadcast_parameters"},
+    "hvdgloo.torch": EVERY_FRONTEND
+    | {
+        "DistributedOptimizer",
+        "SyncBatchNorm",
+        "broadcast_optimizer_state",
+        "broadcast_parameters",
+        "sparse_allreduce_async",
+    },
+    "hvdgloo.torch.elastic": {"ElasticSampler"},
+    "hvdgloo.data": {"AsyncDataLoaderMixin", "BaseDataLoader"},
     "hvdgloo.run": {"run"},
     "hvdgloo.rendezvous": {
         "HttpStore",
@@ -101,6 +110,7 @@ EXPORTS = {
 NO_LIST = {
     "hvdgloo.backends": "backends are chosen by the Context, not imported by users",
     "hvdgloo.engine": "internal; its modules are imported one by one",
+    "hvdgloo.common": "holds modules that Horovod's programs import one by one",
 }
 
 

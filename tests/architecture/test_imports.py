@@ -17,6 +17,8 @@ PARTS = {
     "hvdgloo.config": "bottom",
     "hvdgloo.topology": "bottom",
     "hvdgloo.version": "bottom",
+    "hvdgloo.common": "bottom",
+    "hvdgloo.data": "bottom",
     "hvdgloo.rendezvous": "rendezvous",
     "hvdgloo.engine": "engine",
     "hvdgloo.backends": "engine",

@@ -22,7 +22,7 @@ from hvdgloo.errors import HorovodInternalError, InvalidArgumentError  # noqa: E
 from hvdgloo.frontend import Frontend  # noqa: E402
 from hvdgloo.torch.adapter import TorchAdapter  # noqa: E402
 from hvdgloo.torch.compression import Compression  # noqa: E402
-from hvdgloo.torch.optimizer import Distributed, Options, wrap  # noqa: E402
+from hvdgloo.torch.distributed import Distributed, Options, wrap  # noqa: E402
 from hvdgloo.types import ReduceOp  # noqa: E402
 from tests.support.world import World  # noqa: E402
 
@@ -464,24 +464,6 @@ def test_a_group_of_parameters_added_later_is_reduced(world: MakeWorld) -> None:
         alike(result, single_process(lambda p: torch.optim.SGD(p, lr=0.1), steps=1))
 
 
-def test_sparse_gradients(world: MakeWorld) -> None:
-    def rank_body(context: Context) -> None:
-        table = nn.Embedding(4, 2, sparse=True)
-        optimizer = distribute(context, torch.optim.SGD(table.parameters(), lr=1.0), sparse_as_dense=True)
-        with torch.no_grad():
-            table.weight.zero_()
-        table(torch.tensor([context.rank])).sum().backward()
-        optimizer.step()
-        assert table.weight.tolist() == [[-0.5, -0.5], [-0.5, -0.5], [0.0, 0.0], [0.0, 0.0]]
-
-        refusing = distribute(context, torch.optim.SGD(table.parameters(), lr=1.0))
-        refusing.zero_grad()
-        with pytest.raises(InvalidArgumentError, match="sparse_as_dense=True"):
-            table(torch.tensor([0])).sum().backward()
-
-    world(2).run(rank_body)
-
-
 def test_channels_last_gradients_keep_their_format(world: MakeWorld) -> None:
     images = torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last)
 
@@ -805,3 +787,208 @@ def test_names_may_come_from_a_generator_and_name_more_than_is_optimized(world: 
             optimizer.step()
 
     world(2).run(rank_body)
+
+
+# Sparse gradients, Adasum, PowerSGD, process sets --------------------------------------------------------------------
+
+
+class Words(nn.Module):
+    """An embedding whose gradient is sparse, and a dense layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(7, 4, sparse=True).double()
+        self.dense = nn.Linear(4, 2).double()
+        with torch.no_grad():
+            self.words.weight.copy_(torch.arange(28.0).view(7, 4) / 28)
+            self.dense.weight.copy_(torch.arange(8.0).view(2, 4) / 8)
+            self.dense.bias.zero_()
+
+    def forward(self, indices: Tensor) -> Tensor:
+        embedded: Tensor = self.dense(self.words(indices))
+        return embedded
+
+
+SENTENCES = torch.tensor([[0, 1], [1, 2], [5, 6], [0, 6]])
+
+
+@pytest.mark.parametrize("as_dense", [False, True], ids=["sparse", "as dense"])
+def test_sparse_gradients(world: MakeWorld, as_dense: bool) -> None:
+    reference = Words()
+    plain = torch.optim.SGD(reference.parameters(), lr=0.5)
+    for _ in range(3):
+        plain.zero_grad()
+        reference(SENTENCES).square().mean().backward()
+        plain.step()
+
+    def rank_body(context: Context) -> list[np.ndarray]:
+        model = Words()
+        optimizer = distribute(
+            context, torch.optim.SGD(model.parameters(), lr=0.5), model.named_parameters(), sparse_as_dense=as_dense
+        )
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(SENTENCES[2 * context.rank : 2 * context.rank + 2]).square().mean().backward()
+            optimizer.step()
+            assert model.words.weight.grad is not None
+            assert model.words.weight.grad.is_sparse is not as_dense
+        return values(model)
+
+    for result in world(2).run(rank_body):
+        alike(result, values(reference))
+
+
+def test_a_sparse_gradient_that_only_some_ranks_have(world: MakeWorld) -> None:
+    """The others cannot know that it is sparse, and must not wait with a dense one."""
+
+    def rank_body(context: Context) -> list[np.ndarray]:
+        model = Words()
+        optimizer = distribute(context, torch.optim.SGD(model.parameters(), lr=0.5))
+        for step in range(3):
+            optimizer.zero_grad()
+            if context.rank == step % 2:
+                model(SENTENCES[:1]).sum().backward()
+            else:
+                model.dense(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
+            optimizer.step()
+        return values(model)
+
+    first, second = world(2).run(rank_body)
+    alike(first, second, rtol=0)
+    assert not np.allclose(first[0], Words().words.weight.detach().numpy())
+
+
+def test_a_sparse_gradient_has_no_place_in_a_group(world: MakeWorld) -> None:
+    def rank_body(context: Context) -> None:
+        model = Words()
+        optimizer = distribute(context, torch.optim.SGD(model.parameters(), lr=0.5), groups=1)
+        model(SENTENCES).sum().backward()
+        with pytest.raises(InvalidArgumentError, match="cannot be in a group"):
+            optimizer.step()
+
+    world(2).run(rank_body)
+
+
+def adasum(vectors: list[Tensor]) -> Tensor:
+    """By the definition, pair by pair."""
+    while len(vectors) > 1:
+        combined = []
+        for a, b in zip(vectors[::2], vectors[1::2], strict=False):
+            dot = (a * b).sum()
+            combined.append((1 - dot / (2 * (a * a).sum())) * a + (1 - dot / (2 * (b * b).sum())) * b)
+        vectors = combined + (vectors[-1:] if len(vectors) % 2 else [])
+    return vectors[0]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_adasum_combines_what_the_optimizers_did(world: MakeWorld, size: int) -> None:
+    make = OPTIMIZERS["sgd"]
+    models = [make_model() for _ in range(size)]
+    optimizers = [make(model.parameters()) for model in models]
+    for _ in range(3):
+        before = [p.detach().clone() for p in models[0].parameters()]
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            optimizer.zero_grad()
+            loss_of(model, slice(rank * BATCH // size, (rank + 1) * BATCH // size)).backward()
+            optimizer.step()
+        with torch.no_grad():
+            for index, start in enumerate(before):
+                parameters = [list(model.parameters())[index] for model in models]
+                change = adasum([parameter - start for parameter in parameters])
+                for parameter in parameters:
+                    parameter.copy_(start + change)
+
+    def rank_body(context: Context) -> list[np.ndarray]:
+        model = make_model()
+        optimizer = distribute(context, make(model.parameters()), model.named_parameters(), op=ReduceOp.ADASUM)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss_of(model, part_of(context)).backward()
+            optimizer.synchronize()
+            optimizer.step()
+        with pytest.raises(AssertionError, match="nothing to skip"), optimizer.skip_synchronize():
+            pass
+        return values(model)
+
+    for result in world(size).run(rank_body):
+        alike(result, values(models[0]))
+
+
+@pytest.mark.parametrize("groups", [None, 1], ids=["each", "one group"])
+def test_powersgd_still_converges(world: MakeWorld, groups: int | None) -> None:
+    """Vogels et al., 2019: error feedback lets it reach what plain SGD reaches (without, five times that is left)."""
+    generator = torch.Generator().manual_seed(3)
+    inputs = torch.randn(64, 32, generator=generator)
+    targets = torch.tanh(inputs @ torch.randn(32, 16, generator=generator) / 6)
+
+    def rank_body(context: Context) -> tuple[float, float, list[np.ndarray], int]:
+        own = slice(context.rank * 32, context.rank * 32 + 32)
+
+        def loss_after_training(compression: Any) -> tuple[float, nn.Module]:
+            model = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 16))
+            with torch.no_grad():
+                start = torch.Generator().manual_seed(5)
+                for parameter in model.parameters():
+                    parameter.copy_(torch.randn(parameter.shape, generator=start) / 6)
+            plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            optimizer = distribute(context, plain, model.named_parameters(), groups, compression=compression)
+            for _ in range(200):
+                optimizer.zero_grad()
+                ((model(inputs[own]) - targets[own]) ** 2).mean().backward()
+                optimizer.step()
+            return ((model(inputs) - targets) ** 2).mean().item(), model
+
+        compressor = Compression.powersgd(rank=2)
+        expected, _ = loss_after_training(Compression.none)
+        loss, model = loss_after_training(compressor)
+        return loss, expected, values(model), len(compressor.errors)
+
+    (loss, expected, first, approximated), (_, _, second, _) = world(2).run(rank_body)
+    alike(first, second, rtol=0)
+    assert approximated == 2  # the matrices; the biases travel as they are
+    assert loss < 1.5 * expected
+
+
+def test_powersgd_at_full_rank_is_exact(world: MakeWorld) -> None:
+    expected = single_process(OPTIMIZERS["sgd"])
+
+    def rank_body(context: Context) -> list[np.ndarray]:
+        return train(context, OPTIMIZERS["sgd"], compression=Compression.powersgd(rank=6, min_saving=0.0))
+
+    for result in world(2).run(rank_body):
+        alike(result, expected)
+
+
+def test_powersgd_is_for_averages_in_an_optimizer(world: MakeWorld) -> None:
+    def rank_body(context: Context) -> None:
+        with pytest.raises(InvalidArgumentError, match="give it to DistributedOptimizer"):
+            Frontend(TorchAdapter(), lambda: context).allreduce(torch.ones(2), compression=Compression.powersgd())
+        with pytest.raises(InvalidArgumentError, match="a whole number from 1"):
+            Compression.powersgd(rank=0)
+        with pytest.raises(InvalidArgumentError, match="use op=Average"):
+            train(context, OPTIMIZERS["sgd"], op=ReduceOp.MAX, compression=Compression.powersgd())
+
+    world(2).run(rank_body)
+
+
+def test_bf16_compression_is_near(world: MakeWorld) -> None:
+    expected = single_process(OPTIMIZERS["sgd"])
+    for result in world(2).run(lambda context: train(context, OPTIMIZERS["sgd"], compression=Compression.bf16)):
+        alike(result, expected, rtol=0.05)
+
+
+def test_a_process_set_shares_gradients_among_its_members(world: MakeWorld) -> None:
+    def rank_body(context: Context) -> list[np.ndarray]:
+        pair = Frontend(TorchAdapter(), lambda: context).add_process_set([0, 2])
+        model = make_model()
+        optimizer = distribute(context, OPTIMIZERS["sgd"](model.parameters()), process_set=pair)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            halves = [slice(None, BATCH // 2), slice(None), slice(BATCH // 2, None)]
+            loss_of(model, halves[context.rank]).backward()
+            optimizer.step()
+        return values(model)
+
+    expected = single_process(OPTIMIZERS["sgd"])
+    for result in world(3).run(rank_body):
+        alike(result, expected)

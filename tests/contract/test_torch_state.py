@@ -15,9 +15,9 @@ from torch import nn  # noqa: E402
 from hvdgloo.context import Context  # noqa: E402
 from hvdgloo.errors import InvalidArgumentError  # noqa: E402
 from hvdgloo.frontend import Frontend  # noqa: E402
-from hvdgloo.torch import functions  # noqa: E402
 from hvdgloo.torch.adapter import TorchAdapter  # noqa: E402
-from hvdgloo.torch.optimizer import Options, wrap  # noqa: E402
+from hvdgloo.torch.distributed import Options, wrap  # noqa: E402
+from hvdgloo.torch.state import broadcast_optimizer_state, broadcast_parameters  # noqa: E402
 from tests.support.world import World  # noqa: E402
 
 MakeWorld = Callable[..., World]
@@ -50,7 +50,7 @@ def filled_model(value: float) -> nn.Module:
 def test_parameters_become_the_roots(world: MakeWorld, root: int, params_of: Callable[[Any], Any]) -> None:
     def rank_body(context: Context) -> None:
         model = filled_model(context.rank + 1)
-        functions.broadcast_parameters(frontend_of(context), params_of(model), root)
+        broadcast_parameters(frontend_of(context), params_of(model), root)
         for name, tensor in model.state_dict().items():
             assert (tensor == root + 1).all(), name
         # Parameters stay leaves that a gradient can flow to.
@@ -64,7 +64,7 @@ def test_parameters_themselves_can_be_sent(world: MakeWorld) -> None:
 
     def rank_body(context: Context) -> None:
         model = filled_model(context.rank + 1)
-        functions.broadcast_parameters(frontend_of(context), list(model.named_parameters()), 1)
+        broadcast_parameters(frontend_of(context), list(model.named_parameters()), 1)
         assert all((p == 2).all() and p.requires_grad for p in model.parameters())
 
     world(SIZE).run(rank_body)
@@ -84,7 +84,7 @@ def test_parameters_themselves_can_be_sent(world: MakeWorld) -> None:
 )
 def test_what_is_no_dict_or_list_of_tensors_is_refused(world: MakeWorld, params: Any, text: str) -> None:
     with pytest.raises(InvalidArgumentError, match=text):
-        functions.broadcast_parameters(frontend_of(world(1).contexts[0]), params, 0)
+        broadcast_parameters(frontend_of(world(1).contexts[0]), params, 0)
 
 
 OPTIMIZERS: dict[str, Callable[[Any, float], Any]] = {
@@ -116,7 +116,7 @@ def test_optimizer_state_becomes_the_roots(
         if distributed:
             optimizer = wrap(frontend_of(context), optimizer, None, None, Options())
         before = [p.detach().clone() for p in model.parameters()]
-        functions.broadcast_optimizer_state(frontend_of(context), optimizer, 1)
+        broadcast_optimizer_state(frontend_of(context), optimizer, 1)
         assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
         state: dict[str, Any] = copy.deepcopy(optimizer.state_dict())
         # It works on: state is where its parameters are, in types that the optimizer takes.
@@ -140,7 +140,7 @@ def test_no_state_yet_is_broadcast_as_none(world: MakeWorld) -> None:
     def rank_body(context: Context) -> None:
         model = filled_model(1.0)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1 * (1 + context.rank), weight_decay=0.1)
-        functions.broadcast_optimizer_state(frontend_of(context), optimizer, 2)
+        broadcast_optimizer_state(frontend_of(context), optimizer, 2)
         assert optimizer.state_dict()["state"] == {}
         assert optimizer.param_groups[0]["lr"] == pytest.approx(0.3)
         assert all((p == 1).all() for p in model.parameters())
@@ -151,6 +151,6 @@ def test_no_state_yet_is_broadcast_as_none(world: MakeWorld) -> None:
 def test_lbfgs_is_refused(world: MakeWorld) -> None:
     frontend = frontend_of(world(1).contexts[0])
     with pytest.raises(InvalidArgumentError, match="LBFGS"):
-        functions.broadcast_optimizer_state(frontend, torch.optim.LBFGS(filled_model(1).parameters()), 0)
+        broadcast_optimizer_state(frontend, torch.optim.LBFGS(filled_model(1).parameters()), 0)
     with pytest.raises(InvalidArgumentError, match="not dict"):
-        functions.broadcast_optimizer_state(frontend, {}, 0)  # type: ignore[arg-type]
+        broadcast_optimizer_state(frontend, {}, 0)  # type: ignore[arg-type]

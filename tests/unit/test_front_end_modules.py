@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from hvdgloo.frontend import Frontend
-from hvdgloo.types import ReduceOp
 
 
 @pytest.fixture(params=["numpy", "torch"])
@@ -78,7 +77,7 @@ def test_functions_travel_by_reference(hvd: ModuleType) -> None:
     for copy in (pickle.loads(pickle.dumps(allreduce)), cloudpickle.loads(cloudpickle.dumps(function))()):
         assert copy.__self__ is hvd.allreduce.__self__
     with pytest.raises(TypeError, match="cannot be pickled"):
-        pickle.dumps(Frontend(hvd._frontend.adapter, lambda: None))  # type: ignore[arg-type,return-value]
+        pickle.dumps(Frontend(allreduce.__self__.adapter, lambda: None))  # type: ignore[arg-type,return-value]
 
 
 def test_a_missing_framework_says_what_to_install() -> None:
@@ -104,7 +103,7 @@ def test_importing_the_numpy_front_end_imports_no_framework() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:num_groups:DeprecationWarning")
-@pytest.mark.parametrize("wrong", [{"num_groups": 2, "groups": 2}, {"num_groups": -1}, {"op": ReduceOp.ADASUM}])
+@pytest.mark.parametrize("wrong", [{"num_groups": 2, "groups": 2}, {"num_groups": -1}, {"op": 77}])
 def test_distributed_optimizer_of_the_module(wrong: dict[str, Any]) -> None:
     torch = pytest.importorskip("torch")
     import hvdgloo.torch as hvd

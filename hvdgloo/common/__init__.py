@@ -1,0 +1,1 @@
+"""Names that Horovod's programs import from ``horovod.common``."""

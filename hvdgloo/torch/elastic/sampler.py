@@ -1,0 +1,73 @@
+"""Each rank's share of a dataset, which can be divided anew in the middle of an epoch."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sized
+from typing import Any
+
+from torch.utils.data import Sampler
+
+from hvdgloo.torch import mpi_ops
+
+
+class ElasticSampler(Sampler[int]):
+    """Divides a dataset's indices among the ranks, those that have been processed left out.
+
+    All ranks see the same shuffled order. ``record_batch`` after each batch, ``state_dict`` at a commit and
+    ``load_state_dict`` after a restart let an epoch go on where it stopped, on any number of ranks: each index is then
+    seen once, but for the few that pad the shares to one length.
+
+    Args:
+        dataset: has a length.
+        shuffle: a new order in each epoch, else ascending.
+        seed: of the order; the same on all ranks.
+    """
+
+    def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
+        self.dataset = dataset
+        self.shuffle = shuffle
+        self.seed = seed
+        self.epoch = 0
+        self.processed_num = 0
+        self.reset()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch: nothing of it has been processed. To be called at the end of the one before."""
+        self.epoch = epoch
+        self.processed_num = 0
+        self.reset()
+
+    def record_batch(self, batch_idx: int, batch_size: int) -> None:
+        """Take note that all ranks have processed a batch of ``batch_size`` each; ``batch_idx`` is for the caller."""
+        self.processed_num += batch_size * self.num_replicas
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps: ``epoch`` and ``processed_num``."""
+        return {"epoch": self.epoch, "processed_num": self.processed_num}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where a checkpoint was made, maybe on another number of ranks."""
+        self.epoch = state_dict["epoch"]
+        self.processed_num = state_dict["processed_num"]
+        self.reset()
+
+    def reset(self) -> None:
+        """Divide what is left among the ranks that there are now."""
+        self.num_replicas = mpi_ops.size() if mpi_ops.is_initialized() else 1
+        self.rank = mpi_ops.rank() if mpi_ops.is_initialized() else 0
+        order = list(range(len(self.dataset)))
+        if self.shuffle:
+            random.Random(f"{self.seed} {self.epoch}").shuffle(order)
+        self.remaining_indices = order[self.processed_num :]
+        self.num_samples = -(-len(self.remaining_indices) // self.num_replicas)
+        self.total_size = self.num_samples * self.num_replicas
+
+    def __iter__(self) -> Iterator[int]:
+        padded = list(self.remaining_indices)
+        while padded and len(padded) < self.total_size:
+            padded += padded[: self.total_size - len(padded)]
+        return iter(padded[self.rank : self.total_size : self.num_replicas])
+
+    def __len__(self) -> int:
+        return self.num_samples
