@@ -7,7 +7,6 @@ they found is judged by ``diagnosis`` and shown by ``doctor_report``.
 from __future__ import annotations
 
 import secrets
-import shutil
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,19 +33,21 @@ from hvdgloo.runner.spec import Host, LaunchSpec
 from hvdgloo.runner.supervisor import Supervisor
 from hvdgloo.runner.ways import choose_spawner
 
-_WIDEST = 120
 
-
-def run(spec: LaunchSpec, *, stdout: TextIO, stderr: TextIO, json: bool = False, spawner: Spawner | None = None) -> int:
-    """Look at all hosts of a job and print what was found.
+def run(
+    spec: LaunchSpec, *, stderr: TextIO, width: int = 100, json: bool = False, spawner: Spawner | None = None
+) -> tuple[str, bool]:
+    """Look at all hosts of a job.
 
     Args:
         spec: the job; its command may be empty.
-        json: print JSON.
+        stderr: for what is to be said meanwhile.
+        width: of the report's lines.
+        json: report as JSON.
         spawner: how agents are started; by default chosen from the hosts.
 
     Returns:
-        the exit status: 0 unless something was found that will stop a job.
+        the report, and whether a job can start.
 
     Raises:
         JobFailedError: a signal came first.
@@ -59,12 +60,8 @@ def run(spec: LaunchSpec, *, stdout: TextIO, stderr: TextIO, json: bool = False,
     visits = [_visit(host, round_) for host in spec.hosts]
     launcher = examine(spec.environ, Require(spec.cwd))
     findings = diagnose(visits, launcher, spec.cwd, round_.connections)
-    if json:
-        stdout.write(as_json(visits, findings))
-    else:
-        stdout.write(as_text(visits, findings, _width(stdout)))
-    stdout.flush()
-    return 0 if all_well(findings) else 1
+    report = as_json(visits, findings) if json else as_text(visits, findings, width)
+    return report, all_well(findings)
 
 
 @dataclass
@@ -178,7 +175,3 @@ def _visit(host: Host, round_: _Round) -> Visit:
         identity=answer.hello.identity,
         addresses=round_.addresses.get(host.name, ()),
     )
-
-
-def _width(stdout: TextIO) -> int:
-    return min(shutil.get_terminal_size().columns, _WIDEST) if stdout.isatty() else 100

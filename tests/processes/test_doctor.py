@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import stat
@@ -52,6 +53,16 @@ class TestThisMachine:
         program.chmod(0o755)
         done = launcher.run("-np", "1", "--", "doctor", env={"PATH": f"{launcher.folder}:/usr/bin:/bin"})
         assert done.stdout == "[0]<stdout>:well\n", done.stderr
+
+    @pytest.mark.parametrize("command", ["doctor", "--check-build", "--version"])
+    def test_nobody_reads_it(self, launcher: Launcher, command: str) -> None:
+        """``hvdgloo-run doctor | head -1``: no traceback."""
+        reading, writing = os.pipe()
+        os.close(reading)
+        process = launcher.start(command, stdout=writing)
+        os.close(writing)
+        _, err = process.communicate(timeout=30)
+        assert (process.returncode, err) == (128 + signal.SIGPIPE, b"")
 
     @pytest.mark.parametrize(
         ("arguments", "text"),
