@@ -18,7 +18,7 @@ from typing import TextIO
 from hvdgloo.errors import JobFailedError, LaunchError
 from hvdgloo.rendezvous.identity import host_identity
 from hvdgloo.runner.console import Console
-from hvdgloo.runner.diagnosis import Finding, Visit, addresses_reached, compare_clocks, diagnose, unconnected
+from hvdgloo.runner.diagnosis import Finding, Severity, Visit, addresses_reached, compare_clocks, diagnose, unconnected
 from hvdgloo.runner.discovery import explore
 from hvdgloo.runner.display import StartDisplay
 from hvdgloo.runner.doctor_report import all_well, as_json, as_text
@@ -59,7 +59,9 @@ def run(
         _try_addresses(supervisor, spec, round_)
     visits = [_visit(host, round_) for host in spec.hosts]
     launcher = examine(spec.environ, Require(spec.cwd))
-    findings = diagnose(visits, launcher, spec.cwd, round_.connections)
+    # A template may lead into several containers that look like one machine, and is let.
+    one_machine = Severity.WARNING if spec.reach.agent_command else Severity.STOP
+    findings = diagnose(visits, launcher, spec.cwd, round_.connections, one_machine=one_machine)
     report = as_json(visits, findings) if json else as_text(visits, findings, width)
     return report, all_well(findings)
 

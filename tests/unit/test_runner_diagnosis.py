@@ -95,7 +95,7 @@ class TestRules:
     def test_one_machine_under_two_names(self) -> None:
         finding = only(visit("h1"), replace(visit("h2"), identity="h1"))
         assert (finding.severity, finding.hosts) == (Severity.STOP, ("h1", "h2"))
-        assert "one machine" in finding.text
+        assert "the same machine" in finding.text
 
     @pytest.mark.parametrize(
         ("changes", "text"),
