@@ -88,7 +88,14 @@ class Finding:
     mend: str
 
 
-def diagnose(visits: Sequence[Visit], launcher: Facts, cwd: str, connections: Sequence[Finding] = ()) -> list[Finding]:
+def diagnose(
+    visits: Sequence[Visit],
+    launcher: Facts,
+    cwd: str,
+    connections: Sequence[Finding] = (),
+    *,
+    one_machine: Severity = Severity.STOP,
+) -> list[Finding]:
     """All findings, the worst first.
 
     Args:
