@@ -96,6 +96,9 @@ class TestRules:
         finding = only(visit("h1"), replace(visit("h2"), identity="h1"))
         assert (finding.severity, finding.hosts) == (Severity.STOP, ("h1", "h2"))
         assert "the same machine" in finding.text
+        visits = [visit("h1"), replace(visit("h2"), identity="h1")]
+        (finding,) = diagnose(visits, FACTS, "/", one_machine=Severity.WARNING)
+        assert finding.severity is Severity.WARNING, "a template may lead there twice"
 
     @pytest.mark.parametrize(
         ("changes", "text"),
