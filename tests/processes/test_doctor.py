@@ -164,6 +164,22 @@ class TestHosts:
         text = doctor(bed["h1"], "-H", "h2:1,h3:1", "--agent-command", f"{kubectl} {{host}}", status=0)
         assert [rows(text)[host][1] for host in ("h2", "h3")] == ["ok", "ok"]
 
+    def test_pain_18_the_nodes_of_a_slurm_allocation(self, bed: Bed, tmp_path: Path) -> None:
+        program = (
+            "import os, shlex, sys\n"
+            "node = next(word for word in sys.argv if word.startswith('--nodelist='))[11:]\n"
+            "rest = list(sys.argv[1:])\n"
+            "while rest[0].startswith('--'): rest.pop(0)\n"
+            "os.execvp('ssh', ['ssh', node, shlex.join(rest)])\n"
+        )
+        (tmp_path / "srun").write_text(f"#!{sys.executable}\n{program}")
+        (tmp_path / "srun").chmod(0o755)
+        path = f"{tmp_path}:/usr/local/bin:/usr/bin:/bin"
+        slurm = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "h[2-3]", "PATH": path}
+        done = bed["h1"].run([*RUN, "doctor"], cwd="/", env=slurm)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert [name for name in rows(done.stdout)] == ["host", "h2", "h3"]
+
     def test_ctrl_c_ends_it_at_once(self, bed: Bed) -> None:
         # Nobody has this address, so ssh waits for an answer in vain.
         process = bed["h1"].popen([*RUN, "doctor", "-H", "h2:1,10.77.1.250:1", "--verbose"])
