@@ -6,7 +6,7 @@ import pytest
 
 from hvdgloo.errors import ConfigError
 from hvdgloo.runner.command import interface_variables
-from hvdgloo.runner.discovery import LOOPBACK, probe_timeout
+from hvdgloo.runner.discovery import LOOPBACK
 from hvdgloo.runner.nics import Address, Rules, candidates, explain_none, own_addresses, parse_nics, why_not
 
 LO = Address("lo", "127.0.0.1", 8)
@@ -133,8 +133,3 @@ def test_libraries_that_want_an_interface_s_name_get_it() -> None:
         "NCCL_SOCKET_FAMILY": "AF_INET6",
     }
     assert interface_variables(LOOPBACK) == {}
-
-
-@pytest.mark.parametrize(("connect", "probe"), [(30, 3.0), (1000, 3.0), (10, 1.0), (0.5, 0.2)])
-def test_probes_take_a_part_of_the_connect_timeout(connect: float, probe: float) -> None:
-    assert probe_timeout(connect) == probe
