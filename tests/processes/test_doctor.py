@@ -178,7 +178,7 @@ class TestHosts:
         slurm = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "h[2-3]", "PATH": path}
         done = bed["h1"].run([*RUN, "doctor"], cwd="/", env=slurm)
         assert done.returncode == 0, done.stdout + done.stderr
-        assert [name for name in rows(done.stdout)] == ["host", "h2", "h3"]
+        assert list(rows(done.stdout)) == ["host", "h2", "h3"]
 
     def test_ctrl_c_ends_it_at_once(self, bed: Bed) -> None:
         # Nobody has this address, so ssh waits for an answer in vain.
