@@ -68,6 +68,8 @@ def _nowhere() -> TextIO:
 def _run(argv: Sequence[str], stdout: TextIO, stderr: TextIO) -> int:
     parser = build_parser()
     flags, command, doctor = split_all(argv, parser.values)
+    if doctor and not {"-h", "--help"}.isdisjoint(flags):
+        return _print(parser.doctor_help(), stdout, stderr)
     given = parser.given(flags)
     if given.json and not doctor:
         raise ConfigError(f"--json is for {PROGRAM} doctor")

@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from hvdgloo.errors import HostsUnreachableError, LaunchError
+from hvdgloo.errors import HostsUnreachableError, HvdglooError
 from hvdgloo.runner import placement, requirements
 from hvdgloo.runner.examine import Facts
 from hvdgloo.runner.frames import Lacking
@@ -410,7 +410,7 @@ def _reached(answer: Answer | None) -> bool:
     return answer is not None and answer.outcome is Outcome.REACHED
 
 
-def unconnected(error: LaunchError, hosts: Sequence[str]) -> Finding:
+def unconnected(error: HvdglooError, hosts: Sequence[str]) -> Finding:
     """Why hosts cannot be connected: a finding about those that are named, else about all."""
     text, newline, mend = str(error).rpartition("\n")
     if not newline:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import TextIO
 
-from hvdgloo.errors import JobFailedError, LaunchError
+from hvdgloo.errors import ConfigError, JobFailedError, LaunchError
 from hvdgloo.rendezvous.identity import host_identity
 from hvdgloo.runner.console import Console
 from hvdgloo.runner.diagnosis import Finding, Severity, Visit, addresses_reached, compare_clocks, diagnose, unconnected
@@ -149,7 +149,7 @@ def _try_addresses(supervisor: Supervisor, spec: LaunchSpec, round_: _Round) -> 
         reports = explore(supervisor, spec, [link.hello for link in links if link.hello is not None])
     except JobFailedError:
         raise
-    except LaunchError as error:
+    except (LaunchError, ConfigError) as error:
         round_.connections.append(unconnected(error, [link.host.name for link in links]))
         return
     here = any(answer.hello.identity == host_identity() for answer in round_.answers.values())

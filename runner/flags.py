@@ -97,6 +97,28 @@ on, and their output waits for fg or bg.
 """
 
 
+_DOCTOR_GROUPS = ("hosts", "reach", "environment", "network", "doctor")
+
+_DOCTOR_DESCRIPTION = f"""\
+usage: {PROGRAM} doctor [options] [command ...]
+
+Look whether the hosts of a job are ready for it, and say what to mend. Nothing
+is started but an agent on each host, which looks round and ends. All options of
+a job may be given; these matter here:
+"""
+
+_DOCTOR_EPILOG = """\
+The command is looked for on every host, and not run. Examples:
+
+  hvdgloo-run doctor                  is this machine ready?
+  hvdgloo-run doctor -H h1:4,h2:4 train.py
+  hvdgloo-run doctor --hostfile cluster.txt --json
+
+Exit status: 0 if a job can start (there may be warnings), 1 if something that
+was found will stop it, 2 if the command line cannot be used.
+"""
+
+
 class Parser(argparse.ArgumentParser):
     """Knows, besides what argparse does, how many values each flag takes and which keys a file may have.
 
@@ -170,6 +192,17 @@ class Parser(argparse.ArgumentParser):
                 usable = dest in from_file and dest not in silenced
                 setattr(given, dest, from_file[dest] if usable else defaults.get(dest))
         return given
+
+    def doctor_help(self) -> str:
+        """The help of ``hvdgloo-run doctor``."""
+        formatter = self._get_formatter()
+        formatter.add_text(_DOCTOR_DESCRIPTION)
+        for name in _DOCTOR_GROUPS:
+            formatter.start_section(GROUPS[name])
+            formatter.add_arguments(self._titled[name]._group_actions)
+            formatter.end_section()
+        formatter.add_text(_DOCTOR_EPILOG)
+        return formatter.format_help()
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)

@@ -222,8 +222,15 @@ class TestSuggestions:
 class TestHelp:
     def test_it_fits_80_columns(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("COLUMNS", "80")
-        lines = build_parser().format_help().splitlines()
-        assert [line for line in lines if len(line) > 80] == []
+        for text in (build_parser().format_help(), build_parser().doctor_help()):
+            assert [line for line in text.splitlines() if len(line) > 80] == []
+
+    def test_doctor_s_own(self) -> None:
+        text = build_parser().doctor_help()
+        assert text.startswith("usage: hvdgloo-run doctor [options] [command ...]\n")
+        assert "--ssh-port PORT" in text
+        assert "--json" in text
+        assert "--fusion-threshold-mb" not in text
 
     def test_flags_without_effect_are_named_together(self) -> None:
         text = build_parser().format_help()
