@@ -25,11 +25,12 @@ REQUIRED = ("cheroot", "cloudpickle", "flask", "msgpack", "numpy", "prometheus_c
 # In "/" and not in the user's folder: the agent must not import a json.py that lies there. The preamble goes first,
 # so that a slow file system shows as a slow Python. No single quote, backslash, "!" or newline: some shell reads this.
 _BOOTSTRAP = (
-    "import os, sys; from importlib.util import find_spec as find; "
+    "import os, sys; "
     'os.chdir("/"); '
     'here = [p for p in sys.argv[2:] if os.path.isdir(os.path.join(p, "hvdgloo"))]; '
     "sys.path[:] = here + [p for p in sys.path if p]; "
     f'os.write(1, bytes.fromhex("{PREAMBLE.hex()}")); '
+    "from importlib.util import find_spec as find; "
     'find("hvdgloo") or sys.exit("hvdgloo agent: No module named hvdgloo"); '
     "from hvdgloo.version import __version__ as found; "
     'found == sys.argv[1] or sys.exit("hvdgloo agent: version " + found + " is installed here"); '
