@@ -9,7 +9,8 @@ import pytest
 from hvdgloo.config import Config, settings
 from hvdgloo.errors import ConfigError
 from hvdgloo.runner import config_file, options
-from hvdgloo.runner.flags import build_parser, split, suggestions
+from hvdgloo.runner.flags import build_parser, split
+from hvdgloo.runner.spelling import suggestions
 from hvdgloo.runner.spec import HEARTBEAT_TIMEOUT
 
 HOROVODRUN_FLAGS = """
