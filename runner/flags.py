@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 from hvdgloo.errors import ConfigError
 from hvdgloo.runner import options
 from hvdgloo.runner.reach import add_environment_flags, add_reach_flags
-from hvdgloo.runner.spelling import suggestions
 from hvdgloo.runner.spec import GRACE_AFTER_FAILURE, GRACE_AFTER_SIGNAL, HEARTBEAT_TIMEOUT
+from hvdgloo.runner.spelling import suggestions
 
 PROGRAM = "hvdgloo-run"
 
