@@ -21,6 +21,7 @@ from hvdgloo.rendezvous.auth import generate_secret
 from hvdgloo.runner import config_file, options
 from hvdgloo.runner.command import resolve_command, resolve_elsewhere
 from hvdgloo.runner.config_file import FileContent
+from hvdgloo.runner.environment import working_directory
 from hvdgloo.runner.flags import PROGRAM, Parser, build_parser, judge_known_flags, split
 from hvdgloo.runner.inventory import take_inventory
 from hvdgloo.runner.reach import exports_from, reach_from
@@ -158,7 +159,7 @@ def command_line(
     notices += () if doctor else inventory.notices
     reach = inventory.completed(reach_from(arguments, Config.from_env(environ).connect_timeout))
     directory = arguments.output_filename
-    cwd = os.getcwd()
+    cwd = working_directory(environ)
     config = Config.from_env(environ)
     spec = LaunchSpec(
         command=()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from typing import IO
 
@@ -86,10 +85,3 @@ class CommandStream(subprocess.Popen[bytes]):
             os.killpg(self.pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
             pass
-
-
-def default_python() -> str:
-    """The interpreter on other hosts, if none was named: this one's path."""
-    if not sys.executable:
-        raise LaunchError("this program does not know its Python interpreter; name the one on the hosts")
-    return sys.executable
