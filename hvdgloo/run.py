@@ -20,6 +20,7 @@ from hvdgloo.config import Config
 from hvdgloo.errors import ConfigError, JobFailedError, LaunchError, RemoteTraceback
 from hvdgloo.rendezvous.auth import generate_secret
 from hvdgloo.runner import task
+from hvdgloo.runner.environment import working_directory
 from hvdgloo.runner.inventory import take_inventory
 from hvdgloo.runner.launch import LIBRARY_SIGNALS, Report, launch
 from hvdgloo.runner.spec import LaunchSpec, Network, Reach
@@ -137,7 +138,7 @@ def run(
         remote_command=task.command(reach.python),
         hosts=inventory.hosts,
         np=inventory.np,
-        cwd=os.getcwd(),
+        cwd=working_directory(os.environ),
         environ=environ,
         exported=frozenset(env or ()),
         secret=secret,

@@ -124,6 +124,17 @@ def hold_free_port(port_range: PortRange | None = None) -> PortHold:
         return PortHold(int(probe.getsockname()[1]))
 
 
+def is_held(port: int) -> bool:
+    """Whether somebody in this network namespace holds the port. Where there are no holds: presumably."""
+    if sys.platform != "linux":
+        return True
+    try:
+        PortHold(port).close()
+    except _HeldError:
+        return True
+    return False
+
+
 def _listen_at_one_port(addresses: Sequence[str], port: int) -> list[socket.socket]:
     sockets: list[socket.socket] = []
     address = ""

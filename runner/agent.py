@@ -265,7 +265,9 @@ class Agent:
 
     def _worker_environment(self) -> Mapping[str, str]:
         assert self._start is not None
-        return {**self._environ, **self._start.env} if self._start.inherit else self._start.env
+        if not self._start.inherit:
+            return self._start.env
+        return {**self._environ, "PWD": self._start.cwd, **self._start.env}
 
     def _on_signal(self, frame: Signal) -> None:
         for worker in self._workers.values():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,18 +16,22 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from hvdgloo.config import Config
-from hvdgloo.errors import ConfigError, HvdglooError, JobFailedError
+from hvdgloo.errors import ConfigError, HvdglooError, JobFailedError, LaunchError
 from hvdgloo.rendezvous.auth import generate_secret
 from hvdgloo.runner import config_file, options
 from hvdgloo.runner.command import resolve_command, resolve_elsewhere
 from hvdgloo.runner.config_file import FileContent
+from hvdgloo.runner.environment import working_directory
 from hvdgloo.runner.flags import PROGRAM, Parser, build_parser, judge_known_flags, split
 from hvdgloo.runner.inventory import take_inventory
 from hvdgloo.runner.reach import exports_from, reach_from
 from hvdgloo.runner.spec import LaunchSpec, Network
+from hvdgloo.runner.writer import is_broken_pipe
 from hvdgloo.version import __version__
 
 USAGE_ERROR = 2
+
+_WIDTH, _WIDEST = 100, 120  # of reports: in a file, and on a terminal at most
 
 
 @dataclass(frozen=True)
@@ -64,17 +69,17 @@ def _nowhere() -> TextIO:
 def _run(argv: Sequence[str], stdout: TextIO, stderr: TextIO) -> int:
     parser = build_parser()
     flags, command, doctor = split_all(argv, parser.values)
+    if doctor and not {"-h", "--help"}.isdisjoint(flags):
+        return _print(parser.doctor_help(), stdout, stderr)
     given = parser.given(flags)
     if given.json and not doctor:
         raise ConfigError(f"--json is for {PROGRAM} doctor")
     if given.version:
-        stdout.write(f"{__version__}\n")
-        return 0
+        return _print(f"{__version__}\n", stdout, stderr)
     if given.check_build:
         from hvdgloo.runner.check_build import build_table
 
-        stdout.write(build_table())
-        return 0
+        return _print(build_table(), stdout, stderr)
     line = command_line(parser, given, command, doctor=doctor)
     for notice in line.notices:
         stderr.write(f"{PROGRAM}: {notice}\n")
@@ -83,7 +88,8 @@ def _run(argv: Sequence[str], stdout: TextIO, stderr: TextIO) -> int:
     if doctor:
         from hvdgloo.runner.doctor import run
 
-        return run(line.spec, stdout=stdout, stderr=stderr, json=bool(given.json))
+        found, well = run(line.spec, stderr=stderr, width=_width(stdout), json=bool(given.json))
+        return _print(found, stdout, stderr) or int(not well)
     from hvdgloo.runner.launch import launch
 
     report = launch(line.spec, stdout=stdout, stderr=stderr)
@@ -96,6 +102,25 @@ def _run(argv: Sequence[str], stdout: TextIO, stderr: TextIO) -> int:
         except OSError:
             pass
     return report.outcome.exit_code
+
+
+def _print(text: str, stdout: TextIO, stderr: TextIO) -> int:
+    """Write it, and return the exit status: a reader that is gone (``| head``) is no reason for a traceback."""
+    try:
+        stdout.write(text)
+        stdout.flush()
+        return 0
+    except OSError as error:
+        # What is still buffered would fail again when the interpreter ends.
+        if stdout is sys.stdout:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())
+        if is_broken_pipe(error):
+            return 128 + signal.SIGPIPE
+        return _complain(stderr, LaunchError(f"standard output cannot be written: {error.strerror}"), 1)
+
+
+def _width(stdout: TextIO) -> int:
+    return min(shutil.get_terminal_size().columns, _WIDEST) if stdout.isatty() else _WIDTH
 
 
 def split_all(argv: Sequence[str], values: Mapping[str, int]) -> tuple[list[str], list[str], bool]:
@@ -134,7 +159,7 @@ def command_line(
     notices += () if doctor else inventory.notices
     reach = inventory.completed(reach_from(arguments, Config.from_env(environ).connect_timeout))
     directory = arguments.output_filename
-    cwd = os.getcwd()
+    cwd = working_directory(environ)
     config = Config.from_env(environ)
     spec = LaunchSpec(
         command=()

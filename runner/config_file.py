@@ -11,12 +11,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import yaml
-
 from hvdgloo.config import parse_value, settings
 from hvdgloo.errors import ConfigError
-from hvdgloo.runner.flags import Parser, suggestions
+from hvdgloo.runner.flags import Parser
 from hvdgloo.runner.options import CONTROLLER, is_boolean, to_variable
+from hvdgloo.runner.spelling import suggestions
 
 _IGNORED = {
     "params": {"hierarchical_allreduce", "hierarchical_allgather", "torus_allreduce"},
@@ -111,6 +110,8 @@ def _typed(action: argparse.Action, text: str, source: str) -> Any:
 
 
 def _load(path: str) -> Mapping[str, Any]:
+    import yaml  # some milliseconds that most jobs do without
+
     try:
         with open(path, encoding="utf-8") as file:
             content = yaml.safe_load(file)

@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from hvdgloo.errors import HostsUnreachableError, LaunchError
+from hvdgloo.errors import HostsUnreachableError, HvdglooError
 from hvdgloo.runner import placement, requirements
 from hvdgloo.runner.examine import Facts
 from hvdgloo.runner.frames import Lacking
@@ -88,13 +88,21 @@ class Finding:
     mend: str
 
 
-def diagnose(visits: Sequence[Visit], launcher: Facts, cwd: str, connections: Sequence[Finding] = ()) -> list[Finding]:
+def diagnose(
+    visits: Sequence[Visit],
+    launcher: Facts,
+    cwd: str,
+    connections: Sequence[Finding] = (),
+    *,
+    one_machine: Severity = Severity.STOP,
+) -> list[Finding]:
     """All findings, the worst first.
 
     Args:
         launcher: the machine that all this is asked from.
         cwd: where workers would run.
         connections: what was found between the hosts.
+        one_machine: what it means for the job if hosts are the same machine.
     """
     rules: tuple[Callable[[Sequence[Visit]], Iterable[Finding]], ...] = (
         _unreachable,
@@ -104,7 +112,7 @@ def diagnose(visits: Sequence[Visit], launcher: Facts, cwd: str, connections: Se
         _frameworks,
         lambda visits: _python(visits, launcher),
         _processors,
-        _one_machine_twice,
+        lambda visits: _one_machine_twice(visits, one_machine),
         _cores,
         _gpus,
         _gpu_kinds,
@@ -151,7 +159,7 @@ def _difference(what: str, groups: Mapping[str, list[str]], mend: str) -> Iterat
     """A finding about the hosts that differ from the most."""
     if len(groups) > 1:
         usual = max(groups, key=lambda name: len(groups[name]))
-        parts = "; ".join(f"{name} on {_listed(hosts)}" for name, hosts in groups.items())
+        parts = "; ".join(f"{name} on {listed(hosts)}" for name, hosts in groups.items())
         others = tuple(host for name, hosts in groups.items() if name != usual for host in hosts)
         yield Finding(Severity.WARNING, others, f"{what} differs: {parts}", mend)
 
@@ -206,7 +214,7 @@ def _frameworks(visits: Sequence[Visit]) -> Iterator[Finding]:
             yield Finding(
                 Severity.WARNING,
                 _names(lacking),
-                f"{package} is not installed, as it is on {_listed(_having(seen, package))}",
+                f"{package} is not installed, as it is on {listed(_having(seen, package))}",
                 f"{_pip(lacking)} {package}, if the job needs it",
             )
         groups = _grouped(seen, lambda facts, package=package: facts.packages.get(package))  # type: ignore[misc]
@@ -237,7 +245,7 @@ def _processors(visits: Sequence[Visit]) -> Iterator[Finding]:
     )
 
 
-def _one_machine_twice(visits: Sequence[Visit]) -> Iterator[Finding]:
+def _one_machine_twice(visits: Sequence[Visit], severity: Severity) -> Iterator[Finding]:
     groups: dict[str, list[str]] = defaultdict(list)
     for visit in visits:
         if visit.identity:
@@ -245,9 +253,9 @@ def _one_machine_twice(visits: Sequence[Visit]) -> Iterator[Finding]:
     for hosts in groups.values():
         if len(hosts) > 1:
             yield Finding(
-                Severity.STOP,
+                severity,
                 tuple(hosts),
-                f"{' and '.join(hosts)} are one machine, whose GPUs would be given away twice",
+                "they are one and the same machine, whose GPUs would be given away twice",
                 "name it once, with all its slots",
             )
 
@@ -395,14 +403,14 @@ def _who_reaches(reports: Reports, answers: Sequence[tuple[int, Answer | None]])
     reason = why.most_common(1)[0][0]
     if len(failed) == len(answers):
         return f"none ({reason})"
-    return f"all but {_listed([name for name, _ in failed])} ({reason})"
+    return f"all but {listed([name for name, _ in failed])} ({reason})"
 
 
 def _reached(answer: Answer | None) -> bool:
     return answer is not None and answer.outcome is Outcome.REACHED
 
 
-def unconnected(error: LaunchError, hosts: Sequence[str]) -> Finding:
+def unconnected(error: HvdglooError, hosts: Sequence[str]) -> Finding:
     """Why hosts cannot be connected: a finding about those that are named, else about all."""
     text, newline, mend = str(error).rpartition("\n")
     if not newline:
@@ -431,7 +439,7 @@ def _count(number: int, thing: str) -> str:
     return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
-def _listed(hosts: Sequence[str], shown: int = 4) -> str:
+def listed(hosts: Sequence[str], shown: int = 4) -> str:
     return ", ".join(hosts[:shown]) + (f" and {len(hosts) - shown} more" if len(hosts) > shown else "")
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hvdgloo.errors import ConfigError, LaunchError
+from hvdgloo.rendezvous import ports
 from hvdgloo.rendezvous.identity import host_identity
 from hvdgloo.runner import nics, placement, probe
 from hvdgloo.runner.frames import Hello, Probe, Probed, ProbesEnd, Survey, Surveyed
@@ -27,7 +28,7 @@ LOOPBACK = Address("", "127.0.0.1", 8)
 
 _SETTLE_SECONDS = 0.3  # that answers which might lead to a better choice still have, once there is one
 _LOOK_AGAIN = 0.05
-_LEAST, _MOST = 0.2, 3.0
+_LEAST, _MOST = 0.5, 3.0
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def discover(supervisor: Supervisor, spec: LaunchSpec, hellos: Sequence[Hello]) 
         ConfigError: no port of the range is free.
         JobFailedError: a signal came first.
     """
-    if len({hello.identity for hello in hellos}) == 1:
+    if len(hellos) == 1 or all(is_here(hello) for hello in hellos):
         return _alone(supervisor, spec, hellos)
     for link in supervisor.links:
         supervisor.get_on(link, Step.PROBING)
@@ -79,9 +80,17 @@ def explore(supervisor: Supervisor, spec: LaunchSpec, hellos: Sequence[Hello]) -
     return _Discovery(supervisor, spec, hellos).collect(everything=True)
 
 
+def is_here(hello: Hello) -> bool:
+    """Whether an agent shares this process's network.
+
+    Two clones of one virtual machine may have the same identity; but the port that an agent here holds is held here.
+    """
+    return hello.identity == host_identity() and ports.is_held(hello.port)
+
+
 def _alone(supervisor: Supervisor, spec: LaunchSpec, hellos: Sequence[Hello]) -> Network:
-    """A job on one host, or on several names of one."""
-    server = Server.LAUNCHER if hellos[0].identity == host_identity() else Server.FIRST_HOST
+    """A job on one host, or on several names of this one."""
+    server = Server.LAUNCHER if is_here(hellos[0]) else Server.FIRST_HOST
     address, port = LOOPBACK, hellos[0].port
     if spec.network.nics or spec.network.port_range:
         discovery = _Discovery(supervisor, spec, hellos)
@@ -101,8 +110,7 @@ class _Discovery:
         self._names = [link.host.name for link in supervisor.links]
         settings = nics.parse_nics(spec.network.nics, [host.name for host in spec.hosts])
         self._rules = [settings.rules(name) for name in self._names]
-        own = host_identity()
-        here = [rules for rules, hello in zip(self._rules, hellos, strict=True) if hello.identity == own]
+        here = [rules for rules, hello in zip(self._rules, hellos, strict=True) if is_here(hello)]
         self._launcher_rules = here[0] if here else nics.Rules(settings.general)
         self._key = probe.probe_key(spec.secret)
         self._surveyed: dict[int, Surveyed] = {}
@@ -199,8 +207,8 @@ class _Discovery:
         timeout = probe_timeout(self._network.connect_timeout)
         tries: list[list[Target]] = [[] for _ in self._names]
         for source, target, address in placement.tried(reports):
-            ports = listener.ports if target == LAUNCHER else self._surveyed[target].ports
-            tries[source].append(Target(target, address.address, ports[address.address]))
+            listening = listener.ports if target == LAUNCHER else self._surveyed[target].ports
+            tries[source].append(Target(target, address.address, listening[address.address]))
         for link, targets in zip(self._supervisor.links, tries, strict=True):
             link.channel.send(Probe([(t.host, t.address, t.port) for t in targets], timeout))
         expected = sum(len(targets) for targets in tries)

@@ -7,7 +7,6 @@ they found is judged by ``diagnosis`` and shown by ``doctor_report``.
 from __future__ import annotations
 
 import secrets
-import shutil
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,10 +15,10 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import TextIO
 
-from hvdgloo.errors import JobFailedError, LaunchError
+from hvdgloo.errors import ConfigError, JobFailedError, LaunchError
 from hvdgloo.rendezvous.identity import host_identity
 from hvdgloo.runner.console import Console
-from hvdgloo.runner.diagnosis import Finding, Visit, addresses_reached, compare_clocks, diagnose, unconnected
+from hvdgloo.runner.diagnosis import Finding, Severity, Visit, addresses_reached, compare_clocks, diagnose, unconnected
 from hvdgloo.runner.discovery import explore
 from hvdgloo.runner.display import StartDisplay
 from hvdgloo.runner.doctor_report import all_well, as_json, as_text
@@ -34,19 +33,21 @@ from hvdgloo.runner.spec import Host, LaunchSpec
 from hvdgloo.runner.supervisor import Supervisor
 from hvdgloo.runner.ways import choose_spawner
 
-_WIDEST = 120
 
-
-def run(spec: LaunchSpec, *, stdout: TextIO, stderr: TextIO, json: bool = False, spawner: Spawner | None = None) -> int:
-    """Look at all hosts of a job and print what was found.
+def run(
+    spec: LaunchSpec, *, stderr: TextIO, width: int = 100, json: bool = False, spawner: Spawner | None = None
+) -> tuple[str, bool]:
+    """Look at all hosts of a job.
 
     Args:
         spec: the job; its command may be empty.
-        json: print JSON.
+        stderr: for what is to be said meanwhile.
+        width: of the report's lines.
+        json: report as JSON.
         spawner: how agents are started; by default chosen from the hosts.
 
     Returns:
-        the exit status: 0 unless something was found that will stop a job.
+        the report, and whether a job can start.
 
     Raises:
         JobFailedError: a signal came first.
@@ -58,13 +59,11 @@ def run(spec: LaunchSpec, *, stdout: TextIO, stderr: TextIO, json: bool = False,
         _try_addresses(supervisor, spec, round_)
     visits = [_visit(host, round_) for host in spec.hosts]
     launcher = examine(spec.environ, Require(spec.cwd))
-    findings = diagnose(visits, launcher, spec.cwd, round_.connections)
-    if json:
-        stdout.write(as_json(visits, findings))
-    else:
-        stdout.write(as_text(visits, findings, _width(stdout)))
-    stdout.flush()
-    return 0 if all_well(findings) else 1
+    # A template may lead into several containers that look like one machine, and is let.
+    one_machine = Severity.WARNING if spec.reach.agent_command else Severity.STOP
+    findings = diagnose(visits, launcher, spec.cwd, round_.connections, one_machine=one_machine)
+    report = as_json(visits, findings) if json else as_text(visits, findings, width)
+    return report, all_well(findings)
 
 
 @dataclass
@@ -150,7 +149,7 @@ def _try_addresses(supervisor: Supervisor, spec: LaunchSpec, round_: _Round) -> 
         reports = explore(supervisor, spec, [link.hello for link in links if link.hello is not None])
     except JobFailedError:
         raise
-    except LaunchError as error:
+    except (LaunchError, ConfigError) as error:
         round_.connections.append(unconnected(error, [link.host.name for link in links]))
         return
     here = any(answer.hello.identity == host_identity() for answer in round_.answers.values())
@@ -178,7 +177,3 @@ def _visit(host: Host, round_: _Round) -> Visit:
         identity=answer.hello.identity,
         addresses=round_.addresses.get(host.name, ()),
     )
-
-
-def _width(stdout: TextIO) -> int:
-    return min(shutil.get_terminal_size().columns, _WIDEST) if stdout.isatty() else 100

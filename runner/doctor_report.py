@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from hvdgloo.runner.diagnosis import Clock, Finding, Severity, Visit, size, verdict
+from hvdgloo.runner.diagnosis import Clock, Finding, Severity, Visit, listed, size, verdict
 from hvdgloo.runner.examine import Facts
 from hvdgloo.version import __version__
 
@@ -150,7 +150,7 @@ def _finding(finding: Finding, width: int) -> str:
     word = f"{_WORDS[finding.severity]}:".ljust(9)
     return "\n".join(
         [
-            *_wrapped(f"{word}{', '.join(finding.hosts)}: {finding.text}", width, " " * 9),
+            *_wrapped(f"{word}{listed(finding.hosts, 8)}: {finding.text}", width, " " * 9),
             *(_wrapped(f"{'':9}-> {finding.mend}", width, " " * 12) if finding.mend else []),
         ]
     )

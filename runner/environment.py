@@ -1,4 +1,4 @@
-"""Which of the launcher's variables workers on other hosts find. Pure, except that a file is read.
+"""Which of the launcher's variables workers on other hosts find, and in which folder. Pure, but for files looked at.
 
 By default all, because a program that runs here should run there; except those that describe this host, this session or
 this login, which would be wrong there. Workers keep what their own host says about these. ``-x`` and ``--env-file`` add
@@ -7,6 +7,7 @@ variables, whatever they are; ``--export named`` passes only these and settings.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence, Set
 
@@ -30,6 +31,25 @@ HOST_SPECIFIC = (
 
 _PATTERN = re.compile("|".join(re.escape(name).replace(r"\*", ".*") for name in HOST_SPECIFIC))
 _NAME = re.compile(r"[^=\s\0]+")
+
+
+def working_directory(environ: Mapping[str, str]) -> str:
+    """The current folder, by the name under which the user went there, if it has several.
+
+    With an automounter, what stands behind that name differs from host to host.
+
+    Raises:
+        ConfigError: it has been removed.
+    """
+    try:
+        real = os.getcwd()
+    except FileNotFoundError:
+        raise ConfigError("the current folder does not exist any more; go to another one, and start again") from None
+    named = environ.get("PWD", "")
+    try:
+        return named if os.path.isabs(named) and os.path.samefile(named, real) else real
+    except OSError:
+        return real
 
 
 def is_host_specific(name: str) -> bool:

@@ -8,16 +8,16 @@ in a configuration file (``yaml=``). To add one is one call in ``build_parser``.
 from __future__ import annotations
 
 import argparse
-import math
 import shutil
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from hvdgloo.errors import ConfigError
 from hvdgloo.runner import options
 from hvdgloo.runner.reach import add_environment_flags, add_reach_flags
 from hvdgloo.runner.spec import GRACE_AFTER_FAILURE, GRACE_AFTER_SIGNAL, HEARTBEAT_TIMEOUT
+from hvdgloo.runner.spelling import suggestions
 
 PROGRAM = "hvdgloo-run"
 
@@ -97,6 +97,28 @@ on, and their output waits for fg or bg.
 """
 
 
+_DOCTOR_GROUPS = ("hosts", "reach", "environment", "network", "doctor")
+
+_DOCTOR_DESCRIPTION = f"""\
+usage: {PROGRAM} doctor [options] [command ...]
+
+Look whether the hosts of a job are ready for it, and say what to mend. Nothing
+is started but an agent on each host, which looks round and ends. All options of
+a job may be given; these matter here:
+"""
+
+_DOCTOR_EPILOG = """\
+The command is looked for on every host, and not run. Examples:
+
+  hvdgloo-run doctor                  is this machine ready?
+  hvdgloo-run doctor -H h1:4,h2:4 train.py
+  hvdgloo-run doctor --hostfile cluster.txt --json
+
+Exit status: 0 if a job can start (there may be warnings), 1 if something that
+was found will stop it, 2 if the command line cannot be used.
+"""
+
+
 class Parser(argparse.ArgumentParser):
     """Knows, besides what argparse does, how many values each flag takes and which keys a file may have.
 
@@ -170,6 +192,17 @@ class Parser(argparse.ArgumentParser):
                 usable = dest in from_file and dest not in silenced
                 setattr(given, dest, from_file[dest] if usable else defaults.get(dest))
         return given
+
+    def doctor_help(self) -> str:
+        """The help of ``hvdgloo-run doctor``."""
+        formatter = self._get_formatter()
+        formatter.add_text(_DOCTOR_DESCRIPTION)
+        for name in _DOCTOR_GROUPS:
+            formatter.start_section(GROUPS[name])
+            formatter.add_arguments(self._titled[name]._group_actions)
+            formatter.end_section()
+        formatter.add_text(_DOCTOR_EPILOG)
+        return formatter.format_help()
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
@@ -369,51 +402,6 @@ def _unknown(flag: str, values: Mapping[str, int]) -> str:
         close = [f"{flag[:2]} {flag[2:]}"]
     hint = f"; did you mean {' or '.join(close)}?" if close else f"; {PROGRAM} --help lists them all"
     return f"there is no option {flag}{hint} (the command's own options come after it)"
-
-
-def suggestions(word: str, known: Iterable[str], limit: int = 2) -> list[str]:
-    """Those of the known words that ``word`` is probably meant to be, the most probable first.
-
-    What counts is the number of slips of the finger: a letter too many, missing, wrong, or two letters in the wrong
-    order. Dashes and underscores are no letters; a word that merely begins like a known one comes after those.
-    """
-    bare = _bare(word)
-    ranked = []
-    for candidate in known:
-        target = _bare(candidate)
-        distance = float(_slips(bare, target))
-        if distance >= len(bare) or distance > max(1, len(bare) // 3):
-            if len(bare) < 3 or not target.startswith(bare):
-                continue
-            distance = math.inf
-        same_dashes = _dashes(word) == _dashes(candidate)
-        ranked.append((distance, not same_dashes, abs(len(target) - len(bare)), candidate))
-    ranked.sort()
-    best = ranked[:1]
-    return [entry[-1] for entry in ranked if entry[:2] == best[0][:2]][:limit]
-
-
-def _bare(flag: str) -> str:
-    return flag.lstrip("-").replace("_", "-").lower()
-
-
-def _dashes(flag: str) -> int:
-    return len(flag) - len(flag.lstrip("-"))
-
-
-def _slips(one: str, other: str) -> int:
-    """Insertions, deletions, substitutions and transpositions of neighbours that lead from one word to the other."""
-    before: list[int] = []
-    last = list(range(len(other) + 1))
-    for i, letter in enumerate(one, start=1):
-        row = [i]
-        for j, wanted in enumerate(other, start=1):
-            cost = min(last[j] + 1, row[j - 1] + 1, last[j - 1] + (letter != wanted))
-            if i > 1 and j > 1 and letter == other[j - 2] and one[i - 2] == wanted:
-                cost = min(cost, before[j - 2] + 1)
-            row.append(cost)
-        before, last = last, row
-    return last[-1]
 
 
 # Values.

@@ -62,7 +62,10 @@ def own_addresses() -> tuple[Address, ...]:
     """This host's addresses, in the system's own order of interfaces."""
     import psutil  # a few milliseconds that a job on one host does without
 
-    stats = psutil.net_if_stats()
+    try:
+        stats = psutil.net_if_stats()
+    except OSError:
+        stats = {}  # an interface that vanishes at this moment; all then count as up
     found = [
         Address(nic, entry.address.partition("%")[0], _prefix(entry.netmask, entry.address), _is_up(stats.get(nic)))
         for nic, entries in psutil.net_if_addrs().items()

@@ -34,7 +34,6 @@ class Cause(enum.Enum):
     VERSION = "another version of hvdgloo"
     DIRECTORY = "working directory missing"
     PROGRAM = "program missing"
-    SAME_MACHINE = "same machine twice"
     OTHER = "other"
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from typing import IO
 
@@ -25,11 +24,12 @@ REQUIRED = ("cheroot", "cloudpickle", "flask", "msgpack", "numpy", "prometheus_c
 # In "/" and not in the user's folder: the agent must not import a json.py that lies there. The preamble goes first,
 # so that a slow file system shows as a slow Python. No single quote, backslash, "!" or newline: some shell reads this.
 _BOOTSTRAP = (
-    "import os, sys; from importlib.util import find_spec as find; "
+    "import os, sys; "
     'os.chdir("/"); '
     'here = [p for p in sys.argv[2:] if os.path.isdir(os.path.join(p, "hvdgloo"))]; '
     "sys.path[:] = here + [p for p in sys.path if p]; "
     f'os.write(1, bytes.fromhex("{PREAMBLE.hex()}")); '
+    "from importlib.util import find_spec as find; "
     'find("hvdgloo") or sys.exit("hvdgloo agent: No module named hvdgloo"); '
     "from hvdgloo.version import __version__ as found; "
     'found == sys.argv[1] or sys.exit("hvdgloo agent: version " + found + " is installed here"); '
@@ -85,10 +85,3 @@ class CommandStream(subprocess.Popen[bytes]):
             os.killpg(self.pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
             pass
-
-
-def default_python() -> str:
-    """The interpreter on other hosts, if none was named: this one's path."""
-    if not sys.executable:
-        raise LaunchError("this program does not know its Python interpreter; name the one on the hosts")
-    return sys.executable

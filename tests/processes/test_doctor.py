@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import stat
@@ -52,6 +53,16 @@ class TestThisMachine:
         program.chmod(0o755)
         done = launcher.run("-np", "1", "--", "doctor", env={"PATH": f"{launcher.folder}:/usr/bin:/bin"})
         assert done.stdout == "[0]<stdout>:well\n", done.stderr
+
+    @pytest.mark.parametrize("command", ["doctor", "--check-build", "--version"])
+    def test_nobody_reads_it(self, launcher: Launcher, command: str) -> None:
+        """``hvdgloo-run doctor | head -1``: no traceback."""
+        reading, writing = os.pipe()
+        os.close(reading)
+        process = launcher.start(command, stdout=writing)
+        os.close(writing)
+        _, err = process.communicate(timeout=30)
+        assert (process.returncode, err) == (128 + signal.SIGPIPE, b"")
 
     @pytest.mark.parametrize(
         ("arguments", "text"),
@@ -152,6 +163,22 @@ class TestHosts:
         kubectl.chmod(0o755)
         text = doctor(bed["h1"], "-H", "h2:1,h3:1", "--agent-command", f"{kubectl} {{host}}", status=0)
         assert [rows(text)[host][1] for host in ("h2", "h3")] == ["ok", "ok"]
+
+    def test_pain_18_the_nodes_of_a_slurm_allocation(self, bed: Bed, tmp_path: Path) -> None:
+        program = (
+            "import os, shlex, sys\n"
+            "node = next(word for word in sys.argv if word.startswith('--nodelist='))[11:]\n"
+            "rest = list(sys.argv[1:])\n"
+            "while rest[0].startswith('--'): rest.pop(0)\n"
+            "os.execvp('ssh', ['ssh', node, shlex.join(rest)])\n"
+        )
+        (tmp_path / "srun").write_text(f"#!{sys.executable}\n{program}")
+        (tmp_path / "srun").chmod(0o755)
+        path = f"{tmp_path}:/usr/local/bin:/usr/bin:/bin"
+        slurm = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "h[2-3]", "PATH": path}
+        done = bed["h1"].run([*RUN, "doctor"], cwd="/", env=slurm)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert list(rows(done.stdout)) == ["host", "h2", "h3"]
 
     def test_ctrl_c_ends_it_at_once(self, bed: Bed) -> None:
         # Nobody has this address, so ssh waits for an answer in vain.

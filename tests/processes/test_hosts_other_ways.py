@@ -71,6 +71,13 @@ class TestATemplate:
         assert lines(done) == ["1", "1"]
         assert "[a] noise" in done.stderr
 
+    def test_a_module_in_the_folder_that_the_agent_starts_in_is_not_imported(self, launcher: Launcher) -> None:
+        folder = launcher.folder / "elsewhere"
+        folder.mkdir()
+        (folder / "json.py").write_text("raise SystemExit('imported')")
+        done = launcher.run("-H", "a:1", "--agent-command", f"sh -c 'cd {folder}; {{shell}}'", "echo", "fine")
+        assert lines(done) == ["fine"]
+
     def test_a_program_that_is_not_there(self, launcher: Launcher) -> None:
         done = launcher.run("-H", "a:1", "--agent-command", "no-such-kubectl exec {host}", "true")
         assert done.returncode == 1

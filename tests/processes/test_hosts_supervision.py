@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import signal
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.support.hosts import Bed
-from tests.support.hosts_job import OFFSPRING, HostsJob, assert_clean
+from tests.support.hosts_job import FERTILE, OFFSPRING, HostsJob, assert_clean
 from tests.support.launching import wait_for
 
 SOON = 5.0
@@ -40,7 +42,8 @@ def job(bed: Bed, tmp_path: Path) -> Iterator[HostsJob]:
     ids=["exit", "kill", "crash", "term"],
 )
 def test_pain_22_the_end_of_a_worker_ends_the_job_on_all_hosts(job: HostsJob, how: str, status: int, said: str) -> None:
-    job.start_fertile(ends=1, how=how)
+    # Once with the default grace period, which all of these workers' children use up.
+    job.start_fertile(*([] if status == 3 else ["--grace-period", "1"]), ends=1, how=how)
     job.strike()
     assert_clean(job.bed, SOON, time.monotonic())
     assert job.wait() == status
@@ -213,6 +216,65 @@ def test_a_host_that_is_back_in_time_is_not_lost(make_bed: Callable[..., Bed], t
     time.sleep(2.5)  # an outage has its length
     bed["h2"].mend()
     assert process.wait(20) == 0, job.error
+
+
+BUSY = """
+import os, sys, time
+children = [os.fork() for _ in range(4)]
+if 0 in children:
+    while True: pass
+open(f"ready{os.environ['RANK']}", "w").write("1")
+end = time.monotonic() + 8
+while time.monotonic() < end:
+    print("x" * 1000)
+"""
+
+
+def test_a_busy_machine_and_a_flood_of_output_are_no_silence(job: HostsJob) -> None:
+    """Two workers and eight processes without a pause on each of three hosts, which share this machine's cores."""
+    job.slots = 2
+    assert job.start(BUSY, "--grace-period", "0.1").wait(50) == 0, job.error
+    assert_clean(job.bed, SOON, time.monotonic())
+
+
+# Like a shell with job control: Ctrl-Z stops only processes that somebody in the session waits for.
+WAITS = """
+import os, sys
+pid = os.fork()
+if pid:
+    os.waitpid(pid, 0)
+else:
+    os.setpgid(0, 0)
+    os.execv(sys.argv[1], sys.argv[1:])
+"""
+SHELL = [sys.executable, "-S", "-c", WAITS]
+
+
+def _suspended(job: HostsJob) -> psutil.Process:
+    """The launcher, once Ctrl-Z has stopped it, and after a silence that would otherwise have ended the job."""
+    job.start(FERTILE, "--heartbeat-timeout", "1", "--grace-period", "1", around=SHELL)
+    for rank in range(job.size):
+        job.file(f"ready{rank}")
+    launcher = next(p for p in job.bed["h1"].processes() if p.cmdline()[1:3] == ["-m", "hvdgloo.runner"])
+    launcher.send_signal(signal.SIGTSTP)
+    wait_for(lambda: launcher.status() == psutil.STATUS_STOPPED, what="a stopped launcher")
+    time.sleep(3)  # a silence has its length
+    assert all(job.worker(rank).is_running() for rank in range(job.size))
+    return launcher
+
+
+def test_ctrl_z_stops_the_launcher_and_no_worker_on_any_host(job: HostsJob) -> None:
+    launcher = _suspended(job)
+    launcher.send_signal(signal.SIGCONT)
+    time.sleep(2)
+    assert all(job.worker(rank).is_running() for rank in range(job.size))
+    launcher.send_signal(signal.SIGTERM)
+    assert_clean(job.bed, SOON, time.monotonic())
+
+
+def test_pain_24_kill_9_of_a_launcher_that_ctrl_z_had_stopped(job: HostsJob) -> None:
+    _suspended(job).kill()
+    assert_clean(job.bed, SOON, time.monotonic())
 
 
 def test_pain_24_another_job_on_the_same_hosts_is_not_touched(job: HostsJob, tmp_path: Path) -> None:

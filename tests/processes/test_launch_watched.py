@@ -14,6 +14,7 @@ import pytest
 
 from tests.architecture.source import ROOT
 from tests.support.gated_job import Gates, shell_line
+from tests.support.hosts import Bed
 from tests.support.launching import clean_environment
 from tests.support.terminal import Terminal, terminal
 
@@ -148,6 +149,27 @@ def test_ctrl_z_leaves_the_terminal_to_the_shell(tmp_path: Path) -> None:
         assert "starting on" not in shell.text, "a job in the background draws on the shell's terminal"
     finally:
         shell.close()
+
+
+def test_a_host_that_is_cut_off_and_comes_back(make_bed: Callable[..., Bed], tmp_path: Path) -> None:
+    """With real ssh."""
+    bed = make_bed(["h1", "h2", "h3"])
+    bed["h3"].cut()
+    argv = [sys.executable, "-m", "hvdgloo.runner", "-H", "h1:1,h2:1,h3:1", "--wait-for-hosts", "hostname"]
+    env = {**bed["h1"].environment, "NO_COLOR": "1"}
+    screen = Terminal(bed["h1"].enter(argv, cwd=tmp_path), env=env, cwd=tmp_path)
+    try:
+        screen.wait_for(
+            r"(?m)^starting on 3 hosts, .*\n  h1  ready .* h1, agent is process \d+\n"
+            r"  h2  ready .* h2, agent is process \d+\n  h3  connecting "
+        )
+        bed["h3"].mend()
+        assert screen.end(40) == 0
+        assert sorted(line for line in screen.lines if "OMP_NUM" not in line) == [
+            f"[{rank}]<stdout>:h{rank + 1}" for rank in range(3)
+        ]
+    finally:
+        screen.close()
 
 
 def test_after_the_start_timeout_who_is_missing_at_which_step(tmp_path: Path) -> None:

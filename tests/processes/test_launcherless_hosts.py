@@ -74,7 +74,8 @@ class Server:
         self.wait_for("Page:")
 
     def wait_for(self, text: str) -> None:
-        wait_for(lambda: text in self.log.read_text(), what=f"{text!r} in the server's output")
+        # Longer than usual: what is waited for is a Python that starts, maybe on a busy machine.
+        wait_for(lambda: text in self.log.read_text(), 40.0, f"{text!r} in the server's output")
 
     @property
     def variables(self) -> dict[str, str]:

@@ -63,14 +63,21 @@ class HostsJob:
     def size(self) -> int:
         return len(self.hosts) * self.slots
 
-    def start(self, script: str, *flags: str, env: dict[str, str] | None = None, launcher: str = "") -> HostProcess:
-        """Start it, with its output in the files ``out`` and ``err``."""
+    def start(
+        self,
+        script: str,
+        *flags: str,
+        env: dict[str, str] | None = None,
+        launcher: str = "",
+        around: Sequence[str] = (),
+    ) -> HostProcess:
+        """Start it, with its output in the files out and err. ``around`` is a command that runs the launcher."""
         self.folder.mkdir(exist_ok=True)
         (self.folder / "worker.py").write_text(textwrap.dedent(script))
         hosts = ",".join(f"{name}:{self.slots}" for name in self.hosts)
         with open(self.folder / "out", "w") as out, open(self.folder / "err", "w") as err:
             self.process = self.bed[launcher or self.hosts[0]].popen(
-                [sys.executable, "-m", "hvdgloo.runner", "-H", hosts, *flags, sys.executable, "worker.py"],
+                [*around, sys.executable, "-m", "hvdgloo.runner", "-H", hosts, *flags, sys.executable, "worker.py"],
                 cwd=self.folder,
                 env=env,
                 stdout=out,

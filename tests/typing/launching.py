@@ -14,5 +14,6 @@ def train(epochs: int, *, rate: float) -> dict[str, float]:
 def launch() -> list[dict[str, float]]:
     results: list[dict[str, float]] = hvdgloo.run.run(train, (3,), {"rate": 0.1}, 2)
     results += hvdgloo.run(train, (3,), {"rate": 0.1}, np=2, verbose=True)
-    results += run(train, (3,), {"rate": 0.1}, hosts="localhost:2", num_proc=2, start_timeout=60)
+    results += run(train, (3,), {"rate": 0.1}, hosts="h1:2,h2:2", num_proc=2, start_timeout=60, ssh_port=2222)
+    results += run(train, (3,), {"rate": 0.1}, hostfile="hosts", network_interfaces=["eth0"], env={"A": "1"})
     return results

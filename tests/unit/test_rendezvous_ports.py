@@ -82,6 +82,11 @@ class TestHolds:
         with socket.create_server(("127.0.0.1", some[1])), ports.hold_free_port(some) as hold:
             assert hold.port == some[1] - 1
 
+    def test_whether_a_port_is_held(self, some: tuple[int, int]) -> None:
+        with ports.PortHold(some[0]):
+            assert ports.is_held(some[0])
+        assert not ports.is_held(some[0])
+
     def test_a_hold_ends(self, some: tuple[int, int]) -> None:
         port = (some[0], some[0])
         ports.hold_free_port(port).close()

@@ -9,8 +9,9 @@ import pytest
 from hvdgloo.config import Config, settings
 from hvdgloo.errors import ConfigError
 from hvdgloo.runner import config_file, options
-from hvdgloo.runner.flags import build_parser, split, suggestions
+from hvdgloo.runner.flags import build_parser, split
 from hvdgloo.runner.spec import HEARTBEAT_TIMEOUT
+from hvdgloo.runner.spelling import suggestions
 
 HOROVODRUN_FLAGS = """
     -v --version -np --num-proc -cb --check-build --disable-cache --start-timeout --network-interfaces
@@ -222,8 +223,15 @@ class TestSuggestions:
 class TestHelp:
     def test_it_fits_80_columns(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("COLUMNS", "80")
-        lines = build_parser().format_help().splitlines()
-        assert [line for line in lines if len(line) > 80] == []
+        for text in (build_parser().format_help(), build_parser().doctor_help()):
+            assert [line for line in text.splitlines() if len(line) > 80] == []
+
+    def test_doctor_s_own(self) -> None:
+        text = build_parser().doctor_help()
+        assert text.startswith("usage: hvdgloo-run doctor [options] [command ...]\n")
+        assert "--ssh-port PORT" in text
+        assert "--json" in text
+        assert "--fusion-threshold-mb" not in text
 
     def test_flags_without_effect_are_named_together(self) -> None:
         text = build_parser().format_help()

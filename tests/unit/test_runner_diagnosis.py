@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import importlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -95,7 +96,10 @@ class TestRules:
     def test_one_machine_under_two_names(self) -> None:
         finding = only(visit("h1"), replace(visit("h2"), identity="h1"))
         assert (finding.severity, finding.hosts) == (Severity.STOP, ("h1", "h2"))
-        assert "one machine" in finding.text
+        assert "the same machine" in finding.text
+        visits = [visit("h1"), replace(visit("h2"), identity="h1")]
+        (finding,) = diagnose(visits, FACTS, "/", one_machine=Severity.WARNING)
+        assert finding.severity is Severity.WARNING, "a template may lead there twice"
 
     @pytest.mark.parametrize(
         ("changes", "text"),
@@ -281,6 +285,15 @@ class TestExamine:
         assert examine.installed(distributions)["numpy"] == "2.4.6"
         assert next(examine._matching(examine.PACKAGES["mxnet"], distributions)) == "1.9.1"
         assert next(examine._matching(examine.PACKAGES["tensorflow"], distributions)) == "2.22.dev"
+
+    def test_a_folder_of_that_name_is_no_package(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A folder with somebody's data in it, beside the script."""
+        monkeypatch.syspath_prepend(tmp_path)
+        (tmp_path / "mxnet").mkdir()
+        assert "mxnet" not in examine.installed({"mxnet": "1.9.1"})
+        (tmp_path / "mxnet" / "__init__.py").write_text("raise SystemExit")
+        importlib.invalidate_caches()
+        assert examine.installed({})["mxnet"] == ""
 
     def test_facts_survive_the_journey(self) -> None:
         facts = replace(FACTS, gpus=(H200,), missing=["file x"])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hvdgloo.errors import ConfigError
+from hvdgloo.runner.command import interface_variables
+from hvdgloo.runner.discovery import LOOPBACK
 from hvdgloo.runner.nics import Address, Rules, candidates, explain_none, own_addresses, parse_nics, why_not
 
 LO = Address("lo", "127.0.0.1", 8)
@@ -117,3 +119,17 @@ def test_this_host_reports_its_loopback_address_and_no_scope() -> None:
     (loopback,) = [a for a in found if a.address == "127.0.0.1"]
     assert (loopback.prefix, loopback.loopback, loopback.up) == (8, True, True)
     assert not any("%" in a.address for a in found)
+
+
+def test_libraries_that_want_an_interface_s_name_get_it() -> None:
+    assert interface_variables(ETH0) == {
+        "HOROVOD_GLOO_IFACE": "eth0",
+        "NCCL_SOCKET_IFNAME": "=eth0",
+        "GLOO_SOCKET_IFNAME": "eth0",
+    }
+    assert interface_variables(ETH1_6) == {
+        "HOROVOD_GLOO_IFACE": "eth1",
+        "NCCL_SOCKET_IFNAME": "=eth1",
+        "NCCL_SOCKET_FAMILY": "AF_INET6",
+    }
+    assert interface_variables(LOOPBACK) == {}

@@ -8,7 +8,13 @@ import pytest
 
 from hvdgloo.errors import ConfigError
 from hvdgloo.runner.command import needs, resolve_elsewhere
-from hvdgloo.runner.environment import for_other_hosts, is_host_specific, parse_exports, read_env_file
+from hvdgloo.runner.environment import (
+    for_other_hosts,
+    is_host_specific,
+    parse_exports,
+    read_env_file,
+    working_directory,
+)
 from hvdgloo.runner.frames import Lacking, Require
 from hvdgloo.runner.reasons import Cause, Ending, Retry
 from hvdgloo.runner.remote import agent_argv
@@ -174,6 +180,30 @@ class TestVariables:
             read_env_file(str(path), {})
         with pytest.raises(ConfigError, match="absent: No such file"):
             read_env_file(str(tmp_path / "absent"), {})
+
+
+class TestTheWorkingDirectory:
+    def test_pain_19_goes_by_the_name_that_the_user_knows(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        real, name = tmp_path / "real", tmp_path / "name"
+        real.mkdir()
+        name.symlink_to(real)
+        monkeypatch.chdir(real)
+        assert working_directory({"PWD": str(name)}) == str(name)
+        assert working_directory({}) == str(real)
+        # What a program has left there that changed its folder.
+        assert working_directory({"PWD": str(tmp_path)}) == str(real)
+        assert working_directory({"PWD": str(tmp_path / "absent")}) == str(real)
+        assert working_directory({"PWD": "."}) == str(real)
+
+    def test_one_that_was_removed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        gone = tmp_path / "gone"
+        gone.mkdir()
+        monkeypatch.chdir(gone)
+        gone.rmdir()
+        with pytest.raises(ConfigError, match="the current folder does not exist any more"):
+            working_directory({"PWD": str(gone)})
 
 
 class TestRequirements:

@@ -1,0 +1,51 @@
+"""What a mistyped flag or key was probably meant to be. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+
+def suggestions(word: str, known: Iterable[str], limit: int = 2) -> list[str]:
+    """Those of the known words that ``word`` is probably meant to be, the most probable first.
+
+    What counts is the number of slips of the finger: a letter too many, missing, wrong, or two letters in the wrong
+    order. Dashes and underscores are no letters; a word that merely begins like a known one comes after those.
+    """
+    bare = _bare(word)
+    ranked = []
+    for candidate in known:
+        target = _bare(candidate)
+        distance = float(_slips(bare, target))
+        if distance >= len(bare) or distance > max(1, len(bare) // 3):
+            if len(bare) < 3 or not target.startswith(bare):
+                continue
+            distance = math.inf
+        same_dashes = _dashes(word) == _dashes(candidate)
+        ranked.append((distance, not same_dashes, abs(len(target) - len(bare)), candidate))
+    ranked.sort()
+    best = ranked[:1]
+    return [entry[-1] for entry in ranked if entry[:2] == best[0][:2]][:limit]
+
+
+def _bare(flag: str) -> str:
+    return flag.lstrip("-").replace("_", "-").lower()
+
+
+def _dashes(flag: str) -> int:
+    return len(flag) - len(flag.lstrip("-"))
+
+
+def _slips(one: str, other: str) -> int:
+    """Insertions, deletions, substitutions and transpositions of neighbours that lead from one word to the other."""
+    before: list[int] = []
+    last = list(range(len(other) + 1))
+    for i, letter in enumerate(one, start=1):
+        row = [i]
+        for j, wanted in enumerate(other, start=1):
+            cost = min(last[j] + 1, row[j - 1] + 1, last[j - 1] + (letter != wanted))
+            if i > 1 and j > 1 and letter == other[j - 2] and one[i - 2] == wanted:
+                cost = min(cost, before[j - 2] + 1)
+            row.append(cost)
+        before, last = last, row
+    return last[-1]
