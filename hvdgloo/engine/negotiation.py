@@ -141,7 +141,8 @@ class Negotiator:
         members = self._members[key[0]]
         number = self._numbers.get(key)
         error = ""
-        if number is not None and pending.by_number == len(pending.requests):
+        as_before = pending.by_number == len(pending.requests) and not _lacks(pending.requests, members)
+        if number is not None and as_before:
             self._signatures.move_to_end(number)
             self._ready.append(number)
         else:
@@ -174,7 +175,7 @@ class Negotiator:
             del self._signatures[old]
             self._forgotten.append(old)
         response = agree(requests, [rank for rank in members if rank in requests])
-        if not response.error and len(requests) < len(members) and response.request.collective not in _EXCUSABLE:
+        if not response.error and _lacks(requests, members):
             text = f"{key[1]}: {format_ranks(self._joined)} called join(), which only allreduce and barrier allow"
             response = Response(response.request, error=text)
         if response.request.collective in _SET_CHANGES:
@@ -218,6 +219,11 @@ class Negotiator:
             signature = self._numbers.pop(key)
             del self._signatures[signature]
             self._forgotten.append(signature)
+
+
+def _lacks(requests: Mapping[int, Request], members: Sequence[int]) -> bool:
+    """True if members have joined without whose data the operation cannot go on."""
+    return len(requests) < len(members) and next(iter(requests.values())).collective not in _EXCUSABLE
 
 
 def agree(requests: Mapping[int, Request], members: Sequence[int]) -> Response:
