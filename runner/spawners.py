@@ -56,7 +56,6 @@ class Spawner(Protocol):
         """Why the command for ``host`` has ended without an agent that can be used."""
 
 
-
 class LocalSpawner:
     """Agents as child processes: for this machine."""
 
@@ -82,7 +81,6 @@ class LocalSpawner:
 
     def diagnose(self, host: Host, ending: Ending) -> Diagnosis:
         return python_failure(ending, sys.executable) or other_failure(ending, "its agent")
-
 
 
 class LocalStream(subprocess.Popen[bytes]):
