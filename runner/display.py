@@ -41,6 +41,7 @@ class StartDisplay:
         surface: where to.
         environ: says whether the terminal knows colours (TERM, NO_COLOR).
         verbose: lines instead of a list, and one for each step.
+        doing: what is done with the hosts.
         clock: monotonic seconds.
     """
 
@@ -51,13 +52,14 @@ class StartDisplay:
         *,
         environ: Mapping[str, str],
         verbose: bool = False,
+        doing: str = "starting on",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         now = clock()
         self._surface = surface
         self._verbose = verbose
         self._clock = clock
-        self._progress = Progress(hosts, now)
+        self._progress = Progress(hosts, now, doing)
         self._dumb = environ.get("TERM", "") in ("", "dumb")
         self._colour = not environ.get("NO_COLOR")
         self._lines = Backoff(now, first_report(verbose))

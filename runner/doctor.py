@@ -92,7 +92,7 @@ def _agents(spec: LaunchSpec, spawner: Spawner, stderr: TextIO) -> Iterator[Supe
     console = Console(stdout=stderr, stderr=stderr)
     try:
         names = [host.name for host in spec.hosts]
-        display = StartDisplay(names, console, environ=spec.environ, verbose=spec.verbose)
+        display = StartDisplay(names, console, environ=spec.environ, verbose=spec.verbose, doing="looking at")
         observer = _Observer(console, display)
         with Supervisor(spec, spawner, spec.hosts, secrets.token_hex(16), observer) as supervisor:
             console.on_broken = partial(supervisor.interrupt, signal.SIGPIPE)

@@ -59,10 +59,12 @@ class Progress:
     Args:
         hosts: their names, in order.
         now: seconds, on the clock of all other times.
+        doing: what is done with them.
     """
 
-    def __init__(self, hosts: Sequence[str], now: float) -> None:
+    def __init__(self, hosts: Sequence[str], now: float, doing: str = "starting on") -> None:
         self.started = now
+        self._doing = doing
         self._stages = {host: Stage(Step.CONNECTING, now, NOT_TRIED) for host in hosts}
 
     def step(self, host: str, step: Step, now: float, detail: str = "") -> bool:
@@ -88,10 +90,10 @@ class Progress:
         """The live list: at most ``height`` lines, none wider than ``width``."""
         if len(self._stages) <= min(SHOWN, height - 1):
             rows = list(self._stages.items())
-            head = f"starting on {_hosts(len(rows))}, {seconds(self.elapsed(now))}"
+            head = f"{self._doing} {_hosts(len(rows))}, {seconds(self.elapsed(now))}"
         else:
             rows = self._slowest()[: max(0, min(_SLOWEST, height - 1))]
-            head = f"starting on {_hosts(len(self._stages))}, {seconds(self.elapsed(now))}: {self._counts()}"
+            head = f"{self._doing} {_hosts(len(self._stages))}, {seconds(self.elapsed(now))}: {self._counts()}"
         name_width = min(max((len(host) for host, _ in rows), default=0), max(8, width - 36))
         lines = [_row(host, stage, now, name_width, width, colour) for host, stage in rows]
         return [_cut(head, width), *lines][:height]
