@@ -23,7 +23,6 @@ from hvdgloo.errors import JobFailedError, LaunchError
 from hvdgloo.runner import silence
 from hvdgloo.runner.frames import (
     CHUNK,
-    PROTOCOL,
     Blob,
     Bye,
     Credit,
@@ -47,18 +46,15 @@ from hvdgloo.runner.frames import (
     Stop,
     Suspend,
 )
-from hvdgloo.runner.gathering import Gathering
 from hvdgloo.runner.link import Link
 from hvdgloo.runner.outcome import Failure, Outcome, describe_loss, describe_status
-from hvdgloo.runner.progress import MENDS, Step, describe_missing
-from hvdgloo.runner.reasons import Cause, Diagnosis, Ending, other_version
-from hvdgloo.runner.requirements import judge
+from hvdgloo.runner.progress import MENDS, Step
 from hvdgloo.runner.silence import Silence
 from hvdgloo.runner.spawners import Spawner
 from hvdgloo.runner.spec import Host, LaunchSpec
+from hvdgloo.runner.starting import Starting
 from hvdgloo.runner.sweeping import Sweeping
 from hvdgloo.runner.waiting import InitWatch
-from hvdgloo.version import __version__
 
 END_TIME = 15.0
 """Seconds that an agent has, after everything was killed, to say good-bye before it is killed itself."""
@@ -69,7 +65,6 @@ ECHO_TIME = 2.0
 _SILENT = "its host is cut off, switched off or overloaded; if it is merely slow, raise --heartbeat-timeout"
 _EXIT_TIME = 1.0  # seconds that a command has to end by itself after its output did
 _POLL = 0.02
-_HELD_BACK = 200  # lines kept of what comes before an agent can be used
 _ACKNOWLEDGE = 64 * 1024  # bytes of output for which credit is given at once
 
 
@@ -116,8 +111,7 @@ class Supervisor:
         self._notes: deque[Callable[[], None]] = deque()
         self._hosts = tuple(hosts)
         self._links: list[Link] = []
-        self._gathering: Gathering | None = None
-        self._required: Callable[[Host], Require] | None = None
+        self._starting: Starting | None = None
         self._lost: dict[Host, str] | None = None
         self._last_beat = time.monotonic()
         self._expected: set[int] = set()
@@ -163,15 +157,10 @@ class Supervisor:
             LaunchError: one did not come before the start timeout, or could not be used.
             JobFailedError: a signal came first.
         """
-        self._required = required
-        now = time.monotonic()
-        self._gathering = gathering = Gathering(self._hosts, now)
-        self._start_agents(now)
-        self._loop(lambda: self._stopping or gathering.over(time.monotonic()), now + self._spec.start_timeout)
-        self._gathering = None
-        self._check_gathered(gathering)
+        starting = self._bring_up(Starting(self, self._spec, self._spawner, self._hosts, required))
+        if self.outcome.interrupted is None:
+            starting.check(self._links)
         self._check_agents()
-        self._links.sort(key=lambda link: self._hosts.index(link.host))
         return tuple(link.hello for link in self._links if link.hello is not None)
 
     def gather_usable(self) -> Mapping[Host, str]:
@@ -184,22 +173,27 @@ class Supervisor:
             JobFailedError: a signal came first.
         """
         self._lost = lost = dict[Host, str]()
-        now = time.monotonic()
-        self._gathering = gathering = Gathering(self._hosts, now, patient=True)
-        self._start_agents(now)
-        self._loop(lambda: self._stopping or gathering.over(time.monotonic()), now + self._spec.start_timeout)
-        self._gathering = None
+        starting = self._bring_up(Starting(self, self._spec, self._spawner, self._hosts, None, patient=True))
         if self.outcome.interrupted is not None:
             raise JobFailedError("interrupted", exit_code=self.outcome.exit_code)
         for link in self._links:
             if link.hello is None:
                 self._lose(link, f"has not answered within {self._spec.start_timeout:g} s; {MENDS[link.step]}")
-        lost.update(gathering.reasons())
+        lost.update(starting.reasons())
         for link in [link for link in self._links if link.gone]:
             link.close()
             self._links.remove(link)
-        self._links.sort(key=lambda link: self._hosts.index(link.host))
         return lost
+
+    def _bring_up(self, starting: Starting) -> Starting:
+        self._starting = starting
+        now = time.monotonic()
+        starting.start_due(now)
+        self._loop(lambda: self._stopping or starting.over(time.monotonic()), now + self._spec.start_timeout)
+        self._starting = None
+        order = {host: position for position, host in enumerate(self._hosts)}
+        self._links.sort(key=lambda link: order[link.host])
+        return starting
 
     def converse(self, done: Callable[[], bool], deadline: float) -> None:
         """Go on until ``done`` or the deadline; what agents answer goes to ``handlers``.
@@ -326,8 +320,8 @@ class Supervisor:
         times.append(self._sweeping.next)
         if self._init is not None:
             times.append(self._init.next)
-        if self._gathering is not None:
-            times.append(self._gathering.next)
+        if self._starting is not None:
+            times.append(self._starting.next)
         if self._echo is not None:
             times.append(self._echo.deadline)
         if self._observer.congested:
@@ -362,7 +356,8 @@ class Supervisor:
                 if not link.gone:
                     self._lose(link, "did not end its workers")
         self._watch_init(now)
-        self._start_agents(now)
+        if self._starting is not None and not self._stopping:
+            self._starting.start_due(now)
 
     def _watch_writes(self, link: Link) -> None:
         wanted = not link.gone and link.channel.pending > 0
@@ -382,18 +377,13 @@ class Supervisor:
 
     # Agents.
 
-    def _start_agents(self, now: float) -> None:
-        """Start the commands that are to be started now."""
-        if self._gathering is None or self._stopping:
-            return
-        for host in self._gathering.due(now):
-            link = Link(host, self._spawner.start(host))
-            self._links.append(link)
-            self._selector.register(link.channel.receive_fd, selectors.EVENT_READ, partial(self._on_readable, link))
-            self._selector.register(link.stream.stderr, selectors.EVENT_READ, partial(self._on_stderr, link))
-            attempts = self._gathering.attempts(host)
-            again = f"attempt {attempts}, {self._gathering.last_failure(host)}" if attempts > 1 else ""
-            self.get_on(link, Step.CONNECTING, again)
+    def connect(self, host: Host) -> Link:
+        """Start the command for a host, and listen to it."""
+        link = Link(host, self._spawner.start(host))
+        self._links.append(link)
+        self._selector.register(link.channel.receive_fd, selectors.EVENT_READ, partial(self._on_readable, link))
+        self._selector.register(link.stream.stderr, selectors.EVENT_READ, partial(self._on_stderr, link))
+        return link
 
     def _judge_ended(self, now: float) -> None:
         """Judge the commands whose streams have ended without a good-bye, once their exit status is there."""
@@ -402,59 +392,21 @@ class Supervisor:
             if status is None and now < link.ended_at + _EXIT_TIME and not self._stopping:  # type: ignore[operator]
                 continue
             self._on_stderr(link)
-            if self._gathering is None or link.taken:
+            if self._starting is None or link.taken:
                 self._lose(link, describe_loss(status, bool(link.stderr)))
-                continue
-            self._drop(link, self._spawner.diagnose(link.host, Ending(status, tuple(link.stderr))), now)
+            else:
+                self._starting.ended(link, status, now)
 
-    def _on_hello(self, link: Link, hello: Hello) -> None:
-        if (hello.protocol, hello.version) != (PROTOCOL, __version__):
-            text = other_version(hello.version, self._spec.reach.python)
-            self._reject(link, Diagnosis(Cause.VERSION, text))
-            return
-        link.hello = hello
-        if self._required is None:
-            self._take(link)
-        else:
-            link.channel.send(self._required(link.host))
-
-    def _on_lacking(self, link: Link, found: Lacking) -> None:
-        diagnosis = judge(found, self._spec.cwd)
-        if diagnosis is None:
-            self._take(link)
-        else:
-            self._reject(link, diagnosis)
-
-    def _take(self, link: Link) -> None:
-        """Its agent can be used."""
-        assert link.hello is not None
-        link.taken = True
-        self._show_held_back(link)
-        if self._gathering is not None:
-            self._gathering.ready(link.host)
-        self.get_on(link, Step.READY, f"{link.hello.hostname}, agent is process {link.hello.pid}")
-
-    def _reject(self, link: Link, diagnosis: Diagnosis) -> None:
-        """An agent is there, but its host cannot be used."""
-        link.channel.send(Finish())
-        if link.ended_at is None:
-            self._selector.unregister(link.channel.receive_fd)
-        self._drop(link, diagnosis, time.monotonic())
-
-    def _drop(self, link: Link, diagnosis: Diagnosis, now: float) -> None:
-        """Forget a command that led to no agent that can be used."""
+    def drop(self, link: Link) -> None:
+        """End a command that has led to no agent that can be used, and forget it."""
         link.gone = True
         self._links.remove(link)
+        if link.ended_at is None:
+            self._selector.unregister(link.channel.receive_fd)
         self._close_stderr(link)
         self._watch_writes(link)
         link.stream.kill()
         link.close()
-        if diagnosis.cause is Cause.OTHER or self._spec.verbose:
-            self._show_held_back(link)  # the diagnosis says less
-        if self._gathering is not None:
-            again = self._gathering.failed(link.host, diagnosis, now)
-            if again is not None:
-                self._observer.step(link.host.name, Step.CONNECTING, diagnosis.text)
 
     def _on_readable(self, link: Link) -> None:
         if link.gone:
@@ -465,13 +417,11 @@ class Supervisor:
             self._lose(link, f"cannot be understood: {error}")
             return
         link.silence.heard(time.monotonic())
-        if link.step is Step.CONNECTING and link.channel.decoder.opened:
-            self.get_on(link, Step.PYTHON)
-            if self._gathering is not None:
-                self._gathering.answered(link.host)
+        if self._starting is not None and link.step is Step.CONNECTING and link.channel.decoder.opened:
+            self._starting.answered(link)
         for item in items:
             if isinstance(item, Noise):
-                self._show(link, link.keep(item.data))
+                self._on_lines(link, link.keep(item.data))
             else:
                 self._on_frame(link, item)
         if link.channel.ended and not link.gone:
@@ -486,18 +436,16 @@ class Supervisor:
         link.step = step
         self._observer.step(link.host.name, step, detail)
 
-    def _show(self, link: Link, lines: Sequence[str]) -> None:
-        if self._gathering is not None and not link.taken:
-            link.held_back += lines[: _HELD_BACK - len(link.held_back)]
-            return
+    def say(self, link: Link, lines: Sequence[str]) -> None:
+        """Show what came from a host."""
         for line in lines:
             self._observer.notice(f"[{link.host.name}] {line}")
 
-    def _show_held_back(self, link: Link) -> None:
-        """What came before it was known whether the host can be used."""
-        for line in link.held_back:
-            self._observer.notice(f"[{link.host.name}] {line}")
-        link.held_back.clear()
+    def _on_lines(self, link: Link, lines: Sequence[str]) -> None:
+        if self._starting is not None and not link.taken:
+            self._starting.hold_back(link, lines)
+        else:
+            self.say(link, lines)
 
     def _on_stderr(self, link: Link) -> None:
         while link.stderr_open:
@@ -505,7 +453,7 @@ class Supervisor:
             if lines is None:
                 self._close_stderr(link)
             elif lines:
-                self._show(link, lines)
+                self._on_lines(link, lines)
             else:
                 return
 
@@ -532,9 +480,11 @@ class Supervisor:
         elif isinstance(frame, StdinTaken):
             self.on_stdin_taken()
         elif isinstance(frame, Hello):
-            self._on_hello(link, frame)
+            if self._starting is not None:
+                self._starting.hello(link, frame)
         elif isinstance(frame, Lacking):
-            self._on_lacking(link, frame)
+            if self._starting is not None:
+                self._starting.lacking(link, frame)
         elif isinstance(frame, Dying):
             reason = f"the agent on host {link.host.name} ended its workers, because {frame.reason}"
             self.fail(Failure(None, link.host.name, 1, reason))
@@ -558,32 +508,12 @@ class Supervisor:
                     link.channel.send(Credit(rank, amount))
                     link.owed[rank] = 0
 
-    def _check_gathered(self, gathering: Gathering) -> None:
-        """Hosts that failed, or did not come before the start timeout."""
-        if self.outcome.interrupted is not None:
-            return
-        failed = gathering.error()
-        if failed is not None:
-            raise failed
-        by_host = {link.host: link for link in self._links}
-        absent = [
-            (host.name, link.step if link else Step.CONNECTING, self._last_words(link) or gathering.known(host))
-            for host in self._hosts
-            if (link := by_host.get(host)) is None or not link.taken
-        ]
-        if absent:
-            raise LaunchError(describe_missing(absent, self._spec.start_timeout))
-
     def _check_agents(self) -> None:
         """What may go wrong before any worker is started."""
         if self.outcome.interrupted is not None:
             raise JobFailedError("interrupted before the workers were started", exit_code=self.outcome.exit_code)
         if self.outcome.first is not None:
             raise LaunchError(f"the job could not be started: {self.outcome.first.reason}")
-
-    @staticmethod
-    def _last_words(link: Link | None) -> str:
-        return link.stderr[-1] if link is not None and link.stderr else ""
 
     def _lose(self, link: Link, how: str) -> None:
         """An agent has ended, or counts as ended."""
