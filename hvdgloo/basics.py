@@ -30,6 +30,8 @@ __all__ = [
     "nccl_built",
     "rocm_built",
     "shutdown",
+    "start_timeline",
+    "stop_timeline",
 ]
 
 
@@ -81,6 +83,29 @@ def _sets(process_sets: Any) -> list[ProcessSet]:
         if process_set.ranks in [other.ranks for other in sets[:index]]:
             raise InvalidArgumentError(f"two of the process sets have the same ranks {process_set.ranks}")
     return sets
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """Trace where the time of collectives goes, from now on; see docs/timeline.md. Nothing happens if a trace is on.
+
+    Args:
+        file_path: overwritten, on rank 0 alone; with ``{rank}`` in it, on every rank that calls this.
+        mark_cycles: also trace when rank 0 orders operations.
+
+    Raises:
+        NotInitializedError: (a ValueError) before ``init()``.
+        ConfigError: (a ValueError) the file cannot be written.
+    """
+    context.current().start_timeline(file_path, mark_cycles)
+
+
+def stop_timeline() -> None:
+    """End the trace; its file is complete then. Nothing happens if there is none.
+
+    Raises:
+        NotInitializedError: (a ValueError) before ``init()``.
+    """
+    context.current().engine.stop_timeline()
 
 
 def mpi_threads_supported() -> bool:

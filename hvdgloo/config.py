@@ -359,6 +359,27 @@ class Config:
         help="after this time a waiting tensor ends the job with an error; 0: never",
     )
 
+    # Timeline.
+    timeline: str | None = _setting(
+        None,
+        env="HVDGLOO_TIMELINE",
+        fallback=("HOROVOD_TIMELINE",),
+        flag="--timeline-filename",
+        yaml="timeline.filename",
+        parse=_text,
+        help="trace where the time of collectives goes, into this file, on rank 0; with {rank} in the name, on every "
+        "rank; DYNAMIC waits for hvd.start_timeline()",
+    )
+    timeline_mark_cycles: bool = _setting(
+        False,
+        env="HVDGLOO_TIMELINE_MARK_CYCLES",
+        fallback=("HOROVOD_TIMELINE_MARK_CYCLES",),
+        flag="--timeline-mark-cycles",
+        yaml="timeline.mark_cycles",
+        parse=_boolean,
+        help="also trace when rank 0 orders operations",
+    )
+
     # Messages.
     log_level: str = _setting(
         "WARNING",

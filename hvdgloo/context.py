@@ -52,6 +52,7 @@ class Context:
         topology: of the whole job.
         rank: this rank.
         engine: started; the Context owns it from now on.
+        clock_offset: seconds that rank 0's clock is ahead of this host's.
         client: of the rendezvous server, likewise. It stays connected while the rank is part of the job: the server
             shows who is.
     """
@@ -63,8 +64,10 @@ class Context:
         rank: int,
         engine: Engine,
         client: RendezvousClient | None = None,
+        clock_offset: float = 0.0,
     ) -> None:
         self._client = client
+        self.clock_offset = clock_offset
         self.config = config
         self.topology = topology
         self.rank = rank
@@ -99,6 +102,12 @@ class Context:
     @property
     def is_homogeneous(self) -> bool:
         return self.topology.is_homogeneous
+
+    def start_timeline(self, path: str, mark_cycles: bool = False) -> None:
+        """Trace collectives; on rank 0, or if ``path`` has ``{rank}`` in it, on every rank; see ``Engine``."""
+        if "{rank}" in path or self.rank == 0:
+            own = path.replace("{rank}", str(self.rank))
+            self.engine.start_timeline(own, clock_offset=self.clock_offset, mark_cycles=mark_cycles)
 
     def close(self) -> None:
         """End this rank's part of the job; see ``Engine.close``."""
@@ -209,7 +218,7 @@ def _join(
                 client, f"{config.epoch}.{generation}{world}", config, address, listener if rank == 0 else None
             )
         handshake = Handshake(secret, config.epoch, generation)
-        links, settings, agreed_sets = _control_links(handshake, rank, topology, listener, endpoint, config, sets)
+        links, decided = _control_links(handshake, rank, topology, listener, endpoint, config, sets)
     finally:
         if listener is not None:
             listener.close()
@@ -225,15 +234,15 @@ def _join(
         for sock in links.values():
             sock.close()
         raise
-    engine = Engine(rank, topology, links, backend, settings, connect)
+    engine = Engine(rank, topology, links, backend, engine_settings(config, decided), connect)
     engine.start()
-    if agreed_sets != sets:
+    if decided["process_sets"] != sets:
         engine.close()  # not before: the others wait for this rank until it is connected
         raise InvalidArgumentError(
             f"init(process_sets=...) was called with the sets {sets} on {topology.describe(rank)}, and with "
-            f"{agreed_sets} on {topology.describe(0)}; give all ranks the same list"
+            f"{decided['process_sets']} on {topology.describe(0)}; give all ranks the same list"
         )
-    return cls(config, topology, rank, engine, client)
+    return cls(config, topology, rank, engine, client, decided["clock_offset"])
 
 
 def _world(registration: Registration, ranks: Sequence[int] | None) -> tuple[int, Topology, str]:
@@ -326,24 +335,25 @@ def _control_links(
     endpoint: tuple[str, int],
     config: Config,
     process_sets: list[list[int]],
-) -> tuple[dict[int, socket.socket], EngineSettings, list[list[int]]]:
-    """Connect the control plane, and take over rank 0's settings where all ranks must have the same.
+) -> tuple[dict[int, socket.socket], dict[str, Any]]:
+    """Connect the control plane.
 
     Returns:
-        the connections, the settings, and the process sets that rank 0 wants at once.
+        the connections, and what rank 0 decides for all: the settings that ``engine_settings`` takes over,
+        ``process_sets`` to be added at once, and ``clock_offset`` from this host's clock to rank 0's.
     """
-    settings = engine_settings(config)
-    shared = {
-        "fusion_threshold": settings.fusion_threshold,
-        "separate_groups": settings.separate_groups,
-        "process_sets": process_sets,
-    }
+    shared = {**_plan_settings(config), "process_sets": process_sets}
     if rank == 0:
         assert listener is not None
         links = handshake.accept_all(listener, topology.size, shared, config.connect_timeout, topology.describe)
-        return links, settings, process_sets
+        return links, {**shared, "clock_offset": 0.0}
     sock, decided = handshake.connect(*endpoint, rank, config.connect_timeout, topology.describe)
-    return {0: sock}, engine_settings(config, decided), decided["process_sets"]
+    return {0: sock}, decided
+
+
+def _plan_settings(config: Config) -> dict[str, Any]:
+    """The settings that all ranks must have from rank 0."""
+    return {"fusion_threshold": config.fusion_threshold, "separate_groups": config.disable_group_fusion}
 
 
 def engine_settings(config: Config, decided: Mapping[str, Any] | None = None) -> EngineSettings:
@@ -356,8 +366,8 @@ def engine_settings(config: Config, decided: Mapping[str, Any] | None = None) ->
             config.stall_warning_time,
         )
         shutdown_time = 0.0
-    shared = {"fusion_threshold": config.fusion_threshold, "separate_groups": config.disable_group_fusion}
-    shared.update(decided or {})
+    shared = _plan_settings(config)
+    shared.update({name: value for name, value in (decided or {}).items() if name in shared})
     return EngineSettings(
         fusion_threshold=int(shared["fusion_threshold"]),
         inline_threshold=config.inline_threshold,
@@ -419,6 +429,8 @@ def init(
             aftermath.install(context.rank)
             _pin(context)
             try:
+                if config.timeline and config.timeline.upper() != "DYNAMIC":
+                    context.start_timeline(config.timeline, config.timeline_mark_cycles)
                 prepare(context)
             except BaseException:
                 context.close()

@@ -67,6 +67,10 @@ def _nowhere() -> TextIO:
 
 
 def _run(argv: Sequence[str], stdout: TextIO, stderr: TextIO) -> int:
+    if argv[:2] == ["timeline", "merge"]:
+        from hvdgloo.runner import timeline
+
+        return _print(timeline.main(argv[1:]) + "\n", stdout, stderr)
     parser = build_parser()
     flags, command, doctor = split_all(argv, parser.values)
     if doctor and not {"-h", "--help"}.isdisjoint(flags):

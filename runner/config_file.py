@@ -22,7 +22,6 @@ _IGNORED = {
     "autotune": {
         "enabled", "log_file", "warmup_samples", "steps_per_sample", "bayes_opt_max_samples", "gaussian_process_noise",
     },
-    "timeline": {"filename", "mark_cycles"},
     "library_options": {"mpi_threads_disable", "num_nccl_streams"},
 }  # fmt: skip
 """Horovod's keys that have no effect."""

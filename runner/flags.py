@@ -49,6 +49,7 @@ _SECTIONS = {
     "params": "tuning",
     "stall_check": "stalls",
     "logging": "log",
+    "timeline": "log",
 }
 """Section, or single key, of the configuration file to the group that shows a setting's flag."""
 
@@ -72,9 +73,9 @@ leave nothing behind.
 """
 
 _KNOWN = """\
---autotune-..., --timeline-..., --hierarchical-..., --torus-allreduce, --tcp,
---mpi-args, --mpi-threads-disable, --binding-args, --num-nccl-streams and
---disable-cache have no effect, which is said in a line;
+--autotune-..., --hierarchical-..., --torus-allreduce, --tcp, --mpi-args,
+--mpi-threads-disable, --binding-args, --num-nccl-streams and --disable-cache
+have no effect, which is said in a line;
 --mpi, --jsrun and the flags of jobs that grow and shrink (--min-np, --max-np,
 --host-discovery-script, ...) are refused."""
 
@@ -86,6 +87,7 @@ program. Everything after it belongs to it. Examples:
   hvdgloo-run -H h1:2,h2:2 python train.py
   hvdgloo-run -np 2 -m package.train
   hvdgloo-run doctor -H h1:2,h2:2     is everything there that the job needs?
+  hvdgloo-run timeline merge all.json trace.*.json    ranks' traces in one file
 
 Exit status: 0 if all workers succeeded, else that of the first one that failed
 (128+N if signal N ended it); 1 if the job could not be started; 2 if the

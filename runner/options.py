@@ -41,8 +41,6 @@ IGNORED_FLAGS: tuple[tuple[str, int, str], ...] = (
     ("--autotune-steps-per-sample", 1, _NOT_YET),
     ("--autotune-bayes-opt-max-samples", 1, _NOT_YET),
     ("--autotune-gaussian-process-noise", 1, _NOT_YET),
-    ("--timeline-filename", 1, _NOT_YET),
-    *((f"--{no}timeline-mark-cycles", 0, _NOT_YET) for no in ("", "no-")),
 )  # fmt: skip
 """Horovod's flags that are accepted and do nothing: flag, number of values, why."""
 

@@ -6,7 +6,7 @@ never travels, and nobody who fails it costs others more than a slot for a few s
     member       -> coordinator   magic, epoch, generation, rank, nonce
     coordinator  -> member        nonce, HMAC(key, "coordinator", ...)
     member       -> coordinator   HMAC(key, "member", ...)
-    coordinator  -> member        settings that shape plans, as JSON
+    coordinator  -> member        settings that shape plans, and its clock, as JSON
 """
 
 from __future__ import annotations
@@ -83,7 +83,6 @@ class Handshake:
         deadline = time.monotonic() + timeout
         members: dict[int, socket.socket] = {}
         visitors: set[socket.socket] = set()  # who have not proved anything yet
-        body = json.dumps(settings).encode()
 
         def admit(sock: socket.socket, peer: object) -> None:
             rank = -1
@@ -91,6 +90,7 @@ class Handshake:
                 rank = self._admit(sock, size, min(deadline, time.monotonic() + _HANDSHAKE_SECONDS))
                 if members.setdefault(rank, sock) is not sock:
                     raise AuthenticationError(f"rank {rank} is connected already")
+                body = json.dumps({**settings, "clock": time.time()}).encode()
                 sock.sendall(struct.pack("!I", len(body)) + body)
             except (OSError, EOFError, ValueError, struct.error, AuthenticationError) as error:
                 logger.info("refused a control connection from %s: %s", peer, error)
@@ -136,7 +136,8 @@ class Handshake:
         """Another rank's side: connect to rank 0.
 
         Returns:
-            the connected socket, and the settings that rank 0 decided.
+            the connected socket, and the settings that rank 0 decided; besides, ``clock_offset``: how many seconds
+            rank 0's clock is ahead of this host's, give or take half the time of the last exchange.
 
         Raises:
             ConnectError: naming both ranks, the address and the reason.
@@ -166,13 +167,15 @@ class Handshake:
         proof = receive_exactly(sock, _MAC_BYTES, deadline)
         if not hmac.compare_digest(proof, self._mac(b"coordinator", rank, nonce, theirs)):
             raise AuthenticationError("whoever listens there does not know this job's secret")
+        asked = time.time()
         sock.sendall(self._mac(b"member", rank, nonce, theirs))
         (length,) = struct.unpack("!I", receive_exactly(sock, 4, deadline))
         if length > 1 << 20:
             raise ValueError("the answer is too long")
         settings = json.loads(receive_exactly(sock, length, deadline))
-        if not isinstance(settings, dict):
+        if not isinstance(settings, dict) or not isinstance(settings.get("clock"), float):
             raise ValueError("the answer is malformed")
+        settings["clock_offset"] = settings.pop("clock") - (asked + time.time()) / 2
         return settings
 
     def _admit(self, sock: socket.socket, size: int, deadline: float) -> int:

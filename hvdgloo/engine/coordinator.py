@@ -31,6 +31,7 @@ from hvdgloo.engine.messages import (
     Submit,
 )
 from hvdgloo.engine.negotiation import Negotiator, Waiting, format_ranks
+from hvdgloo.engine.timeline import Timeline
 
 INQUEST_SECONDS = 0.5
 """How long ranks have to show that they live after one of them reported a broken data plane."""
@@ -93,6 +94,7 @@ class Coordinator:
         self._next_ping = 0.0
         self._last_release = float("-inf")
         self._ticked = float("-inf")
+        self._timeline: Timeline | None = None
         self._leaver: int | None = None
         self._undrained: set[int] = set()
         self._end_deadline = 0.0
@@ -100,6 +102,11 @@ class Coordinator:
         self._stall: _StallReport | None = None
         self._next_stall_check: float | None = None
         self._told: dict[int, str | None] | None = None
+
+    def show(self, timeline: Timeline | None) -> None:
+        """Note arrivals and orders in a timeline from now on, or in none."""
+        self._timeline = timeline
+        self._negotiator.on_arrival = timeline.arrived if timeline is not None else None
 
     @property
     def has_ready(self) -> bool:
@@ -141,6 +148,8 @@ class Coordinator:
         if self.over or not self._negotiator.has_ready:
             return
         self._last_release = now
+        if self._timeline is not None:
+            self._timeline.cycle(self._timeline.now())
         self.outbox.append((EVERYONE, self._negotiator.take()))
 
     def may_release(self, now: float) -> bool:

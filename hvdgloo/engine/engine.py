@@ -21,6 +21,7 @@ from hvdgloo.engine.handle import Handle
 from hvdgloo.engine.member import Member
 from hvdgloo.engine.messages import REDUCTIONS, Leave, Request
 from hvdgloo.engine.operation import Operation
+from hvdgloo.engine.timeline import Timeline
 from hvdgloo.errors import HorovodInternalError, InvalidArgumentError, JobShutdownError
 from hvdgloo.topology import Topology
 from hvdgloo.types import Buffer, Collective, DType, ReduceOp, TensorSpec
@@ -103,6 +104,8 @@ class Engine:
                 settings.stall_shutdown_time,
             )
             coordinator = Coordinator(topology.size, {0: everyone}, rules, topology.describe)
+        self._coordinator = coordinator
+        self._timeline: Timeline | None = None
         self._control = Control(
             rank,
             links,
@@ -188,6 +191,33 @@ class Engine:
             self._control.submitted()
         return operation.handle
 
+    def start_timeline(self, path: str, *, clock_offset: float = 0.0, mark_cycles: bool = False) -> None:
+        """Trace operations into a file from now on, until ``stop_timeline`` or the end. Does nothing if one is written.
+
+        Raises:
+            ConfigError: the file cannot be written.
+        """
+        with self._closing:
+            if self._timeline is None and not self._closed:
+                self._show(Timeline(path, self.rank, clock_offset, mark_cycles=mark_cycles))
+
+    def stop_timeline(self) -> None:
+        """End the trace, if there is one; its file is complete then."""
+        with self._closing:
+            self._stop_timeline()
+
+    def _stop_timeline(self) -> None:
+        timeline = self._timeline
+        if timeline is not None:
+            self._show(None)
+            timeline.close()
+
+    def _show(self, timeline: Timeline | None) -> None:
+        self._timeline = timeline
+        self._member.timeline = self._executor.timeline = timeline
+        if self._coordinator is not None:
+            self._coordinator.show(timeline)
+
     def close(self) -> None:
         """End this rank's part of the job, and so everybody's; waits until what was ordered before has completed.
 
@@ -214,6 +244,7 @@ class Engine:
                     group.backend.close()
                 else:
                     group.backend.abandon()
+            self._stop_timeline()
 
     def _validate(self, request: Request) -> None:
         members = self.members_of(request.process_set, request.name)

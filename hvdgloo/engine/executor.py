@@ -27,6 +27,7 @@ from hvdgloo.engine.fusion import Bucket, Part
 from hvdgloo.engine.messages import REDUCTIONS, Response
 from hvdgloo.engine.operation import Operation
 from hvdgloo.engine.phases import Phases, adaptive_sum, exchange
+from hvdgloo.engine.timeline import Timeline
 from hvdgloo.errors import BackendError, HorovodInternalError
 from hvdgloo.types import Buffer, Collective, DType, ReduceOp, TensorSpec
 
@@ -76,6 +77,7 @@ class _UnderWay:
     work: Work
     buffer: Buffer | None
     packed: bool
+    times: Sequence[float] = ()  # begun, fenced, sent; only while there is a timeline
 
     @property
     def nbytes(self) -> int:
@@ -126,6 +128,7 @@ class Executor:
         self._verdict: HorovodInternalError | None = None
         self._aborted = threading.Event()
         self._stuck: list[_UnderWay] = []
+        self.timeline: Timeline | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     @property
@@ -152,6 +155,8 @@ class Executor:
 
         Called in the common order, by whoever does the control thread's work.
         """
+        if self.timeline is not None:
+            self.timeline.ordered(batch)
         for _, operation in batch:
             self._unresolved[id(operation)] = operation
         buckets = fusion.plan(
@@ -276,12 +281,26 @@ class Executor:
         self._under_way.clear()
 
     def _begin(self, bucket: Bucket, batch: Batch) -> _UnderWay:
-        response, operation = batch[bucket.parts[0].operation]
-        group = self._groups[response.request.process_set]
+        if self.timeline is None:
+            self._fence(bucket, batch)
+            return self._dispatch(bucket, batch)
+        begun = self.timeline.now()
+        self._fence(bucket, batch)
+        fenced = self.timeline.now()
+        under_way = self._dispatch(bucket, batch)
+        under_way.times = begun, fenced, self.timeline.now()
+        return under_way
+
+    @staticmethod
+    def _fence(bucket: Bucket, batch: Batch) -> None:
         for index in {part.operation for part in bucket.parts}:
             fence = batch[index][1].ready
             if fence is not None:
                 fence()
+
+    def _dispatch(self, bucket: Bucket, batch: Batch) -> _UnderWay:
+        response, operation = batch[bucket.parts[0].operation]
+        group = self._groups[response.request.process_set]
         if bucket.collective is Collective.ALLREDUCE:
             return self._begin_allreduce(bucket, batch, group)
         if bucket.collective is Collective.ALLGATHER:
@@ -395,11 +414,16 @@ class Executor:
 
     def _complete(self, under_way: _UnderWay) -> None:
         """Put the results of a bucket whose transfer has ended in their places, and resolve handles."""
+        timeline = self.timeline
+        done = timeline.now() if timeline is not None else 0.0
         if under_way.buffer is not None and under_way.nbytes:
             if under_way.bucket.collective in REDUCTIONS:
                 self._finish_reduction(under_way, under_way.buffer)
             elif under_way.bucket.collective is Collective.ALLGATHER and under_way.packed:
                 _unpack_blocks(under_way, under_way.buffer)
+        if timeline is not None and under_way.times:
+            name = f"{under_way.group.backend.name}_{under_way.bucket.collective.value}".upper()
+            timeline.executed(under_way.bucket, under_way.batch, name, (*under_way.times, done), under_way.packed)
         for part in under_way.bucket.parts:
             response, operation = under_way.batch[part.operation]
             operation.remaining -= 1

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from hvdgloo.engine import inline, joined
 from hvdgloo.engine.messages import Execute, Request, Response, Submit
 from hvdgloo.engine.operation import Operation
+from hvdgloo.engine.timeline import Timeline
 from hvdgloo.errors import DuplicateNameError, HorovodInternalError, InvalidArgumentError, MismatchError
 from hvdgloo.types import Collective
 
@@ -26,10 +27,12 @@ class Member:
 
     Attributes:
         sets: the process sets as of what has been accepted, of which this rank may be in some.
+        timeline: where the times of operations are noted, if anywhere.
     """
 
     def __init__(self, rank: int, members: Mapping[int, Sequence[int]], inline_threshold: int) -> None:
         self.sets = {number: tuple(ranks) for number, ranks in members.items()}
+        self.timeline: Timeline | None = None
         self._rank = rank
         self._joined = False
         self._inline_threshold = inline_threshold
@@ -66,6 +69,8 @@ class Member:
             HorovodInternalError: the engine has ended.
         """
         key = operation.request.key
+        if self.timeline is not None:
+            operation.times.append(self.timeline.now())
         with self._lock:
             if self._closed is not None:
                 raise self._closed.with_traceback(None)
@@ -131,6 +136,8 @@ class Member:
                 operation.handle.resolve(error=MismatchError(response.error, name=operation.request.name))
             elif position in results:
                 inline.deliver(results[position], operation.outputs[0])
+                if self.timeline is not None:
+                    self.timeline.inlined(response, operation)
                 operation.handle.resolve(operation.outputs)
             else:
                 batch.append((response, operation))

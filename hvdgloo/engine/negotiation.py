@@ -59,6 +59,7 @@ class Negotiator:
         self._next_set = max(self._members) + 1
         self._freed_sets: deque[int] = deque()
         self._joined: list[int] = []
+        self.on_arrival: Callable[[int, Request], None] | None = None
         self._capacity = capacity
         self._pending: dict[tuple[int, str], Pending] = {}
         self._ready: list[int | Response] = []
@@ -118,6 +119,8 @@ class Negotiator:
         if request.collective is Collective.JOIN:
             self._join(rank, request)
             return
+        if self.on_arrival is not None:
+            self.on_arrival(rank, request)
         key = request.process_set, request.name
         pending = self._pending.get(key)
         if pending is None:

@@ -12,7 +12,18 @@ from hvdgloo.types import Buffer, TensorSpec
 class Operation:
     """A submitted Request with this rank's memory for it."""
 
-    __slots__ = ("allocate", "handle", "inputs", "number", "outputs", "ready", "remaining", "request", "splits")
+    __slots__ = (
+        "allocate",
+        "handle",
+        "inputs",
+        "number",
+        "outputs",
+        "ready",
+        "remaining",
+        "request",
+        "splits",
+        "times",
+    )
 
     def __init__(
         self,
@@ -32,3 +43,4 @@ class Operation:
         self.handle = Handle(request.name)
         self.number = -1
         self.remaining = max(1, len(request.tensors))
+        self.times: list[float] = []  # submitted, ordered; only while there is a timeline

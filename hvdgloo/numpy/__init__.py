@@ -23,6 +23,8 @@ from hvdgloo.basics import (
     nccl_built,
     rocm_built,
     shutdown,
+    start_timeline,
+    stop_timeline,
 )
 from hvdgloo.errors import HorovodInternalError
 from hvdgloo.frontend import Frontend
@@ -91,6 +93,8 @@ __all__ = [
     "rocm_built",
     "shutdown",
     "size",
+    "start_timeline",
+    "stop_timeline",
     "synchronize",
 ]
 

@@ -25,6 +25,8 @@ from hvdgloo.basics import (
     nccl_built,
     rocm_built,
     shutdown,
+    start_timeline,
+    stop_timeline,
 )
 from hvdgloo.frontend import Frontend
 from hvdgloo.process_sets import ProcessSet, global_process_set
@@ -87,6 +89,8 @@ __all__ = [
     "shutdown",
     "size",
     "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
     "synchronize",
 ]
 

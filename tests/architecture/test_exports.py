@@ -61,6 +61,8 @@ BASICS = {
     "rocm_built",
     "shutdown",
     "size",
+    "start_timeline",
+    "stop_timeline",
 }
 VALUES = {
     "Adasum",

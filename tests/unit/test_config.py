@@ -49,6 +49,8 @@ GOOD: dict[str, tuple[str, Any]] = {
     "stall_check_disable": ("True", True),
     "stall_warning_time": ("0.5", 0.5),
     "stall_shutdown_time": ("90", 90.0),
+    "timeline": ("trace.{rank}.json", "trace.{rank}.json"),
+    "timeline_mark_cycles": ("1", True),
     "log_level": ("debug", "DEBUG"),
     "log_hide_time": ("on", True),
 }
@@ -81,6 +83,7 @@ BAD = [
     ("cache_capacity", "1e3", _WHOLE),
     *(("thread_affinity", text, _CORES) for text in ("all", "0-3", "1,,2", "-1")),
     ("disable_group_fusion", "2", _FLAG),
+    ("timeline_mark_cycles", "some", _FLAG),
     ("stall_check_disable", "maybe", _FLAG),
     ("stall_warning_time", "0", _POSITIVE),
     ("stall_shutdown_time", "inf", _NUMBER),
@@ -99,7 +102,7 @@ def _field(name: str) -> dataclasses.Field[Any]:
 
 def test_every_field_is_tried_here() -> None:
     assert set(GOOD) == set(settings()) == {field.name for field in dataclasses.fields(Config)}
-    always_usable = {"job_id", "hostname", "address", "secret_file"}
+    always_usable = {"job_id", "hostname", "address", "secret_file", "timeline"}
     assert {name for name, _, _ in BAD} | always_usable | {"secret"} == set(settings())
 
 
@@ -239,6 +242,8 @@ configs = st.builds(
     stall_check_disable=st.booleans(),
     stall_warning_time=_seconds,
     stall_shutdown_time=st.just(0.0) | _seconds,
+    timeline=st.none() | _texts,
+    timeline_mark_cycles=st.booleans(),
     log_level=st.sampled_from(LOG_LEVELS),
     log_hide_time=st.booleans(),
 )

@@ -103,7 +103,7 @@ class TestFile:
         for setting in settings().values():
             if setting.yaml is not None:
                 section, _, key = setting.yaml.partition(".")
-                value = texts.get(setting.yaml, "true" if "hide" in key else "2")
+                value = texts.get(setting.yaml, "true" if "hide" in key or "mark" in key else "2")
                 environ, ignored = self.read(tmp_path, f"{section}:\n  {key}: {value}\n")
                 assert set(environ) == {setting.env}
                 assert ignored == []

@@ -1,0 +1,243 @@
+"""Where the time goes: a trace in Chrome's event format, for chrome://tracing and ui.perfetto.dev.
+
+Every tensor is a row ("process") of its own, on which the phases of each collective follow and enclose each other::
+
+    NEGOTIATE_ALLREDUCE  (rank 0: a tick for every rank that comes)
+    ALLREDUCE
+        QUEUE  MEMCPY_IN_FUSION_BUFFER  GLOO_ALLREDUCE  MEMCPY_OUT_FUSION_BUFFER
+
+The file is a JSON array whose closing bracket is rewritten with every batch of events, so it can be loaded at any
+moment, also after a crash. Events are formatted and written by a thread of their own: the engine only notes times.
+
+Source: "Trace Event Format", the Chromium project's document of that name.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from hvdgloo.engine.messages import Request, Response
+from hvdgloo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hvdgloo.engine.fusion import Bucket
+    from hvdgloo.engine.operation import Operation
+
+logger = logging.getLogger(__name__)
+
+_JOIN_SECONDS = 5.0
+_BATCH = 4096
+"""Events that are written at once at most."""
+
+
+class Timeline:
+    """One rank's trace.
+
+    Args:
+        path: of the file, which is overwritten.
+        rank: of the process that writes it.
+        clock_offset: seconds to add to this rank's clock to get rank 0's.
+        mark_cycles: also show when rank 0 orders operations.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+
+    def __init__(self, path: str, rank: int, clock_offset: float = 0.0, *, mark_cycles: bool = False) -> None:
+        self.path = path
+        self.mark_cycles = mark_cycles
+        self._start = time.perf_counter()
+        try:
+            os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise ConfigError(f"the timeline cannot be written to {path}: {error.strerror or error}") from None
+        self._end = 0
+        self._rows: dict[str, int] = {}
+        self._first_arrival: dict[str, float] = {}
+        self._queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._closed = False
+        epoch = {
+            "start_time_since_epoch_in_micros": int((time.time() + clock_offset) * 1e6),
+            "rank": rank,
+            "clock_offset_in_micros": int(clock_offset * 1e6),
+        }
+        self._write(
+            [
+                _metadata(0, "process_name", {"name": "", **epoch}),
+                _metadata(0, "process_sort_index", {"sort_index": -1}),
+            ]
+        )
+        self._thread = threading.Thread(target=self._run, name="hvdgloo-timeline", daemon=True)
+        self._thread.start()
+
+    # What the engine calls. Times are those of ``now``.
+
+    @staticmethod
+    def now() -> float:
+        """Seconds on the clock that phases are measured by."""
+        return time.perf_counter()
+
+    def ordered(self, batch: Sequence[tuple[Response, Operation]]) -> None:
+        """Operations have been given their place, and wait for the data plane."""
+        now = self.now()
+        for response, operation in batch:
+            if operation.times:
+                for row in _rows(response):
+                    self._negotiated(row, response, operation.times[0], now)
+            operation.times = [operation.times[0] if operation.times else now, now]
+
+    def inlined(self, response: Response, operation: Operation) -> None:
+        """An operation's result came with its order."""
+        now = self.now()
+        if operation.times:
+            (row,) = _rows(response)
+            self._negotiated(row, response, operation.times[0], now)
+            name = response.request.collective.name
+            self.phase(row, name, now, now, _facts(response, 0))
+            self.phase(row, f"INLINE_{name}", now, now)
+
+    def executed(
+        self,
+        bucket: Bucket,
+        batch: Sequence[tuple[Response, Operation]],
+        name: str,
+        times: Sequence[float],
+        packed: bool,
+    ) -> None:
+        """A bucket's results are in place.
+
+        Args:
+            name: of what the backend did.
+            times: when it was begun, its tensors' fences had been waited for, the backend was called, and had done it.
+            packed: its tensors were copied into a buffer and out of it.
+        """
+        now = self.now()
+        begun, fenced, sent, done = times
+        for part in bucket.parts:
+            response, operation = batch[part.operation]
+            row = _rows(response)[max(0, part.tensor)]
+            ordered = operation.times[1] if len(operation.times) > 1 else begun
+            self.phase(row, response.request.collective.name, ordered, now, _facts(response, part.tensor))
+            self.phase(row, "QUEUE", ordered, begun)
+            if any(batch[p.operation][1].ready is not None for p in bucket.parts):
+                self.phase(row, "WAIT_FOR_DATA", begun, fenced)
+            if packed:
+                self.phase(row, "MEMCPY_IN_FUSION_BUFFER", fenced, sent)
+            if part.tensor >= 0:
+                self.phase(row, name, sent, done)
+            if packed:
+                self.phase(row, "MEMCPY_OUT_FUSION_BUFFER", done, now)
+
+    def arrived(self, rank: int, request: Request) -> None:
+        """Rank 0: a rank has submitted something."""
+        at = self.now()
+        for row in _rows(Response(request)):
+            self._first_arrival.setdefault(row, at)
+            self.phase(row, str(rank), at, at)
+
+    def _negotiated(self, row: str, response: Response, submitted: float, now: float) -> None:
+        begin = min(submitted, self._first_arrival.pop(row, submitted))
+        self.phase(row, f"NEGOTIATE_{response.request.collective.name}", begin, now)
+
+    def phase(self, tensor: str, name: str, begin: float, end: float, args: Mapping[str, Any] | None = None) -> None:
+        """A phase that has ended."""
+        event = {"name": name, "ph": "X", "ts": self._micros(begin), "dur": round((end - begin) * 1e6, 3)}
+        self._put(event, tensor, args)
+
+    def cycle(self, at: float) -> None:
+        """Rank 0 has ordered what was ready."""
+        if self.mark_cycles:
+            self._queue.put({"name": "CYCLE_START", "ph": "i", "s": "g", "pid": 0, "tid": 0, "ts": self._micros(at)})
+
+    def close(self) -> None:
+        """Write what is left. Later events are dropped; may be called twice."""
+        if not self._closed:
+            self._closed = True
+            self._queue.put(None)
+            self._thread.join(_JOIN_SECONDS)
+
+    def _micros(self, at: float) -> float:
+        return round((at - self._start) * 1e6, 3)
+
+    def _put(self, event: dict[str, Any], tensor: str, args: Mapping[str, Any] | None) -> None:
+        if self._closed:
+            return
+        event["tensor"] = tensor
+        if args:
+            event["args"] = dict(args)
+        self._queue.put(event)
+
+    # The thread.
+
+    def _run(self) -> None:
+        try:
+            while True:
+                batch = [self._queue.get()]
+                while len(batch) < _BATCH and not self._queue.empty():
+                    batch.append(self._queue.get())
+                events = [event for event in batch if event is not None]
+                if events:
+                    self._write([written for event in events for written in self._placed(event)])
+                if None in batch:
+                    return
+        except OSError as error:
+            logger.warning("the timeline %s ends here: %s", self.path, error)
+            self._closed = True
+        finally:
+            os.close(self._file)
+
+    def _placed(self, event: dict[str, Any]) -> list[dict[str, Any]]:
+        """An event with its row's number, after the row's name if it is new."""
+        tensor = event.pop("tensor", None)
+        if tensor is None:
+            return [event]
+        row = self._rows.get(tensor)
+        new = row is None
+        if row is None:
+            row = self._rows[tensor] = len(self._rows) + 1
+        event.update(pid=row, tid=0)
+        if not new:
+            return [event]
+        return [
+            _metadata(row, "process_name", {"name": tensor}),
+            _metadata(row, "process_sort_index", {"sort_index": row}),
+            event,
+        ]
+
+    def _write(self, events: list[dict[str, Any]]) -> None:
+        """One write replaces the closing bracket by events and a new one: at no moment is the file no JSON."""
+        text = ",\n".join(json.dumps(event, separators=(",", ":")) for event in events)
+        data = (("[\n" if not self._end else ",\n") + text + "\n]\n").encode()
+        at = self._end
+        while data:
+            written = os.pwrite(self._file, data, at)
+            at += written
+            data = data[written:]
+        self._end = at - len("\n]\n")
+
+
+def _rows(response: Response) -> list[str]:
+    """The names of an operation's rows: one for each tensor."""
+    request = response.request
+    if len(request.tensors) < 2:
+        return [request.name]
+    return [f"{request.name}[{index}]" for index in range(len(request.tensors))]
+
+
+def _facts(response: Response, tensor: int) -> dict[str, Any]:
+    if tensor < 0:
+        return {}
+    spec = response.request.tensors[tensor]
+    return {"dtype": str(spec.dtype), "shape": list(spec.shape), "bytes": response.sizes[tensor]}
+
+
+def _metadata(row: int, name: str, args: Mapping[str, Any]) -> dict[str, Any]:
+    return {"name": name, "ph": "M", "pid": row, "tid": 0, "args": dict(args)}

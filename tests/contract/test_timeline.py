@@ -1,0 +1,176 @@
+"""The timeline: a file that is valid at every moment, whose phases enclose each other, and ranks on one clock."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvdgloo.context import Context
+from hvdgloo.errors import ConfigError
+from hvdgloo.frontend import Frontend
+from hvdgloo.numpy.adapter import NumpyAdapter
+from hvdgloo.process_sets import ProcessSet
+from hvdgloo.runner import timeline as merging
+from hvdgloo.types import ReduceOp
+from tests.support.world import World
+
+MakeWorld = Callable[..., World]
+Events = list[dict[str, Any]]
+
+
+def frontend_of(context: Context) -> Frontend[np.ndarray]:
+    return Frontend(NumpyAdapter(), lambda: context)
+
+
+def rows_of(path: Path) -> dict[str, Events]:
+    """Events by the name of their row."""
+    events: Events = json.loads(path.read_text())
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    rows: dict[str, Events] = {name: [] for name in names.values()}
+    for event in events:
+        if event["ph"] != "M":
+            rows[names[event["pid"]]].append(event)
+    return rows
+
+
+def spans(events: Events) -> dict[str, tuple[float, float]]:
+    return {event["name"]: (event["ts"], event["ts"] + event.get("dur", 0)) for event in events}
+
+
+def encloses(outer: tuple[float, float], inner: tuple[float, float]) -> bool:
+    slack = 0.002  # microseconds are rounded to three places
+    return outer[0] - slack <= inner[0] and inner[1] <= outer[1] + slack
+
+
+def test_phases_enclose_each_other(world: MakeWorld, tmp_path: Path) -> None:
+    path = tmp_path / "new" / "trace.json"
+
+    def rank_body(context: Context) -> None:
+        context.start_timeline(str(path), mark_cycles=True)
+        context.start_timeline(str(tmp_path / "other"))  # one is on already
+        frontend = frontend_of(context)
+        frontend.barrier()  # or rank 1 could be ahead of the trace
+        group = [np.ones((300, 2), np.float32), np.ones(5, np.float32)]
+        frontend.grouped_allreduce(group, name="pair", op=ReduceOp.SUM)
+        frontend.allreduce(np.ones(100_000), name="large")
+        frontend.allgather(np.ones((context.rank + 1, 3)), name="rows")
+        frontend.broadcast(np.ones(4), 0, name="root")
+        frontend.alltoall(np.ones(2), name="all")
+        frontend.reducescatter(np.ones(2), name="part")
+        frontend.barrier()
+        context.engine.stop_timeline()
+        context.engine.stop_timeline()
+        frontend.allreduce(np.ones(3), name="after")
+
+    backend = world(2)
+    backend.run(rank_body)
+    assert not (tmp_path / "other").exists()
+    rows = rows_of(path)
+    assert "ALLREDUCE" not in spans(rows.get("allreduce.after", []))  # rank 1 may have announced it in time
+    plane = "GLOO" if backend.backend == "gloo" else "LOCAL"
+    for name, collective, nbytes in (
+        ("grouped_allreduce.pair[0]", "ALLREDUCE", 2400),
+        ("grouped_allreduce.pair[1]", "ALLREDUCE", 20),
+        ("allreduce.large", "ALLREDUCE", 800_000),
+        ("allgather.rows", "ALLGATHER", 72),
+        ("broadcast.root", "BROADCAST", 32),
+        ("alltoall.all", "ALLTOALL", 16),
+        ("reducescatter.part", "REDUCESCATTER", 16),
+    ):
+        found = spans(rows[name])
+        assert encloses(found[f"NEGOTIATE_{collective}"], found["0"]), name
+        assert encloses(found[f"NEGOTIATE_{collective}"], found["1"]), name
+        assert found[f"NEGOTIATE_{collective}"][1] <= found[collective][0] + 0.002, name
+        for inner in ("QUEUE", f"{plane}_{collective}"):
+            assert encloses(found[collective], found[inner]), (name, inner)
+        (whole,) = (event for event in rows[name] if event["name"] == collective)
+        assert whole["args"]["bytes"] == nbytes
+    packed = spans(rows["grouped_allreduce.pair[0]"])
+    order = ["QUEUE", "MEMCPY_IN_FUSION_BUFFER", f"{plane}_ALLREDUCE", "MEMCPY_OUT_FUSION_BUFFER"]
+    assert [packed[name] for name in order] == sorted(packed[name] for name in order)
+    assert any(event["name"] == "CYCLE_START" and event["s"] == "g" for event in rows[""])
+    (whole,) = (event for event in rows["grouped_allreduce.pair[0]"] if event["name"] == "ALLREDUCE")
+    assert whole["args"] == {"dtype": "float32", "shape": [300, 2], "bytes": 2400}
+
+
+def test_what_travels_with_the_agreement_is_shown_so(tmp_path: Path) -> None:
+    def rank_body(context: Context) -> None:
+        context.start_timeline(str(tmp_path / "trace"))
+        frontend_of(context).allreduce(np.ones(3), name="tiny")
+        context.engine.stop_timeline()
+
+    with World(2, "inline") as made:
+        made.run(rank_body)
+    found = spans(rows_of(tmp_path / "trace")["allreduce.tiny"])
+    assert {"NEGOTIATE_ALLREDUCE", "ALLREDUCE", "INLINE_ALLREDUCE"} <= set(found)
+
+
+def test_every_rank_writes_its_own_and_merging_puts_them_on_one_clock(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ahead = [0.0, 2.5]  # seconds that rank 0's clock is ahead of each rank's
+
+    def rank_body(context: Context) -> None:
+        context.clock_offset = ahead[context.rank]
+        context.start_timeline(str(tmp_path / "trace.{rank}.json"))
+        frontend_of(context).allreduce(np.ones(50_000), name="x")
+        context.engine.stop_timeline()
+
+    with World(2, "local") as made:
+        made.run(rank_body)
+    files = [str(tmp_path / f"trace.{rank}.json") for rank in range(2)]
+    out = tmp_path / "all.json"
+    from hvdgloo.runner.cli import main
+
+    assert main(["timeline", "merge", str(out), *files]) == 0
+    assert "events of 2 ranks; open it in ui.perfetto.dev" in capsys.readouterr().out
+    rows = rows_of(out)
+    starts = [spans(rows[f"rank {rank} allreduce.x"])["ALLREDUCE"][0] for rank in range(2)]
+    # The ranks are threads with one clock, so the second's events land where its offset puts them.
+    assert abs(starts[1] - starts[0] - 2.5e6) < 1e6
+    assert len({event["pid"] for event in json.loads(out.read_text()) if event["ph"] == "X"}) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["merge", "out"], "write hvdgloo-run timeline merge OUT FILE"),
+        (["merge", "--help", "x", "y"], "write hvdgloo-run timeline merge OUT FILE"),
+        (["merge", "{dir}/out", "{dir}/absent"], "absent cannot be read: No such file"),
+        (["merge", "{dir}/out", "{dir}/bad"], "bad is no timeline of hvdgloo"),
+        (["merge", "{dir}/no/out", "{dir}/good"], "no/out cannot be written"),
+    ],
+)
+def test_merging_says_what_is_wrong(tmp_path: Path, arguments: list[str], text: str) -> None:
+    (tmp_path / "bad").write_text("[{}]")
+    good = {"name": "process_name", "ph": "M", "pid": 0, "args": {"rank": 0, "start_time_since_epoch_in_micros": 1}}
+    (tmp_path / "good").write_text(json.dumps([{**good, "args": {**good["args"], "name": ""}}]))
+    with pytest.raises(ConfigError, match=text):
+        merging.main([argument.replace("{dir}", str(tmp_path)) for argument in arguments])
+
+
+def test_a_file_that_cannot_be_written_is_refused(world: MakeWorld) -> None:
+    context = world(1).contexts[0]
+    with pytest.raises(ConfigError, match="the timeline cannot be written to /proc/no/trace"):
+        context.start_timeline("/proc/no/trace")
+
+
+def test_sets_and_joins_are_traced_too(tmp_path: Path) -> None:
+    def rank_body(context: Context) -> None:
+        context.start_timeline(str(tmp_path / "trace"))
+        frontend = frontend_of(context)
+        frontend.add_process_set(ProcessSet([0]))
+        if context.rank == 0:
+            frontend.allreduce(np.ones(2), name="alone")
+        frontend.join()
+
+    with World(2, "local") as made:
+        made.run(rank_body)
+    rows = rows_of(tmp_path / "trace")
+    assert "ADD_PROCESS_SET" in spans(rows["add_process_set.noname.1"])
+    assert "ALLREDUCE" in spans(rows["allreduce.alone"])
