@@ -142,8 +142,12 @@ _RULES = (
         "it refuses the connection{port}; does sshd run there, and on this port (--ssh-port)?",
     ),
     _rule(
-        r"Connection timed out|Operation timed out|timed out during banner exchange|Connection to .* timed out"
-        r"|Timeout, server .* not responding",
+        r"Timeout, server .* not responding",
+        Cause.TIMED_OUT,
+        "it was reached, and then nothing more came from it; was it cut off or switched off meanwhile?",
+    ),
+    _rule(
+        r"Connection timed out|Operation timed out|timed out during banner exchange|Connection to .* timed out",
         Cause.TIMED_OUT,
         "nothing answers{port} within {timeout} s; is it up, and does a firewall let ssh through "
         "(--connect-timeout-seconds)?",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -314,3 +315,26 @@ class TestWaysThroughSsh:
         holder.communicate("\n", timeout=10)
         out, err = process.communicate(timeout=30)
         assert (process.returncode, out) == (0, "[0]<stdout>:h2\n"), err
+
+    def test_many_hosts_get_through_a_throttling_sshd(self, make_bed: MakeBed) -> None:
+        """Twenty-four names of one machine: all of their agents come up, and are then refused as the same."""
+        bed = make_bed(["h1", HostSpec("h2", sshd_options=("MaxStartups 2:70:12",))])
+        config = bed["h1"].path(f"{bed['h1'].home}/.ssh/config")
+        config.write_text(f"Host n*\n  HostName h2\n  HostKeyAlias h2\n{config.read_text()}")
+        done = launch(bed["h1"], "-H", ",".join(f"n{number}:1" for number in range(24)), "hostname")
+        assert done.returncode == 1
+        assert "23 of 24 hosts cannot be used" in done.stderr
+        assert done.stderr.count("it is the same machine as n0 (h2)") == 23
+        assert "MaxStartups" in bed["h2"].sshd_log()
+        assert logins(bed["h2"]) == 24
+
+    def test_ctrl_c_while_nothing_answers(self, make_bed: MakeBed) -> None:
+        bed = make_bed(["h1", "h2"])
+        bed.block("h1", "h2")
+        process = bed["h1"].popen([*RUN, "-H", "h2:1", "hostname"], cwd="/tmp")
+        wait_for(lambda: any(found.name() == "ssh" for found in bed["h1"].processes()), what="ssh")
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=10)
+        assert process.returncode == 130
+        assert "interrupted before the workers were started" in err
+        assert not bed["h1"].processes()

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -141,6 +142,9 @@ def test_ctrl_z_leaves_the_terminal_to_the_shell(tmp_path: Path) -> None:
         shell.type("\x1a")
         shell.wait_for(r"(?s)Stopped.*Stopped[^\n]*\n(.*\n)*shell>$")
         shell.type("bg\n")
+        over = time.monotonic() + 1.5  # in the foreground the list would be drawn once a second
+        shell.until(lambda: time.monotonic() > over, 10, "the time")
+        assert "starting on" not in shell.text
         gates.open("a.connecting")
         gates.open("b.connecting")
         shell.wait_for(r"\[0\]<stdout>:done")

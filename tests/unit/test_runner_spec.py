@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hvdgloo.config import Config
 from hvdgloo.runner import machine
 from hvdgloo.runner.command import thread_defaults, worker_environment
-from hvdgloo.runner.outcome import Failure, Outcome, blame, describe_status
+from hvdgloo.runner.outcome import Failure, Outcome, blame, describe_loss, describe_status
 from hvdgloo.runner.spec import Host, assign
 
 
@@ -113,6 +113,22 @@ class TestOutcome:
         assert describe_status(-9) == "was killed by signal 9 (SIGKILL)"
         assert describe_status(-64) == "was killed by signal 64 (SIGRTMAX)"
         assert describe_status(-99) == "was killed by signal 99"
+
+    @pytest.mark.parametrize(
+        ("status", "said_why", "text"),
+        [
+            (None, False, "closed its stream"),
+            (0, False, "exited with status 0"),
+            (3, True, "exited with status 3"),
+            (137, False, "was killed by signal 9 (SIGKILL)"),
+            (-9, True, "or the command that leads to it was killed by signal 9 (SIGKILL)"),
+            (255, True, "lost its connection"),
+            (255, False, "was killed, or lost its connection"),
+            (254, False, "exited with status 254"),
+        ],
+    )
+    def test_how_agents_are_lost(self, status: int | None, said_why: bool, text: str) -> None:
+        assert describe_loss(status, said_why) == text
 
     @pytest.mark.parametrize(
         ("status", "reason"), [(4, "exited with status 4"), (-11, "was killed by signal 11 (SIGSEGV)"), (-15, "failed")]

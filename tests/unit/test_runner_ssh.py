@@ -53,6 +53,7 @@ OWN_WORDS = [
     ("ssh: connect to host h2 port 22: Connection refused", Cause.REFUSED),
     ("ssh: connect to host h2 port 22: Connection timed out", Cause.TIMED_OUT),
     ("ssh: connect to host h2 port 22: Operation timed out", Cause.TIMED_OUT),
+    ("Timeout, server h2 not responding.", Cause.TIMED_OUT),
     ("Connection timed out during banner exchange\nConnection to 10.0.0.2 port 22 timed out", Cause.TIMED_OUT),
     ("ssh: connect to host h2 port 22: No route to host", Cause.NO_ROUTE),
     ("ssh: connect to host h2 port 22: Network is unreachable", Cause.NO_ROUTE),
@@ -177,6 +178,8 @@ def test_the_mend_can_be_typed() -> None:
     assert "refuses the connection on port 2222" in refused.text
     late = diagnose(HOST, ending("ssh: connect to host h2 port 22: Connection timed out"), REACH)
     assert "nothing answers within 7 s" in late.text
+    silent = diagnose(HOST, ending("Timeout, server h2 not responding."), REACH)
+    assert "it was reached, and then nothing more came from it" in silent.text
     denied = diagnose(HOST, ending("ann@h2: Permission denied (publickey)."), REACH)
     assert "ssh -o BatchMode=yes h2" in denied.text
 
@@ -197,6 +200,13 @@ class TestTheCommandLine:
         assert "ClearAllForwardings=yes" in argv
         assert not {"-A", "-X", "-Y", "-t"} & set(argv)
         assert not any("StrictHostKeyChecking" in word for word in argv)
+
+    @pytest.mark.parametrize(("silence", "interval"), [(0.5, 1), (5.0, 2), (60.0, 20)])
+    def test_a_client_whose_launcher_is_gone_ends_after_a_silence_too(self, silence: float, interval: int) -> None:
+        argv = ssh_argv(HOST, Reach(silence=silence))
+        assert f"ServerAliveInterval={interval}" in argv
+        assert "ServerAliveCountMax=3" in argv
+        assert "ControlMaster=no" in argv
 
     @pytest.mark.parametrize("shell", ["sh", "bash"])
     def test_a_login_shell_hands_the_words_on_as_they_are(self, shell: str) -> None:
