@@ -1,0 +1,207 @@
+"""Random collectives for a long time, every result checked: shapes, types, orders and process sets, from several threads.
+
+    python benchmarks/soak.py --seconds 600
+
+Each thread of a rank works in a process set of its own (they overlap). It draws batches of operations, the same on all
+members, submits each batch in an order of its own, and compares every result with numpy's. At the end, memory and open
+files must be what they were after the first fifth of the time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+import hvdgloo.numpy as hvd
+import hvdgloo.run
+
+DTYPES = ("uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
+KINDS = ("allreduce", "grouped_allreduce", "allgather", "broadcast", "alltoall", "reducescatter")
+GROWTH = 48 << 20
+"""Bytes by which resident memory may differ: allocators keep some."""
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One operation, drawn alike on all members of a set."""
+
+    kind: str
+    name: str
+    dtype: str
+    rows: int
+    width: int
+    op: int
+    root: int
+    seed: int
+
+    def data(self, member: int, rows: int | None = None) -> np.ndarray:
+        """A member's tensor: small whole numbers, so that every order of summing is exact."""
+        generator = np.random.default_rng((self.seed, member))
+        return generator.integers(0, 4, (self.rows if rows is None else rows, self.width)).astype(self.dtype)
+
+    def splits(self, member: int, size: int) -> list[int]:
+        generator = np.random.default_rng((self.seed, member, 1))
+        return [int(n) for n in generator.multinomial(self.rows, [1 / size] * size)]
+
+
+def draw(rng: random.Random, members: list[int], step: int, place: int) -> Draw:
+    large = rng.random() < 0.1
+    return Draw(
+        kind=rng.choice(KINDS),
+        # Names come again, with other shapes and types.
+        name=f"{place}.{step % 3}",
+        dtype=rng.choice(DTYPES),
+        rows=rng.choice((0, 1, 2, 3, 5, 17)) if not large else rng.randint(1000, 60_000),
+        width=rng.choice((1, 2, 7)),
+        op=rng.choice((hvd.Sum, hvd.Min, hvd.Max)),
+        root=rng.choice(members),
+        seed=rng.randrange(1 << 30),
+    )
+
+
+def submit(d: Draw, place: int, size: int, process_set: hvd.ProcessSet) -> int:
+    tensor = d.data(place)
+    if d.kind == "allreduce":
+        return hvd.allreduce_async(tensor, op=d.op, name=d.name, process_set=process_set)
+    if d.kind == "grouped_allreduce":
+        return hvd.grouped_allreduce_async([tensor, tensor[:1]], op=d.op, name=d.name, process_set=process_set)
+    if d.kind == "allgather":
+        return hvd.allgather_async(d.data(place, d.rows + place), name=d.name, process_set=process_set)
+    if d.kind == "broadcast":
+        return hvd.broadcast_async(tensor, d.root, name=d.name, process_set=process_set)
+    if d.kind == "alltoall":
+        return hvd.alltoall_async(tensor, d.splits(place, size), name=d.name, process_set=process_set)
+    return hvd.reducescatter_async(tensor, name=d.name, op=hvd.Sum, process_set=process_set)
+
+
+def expected(d: Draw, place: int, members: list[int]) -> list[np.ndarray]:
+    size = len(members)
+    if d.kind == "allgather":
+        return [np.concatenate([d.data(member, d.rows + member) for member in range(size)])]
+    if d.kind == "broadcast":
+        return [d.data(members.index(d.root))]
+    tensors = [d.data(member) for member in range(size)]
+    if d.kind == "alltoall":
+        pieces = []
+        for member, tensor in enumerate(tensors):
+            splits = d.splits(member, size)
+            begin = sum(splits[:place])
+            pieces.append(tensor[begin : begin + splits[place]])
+        return [np.concatenate(pieces), np.array([len(piece) for piece in pieces])]
+    if d.kind == "reducescatter":
+        return [np.array_split(sum(tensors), size)[place].astype(d.dtype)]
+    combine = {hvd.Sum: np.add, hvd.Min: np.minimum, hvd.Max: np.maximum}[d.op]
+    whole = tensors[0]
+    for tensor in tensors[1:]:
+        whole = combine(whole, tensor)
+    return [whole] if d.kind == "allreduce" else [whole, whole[:1]]
+
+
+def compare(d: Draw, result: Any, wanted: list[np.ndarray]) -> None:
+    results = result if isinstance(result, list) else [result]
+    for actual, value in zip(results, wanted, strict=True):
+        if actual.shape != value.shape or not np.array_equal(actual, value):
+            raise AssertionError(f"{d} is wrong: {actual!r} instead of {value!r}")
+
+
+class Soaker:
+    """One rank's threads."""
+
+    def __init__(self, seconds: float, seed: int) -> None:
+        self.end = time.monotonic() + seconds
+        self.seed = seed
+        self.done: Counter[str] = Counter()
+        self.failures: list[str] = []
+
+    def soak(self, number: int, process_set: hvd.ProcessSet) -> None:
+        """One thread, in one set, until the set's first member says that time is up."""
+        members = process_set.ranks
+        place, size = members.index(hvd.rank()), len(members)
+        alike, own = random.Random(f"{self.seed} {number}"), random.Random(f"{self.seed} {number} {place}")
+        step = 0
+        while self.goes_on(number, process_set):
+            batch = [draw(alike, members, step, f"{number}.{index}") for index in range(alike.randint(1, 8))]
+            order = list(range(len(batch)))
+            own.shuffle(order)
+            handles = {index: submit(batch[index], place, size, process_set) for index in order}
+            own.shuffle(order)
+            for index in order:
+                compare(batch[index], hvd.synchronize(handles[index]), expected(batch[index], place, members))
+                self.done[batch[index].kind] += 1
+            step += 1
+
+    def goes_on(self, number: int, process_set: hvd.ProcessSet) -> bool:
+        mine = np.array([time.monotonic() < self.end and not self.failures], np.uint8)
+        return bool(hvd.allreduce(mine, op=hvd.Min, name=f"goes on {number}", process_set=process_set)[0])
+
+    def run(self, number: int, process_set: hvd.ProcessSet) -> None:
+        try:
+            self.soak(number, process_set)
+        except BaseException as error:
+            self.failures.append(f"rank {hvd.rank()}, thread {number}: {type(error).__name__}: {error}")
+
+
+def resources() -> tuple[int, int]:
+    """Resident bytes, open descriptors."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        pages = int(file.read().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE"), len(os.listdir("/proc/self/fd"))
+
+
+def worker(seconds: float, seed: int) -> dict[str, Any]:
+    """One rank."""
+    hvd.init()
+    everyone = list(range(hvd.size()))
+    subsets = [everyone[:2], everyone[1:], [everyone[0], everyone[-1]]]
+    sets = [hvd.add_process_set(ranks) for ranks in subsets if len(ranks) < len(everyone)]
+    soaker = Soaker(seconds, seed)
+    mine = [(0, hvd.global_process_set), (1, hvd.global_process_set)]
+    mine += [(2 + index, each) for index, each in enumerate(sets) if each.included()]
+    threads = [threading.Thread(target=soaker.run, args=each, name=f"soak-{each[0]}", daemon=True) for each in mine]
+    for thread in threads:
+        thread.start()
+    threads[0].join(seconds / 5)
+    before = resources()
+    for thread in threads:
+        thread.join(seconds + 60)
+    stuck = [thread.name for thread in threads if thread.is_alive()]
+    after = resources()
+    hvd.shutdown()
+    return {"done": soaker.done, "failures": soaker.failures, "stuck": stuck, "before": before, "after": after}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--np", type=int, default=4, help="ranks (default 4)")
+    parser.add_argument("--seconds", type=float, default=60, help="how long (default 60)")
+    parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn")
+    options = parser.parse_args()
+    results = hvdgloo.run.run(worker, (options.seconds, options.seed), np=options.np)
+    wrong = [failure for result in results for failure in result["failures"]]
+    for rank, result in enumerate(results):
+        (memory, files), (memory_then, files_then) = result["before"], result["after"]
+        growth = memory_then - memory
+        print(f"rank {rank}: {sum(result['done'].values())} operations; memory {memory >> 20} MiB, then "
+              f"{memory_then >> 20} MiB; {files} open files, then {files_then}")  # fmt: skip
+        if result["stuck"]:
+            wrong.append(f"rank {rank}: {', '.join(result['stuck'])} never ended")
+        if growth > GROWTH:
+            wrong.append(f"rank {rank}: memory grew by {growth >> 20} MiB")
+        if files_then != files:
+            wrong.append(f"rank {rank}: {files_then - files} more open files than before")
+    print(", ".join(f"{kind}: {count}" for kind, count in sorted(results[0]["done"].items())))
+    print("\n".join(wrong) or "all results right")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
