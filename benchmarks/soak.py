@@ -1,4 +1,4 @@
-"""Random collectives for a long time, every result checked: shapes, types, orders and process sets, from several threads.
+"""Random collectives for a long time, all results checked: shapes, types, orders, process sets, several threads.
 
     python benchmarks/soak.py --seconds 600
 
@@ -146,7 +146,7 @@ class Soaker:
     def run(self, number: int, process_set: hvd.ProcessSet) -> None:
         try:
             self.soak(number, process_set)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - the main thread tells it
             self.failures.append(f"rank {hvd.rank()}, thread {number}: {type(error).__name__}: {error}")
 
 
