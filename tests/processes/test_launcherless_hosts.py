@@ -29,7 +29,8 @@ from hvdgloo.context import current
 hvd.init()
 total = hvd.allreduce(torch.tensor([float(hvd.rank() + 1)]), op=hvd.Sum, name="total").item()
 hosts = [[host.name, *host.addresses] for host in current().topology.hosts]
-print(json.dumps([hvd.rank(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), total, hosts]), flush=True)
+line = json.dumps([hvd.rank(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), total, hosts])
+os.write(1, line.encode() + b"\\n")  # at once: workers of one pod write to one pipe
 """
 TRAIN_ON = (
     TRAIN
@@ -75,7 +76,16 @@ class Server:
 
     def wait_for(self, text: str) -> None:
         # Longer than usual: what is waited for is a Python that starts, maybe on a busy machine.
-        wait_for(lambda: text in self.log.read_text(), 40.0, f"{text!r} in the server's output")
+        wait_for(
+            lambda: text in self.log.read_text() or self.process.poll() is not None, 40.0, f"{text!r} of the server"
+        )
+        assert text in self.log.read_text(), self.log.read_text()
+
+    def stop(self, number: int = signal.SIGTERM) -> None:
+        """End it, so that its port is free for the next test's."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        self.process.wait(20)
 
     @property
     def variables(self) -> dict[str, str]:
@@ -116,7 +126,7 @@ def test_ranks_by_index_over_three_hosts_with_several_slots(bed: Bed, server: Se
         [2, 0, 1, 1, 10.0, hosts],
         [3, 0, 1, 2, 10.0, hosts],
     ]
-    assert server.process.wait(10) == 0
+    assert server.process.wait(20) == 0
     assert "all 4 workers are in (h1: ranks 0-1, h2: rank 2, pod-x7f: rank 3)" in server.log.read_text()
 
 
@@ -131,7 +141,7 @@ def test_pain_20_all_who_wait_hear_who_is_in(bed: Bed, tmp_path: Path) -> None:
         assert "epoch 0 did not start within 2 s: 3 of 4 workers are in (hosts: " in last
         assert re.search(r"h1 1\b", last)
         assert re.search(r"h2 2\b", last)
-    assert server.process.wait(10) == 1
+    assert server.process.wait(20) == 1
 
 
 def test_pain_17_workers_come_before_the_server_and_before_its_name(bed: Bed, tmp_path: Path) -> None:
@@ -155,8 +165,9 @@ def test_pain_17_workers_come_before_the_server_and_before_its_name(bed: Bed, tm
     try:
         with hosts.open("a") as file:
             file.write(f"{bed['h1'].address} not-yet-there\n")
-        Server(bed["h1"], tmp_path, "-np", "1", "--once")
+        server = Server(bed["h1"], tmp_path, "-np", "1", "--once")
         assert answer(early) == "0"
+        server.stop()
     finally:
         hosts.write_text(before)
 
@@ -168,8 +179,7 @@ def test_a_server_that_is_started_again(bed: Bed, tmp_path: Path, number: int) -
     variables = {**server.variables, "HVDGLOO_CONNECT_TIMEOUT": "0.3"}
     first = worker(bed["h2"], REGISTER, variables)
     server.wait_for("1 of 2 workers are in (hosts: h2 1)")
-    server.process.send_signal(number)
-    server.process.wait(10)
+    server.stop(number)
     if number == signal.SIGTERM:
         _, err = first.communicate(timeout=20)
         assert "the rendezvous server is being stopped" in err
@@ -178,7 +188,7 @@ def test_a_server_that_is_started_again(bed: Bed, tmp_path: Path, number: int) -
     server.wait_for("1 of 2 workers are in (hosts: h2 1)")
     second = worker(bed["h3"], REGISTER, variables)
     assert sorted(map(answer, (first, second))) == ["0", "1"]
-    server.process.terminate()
+    server.stop()
 
 
 def test_a_wrong_secret_names_what_holds_it(bed: Bed, tmp_path: Path) -> None:
@@ -198,7 +208,7 @@ def test_a_wrong_secret_names_what_holds_it(bed: Bed, tmp_path: Path) -> None:
     assert answer(worker(bed["h2"], REGISTER, server.variables)) == "0"
     server.wait_for("all 1 workers are in")
     assert server.log.read_text().count("refused") == 1, "not a line for each"
-    server.process.terminate()
+    server.stop()
 
 
 # The recipes.
@@ -256,7 +266,7 @@ def test_the_recipe_for_pods_with_several_gpus(bed: Bed, image: Path) -> None:
     second, first = ([json.loads(line)[:5] for line in answer(pod).splitlines()] for pod in pods)
     assert sorted(first) == [[0, 0, 2, 0, 10.0], [1, 1, 2, 0, 10.0]]
     assert sorted(second) == [[2, 0, 2, 1, 10.0], [3, 1, 2, 1, 10.0]]
-    assert server.process.wait(10) == 0
+    assert server.process.wait(20) == 0
 
 
 def test_the_recipe_for_docker_compose(make_bed: Callable[..., Bed], image: Path) -> None:
