@@ -232,6 +232,7 @@ class Agent:
             machine.usable_cores(),
             machine.visible_gpus(self._environ),
             self._scout.port,
+            os.cpu_count() or 0,
         )
 
     def _on_require(self, required: Require) -> None:

@@ -220,6 +220,7 @@ class Hello(Frame):
         hostname, identity: of the host (see ``hvdgloo.rendezvous.identity``).
         pid: of the agent.
         cores: that this process may use, after affinity and control groups.
+        machine_cores: all that the machine has; 0 if that is not known.
         gpus: that are visible.
         port: free, and kept free from other jobs, for ``MASTER_PORT``.
     """
@@ -232,6 +233,7 @@ class Hello(Frame):
     cores: int
     gpus: int
     port: int
+    machine_cores: int = 0
 
 
 @dataclass(frozen=True)

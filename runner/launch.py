@@ -275,7 +275,7 @@ def _base_environment(spec: LaunchSpec, spawner: Spawner, host: Host) -> Mapping
 
 def _host_environment(spec: LaunchSpec, spawner: Spawner, host: Host, hello: Hello, address: Address) -> dict[str, str]:
     environ = _base_environment(spec, spawner, host)
-    threads = thread_defaults(hello.cores, host.slots or 1, environ, machine_cores=os.cpu_count() or 1)
+    threads = thread_defaults(hello.cores, host.slots or 1, environ, machine_cores=hello.machine_cores)
     return {**interface_variables(address), **environ, **threads}
 
 

@@ -17,6 +17,8 @@ from hvdgloo.runner import ways
 from hvdgloo.runner.frames import Hello
 from hvdgloo.runner.hosts import check_load, parse_hosts, place, read_hostfile, shortlist
 from hvdgloo.runner.inventory import take_inventory
+from hvdgloo.runner.launch import _host_environment
+from hvdgloo.runner.nics import Address
 from hvdgloo.runner.spawners import LocalSpawner
 from hvdgloo.runner.spec import Host, LaunchSpec, Reach
 from hvdgloo.runner.ways import choose_spawner, hosts_here
@@ -204,6 +206,16 @@ class TestHowManyWhere:
         check_load("a", 4096, 128)
         with pytest.raises(ConfigError, match="257 processes would run on host a, which has 2 cores; at most 256"):
             check_load("a", 257, 2)
+
+
+@pytest.mark.parametrize(("cores", "machine", "threads"), [(64, 64, None), (4, 64, "4"), (4, 0, "4")])
+def test_pain_28_threads_follow_the_host_s_own_machine_and_not_the_launcher_s(
+    cores: int, machine: int, threads: str | None
+) -> None:
+    host = Host("a", 1)
+    hello = Hello(1, "", "a", "identity", 1, cores, 0, 20000, machine)
+    environ = _host_environment(spec(1), LocalSpawner(), host, hello, Address("eth0", "10.0.0.1", 24))
+    assert environ.get("OMP_NUM_THREADS") == threads
 
 
 class TestThisMachine:
