@@ -51,7 +51,7 @@ class Draw:
         return [int(n) for n in generator.multinomial(self.rows, [1 / size] * size)]
 
 
-def draw(rng: random.Random, members: list[int], step: int, place: int) -> Draw:
+def draw(rng: random.Random, members: list[int], step: int, place: str) -> Draw:
     large = rng.random() < 0.1
     return Draw(
         kind=rng.choice(KINDS),
@@ -97,7 +97,7 @@ def expected(d: Draw, place: int, members: list[int]) -> list[np.ndarray]:
         return [np.concatenate(pieces), np.array([len(piece) for piece in pieces])]
     if d.kind == "reducescatter":
         return [np.array_split(sum(tensors), size)[place].astype(d.dtype)]
-    combine = {hvd.Sum: np.add, hvd.Min: np.minimum, hvd.Max: np.maximum}[d.op]
+    combine = {int(hvd.Sum): np.add, int(hvd.Min): np.minimum, int(hvd.Max): np.maximum}[int(d.op)]
     whole = tensors[0]
     for tensor in tensors[1:]:
         whole = combine(whole, tensor)
