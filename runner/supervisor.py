@@ -11,11 +11,8 @@ from __future__ import annotations
 
 import selectors
 import signal
-import socket
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -47,20 +44,19 @@ from hvdgloo.runner.frames import (
     Suspend,
 )
 from hvdgloo.runner.link import Link
-from hvdgloo.runner.outcome import Failure, Outcome, describe_loss, describe_status
+from hvdgloo.runner.loop import Loop
+from hvdgloo.runner.outcome import Failure, Outcome, describe_loss
 from hvdgloo.runner.progress import MENDS, Step
 from hvdgloo.runner.silence import Silence
 from hvdgloo.runner.spawners import Spawner
 from hvdgloo.runner.spec import Host, LaunchSpec
 from hvdgloo.runner.starting import Starting
 from hvdgloo.runner.sweeping import Sweeping
+from hvdgloo.runner.verdict import Verdict
 from hvdgloo.runner.waiting import InitWatch
 
 END_TIME = 15.0
 """Seconds that an agent has, after everything was killed, to say good-bye before it is killed itself."""
-
-ECHO_TIME = 2.0
-"""Seconds that a worker has to end by itself after another one's last words named it as the reason of its failure."""
 
 _SILENT = "its host is cut off, switched off or overloaded; if it is merely slow, raise --heartbeat-timeout"
 _EXIT_TIME = 1.0  # seconds that a command has to end by itself after its output did
@@ -82,15 +78,6 @@ class Observer(Protocol):
     def congested(self) -> bool: ...
 
 
-@dataclass(frozen=True)
-class _Echo:
-    """A failure that another worker's end explains, which has not been seen yet."""
-
-    failure: Failure
-    culprit: int
-    deadline: float
-
-
 class Supervisor:
     """Starts agents, has them start workers, and sees to the end of all of them.
 
@@ -103,28 +90,20 @@ class Supervisor:
         self._spawner = spawner
         self._job_id = job_id
         self._observer = observer
-        self._selector = selectors.DefaultSelector()
-        self._wakeup, self._waker = socket.socketpair()
-        self._wakeup.setblocking(False)
-        self._waker.setblocking(False)
-        self._selector.register(self._wakeup, selectors.EVENT_READ, self._on_wakeup)
-        self._notes: deque[Callable[[], None]] = deque()
+        self._loop = Loop()
+        self._verdict = Verdict(self.outcome, observer.culprit, observer.notice, self._stop_after_failure)
         self._hosts = tuple(hosts)
         self._links: list[Link] = []
         self._starting: Starting | None = None
         self._lost: dict[Host, str] | None = None
         self._last_beat = time.monotonic()
-        self._expected: set[int] = set()
-        self._running: set[int] = set()
-        self._stopping = False
         self._killing = False
         self._hard_deadline: float | None = None
-        self._echo: _Echo | None = None
         self._stdin_link: Link | None = None
         self.on_stdin_taken: Callable[[], None] = lambda: None
         self.handlers: dict[type[Frame], Callable[[Link, Any], None]] = {}
         self._init: InitWatch | None = None
-        self._sweeping = Sweeping(spawner, self._selector, job_id, spec.grace_after_failure, observer.notice)
+        self._sweeping = Sweeping(spawner, self.selector, job_id, spec.grace_after_failure, observer.notice)
 
     def __enter__(self) -> Supervisor:
         return self
@@ -134,16 +113,14 @@ class Supervisor:
         for link in self._links:
             if link.hello is None:
                 self._lose(link, "never answered")
-        self._loop(self._nothing_left, time.monotonic() + END_TIME)
+        self._run(self._nothing_left, time.monotonic() + END_TIME)
         for link in self._links:
             if not link.gone:
                 self._lose(link, "did not end")
             link.close()
-        self._loop(self._nothing_left)
+        self._run(self._nothing_left)
         self._sweeping.close()
-        self._selector.close()
-        self._wakeup.close()
-        self._waker.close()
+        self._loop.close()
 
     # The story, as launch tells it.
 
@@ -189,7 +166,7 @@ class Supervisor:
         self._starting = starting
         now = time.monotonic()
         starting.start_due(now)
-        self._loop(lambda: self._stopping or starting.over(time.monotonic()), now + self._spec.start_timeout)
+        self._run(lambda: self._verdict.settled or starting.over(time.monotonic()), now + self._spec.start_timeout)
         self._starting = None
         order = {host: position for position, host in enumerate(self._hosts)}
         self._links.sort(key=lambda link: order[link.host])
@@ -202,7 +179,7 @@ class Supervisor:
             LaunchError: an agent was lost meanwhile.
             JobFailedError: a signal came first.
         """
-        self._loop(lambda: self._stopping or done(), deadline)
+        self._run(lambda: self._verdict.settled or done(), deadline)
         self._check_agents()
 
     def keep(self, hosts: Sequence[Host]) -> tuple[tuple[Host, ...], tuple[Hello, ...]]:
@@ -219,8 +196,8 @@ class Supervisor:
             if link.host.name not in by_name:
                 link.finishing = True
                 link.channel.send(Finish())
-        self._loop(
-            lambda: self._stopping or all(link.gone for link in self._links if link.host.name not in by_name),
+        self._run(
+            lambda: self._verdict.settled or all(link.gone for link in self._links if link.host.name not in by_name),
             time.monotonic() + END_TIME,
         )
         self._check_agents()
@@ -254,11 +231,9 @@ class Supervisor:
             for spawn in spawns:
                 link.ranks.append(spawn.rank)
                 link.channel.send(spawn)
-                self._expected.add(spawn.rank)
-                self.outcome.statuses[spawn.rank] = None
                 if spawn.stdin:
                     self._stdin_link = link
-        self._running = set(self._expected)
+        self._verdict.started(spawn.rank for spawns in workers for spawn in spawns)
 
     def supervise(self, init: InitWatch | None = None) -> Outcome:
         """Watch until nothing of the job is left.
@@ -267,7 +242,7 @@ class Supervisor:
             init: knows which ranks others wait for at start-up.
         """
         self._init = init
-        self._loop(self._nothing_left)
+        self._run(self._nothing_left)
         return self.outcome
 
     @property
@@ -278,42 +253,33 @@ class Supervisor:
     @property
     def selector(self) -> selectors.BaseSelector:
         """For sockets that are to be served by the loop; their data is called."""
-        return self._selector
+        return self._loop.selector
 
     # From other threads and from signal handlers.
 
     def interrupt(self, signum: int) -> None:
         """Take note of a signal. Safe in a signal handler and in any thread."""
-        self._note(partial(self._on_signal, signum))
+        self._loop.call_soon(partial(self._on_signal, signum))
 
     def feed_stdin(self, rank: int, data: bytes) -> None:
         """Give a worker input; empty at its end. The next piece after ``on_stdin_taken``."""
-        self._note(partial(self._send_stdin, rank, data))
-
-    def _note(self, action: Callable[[], None]) -> None:
-        self._notes.append(action)
-        try:
-            self._waker.send(b"\0")
-        except (BlockingIOError, OSError):
-            pass  # it is awake already, or has ended
+        self._loop.call_soon(partial(self._send_stdin, rank, data))
 
     # The loop.
 
-    def _loop(self, done: Callable[[], bool], deadline: float | None = None) -> None:
+    def _run(self, done: Callable[[], bool], deadline: float | None = None) -> None:
         while not done():
             now = time.monotonic()
             if deadline is not None and now >= deadline:
                 return
             for link in self._links:
                 self._watch_writes(link)
-            for key, _ in self._selector.select(self._patience(now, deadline)):
-                key.data()
-            while self._notes:
-                self._notes.popleft()()
+            self._loop.turn(self._next(now, deadline))
             self._give_credit()
             self._keep_time()
 
-    def _patience(self, now: float, deadline: float | None) -> float:
+    def _next(self, now: float, deadline: float | None) -> float:
+        """When there is something to do at the latest."""
         times = [self._last_beat + self._beat_interval, deadline, self._observer.tick(), self._hard_deadline]
         times += [link.silence.deadline for link in self._links if link.hello and not link.gone]
         times += [now + _POLL for link in self._links if link.ended_at is not None and not link.gone]
@@ -322,11 +288,10 @@ class Supervisor:
             times.append(self._init.next)
         if self._starting is not None:
             times.append(self._starting.next)
-        if self._echo is not None:
-            times.append(self._echo.deadline)
+        times.append(self._verdict.next)
         if self._observer.congested:
             times.append(now + 0.1)
-        return max(0.0, min(when for when in times if when is not None) - now)
+        return min(when for when in times if when is not None)
 
     @property
     def _beat_interval(self) -> float:
@@ -348,15 +313,14 @@ class Supervisor:
             if link.hello and link.silence.over(now):
                 self._lose(link, f"has been silent for {link.silence.timeout:g} s: {_SILENT}")
         self._sweeping.keep_time(now)
-        if self._echo is not None and now >= self._echo.deadline:
-            self._take_echo()
+        self._verdict.keep_time(now)
         if self._hard_deadline is not None and now >= self._hard_deadline:
             self._hard_deadline = None
             for link in self._links:
                 if not link.gone:
                     self._lose(link, "did not end its workers")
         self._watch_init(now)
-        if self._starting is not None and not self._stopping:
+        if self._starting is not None and not self._verdict.settled:
             self._starting.start_due(now)
 
     def _watch_writes(self, link: Link) -> None:
@@ -364,16 +328,10 @@ class Supervisor:
         if wanted == link.writes_registered:
             return
         if wanted:
-            self._selector.register(link.channel.send_fd, selectors.EVENT_WRITE, link.channel.flush)
+            self.selector.register(link.channel.send_fd, selectors.EVENT_WRITE, link.channel.flush)
         else:
-            self._selector.unregister(link.channel.send_fd)
+            self.selector.unregister(link.channel.send_fd)
         link.writes_registered = wanted
-
-    def _on_wakeup(self) -> None:
-        try:
-            self._wakeup.recv(4096)
-        except BlockingIOError:
-            pass
 
     # Agents.
 
@@ -381,15 +339,15 @@ class Supervisor:
         """Start the command for a host, and listen to it."""
         link = Link(host, self._spawner.start(host))
         self._links.append(link)
-        self._selector.register(link.channel.receive_fd, selectors.EVENT_READ, partial(self._on_readable, link))
-        self._selector.register(link.stream.stderr, selectors.EVENT_READ, partial(self._on_stderr, link))
+        self.selector.register(link.channel.receive_fd, selectors.EVENT_READ, partial(self._on_readable, link))
+        self.selector.register(link.stream.stderr, selectors.EVENT_READ, partial(self._on_stderr, link))
         return link
 
     def _judge_ended(self, now: float) -> None:
         """Judge the commands whose streams have ended without a good-bye, once their exit status is there."""
         for link in [link for link in self._links if link.ended_at is not None and not link.gone]:
             status = link.stream.poll()
-            if status is None and now < link.ended_at + _EXIT_TIME and not self._stopping:  # type: ignore[operator]
+            if status is None and now < link.ended_at + _EXIT_TIME and not self._verdict.settled:  # type: ignore[operator]
                 continue
             self._on_stderr(link)
             if self._starting is None or link.taken:
@@ -402,7 +360,7 @@ class Supervisor:
         link.gone = True
         self._links.remove(link)
         if link.ended_at is None:
-            self._selector.unregister(link.channel.receive_fd)
+            self.selector.unregister(link.channel.receive_fd)
         self._close_stderr(link)
         self._watch_writes(link)
         link.stream.kill()
@@ -429,7 +387,7 @@ class Supervisor:
                 self._lose(link, "ended")
             elif link.ended_at is None:
                 link.ended_at = time.monotonic()
-                self._selector.unregister(link.channel.receive_fd)
+                self.selector.unregister(link.channel.receive_fd)
 
     def get_on(self, link: Link, step: Step, detail: str = "") -> None:
         """A host has come to another step of its start."""
@@ -460,7 +418,7 @@ class Supervisor:
     def _close_stderr(self, link: Link) -> None:
         if link.stderr_open:
             link.stderr_open = False
-            self._selector.unregister(link.stream.stderr)
+            self.selector.unregister(link.stream.stderr)
 
     def _on_frame(self, link: Link, frame: Frame) -> None:
         if isinstance(frame, Output):
@@ -471,7 +429,8 @@ class Supervisor:
         elif isinstance(frame, Exited):
             self._on_exited(link, frame)
         elif isinstance(frame, SpawnFailed):
-            self._on_spawn_failed(link, frame)
+            self._verdict.not_started(link.host.name, frame)
+            self._finish_if_over()
         elif isinstance(frame, Spawned):
             if self._init is not None:
                 self._init.spawned(frame.rank, frame.pid)
@@ -500,7 +459,7 @@ class Supervisor:
 
     def _give_credit(self) -> None:
         # Once no worker runs, no more than the pipes' contents can come.
-        if self._observer.congested and self._running:
+        if self._observer.congested and self._verdict.running:
             return
         for link in self._links:
             for rank, amount in link.owed.items():
@@ -521,7 +480,7 @@ class Supervisor:
             return
         link.gone = True
         if link.ended_at is None:
-            self._selector.unregister(link.channel.receive_fd)
+            self.selector.unregister(link.channel.receive_fd)
         self._on_stderr(link)
         self._close_stderr(link)
         self._watch_writes(link)
@@ -530,7 +489,7 @@ class Supervisor:
         link.stream.kill()
         if link.ranks:
             self._sweeping.begin(link.host, time.monotonic())
-        self._running.difference_update(link.ranks)
+        self._verdict.gone(link.ranks)
         last = f": {link.stderr[-1]}" if link.stderr else ""
         if self._lost is not None:
             self._lost[link.host] = f"its agent {how}{last}"
@@ -541,56 +500,22 @@ class Supervisor:
     # Workers.
 
     def _on_exited(self, link: Link, frame: Exited) -> None:
-        self._running.discard(frame.rank)
-        self.outcome.statuses[frame.rank] = frame.status
+        self._verdict.gone([frame.rank])
         if self._init is not None:
             self._init.ended(frame.rank, frame.status)
             self._watch_init(time.monotonic())
-        if frame.status != 0:
-            reason = describe_status(frame.status)
-            if frame.out_of_memory:
-                reason += "; the kernel ended a process for lack of memory at that time, most likely this one"
-            self._fail_unless_echo(Failure(frame.rank, link.host.name, frame.status, reason))
-        if self._echo is not None and self._echo.culprit not in self._running:
-            self._take_echo()
-        self._finish_if_over()
-
-    def _fail_unless_echo(self, failure: Failure) -> None:
-        """A worker that ends with an error tells its peers on its way out, and they may be gone before it is.
-
-        It gets a moment to end by itself, so that its own exit status is the job's.
-        """
-        assert failure.rank is not None
-        culprit = self._observer.culprit(failure.rank)
-        if self._stopping or culprit is None or culprit not in self._running:
-            self.fail(failure)
-        elif self._echo is None:
-            self._echo = _Echo(failure, culprit, time.monotonic() + ECHO_TIME)
-
-    def _take_echo(self) -> None:
-        echo, self._echo = self._echo, None
-        if echo is not None:
-            self.fail(echo.failure)
-
-    def _on_spawn_failed(self, link: Link, frame: SpawnFailed) -> None:
-        self._running.discard(frame.rank)
-        self.outcome.statuses[frame.rank] = frame.status
-        self.fail(Failure(frame.rank, link.host.name, frame.status, f"could not be started: {frame.reason}"))
+        self._verdict.exited(link.host.name, frame)
         self._finish_if_over()
 
     def fail(self, failure: Failure) -> None:
         """The first failure stops the rest; what fails later fails because of it."""
-        if self.outcome.first is None and not self._stopping:
-            self.outcome.first = failure
-            self._observer.notice(
-                (f"rank {failure.rank} on host {failure.host} {failure.reason}" if failure.rank is not None
-                 else failure.reason) + ("; stopping the other workers" if self._running else "")
-            )  # fmt: skip
-        if not self._stopping:
-            self._stop(signal.SIGTERM, self._spec.grace_after_failure)
+        self._verdict.fail(failure)
+
+    def _stop_after_failure(self) -> None:
+        self._stop(signal.SIGTERM, self._spec.grace_after_failure)
 
     def _stop(self, signum: int, grace: float) -> None:
-        self._stopping = True
+        self._verdict.settled = True
         self._hard_deadline = time.monotonic() + grace + END_TIME
         for link in self._links:
             link.channel.send(Stop(signum, grace))
@@ -598,15 +523,15 @@ class Supervisor:
 
     def _kill(self) -> None:
         """End everything now."""
-        self._killing = self._stopping = True
-        self._running.clear()
+        self._killing = self._verdict.settled = True
+        self._verdict.running.clear()
         self._hard_deadline = time.monotonic() + END_TIME
         for link in self._links:
             link.channel.send(Stop(signal.SIGKILL, 0.0))
         self._finish_if_over()
 
     def _finish_if_over(self) -> None:
-        if self._running:
+        if self._verdict.running:
             return
         for link in self._links:
             if not link.finishing:
@@ -637,7 +562,7 @@ class Supervisor:
         grace = self._spec.grace_after_signal
         if self.outcome.first is None:
             self.outcome.interrupted = signum
-            if self._running:
+            if self._verdict.running:
                 self._observer.notice(
                     f"{name} is passed on to the workers, which have {grace:g} s to end; "
                     f"{'Ctrl-C again' if signum == signal.SIGINT else 'a second signal'} kills them at once"
@@ -653,7 +578,7 @@ class Supervisor:
             link.channel.send(Suspend(True))
         self._observer.suspend()
         deadline = time.monotonic() + 1.0
-        self._loop(lambda: not any(link.channel.pending for link in self._links if not link.gone), deadline)
+        self._run(lambda: not any(link.channel.pending for link in self._links if not link.gone), deadline)
         previous = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTSTP])
         signal.raise_signal(signal.SIGTSTP)
@@ -668,7 +593,7 @@ class Supervisor:
 
     def _watch_init(self, now: float) -> None:
         """Say who has not called ``hvd.init()`` while others wait in it, and stop where nobody will."""
-        if self._init is None or self._stopping:
+        if self._init is None or self._verdict.settled:
             return
         text = self._init.report(now)
         if text:
