@@ -183,7 +183,8 @@ class Core(Generic[T]):
         # Rows that are not sent have no gradient; slicing tells the framework so.
         total = sum(splits)
         sent: Any = tensor
-        if total < self.adapter.describe(tensor).shape[0]:
+        shape = self.adapter.describe(tensor).shape
+        if shape and total < shape[0]:  # a scalar is refused by the engine
             sent = sent[:total]
         return [*self.adapter.differentiable(forward, backward, [sent], keep=False), *counts]
 

@@ -162,7 +162,15 @@ def mount_own(host: dict[str, Any], folder: str) -> None:
         mount(groups, "/sys/fs/cgroup", None, MS_MOVE)
     mount("tmpfs", "/dev/shm", "tmpfs", 0)
     if host["private_tmp"]:
+        # The program and its tests may themselves have been put into /tmp.
+        kept = {path: f"{folder}/kept{index}" for index, path in enumerate(host["below_tmp"])}
+        for path, place in kept.items():
+            os.mkdir(place)
+            mount(path, place, None, MS_BIND | MS_REC)
         mount("tmpfs", "/tmp", "tmpfs", 0)
+        for path, place in kept.items():
+            os.makedirs(path)
+            mount(place, path, None, MS_MOVE)
     for own, path in (
         ("hosts", "/etc/hosts"),
         ("passwd", "/etc/passwd"),

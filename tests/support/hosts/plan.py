@@ -5,8 +5,10 @@ Pure. The keeper (``keeper.py``) carries a plan out; the ``Bed`` shows it to tes
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -177,6 +179,7 @@ def as_data(plan: Plan) -> dict[str, object]:
                 "private_first": host.spec.private_first,
                 "own": host.own_commands(),
                 "private_tmp": host.spec.private_tmp,
+                "below_tmp": _below_tmp(),
                 "sshd_options": list(host.spec.sshd_options),
                 "users": list(host.spec.users),
                 "bashrc": host.spec.bashrc,
@@ -186,6 +189,13 @@ def as_data(plan: Plan) -> dict[str, object]:
         ],
         "routed": plan.routed,
     }
+
+
+def _below_tmp() -> list[str]:
+    """Where the checkout and its interpreter are, if that is in /tmp; no folder inside another one of them."""
+    folders = {str(Path(__file__).parents[3]), sys.prefix, sys.base_prefix}
+    below = sorted(folder for folder in folders if folder.startswith("/tmp/"))
+    return [folder for folder in below if not any(folder.startswith(f"{other}/") for other in below)]
 
 
 def _card(spec: HostSpec, index: int, position: int, nic: Nic) -> Card:
