@@ -252,7 +252,7 @@ class Control:
 
     def _speak(self, now: float) -> None:
         """Send what this rank's other threads have to say."""
-        submission = self._member.drain()
+        submission = self._member.drain(idle=self._executor.backlog == 0)
         if submission is not None:
             self._to_coordinator(submission, now)
         if self._to_send:

@@ -1,8 +1,8 @@
 """Tiny allreduces that travel inside the agreement itself.
 
-For a few bytes the agreement is the whole cost of an allreduce: so a rank that submits a single small tensor sends its
-bytes along, and if all did, the coordinator reduces them and its order to execute carries the result. No data plane
-takes part. If some rank did not (it submitted several operations at once, which fuse better), all execute as usual.
+For a few bytes the agreement is the whole cost of an allreduce: so a rank that has nothing else to do sends a small
+tensor's bytes along, and if all did, the coordinator reduces them and its order to execute carries the result. No data
+plane takes part. If some rank did not (it has several operations under way, which fuse better), all execute as usual.
 """
 
 from __future__ import annotations

@@ -84,8 +84,12 @@ class Member:
             self._new.append(operation)
             return len(self._new) == 1
 
-    def drain(self) -> Submit | None:
-        """What was filed since the last call."""
+    def drain(self, *, idle: bool = True) -> Submit | None:
+        """What was filed since the last call.
+
+        Args:
+            idle: nothing is being executed on this rank.
+        """
         if not self._new:
             return None
         with self._lock:
@@ -99,11 +103,13 @@ class Member:
                 numbers.append(known[0])
             else:
                 requests.append(operation.request)
-        return Submit(tuple(numbers), tuple(requests), self._payload(new))
+        return Submit(tuple(numbers), tuple(requests), self._payload(new) if idle else b"")
 
     def _payload(self, new: Sequence[Operation]) -> bytes:
-        # Of several operations none: in a training step they fuse, and one after another they would load rank 0.
-        if len(new) > 1 or new[0].ready is not None or not inline.suits(new[0].request, self._inline_threshold):
+        # Only of an operation that is all there is. Those of a training step fuse; one by one they would load rank 0.
+        if len(new) > 1 or len(self._pending) > 1 or new[0].ready is not None:
+            return b""
+        if not inline.suits(new[0].request, self._inline_threshold):
             return b""
         return inline.payload(new[0].inputs[0])
 

@@ -108,7 +108,7 @@ class Response:
 class Submit:
     """Operations that became ready on this rank: known signatures, and new requests.
 
-    ``payload`` holds the tensor's bytes if there is a single operation that is small enough; see ``inline``.
+    ``payload`` holds the tensor's bytes if there is a single operation and it is small enough; see ``inline``.
     """
 
     signatures: tuple[int, ...] = ()

@@ -40,6 +40,17 @@ class TestWhatASubmissionCarries:
         assert submission is not None
         assert submission.payload == b""
 
+    def test_nor_does_one_that_is_not_all_there_is(self) -> None:
+        """In a training step they come one by one, and fuse better than they travel along."""
+        member = Member(0, {0: (0, 1)}, 8)
+        member.add(operation(request("a")))
+        assert member.drain() == Submit((), (request("a"),), VALUES.tobytes())
+        member.add(operation(request("b")))
+        assert member.drain() == Submit((), (request("b"),))
+        busy = Member(0, {0: (0, 1)}, 8)
+        busy.add(operation(request("a")))
+        assert busy.drain(idle=False) == Submit((), (request("a"),))
+
     @pytest.mark.parametrize(
         "asked",
         [
