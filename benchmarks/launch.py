@@ -40,7 +40,7 @@ import torch
 import hvdgloo.torch as hvd
 hvd.init()
 hvd.allreduce(torch.ones(1), name="first")
-print("up %.6f" % time.monotonic(), flush=True)
+print("up %.6f\\n" % time.monotonic(), end="", flush=True)
 """
 THEIRS = """
 import time
@@ -48,7 +48,7 @@ import torch
 import torch.distributed as dist
 dist.init_process_group("gloo")
 dist.all_reduce(torch.ones(1))
-print("up %.6f" % time.monotonic(), flush=True)
+print("up %.6f\\n" % time.monotonic(), end="", flush=True)
 dist.destroy_process_group()
 """
 WORKER = (sys.executable, "-S", "-c", IDLE)
@@ -170,7 +170,7 @@ def job(rounds: int) -> dict[str, Any] | None:
     if torchrun is None:
         print("a job with torch: skipped, there is no torchrun")
         return None
-    python, floor_program = sys.executable, "import time, torch; print('up', time.monotonic())"
+    python, floor_program = sys.executable, "import time, torch; print(f'up {time.monotonic()}\\n', end='')"
     commands: dict[str, Callable[[str], list[str]]] = {
         "import torch": lambda _: [python, "-c", floor_program],
         "import torch, two at once": lambda _: [
