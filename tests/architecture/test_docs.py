@@ -31,10 +31,13 @@ OTHER_OPTIONS = {
     "--ipc",
     "--network",
     "--nodes",
+    "--nproc-per-node",
     "--ntasks-per-node",
     "--pid",
+    "--seed",
     "--shm-size",
     "--sysctl",
+    "--trials",
 }
 """Options in examples that belong to other programs."""
 
