@@ -18,6 +18,7 @@ from hvdgloo.errors import JobShutdownError, PeerLostError
 _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _INSTALLED = f"{os.sep}site-packages{os.sep}"
 _FRAMES = 3
+_LONGEST = 300
 
 
 def install(rank: int) -> None:
@@ -39,6 +40,15 @@ class _Hook:
             sys.stderr.write(brief(error, trace))
         else:
             sys.__excepthook__(kind, error, trace)
+
+
+def uncaught() -> str:
+    """The error that ends this interpreter, in a line; empty if none does. For the time after the main program."""
+    error = getattr(sys, "last_value", None)
+    if not isinstance(error, Exception):
+        return ""
+    line = "".join(traceback.format_exception_only(type(error), error)).strip().partition("\n")[0]
+    return line if len(line) <= _LONGEST else f"{line[:_LONGEST]}..."
 
 
 def is_echo(error: BaseException, rank: int) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 from hvdgloo import context
 from hvdgloo import process_sets as registry
-from hvdgloo.context import Context, is_initialized, shutdown
+from hvdgloo.context import Context, is_initialized
 from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.process_sets import ProcessSet
 
@@ -60,6 +60,11 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
             registry.add(ctx, process_set)
 
     context.init(_ranks(comm), [process_set.ranks for process_set in sets], register)
+
+
+def shutdown() -> None:
+    """End this rank's part of the job, and so everybody's collectives. Does nothing when not initialized."""
+    context.shutdown()
 
 
 def _ranks(comm: Any) -> list[int] | None:

@@ -109,10 +109,10 @@ class Context:
             own = path.replace("{rank}", str(self.rank))
             self.engine.start_timeline(own, clock_offset=self.clock_offset, mark_cycles=mark_cycles)
 
-    def close(self) -> None:
+    def close(self, reason: str = "") -> None:
         """End this rank's part of the job; see ``Engine.close``."""
         self.closed = True
-        self.engine.close()
+        self.engine.close(reason)
         if self._client is not None:
             self._client.close()
 
@@ -452,13 +452,17 @@ def _pin(context: Context) -> None:
         logger.warning("HVDGLOO_THREAD_AFFINITY: core %s cannot be used: %s", cores[context.local_rank], error)
 
 
-def shutdown() -> None:
-    """End this rank's part of the job, and so everybody's collectives. Does nothing when not initialized."""
+def shutdown(reason: str = "") -> None:
+    """End this rank's part of the job, and so everybody's collectives. Does nothing when not initialized.
+
+    Args:
+        reason: what to tell the other ranks, if this one ends with an error.
+    """
     global _current
     with _lock:
         if _current is not None:
             context, _current = _current, None
-            context.close()
+            context.close(reason)
 
 
 def is_initialized() -> bool:
@@ -513,7 +517,7 @@ _owner = 0
 
 def _at_exit() -> None:
     if os.getpid() == _owner:
-        shutdown()
+        shutdown(aftermath.uncaught())
 
 
 atexit.register(_at_exit)

@@ -320,17 +320,18 @@ class Control:
         elif isinstance(message, AskStacks):
             self._to_coordinator(Stacks(python_stacks()), now)
         elif isinstance(message, End):
-            self._leave_together(message.rank)
+            self._leave_together(message.rank, message.reason)
         elif isinstance(message, Abort):
             self._end(_abort_error(message, self._describe))
         elif isinstance(message, Bye):
             self._finished = True
             self._executor.stop()
 
-    def _leave_together(self, leaver: int) -> None:
+    def _leave_together(self, leaver: int, reason: str) -> None:
         """A rank has left: finish what was ordered before, refuse everything else."""
         text = "this rank" if leaver == self._rank else self._describe(leaver)
-        text += " called hvd.shutdown() or exited, which ends collective operations on all ranks"
+        text += f" ended with {reason}" if reason else " called hvd.shutdown() or exited"
+        text += ", which ends collective operations on all ranks"
         names = self._member.pending_names()
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""

@@ -129,7 +129,7 @@ class Coordinator:
         elif isinstance(message, Ping):
             self.outbox.append((rank, Pong()))
         elif isinstance(message, Leave):
-            self._end(rank, now)
+            self._end(rank, message.reason, now)
         elif isinstance(message, Drained):
             self._drained(rank)
         elif isinstance(message, Failed):
@@ -193,7 +193,7 @@ class Coordinator:
 
     # Ending.
 
-    def _end(self, rank: int, now: float) -> None:
+    def _end(self, rank: int, reason: str, now: float) -> None:
         if self._leaver is not None:
             return
         self.release(now)
@@ -201,7 +201,7 @@ class Coordinator:
         self._undrained = set(range(self._size))
         self._end_deadline = now + self._rules.operation_timeout
         self._stall = self._next_stall_check = None
-        self.outbox.append((EVERYONE, End(rank)))
+        self.outbox.append((EVERYONE, End(rank, reason)))
 
     def _drained(self, rank: int) -> None:
         self._undrained.discard(rank)

@@ -218,8 +218,11 @@ class Engine:
         if self._coordinator is not None:
             self._coordinator.show(timeline)
 
-    def close(self) -> None:
+    def close(self, reason: str = "") -> None:
         """End this rank's part of the job, and so everybody's; waits until what was ordered before has completed.
+
+        Args:
+            reason: the error that this rank ends with, for the others' messages.
 
         Safe to call twice, from any thread, and in a forked child, where it does nothing.
         """
@@ -229,7 +232,7 @@ class Engine:
             if self._closed:
                 return
             self._closed = True
-            self._control.say(Leave())
+            self._control.say(Leave(reason))
             ended = self._control.join(self._close_timeout)
             error = JobShutdownError("hvd.shutdown() has been called on this rank", rank=self.rank)
             if not ended:

@@ -118,7 +118,9 @@ class Submit:
 
 @dataclass(frozen=True)
 class Leave:
-    """This rank ends its part: ``shutdown()`` was called, or the interpreter exits."""
+    """This rank ends its part: ``shutdown()`` was called, or the interpreter exits, maybe with an error (``reason``)."""
+
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -169,9 +171,10 @@ class AskStacks:
 
 @dataclass(frozen=True)
 class End:
-    """``rank`` has left: nothing will be ordered after this."""
+    """``rank`` has left, for a ``reason`` if it said one: nothing will be ordered after this."""
 
     rank: int
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -362,12 +365,12 @@ _CODECS: dict[type, tuple[Callable[[Any], list[Any]], Callable[..., Message]]] =
         lambda items, forgotten, results: _execute(_unpack_items(items), _counts(forgotten), results),
     ),
     Resend: (_plain, lambda signatures: Resend(_counts(signatures))),
-    Leave: (_plain, Leave),
+    Leave: (_plain, lambda reason: Leave(_text(reason))),
     Drained: (_plain, Drained),
     Failed: (_plain, lambda text: Failed(_text(text))),
     Stacks: (_plain, lambda text: Stacks(_text(text))),
     AskStacks: (_plain, AskStacks),
-    End: (_plain, lambda rank: End(_integer(rank))),
+    End: (_plain, lambda rank, reason: End(_integer(rank), _text(reason))),
     Abort: (_plain, lambda kind, text, rank: Abort(_text(kind), _text(text), _integer(rank))),
     Bye: (_plain, Bye),
     Ping: (_plain, Ping),

@@ -269,3 +269,49 @@ def test_pain_9_an_unreachable_address_fails_init_with_names(tmp_path: Path) -> 
         assert "ConnectError" in ended[0].stderr
         assert "192.0.2.1" in ended[0].stderr
         assert "HVDGLOO_ADDRESS" in ended[0].stderr
+
+
+WHERE = {
+    "between two collectives": "raise ValueError('bad batch 17')",
+    "in a data loader": "next(loader())",
+    "in a hook": "parameter.sum().backward()",
+}
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_an_error_on_one_rank_is_named_on_all_others_within_a_second(tmp_path: Path, where: str) -> None:
+    code = (
+        LOOP
+        + """
+import torch
+import hvdgloo.torch
+
+def loader():
+    raise ValueError("bad batch 17")
+    yield
+
+def hook(gradient):
+    raise ValueError("bad batch 17")
+
+parameter = torch.ones(2, requires_grad=True)
+parameter.register_hook(hook)
+mark(f"ready.{rank}")
+if rank == 1:
+    while len([name for name in os.listdir(os.environ["JOB_FOLDER"]) if name.startswith("ready.")]) < 3:
+        time.sleep(0.01)
+    mark("raised", time.time())
+    RAISE
+try:
+    hvd.allreduce(np.ones(10_000), name="never")
+except hvd.HorovodInternalError as error:
+    mark(f"failed.{rank}", json.dumps([time.time(), error.rank, str(error)]))
+""".replace("RAISE", WHERE[where])
+    )
+    with Job(3, code, tmp_path) as job:
+        raised = float(job.wait_for_file("raised"))
+        for rank in (0, 2):
+            at, blamed, text = json.loads(job.wait_for_file(f"failed.{rank}"))
+            assert at - raised < 1.0
+            assert blamed == 1
+            who = f"rank 1 (host localhost, pid {job.workers[1].pid})"
+            assert f"{who} ended with ValueError: bad batch 17, which" in text

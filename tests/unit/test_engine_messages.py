@@ -76,7 +76,7 @@ messages: st.SearchStrategy[Message] = st.one_of(
     st.builds(Stacks, texts),
     st.builds(End, ranks),
     st.builds(Abort, texts, texts, ranks),
-    st.sampled_from([Leave(), Drained(), AskStacks(), Bye(), Ping(), Pong()]),
+    st.sampled_from([Leave(), Leave("ValueError: x"), Drained(), AskStacks(), Bye(), Ping(), Pong()]),
 )
 
 
