@@ -330,8 +330,10 @@ class Control:
     def _leave_together(self, leaver: int, reason: str) -> None:
         """A rank has left: finish what was ordered before, refuse everything else."""
         text = "this rank" if leaver == self._rank else self._describe(leaver)
-        text += f" ended with {reason}" if reason else " called hvd.shutdown() or exited"
-        text += ", which ends collective operations on all ranks"
+        if reason:
+            text += f" ended with {reason}, which ends collective operations on all ranks"
+        else:
+            text += " called hvd.shutdown() or exited, which ends collective operations on all ranks"
         names = self._member.pending_names()
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""

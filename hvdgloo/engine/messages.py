@@ -118,7 +118,7 @@ class Submit:
 
 @dataclass(frozen=True)
 class Leave:
-    """This rank ends its part: ``shutdown()`` was called, or the interpreter exits, maybe with an error (``reason``)."""
+    """This rank ends its part: ``shutdown()`` was called, or the interpreter exits, perhaps by the error ``reason``."""
 
     reason: str = ""
 
