@@ -236,6 +236,16 @@ class Config:
         help="FIRST-LAST: the ports that our own listeners may use, for firewalls; by default any free one",
     )
 
+    as_horovod: bool = _setting(
+        False,
+        env="HVDGLOO_AS_HOROVOD",
+        flag="--as-horovod",
+        yaml="as_horovod",
+        parse=_boolean,
+        help="import horovod.torch (and every other module of Horovod's that there is) gives hvdgloo's, so that a "
+        "program runs unchanged",
+    )
+
     # How long things may take. Three different questions, three settings.
     connect_timeout: float = _setting(
         30.0,

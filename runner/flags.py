@@ -42,6 +42,7 @@ ALTERNATIVES: tuple[tuple[str, ...], ...] = (("hosts", "hostfile"),)
 """Flags (by their ``dest``) of which one may be given. One on the command line also silences the others in a file."""
 
 _SECTIONS = {
+    "as_horovod": "job",
     "network": "network",
     "timeouts": "time",
     "library_options.gloo_timeout_seconds": "time",

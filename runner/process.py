@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Mapping
 from typing import IO
 
+from hvdgloo import as_horovod
 from hvdgloo.runner import sweep
 from hvdgloo.runner.frames import CHUNK, STDERR, STDOUT, Spawn
 
@@ -53,9 +54,10 @@ class WorkerProcess:
             self.result = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
             descriptors = (blob.fileno(), self.result.fileno())
             argv += [str(fd) for fd in descriptors]
+        env = {**environ, **spawn.env}
         self._popen = subprocess.Popen(
             argv,
-            env={**environ, **spawn.env},
+            env={**env, **as_horovod.environment(env)},
             cwd=cwd,
             stdin=subprocess.PIPE if spawn.stdin else subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -113,6 +113,8 @@ NO_LIST = {
     "hvdgloo.backends": "backends are chosen by the Context, not imported by users",
     "hvdgloo.engine": "internal; its modules are imported one by one",
     "hvdgloo.common": "holds modules that Horovod's programs import one by one",
+    "hvdgloo.as_horovod": "for the launcher",
+    "hvdgloo.as_horovod.horovod": "is imported as horovod",
 }
 
 

@@ -19,6 +19,7 @@ PARTS = {
     "hvdgloo.version": "bottom",
     "hvdgloo.common": "bottom",
     "hvdgloo.data": "bottom",
+    "hvdgloo.as_horovod": "bottom",
     "hvdgloo.rendezvous": "rendezvous",
     "hvdgloo.engine": "engine",
     "hvdgloo.backends": "engine",

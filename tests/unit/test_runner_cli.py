@@ -103,8 +103,10 @@ class TestFile:
         for setting in settings().values():
             if setting.yaml is not None:
                 section, _, key = setting.yaml.partition(".")
-                value = texts.get(setting.yaml, "true" if "hide" in key or "mark" in key else "2")
-                environ, ignored = self.read(tmp_path, f"{section}:\n  {key}: {value}\n")
+                flag = setting.yaml == "as_horovod" or "hide" in key or "mark" in key
+                value = texts.get(setting.yaml, "true" if flag else "2")
+                text = f"{section}:\n  {key}: {value}\n" if key else f"{section}: {value}\n"
+                environ, ignored = self.read(tmp_path, text)
                 assert set(environ) == {setting.env}
                 assert ignored == []
 

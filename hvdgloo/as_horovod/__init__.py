@@ -1,0 +1,20 @@
+"""A folder for PYTHONPATH in which ``horovod`` is hvdgloo: ``hvdgloo-run --as-horovod``.
+
+It is put there by the agents, each of which knows where hvdgloo is on its host, and is inherited like any variable: by
+DataLoader workers and by interpreters that the program starts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+VARIABLE = "HVDGLOO_AS_HOROVOD"
+
+
+def environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """What to add to a worker's environment, which asks for it by ``HVDGLOO_AS_HOROVOD``; nothing if it does not."""
+    if environ.get(VARIABLE, "").strip().lower() not in ("1", "true", "yes", "on"):
+        return {}
+    path = [os.path.dirname(os.path.abspath(__file__)), environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(part for part in path if part)}
