@@ -53,6 +53,7 @@ class Context:
         rank: this rank.
         engine: started; the Context owns it from now on.
         clock_offset: seconds that rank 0's clock is ahead of this host's.
+        job_rank: this rank among all of the job's, if the Context is a world of some of them.
         client: of the rendezvous server, likewise. It stays connected while the rank is part of the job: the server
             shows who is.
     """
@@ -65,8 +66,10 @@ class Context:
         engine: Engine,
         client: RendezvousClient | None = None,
         clock_offset: float = 0.0,
+        job_rank: int | None = None,
     ) -> None:
         self._client = client
+        self.job_rank = rank if job_rank is None else job_rank
         self.clock_offset = clock_offset
         self.config = config
         self.topology = topology
@@ -104,9 +107,12 @@ class Context:
         return self.topology.is_homogeneous
 
     def start_timeline(self, path: str, mark_cycles: bool = False) -> None:
-        """Trace collectives; on rank 0, or if ``path`` has ``{rank}`` in it, on every rank; see ``Engine``."""
-        if "{rank}" in path or self.rank == 0:
-            own = path.replace("{rank}", str(self.rank))
+        """Trace collectives; on rank 0, or if ``path`` has ``{rank}`` in it, on every rank; see ``Engine``.
+
+        Ranks are those of the whole job, also in a world of some of them: two worlds must not write into one file.
+        """
+        if "{rank}" in path or self.job_rank == 0:
+            own = path.replace("{rank}", str(self.job_rank))
             self.engine.start_timeline(own, clock_offset=self.clock_offset, mark_cycles=mark_cycles)
 
     def close(self, reason: str = "") -> None:
@@ -139,7 +145,7 @@ class Context:
             topology = Topology.local(1, pid=os.getpid(), name=config.hostname or socket.gethostname())
             _check_ranks(ranks, 0, 1)
             alone = LocalGroup(1).backend(0)
-            engine = Engine(0, topology, {}, alone, engine_settings(config), lambda number, ranks: alone)
+            engine = Engine(0, topology, {}, alone, engine_settings(config), lambda number, ranks, cancelled: alone)
             engine.start()
             return cls(config, topology, 0, engine)
         if config.secret is None:
@@ -223,10 +229,11 @@ def _join(
         if listener is not None:
             listener.close()
 
-    def connect(number: int, members: Sequence[int]) -> Backend:
+    def connect(number: int, members: Sequence[int], cancelled: Callable[[], bool] | None = None) -> Backend:
         prefix = f"{config.epoch}.{generation}{world}/{number}/"
         store = client.store("gloo", timeout=config.connect_timeout)
-        return gloo_backend(store, prefix, members.index(rank), len(members), address, config.connect_timeout)
+        place = members.index(rank)
+        return gloo_backend(store, prefix, place, len(members), address, config.connect_timeout, cancelled)
 
     try:
         backend = connect(0, range(topology.size))
@@ -242,7 +249,7 @@ def _join(
             f"init(process_sets=...) was called with the sets {sets} on {topology.describe(rank)}, and with "
             f"{decided['process_sets']} on {topology.describe(0)}; give all ranks the same list"
         )
-    return cls(config, topology, rank, engine, client, decided["clock_offset"])
+    return cls(config, topology, rank, engine, client, decided["clock_offset"], registration.rank)
 
 
 def _world(registration: Registration, ranks: Sequence[int] | None) -> tuple[int, Topology, str]:
@@ -381,8 +388,16 @@ def engine_settings(config: Config, decided: Mapping[str, Any] | None = None) ->
     )
 
 
-def gloo_backend(store: Any, prefix: str, rank: int, size: int, address: str, connect_timeout: float) -> Backend:
-    """The data plane between processes, which needs torch.
+def gloo_backend(
+    store: Any,
+    prefix: str,
+    rank: int,
+    size: int,
+    address: str,
+    connect_timeout: float,
+    cancelled: Callable[[], bool] | None = None,
+) -> Backend:
+    """The data plane between processes, which needs torch; see ``GlooBackend``.
 
     Raises:
         MissingDependencyError: torch is not installed.
@@ -394,7 +409,7 @@ def gloo_backend(store: Any, prefix: str, rank: int, size: int, address: str, co
             "a job of several processes needs torch, which carries Gloo, whatever framework trains: "
             "pip install 'hvdgloo[torch]'"
         ) from error
-    return GlooBackend(store, prefix, rank, size, address, connect_timeout)
+    return GlooBackend(store, prefix, rank, size, address, connect_timeout, cancelled)
 
 
 _current: Context | None = None

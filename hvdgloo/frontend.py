@@ -400,7 +400,8 @@ class Frontend(Core[T]):
         """Say that this rank has no more data; return when all ranks have said so.
 
         Until then the others' allreduces go on without it: it adds zeros to their sums, averages still divide by all
-        ranks, and minima, maxima and products are those of the others. Other collectives fail meanwhile.
+        ranks, and minima, maxima and products are those of the others. Other collectives fail meanwhile. So it is with
+        what a rank submitted before it joined, and the others never will.
 
         Args:
             device: accepted for programs that pass it.

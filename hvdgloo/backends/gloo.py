@@ -16,7 +16,8 @@ import os
 import socket
 import struct
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -27,7 +28,7 @@ import torch.distributed as dist
 from hvdgloo.backends import kernels
 from hvdgloo.backends.base import Work
 from hvdgloo.engine.engine import bury
-from hvdgloo.errors import BackendError, ConnectError, HvdglooError
+from hvdgloo.errors import BackendError, ConnectError, HvdglooError, RendezvousTimeoutError
 from hvdgloo.types import Buffer, DType, ReduceOp, TensorSpec
 
 _TORCH_DTYPES = {
@@ -56,6 +57,9 @@ _BOOL_OPS = {
     ReduceOp.PRODUCT: dist.ReduceOp.MIN,
 }
 
+_TURN = 0.5
+"""Seconds after which a wait that may be cancelled looks whether it was."""
+
 _LONGEST_OPERATION = timedelta(days=1)
 """Gloo's own timeout is set at construction and knows nothing of a payload's size: the engine's deadlines rule."""
 
@@ -75,8 +79,11 @@ class GlooStore(dist.Store):  # type: ignore[name-defined,misc] # absent from to
     everybody's in one request.
     """
 
-    def __init__(self, store: Store, prefix: str, size: int, timeout: float) -> None:
+    def __init__(
+        self, store: Store, prefix: str, size: int, timeout: float, cancelled: Callable[[], bool] | None
+    ) -> None:
         super().__init__()
+        self._cancelled = cancelled
         self._store = store
         self._prefix = prefix
         self._size = size
@@ -103,11 +110,26 @@ class GlooStore(dist.Store):  # type: ignore[name-defined,misc] # absent from to
         base = key.rpartition("/")[0]
         names = [f"{base}/{rank}" for rank in range(self._size)]
         try:
-            values = self._store.get_many([self._prefix + name for name in names], timeout=self._timeout)
+            values = self._read([self._prefix + name for name in names])
         except HvdglooError as error:
             self.failure = error  # it would reach us as a RuntimeError from C++
             raise
         self.addresses.update(zip(names, values, strict=True))
+
+    def _read(self, keys: list[str]) -> list[bytes]:
+        """Wait for all values: in one request, or in several if the wait may be given up meanwhile."""
+        if self._cancelled is None:
+            return self._store.get_many(keys, timeout=self._timeout)
+        deadline = time.monotonic() + self._timeout
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                return self._store.get_many(keys, timeout=max(0.0, min(_TURN, left)))
+            except RendezvousTimeoutError:
+                if left <= _TURN:
+                    raise
+            if self._cancelled():
+                raise BackendError("the job ended while a process group was being connected")
 
 
 class _GlooWork:
@@ -197,19 +219,31 @@ class GlooBackend:
         rank, size: within the group.
         address: this host's IP address that the other ranks can reach.
         connect_timeout: seconds until all neighbours are connected.
+        cancelled: asked now and then whether to give up connecting.
 
     Raises:
         ConnectError: at construction, if they are not.
+        BackendError: it was cancelled.
     """
 
     name = "gloo"
     blocks = False
 
-    def __init__(self, store: Store, prefix: str, rank: int, size: int, address: str, connect_timeout: float) -> None:
+    def __init__(
+        self,
+        store: Store,
+        prefix: str,
+        rank: int,
+        size: int,
+        address: str,
+        connect_timeout: float,
+        cancelled: Callable[[], bool] | None = None,
+    ) -> None:
+        self._cancelled = cancelled or _never
         # Read by Gloo at construction. It is torch's own setting and harmless to a user's groups.
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
         self._rank, self._size = rank, size
-        self._store = GlooStore(store, prefix, size, connect_timeout)
+        self._store = GlooStore(store, prefix, size, connect_timeout, cancelled)
         self._group: Any = None
         self._options: dict[Any, Any] = {}
         self._listeners: frozenset[tuple[str, int]] = frozenset()
@@ -234,8 +268,14 @@ class GlooBackend:
     def _connect(self, timeout: float) -> None:
         """Connect the ring now, so that an unreachable address is an error of init() and not of some later step."""
         for kind in (torch.zeros(1), torch.zeros(1 << 16)):  # small and large payloads use different algorithms
-            if not _GlooWork("connect", self._group.allreduce([kind]), (kind,)).completes_within(timeout):
-                raise BackendError(f"not connected within {timeout:g} s")
+            work = _GlooWork("connect", self._group.allreduce([kind]), (kind,))
+            deadline = time.monotonic() + timeout
+            while not work.completes_within(min(_TURN, timeout)):
+                if time.monotonic() >= deadline:
+                    raise BackendError(f"not connected within {timeout:g} s")
+                if self._cancelled():
+                    self.abandon()
+                    raise BackendError("the job ended while a process group was being connected")
         self._group._set_default_timeout(_LONGEST_OPERATION)
         self._listeners = self._find_listeners()
         for descriptor in self._sockets(connected=False):
@@ -363,6 +403,10 @@ class GlooBackend:
             elif peer in self._listeners:
                 found.append(descriptor)
         return found
+
+
+def _never() -> bool:
+    return False
 
 
 def _tensor(buffer: Buffer) -> torch.Tensor:

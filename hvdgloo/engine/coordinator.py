@@ -106,7 +106,7 @@ class Coordinator:
     def show(self, timeline: Timeline | None) -> None:
         """Note arrivals and orders in a timeline from now on, or in none."""
         self._timeline = timeline
-        self._negotiator.on_arrival = timeline.arrived if timeline is not None else None
+        self._negotiator.observer = timeline
 
     @property
     def has_ready(self) -> bool:
@@ -237,7 +237,9 @@ class Coordinator:
 
     @property
     def _active(self) -> bool:
-        return self._size > 1 and (self.busy or self._negotiator.has_pending or self._leaver is not None)
+        return self._size > 1 and (
+            self.busy or self._negotiator.has_pending or self._negotiator.has_joined or self._leaver is not None
+        )
 
     def _watch(self, now: float) -> None:
         if self._watching_since is None:

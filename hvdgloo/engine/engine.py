@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from hvdgloo.backends.base import Backend
 from hvdgloo.engine.control import THREAD_PREFIX, Control
@@ -31,6 +32,9 @@ _FLOATS = frozenset({DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32, DType.FLOAT64
 
 _CLOSE_MARGIN = 5.0
 """Seconds that closing may take beyond the operation timeout, which bounds what was ordered before."""
+
+
+OpenBackend: TypeAlias = Callable[[int, tuple[int, ...], Callable[[], bool]], Backend]
 
 
 @dataclass(frozen=True)
@@ -61,8 +65,8 @@ class Engine:
         backend: the data plane of the set of all ranks. The engine owns it from now on.
         settings: see ``EngineSettings``.
         open_backend: makes the data plane of a process set that is added later, given a number that was never used
-            before (the same on all ranks) and the members' global ranks in ascending order; called on the data thread
-            of every member. Without it no sets can be added.
+            before (the same on all ranks), the members' global ranks in ascending order, and what tells it to give up;
+            called on the data thread of every member. Without it no sets can be added.
     """
 
     def __init__(
@@ -72,7 +76,7 @@ class Engine:
         links: Mapping[int, socket.socket],
         backend: Backend,
         settings: EngineSettings,
-        open_backend: Callable[[int, tuple[int, ...]], Backend] | None = None,
+        open_backend: OpenBackend | None = None,
     ) -> None:
         self.rank = rank
         self.topology = topology
@@ -198,13 +202,14 @@ class Engine:
             ConfigError: the file cannot be written.
         """
         with self._closing:
-            if self._timeline is None and not self._closed:
+            if self._timeline is None and not self._closed and not self._forked:
                 self._show(Timeline(path, self.rank, clock_offset, mark_cycles=mark_cycles))
 
     def stop_timeline(self) -> None:
         """End the trace, if there is one; its file is complete then."""
-        with self._closing:
-            self._stop_timeline()
+        if not self._forked:  # a child has no part in it, nor its writer's thread
+            with self._closing:
+                self._stop_timeline()
 
     def _stop_timeline(self) -> None:
         timeline = self._timeline
@@ -291,7 +296,8 @@ class Engine:
             return None
         if self._open_backend is None:
             raise HorovodInternalError("this engine was made without a way to connect further process sets")
-        return Group(self._open_backend(self._sets_added, ranks), ranks, ranks.index(self.rank))
+        backend = self._open_backend(self._sets_added, ranks, lambda: self._executor.is_aborted)
+        return Group(backend, ranks, ranks.index(self.rank))
 
     def _room(self) -> None:
         self._control.room()

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from hvdgloo.backends.base import Backend, Done, Work
 from hvdgloo.engine import fusion
 from hvdgloo.engine.fusion import Bucket, Part
-from hvdgloo.engine.messages import REDUCTIONS, Response
+from hvdgloo.engine.messages import REDUCTIONS, SET_CHANGES, Response
 from hvdgloo.engine.operation import Operation
 from hvdgloo.engine.phases import Phases, adaptive_sum, exchange
 from hvdgloo.engine.timeline import Timeline
@@ -39,7 +39,6 @@ DEPTH = 2
 """Buckets under way at once."""
 
 _QUICK = frozenset({Collective.ALLREDUCE, Collective.ALLGATHER, Collective.BROADCAST, Collective.BARRIER})
-_SET_CHANGES = frozenset({Collective.ADD_PROCESS_SET, Collective.REMOVE_PROCESS_SET})
 
 QUICK_BYTES = 1 << 16
 QUICK_SECONDS = 0.005
@@ -135,6 +134,11 @@ class Executor:
     def backlog(self) -> int:
         """Buckets that were ordered and have not completed."""
         return self._submitted - self._completed
+
+    @property
+    def is_aborted(self) -> bool:
+        """True after ``abort``."""
+        return self._aborted.is_set()
 
     @property
     def is_stuck(self) -> bool:
@@ -234,12 +238,9 @@ class Executor:
                 continue
             if isinstance(item, tuple):
                 self._make_room(*item)
-                under_way = self._begin(*item)
-                if isinstance(under_way.work, Phases):
+                self._under_way.append(self._begin(*item))
+                if isinstance(self._under_way[-1].work, Phases):
                     self._drain()
-                    self._finish(under_way)
-                else:
-                    self._under_way.append(under_way)
                 continue
             if isinstance(item, _UnderWay):
                 self._under_way.append(item)
@@ -253,7 +254,7 @@ class Executor:
 
     def _make_room(self, bucket: Bucket, batch: Batch) -> None:
         """Complete what must have ended before this bucket begins."""
-        if bucket.collective in _SET_CHANGES:
+        if bucket.collective in SET_CHANGES or bucket.collective is Collective.ALLTOALL or _is_adasum(bucket, batch):
             self._drain()
         elif len(self._under_way) == DEPTH:
             self._finish(self._under_way.popleft())
@@ -316,7 +317,7 @@ class Executor:
         if bucket.collective is Collective.ALLTOALL:
             work = Phases(exchange(group.backend, operation, len(group.ranks)))
             return _UnderWay(bucket, batch, group, work, operation.inputs[0], packed=False)
-        if bucket.collective in _SET_CHANGES:
+        if bucket.collective in SET_CHANGES:
             self._change_sets(response)
         return _UnderWay(bucket, batch, group, work, None, packed=False)  # else agreement was all
 

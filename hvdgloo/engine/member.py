@@ -66,6 +66,7 @@ class Member:
 
         Raises:
             DuplicateNameError: the name is pending. Nothing of this operation was filed.
+            InvalidArgumentError: the process set does not exist (any more), or this rank is not in it.
             HorovodInternalError: the engine has ended.
         """
         key = operation.request.key
@@ -74,6 +75,9 @@ class Member:
         with self._lock:
             if self._closed is not None:
                 raise self._closed.with_traceback(None)
+            if self._rank not in self.sets.get(key[0], ()):
+                # It was there when the operation was checked, and has been removed since.
+                raise InvalidArgumentError(f"{key[1]}: there is no process set {key[0]} with rank {self._rank}")
             if key in self._pending:
                 raise DuplicateNameError(
                     f"{key[1]} is already in flight on this rank; wait for the first one, or give each its own name",

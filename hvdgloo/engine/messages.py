@@ -18,6 +18,9 @@ import msgpack
 
 from hvdgloo.types import Collective, DType, ReduceOp, TensorSpec
 
+SET_CHANGES = frozenset({Collective.ADD_PROCESS_SET, Collective.REMOVE_PROCESS_SET})
+"""Operations of all ranks that change the process sets."""
+
 REDUCTIONS = frozenset({Collective.ALLREDUCE, Collective.REDUCESCATTER})
 """Collectives that compute, by a reduce operation and scale factors."""
 

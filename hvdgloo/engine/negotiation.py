@@ -10,12 +10,15 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from hvdgloo.engine import inline
-from hvdgloo.engine.messages import REDUCTIONS, Execute, Request, Response, Submit
+from hvdgloo.engine.messages import REDUCTIONS, SET_CHANGES, Execute, Request, Response, Submit
 from hvdgloo.types import Collective, ReduceOp
 
-_SET_CHANGES = frozenset({Collective.ADD_PROCESS_SET, Collective.REMOVE_PROCESS_SET})
+COORDINATOR = 0
+"""The rank whose negotiator orders the operations of all."""
+
 _EXCUSABLE = frozenset({Collective.ALLREDUCE, Collective.BARRIER})
 """What goes on without the data of ranks that have joined."""
 
@@ -46,6 +49,13 @@ class _Signature:
     requests: Mapping[int, Request]
 
 
+class Observer(Protocol):
+    """Who is told what happens to operations."""
+
+    def arrived(self, rank: int, request: Request) -> None: ...
+    def settled(self, request: Request, *, executed_here: bool) -> None: ...
+
+
 class Negotiator:
     """Absorbs every rank's submissions and yields agreed Responses in order.
 
@@ -59,7 +69,7 @@ class Negotiator:
         self._next_set = max(self._members) + 1
         self._freed_sets: deque[int] = deque()
         self._joined: list[int] = []
-        self.on_arrival: Callable[[int, Request], None] | None = None
+        self.observer: Observer | None = None
         self._capacity = capacity
         self._pending: dict[tuple[int, str], Pending] = {}
         self._ready: list[int | Response] = []
@@ -100,6 +110,11 @@ class Negotiator:
     def has_pending(self) -> bool:
         return bool(self._pending)
 
+    @property
+    def has_joined(self) -> bool:
+        """Some ranks have joined, and wait for the others to do so."""
+        return bool(self._joined)
+
     def waiting(self) -> list[Waiting]:
         """Operations that some member has not submitted, oldest first."""
         report = [
@@ -119,8 +134,8 @@ class Negotiator:
         if request.collective is Collective.JOIN:
             self._join(rank, request)
             return
-        if self.on_arrival is not None:
-            self.on_arrival(rank, request)
+        if self.observer is not None:
+            self.observer.arrived(rank, request)
         key = request.process_set, request.name
         pending = self._pending.get(key)
         if pending is None:
@@ -135,7 +150,7 @@ class Negotiator:
     def _missing(self, process_set: int, pending: Pending) -> list[int]:
         """Who keeps an operation waiting. Nobody may change the sets in the absence of those who have joined."""
         first = next(iter(pending.requests.values()))
-        excused = () if first.collective in _SET_CHANGES else self._joined
+        excused = () if first.collective in SET_CHANGES else self._joined
         return [rank for rank in self._members[process_set] if rank not in pending.requests and rank not in excused]
 
     def _order(self, key: tuple[int, str], pending: Pending) -> None:
@@ -152,6 +167,9 @@ class Negotiator:
             response = self._settle(key, pending.requests, members)
             self._ready.append(response)
             error = response.error
+        if self.observer is not None:
+            request = next(iter(pending.requests.values()))
+            self.observer.settled(request, executed_here=not error and COORDINATOR in members)
         if len(pending.payloads) == len(pending.requests) and not error:
             payloads = [pending.payloads[rank] for rank in sorted(pending.payloads)]
             result = inline.combine(pending.requests[min(pending.requests)], payloads, len(members))
@@ -162,13 +180,13 @@ class Negotiator:
         """A rank has no more data. When all have said so, all go on, and learn who was last."""
         if rank not in self._joined:
             self._joined.append(rank)
-        if len(self._joined) == len(self._members[0]):
-            self._joined.clear()
-            self._ready.append(Response(request, value=rank))
-            return
+        # Also when it is the last: what it submitted before, and others will not, goes on without them.
         for key, pending in list(self._pending.items()):
             if not self._missing(key[0], pending):
                 self._order(key, pending)
+        if len(self._joined) == len(self._members[0]):
+            self._joined.clear()
+            self._ready.append(Response(request, value=rank))
 
     def _settle(self, key: tuple[int, str], requests: Mapping[int, Request], members: Sequence[int]) -> Response:
         """Spell out a Response, and remember it under a new number if it may come again."""
@@ -181,7 +199,7 @@ class Negotiator:
         if not response.error and _lacks(requests, members):
             text = f"{key[1]}: {format_ranks(self._joined)} called join(), which only allreduce and barrier allow"
             response = Response(response.request, error=text)
-        if response.request.collective in _SET_CHANGES:
+        if response.request.collective in SET_CHANGES:
             return self._change_sets(response)
         if response.error or self._capacity == 0:
             return response

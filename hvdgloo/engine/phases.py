@@ -1,7 +1,7 @@
 """Collectives that take several calls of the data plane, each as one Work.
 
-Such a collective is a generator: it yields the Work of each call, and is resumed when that has completed. Between its
-calls nothing else may be begun on the group, since ranks would do so at different moments; the executor sees to it.
+Such a collective is a generator: it yields the Work of each call, and is resumed when that has completed. Meanwhile
+nothing else may be under way on the group, since ranks would begin it at different moments; the executor sees to it.
 """
 
 from __future__ import annotations

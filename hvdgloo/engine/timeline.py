@@ -6,8 +6,9 @@ Every tensor is a row ("process") of its own, on which the phases of each collec
     ALLREDUCE
         QUEUE  MEMCPY_IN_FUSION_BUFFER  GLOO_ALLREDUCE  MEMCPY_OUT_FUSION_BUFFER
 
-The file is a JSON array whose closing bracket is rewritten with every batch of events, so it can be loaded at any
-moment, also after a crash. Events are formatted and written by a thread of their own: the engine only notes times.
+The file is a JSON array whose closing bracket is rewritten with every batch of events, five times a second at most, so
+it can be loaded while the job runs and after a crash. (Who reads it in pieces just while it grows must read again.)
+Events are formatted and written by a thread of their own: the engine only notes times.
 
 Source: "Trace Event Format", the Chromium project's document of that name.
 """
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _JOIN_SECONDS = 5.0
+_GATHER_SECONDS = 0.2
+_CLOSE = b"\n]\n"
 _BATCH = 4096
 """Events that are written at once at most."""
 
@@ -61,7 +64,7 @@ class Timeline:
             raise ConfigError(f"the timeline cannot be written to {path}: {error.strerror or error}") from None
         self._end = 0
         self._rows: dict[str, int] = {}
-        self._first_arrival: dict[str, float] = {}
+        self._first_arrival: dict[tuple[int, str], float] = {}
         self._queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._closed = False
         epoch = {
@@ -140,11 +143,17 @@ class Timeline:
         """Rank 0: a rank has submitted something."""
         at = self.now()
         for row in _rows(Response(request)):
-            self._first_arrival.setdefault(row, at)
+            self._first_arrival.setdefault((request.process_set, row), at)
             self.phase(row, str(rank), at, at)
 
+    def settled(self, request: Request, *, executed_here: bool) -> None:
+        """Rank 0: an operation got its place, or its error."""
+        if not executed_here:
+            for row in _rows(Response(request)):
+                self._first_arrival.pop((request.process_set, row), None)
+
     def _negotiated(self, row: str, response: Response, submitted: float, now: float) -> None:
-        begin = min(submitted, self._first_arrival.pop(row, submitted))
+        begin = min(submitted, self._first_arrival.pop((response.request.process_set, row), submitted))
         self.phase(row, f"NEGOTIATE_{response.request.collective.name}", begin, now)
 
     def phase(self, tensor: str, name: str, begin: float, end: float, args: Mapping[str, Any] | None = None) -> None:
@@ -154,7 +163,7 @@ class Timeline:
 
     def cycle(self, at: float) -> None:
         """Rank 0 has ordered what was ready."""
-        if self.mark_cycles:
+        if self.mark_cycles and not self._closed:
             self._queue.put({"name": "CYCLE_START", "ph": "i", "s": "g", "pid": 0, "tid": 0, "ts": self._micros(at)})
 
     def close(self) -> None:
@@ -181,8 +190,13 @@ class Timeline:
         try:
             while True:
                 batch = [self._queue.get()]
-                while len(batch) < _BATCH and not self._queue.empty():
-                    batch.append(self._queue.get())
+                # A moment's events at once: who reads the file meanwhile seldom meets a write.
+                until = time.monotonic() + _GATHER_SECONDS
+                while batch[-1] is not None and len(batch) < _BATCH and (left := until - time.monotonic()) > 0:
+                    try:
+                        batch.append(self._queue.get(timeout=left))
+                    except queue.Empty:
+                        break
                 events = [event for event in batch if event is not None]
                 if events:
                     self._write([written for event in events for written in self._placed(event)])
@@ -191,8 +205,17 @@ class Timeline:
         except OSError as error:
             logger.warning("the timeline %s ends here: %s", self.path, error)
             self._closed = True
+            self._mend()
         finally:
             os.close(self._file)
+
+    def _mend(self) -> None:
+        """After a write that failed half-way: what was whole before."""
+        try:
+            os.ftruncate(self._file, self._end)
+            os.pwrite(self._file, _CLOSE, self._end)
+        except OSError:
+            pass  # there is no room for three bytes, or no file system any more
 
     def _placed(self, event: dict[str, Any]) -> list[dict[str, Any]]:
         """An event with its row's number, after the row's name if it is new."""
@@ -213,15 +236,15 @@ class Timeline:
         ]
 
     def _write(self, events: list[dict[str, Any]]) -> None:
-        """One write replaces the closing bracket by events and a new one: at no moment is the file no JSON."""
+        """One write replaces the closing bracket by events and a new one, so the file is whole after each."""
         text = ",\n".join(json.dumps(event, separators=(",", ":")) for event in events)
-        data = (("[\n" if not self._end else ",\n") + text + "\n]\n").encode()
+        data = (("[\n" if not self._end else ",\n") + text).encode() + _CLOSE
         at = self._end
         while data:
             written = os.pwrite(self._file, data, at)
             at += written
             data = data[written:]
-        self._end = at - len("\n]\n")
+        self._end = at - len(_CLOSE)
 
 
 def _rows(response: Response) -> list[str]:

@@ -83,6 +83,20 @@ class _Gradients(enum.Enum):
     SYNCHRONIZED = "reduced because the user asked for it"
 
 
+class _Kind(enum.IntEnum):
+    """How a parameter's gradient travels; the greatest of the ranks' is what all do."""
+
+    NONE = 0  # it has had none
+    SPARSE = 1
+    DENSE = 2
+
+
+def _kind_of(parameter: Tensor, options: Options) -> _Kind:
+    if parameter.grad is None:
+        return _Kind.NONE
+    return _Kind.SPARSE if parameter.grad.is_sparse and not options.sparse_as_dense else _Kind.DENSE
+
+
 class _Session:
     """The parameters' names, hooks and reducer behind one Distributed."""
 
@@ -123,9 +137,8 @@ class _Session:
         self._frozen: dict[str, Tensor] = {}
         self._hooks: dict[str, torch.utils.hooks.RemovableHandle] = {}
         self._lost: set[str] = set()
-        # Sparse gradients under way; which parameters have sparse ones on any rank, known after the first step.
-        self._sparse: dict[str, Callable[[], Tensor]] = {}
-        self._sparse_names: set[str] | None = None
+        self._sparse: dict[str, Callable[[], Tensor]] = {}  # gradients under way, to what waits for them
+        self._kinds: dict[str, _Kind] = {}
         self._track_all(parameters)
 
     # Parameters and hooks
@@ -181,12 +194,10 @@ class _Session:
     def computed(self, name: str, parameter: Tensor) -> None:
         """A parameter's gradient is complete in this backward pass."""
         self._gradients = _Gradients.LOCAL
-        if self._is_sparse(parameter):
-            return  # gathered when all passes have added to it
-        self.reducer.ready(name, self._dense_gradient(parameter))
-
-    def _is_sparse(self, parameter: Tensor) -> bool:
-        return parameter.grad is not None and parameter.grad.is_sparse and not self.options.sparse_as_dense
+        kind = self._kinds.get(name, _kind_of(parameter, self.options))
+        if kind is _Kind.DENSE:
+            self.reducer.ready(name, self._dense_gradient(parameter))
+        # Sparse ones are gathered when all passes have added to them.
 
     def _dense_gradient(self, parameter: Tensor) -> Tensor:
         gradient = parameter.grad
@@ -207,14 +218,27 @@ class _Session:
         gradient = parameter.grad
         if gradient is None:
             gradient = sparse.empty_like(parameter)
+        elif not gradient.is_sparse:
+            gradient = gradient.to_sparse(1)
         op = ReduceOp.AVERAGE if self.options.op is None else self.options.op
         self._sparse[name] = sparse.start_sparse_allreduce(self.frontend, gradient, name, op, self.options.process_set)
 
-    def _learn_sparsity(self) -> None:
-        """Which gradients are sparse anywhere: a rank where one is missing would otherwise send dense zeros for it."""
-        flags = torch.tensor([self._is_sparse(parameter) for parameter in self._tracked.values()], dtype=torch.uint8)
-        self.frontend.allreduce_(flags, op=ReduceOp.MAX, process_set=self.options.process_set)
-        self._sparse_names = {name for name, flag in zip(self._tracked, flags.tolist(), strict=True) if flag}
+    def _learn_kinds(self) -> None:
+        """Agree how gradients travel that no rank has had so far: a rank where one is missing cannot know.
+
+        A gradient that is dense on some rank travels so from all, from then on: that rank may have sent it already.
+        """
+        unknown = {name: p for name, p in self._tracked.items() if name not in self._kinds}
+        if not unknown:
+            return
+        if self.options.sparse_as_dense:
+            self._kinds.update(dict.fromkeys(unknown, _Kind.DENSE))
+            return
+        kinds = torch.tensor([_kind_of(parameter, self.options) for parameter in unknown.values()], dtype=torch.uint8)
+        self.frontend.allreduce_(kinds, op=ReduceOp.MAX, process_set=self.options.process_set)
+        for name, kind in zip(unknown, kinds.tolist(), strict=True):
+            if kind != _Kind.NONE:
+                self._kinds[name] = _Kind(kind)
 
     def _reduce(self) -> None:
         if self._lost:
@@ -225,13 +249,12 @@ class _Session:
         self._track_unfrozen()
         opened = self.reducer.open
         try:
-            if self._sparse_names is None:
-                self._learn_sparsity()
+            self._learn_kinds()
             for name, parameter in self._tracked.items():
                 # A parameter frozen since has nothing to send, unless the rest of its group waits for it.
                 if name in opened or not (parameter.requires_grad or name in self._grouped):
                     continue
-                if self._is_sparse(parameter) or (parameter.grad is None and name in (self._sparse_names or ())):
+                if self._kinds.get(name) is _Kind.SPARSE:
                     self._start_sparse(name, parameter)
                 else:
                     self.reducer.ready(name, self._dense_gradient(parameter), final=True)

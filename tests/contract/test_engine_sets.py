@@ -212,6 +212,23 @@ class TestJoin:
 
         world(2).run(rank)
 
+    @pytest.mark.parametrize("last", [0, 1])
+    def test_what_was_submitted_before_the_join_goes_on(self, world: MakeWorld, last: int) -> None:
+        joined = threading.Event()
+
+        def rank(ctx: Context) -> None:
+            own = allreduce(ctx, "own", np.full(5000, 2.0)) if ctx.rank == 1 else None
+            if ctx.rank == last:
+                assert joined.wait(10)
+            handle = ctx.engine.submit(Request("join", Collective.JOIN))
+            if ctx.rank != last:
+                joined.set()
+            handle.wait(10)
+            if own is not None:
+                assert result(own)[-1] == 2.0
+
+        world(2).run(rank)
+
     def test_join_names_the_last_rank(self, world: MakeWorld) -> None:
         turn = threading.Barrier(SIZE)
 

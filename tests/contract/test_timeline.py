@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,8 @@ import numpy as np
 import pytest
 
 from hvdgloo.context import Context
-from hvdgloo.errors import ConfigError
+from hvdgloo.engine.timeline import Timeline
+from hvdgloo.errors import ConfigError, MismatchError
 from hvdgloo.frontend import Frontend
 from hvdgloo.numpy.adapter import NumpyAdapter
 from hvdgloo.process_sets import ProcessSet
@@ -158,6 +162,48 @@ def test_a_file_that_cannot_be_written_is_refused(world: MakeWorld) -> None:
     context = world(1).contexts[0]
     with pytest.raises(ConfigError, match="the timeline cannot be written to /proc/no/trace"):
         context.start_timeline("/proc/no/trace")
+
+
+def test_a_write_that_fails_leaves_what_was_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No space left, in the middle of an event."""
+    timeline = Timeline(str(tmp_path / "trace"), 0, mark_cycles=True)
+    write = os.pwrite
+    failed = threading.Event()
+
+    def full(descriptor: int, data: bytes, at: int) -> int:
+        if len(data) > 10 and not failed.is_set():
+            write(descriptor, data[: len(data) // 2], at)
+            failed.set()
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(descriptor, data, at)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    timeline.phase("x", "ALLREDUCE", timeline.now(), timeline.now())
+    assert failed.wait(10)
+    timeline._thread.join(10)
+    assert len(json.loads((tmp_path / "trace").read_text())) == 2
+    timeline.phase("x", "ALLREDUCE", timeline.now(), timeline.now())
+    timeline.cycle(timeline.now())
+    assert timeline._queue.empty()  # nobody would take it out
+    timeline.close()
+
+
+def test_nothing_is_kept_of_operations_that_rank_0_does_not_execute(tmp_path: Path) -> None:
+    def rank_body(context: Context) -> int:
+        context.start_timeline(str(tmp_path / "trace"))
+        frontend = frontend_of(context)
+        others = frontend.add_process_set([1, 2])
+        if context.rank:
+            for _ in range(5):
+                frontend.allreduce(np.ones(2), process_set=others)
+        with pytest.raises(MismatchError):
+            frontend.allreduce(np.ones(2 + context.rank), name="wrong")
+        frontend.barrier()
+        timeline = context.engine._timeline
+        return len(timeline._first_arrival) if timeline is not None else 0
+
+    with World(3, "local") as made:
+        assert made.run(rank_body) == [0, 0, 0]
 
 
 def test_sets_and_joins_are_traced_too(tmp_path: Path) -> None:

@@ -858,6 +858,34 @@ def test_a_sparse_gradient_that_only_some_ranks_have(world: MakeWorld) -> None:
     assert not np.allclose(first[0], Words().words.weight.detach().numpy())
 
 
+@pytest.mark.parametrize("first", ["nobody", "dense here", "added later"])
+def test_sparse_gradients_that_come_later(world: MakeWorld, first: str) -> None:
+    """In the first step nobody has one, or one rank has a dense one: all must agree anew, or for ever."""
+
+    def rank_body(context: Context) -> list[np.ndarray]:
+        model = Words()
+        if first == "added later":
+            optimizer = distribute(context, torch.optim.SGD(model.dense.parameters(), lr=0.5))
+        else:
+            optimizer = distribute(context, torch.optim.SGD(model.parameters(), lr=0.5))
+        for step in range(4):
+            optimizer.zero_grad()
+            if step == 1 and first == "added later":
+                optimizer.add_param_group({"params": list(model.words.parameters())})
+            if step > 1 and context.rank == step % 2:
+                model(SENTENCES[:1]).sum().backward()
+            elif step == 0 and first == "dense here" and context.rank == 1:
+                (model.words.weight.sum() + model.dense(torch.ones(1, 4, dtype=torch.float64)).sum()).backward()
+            else:
+                model.dense(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
+            optimizer.step()
+        return values(model)
+
+    one, other = world(2).run(rank_body)
+    alike(one, other, rtol=0)
+    assert not np.allclose(one[0], Words().words.weight.detach().numpy())
+
+
 def test_a_sparse_gradient_has_no_place_in_a_group(world: MakeWorld) -> None:
     def rank_body(context: Context) -> None:
         model = Words()

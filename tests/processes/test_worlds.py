@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -118,3 +119,35 @@ except hvd.HorovodInternalError as error:
     with Job(3, HEAD + code, tmp_path) as job:
         outputs = [worker.stdout for worker in job.wait()]
     assert outputs == ["PeerLostError 2\n", "PeerLostError 2\n", "gone\n"]
+
+
+def test_a_rank_that_dies_while_a_set_is_connected_keeps_nobody_waiting(tmp_path: Path) -> None:
+    code = """
+import signal, time
+hvd.init()
+hvd.allreduce(np.ones(1), name="warm")
+import hvdgloo.backends.gloo as gloo
+if launched == 2:
+    gloo.GlooStore.set = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+began = time.monotonic()
+try:
+    hvd.add_process_set([0, 2])
+except hvd.HorovodInternalError as error:
+    print(type(error).__name__, error.rank, time.monotonic() - began < 5)
+"""
+    with Job(3, HEAD + code, tmp_path) as job:
+        outputs = [worker.stdout for worker in job.wait()]
+    assert outputs[0] == "PeerLostError 2 True\n"
+
+
+def test_worlds_do_not_write_into_one_timeline(tmp_path: Path) -> None:
+    trace = tmp_path / "trace"
+    code = """
+hvd.init(comm=[0, 1] if launched < 2 else [2, 3])
+hvd.allreduce(np.ones(50_000), name=f"world of {launched // 2}")
+"""
+    with Job(4, HEAD + code, tmp_path, HVDGLOO_TIMELINE=str(trace)) as job:
+        assert [worker.returncode for worker in job.wait()] == [0] * 4
+    assert "world of 0" in trace.read_text()
+    assert "world of 1" not in trace.read_text()
+    json.loads(trace.read_text())

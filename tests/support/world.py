@@ -121,11 +121,14 @@ class World:
     def __exit__(self, *details: object) -> None:
         self.close()
 
-    def _open_set(self, rank: int, config: Config, number: int, ranks: tuple[int, ...]) -> Backend:
+    def _open_set(
+        self, rank: int, config: Config, number: int, ranks: tuple[int, ...], cancelled: Callable[[], bool]
+    ) -> Backend:
         if self.backend == "gloo":
             prefix = f"set{number}/"
             timeout = config.connect_timeout
-            return gloo_backend(self._store, prefix, ranks.index(rank), len(ranks), "127.0.0.1", timeout)
+            place = ranks.index(rank)
+            return gloo_backend(self._store, prefix, place, len(ranks), "127.0.0.1", timeout, cancelled)
         with self._lock:
             group = self._groups.setdefault(number, LocalGroup(len(ranks), config.operation_timeout))
         return group.backend(ranks.index(rank))

@@ -217,6 +217,15 @@ class TestSignsOfLife:
         assert job.coordinator.over
         assert job.coordinator.deadline() is None
 
+    def test_a_rank_that_has_joined_waits_for_the_living_only(self) -> None:
+        job = Job(3)
+        job.says(0, Submit((), (Request("join", Collective.JOIN),)))
+        log = job.run_until(job.now + 45, answering=[1])
+        (abort,) = [message for _, _, message in log if isinstance(message, Abort)]
+        assert abort.rank == 2
+        assert "has not answered" in abort.text
+        assert not job.warned()  # that others train on is no stall
+
     def test_a_rank_that_answers_is_waited_for(self) -> None:
         job = Job(3, stall_check=False)
         job.submits(0, "a")

@@ -32,11 +32,13 @@ class Round:
     Attributes:
         operations: process set (by its place among the sets) and shape of each; the name tells which of a set's it is.
         quitters: ranks that join instead of taking part.
+        alone: quitters first submit something that nobody else does.
         add, remove: a set that is then added, the place of one that is removed.
     """
 
     operations: tuple[tuple[int, int, Collective], ...]
     quitters: frozenset[int]
+    alone: bool
     add: frozenset[int]
     remove: int
 
@@ -79,6 +81,11 @@ class Job:
             handles = []
             quits = rank in round_.quitters
             mine = [] if quits else list(enumerate(round_.operations))
+            if quits and round_.alone:
+                # Submitted before the join, and by nobody else: it goes on without the others.
+                spec = TensorSpec(DType.FLOAT32, (2,))
+                alone = Request(f"alone.{rank}", Collective.ALLREDUCE, (spec,))
+                handles.append((Collective.ALLREDUCE, 0, self.submit(rank, alone)))
             order.shuffle(mine)
             for place, (which, rows, collective) in mine:
                 process_set = sets[which % len(sets)]
@@ -178,6 +185,7 @@ ROUNDS = st.builds(
         max_size=5,
     ).map(tuple),
     st.frozensets(st.integers(0, 4), max_size=2),
+    st.booleans(),
     st.frozensets(st.integers(0, 4), max_size=4),
     st.integers(0, 3),
 )
@@ -189,6 +197,7 @@ def possible(rounds: list[Round], size: int) -> list[Round]:
         Round(
             each.operations,
             frozenset(rank for rank in each.quitters if rank < size - 1),
+            each.alone,
             frozenset(rank for rank in each.add if rank < size),
             each.remove,
         )

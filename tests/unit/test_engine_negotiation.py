@@ -14,7 +14,13 @@ from hvdgloo.engine.member import Member
 from hvdgloo.engine.messages import Execute, Request, Resend, Response, Submit, decode, encode
 from hvdgloo.engine.negotiation import Negotiator, Waiting, agree, format_ranks
 from hvdgloo.engine.operation import Operation
-from hvdgloo.errors import DuplicateNameError, HorovodInternalError, JobShutdownError, MismatchError
+from hvdgloo.errors import (
+    DuplicateNameError,
+    HorovodInternalError,
+    InvalidArgumentError,
+    JobShutdownError,
+    MismatchError,
+)
 from hvdgloo.types import Collective, DType, ReduceOp, TensorSpec
 
 
@@ -291,6 +297,23 @@ def operation(request: Request) -> Operation:
     return Operation(request, (), (), None, None)
 
 
+JOIN = Request("join", Collective.JOIN)
+
+
+class TestJoin:
+    @pytest.mark.parametrize("last", [0, 1])
+    def test_what_was_submitted_before_the_join_goes_on_whoever_joins_last(self, last: int) -> None:
+        negotiation = negotiator(2)
+        negotiation.absorb(1, Submit((), (reduce("own", 2),)), 0.0)
+        for rank in (1 - last, last):
+            negotiation.absorb(rank, Submit((), (JOIN,)), 0.0)
+        items, _ = taken(negotiation)
+        assert [item.request.name for item in items if isinstance(item, Response)] == ["own", "join"]
+        assert [item.value for item in items if isinstance(item, Response)] == [-1, last]
+        assert not negotiation.has_pending
+        assert not negotiation.has_joined
+
+
 class TestMember:
     def test_only_the_first_since_a_drain_wakes(self) -> None:
         member = Member(0, {0: (0, 1)}, 0)
@@ -304,7 +327,7 @@ class TestMember:
         assert member.add(operation(reduce("c", 1)))
 
     def test_a_name_in_flight_is_refused_and_leaves_no_trace(self) -> None:
-        member = Member(0, {0: (0, 1)}, 0)
+        member = Member(0, {0: (0, 1), 1: (0,)}, 0)
         member.add(operation(reduce("a", 1)))
         with pytest.raises(DuplicateNameError, match="a is already in flight") as caught:
             member.add(operation(reduce("a", 2)))
@@ -313,6 +336,17 @@ class TestMember:
         assert submission is not None
         assert submission.requests == (reduce("a", 1),)
         member.add(operation(reduce("a", 1, process_set=1)))  # another set's names are its own
+
+    def test_an_operation_of_a_set_that_was_just_removed_is_refused(self) -> None:
+        """It was checked when the set was still there."""
+        member = Member(0, {0: (0, 1), 1: (0, 1)}, 0)
+        removal = operation(Request("gone", Collective.REMOVE_PROCESS_SET, ranks=(0, 1)))
+        member.add(removal)
+        member.drain()
+        member.accept(Execute((Response(removal.request, value=1),)))
+        with pytest.raises(InvalidArgumentError, match="there is no process set 1"):
+            member.add(operation(reduce("late", 1, process_set=1)))
+        assert member.drain() is None
 
     def test_a_mismatch_fails_the_operation_alone_and_frees_its_name(self) -> None:
         member = Member(0, {0: (0, 1)}, 0)
