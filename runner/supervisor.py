@@ -61,6 +61,7 @@ END_TIME = 15.0
 _SILENT = "its host is cut off, switched off or overloaded; if it is merely slow, raise --heartbeat-timeout"
 _EXIT_TIME = 1.0  # seconds that a command has to end by itself after its output did
 _POLL = 0.02
+_LATE = 1.0  # seconds for which one turn of the loop counts at most, beyond those that it was meant to take
 _ACKNOWLEDGE = 64 * 1024  # bytes of output for which credit is given at once
 
 
@@ -99,6 +100,7 @@ class Supervisor:
         self._last_beat = time.monotonic()
         self._killing = False
         self._hard_deadline: float | None = None
+        self._slept = 0.0
         self._stdin_link: Link | None = None
         self.on_stdin_taken: Callable[[], None] = lambda: None
         self.handlers: dict[type[Frame], Callable[[Link, Any], None]] = {}
@@ -135,9 +137,9 @@ class Supervisor:
             JobFailedError: a signal came first.
         """
         starting = self._bring_up(Starting(self, self._spec, self._spawner, self._hosts, required))
-        if self.outcome.interrupted is None:
-            starting.check(self._links)
+        # Whoever has not come yet is no reason, if an agent that had come was lost.
         self._check_agents()
+        starting.check(self._links)
         return tuple(link.hello for link in self._links if link.hello is not None)
 
     def gather_usable(self) -> Mapping[Host, str]:
@@ -147,6 +149,7 @@ class Supervisor:
             the hosts that are left out, and why. More may come while this goes on.
 
         Raises:
+            LaunchError: a command that leads to a host could not be executed here.
             JobFailedError: a signal came first.
         """
         self._lost = lost = dict[Host, str]()
@@ -268,15 +271,35 @@ class Supervisor:
     # The loop.
 
     def _run(self, done: Callable[[], bool], deadline: float | None = None) -> None:
+        slept = self._slept
         while not done():
             now = time.monotonic()
-            if deadline is not None and now >= deadline:
+            until = None if deadline is None else deadline + self._slept - slept
+            if until is not None and now >= until:
                 return
             for link in self._links:
                 self._watch_writes(link)
-            self._loop.turn(self._next(now, deadline))
+            self._turn(self._next(now, until))
             self._give_credit()
             self._keep_time()
+
+    def _turn(self, until: float) -> None:
+        """Serve what is there, once.
+
+        Where this process did not run for a while (Ctrl-Z, a debugger, a machine that was frozen), nobody is late
+        because of that: what came meanwhile is read before anything is judged.
+        """
+        begin = time.monotonic()
+        self._loop.turn(until)
+        now = time.monotonic()
+        slept = now - max(begin, until) - _LATE
+        if slept <= 0:
+            return
+        self._slept += slept
+        if self._hard_deadline is not None:
+            # The agents' own time went on, so that no more than this is left for any of them to do.
+            self._hard_deadline = max(self._hard_deadline, now + END_TIME)
+        self._loop.turn(now)
 
     def _next(self, now: float, deadline: float | None) -> float:
         """When there is something to do at the latest."""

@@ -45,7 +45,12 @@ class ScriptSpawner(LocalSpawner):
 
 
 def job(
-    program: str, folder: Path, scripts: Mapping[str, str] | None = None, **options: Any
+    program: str,
+    folder: Path,
+    scripts: Mapping[str, str] | None = None,
+    *,
+    err: io.StringIO | None = None,
+    **options: Any,
 ) -> tuple[Report, str, str]:
     """Run a program on hosts a (2 slots) and b (1 slot)."""
     settings: dict[str, Any] = {
@@ -57,7 +62,7 @@ def job(
         "secret": b"s" * 32,
         "start_timeout": 20.0,
     }
-    out, err = io.StringIO(), io.StringIO()
+    out, err = io.StringIO(), err or io.StringIO()
     try:
         report = launch(
             LaunchSpec(**{**settings, **options}), stdout=out, stderr=err, spawner=ScriptSpawner(scripts or {})
@@ -141,6 +146,25 @@ def test_a_host_that_is_lost_in_the_middle_fails_the_job(tmp_path: Path) -> None
     assert first is not None
     assert (first.rank, first.host) == (None, "b")
     assert found[0].outcome.exit_code == 1
+
+
+def test_a_host_that_is_lost_while_another_one_still_connects_is_the_one_that_is_blamed(tmp_path: Path) -> None:
+    """And not the one that had not come yet, with a time that has not passed."""
+    err = io.StringIO()
+
+    def kill() -> None:
+        wait_for(lambda: "a: ready after" in err.getvalue(), what="host a")
+        os.kill(int((tmp_path / "agent").read_text()), 9)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    scripts = {"a": f"echo $$ > {tmp_path}/agent; {AGENT}", "b": "exec sleep 100"}
+    with pytest.raises(LaunchError) as caught:
+        job("pass", tmp_path, scripts, err=err, start_timeout=60.0, verbose=True)
+    thread.join()
+    text = str(caught.value).partition("\n--- ")[0]
+    assert text.startswith("the job could not be started: the agent on host a "), text
+    assert "not ready within" not in text
 
 
 def test_forty_workers_on_one_machine(tmp_path: Path) -> None:
