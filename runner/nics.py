@@ -100,12 +100,8 @@ class Rules:
         self._wanted = [item for item in items if not item.startswith("^")]
         self._unwanted = [item[1:] for item in items if item.startswith("^")]
 
-    @property
-    def names_some(self) -> bool:
-        """They do not only make exceptions."""
-        return bool(self._wanted)
-
     def allow(self, address: Address) -> bool:
+        """Whether an address may be used: it is no exception and, if anything was asked for by name, is among that."""
         if any(_matches(item, address) for item in self._unwanted):
             return False
         return not self._wanted or any(_matches(item, address) for item in self._wanted)
@@ -180,8 +176,15 @@ def _checked(rule: str, item: str) -> str:
 
 
 def candidates(addresses: Iterable[Address], rules: Rules) -> tuple[Address, ...]:
-    """The addresses at which other hosts may be able to reach this one, and which the user allows."""
-    return tuple(a for a in addresses if why_not(a, rules) == "")
+    """The addresses at which other hosts may be able to reach this one, and which the user allows.
+
+    Each one once: several interfaces may have the same (an anycast address, a bond's halves), and it leads to one host.
+    """
+    found: dict[str, Address] = {}
+    for address in addresses:
+        if not why_not(address, rules):
+            found.setdefault(address.address, address)
+    return tuple(found.values())
 
 
 def why_not(address: Address, rules: Rules, *, alone: bool = False) -> str:

@@ -224,6 +224,14 @@ def test_pain_14_a_firewall_that_says_no(make_bed: Callable[..., Bed], quick: st
     assert f"  h3 -> h2: {bed['h2'].address} (eth0) has no route (No route to host), " in text
 
 
+def test_pain_14_an_address_on_two_interfaces_does_not_make_it_wait(make_bed: Callable[..., Bed], quick: str) -> None:
+    bed = make_bed(["h1", "h2", "h3"])
+    bed["h2"].run(["ip", "address", "add", f"{bed['h2'].address}/32", "dev", "priv0"], check=True)
+    bed.block("h3", "h2", reject=True)
+    text = refused(bed["h1"], "-H", "h2:1,h3:1", quick)
+    assert f"  h3 -> h2: {bed['h2'].address} (eth0) has no route (No route to host), " in text
+
+
 def test_pain_14_no_route_at_all(make_bed: Callable[..., Bed], quick: str) -> None:
     both = (Nic("eth0"), Nic("eth1", network="b"))
     bed = make_bed([HostSpec("h1", nics=both), "h2", HostSpec("h3", nics=(Nic("eth0", network="b"),))])

@@ -53,6 +53,12 @@ def test_pain_8_names_networks_exceptions_and_hosts(texts: tuple[str, ...], expe
     assert chosen(*texts) == expected
 
 
+def test_an_address_on_several_interfaces_is_one_candidate() -> None:
+    twin = Address("eth2", ETH0.address, 32)
+    assert candidates([ETH0, twin, ETH1], Rules()) == (ETH0, ETH1)
+    assert candidates([ETH0, twin, ETH1], Rules(["^eth0"])) == (twin, ETH1)
+
+
 def test_rules_of_a_host_named_by_an_ipv6_address() -> None:
     assert chosen("[fd00::9]=eth0", host="fd00::9") == [ETH0]
 
