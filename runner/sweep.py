@@ -14,7 +14,6 @@ import ctypes
 import os
 import signal
 import socket
-import struct
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -25,7 +24,12 @@ _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 JOB_VARIABLE = "HVDGLOO_JOB_ID"
 
-_HANG_TIME = 0.5  # seconds that an agent may take longer than its workers
+LIMIT = 10.0
+"""Seconds after which a process that even SIGKILL has not ended counts as one that cannot be killed."""
+
+HANG_TIME = 0.5
+"""Seconds that an agent may take longer than its workers, and its warden longer than it."""
+
 _LOOK = 0.02
 
 
@@ -67,14 +71,17 @@ def end_all(
     find: Callable[[], set[int]],
     *,
     grace: float,
-    limit: float = 10.0,
+    limit: float = LIMIT,
     reap: Callable[[], None] = lambda: None,
+    rest: Callable[[float], None] = time.sleep,
 ) -> set[int]:
     """End what ``find`` finds, until it finds nothing: SIGTERM, after ``grace`` seconds SIGKILL.
 
     Args:
         reap: collects children that have ended, so that zombies are not found again.
-        limit: seconds after which it gives up on processes that even SIGKILL does not end (a hung disk).
+        limit: seconds after the first SIGKILL in which it gives up on processes that even this does not end (a hung
+            disk).
+        rest: waits for so many seconds; who has other duties sees to them meanwhile.
 
     Returns:
         the processes that are left.
@@ -86,7 +93,7 @@ def end_all(
         reap()
         found = find()
         elapsed = time.monotonic() - started
-        if not found or elapsed > limit:
+        if not found or elapsed > grace + limit:
             return found
         if elapsed >= grace:
             signal_all(found, signal.SIGKILL)
@@ -94,7 +101,7 @@ def end_all(
             signal_all(found - asked, signal.SIGTERM)
             signal_all(found - asked, signal.SIGCONT)
             asked |= found
-        time.sleep(pause)
+        rest(pause)
         pause = min(pause * 2, 0.05)
 
 
@@ -102,54 +109,57 @@ def attend(job_id: str) -> socket.socket | None:
     """Show, as long as what is returned is open, that this process sees to the job's processes on this host."""
     if sys.platform != "linux":
         return None
-    sign = socket.socket(socket.AF_UNIX)
+    # Nobody talks to it, so nobody can fill a queue or make this process wait: it is there, and the system tells whose
+    # it is.
+    sign = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
-        sign.bind(_sign_name(job_id))
-        sign.listen()
+        sign.bind("\0" + _sign_name(job_id))
     except OSError:
         sign.close()
         return None
     return sign
 
 
-def attendant(job_id: str) -> int | None:
-    """The process that sees to the job's processes on this host; None if there is none, or none can be seen."""
-    if sys.platform != "linux":
-        return None
-    with socket.socket(socket.AF_UNIX) as visitor:
-        try:
-            visitor.connect(_sign_name(job_id))
-            credentials = visitor.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        except OSError:
-            return None
-    return int(struct.unpack("3i", credentials)[0]) or None
-
-
 def _sign_name(job_id: str) -> str:
-    return f"\0hvdgloo-job-{job_id}"
+    return f"hvdgloo-job-{job_id}"
 
 
-def end_abandoned(job_id: str, grace: float) -> set[int]:
+def _shown(job_id: str) -> str:
+    """The number of the sign that someone on this host shows for the job; empty if there is none."""
+    name = "@" + _sign_name(job_id)
+    try:
+        with open("/proc/net/unix", encoding="utf-8", errors="replace") as file:
+            return next((fields[6] for fields in map(str.split, file) if fields[-1] == name), "")
+    except OSError:
+        return ""
+
+
+def _attendants(job_id: str) -> set[int]:
+    """The processes of this user that see to the job's processes on this host, as far as they can be seen."""
+    number = _shown(job_id)
+    return set(_holders(f"socket:[{number}]")) - {os.getpid()} if number else set()
+
+
+def end_abandoned(job_id: str, grace: float, rest: Callable[[float], None] = time.sleep) -> set[int]:
     """End what a lost agent may have left, and the agent itself if it hangs.
 
     Args:
         grace: seconds between SIGTERM and SIGKILL. An agent that still lives has sent the SIGTERM, and gets this time.
+        rest: as for ``end_all``.
 
     Returns:
         the processes that are left.
     """
-    deadline = time.monotonic() + grace + _HANG_TIME
-    agent = attendant(job_id)
-    attended = agent is not None
-    while agent is not None and time.monotonic() < deadline:
-        time.sleep(_LOOK)
-        agent = attendant(job_id)
-    if agent is not None:
-        _end_hung(agent)
-    return end_all(lambda: processes_of(job_id) - {os.getpid()}, grace=0.0 if attended else grace)
+    deadline = time.monotonic() + grace + HANG_TIME
+    attended = bool(_attendants(job_id))
+    while attended and _shown(job_id) and time.monotonic() < deadline:
+        rest(_LOOK)
+    for agent in _attendants(job_id):
+        _end_hung(agent, rest)
+    return end_all(lambda: processes_of(job_id) - {os.getpid()}, grace=0.0 if attended else grace, rest=rest)
 
 
-def _end_hung(agent: int) -> None:
+def _end_hung(agent: int, rest: Callable[[float], None]) -> None:
     """End an agent that does not end by itself, and its warden, which gets a moment to clean up."""
     warden = next((parent for pid, parent in _parents() if pid == agent), 0)
     # The agent was forked by its warden; if that is gone, someone else has adopted it.
@@ -157,9 +167,9 @@ def _end_hung(agent: int) -> None:
     signal_all([agent], signal.SIGKILL)
     if twins:
         signal_all([warden], signal.SIGCONT)
-        deadline = time.monotonic() + _HANG_TIME
+        deadline = time.monotonic() + HANG_TIME
         while any(pid == warden for pid, _ in _parents()) and time.monotonic() < deadline:
-            time.sleep(_LOOK)
+            rest(_LOOK)
         signal_all([pid for pid, _ in _parents() if pid == warden], signal.SIGKILL)
 
 
@@ -209,6 +219,25 @@ if os.path.isdir("/proc/self/fd"):
             except OSError:
                 continue  # ended meanwhile, or protected
 
+    def _holders(thing: str) -> Iterable[int]:
+        user = os.getuid()
+        for pid in _pids():
+            folder = f"/proc/{pid}/fd"
+            try:
+                if os.stat(f"/proc/{pid}").st_uid == user and thing in map(_target, _paths(folder)):
+                    yield pid
+            except OSError:
+                continue  # ended meanwhile, or protected
+
+    def _paths(folder: str) -> Iterable[str]:
+        return (f"{folder}/{name}" for name in os.listdir(folder))
+
+    def _target(link: str) -> str:
+        try:
+            return os.readlink(link)
+        except FileNotFoundError:
+            return ""  # closed meanwhile
+
 else:  # macOS: slower, by way of psutil
 
     def _parents() -> Iterable[tuple[int, int]]:
@@ -227,3 +256,6 @@ else:  # macOS: slower, by way of psutil
                 and (process.info["environ"] or {}).get(JOB_VARIABLE) == job_id
             ):
                 yield process.pid
+
+    def _holders(thing: str) -> Iterable[int]:
+        return ()  # nobody shows a sign here
