@@ -36,6 +36,7 @@ class Setting:
         parse: text to value; raises ValueError with the form that it expects.
         scale: the flag's number times this is the value (``--fusion-threshold-mb 64``).
         secret: never printed.
+        place: says which job a worker belongs to, and which place it has in it, so that it is no other worker's.
     """
 
     env: str
@@ -47,6 +48,7 @@ class Setting:
     unit: str = ""
     scale: float = 1
     secret: bool = False
+    place: bool = False
 
 
 def _boolean(text: str) -> bool:
@@ -183,25 +185,34 @@ class Config:
     rendezvous: str | None = _setting(
         None,
         env="HVDGLOO_RENDEZVOUS",
+        place=True,
         parse=_endpoint,
         help="host:port of the rendezvous server; absent in a job of a single process",
     )
     secret: bytes | None = _setting(
-        None, env="HVDGLOO_SECRET", parse=_secret, secret=True, help="the job secret, in hexadecimal digits"
+        None, env="HVDGLOO_SECRET", place=True, parse=_secret, secret=True, help="the job secret, in hexadecimal digits"
     )
     secret_file: str | None = _setting(
         None,
         env="HVDGLOO_SECRET_FILE",
+        place=True,
         parse=_text,
         help="a file that holds the job secret, unless HVDGLOO_SECRET does",
     )
     job_id: str = _setting(
-        "", env="HVDGLOO_JOB_ID", parse=_text, help="marks every process of a job, so that none is left behind"
+        "",
+        env="HVDGLOO_JOB_ID",
+        place=True,
+        parse=_text,
+        help="marks every process of a job, so that none is left behind",
     )
-    epoch: int = _setting(0, env="HVDGLOO_EPOCH", parse=_integer(0), help="the generation of the membership to join")
+    epoch: int = _setting(
+        0, env="HVDGLOO_EPOCH", place=True, parse=_integer(0), help="the generation of the membership to join"
+    )
     rank: int | None = _setting(
         None,
         env="HVDGLOO_RANK",
+        place=True,
         fallback=("HOROVOD_RANK",),
         parse=_integer(0),
         help="this worker's rank, given by a launcher; without it the rendezvous server hands one out",
@@ -209,6 +220,7 @@ class Config:
     index: int | None = _setting(
         None,
         env="HVDGLOO_INDEX",
+        place=True,
         fallback=("JOB_COMPLETION_INDEX",),
         parse=_integer(0),
         help="without a launcher: workers with a lower index come first",
@@ -216,6 +228,7 @@ class Config:
     hostname: str | None = _setting(
         None,
         env="HVDGLOO_HOSTNAME",
+        place=True,
         fallback=("HOROVOD_HOSTNAME",),
         parse=_text,
         help="the host's name in messages, as the user gave it",
@@ -223,6 +236,7 @@ class Config:
     address: str | None = _setting(
         None,
         env="HVDGLOO_ADDRESS",
+        place=True,
         parse=_ip_address,
         help="the IP address at which this worker is reached by others; by default that of the connection to the "
         "rendezvous server",
@@ -490,6 +504,18 @@ def read_secret_file(path: str) -> bytes:
         ) from None
     except ValueError as error:
         raise ConfigError(f"HVDGLOO_SECRET_FILE={path}: {error}") from None
+
+
+def without_place(environ: Mapping[str, str]) -> dict[str, str]:
+    """An environment without what says which job a worker belongs to, and which place it has in it.
+
+    A launcher that is started by a worker of another job, or where somebody has left such a variable, gives its own
+    workers places of their own.
+    """
+    places = [setting for setting in settings().values() if setting.place]
+    ours = {setting.env for setting in places}
+    ours |= {name for setting in places for name in setting.fallback if name.startswith("HOROVOD_")}
+    return {name: value for name, value in environ.items() if name not in ours}
 
 
 def environment_names() -> Iterable[str]:

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any, TypeVar
 
-from hvdgloo.config import Config
+from hvdgloo.config import Config, without_place
 from hvdgloo.errors import ConfigError, JobFailedError, LaunchError, RemoteTraceback
 from hvdgloo.rendezvous.auth import generate_secret
 from hvdgloo.runner import task
@@ -120,7 +120,7 @@ def run(
         host_discovery_script=host_discovery_script,
     )
     interfaces = _old_name(network_interfaces, "network_interface", network_interface, "network_interfaces")
-    environ = {**os.environ, **(env or {})}
+    environ = without_place({**os.environ, **(env or {})})
     config = Config.from_env(environ)
     inventory = take_inventory(environ, hosts=hosts, hostfile=hostfile, np=_number(num_proc, np, hosts or hostfile))
     python = executable or _own_interpreter()

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
-from hvdgloo.config import Config
+from hvdgloo.config import Config, without_place
 from hvdgloo.errors import ConfigError, HvdglooError, JobFailedError, LaunchError
 from hvdgloo.rendezvous.auth import generate_secret
 from hvdgloo.runner import config_file, options
@@ -156,7 +156,7 @@ def command_line(
     arguments = parser.complete(given, content.flags)
     environ = {**os.environ, **content.environ, **options.from_flags(arguments)}
     exports = exports_from(arguments, environ)
-    environ.update(exports)
+    environ = without_place({**environ, **exports})
     inventory = take_inventory(
         environ, hosts=arguments.hosts, hostfile=arguments.hostfile, np=arguments.np, slurm=not arguments.no_slurm
     )

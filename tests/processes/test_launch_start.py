@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import hvdgloo.run
 from tests.support.launching import Launcher, clean_environment, launcher_in
 
 DUMP = "import json, os, sys; print(json.dumps([dict(os.environ), sys.argv, sys.executable, os.getcwd()]))"
@@ -318,6 +319,59 @@ def test_the_user_s_own_torch_distributed_works_in_a_worker(launcher: Launcher) 
     )
     done = launcher.run("-np", "2", script, timeout=50)
     assert sorted(done.stdout.splitlines()) == [f"[{rank}]<stdout>:[3.0, 3.0, 3.0]" for rank in range(2)], done.stderr
+
+
+LEFT_OVER = {
+    "HVDGLOO_RENDEZVOUS": "nonsense",
+    "HVDGLOO_SECRET": "nonsense",
+    "HVDGLOO_SECRET_FILE": "/nonexistent",
+    "HVDGLOO_JOB_ID": "nonsense",
+    "HVDGLOO_EPOCH": "nonsense",
+    "HVDGLOO_RANK": "nonsense",
+    "HOROVOD_RANK": "nonsense",
+    "HVDGLOO_INDEX": "nonsense",
+    "HVDGLOO_HOSTNAME": "nonsense",
+    "HVDGLOO_ADDRESS": "nonsense",
+}
+
+SUM = """
+import os, sys
+import numpy as np
+import hvdgloo.numpy as hvd
+hvd.init()
+print(hvd.allreduce(np.ones(1), op=hvd.Sum)[0], *sorted(n for n in os.environ if n in sys.argv[1:]))
+"""
+
+
+def test_what_another_job_has_left_in_the_environment_does_not_matter(launcher: Launcher) -> None:
+    script = launcher.script(SUM)
+    done = launcher.run("-np", "2", script, "HVDGLOO_SECRET_FILE", "HVDGLOO_INDEX", env=LEFT_OVER, timeout=50)
+    assert sorted(done.stdout.splitlines()) == ["[0]<stdout>:2.0", "[1]<stdout>:2.0"], done.stderr
+
+
+def test_run_does_not_mind_it_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in LEFT_OVER.items():
+        monkeypatch.setenv(name, value)
+    assert hvdgloo.run.run(lambda: os.environ.get("HVDGLOO_SECRET_FILE"), np=2) == [None, None]
+
+
+def test_a_job_inside_a_worker_of_another_job(launcher: Launcher) -> None:
+    launcher.script(SUM, "inner.py")
+    script = launcher.script(
+        """
+        import subprocess, sys
+        import numpy as np
+        import hvdgloo.numpy as hvd
+        hvd.init()
+        if hvd.rank() == 1:
+            subprocess.run([sys.executable, "-m", "hvdgloo.runner", "-np", "3", "inner.py"], check=True)
+        print("outer", hvd.allreduce(np.ones(1), op=hvd.Sum)[0])
+        """
+    )
+    done = launcher.run("-np", "2", script, timeout=50)
+    inner = [f"[1]<stdout>:[{rank}]<stdout>:3.0" for rank in range(3)]
+    outer = [f"[{rank}]<stdout>:outer 2.0" for rank in range(2)]
+    assert sorted(done.stdout.splitlines()) == sorted(inner + outer), done.stderr
 
 
 def test_pain_20_who_has_not_come_to_init_is_said(launcher: Launcher) -> None:

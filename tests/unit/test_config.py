@@ -20,6 +20,7 @@ from hvdgloo.config import (
     parse_endpoint,
     read_secret_file,
     settings,
+    without_place,
 )
 from hvdgloo.errors import ConfigError
 
@@ -309,3 +310,9 @@ def test_a_config_does_not_change() -> None:
     config = Config()
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.rank = 1  # type: ignore[misc]
+
+
+def test_a_launcher_gives_its_workers_places_of_their_own_and_nothing_else_is_lost() -> None:
+    user_s = {"HOME": "/root", "HVDGLOO_CYCLE_TIME": "3", "JOB_COMPLETION_INDEX": "1", "HVDGLOO_PORT_RANGE": "1-2"}
+    place = {"HVDGLOO_SECRET_FILE": "/f", "HVDGLOO_RANK": "1", "HOROVOD_RANK": "1", "HVDGLOO_ADDRESS": "127.0.0.1"}
+    assert without_place({**user_s, **place}) == user_s
