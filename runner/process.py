@@ -70,6 +70,7 @@ class WorkerProcess:
             preexec_fn=_die_with_agent,
         )
         self.pid = self._popen.pid
+        self._group_lives = True
         assert self._popen.stdout is not None
         assert self._popen.stderr is not None
         self.streams: dict[int, IO[bytes]] = {STDOUT: self._popen.stdout, STDERR: self._popen.stderr}
@@ -101,9 +102,12 @@ class WorkerProcess:
         self.status = os.waitstatus_to_exitcode(wait_status)
         # waitpid was called by the agent, for adopted processes come up there too: Popen shall not ask again.
         self._popen.returncode = self.status
+        self.group_lives()
 
     def signal_group(self, signum: int) -> None:
         """Send a signal to every process of its process group, the worker itself having ended or not."""
+        if not self.group_lives():
+            return
         if signum == signal.SIGKILL and self.running:
             self.killed_by_us = True
         try:
@@ -114,14 +118,14 @@ class WorkerProcess:
             pass
 
     def group_lives(self) -> bool:
-        """Some process of its group is still there."""
-        try:
-            os.killpg(self.pid, 0)
-        except ProcessLookupError:
-            return False
-        except PermissionError:
-            pass
-        return True
+        """Some process of its group is still there.
+
+        To be asked now and then once the worker has ended: the system keeps the group's number from others as long as
+        someone is in it, and may then give it to a stranger. So a group that was empty once is gone for good.
+        """
+        if self._group_lives and not self.running:
+            self._group_lives = group_exists(self.pid)
+        return self._group_lives
 
     def close_stdin(self) -> None:
         if self.stdin is not None:
@@ -137,6 +141,17 @@ class WorkerProcess:
         if self.result is not None:
             self.result.close()
             self.result = None
+
+
+def group_exists(number: int) -> bool:
+    """Some process is in the process group of this number."""
+    try:
+        os.killpg(number, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def _die_with_agent() -> None:

@@ -16,6 +16,7 @@ from typing import IO
 import hvdgloo
 from hvdgloo.errors import LaunchError
 from hvdgloo.runner.frames import PREAMBLE
+from hvdgloo.runner.process import group_exists
 from hvdgloo.version import __version__
 
 REQUIRED = ("cheroot", "cloudpickle", "flask", "msgpack", "numpy", "prometheus_client", "psutil", "yaml")
@@ -79,9 +80,28 @@ class CommandStream(subprocess.Popen[bytes]):
             )
         except OSError as error:
             raise LaunchError(f"{argv[0]} cannot be executed on this machine: {error.strerror}") from error
+        self._group_lives = True
+
+    def poll(self) -> int | None:
+        status = super().poll()
+        self._look()
+        return status
+
+    def wait(self, timeout: float | None = None) -> int:
+        status = super().wait(timeout)
+        self._look()
+        return status
 
     def kill(self) -> None:
+        self._look()
+        if not self._group_lives:
+            return
         try:
             os.killpg(self.pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
             pass
+
+    def _look(self) -> None:
+        # Once the command has been waited for and nothing of what it started is left, its number may be a stranger's.
+        if self._group_lives and self.returncode is not None:
+            self._group_lives = group_exists(self.pid)

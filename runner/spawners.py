@@ -92,6 +92,8 @@ class LocalStream(subprocess.Popen[bytes]):
     stderr: IO[bytes]
 
     def kill(self) -> None:
+        if self.returncode is not None:
+            return  # its number may be a stranger's by now; an agent that outlives its warden ends by itself
         # Agent and warden share a process group that nobody else is in. The agent goes first, so that the warden can
         # end what is left of the job; then the warden too, should it hang.
         agents = [pid for pid in sweep.descendants(self.pid) if _group(pid) == self.pid]
