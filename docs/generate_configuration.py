@@ -88,7 +88,11 @@ def _flag(setting: Setting, default: Any) -> str:
 
 
 def _scaled(setting: Setting) -> str:
-    return f", whose number times {setting.scale:g} is the value" if setting.scale != 1 else ""
+    return f", whose number times {_plain(setting.scale)} is the value" if setting.scale != 1 else ""
+
+
+def _plain(number: float) -> str:
+    return str(int(number)) if number == int(number) else f"{number:g}"
 
 
 if __name__ == "__main__":

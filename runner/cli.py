@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _complain(stderr: TextIO, error: Exception, status: int) -> int:
-    stderr.write(f"{PROGRAM}: {error}\n")
+    stderr.write("".join(f"{PROGRAM}: {line}\n" for line in str(error).splitlines()))
     return status
 
 

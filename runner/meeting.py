@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +20,8 @@ from hvdgloo.runner.placement import Placement, Server
 from hvdgloo.runner.spec import Host, LaunchSpec
 from hvdgloo.runner.supervisor import Supervisor
 from hvdgloo.runner.waiting import Arrivals
+
+_START_SECONDS = 10.0
 
 
 class Meeting(Protocol):
@@ -53,27 +57,52 @@ def open_meeting(
             port_range=spec.network.port_range,
             start_timeout=spec.start_timeout,
         )
+        meeting = _InLauncher(server.listen(), supervisor)
         try:
-            yield _InLauncher(server.listen())
+            yield meeting
         finally:
-            server.stop()
+            meeting.close()
     else:
         yield _Beside(supervisor, spec, places, placement.rendezvous, job_id)
 
 
 class _InLauncher:
-    def __init__(self, server: RendezvousServer) -> None:
+    """Serves on threads of this process.
+
+    The web server is imported on one of them: on a busy machine that takes seconds, in which the supervisor has to show
+    its agents that it lives.
+    """
+
+    def __init__(self, server: RendezvousServer, supervisor: Supervisor) -> None:
         self._server = server
+        self._supervisor = supervisor
+        self._serving = False
+        self._thread = threading.Thread(target=self._start, name="hvdgloo-serve", daemon=True)
 
     @property
     def endpoint(self) -> tuple[str, int]:
         return parse_endpoint(self._server.endpoint)
 
     def serve(self) -> None:
-        self._server.start()
+        self._thread.start()
 
     def arrivals(self) -> Arrivals:
-        return Arrivals(**arrivals(self._server))
+        return Arrivals(**arrivals(self._server)) if self._serving else Arrivals()
+
+    def close(self) -> None:
+        """Stop serving."""
+        if self._thread.ident is not None:
+            self._thread.join(_START_SECONDS)
+        self._server.stop()
+
+    def _start(self) -> None:
+        try:
+            self._server.start()
+            self._serving = True
+        except Exception as error:  # noqa: BLE001 - nobody waits for this thread, and the job cannot go on without it
+            name = socket.gethostname()
+            text = f"the rendezvous server in the launcher failed: {type(error).__name__}: {error}"
+            self._supervisor.fail_soon(Failure(None, name, 1, text))
 
 
 class _Beside:

@@ -135,7 +135,7 @@ def is_boolean(name: str) -> bool:
 def _help(name: str, setting: Setting) -> str:
     default = {f.name: f.default for f in dataclasses.fields(Config)}[name]
     text = setting.help
-    if not is_boolean(name) and default is not None:
+    if not is_boolean(name) and default not in (None, "", ()):
         shown = f"{default / setting.scale:g}" if isinstance(default, (int, float)) else str(default)
         text += f" (default: {shown})"
     return text.replace("%", "%%")

@@ -61,6 +61,12 @@ class Outcome:
         return self.first.exit_code if self.first is not None else 0
 
 
+_LEFT = (
+    "ended with status 0 while others were still in collective operations, which failed therefore; give all ranks the "
+    "same number of steps, or use hvd.join()"
+)
+
+
 def named_culprit(lines: Sequence[str]) -> int | None:
     """The rank that a worker's last words give as the reason of its own failure, if they do."""
     named = _ECHO.match(lines[-1]) if lines else None
@@ -84,6 +90,9 @@ def blame(outcome: Outcome, hosts: Mapping[int, str], tail: Callable[[int], Sequ
         named = named_culprit(tail(found.rank))
         rank = found.rank if named is None else named
         status = outcome.statuses.get(rank)
+        if rank != found.rank and status == 0:
+            # Nobody failed by themselves: one left while the others were still at work.
+            return Failure(rank, hosts[rank], found.status, _LEFT)
         if rank == found.rank or not status:
             break
         # Having printed why, it may have been ended by us before it could exit by itself.

@@ -33,6 +33,11 @@ class Step(enum.Enum):
     READY = "ready"
 
 
+_ENDED = (
+    "the command that leads there was tried again and again, and ended each time; run it by hand, and look at "
+    "--agent-command or the ssh options (--no-wait-for-hosts gives up at the first failure)"
+)
+
 MENDS = {
     Step.CONNECTING: "the command that leads there runs, but nothing has answered yet: it may wait for a login, or a "
     "network may swallow its packets; run the same command by hand",
@@ -143,18 +148,37 @@ def first_report(verbose: bool) -> float:
     return 1.0 if verbose else 10.0
 
 
-def describe_missing(hosts: Sequence[tuple[str, Step, str]], timeout: float) -> str:
+@dataclass(frozen=True)
+class Missing:
+    """A host that is not ready.
+
+    Attributes:
+        step: how far it has come.
+        detail: what is known beyond that, or nothing.
+        ended: the command that leads there does not run any more: the last of several attempts has ended.
+    """
+
+    host: str
+    step: Step
+    detail: str = ""
+    ended: bool = False
+
+
+def describe_missing(hosts: Sequence[Missing], timeout: float) -> str:
     """After the start timeout: who is missing, at which step, and what to do.
 
     Args:
-        hosts: name, step and what is known beyond that (or nothing) of each host that is not ready.
+        hosts: those that are not ready.
         timeout: the start timeout, in seconds.
     """
-    by_step: dict[Step, list[str]] = {}
-    for host, step, detail in hosts:
-        by_step.setdefault(step, []).append(f"{host} ({detail})" if detail else host)
+    by_mend: dict[tuple[Step, str], list[str]] = {}
+    for each in hosts:
+        mend = _ENDED if each.ended else MENDS[each.step]
+        name = f"{each.host} ({each.detail})" if each.detail else each.host
+        by_mend.setdefault((each.step, mend), []).append(name)
     lines = [
-        f"  {step.value}: {_named(names)}: {MENDS[step]}" for step in MENDS if (names := by_step.get(step)) is not None
+        f"  {step.value}: {_named(names)}: {mend}"
+        for (step, mend), names in sorted(by_mend.items(), key=lambda each: list(MENDS).index(each[0][0]))
     ]
     return "\n".join(
         [f"{_hosts(len(hosts))} not ready within {timeout:g} s (--start-timeout), at these steps:", *lines]

@@ -101,7 +101,8 @@ def python_failure(ending: Ending, python: str) -> Diagnosis | None:
     if module is not None:
         return Diagnosis(
             Cause.HVDGLOO,
-            f"hvdgloo's installation there lacks the module {module[1]}; install it again ({_install(python)})",
+            f"hvdgloo is not completely installed for {python} there, which lacks the module {module[1]}; install it "
+            f"({_install(python)}), or name another interpreter with --remote-python",
         )
     if _OLD_PYTHON.search(ending.text):
         return Diagnosis(

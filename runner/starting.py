@@ -17,7 +17,7 @@ from hvdgloo.errors import LaunchError
 from hvdgloo.runner.frames import PROTOCOL, Finish, Hello, Lacking, Require
 from hvdgloo.runner.gathering import Gathering
 from hvdgloo.runner.link import Link
-from hvdgloo.runner.progress import Step, describe_missing
+from hvdgloo.runner.progress import Missing, Step, describe_missing
 from hvdgloo.runner.reasons import Cause, Diagnosis, Ending, other_version
 from hvdgloo.runner.requirements import judge
 from hvdgloo.runner.spawners import Spawner
@@ -157,7 +157,12 @@ class Starting:
             raise failed
         by_host = {link.host: link for link in links}
         absent = [
-            (host.name, link.step if link else Step.CONNECTING, _last_words(link) or self._gathering.known(host))
+            Missing(
+                host.name,
+                link.step if link else Step.CONNECTING,
+                _last_words(link) or self._gathering.known(host),
+                ended=link is None and bool(self._gathering.known(host)),
+            )
             for host in self._hosts
             if (link := by_host.get(host)) is None or not link.taken
         ]

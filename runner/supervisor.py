@@ -264,6 +264,10 @@ class Supervisor:
         """Take note of a signal. Safe in a signal handler and in any thread."""
         self._loop.call_soon(partial(self._on_signal, signum))
 
+    def fail_soon(self, failure: Failure) -> None:
+        """Like ``fail``, from another thread."""
+        self._loop.call_soon(partial(self.fail, failure))
+
     def feed_stdin(self, rank: int, data: bytes) -> None:
         """Give a worker input; empty at its end. The next piece after ``on_stdin_taken``."""
         self._loop.call_soon(partial(self._send_stdin, rank, data))
@@ -585,7 +589,7 @@ class Supervisor:
         grace = self._spec.grace_after_signal
         if self.outcome.first is None:
             self.outcome.interrupted = signum
-            if self._verdict.running:
+            if self._verdict.running and signum != signal.SIGPIPE:  # there is nobody who would read it
                 self._observer.notice(
                     f"{name} is passed on to the workers, which have {grace:g} s to end; "
                     f"{'Ctrl-C again' if signum == signal.SIGINT else 'a second signal'} kills them at once"

@@ -18,7 +18,7 @@ from hvdgloo.runner.console import Console, Window
 from hvdgloo.runner.display import SHOW_AFTER, StartDisplay
 from hvdgloo.runner.frames import STDOUT
 from hvdgloo.runner.lines import Screen
-from hvdgloo.runner.progress import MENDS, Backoff, Progress, Step, describe_missing, seconds
+from hvdgloo.runner.progress import MENDS, Backoff, Missing, Progress, Step, describe_missing, seconds
 from hvdgloo.runner.waiting import Arrivals, InitWatch
 
 
@@ -181,9 +181,16 @@ class TestLines:
             "a: ready after 0.8 s (10.0.0.7, agent is process 12)",
         ]
 
+    def test_a_command_that_ended_each_time_is_told_from_one_that_waits(self) -> None:
+        text = describe_missing([Missing("a", Step.CONNECTING, "status 255", ended=True)], 5.0)
+        assert "a (status 255): the command that leads there was tried again and again, and ended each time" in text
+        assert "nothing has answered yet" not in text
+
     def test_what_one_can_do_is_said_for_every_step(self) -> None:
         assert set(MENDS) == set(Step) - {Step.READY}
-        text = describe_missing([("a", Step.PROBING, ""), ("b", Step.CONNECTING, "x"), ("c", Step.CONNECTING, "")], 5.0)
+        text = describe_missing(
+            [Missing("a", Step.PROBING), Missing("b", Step.CONNECTING, "x"), Missing("c", Step.CONNECTING)], 5.0
+        )
         first, *lines = text.splitlines()
         assert first == "3 hosts not ready within 5 s (--start-timeout), at these steps:"
         assert lines == [

@@ -140,11 +140,19 @@ class TestOutcome:
         found = blame(outcome, {0: "a", 1: "a", 2: "b"}, tails.__getitem__)
         assert found == Failure(2, "b", 1 if status == -15 else status, reason)
 
-    def test_a_rank_that_left_in_peace_is_not_blamed(self) -> None:
+    def test_a_rank_that_left_while_the_others_went_on_is_named(self) -> None:
+        """It exited with 0, so the job's status is that of the first one that failed because of it."""
+        noticed = "hvdgloo.errors.JobShutdownError: rank 1 (host b, pid 7) called hvd.shutdown() or exited, which"
+        outcome = Outcome(first=Failure(0, "a", 1, "exited with status 1"), statuses={0: 1, 1: 0})
+        blamed = blame(outcome, {0: "a", 1: "b"}, lambda rank: [] if rank else [noticed])
+        assert blamed is not None
+        assert (blamed.rank, blamed.host, blamed.exit_code) == (1, "b", 1)
+        assert "ended with status 0 while others were still in collective operations" in blamed.reason
+        assert "hvd.join()" in blamed.reason
+
+    def test_nobody_else_is_blamed_without_a_reason(self) -> None:
         noticed = "hvdgloo.errors.PeerLostError: rank 1 (host b, pid 7) is gone"
         first = Failure(0, "a", 1, "exited with status 1")
-        outcome = Outcome(first=first, statuses={0: 1, 1: 0})
-        assert blame(outcome, {0: "a", 1: "b"}, lambda _: [noticed]) == first
         assert blame(Outcome(first=first, statuses={0: 1}), {0: "a"}, lambda _: []) == first
         both = Outcome(first=first, statuses={0: 1, 1: 1})
         circle = {0: [noticed], 1: [noticed.replace("rank 1", "rank 0")]}
