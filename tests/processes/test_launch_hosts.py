@@ -182,17 +182,16 @@ sweep.end_all = lambda *_, **__: os._exit(7)
 os._exit(agent.main())'"""
 
 
-TWO_CORES = f"""exec {sys.executable} -c '
+TWO_GPUS = f"""exec {sys.executable} -c '
 import os
 from hvdgloo.runner import agent, machine
-machine.usable_cores = lambda: 2
-machine.visible_gpus = lambda _: 0
+machine.visible_gpus = lambda _: 2
 os._exit(agent.main())'"""
 
 
 def test_an_agent_that_is_not_needed_may_break_at_its_good_bye(tmp_path: Path) -> None:
     """How many slots a host has is known once its agent is there, and then the first may be enough."""
-    scripts = {"a": TWO_CORES, "b": BREAKS_AT_ITS_END}
+    scripts = {"a": TWO_GPUS, "b": BREAKS_AT_ITS_END}
     report, out, err = job("print('ran')", tmp_path, scripts, hosts=(Host("a"), Host("b")), np=2)
     assert report.outcome.exit_code == 0, err
     assert {slot.hostname for slot in report.slots} == {"a"}
