@@ -161,6 +161,9 @@ class RendezvousServer:
     ) -> None:
         """Let workers register for another generation of the membership.
 
+        Epoch 0 is open from the start. Further ones are for elastic jobs, whose launcher will open one at each change
+        of their hosts; a job of fixed size has none.
+
         Raises:
             ConfigError: it is open already, or has no workers.
         """

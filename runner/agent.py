@@ -4,8 +4,7 @@ It starts this host's workers, hands on their output, and ends them all when the
 when the launcher is lost: a stream that ends, or is silent for too long, is an order to die.
 
 There are two processes. The **warden** forks before anything else, adopts every orphan below it, and waits: when the
-agent proper ends, in whatever way, it ends what is left of the job and closes the stream. So the launcher sees the end
-of the stream only when this host is clean, even if someone kills the agent.
+agent proper ends, in whatever way, it ends what is left of the job and closes the stream.
 
 The agent proper has one thread and one selector; nothing in it blocks. A worker's pipe is read only as far ahead as the
 launcher has given credit for, so a blocked terminal costs bounded memory here, while frames and heartbeats go on.
@@ -14,7 +13,6 @@ launcher has given credit for, so a blocked terminal costs bounded memory here, 
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import selectors
 import signal
@@ -28,7 +26,7 @@ from types import FrameType
 from typing import IO, Any
 
 from hvdgloo.errors import LaunchError
-from hvdgloo.runner import machine, silence, sweep
+from hvdgloo.runner import machine, silence, sweep, warden
 from hvdgloo.runner.channel import Channel
 from hvdgloo.runner.frames import (
     CHUNK,
@@ -65,6 +63,7 @@ from hvdgloo.runner.process import WorkerProcess
 from hvdgloo.runner.requirements import lacking
 from hvdgloo.runner.scout import Scout
 from hvdgloo.runner.silence import Silence
+from hvdgloo.runner.warden import Mark
 from hvdgloo.version import __version__
 
 LEFTOVER_GRACE = 1.0
@@ -74,7 +73,6 @@ DRAIN_TIME = 2.0
 """Seconds to wait for the end of a pipe whose writers are all dead; longer only where a stranger holds it open."""
 
 _RESULT_MARK = 1024 * 1024  # results are read from their files only while fewer bytes than this wait to be sent
-_MARK_BYTES = 128
 
 
 class Agent:
@@ -86,7 +84,7 @@ class Agent:
         environ: the agent's own environment, for finding GPUs.
     """
 
-    def __init__(self, channel: Channel, mark: mmap.mmap, environ: dict[str, str]) -> None:
+    def __init__(self, channel: Channel, mark: Mark, environ: dict[str, str]) -> None:
         self._channel = channel
         self._mark = mark
         self._environ = environ
@@ -134,9 +132,7 @@ class Agent:
         self._selector.register(self._channel.receive_fd, selectors.EVENT_READ, self._on_readable)
         self._channel.send(self._hello())
         while not self._over():
-            self._watch_writes()
-            for key, _ in self._selector.select(self._patience()):
-                key.data()
+            self._turn(self._patience())
             self._reap()
             self._send_results()
             self._scout.tick()
@@ -242,7 +238,7 @@ class Agent:
         self._start = start
         self._silence = Silence(start.heartbeat_timeout, time.monotonic())
         self._sign = sweep.attend(start.job_id)
-        self._mark[: len(start.job_id)] = start.job_id.encode("ascii")
+        self._mark.write(start.job_id)
 
     def _on_blob(self, blob: Blob) -> None:
         if self._blob is None:
@@ -380,6 +376,8 @@ class Agent:
             if worker is not None:
                 worker.ended(status)
                 ended.append(worker)
+        for worker in self._workers.values():
+            worker.group_lives()
         # Of several that ended since the last look, the one that a signal ended is the cause more likely than those
         # that noticed its loss and gave up.
         for worker in sorted(ended, key=lambda worker: (worker.status or 0) >= 0):
@@ -409,9 +407,9 @@ class Agent:
         """End what is left of the job, hand on its last words, say good-bye."""
         self._scout.close()
         grace = 0.0 if self._order_to_die or self._stop_deadline is not None else LEFTOVER_GRACE
-        left = sweep.end_all(self._leftovers, grace=grace, reap=self._reap)
+        left = sweep.end_all(self._leftovers, grace=grace, reap=self._reap, rest=self._serve)
         if self._abandoned is not None:
-            left |= sweep.end_abandoned(self._abandoned.job_id, self._abandoned.grace)
+            left |= sweep.end_abandoned(self._abandoned.job_id, self._abandoned.grace, self._serve)
         self._drain()
         self._channel.send(Bye(sorted(left)))
         self._flush_out()
@@ -419,6 +417,21 @@ class Agent:
             worker.close()
         if self._sign is not None:
             self._sign.close()
+
+    def _serve(self, seconds: float) -> None:
+        """Go on with what the launcher is promised, signs of life above all, for so many seconds."""
+        until = time.monotonic() + seconds
+        while True:
+            self._turn(max(0.0, until - time.monotonic()))
+            self._keep_time()
+            if time.monotonic() >= until:
+                return
+
+    def _turn(self, patience: float) -> None:
+        """Do what is to be done about the descriptors that are ready; wait for one if none is."""
+        self._watch_writes()
+        for key, _ in self._selector.select(patience):
+            key.data()
 
     def _leftovers(self) -> set[int]:
         job_id = self._start.job_id if self._start else ""
@@ -429,10 +442,8 @@ class Agent:
         """Hand on what the workers' pipes still hold, as fast as the launcher gives credit."""
         quiet_since = time.monotonic()
         while any(worker.streams for worker in self._workers.values()) and not self._order_to_die:
-            self._watch_writes()
             before = self._output_position()
-            for key, _ in self._selector.select(0.05):
-                key.data()
+            self._turn(0.05)
             now = time.monotonic()
             self._keep_time()
             waiting_for_credit = any(not worker.may_be_read for worker in self._workers.values())
@@ -447,42 +458,12 @@ class Agent:
 
     def _flush_out(self) -> None:
         while self._channel.pending and not self._channel.lost and not self._order_to_die:
-            self._watch_writes()
-            for key, _ in self._selector.select(0.5):
-                key.data()
+            self._turn(min(0.5, self._silence.step))
             self._keep_time()
 
 
 def _ignore(_signum: int, _frame: FrameType | None) -> None:
     """A handler that does nothing, so that the signal still wakes the selector."""
-
-
-def _warden(agent: int, mark: mmap.mmap) -> int:
-    """Wait for the agent proper; then end what is left of its job, and only then let go of the stream."""
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(signum, lambda number, _: sweep.signal_all([agent], number))
-    status = 0
-    while True:
-        pid, ended = os.waitpid(-1, 0)
-        if pid == agent:
-            status = ended
-            break
-    job_id = mark[:].rstrip(b"\0").decode("ascii")
-    sweep.end_all(
-        lambda: (sweep.descendants(os.getpid()) | sweep.processes_of(job_id)) - {os.getpid()},
-        grace=0.0,
-        reap=_reap_all,
-    )
-    code = os.waitstatus_to_exitcode(status)
-    return code if code >= 0 else 128 - code  # as a shell would have it: this crosses ssh
-
-
-def _reap_all() -> None:
-    try:
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-    except ChildProcessError:
-        pass
 
 
 def main(preamble: bytes = PREAMBLE) -> int:
@@ -491,15 +472,15 @@ def main(preamble: bytes = PREAMBLE) -> int:
     Args:
         preamble: empty if it has been written already, by what imported this module.
     """
-    mark = mmap.mmap(-1, _MARK_BYTES)
+    mark = Mark()
     sweep.become_subreaper()
-    warden = os.getpid()
+    parent = os.getpid()
     agent = os.fork()
     if agent:
         os.close(0)
-        return min(255, _warden(agent, mark))
+        return min(255, warden.watch(agent, mark))
     sweep.die_with_parent(signal.SIGTERM)
-    if os.getppid() != warden:
+    if os.getppid() != parent:
         return 1
     sweep.become_subreaper()
     # Nothing else shall get at the stream by accident: descriptors 0 and 1 become /dev/null and standard error.

@@ -440,6 +440,7 @@ def _count(number: int, thing: str) -> str:
 
 
 def listed(hosts: Sequence[str], shown: int = 4) -> str:
+    """The first few names, and how many more there are."""
     return ", ".join(hosts[:shown]) + (f" and {len(hosts) - shown} more" if len(hosts) > shown else "")
 
 

@@ -53,6 +53,7 @@ def working_directory(environ: Mapping[str, str]) -> str:
 
 
 def is_host_specific(name: str) -> bool:
+    """Whether a variable describes this host, session, login or task, and so stays here unless it is asked for."""
     return _PATTERN.fullmatch(name) is not None
 
 
@@ -82,7 +83,7 @@ def parse_exports(texts: Sequence[str], environ: Mapping[str, str]) -> dict[str,
     Raises:
         ConfigError: no name, or a variable that is not set here.
     """
-    return dict(_parse(text, environ, f"-x {text}") for text in texts)
+    return dict(_parse(text, environ, f"-x {text.partition('=')[0]}") for text in texts)  # a value may be secret
 
 
 def read_env_file(path: str, environ: Mapping[str, str]) -> dict[str, str]:

@@ -21,6 +21,7 @@ from typing import Any
 
 from hvdgloo.runner import machine, requirements
 from hvdgloo.runner.frames import Require
+from hvdgloo.runner.remote import REQUIRED
 from hvdgloo.version import __version__
 
 PACKAGES: Mapping[str, tuple[str, ...]] = {
@@ -43,9 +44,6 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
 }
 """What is imported, and the names under which it can be installed."""
 
-REQUIRED = ("cheroot", "cloudpickle", "flask", "msgpack", "numpy", "prometheus_client", "psutil", "yaml")
-"""What hvdgloo itself imports."""
-
 _SHM = "/dev/shm"
 _NVIDIA_TIME = 10.0
 _TORCH_CUDA = re.compile(r"^cuda\b[^=\n]*=\s*(?:['\"](?P<version>[\d.]+)['\"]|None)", re.MULTILINE)
@@ -53,9 +51,10 @@ _TORCH_CUDA = re.compile(r"^cuda\b[^=\n]*=\s*(?:['\"](?P<version>[\d.]+)['\"]|No
 
 @dataclass(frozen=True)
 class Gpu:
+    """A device as nvidia-smi lists it. ``memory`` is all that it has, in bytes."""
+
     name: str
     memory: int
-    """Bytes."""
 
 
 @dataclass(frozen=True)

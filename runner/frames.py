@@ -293,6 +293,8 @@ class Lacking(Frame):
 
 @dataclass(frozen=True)
 class Spawned(Frame):
+    """A worker runs, as this process of its host (in the process namespace of its agent)."""
+
     rank: int
     pid: int
 
@@ -308,6 +310,11 @@ class SpawnFailed(Frame):
 
 @dataclass(frozen=True)
 class Output(Frame):
+    """What a worker, or a process that it started, has written to STDOUT or STDERR. More may come after ``Exited``.
+
+    Each byte counts against the worker's WINDOW until ``Credit`` is given for it.
+    """
+
     rank: int
     stream: int
     data: bytes = field(repr=False)
@@ -315,6 +322,8 @@ class Output(Frame):
 
 @dataclass(frozen=True)
 class StdinTaken(Frame):
+    """A worker's standard input has taken all of the last ``Stdin``, and the next may be sent."""
+
     rank: int
 
 

@@ -133,6 +133,7 @@ class Gathering:
         return all(place.ready or (self._patient and place.failed) for place in places)
 
     def attempts(self, host: Host) -> int:
+        """How often a host's command has been started, the one that runs included."""
         return self._places[host].attempts
 
     def last_failure(self, host: Host) -> str:

@@ -16,6 +16,8 @@ from hvdgloo.runner.spawners import AgentStream
 from hvdgloo.runner.spec import Host
 
 _STDERR_KEPT = 20
+_END_TIME = 5.0  # seconds in which a command ends whose agent has
+_KILL_TIME = 5.0  # and in which it does once it was killed
 
 
 class Link:
@@ -26,6 +28,7 @@ class Link:
         step: how far its host has come.
         taken: it can be used.
         ranks: of the workers that it was told to start.
+        needed: the job cannot go on without it.
         finishing: it was told that the job is over.
         said_bye: nothing of the job is left on its host.
         gone: its stream has ended, or it counts as lost.
@@ -44,6 +47,7 @@ class Link:
         self.step = Step.CONNECTING
         self.taken = False
         self.said_bye = False
+        self.needed = True
         self.finishing = False
         self.gone = False
         self.ranks: list[int] = []
@@ -77,9 +81,15 @@ class Link:
         except OSError:
             pass
         try:
-            self.stream.wait(5.0)
+            self.stream.wait(_END_TIME)
         except subprocess.TimeoutExpired:
-            self.stream.kill()
-            self.stream.wait(5.0)
+            self._kill()
         self.stream.stdout.close()
         self.stream.stderr.close()
+
+    def _kill(self) -> None:
+        self.stream.kill()
+        try:
+            self.stream.wait(_KILL_TIME)
+        except subprocess.TimeoutExpired:
+            pass  # the system keeps it, for a device or file system that does not answer; there is no more to be done

@@ -62,6 +62,7 @@ class MemoryWatch:
         self._last = self._count()
 
     def kill_happened(self) -> bool:
+        """Whether one was since the last call, or since this was made; asking makes it forget."""
         count, previous = self._count(), self._last
         self._last = count
         return count > previous

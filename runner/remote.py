@@ -20,7 +20,10 @@ from hvdgloo.runner.process import group_exists
 from hvdgloo.version import __version__
 
 REQUIRED = ("cheroot", "cloudpickle", "flask", "msgpack", "numpy", "prometheus_client", "psutil", "yaml")
-"""What is installed together with hvdgloo. Where it is not, each worker would fail with a traceback of its own."""
+"""What hvdgloo itself imports, and is installed with it: looked for on every host, by its agent and by ``doctor``.
+
+Where something is lacking, each worker would fail with a traceback of its own.
+"""
 
 # In "/" and not in the user's folder: the agent must not import a json.py that lies there. The preamble goes first,
 # so that a slow file system shows as a slow Python. No single quote, backslash, "!" or newline: some shell reads this.

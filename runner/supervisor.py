@@ -51,7 +51,7 @@ from hvdgloo.runner.silence import Silence
 from hvdgloo.runner.spawners import Spawner
 from hvdgloo.runner.spec import Host, LaunchSpec
 from hvdgloo.runner.starting import Starting
-from hvdgloo.runner.sweeping import Sweeping
+from hvdgloo.runner.sweeping import Sweeping, describe_left
 from hvdgloo.runner.verdict import Verdict
 from hvdgloo.runner.waiting import InitWatch
 
@@ -194,17 +194,19 @@ class Supervisor:
         Returns:
             the hosts, and what their agents said.
         """
-        by_name = {host.name: host for host in hosts}
-        for link in self._links:
-            if link.host.name not in by_name:
-                link.finishing = True
-                link.channel.send(Finish())
+        names = {host.name for host in hosts}
+        leaving = [link for link in self._links if link.host.name not in names]
+        for link in leaving:
+            link.needed = False
+            link.finishing = True
+            link.channel.send(Finish())
         self._run(
-            lambda: self._verdict.settled or all(link.gone for link in self._links if link.host.name not in by_name),
+            lambda: self._verdict.settled or all(link.gone for link in leaving),
             time.monotonic() + END_TIME,
         )
         self._check_agents()
-        for link in [link for link in self._links if link.host.name not in by_name]:
+        for link in leaving:
+            self._lose(link, "did not end")
             link.close()
             self._links.remove(link)
         return tuple(hosts), tuple(link.hello for link in self._links if link.hello is not None)
@@ -333,6 +335,7 @@ class Supervisor:
             self._last_beat = now
             for link in self._links:
                 link.channel.beat()
+            self._sweeping.beat()
         self._judge_ended(now)
         for link in self._links:
             if link.gone or link.ended_at is not None:
@@ -472,15 +475,14 @@ class Supervisor:
             if self._starting is not None:
                 self._starting.lacking(link, frame)
         elif isinstance(frame, Dying):
+            if not link.needed:
+                return
             reason = f"the agent on host {link.host.name} ended its workers, because {frame.reason}"
             self.fail(Failure(None, link.host.name, 1, reason))
         elif isinstance(frame, Bye):
             link.said_bye = True
             if frame.left:
-                self._observer.notice(
-                    f"processes {', '.join(map(str, frame.left))} on {link.host.name} cannot be killed: the system "
-                    "keeps them, probably for a device or file system that does not answer"
-                )
+                self._observer.notice(describe_left(link.host, frame.left))
         elif type(frame) in self.handlers:
             self.handlers[type(frame)](link, frame)
 
@@ -514,6 +516,8 @@ class Supervisor:
         if link.said_bye:
             return
         link.stream.kill()
+        if not link.needed:
+            return
         if link.ranks:
             self._sweeping.begin(link.host, time.monotonic())
         self._verdict.gone(link.ranks)

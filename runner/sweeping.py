@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 import selectors
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from hvdgloo.errors import LaunchError
+from hvdgloo.runner import sweep
 from hvdgloo.runner.frames import Bye, Noise, Sweep
 from hvdgloo.runner.link import Link
 from hvdgloo.runner.spawners import Spawner
@@ -22,7 +24,7 @@ from hvdgloo.runner.spec import Host
 ANSWER_TIME = 3.0
 """Seconds in which the other agent must be there: beyond these the host counts as unreachable."""
 
-_END_TIME = 3.0  # seconds that it may take beyond the grace period
+_END_TIME = sweep.LIMIT + 2 * sweep.HANG_TIME + 2.0  # seconds that it may take beyond the grace period
 
 
 @dataclass
@@ -80,7 +82,15 @@ class Sweeping:
     @property
     def next(self) -> float:
         """When something is to be done again if nothing happens until then."""
-        return min((errand.deadline for errand in self._errands if not errand.done), default=math.inf)
+        waiting = [errand for errand in self._errands if not errand.done]
+        silences = [errand.link.silence.deadline for errand in waiting if errand.answered]
+        return min([*silences, *(errand.deadline for errand in waiting)], default=math.inf)
+
+    def beat(self) -> None:
+        """Show life: the agents listen while they sweep."""
+        for errand in self._errands:
+            if not errand.done:
+                errand.link.channel.beat()
 
     def keep_time(self, now: float) -> None:
         """Give up what has taken too long."""
@@ -93,6 +103,8 @@ class Sweeping:
                 errand.deadline = now + self._grace + _END_TIME
             if now >= errand.deadline:
                 self._finish(errand, "it did not end in time" if errand.answered else "it does not answer")
+            elif errand.answered and errand.link.silence.over(now):
+                self._finish(errand, "it has fallen silent")
 
     def close(self) -> None:
         """End what is still under way."""
@@ -110,11 +122,14 @@ class Sweeping:
         except LaunchError as error:
             self._finish(errand, str(error))
             return
+        link.silence.heard(time.monotonic())
         for item in items:
             if isinstance(item, Noise):
                 link.keep(item.data)
             elif isinstance(item, Bye):
                 link.said_bye = True
+                if item.left:
+                    self._notice(describe_left(link.host, item.left))
                 self._finish(errand)
                 return
         if link.channel.ended:
@@ -147,3 +162,11 @@ class Sweeping:
             f"host {host.name} could not be reached a second time to see whether anything of the job is left there "
             f"({why}); unless its agent was killed, it ends its workers by itself"
         )
+
+
+def describe_left(host: Host, pids: Sequence[int]) -> str:
+    """What an agent could not end."""
+    return (
+        f"processes {', '.join(map(str, pids))} on {host.name} cannot be killed: the system keeps them, probably for a "
+        "device or file system that does not answer"
+    )

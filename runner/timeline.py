@@ -27,6 +27,7 @@ def main(arguments: Sequence[str]) -> str:
     if len(arguments) < 3 or any(argument.startswith("-") for argument in arguments):
         raise ConfigError(f"timeline: write {USAGE}, where OUT is the file to be written")
     _, out, *paths = arguments
+    _refuse_to_overwrite_a_rank_s(out)
     count = merge(paths, out)
     return f"{out}: {count} events of {len(paths)} rank{'s' if len(paths) > 1 else ''}; open it in ui.perfetto.dev"
 
@@ -77,11 +78,34 @@ def _load(path: str) -> tuple[int, int, list[dict[str, Any]]]:
         with open(path, encoding="utf-8") as file:
             events = json.load(file)
         args = events[0]["args"]
+        if not all(map(_is_event, events)):
+            raise ValueError
         return int(args["start_time_since_epoch_in_micros"]), int(args["rank"]), events
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
-    except (ValueError, KeyError, IndexError, TypeError):
+    except (ValueError, KeyError, IndexError, TypeError, OverflowError):
         raise ConfigError(f"{path} is no timeline of hvdgloo") from None
+
+
+def _is_event(event: Any) -> bool:
+    """Whether it has what ``merge`` changes."""
+    if not (isinstance(event, dict) and isinstance(event.get("pid"), int) and isinstance(event.get("name"), str)):
+        return False
+    if "ts" in event:
+        return isinstance(event["ts"], int | float)
+    args = event.get("args")
+    return isinstance(args, dict) and (event["name"] != "process_name" or "name" in args)
+
+
+def _refuse_to_overwrite_a_rank_s(out: str) -> None:
+    """Where OUT was forgotten, the first rank's timeline stands in its place."""
+    try:
+        _, rank, _ = _load(out)
+    except ConfigError:
+        return
+    raise ConfigError(
+        f"{out} is the timeline of rank {rank}, and would be overwritten; write {USAGE}, where OUT is another file"
+    )
 
 
 def _metadata(row: int, name: str, args: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,9 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
+END_TIME = 5.0
+"""Seconds that the loading thread has to end; it looks between two batches."""
+
 
 class BaseDataLoader:
     """A loader that subclasses complete: ``_iterate`` yields batches, ``_process_batch`` may change each."""
@@ -56,10 +59,20 @@ class AsyncDataLoaderMixin:
         self._thread: threading.Thread | None = None
 
     def close_async_loader(self) -> None:
-        """End the thread; what it has loaded ahead is dropped."""
+        """End the thread; what it has loaded ahead is dropped.
+
+        A thread that is in the middle of loading a batch is waited for, but not longer than 5 s: then it is left alone
+        (with a warning), loads that batch, drops it, and ends. It does not keep the program from ending.
+        """
         if self._stop is not None and self._thread is not None:
             self._stop.set()
-            self._thread.join()
+            self._thread.join(END_TIME)
+            if self._thread.is_alive():
+                logger.warning(
+                    "the thread of %s is still loading a batch after %g s; it ends once it has that batch",
+                    type(self).__name__,
+                    END_TIME,
+                )
             self._stop = self._thread = None
 
     def __iter__(self) -> Iterator[Any]:

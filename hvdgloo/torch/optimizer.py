@@ -36,15 +36,18 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name; it makes an instance o
     Args:
         optimizer: a plain optimizer. It is held and does the stepping; use the result instead of it.
         named_parameters: ``model.named_parameters()``: names for messages. All of the optimizer's parameters, or None.
-        compression: ``Compression.fp16`` sends float32 gradients as float16.
+        compression: ``Compression.fp16`` and ``Compression.bf16`` send float32 and float64 gradients as float16 or
+            bfloat16; ``Compression.powersgd(rank=4)`` sends matrices as two thin ones, with Average or Sum.
         backward_passes_per_step: gradients add up over this many backward passes (as torch adds them) before they are
             sent; one ``step()`` then follows.
-        op: Average, Sum, Min, Max or Product.
+        op: Average, Sum, Min, Max or Product of the gradients; or Adasum, for which each rank steps on its own
+            gradients, and what these steps changed is combined.
         gradient_predivide_factor: splits an average's division: by this before the sum, by size / this after it.
         num_groups: deprecated: the same as an integer for ``groups``.
         groups: how many groups of gradients to send as one each (0: every gradient by itself), or a list of lists of
             parameters that are groups.
-        sparse_as_dense: send sparse gradients as dense ones; without it they are refused.
+        sparse_as_dense: send sparse gradients as dense ones; without it all ranks' entries are gathered, with Average
+            or Sum, and not in groups.
         process_set: the ranks that share gradients.
 
     Returns:

@@ -18,7 +18,19 @@ Tensor = torch.Tensor
 def start_sparse_allreduce(
     frontend: Frontend[Tensor], tensor: Tensor, name: str | None, op: int, process_set: ProcessSet
 ) -> Callable[[], Tensor]:
-    """See ``hvdgloo.torch.sparse_allreduce_async``."""
+    """Start to gather all ranks' entries, indices and values in one group.
+
+    Args:
+        tensor: of layout sparse_coo. Not to be changed before the result is there.
+        name: what matches the ranks' calls; None for an automatic one.
+        op: Average or Sum.
+
+    Returns:
+        what waits for them and returns their sum or average as a coalesced tensor, the same on every rank.
+
+    Raises:
+        InvalidArgumentError: (a ValueError) not such a tensor, or another operation.
+    """
     if not isinstance(tensor, Tensor) or tensor.layout is not torch.sparse_coo:
         raise InvalidArgumentError("expected a torch tensor of layout sparse_coo; allreduce takes dense ones")
     if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):

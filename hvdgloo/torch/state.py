@@ -18,7 +18,11 @@ Tensor = torch.Tensor
 
 
 def broadcast_parameters(frontend: Frontend[Tensor], params: Any, root_rank: int) -> None:
-    """See ``hvdgloo.torch.broadcast_parameters``."""
+    """Overwrite tensors with the root's, each under its own name; a dict's go by name, a list's in order.
+
+    Raises:
+        InvalidArgumentError: (a ValueError) ``params`` is neither a dict nor a list, or has values that are no tensors.
+    """
     operation = broadcasting(root_rank, global_process_set)
     named = _named(params)
     # All are under way before the first is waited for.
@@ -55,7 +59,11 @@ class _Slot:
 
 
 def broadcast_optimizer_state(frontend: Frontend[Tensor], optimizer: torch.optim.Optimizer, root_rank: int) -> None:
-    """See ``hvdgloo.torch.broadcast_optimizer_state``."""
+    """Load the root's state dict into all other ranks' optimizers: its structure as one object, then its tensors.
+
+    Raises:
+        InvalidArgumentError: (a ValueError) not an optimizer, or LBFGS, whose state cannot be sent.
+    """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InvalidArgumentError(f"expected a torch.optim.Optimizer, not {type(optimizer).__name__}")
     if isinstance(optimizer, torch.optim.LBFGS):

@@ -147,15 +147,31 @@ def test_every_rank_writes_its_own_and_merging_puts_them_on_one_clock(
         (["merge", "--help", "x", "y"], "write hvdgloo-run timeline merge OUT FILE"),
         (["merge", "{dir}/out", "{dir}/absent"], "absent cannot be read: No such file"),
         (["merge", "{dir}/out", "{dir}/bad"], "bad is no timeline of hvdgloo"),
+        (["merge", "{dir}/out", "{dir}/events"], "events is no timeline of hvdgloo"),
         (["merge", "{dir}/no/out", "{dir}/good"], "no/out cannot be written"),
+        (
+            ["merge", "{dir}/good", "{dir}/good", "{dir}/good"],
+            "good is the timeline of rank 0, and would be overwritten",
+        ),
     ],
 )
 def test_merging_says_what_is_wrong(tmp_path: Path, arguments: list[str], text: str) -> None:
     (tmp_path / "bad").write_text("[{}]")
     good = {"name": "process_name", "ph": "M", "pid": 0, "args": {"rank": 0, "start_time_since_epoch_in_micros": 1}}
-    (tmp_path / "good").write_text(json.dumps([{**good, "args": {**good["args"], "name": ""}}]))
+    good = {**good, "args": {**good["args"], "name": ""}}
+    (tmp_path / "good").write_text(json.dumps([good]))
+    (tmp_path / "events").write_text(json.dumps([good, {"name": "ALLREDUCE", "ph": "X", "ts": 1.0}]))
     with pytest.raises(ConfigError, match=text):
         merging.main([argument.replace("{dir}", str(tmp_path)) for argument in arguments])
+    assert json.loads((tmp_path / "good").read_text()) == [good]
+
+
+def test_merging_again_replaces_what_was_merged(tmp_path: Path) -> None:
+    args = {"name": "", "rank": 0, "start_time_since_epoch_in_micros": 1}
+    (tmp_path / "trace").write_text(json.dumps([{"name": "process_name", "ph": "M", "pid": 0, "args": args}]))
+    for _ in range(2):
+        assert merging.merge([str(tmp_path / "trace")], str(tmp_path / "out")) == 2
+        assert "2 events of 1 rank;" in merging.main(["merge", str(tmp_path / "out"), str(tmp_path / "trace")])
 
 
 def test_a_file_that_cannot_be_written_is_refused(world: MakeWorld) -> None:

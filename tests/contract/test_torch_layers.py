@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from hvdgloo.context import Context  # noqa: E402
-from hvdgloo.data import AsyncDataLoaderMixin, BaseDataLoader  # noqa: E402
+from hvdgloo.data import AsyncDataLoaderMixin, BaseDataLoader, data_loader_base  # noqa: E402
 from hvdgloo.errors import InvalidArgumentError, MismatchError  # noqa: E402
 from hvdgloo.frontend import Frontend  # noqa: E402
 from hvdgloo.process_sets import global_process_set  # noqa: E402
@@ -20,6 +20,7 @@ from hvdgloo.torch.adapter import TorchAdapter  # noqa: E402
 from hvdgloo.torch.elastic import ElasticSampler  # noqa: E402
 from hvdgloo.torch.sparse import start_sparse_allreduce  # noqa: E402
 from hvdgloo.types import ReduceOp  # noqa: E402
+from tests.support.launching import wait_for  # noqa: E402
 from tests.support.world import World  # noqa: E402
 
 MakeWorld = Callable[..., World]
@@ -233,6 +234,28 @@ class TestAsyncLoader:
                 break
         loader.close_async_loader()
         assert "hvdgloo-data-loader" not in {thread.name for thread in threading.enumerate()}
+
+    def test_a_batch_that_never_comes_does_not_keep_the_loop_from_ending(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr(data_loader_base, "END_TIME", 0.1)
+        disk = threading.Event()
+
+        class Stuck(BaseDataLoader):
+            def _iterate(self) -> Iterator[int]:
+                yield 1
+                disk.wait()
+                yield 2
+
+        class AsyncStuck(AsyncDataLoaderMixin, Stuck):
+            pass
+
+        try:
+            assert next(iter(AsyncStuck())) == 1
+            assert "AsyncStuck is still loading a batch after 0.1 s" in caplog.text
+        finally:
+            disk.set()
+        wait_for(lambda: "hvdgloo-data-loader" not in {thread.name for thread in threading.enumerate()})
 
     def test_an_error_in_the_thread_is_raised_in_the_loop(self) -> None:
         loader = AsyncNumbers(5, bad=2)

@@ -20,6 +20,7 @@ import pytest
 
 from hvdgloo.errors import LaunchError
 from hvdgloo.runner.launch import Report, launch
+from hvdgloo.runner.link import Link
 from hvdgloo.runner.spawners import AgentStream, LocalSpawner, LocalStream
 from hvdgloo.runner.spec import Host, LaunchSpec
 from tests.support.launching import clean_environment, wait_for
@@ -172,3 +173,54 @@ def test_forty_workers_on_one_machine(tmp_path: Path) -> None:
     report, out, _ = job(program, tmp_path, hosts=(Host("a", 20), Host("b", 20)), np=40)
     assert report.outcome.exit_code == 0
     assert sorted(int(line[1 : line.index("]")]) for line in out.splitlines()) == list(range(40))
+
+
+BREAKS_AT_ITS_END = f"""exec {sys.executable} -c '
+import os
+from hvdgloo.runner import agent, sweep
+sweep.end_all = lambda *_, **__: os._exit(7)
+os._exit(agent.main())'"""
+
+
+TWO_GPUS = f"""exec {sys.executable} -c '
+import os
+from hvdgloo.runner import agent, machine
+machine.visible_gpus = lambda _: 2
+os._exit(agent.main())'"""
+
+
+def test_an_agent_that_is_not_needed_may_break_at_its_good_bye(tmp_path: Path) -> None:
+    """How many slots a host has is known once its agent is there, and then the first may be enough."""
+    scripts = {"a": TWO_GPUS, "b": BREAKS_AT_ITS_END}
+    report, out, err = job("print('ran')", tmp_path, scripts, hosts=(Host("a"), Host("b")), np=2)
+    assert report.outcome.exit_code == 0, err
+    assert {slot.hostname for slot in report.slots} == {"a"}
+    assert ":ran" in out
+
+
+def test_an_agent_that_is_needed_may_not(tmp_path: Path) -> None:
+    report, *_ = job("print('ran')", tmp_path, {"b": BREAKS_AT_ITS_END})
+    assert report.summary() == "the job failed: the agent on host b exited with status 7"
+
+
+class KeptBySystem(LocalStream):
+    """As the system keeps a process that waits for a device: kill does nothing."""
+
+    def kill(self) -> None:
+        pass
+
+
+def test_a_command_that_cannot_be_killed_keeps_nobody_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hvdgloo.runner.link._END_TIME", 0.1)
+    monkeypatch.setattr("hvdgloo.runner.link._KILL_TIME", 0.1)
+    pipe = subprocess.PIPE
+    stream = KeptBySystem(["sleep", "100"], stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, start_new_session=True)
+    try:
+        Link(Host("a"), stream).close()
+        assert stream.poll() is None
+        assert stream.stdin.closed
+        assert stream.stdout.closed
+        assert stream.stderr.closed
+    finally:
+        LocalStream.kill(stream)
+        stream.wait(5)

@@ -380,14 +380,23 @@ def test_pain_20_who_has_not_come_to_init_is_said(launcher: Launcher) -> None:
         import os, time
         from hvdgloo.rendezvous import RendezvousClient, WorkerInfo, host_identity
         rank = int(os.environ["RANK"])
-        if rank == 1:
-            time.sleep(2.5)
+        while rank == 1 and not os.path.exists("said"):
+            time.sleep(0.01)
         server, secret = os.environ["HVDGLOO_RENDEZVOUS"], bytes.fromhex(os.environ["HVDGLOO_SECRET"])
         with RendezvousClient(server, secret) as client:
             me = WorkerInfo(rank, None, "localhost", host_identity(), "127.0.0.1", 1, os.getpid())
             print(client.register(0, me, timeout=20).rank)
         """
     )
-    done = launcher.run("-np", "2", "--verbose", script)
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"hvd\.init\(\) has waited .* for rank 1 \(localhost, process \d+\), which has not", done.stderr)
+    process = launcher.start("-np", "2", "--verbose", script)
+    assert process.stderr is not None
+    said = ""
+    for line in process.stderr:
+        said += line.decode()
+        if "hvd.init() has waited" in said:
+            break
+    report = r"hvd\.init\(\) has waited .* for rank 1 \(localhost, process \d+\), which has not"
+    assert re.search(report, said), said
+    (launcher.folder / "said").touch()
+    _, rest = process.communicate(timeout=30)
+    assert process.returncode == 0, rest

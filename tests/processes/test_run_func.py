@@ -52,13 +52,26 @@ class ForgetfulError(Exception):
         super().__init__(f"{one} and {two}")
 
 
-def test_results_come_in_the_order_of_ranks() -> None:
+def test_results_come_in_the_order_of_ranks(tmp_path: Path) -> None:
     def work(base: int, *, factor: int) -> tuple[int, int, int]:
         rank = int(os.environ["HVDGLOO_RANK"])
-        time.sleep(0.1 * (2 - rank))
+        if rank < 2:  # the last one ends first
+            _wait_for_the_end_of(tmp_path / f"pid{rank + 1}")
+        _tell_pid(tmp_path / f"pid{rank}")
         return rank, base + factor * rank, int(os.environ["WORLD_SIZE"])
 
     assert hvdgloo.run.run(work, (100,), {"factor": 10}, 3) == [(0, 100, 3), (1, 110, 3), (2, 120, 3)]
+
+
+def _tell_pid(path: Path) -> None:
+    path.with_suffix(".new").write_text(str(os.getpid()))
+    path.with_suffix(".new").rename(path)
+
+
+def _wait_for_the_end_of(path: Path) -> None:
+    """Wait until the process that tells its number there has ended, and its agent knows."""
+    wait_for(path.exists)
+    wait_for(lambda: not psutil.pid_exists(int(path.read_text())))
 
 
 def test_the_module_itself_can_be_called() -> None:
@@ -98,17 +111,17 @@ def test_an_exception_that_cannot_travel_is_told_in_words() -> None:
 
 
 def test_the_culprit_is_raised_and_not_a_rank_that_merely_lost_it(tmp_path: Path) -> None:
-    ready = tmp_path / "ready"
+    ready, noticed = tmp_path / "ready", tmp_path / "noticed"
 
     def work() -> None:
         if os.environ["RANK"] == "0":
-            while not ready.exists():
-                time.sleep(0.01)
+            wait_for(ready.exists)
+            _tell_pid(noticed)
             raise PeerLostError("rank 1 is gone", rank=1)
         # It takes longer to end than the rank that noticed.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         ready.touch()
-        time.sleep(0.5)
+        _wait_for_the_end_of(noticed)
         raise ValueError("the reason")
 
     with pytest.raises(ValueError, match="the reason"):

@@ -32,6 +32,7 @@ from hvdgloo.runner.frames import Require
 from hvdgloo.runner.nics import Address
 from hvdgloo.runner.placement import Reports, tried
 from hvdgloo.runner.probe import Answer, Outcome
+from hvdgloo.runner.remote import REQUIRED
 
 GIB = 1024**3
 H200 = Gpu("NVIDIA H200", 140 * GIB)
@@ -335,7 +336,7 @@ class TestExamine:
         setup.read(Path(__file__).parents[2] / "setup.cfg", encoding="utf-8")
         required = [line.split()[0] for line in setup["options"]["install_requires"].split("\n")[1:]]
         assert {"PyYAML": "yaml"}.get(required[-1]) == "yaml"
-        assert {name.replace("PyYAML", "yaml") for name in required} == set(examine.REQUIRED)
+        assert {name.replace("PyYAML", "yaml") for name in required} == set(REQUIRED)
         assert examine.examine({}, Require("/")).lacking == []
 
     @pytest.mark.parametrize(

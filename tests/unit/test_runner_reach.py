@@ -159,6 +159,12 @@ class TestVariables:
         with pytest.raises(ConfigError, match=r"-x .*expected NAME or NAME=VALUE"):
             parse_exports([text], {})
 
+    @pytest.mark.parametrize("text", ["BAD NAME=s3cret", "A=s3cret\0"])
+    def test_pain_30_a_value_is_not_shown(self, text: str) -> None:
+        with pytest.raises(ConfigError) as caught:
+            parse_exports([text], {})
+        assert str(caught.value) == f"-x {text.partition('=')[0]}: expected NAME or NAME=VALUE"
+
     def test_a_variable_that_is_not_set(self) -> None:
         with pytest.raises(ConfigError, match="-x NOPE: NOPE is not set here; give it a value"):
             parse_exports(["NOPE"], {})

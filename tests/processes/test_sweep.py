@@ -1,0 +1,223 @@
+"""How a second agent sweeps up after one that was lost: pain 24 (orphans), without the network in between."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from hvdgloo.runner import sweep
+from hvdgloo.runner.frames import Spawn
+from hvdgloo.runner.process import WorkerProcess
+from tests.support.launching import Launcher, launcher_in, wait_for
+
+GRACE = 3.0
+"""The default grace period after a failure."""
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """``start(program, **environ)``: a process that has printed a line."""
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def make(program: str, **environ: str) -> subprocess.Popen[bytes]:
+        made = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env={**os.environ, **environ})
+        processes.append(made)
+        assert made.stdout is not None
+        assert made.stdout.readline()
+        return made
+
+    yield make
+    for process in processes:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+ATTENDS = """
+import signal
+from hvdgloo.runner import sweep
+sign = sweep.attend({job!r})
+print("up", flush=True)
+signal.pause()
+"""
+
+WAITS = "import signal; print('up', flush=True); signal.pause()"
+
+
+def test_pain_24_an_agent_that_hangs_gets_the_default_grace_period_and_is_ended(
+    start: Callable[..., subprocess.Popen[bytes]],
+) -> None:
+    """It used to be asked so often meanwhile that its queue of connections filled up, and the sweep never ended."""
+    job = os.urandom(16).hex()
+    agent = start(ATTENDS.format(job=job))
+    worker = start(WAITS, HVDGLOO_JOB_ID=job)
+    agent.send_signal(signal.SIGSTOP)
+    program = f"from hvdgloo.runner import sweep; print(sweep.end_abandoned({job!r}, {GRACE}))"
+    started = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=15)
+    assert done.stdout == "set()\n", done.stderr
+    assert GRACE < time.monotonic() - started < GRACE + 4
+    assert agent.wait(0) == -signal.SIGKILL
+    assert worker.wait(0) == -signal.SIGKILL, "it had its time while the agent was waited for"
+
+
+def test_an_agent_that_ends_in_time_is_waited_for_and_not_killed(start: Callable[..., subprocess.Popen[bytes]]) -> None:
+    job = os.urandom(16).hex()
+    agent = start(ATTENDS.format(job=job))
+    rests: list[float] = []
+
+    def rest(seconds: float) -> None:
+        rests.append(seconds)
+        if len(rests) == 3:
+            agent.terminate()
+            agent.wait()
+        time.sleep(seconds)
+
+    started = time.monotonic()
+    assert sweep.end_abandoned(job, 10.0, rest) == set()
+    assert time.monotonic() - started < 5
+    assert agent.returncode == -signal.SIGTERM
+    assert len(rests) >= 3
+
+
+FOREIGN = ATTENDS.replace("sign =", "import os; os.setuid(65534)\nsign =")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be two users")
+def test_a_sign_that_another_user_shows_is_nobody_s(start: Callable[..., subprocess.Popen[bytes]]) -> None:
+    """Names of sockets can be read by all users of a host, and taken by any."""
+    job = os.urandom(16).hex()
+    stranger = start(FOREIGN.format(job=job))
+    started = time.monotonic()
+    assert sweep.end_abandoned(job, 30.0) == set()
+    assert time.monotonic() - started < 5
+    assert stranger.poll() is None
+
+
+def test_a_long_grace_period_still_ends_in_sigkill(start: Callable[..., subprocess.Popen[bytes]]) -> None:
+    """What the time for the unkillable is counted from is the SIGKILL."""
+    worker = start("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + WAITS)
+
+    def find() -> set[int]:
+        return set() if worker.poll() is not None else {worker.pid}
+
+    assert sweep.end_all(find, grace=0.5, limit=0.2) == set()
+    assert worker.wait(0) == -signal.SIGKILL
+
+
+IMMORTAL = """
+# The first process of a namespace: nothing inside it can kill it. It passes for a process of the job.
+import ctypes, os, subprocess, sys, time
+libc = ctypes.CDLL(None)
+libc.getenv.restype = ctypes.c_void_p
+libc.getenv.argtypes = [ctypes.c_char_p]
+variable = libc.getenv(b"HVDGLOO_JOB_ID")
+launcher = subprocess.Popen(sys.argv[1:])
+while not os.path.exists("job") and launcher.poll() is None:
+    time.sleep(0.01)
+job = open("job").read().encode()
+ctypes.memmove(variable, job, len(job))
+open("taken", "w").write("1")
+sys.exit(launcher.wait())
+"""
+
+WORKER = """
+import os, time
+open("job.new", "w").write(os.environ["HVDGLOO_JOB_ID"])
+os.rename("job.new", "job")
+while not os.path.exists("taken"): time.sleep(0.01)
+"""
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Iterator[Launcher]:
+    with launcher_in(tmp_path) as made:
+        yield made
+
+
+def namespace() -> list[str]:
+    """A command that runs another one as the first process of a namespace; skips where none can be made."""
+    command = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+    try:
+        subprocess.run([*command, "true"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no namespace of processes can be made here")
+    return command
+
+
+def test_pain_23_a_job_that_leaves_behind_what_cannot_be_killed_has_succeeded(launcher: Launcher) -> None:
+    done = launcher.run(
+        *("-np", "1", "--heartbeat-timeout", "2", launcher.script(WORKER)),
+        env={"HVDGLOO_JOB_ID": "0" * 32},
+        wrapper=[*namespace(), sys.executable, "-S", "-c", IMMORTAL],
+        timeout=40,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "processes 1 on localhost cannot be killed" in done.stderr
+
+
+REUSED = """
+import os, signal, subprocess, sys, time
+from hvdgloo.runner.frames import Spawn
+from hvdgloo.runner.process import WorkerProcess
+from hvdgloo.runner.remote import CommandStream
+from hvdgloo.runner.spawners import LocalStream
+
+def worker():
+    made = WorkerProcess(Spawn(0, ["true"], {}), dict(os.environ), "/", None)
+    made.ended(os.waitpid(made.pid, 0)[1])
+    assert not made.group_lives()
+    made.close()
+    return made.pid, lambda: made.signal_group(signal.SIGTERM)
+
+def command(kind, **options):
+    made = kind(["true"], **options)
+    while made.poll() is None: time.sleep(0.01)
+    return made.pid, made.kill
+
+def local():
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    return command(LocalStream, start_new_session=True, **pipes)
+
+pid, strike = {"worker": worker, "command": lambda: command(CommandStream), "local": local}[sys.argv[1]]()
+with open("/proc/sys/kernel/ns_last_pid", "w") as file:
+    file.write(str(pid - 1))
+wait = "import os; pid = os.fork(); print(flush=True); os.wait() if pid else __import__('signal').pause()"
+stranger = subprocess.Popen([sys.executable, "-S", "-c", wait], start_new_session=True, stdout=subprocess.PIPE)
+assert stranger.pid == pid, (stranger.pid, pid)
+assert stranger.stdout.readline() and stranger.stdout.readline()
+strike()
+try:
+    print("killed", stranger.wait(0.5))
+except subprocess.TimeoutExpired:
+    print("spared")
+"""
+
+
+@pytest.mark.parametrize("whose", ["worker", "command", "local"])
+def test_a_stranger_that_got_the_number_of_a_process_that_ended_is_not_signalled(whose: str) -> None:
+    done = subprocess.run(
+        [*namespace(), sys.executable, "-c", REUSED, whose], capture_output=True, text=True, timeout=20
+    )
+    assert done.stdout == "spared\n", done.stderr
+
+
+def test_what_a_worker_leaves_in_its_group_is_signalled_until_it_has_ended() -> None:
+    worker = WorkerProcess(Spawn(0, ["sh", "-c", "sleep 100 & echo $!"], {}), dict(os.environ), "/", None)
+    _, status = os.waitpid(worker.pid, 0)
+    worker.ended(status)
+    child = int(worker.read(1) or b"")
+    try:
+        assert worker.group_lives()
+        worker.signal_group(signal.SIGTERM)
+        wait_for(lambda: not worker.group_lives(), what=f"the end of process {child}")
+    finally:
+        worker.close()
