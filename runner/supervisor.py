@@ -3,8 +3,7 @@
 The loop never waits for output to be written, for a host, or for a worker. It ends when every agent has said good-bye,
 which it does only once nothing of the job is left on its host; an agent that is lost without one is swept up after.
 
-Signals only leave a note and wake the loop. Ctrl-Z is such a note too: the agents are told that silence will follow,
-then the launcher stops itself, and the workers go on.
+Signals only leave a note and wake the loop, where ``signals`` knows what they mean.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ from hvdgloo.runner.frames import (
     Output,
     Require,
     Result,
-    Signal,
     Spawn,
     Spawned,
     SpawnFailed,
@@ -41,12 +39,12 @@ from hvdgloo.runner.frames import (
     Stdin,
     StdinTaken,
     Stop,
-    Suspend,
 )
 from hvdgloo.runner.link import Link
 from hvdgloo.runner.loop import Loop
 from hvdgloo.runner.outcome import Failure, Outcome, describe_loss
 from hvdgloo.runner.progress import MENDS, Step
+from hvdgloo.runner.signals import Signals
 from hvdgloo.runner.silence import Silence
 from hvdgloo.runner.spawners import Spawner
 from hvdgloo.runner.spec import Host, LaunchSpec
@@ -98,20 +96,20 @@ class Supervisor:
         self._starting: Starting | None = None
         self._lost: dict[Host, str] | None = None
         self._last_beat = time.monotonic()
-        self._killing = False
         self._hard_deadline: float | None = None
         self._slept = 0.0
         self._stdin_link: Link | None = None
         self.on_stdin_taken: Callable[[], None] = lambda: None
         self.handlers: dict[type[Frame], Callable[[Link, Any], None]] = {}
         self._init: InitWatch | None = None
+        self._signals = Signals(self, spec.grace_after_signal, observer.notice, observer.suspend)
         self._sweeping = Sweeping(spawner, self.selector, job_id, spec.grace_after_failure, observer.notice)
 
     def __enter__(self) -> Supervisor:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._kill()
+        self.kill()
         for link in self._links:
             if link.hello is None:
                 self._lose(link, "never answered")
@@ -264,7 +262,7 @@ class Supervisor:
 
     def interrupt(self, signum: int) -> None:
         """Take note of a signal. Safe in a signal handler and in any thread."""
-        self._loop.call_soon(partial(self._on_signal, signum))
+        self._loop.call_soon(partial(self._signals.came, signum))
 
     def fail_soon(self, failure: Failure) -> None:
         """Like ``fail``, from another thread."""
@@ -543,23 +541,37 @@ class Supervisor:
         self._verdict.fail(failure)
 
     def _stop_after_failure(self) -> None:
-        self._stop(signal.SIGTERM, self._spec.grace_after_failure)
+        self.stop(signal.SIGTERM, self._spec.grace_after_failure)
 
-    def _stop(self, signum: int, grace: float) -> None:
+    def stop(self, signum: int, grace: float) -> None:
+        """End the workers by a signal, and kill what is left after ``grace`` seconds."""
         self._verdict.settled = True
         self._hard_deadline = time.monotonic() + grace + END_TIME
-        for link in self._links:
-            link.channel.send(Stop(signum, grace))
+        self.tell_all(Stop(signum, grace))
         self._finish_if_over()
 
-    def _kill(self) -> None:
+    def kill(self) -> None:
         """End everything now."""
-        self._killing = self._verdict.settled = True
+        self._verdict.settled = True
         self._verdict.running.clear()
         self._hard_deadline = time.monotonic() + END_TIME
-        for link in self._links:
-            link.channel.send(Stop(signal.SIGKILL, 0.0))
+        self.tell_all(Stop(signal.SIGKILL, 0.0))
         self._finish_if_over()
+
+    @property
+    def running(self) -> bool:
+        """Whether there are workers that have not ended."""
+        return bool(self._verdict.running)
+
+    def tell_all(self, frame: Frame) -> None:
+        """Send something to all agents."""
+        for link in self._links:
+            link.channel.send(frame)
+
+    def flush(self, seconds: float) -> None:
+        """Wait until what was sent to agents has left, but not longer than this."""
+        links = self._links
+        self._run(lambda: not any(link.channel.pending for link in links if not link.gone), time.monotonic() + seconds)
 
     def _finish_if_over(self) -> None:
         if self._verdict.running:
@@ -572,53 +584,6 @@ class Supervisor:
     def _send_stdin(self, rank: int, data: bytes) -> None:
         if self._stdin_link is not None:
             self._stdin_link.channel.send(Stdin(rank, data))
-
-    # Signals.
-
-    def _on_signal(self, signum: int) -> None:
-        if signum == signal.SIGTSTP:
-            self._suspend()
-        elif signum in (signal.SIGUSR1, signal.SIGUSR2):
-            for link in self._links:
-                link.channel.send(Signal(signum))
-        elif self.outcome.interrupted is not None:
-            if not self._killing:
-                self._observer.notice("killing the workers")
-            self._kill()
-        else:
-            self._interrupted(signum)
-
-    def _interrupted(self, signum: int) -> None:
-        name = signal.Signals(signum).name
-        grace = self._spec.grace_after_signal
-        if self.outcome.first is None:
-            self.outcome.interrupted = signum
-            if self._verdict.running and signum != signal.SIGPIPE:  # there is nobody who would read it
-                self._observer.notice(
-                    f"{name} is passed on to the workers, which have {grace:g} s to end; "
-                    f"{'Ctrl-C again' if signum == signal.SIGINT else 'a second signal'} kills them at once"
-                )
-            # The reader of a pipe is gone; that signal means nothing to workers.
-            self._stop(signal.SIGTERM if signum == signal.SIGPIPE else signum, grace)
-        else:
-            self._kill()
-
-    def _suspend(self) -> None:
-        """Be stopped like any program at Ctrl-Z, after telling the agents that silence will follow."""
-        for link in self._links:
-            link.channel.send(Suspend(True))
-        self._observer.suspend()
-        deadline = time.monotonic() + 1.0
-        self._run(lambda: not any(link.channel.pending for link in self._links if not link.gone), deadline)
-        previous = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTSTP])
-        signal.raise_signal(signal.SIGTSTP)
-        # Here it goes on at SIGCONT.
-        signal.signal(signal.SIGTSTP, previous)
-        now = time.monotonic()
-        for link in self._links:
-            link.silence.heard(now)
-            link.channel.send(Suspend(False))
 
     # Who is missing.
 

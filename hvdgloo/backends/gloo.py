@@ -28,7 +28,7 @@ import torch.distributed as dist
 from hvdgloo.backends import kernels
 from hvdgloo.backends.base import Work
 from hvdgloo.engine.engine import bury
-from hvdgloo.errors import BackendError, ConnectError, HvdglooError, RendezvousTimeoutError
+from hvdgloo.errors import BackendError, ConnectError, RendezvousError, RendezvousTimeoutError
 from hvdgloo.types import Buffer, DType, ReduceOp, TensorSpec
 
 _TORCH_DTYPES = {
@@ -75,8 +75,9 @@ class Store(Protocol):
 class GlooStore(dist.Store):  # type: ignore[name-defined,misc] # absent from torch's own annotations
     """A rendezvous store as Gloo sees it.
 
-    Gloo asks for its neighbours' addresses one by one, when it first connects to them; the first question fetches
-    everybody's in one request.
+    Gloo publishes this rank's address when the group is made, and asks for its neighbours' one by one when it first
+    connects to them. ``fetch`` gets everybody's in one request before that: no wait, and no error, happens inside of
+    Gloo, where neither could be given up safely.
     """
 
     def __init__(
@@ -89,31 +90,30 @@ class GlooStore(dist.Store):  # type: ignore[name-defined,misc] # absent from to
         self._size = size
         self._timeout = timeout
         self.published = b""
+        self._base = ""
         self.addresses: dict[str, bytes] = {}
-        self.failure: HvdglooError | None = None
 
     def set(self, key: str, value: bytes | str) -> None:
+        self._base = key.rpartition("/")[0]  # its keys are "<counter>/<rank>"
         self.published = value.encode() if isinstance(value, str) else bytes(value)
         self._store.set(self._prefix + key, self.published)
 
     def get(self, key: str) -> bytes:
-        if key not in self.addresses:
-            self._fetch(key)
         return self.addresses[key]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         for key in keys:
             self.get(key)
 
-    def _fetch(self, key: str) -> None:
-        # Gloo's keys are "<counter>/<rank>".
-        base = key.rpartition("/")[0]
-        names = [f"{base}/{rank}" for rank in range(self._size)]
-        try:
-            values = self._read([self._prefix + name for name in names])
-        except HvdglooError as error:
-            self.failure = error  # it would reach us as a RuntimeError from C++
-            raise
+    def fetch(self) -> None:
+        """Wait until every rank has published its address.
+
+        Raises:
+            RendezvousError: some did not in time, or the server cannot be reached.
+            BackendError: it was cancelled.
+        """
+        names = [f"{self._base}/{rank}" for rank in range(self._size)]
+        values = self._read([self._prefix + name for name in names])
         self.addresses.update(zip(names, values, strict=True))
 
     def _read(self, keys: list[str]) -> list[bytes]:
@@ -252,11 +252,13 @@ class GlooBackend:
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
             options._timeout = timedelta(seconds=connect_timeout)
             self._group = dist.ProcessGroupGloo(self._store, rank, size, options)
+            self._store.fetch()
             self._connect(connect_timeout)
+        except RendezvousError:
+            self.close()
+            raise
         except (RuntimeError, BackendError) as error:
             self.close()
-            if self._store.failure is not None:
-                raise self._store.failure from error
             raise ConnectError(
                 f"rank {rank} could not connect its Gloo group from {address}: {_first_line(error)}. Gloo listens on a "
                 "port that the system chooses, on that address; check that the other hosts reach it (firewall, wrong "

@@ -214,11 +214,30 @@ def test_a_host_that_loses_its_power_ends_the_job(make_bed: Callable[..., Bed], 
 def test_a_host_that_is_back_in_time_is_not_lost(make_bed: Callable[..., Bed], tmp_path: Path) -> None:
     bed = make_bed(["h1", "h2"])
     job = HostsJob(bed, tmp_path / "job")
-    process = job.start("import time; open('ready0', 'w').write('1'); time.sleep(7)")
-    job.file("ready0")
+    process = job.start(
+        """
+        import os, time
+        rank = os.environ["RANK"]
+        def wait(name):
+            while not os.path.exists(name): time.sleep(0.01)
+        open(f"ready{rank}", "w").write("1")
+        wait("cut")
+        print(f"rank {rank} in the outage", flush=True)
+        open(f"printed{rank}", "w").write("1")
+        wait("enough")
+        """,
+        *("--heartbeat-timeout", "15"),
+    )
+    for name in ("ready0", "ready1"):
+        job.file(name)
     bed["h2"].cut()
-    time.sleep(2.5)  # an outage has its length
+    (job.folder / "cut").write_text("")
+    job.file("printed1")
+    time.sleep(3)  # at least: a sign of life is due every 2.5 s
+    assert "rank 1" not in job.output
     bed["h2"].mend()
+    wait_for(lambda: "rank 1 in the outage" in job.output, 30, "what was said in the outage")
+    (job.folder / "enough").write_text("")
     assert process.wait(20) == 0, job.error
 
 

@@ -120,9 +120,13 @@ def test_pain_23_success_needs_status_0_of_every_worker(launcher: Launcher) -> N
     script = launcher.script(
         """
         import os, sys, time
+        size = os.environ["WORLD_SIZE"]
         if os.environ["RANK"] == "0":
+            open("new" + size, "w").write(str(os.getpid()))
+            os.rename("new" + size, "first" + size)
             sys.exit(0)
-        time.sleep(0.3)
+        while not os.path.exists("first" + size): time.sleep(0.01)
+        while os.path.exists("/proc/" + open("first" + size).read()): time.sleep(0.01)
         sys.exit(5 if os.environ["RANK"] == "2" else 0)
         """
     )
@@ -339,13 +343,28 @@ def test_a_launcher_that_falls_silent_is_an_order_to_die(launcher: Launcher) -> 
 
 
 def test_a_silence_that_is_short_enough_changes_nothing(launcher: Launcher) -> None:
-    script = launcher.script("import os, time\nopen('ready0', 'w').write('1')\ntime.sleep(1.5)")
-    process = launcher.start("-np", "1", "--heartbeat-timeout", "2", script)
+    script = launcher.script(
+        """
+        import os, time
+        open("ready0", "w").write("1")
+        while not os.path.exists("stopped"): time.sleep(0.01)
+        print("meanwhile", flush=True)
+        open("printed", "w").write("1")
+        while not os.path.exists("enough"): time.sleep(0.01)
+        """
+    )
+    process = launcher.start("-np", "1", "--heartbeat-timeout", "9", script)
     launcher.file("ready0")
     process.send_signal(signal.SIGSTOP)
-    until = time.monotonic() + 1.0
+    wait_for(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED, what="a stopped launcher")
+    (launcher.folder / "stopped").write_text("1")
+    launcher.file("printed")
+    until = time.monotonic() + 2.0  # at least: a sign of life is due every 1.5 s
     wait_for(lambda: time.monotonic() > until)
     process.send_signal(signal.SIGCONT)
+    assert process.stdout is not None
+    assert process.stdout.readline().endswith(b":meanwhile\n")
+    (launcher.folder / "enough").write_text("1")
     assert process.wait(20) == 0
 
 

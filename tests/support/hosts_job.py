@@ -136,6 +136,10 @@ class HostsJob:
         return next(p for p in launcher.processes() if p.name() == "ssh" and host in p.cmdline())
 
     @property
+    def output(self) -> str:
+        return (self.folder / "out").read_text()
+
+    @property
     def error(self) -> str:
         return (self.folder / "err").read_text()
 
