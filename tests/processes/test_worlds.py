@@ -136,8 +136,8 @@ except hvd.HorovodInternalError as error:
     print(type(error).__name__, error.rank, time.monotonic() - began < 5)
 """
     with Job(3, HEAD + code, tmp_path) as job:
-        outputs = [worker.stdout for worker in job.wait()]
-    assert outputs[0] == "PeerLostError 2 True\n"
+        ended = job.wait()
+    assert (ended[0].stdout, ended[0].returncode) == ("PeerLostError 2 True\n", 0), ended[0].stderr
 
 
 def test_worlds_do_not_write_into_one_timeline(tmp_path: Path) -> None:
