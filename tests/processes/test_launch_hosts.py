@@ -175,6 +175,32 @@ def test_forty_workers_on_one_machine(tmp_path: Path) -> None:
     assert sorted(int(line[1 : line.index("]")]) for line in out.splitlines()) == list(range(40))
 
 
+SWEEPS_FOR_LONG = f"""exec {sys.executable} -c '
+import os
+from hvdgloo.runner import agent, sweep
+def end_abandoned(job_id, grace, rest):
+    rest(9.0)
+    return {{4242}}
+sweep.end_abandoned = end_abandoned
+os._exit(agent.main())'"""
+
+
+def test_pain_24_a_sweep_that_takes_long_shows_life_and_tells_what_is_left(tmp_path: Path) -> None:
+    """Longer than the silence that an agent or its launcher bears."""
+    again = f"if test -e {tmp_path}/agent; then {SWEEPS_FOR_LONG}\nelse echo $$ > {tmp_path}/agent; {AGENT}; fi"
+    program = (
+        "import os, signal\n"
+        "agent, warden = os.getppid(), int(open('agent').read())\n"
+        "if os.environ['HVDGLOO_HOSTNAME'] == 'b':\n"
+        "    for victim, signum in ((agent, 19), (warden, 9), (agent, 9)): os.kill(victim, signum)\n"
+        "signal.pause()"
+    )
+    report, _, err = job(program, tmp_path, {"b": again})
+    assert report.outcome.exit_code == 1
+    assert "processes 4242 on b cannot be killed" in err
+    assert "a second time" not in err
+
+
 BREAKS_AT_ITS_END = f"""exec {sys.executable} -c '
 import os
 from hvdgloo.runner import agent, sweep
