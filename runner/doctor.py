@@ -94,10 +94,10 @@ def _agents(spec: LaunchSpec, spawner: Spawner, stderr: TextIO) -> Iterator[Supe
         names = [host.name for host in spec.hosts]
         display = StartDisplay(names, console, environ=spec.environ, verbose=spec.verbose, doing="looking at")
         observer = _Observer(console, display)
-        with Supervisor(spec, spawner, spec.hosts, secrets.token_hex(16), observer) as supervisor:
-            console.on_broken = partial(supervisor.interrupt, signal.SIGPIPE)
-            with passed_on(COMMAND_LINE_SIGNALS, supervisor.interrupt), display:
-                yield supervisor
+        supervisor = Supervisor(spec, spawner, spec.hosts, secrets.token_hex(16), observer)
+        console.on_broken = partial(supervisor.interrupt, signal.SIGPIPE)
+        with passed_on(COMMAND_LINE_SIGNALS, supervisor.interrupt), supervisor, display:
+            yield supervisor
     finally:
         console.close()
 

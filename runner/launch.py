@@ -127,33 +127,32 @@ def launch(
     with _console(spec, stdout, stderr, quiet) as console:
         names = [host.name for host in hosts]
         display = StartDisplay(names, console, environ=spec.environ, verbose=spec.verbose)
-        with Supervisor(spec, spawner, hosts, job_id, _Observer(console, display, results)) as supervisor:
-            console.on_broken = partial(supervisor.interrupt, signal.SIGPIPE)
-            with passed_on(signals, supervisor.interrupt) as signal_came:
-                with display:
-                    hellos = supervisor.gather(partial(required_on, spec, spawner))
-                    if not trusted:
-                        check_machines(hosts, hellos, spec.reach)
-                    slots = place(hosts, hellos, spec)
-                    hosts, hellos = supervisor.keep(_hosts_in_use(slots))
-                    _expect(console, spec, len(slots))
-                    network = discover(supervisor, spec, hellos)
-                _say_server(console, spec, hosts, network.placement)
-                with open_meeting(supervisor, spec, hosts, network.placement, job_id) as meeting:
-                    addresses = network.placement.addresses
-                    env = [
-                        _host_environment(spec, spawner, *each) for each in zip(hosts, hellos, addresses, strict=True)
-                    ]
-                    commands = [_command(spec, spawner, host) for host in hosts]
-                    workers = _spawns(spec, slots, commands, job_id, meeting.endpoint, addresses, network.master_port)
-                    _say_threads(console, spec, env)
-                    supervisor.start(env, workers)
-                    meeting.serve()
-                    if spec.stdin_rank is not None:
-                        _feed_stdin(supervisor, spec.stdin_rank)
-                    outcome = supervisor.supervise(_init_watch(spec, slots, meeting))
-                console.finish()
-                console.drain(signal_came)
+        supervisor = Supervisor(spec, spawner, hosts, job_id, _Observer(console, display, results))
+        console.on_broken = partial(supervisor.interrupt, signal.SIGPIPE)
+        # Signals are ours until everything is cleaned up: a second one must not cut that short.
+        with passed_on(signals, supervisor.interrupt) as signal_came, supervisor:
+            with display:
+                hellos = supervisor.gather(partial(required_on, spec, spawner))
+                if not trusted:
+                    check_machines(hosts, hellos, spec.reach)
+                slots = place(hosts, hellos, spec)
+                hosts, hellos = supervisor.keep(_hosts_in_use(slots))
+                _expect(console, spec, len(slots))
+                network = discover(supervisor, spec, hellos)
+            _say_server(console, spec, hosts, network.placement)
+            with open_meeting(supervisor, spec, hosts, network.placement, job_id) as meeting:
+                addresses = network.placement.addresses
+                env = [_host_environment(spec, spawner, *each) for each in zip(hosts, hellos, addresses, strict=True)]
+                commands = [_command(spec, spawner, host) for host in hosts]
+                workers = _spawns(spec, slots, commands, job_id, meeting.endpoint, addresses, network.master_port)
+                _say_threads(console, spec, env)
+                supervisor.start(env, workers)
+                meeting.serve()
+                if spec.stdin_rank is not None:
+                    _feed_stdin(supervisor, spec.stdin_rank)
+                outcome = supervisor.supervise(_init_watch(spec, slots, meeting))
+            console.finish()
+            console.drain(signal_came)
         outcome.first = blame(outcome, {slot.rank: slot.hostname for slot in slots}, console.tail)
         first = outcome.first
         return Report(outcome, slots, console.tail(first.rank) if first and first.rank is not None else ())

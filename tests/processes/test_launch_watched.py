@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.architecture.source import ROOT
@@ -247,3 +249,17 @@ def test_a_log_gets_no_escapes(tmp_path: Path) -> None:
     assert b"\x1b" not in seen
     steps = re.findall(rb"hvdgloo-run: a: (\w+) after", seen)
     assert steps == [b"connecting", b"python", b"ready"]
+
+
+def test_two_signals_at_once_leave_nothing_behind(show: Callable[..., Terminal], tmp_path: Path) -> None:
+    """The second comes while the launcher already cleans up: commands that wait for a host must still be ended."""
+    Gates(tmp_path, "a.connecting")
+    screen = show("a")
+    screen.wait_for("  a  connecting")
+    waiting = psutil.Process(screen.process.pid).children(recursive=True)
+    assert waiting
+    screen.process.send_signal(signal.SIGTERM)
+    screen.process.send_signal(signal.SIGHUP)
+    assert screen.end() in (128 + signal.SIGTERM, 128 + signal.SIGHUP)
+    _, alive = psutil.wait_procs(waiting, timeout=10)
+    assert not alive
