@@ -116,8 +116,8 @@ def test_pain_24_kill_9_of_an_agent_leaves_nothing_on_any_host(job: HostsJob, wh
     job.start_fertile("--grace-period", "1")
     warden, agent = job.agents(where)
     victims = {"agent": [agent], "warden": [warden], "both": [agent, warden]}[which]
-    forgetful = [p for p in job.bed[where].processes() if p.environ() == {"FORGETFUL": "1"}]
-    assert len(forgetful) == 1
+    # It is there, and is about to become a program without an environment.
+    (forgetful,) = wait_for(lambda: [p for p in job.bed[where].processes() if _is_forgetful(p)])
     for victim in victims:
         victim.suspend()
     for victim in victims:
@@ -126,8 +126,7 @@ def test_pain_24_kill_9_of_an_agent_leaves_nothing_on_any_host(job: HostsJob, wh
     if which == "both":
         # Nothing but the environment tells what belongs to the job: a daemon that cleared it and left its session is
         # out of reach when both of its watchers were killed at one instant.
-        for process in forgetful:
-            process.kill()
+        forgetful.kill()
     assert_clean(job.bed, SOON, killed)
     assert job.wait() == 1
     assert f"the agent on host {where} " in job.last_words
@@ -273,6 +272,13 @@ else:
 SHELL = [sys.executable, "-S", "-c", WAITS]
 
 
+def _is_forgetful(process: psutil.Process) -> bool:
+    try:
+        return bool(process.environ() == {"FORGETFUL": "1"})
+    except psutil.Error:
+        return False  # it ended meanwhile
+
+
 def _suspended(job: HostsJob) -> psutil.Process:
     """The launcher, once Ctrl-Z has stopped it, and after a silence that would otherwise have ended the job."""
     job.start(FERTILE, "--heartbeat-timeout", "1", "--grace-period", "1", around=SHELL)
@@ -313,7 +319,7 @@ def test_pain_24_another_job_on_the_same_hosts_is_not_touched(job: HostsJob, tmp
     def gone(bed: Bed) -> dict[str, list[str]]:
         found = {host.name: {p.pid: p for p in host.processes()} for host in bed}
         left = {
-            name: [str(p) for pid, p in processes.items() if pid not in before and not _forgot(p)]
+            name: [str(p) for pid, p in processes.items() if pid not in before and not _is_forgetful(p)]
             for name, processes in found.items()
         }
         return {name: rest for name, rest in left.items() if rest}
@@ -324,10 +330,6 @@ def test_pain_24_another_job_on_the_same_hosts_is_not_touched(job: HostsJob, tmp
     assert other.process.poll() is None
     other.process.send_signal(signal.SIGINT)
     assert other.wait() == 130
-
-
-def _forgot(process: object) -> bool:
-    return process.environ() == {"FORGETFUL": "1"}  # type: ignore[attr-defined]
 
 
 def test_pain_24_a_user_s_shared_connections_are_neither_left_behind_nor_ended(
