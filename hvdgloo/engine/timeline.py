@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 _JOIN_SECONDS = 5.0
 _GATHER_SECONDS = 0.2
 _CLOSE = b"\n]\n"
+_PIECE_BYTES = 2048
 _BATCH = 4096
 """Events that are written at once at most."""
 
@@ -236,9 +237,21 @@ class Timeline:
         ]
 
     def _write(self, events: list[dict[str, Any]]) -> None:
-        """One write replaces the closing bracket by events and a new one, so the file is whole after each."""
-        text = ",\n".join(json.dumps(event, separators=(",", ":")) for event in events)
-        data = (("[\n" if not self._end else ",\n") + text).encode() + _CLOSE
+        """Each write replaces the closing bracket by events and a new one, so the file is whole after each.
+
+        They are small, because a kill ends a write between two pages, and would leave half an event of a large one.
+        """
+        piece: list[str] = []
+        for event in events:
+            piece.append(json.dumps(event, separators=(",", ":")))
+            if sum(map(len, piece)) > _PIECE_BYTES:
+                self._append(piece)
+                piece = []
+        if piece:
+            self._append(piece)
+
+    def _append(self, piece: list[str]) -> None:
+        data = (("[\n" if not self._end else ",\n") + ",\n".join(piece)).encode() + _CLOSE
         at = self._end
         while data:
             written = os.pwrite(self._file, data, at)
