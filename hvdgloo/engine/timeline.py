@@ -6,8 +6,9 @@ Every tensor is a row ("process") of its own, on which the phases of each collec
     ALLREDUCE
         QUEUE  MEMCPY_IN_FUSION_BUFFER  GLOO_ALLREDUCE  MEMCPY_OUT_FUSION_BUFFER
 
-The file is a JSON array whose closing bracket is rewritten with every batch of events, five times a second at most, so
-it can be loaded while the job runs and after a crash. (Who reads it in pieces just while it grows must read again.)
+The file is a JSON array that is whole at every moment, also if the process is killed or the disk is full: events are
+put into space that was left before the closing bracket, and when that is used up, a copy with more of it takes the
+file's place. (Who reads it in pieces just while it grows gets some or none of what is new.)
 Events are formatted and written by a thread of their own: the engine only notes times.
 
 Source: "Trace Event Format", the Chromium project's document of that name.
@@ -36,7 +37,9 @@ logger = logging.getLogger(__name__)
 _JOIN_SECONDS = 5.0
 _GATHER_SECONDS = 0.2
 _CLOSE = b"\n]\n"
-_PIECE_BYTES = 2048
+_PAGE = 4096
+_CAPACITY = 1 << 16
+_COPY = 1 << 20
 _BATCH = 4096
 """Events that are written at once at most."""
 
@@ -58,12 +61,14 @@ class Timeline:
         self.path = path
         self.mark_cycles = mark_cycles
         self._start = time.perf_counter()
+        self._file = -1
+        self._end = self._capacity = 0
+        self._begun = False
         try:
             os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+            self._move(_CAPACITY)
         except OSError as error:
             raise ConfigError(f"the timeline cannot be written to {path}: {error.strerror or error}") from None
-        self._end = 0
         self._rows: dict[str, int] = {}
         self._first_arrival: dict[tuple[int, str], float] = {}
         self._queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
@@ -202,21 +207,13 @@ class Timeline:
                 if events:
                     self._write([written for event in events for written in self._placed(event)])
                 if None in batch:
+                    self._move(self._end)  # without the space that was left
                     return
         except OSError as error:
             logger.warning("the timeline %s ends here: %s", self.path, error)
             self._closed = True
-            self._mend()
         finally:
             os.close(self._file)
-
-    def _mend(self) -> None:
-        """After a write that failed half-way: what was whole before."""
-        try:
-            os.ftruncate(self._file, self._end)
-            os.pwrite(self._file, _CLOSE, self._end)
-        except OSError:
-            pass  # there is no room for three bytes, or no file system any more
 
     def _placed(self, event: dict[str, Any]) -> list[dict[str, Any]]:
         """An event with its row's number, after the row's name if it is new."""
@@ -237,27 +234,48 @@ class Timeline:
         ]
 
     def _write(self, events: list[dict[str, Any]]) -> None:
-        """Each write replaces the closing bracket by events and a new one, so the file is whole after each.
+        """Put events into the space before the closing bracket; no write of several crosses the end of a page.
 
-        They are small, because a kill ends a write between two pages, and would leave half an event of a large one.
+        A kill, or a full disk, ends a write between two pages, and would leave half an event.
         """
-        piece: list[str] = []
+        piece = b""
         for event in events:
-            piece.append(json.dumps(event, separators=(",", ":")))
-            if sum(map(len, piece)) > _PIECE_BYTES:
-                self._append(piece)
-                piece = []
+            text = (b",\n" if self._begun else b"") + json.dumps(event, separators=(",", ":")).encode()
+            self._begun = True
+            if piece and (self._end % _PAGE + len(piece) + len(text) > _PAGE):
+                self._put_down(piece)
+                piece = b""
+            piece += text
         if piece:
-            self._append(piece)
+            self._put_down(piece)
 
-    def _append(self, piece: list[str]) -> None:
-        data = (("[\n" if not self._end else ",\n") + ",\n".join(piece)).encode() + _CLOSE
-        at = self._end
-        while data:
-            written = os.pwrite(self._file, data, at)
-            at += written
-            data = data[written:]
-        self._end = at - len(_CLOSE)
+    def _put_down(self, piece: bytes) -> None:
+        if self._end % _PAGE + len(piece) > _PAGE:
+            self._end += -self._end % _PAGE  # spaces stay where it would have begun
+        if self._end + len(piece) > self._capacity:
+            self._move(2 * self._capacity + len(piece))
+        try:
+            os.pwrite(self._file, piece, self._end)
+        except OSError:
+            os.pwrite(self._file, b" " * len(piece), self._end)  # what of it has been written
+            raise
+        self._end += len(piece)
+
+    def _move(self, capacity: int) -> None:
+        """Take another file's place, with room for ``capacity`` bytes before the closing bracket."""
+        part = f"{self.path}.part"
+        with open(part, "wb") as file:
+            position = 0
+            while self._file >= 0 and position < self._end:
+                data = os.pread(self._file, min(_COPY, self._end - position), position)
+                file.write(data)
+                position += len(data)
+            file.write((b"[" if not self._end else b"") + b" " * (capacity - max(1, self._end)) + _CLOSE)
+        os.replace(part, self.path)
+        old, self._file = self._file, os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+        if old >= 0:
+            os.close(old)
+        self._end, self._capacity = max(1, self._end), capacity
 
 
 def _rows(response: Response) -> list[str]:
