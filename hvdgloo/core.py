@@ -121,7 +121,7 @@ class Core(Generic[T]):
         inputs = [adapter.export(tensor, writable=in_place) for tensor in tensors]
         fence = adapter.fence(tensors)
         prefix = "grouped_" + operation.collective.value if grouped else operation.collective.value
-        full_name = session.names.next(operation.process_set, prefix) if name is None else f"{prefix}.{name}"
+        full_name = session.names.full(operation.process_set, prefix, name)
         request = operation.request(full_name, tuple(buffer.spec for buffer in inputs))
         owners: list[Any]
         if operation.collective in (Collective.ALLGATHER, Collective.ALLTOALL):
@@ -216,7 +216,7 @@ class Core(Generic[T]):
         """
         context, session = self._bind()
         prefix = operation.collective.value
-        full_name = session.names.next(operation.process_set, prefix) if name is None else f"{prefix}.{name}"
+        full_name = session.names.full(operation.process_set, prefix, name)
         buffer = Buffer.of_array(array)
         request = operation.request(full_name, (buffer.spec,))
         if operation.collective is not Collective.ALLGATHER:

@@ -30,6 +30,10 @@ class Names:
         with self._lock:
             return f"{prefix}.noname.{next(self._counters[process_set, prefix])}"
 
+    def full(self, process_set: int, prefix: str, name: str | None) -> str:
+        """An operation's whole name: the user's after the prefix, or a new one."""
+        return self.next(process_set, prefix) if name is None else f"{prefix}.{name}"
+
     def reserve(self, names: Sequence[str]) -> list[str]:
         """Names for tensors that will be sent again and again; see ``Frontend.reserve_names``."""
         with self._lock:

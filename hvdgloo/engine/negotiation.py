@@ -255,7 +255,7 @@ def agree(requests: Mapping[int, Request], members: Sequence[int]) -> Response:
     """
     first = requests[members[0]]
     if all(requests[rank] == first for rank in members):
-        return Response(first, _rows(requests, members) if first.collective is Collective.ALLGATHER else ())
+        return Response(first, _rows(requests, members))
     for what, value in _CHECKS:
         if what == "root rank" and first.collective is not Collective.BROADCAST:
             continue
@@ -308,10 +308,6 @@ def _difference(
     return f"{name}: ranks disagree about its {what}{note}: {sides}"
 
 
-def _is_gather(request: Request) -> bool:
-    return request.collective is Collective.ALLGATHER
-
-
 def _shown(value: object) -> str:
     if isinstance(value, tuple) and len(value) == 1:
         value = value[0]
@@ -326,7 +322,8 @@ def format_ranks(ranks: Sequence[int], limit: int = 16) -> str:
 
 
 def _rows(requests: Mapping[int, Request], members: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    count = len(requests[members[0]].tensors)
-    if not _is_gather(requests[members[0]]):
+    first = requests[members[0]]
+    if first.collective is not Collective.ALLGATHER:
         return ()
+    count = len(first.tensors)
     return tuple(tuple(requests[rank].tensors[i].shape[0] for rank in members) for i in range(count))

@@ -16,6 +16,7 @@ Source: "Trace Event Format", the Chromium project's document of that name.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -130,13 +131,14 @@ class Timeline:
         """
         now = self.now()
         begun, fenced, sent, done = times
+        waited = any(batch[part.operation][1].ready is not None for part in bucket.parts)
         for part in bucket.parts:
             response, operation = batch[part.operation]
             row = _rows(response)[max(0, part.tensor)]
             ordered = operation.times[1] if len(operation.times) > 1 else begun
             self.phase(row, response.request.collective.name, ordered, now, _facts(response, part.tensor))
             self.phase(row, "QUEUE", ordered, begun)
-            if any(batch[p.operation][1].ready is not None for p in bucket.parts):
+            if waited:
                 self.phase(row, "WAIT_FOR_DATA", begun, fenced)
             if packed:
                 self.phase(row, "MEMCPY_IN_FUSION_BUFFER", fenced, sent)
@@ -196,7 +198,7 @@ class Timeline:
         try:
             while True:
                 batch = [self._queue.get()]
-                # A moment's events at once: who reads the file meanwhile seldom meets a write.
+                # A moment's events at once: fewer writes.
                 until = time.monotonic() + _GATHER_SECONDS
                 while batch[-1] is not None and len(batch) < _BATCH and (left := until - time.monotonic()) > 0:
                     try:
@@ -264,14 +266,19 @@ class Timeline:
     def _move(self, capacity: int) -> None:
         """Take another file's place, with room for ``capacity`` bytes before the closing bracket."""
         part = f"{self.path}.part"
-        with open(part, "wb") as file:
-            position = 0
-            while self._file >= 0 and position < self._end:
-                data = os.pread(self._file, min(_COPY, self._end - position), position)
-                file.write(data)
-                position += len(data)
-            file.write((b"[" if not self._end else b"") + b" " * (capacity - max(1, self._end)) + _CLOSE)
-        os.replace(part, self.path)
+        try:
+            with open(part, "wb") as file:
+                position = 0
+                while self._file >= 0 and position < self._end:
+                    data = os.pread(self._file, min(_COPY, self._end - position), position)
+                    file.write(data)
+                    position += len(data)
+                file.write((b"[" if not self._end else b"") + b" " * (capacity - max(1, self._end)) + _CLOSE)
+            os.replace(part, self.path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(part)
+            raise
         old, self._file = self._file, os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
         if old >= 0:
             os.close(old)

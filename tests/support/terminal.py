@@ -95,10 +95,6 @@ class Terminal:
         """Wait until the screen's text matches; the match."""
         return self.until(lambda: re.search(pattern, self.text), timeout, pattern)
 
-    def wait_without(self, text: str, timeout: float = 20.0) -> None:
-        """Wait until this is not on the screen."""
-        self.until(lambda: text not in self.text, timeout, f"no {text!r}")
-
     def until(self, condition: Callable[[], object], timeout: float, what: str) -> re.Match[str]:
         deadline = time.monotonic() + timeout
         while True:
