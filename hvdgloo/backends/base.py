@@ -7,7 +7,8 @@ to it until ``Work.completes_within`` has said so.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from hvdgloo.types import Buffer, ReduceOp
@@ -96,6 +97,50 @@ class Backend(Protocol):
     def abandon(self) -> None:
         """Instead of ``close``, after ``abort``: something never ended, so nothing that it may use is released."""
         ...
+
+
+class Memory(Protocol):
+    """Where a backend's buffers must be, and how tensors that are elsewhere come there and back.
+
+    Attributes:
+        in_order: True if copies here and the backend's operations happen one after another by themselves, as on a CUDA
+            stream: a result may be unpacked before its operation has completed, and ``mark`` tells when it is there.
+    """
+
+    in_order: bool
+
+    def holds(self, buffer: Buffer) -> bool:
+        """Whether a backend can use this very memory."""
+        ...
+
+    def empty(self, nbytes: int) -> Buffer:
+        """New memory, uninitialised; a buffer of uint8."""
+        ...
+
+    def pack(self, target: Buffer, sources: Sequence[Buffer]) -> None:
+        """Copy tensors, wherever they are, one after another into ``target``, which is of this memory."""
+        ...
+
+    def unpack(self, source: Buffer, pieces: Iterable[tuple[Buffer, int, int]]) -> None:
+        """Copy ``source``, which is of this memory, to pieces of tensors wherever they are.
+
+        Args:
+            pieces: for the bytes of ``source`` one after another: a tensor, at which byte in it they begin, and how
+                many they are.
+        """
+        ...
+
+    def mark(self) -> Work:
+        """What completes when all that was handed over before has happened."""
+        ...
+
+
+@dataclass(frozen=True)
+class Plane:
+    """A backend, and the memory that it works in."""
+
+    backend: Backend
+    memory: Memory
 
 
 class Done:

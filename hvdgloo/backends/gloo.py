@@ -21,41 +21,15 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from hvdgloo.backends import kernels
 from hvdgloo.backends.base import Work
+from hvdgloo.backends.process_group import ProcessGroupBackend, first_line, tensor_of
 from hvdgloo.engine.engine import bury
 from hvdgloo.errors import BackendError, ConnectError, RendezvousError, RendezvousTimeoutError
-from hvdgloo.types import Buffer, DType, ReduceOp, TensorSpec
-
-_TORCH_DTYPES = {
-    DType.UINT8: torch.uint8,
-    DType.INT8: torch.int8,
-    DType.INT16: torch.int16,
-    DType.INT32: torch.int32,
-    DType.INT64: torch.int64,
-    DType.FLOAT16: torch.float16,
-    DType.BFLOAT16: torch.bfloat16,
-    DType.FLOAT32: torch.float32,
-    DType.FLOAT64: torch.float64,
-    DType.BOOL: torch.bool,
-}
-_OPS = {
-    ReduceOp.SUM: dist.ReduceOp.SUM,
-    ReduceOp.MIN: dist.ReduceOp.MIN,
-    ReduceOp.MAX: dist.ReduceOp.MAX,
-    ReduceOp.PRODUCT: dist.ReduceOp.PRODUCT,
-}
-# Bools are 0 and 1: their "or" is a maximum, their "and" a minimum.
-_BOOL_OPS = {
-    ReduceOp.SUM: dist.ReduceOp.MAX,
-    ReduceOp.MAX: dist.ReduceOp.MAX,
-    ReduceOp.MIN: dist.ReduceOp.MIN,
-    ReduceOp.PRODUCT: dist.ReduceOp.MIN,
-}
+from hvdgloo.types import Buffer
 
 _TURN = 0.5
 """Seconds after which a wait that may be cancelled looks whether it was."""
@@ -135,10 +109,11 @@ class GlooStore(dist.Store):  # type: ignore[name-defined,misc] # absent from to
 class _GlooWork:
     """A torch Work with what must happen after it."""
 
-    def __init__(self, what: str, work: Any, keep: Sequence[object]) -> None:
+    def __init__(self, what: str, work: Any, keep: object, finish: Callable[[], object] | None = None) -> None:
         self._what = what
         self._work = work
         self._keep = keep
+        self._finish = finish
 
     def completes_within(self, timeout: float) -> bool:
         try:
@@ -148,7 +123,9 @@ class _GlooWork:
             if not self._work.is_completed():
                 return False
             self._raise_failure()
-        self.finish()
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
         return True
 
     def _raise_failure(self) -> None:
@@ -156,61 +133,10 @@ class _GlooWork:
         try:
             self._work.wait(timedelta(seconds=1))
         except RuntimeError as error:
-            raise BackendError(f"Gloo {self._what}: {_first_line(error)}") from error
-
-    def finish(self) -> None:
-        """Nothing more to do."""
+            raise BackendError(f"Gloo {self._what}: {first_line(error)}") from error
 
 
-class _NarrowingWork(_GlooWork):
-    """Puts a result that was computed in a wider type back where it belongs."""
-
-    def __init__(self, what: str, work: Any, wide: torch.Tensor, narrow: torch.Tensor) -> None:
-        super().__init__(what, work, (wide, narrow))
-        self._wide, self._narrow = wide, narrow
-
-    def finish(self) -> None:
-        self._narrow.copy_(self._wide)
-
-
-class _PaddedGather(_GlooWork):
-    """Takes the padding out of an allgather of unequal blocks."""
-
-    def __init__(self, work: Any, padded: torch.Tensor, source: torch.Tensor, target: Buffer, sizes: Sequence[int]):
-        super().__init__("allgather", work, (padded, source))
-        self._padded, self._target, self._sizes = padded, target, sizes
-
-    def finish(self) -> None:
-        at, stride = self._target.address, max(self._sizes)
-        for rank, size in enumerate(self._sizes):
-            ctypes.memmove(at, self._padded.data_ptr() + rank * stride, size)
-            at += size
-
-
-class _ReducingWork(_GlooWork):
-    """Combines the blocks that an alltoall has brought, in order of ranks."""
-
-    def __init__(self, what: str, work: Any, blocks: torch.Tensor, target: Buffer, op: ReduceOp, keep: object) -> None:
-        super().__init__(what, work, (blocks, target, keep))
-        self._blocks, self._target, self._op = blocks, target, op
-
-    def finish(self) -> None:
-        if self._target.nbytes:
-            arrays = self._blocks.numpy().view(self._target.dtype.numpy_dtype).reshape(-1, self._target.count)
-            np.copyto(self._target.array(), kernels.reduce(list(arrays), self._target.dtype, self._op))
-
-
-class _Several:
-    """Operations that were started one after another."""
-
-    def __init__(self, works: Sequence[Work]) -> None:
-        self._works = works
-
-    def completes_within(self, timeout: float) -> bool:
-        return all(work.completes_within(timeout) for work in self._works)
-
-
-class GlooBackend:
+class GlooBackend(ProcessGroupBackend):
     """One rank's membership in a Gloo process group.
 
     Args:
@@ -242,10 +168,8 @@ class GlooBackend:
         self._cancelled = cancelled or _never
         # Read by Gloo at construction. It is torch's own setting and harmless to a user's groups.
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-        self._rank, self._size = rank, size
+        super().__init__(rank, size)
         self._store = GlooStore(store, prefix, size, connect_timeout, cancelled)
-        self._group: Any = None
-        self._options: dict[Any, Any] = {}
         self._listeners: frozenset[tuple[str, int]] = frozenset()
         options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         try:
@@ -260,7 +184,7 @@ class GlooBackend:
         except (RuntimeError, BackendError) as error:
             self.close()
             raise ConnectError(
-                f"rank {rank} could not connect its Gloo group from {address}: {_first_line(error)}. Gloo listens on a "
+                f"rank {rank} could not connect its Gloo group from {address}: {first_line(error)}. Gloo listens on a "
                 "port that the system chooses, on that address; check that the other hosts reach it (firewall, wrong "
                 "network interface)",
                 rank=rank,
@@ -284,53 +208,12 @@ class GlooBackend:
             # Gloo leaves them inheritable: a program that a rank starts would keep its connections open.
             os.set_inheritable(descriptor, False)
 
-    def allreduce(self, buffer: Buffer, op: ReduceOp) -> Work:
-        what = f"allreduce of {buffer.nbytes} bytes"
-        if buffer.dtype is DType.INT16:  # Gloo has no 16-bit integers
-            narrow = _tensor(buffer)
-            wide = narrow.to(torch.int32)
-            return _NarrowingWork(what, self._allreduce(wide, _OPS[op]), wide, narrow)
-        if buffer.dtype is DType.BOOL:
-            tensor = _tensor(buffer).view(torch.uint8)
-            return _GlooWork(what, self._allreduce(tensor, _BOOL_OPS[op]), (tensor, buffer))
-        tensor = _tensor(buffer)
-        return _GlooWork(what, self._allreduce(tensor, _OPS[op]), (tensor, buffer))
-
-    def allgather(self, source: Buffer, target: Buffer, nbytes: Sequence[int]) -> Work:
-        largest, total = max(nbytes), sum(nbytes)
-        if all(size == largest for size in nbytes):
-            own, whole = _bytes(source), _bytes(target)
-            return _GlooWork("allgather", self._group._allgather_base(whole, own), (own, whole, source, target))
-        if largest * self._size > 2 * total:
-            return self._gather_by_broadcasts(source, target, nbytes)
-        own = torch.empty(largest, dtype=torch.uint8)
-        ctypes.memmove(own.data_ptr(), source.address, nbytes[self._rank])
-        padded = torch.empty(largest * self._size, dtype=torch.uint8)
-        return _PaddedGather(self._group._allgather_base(padded, own), padded, own, target, nbytes)
-
-    def broadcast(self, buffer: Buffer, root: int) -> Work:
-        tensor = _bytes(buffer)
-        options = dist.BroadcastOptions()
-        options.rootRank = root
-        options.rootTensor = 0
-        what = f"broadcast of {buffer.nbytes} bytes"
-        return _GlooWork(what, self._group.broadcast([tensor], options), (tensor, buffer))
-
-    def alltoall(self, source: Buffer, target: Buffer, sent: Sequence[int], received: Sequence[int]) -> Work:
-        own, whole = _bytes(source)[: sum(sent)], _bytes(target)
-        work = self._group.alltoall_base(whole, own, list(received), list(sent))
-        return _GlooWork("alltoall", work, (own, whole, source, target))
-
-    def reducescatter(self, source: Buffer, target: Buffer, nbytes: Sequence[int], op: ReduceOp) -> Work:
-        # Gloo's own would move all of it to all ranks. In rank order, so that results do not depend on the timing.
-        own = _bytes(source)
-        blocks = torch.empty(nbytes[self._rank] * self._size, dtype=torch.uint8)
-        work = self._group.alltoall_base(blocks, own, [nbytes[self._rank]] * self._size, list(nbytes))
-        return _ReducingWork("reducescatter", work, blocks, target, op, (own, source))
+    def _work(self, what: str, work: Any, keep: object, finish: Callable[[], object] | None = None) -> Work:
+        return _GlooWork(what, work, keep, finish)
 
     def scale(self, buffer: Buffer, factor: float) -> None:
         if kernels.is_half(buffer.dtype):
-            _tensor(buffer).mul_(factor)  # torch computes half types in float32, and faster than numpy
+            tensor_of(buffer).mul_(factor)  # torch computes half types in float32, and faster than numpy
         else:
             kernels.scale(buffer, factor)
 
@@ -355,26 +238,6 @@ class GlooBackend:
         if self._group is not None:
             self.abandon()
             bury(self._sockets(connected=False))
-
-    def _allreduce(self, tensor: torch.Tensor, op: Any) -> Any:
-        options = self._options.get(op)
-        if options is None:
-            options = self._options[op] = dist.AllreduceOptions()
-            options.reduceOp = op
-        return self._group.allreduce([tensor], options)
-
-    def _gather_by_broadcasts(self, source: Buffer, target: Buffer, nbytes: Sequence[int]) -> Work:
-        """One broadcast per rank that has anything: padding to the largest block would more than double the bytes."""
-        works: list[Work] = []
-        at = target.address
-        for root, size in enumerate(nbytes):
-            if size:
-                block = Buffer(at, TensorSpec(DType.UINT8, (size,)), target)
-                if root == self._rank:
-                    ctypes.memmove(at, source.address, size)
-                works.append(self.broadcast(block, root))
-                at += size
-        return _Several(works)
 
     def _find_listeners(self) -> frozenset[tuple[str, int]]:
         """Every rank's listening address, out of what Gloo published.
@@ -409,28 +272,6 @@ class GlooBackend:
 
 def _never() -> bool:
     return False
-
-
-def _tensor(buffer: Buffer) -> torch.Tensor:
-    """A flat tensor over the same memory."""
-    if buffer.dtype is DType.BFLOAT16:
-        return _bytes(buffer).view(torch.bfloat16)
-    return torch.from_numpy(buffer.array())
-
-
-def _bytes(buffer: Buffer) -> torch.Tensor:
-    """A flat uint8 tensor over the same memory."""
-    if not buffer.nbytes:
-        return torch.empty(0, dtype=torch.uint8)
-    return torch.from_numpy(buffer.array().view(np.uint8))
-
-
-def _first_line(error: BaseException) -> str:
-    """Gloo's message without the place in its source and its advice."""
-    text = (str(error) or type(error).__name__).splitlines()[0]
-    if text.startswith("[") and "] " in text:
-        text = text.partition("] ")[2]
-    return text.partition(" This is typically caused by")[0].rstrip(".!")
 
 
 def _encode_address(address: tuple[str, int]) -> bytes:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 
 from hvdgloo.engine.connection import Connection, frame
 from hvdgloo.engine.coordinator import EVERYONE, Coordinator, ping_interval
-from hvdgloo.engine.executor import DEPTH, Executor
+from hvdgloo.engine.executor import Executor
 from hvdgloo.engine.member import Member
 from hvdgloo.engine.messages import (
     Abort,
@@ -34,6 +34,7 @@ from hvdgloo.engine.messages import (
     Resend,
     Stacks,
 )
+from hvdgloo.engine.planes import DEPTH
 from hvdgloo.errors import (
     BackendError,
     HorovodInternalError,

@@ -12,16 +12,18 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
-from hvdgloo.backends.base import Backend
+from hvdgloo.backends.base import Backend, Plane
 from hvdgloo.engine.control import THREAD_PREFIX, Control
 from hvdgloo.engine.coordinator import Coordinator, Rules
-from hvdgloo.engine.executor import Executor, Group
+from hvdgloo.engine.executor import Executor
 from hvdgloo.engine.handle import Handle
 from hvdgloo.engine.member import Member
 from hvdgloo.engine.messages import REDUCTIONS, Leave, Request
 from hvdgloo.engine.operation import Operation
+from hvdgloo.engine.planes import Group
 from hvdgloo.engine.timeline import Timeline
 from hvdgloo.errors import HorovodInternalError, InvalidArgumentError, JobShutdownError
 from hvdgloo.topology import Topology
@@ -35,6 +37,7 @@ _CLOSE_MARGIN = 5.0
 
 
 OpenBackend: TypeAlias = Callable[[int, tuple[int, ...], Callable[[], bool]], Backend]
+OpenDevice: TypeAlias = Callable[[int, tuple[int, ...], Backend, Buffer], Sequence[Plane]]
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,8 @@ class Engine:
         open_backend: makes the data plane of a process set that is added later, given a number that was never used
             before (the same on all ranks), the members' global ranks in ascending order, and what tells it to give up;
             called on the data thread of every member. Without it no sets can be added.
+        open_device: makes the data planes of a process set's CUDA tensors, see ``planes.OpenDevice``, given that number
+            and those ranks (0 for the set of all). Without it there can be none.
     """
 
     def __init__(
@@ -77,12 +82,14 @@ class Engine:
         backend: Backend,
         settings: EngineSettings,
         open_backend: OpenBackend | None = None,
+        open_device: OpenDevice | None = None,
     ) -> None:
         self.rank = rank
         self.topology = topology
         everyone = tuple(range(topology.size))
-        self._groups = {0: Group(backend, everyone, rank)}
         self._open_backend = open_backend
+        self._open_device = open_device
+        self._groups = {0: self._group(0, everyone, backend)}
         self._sets_added = 0
         self._member = Member(rank, {0: everyone}, settings.inline_threshold)
         self._forked = False
@@ -248,10 +255,11 @@ class Engine:
             self._executor.stop()
             ended = self._executor.join(_CLOSE_MARGIN) and not self._executor.is_stuck
             for group in self._groups.values():
-                if ended:
-                    group.backend.close()
-                else:
-                    group.backend.abandon()
+                for backend in group.backends:
+                    if ended:
+                        backend.close()
+                    else:
+                        backend.abandon()
             self._stop_timeline()
 
     def _validate(self, request: Request) -> None:
@@ -297,7 +305,11 @@ class Engine:
         if self._open_backend is None:
             raise HorovodInternalError("this engine was made without a way to connect further process sets")
         backend = self._open_backend(self._sets_added, ranks, lambda: self._executor.is_aborted)
-        return Group(backend, ranks, ranks.index(self.rank))
+        return self._group(self._sets_added, ranks, backend)
+
+    def _group(self, number: int, ranks: tuple[int, ...], backend: Backend) -> Group:
+        open_device = partial(self._open_device, number, ranks) if self._open_device is not None else None
+        return Group(backend, ranks, ranks.index(self.rank), open_device)
 
     def _room(self) -> None:
         self._control.room()
@@ -315,9 +327,10 @@ class Engine:
         self._forked = True
         bury(self._control.descriptors)
         for group in self._groups.values():
-            forget = getattr(group.backend, "after_fork_in_child", None)
-            if forget is not None:
-                forget()
+            for backend in group.backends:
+                forget = getattr(backend, "after_fork_in_child", None)
+                if forget is not None:
+                    forget()
 
 
 def _check_arithmetic(request: Request, spec: TensorSpec) -> None:

@@ -9,24 +9,21 @@ aborted, and only when the backend has let go of the memory are the handles fail
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
-from hvdgloo.backends.base import Backend, Done, Work
+from hvdgloo.backends.base import Done, Plane, Work
 from hvdgloo.engine import fusion
 from hvdgloo.engine.fusion import Bucket, Part
 from hvdgloo.engine.messages import REDUCTIONS, SET_CHANGES, Response
 from hvdgloo.engine.operation import Operation
 from hvdgloo.engine.phases import Phases, adaptive_sum, exchange
+from hvdgloo.engine.planes import DEPTH, Group
 from hvdgloo.engine.timeline import Timeline
 from hvdgloo.errors import BackendError, HorovodInternalError
 from hvdgloo.types import Buffer, Collective, DType, ReduceOp, TensorSpec
@@ -34,9 +31,6 @@ from hvdgloo.types import Buffer, Collective, DType, ReduceOp, TensorSpec
 logger = logging.getLogger(__name__)
 
 Batch = Sequence[tuple[Response, Operation]]
-
-DEPTH = 2
-"""Buckets under way at once."""
 
 _QUICK = frozenset({Collective.ALLREDUCE, Collective.ALLGATHER, Collective.BROADCAST, Collective.BARRIER})
 
@@ -57,26 +51,25 @@ _SLOWEST_NETWORK = 1 << 20
 """Bytes per second that any usable network moves; the operation timeout is extended by the transfer time at this."""
 
 
-@dataclass(frozen=True)
-class Group:
-    """A process set as this rank's data thread sees it: its backend and its global ranks in order."""
-
-    backend: Backend
-    ranks: tuple[int, ...]
-    rank: int
-
-
 @dataclass
 class _UnderWay:
-    """A bucket whose transfer has begun."""
+    """A bucket whose transfer has begun.
+
+    Attributes:
+        buffer: what the plane works on; None if there is nothing.
+        packed: the results are in ``buffer`` and not yet where they belong.
+        times: begun, fenced, sent; only while there is a timeline.
+    """
 
     bucket: Bucket
     batch: Batch
     group: Group
+    plane: Plane
     work: Work
     buffer: Buffer | None
     packed: bool
-    times: Sequence[float] = ()  # begun, fenced, sent; only while there is a timeline
+    delivered: bool = False
+    times: Sequence[float] = ()
 
     @property
     def nbytes(self) -> int:
@@ -120,7 +113,6 @@ class Executor:
             queue.SimpleQueue()
         )
         self._under_way: deque[_UnderWay] = deque()
-        self._staging: deque[npt.NDArray[np.uint8]] = deque(np.empty(0, np.uint8) for _ in range(DEPTH))
         self._unresolved: dict[int, Operation] = {}
         self._submitted = 0
         self._completed = 0
@@ -191,7 +183,7 @@ class Executor:
             return False
         if sum(part.nbytes for part in bucket.parts) > QUICK_BYTES:
             return False
-        if self._groups[batch[0][0].request.process_set].backend.blocks:
+        if self._groups[batch[0][0].request.process_set].host.backend.blocks:
             return False
         return all(batch[part.operation][1].ready is None for part in bucket.parts)
 
@@ -208,7 +200,8 @@ class Executor:
         if self._verdict is None:
             self._verdict = error
         for group in list(self._groups.values()):
-            group.backend.abort()
+            for backend in group.backends:
+                backend.abort()
         self._aborted.set()
         self._queue.put(None)
 
@@ -282,15 +275,30 @@ class Executor:
         self._under_way.clear()
 
     def _begin(self, bucket: Bucket, batch: Batch) -> _UnderWay:
-        if self.timeline is None:
-            self._fence(bucket, batch)
-            return self._dispatch(bucket, batch)
-        begun = self.timeline.now()
+        group = self._groups[batch[bucket.parts[0].operation][0].request.process_set]
+        plane = self._plane(bucket, batch, group)
+        timeline = self.timeline
+        begun = timeline.now() if timeline is not None else 0.0
         self._fence(bucket, batch)
-        fenced = self.timeline.now()
-        under_way = self._dispatch(bucket, batch)
-        under_way.times = begun, fenced, self.timeline.now()
+        fenced = timeline.now() if timeline is not None else 0.0
+        under_way = self._dispatch(bucket, batch, group, plane)
+        if timeline is not None:
+            under_way.times = begun, fenced, timeline.now()
+        if plane.memory.in_order and not isinstance(under_way.work, Phases):
+            self._deliver(under_way)
+            under_way.work = plane.memory.mark()
         return under_way
+
+    def _plane(self, bucket: Bucket, batch: Batch, group: Group) -> Plane:
+        part = bucket.parts[0]
+        response, operation = batch[part.operation]
+        if part.tensor < 0 or response.request.tensors[part.tensor].device == "cpu":
+            return group.host
+        device = response.request.tensors[part.tensor].device
+        plane = group.plane(device, operation.inputs[part.tensor], on_host=_is_adasum(bucket, batch))
+        if self._verdict is not None:
+            plane.backend.abort()  # the abort may not have seen it
+        return plane
 
     @staticmethod
     def _fence(bucket: Bucket, batch: Batch) -> None:
@@ -299,108 +307,116 @@ class Executor:
             if fence is not None:
                 fence()
 
-    def _dispatch(self, bucket: Bucket, batch: Batch) -> _UnderWay:
-        response, operation = batch[bucket.parts[0].operation]
-        group = self._groups[response.request.process_set]
+    def _dispatch(self, bucket: Bucket, batch: Batch, group: Group, plane: Plane) -> _UnderWay:
         if bucket.collective is Collective.ALLREDUCE:
-            return self._begin_allreduce(bucket, batch, group)
+            return self._begin_allreduce(bucket, batch, group, plane)
         if bucket.collective is Collective.ALLGATHER:
-            return self._begin_allgather(bucket, batch, group)
+            return self._begin_allgather(bucket, batch, group, plane)
         if bucket.collective is Collective.REDUCESCATTER:
-            return self._begin_reducescatter(bucket, batch, group)
-        work: Work = Done()
+            return self._begin_reducescatter(bucket, batch, group, plane)
         if bucket.collective is Collective.BROADCAST:
-            output = _place(operation, bucket.parts[0].tensor)
-            if output.nbytes:
-                work = group.backend.broadcast(output, group.ranks.index(response.request.root))
-            return _UnderWay(bucket, batch, group, work, output, packed=False)
+            return self._begin_broadcast(bucket, batch, group, plane)
+        response, operation = batch[bucket.parts[0].operation]
         if bucket.collective is Collective.ALLTOALL:
-            work = Phases(exchange(group.backend, operation, len(group.ranks)))
-            return _UnderWay(bucket, batch, group, work, operation.inputs[0], packed=False)
+            work = Phases(exchange(group.host.backend, plane, operation, len(group.ranks)))
+            return _UnderWay(bucket, batch, group, plane, work, operation.inputs[0], packed=False)
         if bucket.collective in SET_CHANGES:
             self._change_sets(response)
-        return _UnderWay(bucket, batch, group, work, None, packed=False)  # else agreement was all
+        return _UnderWay(bucket, batch, group, plane, Done(), None, packed=False)  # else agreement was all
 
     def _change_sets(self, response: Response) -> None:
         if response.request.collective is Collective.REMOVE_PROCESS_SET:
             group = self._groups.pop(response.value, None)
             if group is not None:
-                group.backend.close()
+                for backend in group.backends:
+                    backend.close()
             return
         opened = self._open_group(response.value, response.request.ranks)
         if opened is not None:
             self._groups[response.value] = opened
-            if self._aborted.is_set():
-                opened.backend.abort()  # the abort did not see it
+            if self._verdict is not None:
+                opened.host.backend.abort()  # the abort did not see it
 
-    def _begin_allreduce(self, bucket: Bucket, batch: Batch, group: Group) -> _UnderWay:
+    def _begin_allreduce(self, bucket: Bucket, batch: Batch, group: Group, plane: Plane) -> _UnderWay:
         request = batch[bucket.parts[0].operation][0].request
-        packed = len(bucket.parts) > 1
+        packed = len(bucket.parts) > 1 or not _holds_all(plane, bucket, batch)
         if packed:
-            buffer = self._stage(sum(part.nbytes for part in bucket.parts), request.tensors[0])
-            at = buffer.address
-            for part in bucket.parts:
-                source = batch[part.operation][1].inputs[part.tensor]
-                ctypes.memmove(at, source.address, part.nbytes)
-                at += part.nbytes
+            buffer = self._stage(group, plane, sum(part.nbytes for part in bucket.parts), request.tensors[0])
+            plane.memory.pack(buffer, [batch[part.operation][1].inputs[part.tensor] for part in bucket.parts])
         else:
-            buffer = _place(batch[bucket.parts[0].operation][1], bucket.parts[0].tensor)
+            buffer = _place(plane, batch[bucket.parts[0].operation][1], bucket.parts[0].tensor)
         work: Work = Done()
         if buffer.nbytes:
             if request.prescale != 1.0:
-                group.backend.scale(buffer, request.prescale)
+                plane.backend.scale(buffer, request.prescale)
             if request.op is ReduceOp.ADASUM:
                 counts = [part.nbytes // buffer.dtype.itemsize for part in bucket.parts]
-                work = Phases(adaptive_sum(group.backend, buffer, counts, group.rank, len(group.ranks)))
+                work = Phases(adaptive_sum(plane.backend, buffer, counts, group.rank, len(group.ranks)))
             else:
-                work = group.backend.allreduce(buffer, _combining(request.op))
-        return _UnderWay(bucket, batch, group, work, buffer, packed)
+                work = plane.backend.allreduce(buffer, _combining(request.op))
+        return _UnderWay(bucket, batch, group, plane, work, buffer, packed)
 
-    def _begin_reducescatter(self, bucket: Bucket, batch: Batch, group: Group) -> _UnderWay:
+    def _begin_reducescatter(self, bucket: Bucket, batch: Batch, group: Group, plane: Plane) -> _UnderWay:
         part = bucket.parts[0]
         response, operation = batch[part.operation]
         request = response.request
         source, target = operation.inputs[part.tensor], operation.outputs[part.tensor]
+        packed = not _holds_all(plane, bucket, batch)
         work: Work = Done()
         if source.nbytes:
-            if request.prescale != 1.0:
-                source = self._scaled(source, request.prescale, group)
             rows = divide_rows(source.shape[0], len(group.ranks))
             row = source.nbytes // source.shape[0]
-            work = group.backend.reducescatter(source, target, [n * row for n in rows], _combining(request.op))
-        return _UnderWay(bucket, batch, group, work, target, packed=False)
+            if packed or request.prescale != 1.0:
+                own = target.nbytes if packed else 0
+                staged = self._stage(group, plane, own + source.nbytes, source.spec)
+                if packed:
+                    target = _slice(staged, 0, own)
+                whole = _slice(staged, own, source.nbytes)
+                plane.memory.pack(whole, [source])
+                source = whole
+            if request.prescale != 1.0:
+                plane.backend.scale(source, request.prescale)
+            work = plane.backend.reducescatter(source, target, [n * row for n in rows], _combining(request.op))
+        return _UnderWay(bucket, batch, group, plane, work, target, packed)
 
-    def _scaled(self, source: Buffer, factor: float, group: Group) -> Buffer:
-        copy = self._stage(source.nbytes, source.spec)
-        ctypes.memmove(copy.address, source.address, source.nbytes)
-        group.backend.scale(copy, factor)
-        return Buffer(copy.address, source.spec, copy.owner)
+    def _begin_broadcast(self, bucket: Bucket, batch: Batch, group: Group, plane: Plane) -> _UnderWay:
+        part = bucket.parts[0]
+        response, operation = batch[part.operation]
+        root = group.ranks.index(response.request.root)
+        packed = not _holds_all(plane, bucket, batch)
+        if packed:
+            buffer = self._stage(group, plane, part.nbytes, response.request.tensors[0])
+            if group.rank == root:
+                plane.memory.pack(buffer, [operation.inputs[part.tensor]])
+        else:
+            buffer = _place(plane, operation, part.tensor)
+        work: Work = plane.backend.broadcast(buffer, root) if buffer.nbytes else Done()
+        return _UnderWay(bucket, batch, group, plane, work, buffer, packed)
 
-    def _begin_allgather(self, bucket: Bucket, batch: Batch, group: Group) -> _UnderWay:
+    def _begin_allgather(self, bucket: Bucket, batch: Batch, group: Group, plane: Plane) -> _UnderWay:
         for part in bucket.parts:
             response, operation = batch[part.operation]
             operation.outputs[part.tensor] = _allocate(response, operation, part.tensor)
         sizes = [_block_sizes(batch[part.operation][0], part.tensor) for part in bucket.parts]
         totals = [sum(column) for column in zip(*sizes, strict=True)]
-        packed = len(bucket.parts) > 1
+        packed = len(bucket.parts) > 1 or not _holds_all(plane, bucket, batch)
         first = batch[bucket.parts[0].operation][1]
         work: Work = Done()
         target = first.outputs[bucket.parts[0].tensor] if not packed else None
         if sum(totals):
             if packed:
                 own = totals[group.rank]
-                staged = self._stage(own + sum(totals), TensorSpec(DType.UINT8, ()))
-                source = Buffer(staged.address, TensorSpec(DType.UINT8, (own,)), staged.owner)
-                target = Buffer(staged.address + own, TensorSpec(DType.UINT8, (sum(totals),)), staged.owner)
-                at = source.address
-                for part, blocks in zip(bucket.parts, sizes, strict=True):
-                    ctypes.memmove(at, batch[part.operation][1].inputs[part.tensor].address, blocks[group.rank])
-                    at += blocks[group.rank]
+                staged = self._stage(group, plane, own + sum(totals), TensorSpec(DType.UINT8, ()))
+                source, target = _slice(staged, 0, own), _slice(staged, own, sum(totals))
+                plane.memory.pack(source, [batch[part.operation][1].inputs[part.tensor] for part in bucket.parts])
             else:
                 source = first.inputs[bucket.parts[0].tensor]
                 assert target is not None
-            work = group.backend.allgather(source, target, totals)
-        return _UnderWay(bucket, batch, group, work, target, packed)
+            work = plane.backend.allgather(source, target, totals)
+        return _UnderWay(bucket, batch, group, plane, work, target, packed)
+
+    def _stage(self, group: Group, plane: Plane, nbytes: int, like: TensorSpec) -> Buffer:
+        return group.stage(plane, nbytes, like, self._fusion_threshold)
 
     def _finish(self, under_way: _UnderWay) -> None:
         deadline = time.monotonic() + self._operation_timeout + under_way.nbytes / _SLOWEST_NETWORK
@@ -417,13 +433,9 @@ class Executor:
         """Put the results of a bucket whose transfer has ended in their places, and resolve handles."""
         timeline = self.timeline
         done = timeline.now() if timeline is not None else 0.0
-        if under_way.buffer is not None and under_way.nbytes:
-            if under_way.bucket.collective in REDUCTIONS:
-                self._finish_reduction(under_way, under_way.buffer)
-            elif under_way.bucket.collective is Collective.ALLGATHER and under_way.packed:
-                _unpack_blocks(under_way, under_way.buffer)
+        self._deliver(under_way)
         if timeline is not None and under_way.times:
-            name = f"{under_way.group.backend.name}_{under_way.bucket.collective.value}".upper()
+            name = f"{under_way.plane.backend.name}_{under_way.bucket.collective.value}".upper()
             timeline.executed(under_way.bucket, under_way.batch, name, (*under_way.times, done), under_way.packed)
         for part in under_way.bucket.parts:
             response, operation = under_way.batch[part.operation]
@@ -434,29 +446,23 @@ class Executor:
         self._completed += 1
         self._on_room()
 
-    def _finish_reduction(self, under_way: _UnderWay, buffer: Buffer) -> None:
-        request = under_way.batch[under_way.bucket.parts[0].operation][0].request
-        factor = request.postscale
-        if request.op is ReduceOp.AVERAGE:
-            factor /= len(under_way.group.ranks)
-        if factor != 1.0:
-            under_way.group.backend.scale(buffer, factor)
+    def _deliver(self, under_way: _UnderWay) -> None:
+        """Finish a bucket's results and bring them where they belong, once."""
+        buffer = under_way.buffer
+        if under_way.delivered or buffer is None or not buffer.nbytes:
+            return
+        under_way.delivered = True
+        collective = under_way.bucket.collective
+        if collective in REDUCTIONS:
+            request = under_way.batch[under_way.bucket.parts[0].operation][0].request
+            factor = request.postscale
+            if request.op is ReduceOp.AVERAGE:
+                factor /= len(under_way.group.ranks)
+            if factor != 1.0:
+                under_way.plane.backend.scale(buffer, factor)
         if under_way.packed:
-            at = buffer.address
-            for part in under_way.bucket.parts:
-                output = under_way.batch[part.operation][1].outputs[part.tensor]
-                ctypes.memmove(output.address, at, part.nbytes)
-                at += part.nbytes
-
-    def _stage(self, nbytes: int, like: TensorSpec) -> Buffer:
-        """Memory for a fused bucket: one of DEPTH arrays in turn, each free again when its bucket has completed."""
-        staging = self._staging.popleft()
-        if staging.nbytes < nbytes:
-            # The system backs with memory only what is really used of it; a bucket under way keeps its own alive.
-            staging = np.empty(max(nbytes, self._fusion_threshold), np.uint8)
-        self._staging.append(staging)
-        spec = TensorSpec(like.dtype, (nbytes // like.dtype.itemsize,))
-        return Buffer(staging.ctypes.data, spec, staging)
+            pieces = _gathered_pieces(under_way) if collective is Collective.ALLGATHER else _pieces(under_way)
+            under_way.plane.memory.unpack(buffer, pieces)
 
 
 def divide_rows(rows: int, size: int) -> list[int]:
@@ -481,12 +487,27 @@ def _describe(under_way: _UnderWay) -> str:
     return f"{under_way.bucket.collective.value} of {tensors}"
 
 
-def _place(operation: Operation, tensor: int) -> Buffer:
+def _holds_all(plane: Plane, bucket: Bucket, batch: Batch) -> bool:
+    """True if the plane can work on a bucket's tensors where they are."""
+    holds = plane.memory.holds
+    return all(
+        holds(batch[part.operation][1].inputs[part.tensor]) and holds(batch[part.operation][1].outputs[part.tensor])
+        for part in bucket.parts
+    )
+
+
+def _place(plane: Plane, operation: Operation, tensor: int) -> Buffer:
     """The output buffer, filled with the input: backends work in place."""
     source, output = operation.inputs[tensor], operation.outputs[tensor]
     if source.address != output.address and output.nbytes:
-        ctypes.memmove(output.address, source.address, output.nbytes)
+        plane.memory.pack(output, [source])
     return output
+
+
+def _slice(staged: Buffer, begin: int, nbytes: int) -> Buffer:
+    """Bytes of staged memory, of its dtype."""
+    spec = TensorSpec(staged.dtype, (nbytes // staged.dtype.itemsize,), staged.device)
+    return Buffer(staged.address + begin, spec, staged.owner)
 
 
 def _allocate(response: Response, operation: Operation, tensor: int) -> Buffer:
@@ -505,14 +526,20 @@ def _block_sizes(response: Response, tensor: int) -> list[int]:
     return [row_bytes * count for count in rows]
 
 
-def _unpack_blocks(under_way: _UnderWay, gathered: Buffer) -> None:
-    """From rank-major (each rank's tensors one after another) to each tensor's own output."""
+def _pieces(under_way: _UnderWay) -> Iterator[tuple[Buffer, int, int]]:
+    """Where a bucket's results belong, one after another."""
+    for part in under_way.bucket.parts:
+        output = under_way.batch[part.operation][1].outputs[part.tensor]
+        yield output, 0, output.nbytes
+
+
+def _gathered_pieces(under_way: _UnderWay) -> Iterator[tuple[Buffer, int, int]]:
+    """The same of gathered tensors: they come rank by rank, of each rank all tensors one after another."""
     parts: Sequence[Part] = under_way.bucket.parts
     sizes = [_block_sizes(under_way.batch[part.operation][0], part.tensor) for part in parts]
-    targets = [under_way.batch[part.operation][1].outputs[part.tensor].address for part in parts]
-    at = gathered.address
+    targets = [under_way.batch[part.operation][1].outputs[part.tensor] for part in parts]
+    at = [0] * len(parts)
     for rank in range(len(under_way.group.ranks)):
         for index, blocks in enumerate(sizes):
-            ctypes.memmove(targets[index], at, blocks[rank])
-            targets[index] += blocks[rank]
-            at += blocks[rank]
+            yield targets[index], at[index], blocks[rank]
+            at[index] += blocks[rank]

@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 
 from hvdgloo.backends import kernels
-from hvdgloo.backends.base import Backend, Work
+from hvdgloo.backends.base import Backend, Plane, Work
 from hvdgloo.engine import adasum
 from hvdgloo.engine.operation import Operation
 from hvdgloo.errors import BackendError
@@ -36,22 +36,36 @@ class Phases:
         return True
 
 
-def exchange(backend: Backend, operation: Operation, size: int) -> Iterator[Work]:
+def exchange(host: Backend, plane: Plane, operation: Operation, size: int) -> Iterator[Work]:
     """An alltoall. The numbers of rows travel first: they may differ in every step, and only pairs of ranks need them.
 
     The operation's outputs become the received rows and, per rank, how many they are (int64).
+
+    Args:
+        host: for these numbers.
+        plane: for the rows.
     """
     source = operation.inputs[0]
     spec = source.spec
     sent = np.asarray(operation.splits, np.int64)
     received = np.empty(size, np.int64)
-    yield backend.alltoall(Buffer.of_array(sent), Buffer.of_array(received), [8] * size, [8] * size)
+    yield host.alltoall(Buffer.of_array(sent), Buffer.of_array(received), [8] * size, [8] * size)
     if operation.allocate is None:
         raise BackendError(f"{operation.request.name} was submitted without a way to allocate its result")
-    target = operation.allocate(0, TensorSpec(spec.dtype, (int(received.sum()), *spec.shape[1:]), spec.device))
-    operation.outputs = [target, Buffer.of_array(received)]
+    output = operation.allocate(0, TensorSpec(spec.dtype, (int(received.sum()), *spec.shape[1:]), spec.device))
+    operation.outputs = [output, Buffer.of_array(received)]
     row = math.prod(spec.shape[1:]) * spec.dtype.itemsize
-    yield backend.alltoall(source, target, [int(n) * row for n in sent], [int(n) * row for n in received])
+    memory, target = plane.memory, output
+    if not memory.holds(source):
+        staged = memory.empty(source.nbytes)
+        memory.pack(staged, [source])
+        source = staged
+    if not memory.holds(output):
+        target = memory.empty(output.nbytes)
+    yield plane.backend.alltoall(source, target, [int(n) * row for n in sent], [int(n) * row for n in received])
+    if target is not output:
+        memory.unpack(target, [(output, 0, output.nbytes)])
+        yield memory.mark()
 
 
 def adaptive_sum(backend: Backend, buffer: Buffer, counts: Sequence[int], rank: int, size: int) -> Iterator[Work]:

@@ -16,10 +16,11 @@ import pytest
 
 from hvdgloo.backends import kernels
 from hvdgloo.engine import executor
-from hvdgloo.engine.executor import DEPTH, QUICK_BYTES, Executor, Group
+from hvdgloo.engine.executor import QUICK_BYTES, Executor
 from hvdgloo.engine.fusion import LONE_BYTES
 from hvdgloo.engine.messages import Request, Response
 from hvdgloo.engine.operation import Operation
+from hvdgloo.engine.planes import DEPTH, Group
 from hvdgloo.errors import BackendError, PeerLostError
 from hvdgloo.types import Buffer, Collective, DType, ReduceOp, TensorSpec
 
