@@ -3,9 +3,10 @@
 A TensorAdapter never sees names, ranks, fusion or process sets; the Frontend never sees a framework. Adding a framework
 is writing these eight methods.
 
-The engine reads and writes plain CPU memory in row-major order. A tensor that is such memory is *shared* with it: the
-exported Buffer's owner is the very tensor, and nothing is copied. Any other tensor (not contiguous, on a GPU, in
-foreign byte order) is *staged*: the owner is a private copy, and ``deliver`` brings the result to where it belongs.
+The engine reads and writes memory in row-major order: a CPU's, and torch's on a CUDA device. A tensor that is such
+memory is *shared* with it: the exported Buffer's owner is the very tensor, and nothing is copied. Any other tensor (not
+contiguous, on another kind of device, in foreign byte order) is *staged*: the owner is a private copy, and ``deliver``
+brings the result to where it belongs.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class TensorAdapter(Protocol[T]):
         """Whether this is a tensor of the framework."""
 
     def describe(self, tensor: T) -> TensorSpec:
-        """Element type and shape; the device is that of the exported memory.
+        """Element type and shape, and the kind of device that the exported memory is on.
 
         Raises:
             InvalidArgumentError: naming the element type, if no collective can carry it.
@@ -64,6 +65,8 @@ class TensorAdapter(Protocol[T]):
     def allocate(self, spec: TensorSpec, like: T) -> T:
         """A new uninitialised tensor that ``export`` shares, from which ``deliver`` is cheap for tensors like ``like``.
 
+        ``spec.device`` says where: "cuda" is the GPU of ``like``.
+
         May be called on an engine thread.
         """
 
@@ -83,9 +86,10 @@ class TensorAdapter(Protocol[T]):
         """A tensor of the same values in another element type; differentiable where the framework can."""
 
     def fence(self, tensors: Sequence[T]) -> Callable[[], None] | None:
-        """What to call, from any thread, before the tensors' exported memory is read; None if it may be at once.
+        """What to call, from any thread, before the tensors' exported memory is used; None if it may be at once.
 
-        Called right after ``export``, by the same thread.
+        What that thread then does with the memory, on a CUDA device on its current stream, comes after all that has
+        been done with the tensors so far. Called once the results are allocated, by the thread that did it.
         """
 
     def differentiable(

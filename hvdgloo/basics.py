@@ -6,8 +6,10 @@ no meaning here: the questions stay, with honest answers.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Iterable
+from types import ModuleType
 from typing import Any
 
 from hvdgloo import context
@@ -143,8 +145,8 @@ def gloo_built() -> bool:
 
 
 def nccl_built() -> int:
-    """The version code of the NCCL that collectives of GPU tensors run on; 0, since they run on Gloo."""
-    return 0
+    """The version code of the NCCL that torch brings, 22105 for 2.21.5; 0 without it, or without torch."""
+    return nccl.version() if (nccl := _nccl()) is not None else 0
 
 
 def ddl_built() -> bool:
@@ -158,10 +160,17 @@ def ccl_built() -> bool:
 
 
 def cuda_built() -> bool:
-    """Whether collectives run on CUDA devices themselves: no; CUDA tensors travel through page-locked host memory."""
-    return False
+    """Whether the installed torch was built for CUDA, so that its CUDA tensors can be exchanged."""
+    return (nccl := _nccl()) is not None and nccl.platform() == "cuda"
 
 
 def rocm_built() -> bool:
-    """Whether collectives run on ROCm devices themselves: no."""
-    return False
+    """Whether the installed torch was built for ROCm, whose devices it calls CUDA's."""
+    return (nccl := _nccl()) is not None and nccl.platform() == "rocm"
+
+
+def _nccl() -> ModuleType | None:
+    """Our part for NCCL, if there is a torch to carry it."""
+    if importlib.util.find_spec("torch") is None:
+        return None
+    return importlib.import_module("hvdgloo.backends.nccl")

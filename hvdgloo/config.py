@@ -98,6 +98,16 @@ def _text(text: str) -> str:
     return text
 
 
+def _one_of(*values: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        value = text.strip().lower()
+        if value not in values:
+            raise ValueError(f"expected one of {', '.join(values)}")
+        return value
+
+    return parse
+
+
 def _log_level(text: str) -> str:
     level = text.strip().upper()
     if level not in LOG_LEVELS:
@@ -343,6 +353,15 @@ class Config:
         parse=_cores,
         help="the core that a worker's communication threads run on; for several workers of a host a comma-separated "
         "list, in the order of local ranks; by default any",
+    )
+    gpu_operations: str = _setting(
+        "auto",
+        env="HVDGLOO_GPU_OPERATIONS",
+        flag="--gpu-operations",
+        yaml="params.gpu_operations",
+        parse=_one_of("auto", "nccl", "gloo"),
+        help="how CUDA tensors travel: nccl, or gloo, which takes them through host memory; auto is nccl where every "
+        "rank has a GPU of its own, else gloo",
     )
     disable_group_fusion: bool = _setting(
         False,

@@ -20,10 +20,11 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from hvdgloo import aftermath
-from hvdgloo.backends.base import Backend
+from hvdgloo.backends.base import Backend, Plane, RendezvousStore
 from hvdgloo.backends.local import LocalGroup
 from hvdgloo.config import Config, format_endpoint, parse_endpoint
 from hvdgloo.engine.connect import Handshake, listen
@@ -35,8 +36,9 @@ from hvdgloo.errors import (
     NotInitializedError,
     RendezvousError,
 )
-from hvdgloo.rendezvous import Registration, RendezvousClient, WorkerInfo, host_identity
+from hvdgloo.rendezvous import MemoryStore, Registration, RendezvousClient, WorkerInfo, host_identity
 from hvdgloo.topology import Topology
+from hvdgloo.types import Buffer
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +147,9 @@ class Context:
             topology = Topology.local(1, pid=os.getpid(), name=config.hostname or socket.gethostname())
             _check_ranks(ranks, 0, 1)
             alone = LocalGroup(1).backend(0)
-            engine = Engine(0, topology, {}, alone, engine_settings(config), lambda number, ranks, cancelled: alone)
+            open_device = partial(_open_device, MemoryStore(), "", 0, topology, config, config.gpu_operations)
+            settings = engine_settings(config)
+            engine = Engine(0, topology, {}, alone, settings, lambda number, ranks, cancelled: alone, open_device)
             engine.start()
             return cls(config, topology, 0, engine)
         if config.secret is None:
@@ -229,11 +233,13 @@ def _join(
         if listener is not None:
             listener.close()
 
+    prefix = f"{config.epoch}.{generation}{world}/"
+
     def connect(number: int, members: Sequence[int], cancelled: Callable[[], bool] | None = None) -> Backend:
-        prefix = f"{config.epoch}.{generation}{world}/{number}/"
         store = client.store("gloo", timeout=config.connect_timeout)
         place = members.index(rank)
-        return gloo_backend(store, prefix, place, len(members), address, config.connect_timeout, cancelled)
+        timeout = config.connect_timeout
+        return gloo_backend(store, f"{prefix}{number}/", place, len(members), address, timeout, cancelled)
 
     try:
         backend = connect(0, range(topology.size))
@@ -241,7 +247,9 @@ def _join(
         for sock in links.values():
             sock.close()
         raise
-    engine = Engine(rank, topology, links, backend, engine_settings(config, decided), connect)
+    store = client.store("nccl", timeout=config.connect_timeout)
+    open_device = partial(_open_device, store, prefix, rank, topology, config, decided["gpu_operations"])
+    engine = Engine(rank, topology, links, backend, engine_settings(config, decided), connect, open_device)
     engine.start()
     if decided["process_sets"] != sets:
         engine.close()  # not before: the others wait for this rank until it is connected
@@ -347,9 +355,10 @@ def _control_links(
 
     Returns:
         the connections, and what rank 0 decides for all: the settings that ``engine_settings`` takes over,
-        ``process_sets`` to be added at once, and ``clock_offset`` from this host's clock to rank 0's.
+        ``process_sets`` to be added at once, ``gpu_operations``, and ``clock_offset`` from this host's clock to rank
+        0's.
     """
-    shared = {**_plan_settings(config), "process_sets": process_sets}
+    shared = {**_plan_settings(config), "process_sets": process_sets, "gpu_operations": config.gpu_operations}
     if rank == 0:
         assert listener is not None
         links = handshake.accept_all(listener, topology.size, shared, config.connect_timeout, topology.describe)
@@ -410,6 +419,34 @@ def gloo_backend(
             "pip install 'hvdgloo[torch]'"
         ) from error
     return GlooBackend(store, prefix, rank, size, address, connect_timeout, cancelled)
+
+
+def _open_device(
+    store: RendezvousStore,
+    prefix: str,
+    rank: int,
+    topology: Topology,
+    config: Config,
+    operations: str,
+    number: int,
+    members: tuple[int, ...],
+    host: Backend,
+    example: Buffer,
+) -> Sequence[Plane]:
+    """The data planes of a process set's CUDA tensors, which need torch; see ``cuda.open_planes``."""
+    from hvdgloo.backends import cuda
+
+    return cuda.open_planes(
+        host,
+        example,
+        store=store,
+        prefix=f"{prefix}{number}/",
+        ranks=members,
+        rank=members.index(rank),
+        local_rank=topology.workers[rank].local_rank,
+        operations=operations,
+        timeout=config.connect_timeout,
+    )
 
 
 _current: Context | None = None

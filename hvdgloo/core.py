@@ -119,7 +119,6 @@ class Core(Generic[T]):
         context, session = self._bind()
         adapter = self.adapter
         inputs = [adapter.export(tensor, writable=in_place) for tensor in tensors]
-        fence = adapter.fence(tensors)
         prefix = "grouped_" + operation.collective.value if grouped else operation.collective.value
         full_name = session.names.full(operation.process_set, prefix, name)
         request = operation.request(full_name, tuple(buffer.spec for buffer in inputs))
@@ -131,11 +130,12 @@ class Core(Generic[T]):
                 owners[index] = adapter.allocate(spec, tensors[index])
                 return adapter.export(owners[index], writable=True)
 
+            fence = adapter.fence(tensors)
             handle = context.engine.submit(request, inputs, allocate=allocate, ready=fence, splits=splits)
         else:
             outputs = inputs if in_place else self._outputs(operation, inputs, tensors)
             owners = [buffer.owner for buffer in outputs]
-            handle = context.engine.submit(request, inputs, outputs, ready=fence)
+            handle = context.engine.submit(request, inputs, outputs, ready=adapter.fence(tensors))
 
         def finish() -> list[T]:
             results = [adapter.deliver(r, t, in_place=in_place) for r, t in zip(owners, tensors, strict=True)]
@@ -243,7 +243,7 @@ class Core(Generic[T]):
 
     def zeros(self, like: T) -> T:
         """A tensor of zeros of the same shape, type and device."""
-        memory = self.adapter.allocate(self.adapter.describe(like), like)
+        memory = self.adapter.allocate(replace(self.adapter.describe(like), device="cpu"), like)
         self.adapter.export(memory, writable=True).array().fill(0)
         return self.adapter.deliver(memory, like, in_place=False)
 

@@ -30,6 +30,12 @@ class Names:
         with self._lock:
             return f"{prefix}.noname.{next(self._counters[process_set, prefix])}"
 
+    def restart(self, process_set: int) -> None:
+        """Count from 1 again in a new set: its number may have been another's, of which not all its ranks were."""
+        with self._lock:
+            for counted in [key for key in self._counters if key[0] == process_set]:
+                del self._counters[counted]
+
     def full(self, process_set: int, prefix: str, name: str | None) -> str:
         """An operation's whole name: the user's after the prefix, or a new one."""
         return self.next(process_set, prefix) if name is None else f"{prefix}.{name}"

@@ -137,6 +137,7 @@ def add(ctx: Context, process_set: ProcessSet | Iterable[int]) -> ProcessSet:
         raise InvalidArgumentError(f"process set {known[ranks]} has the same ranks {list(ranks)}; use that one")
     added._number = _negotiate(ctx, Collective.ADD_PROCESS_SET, ranks)
     added._context = ctx
+    names_of(ctx).restart(added._number)
     return added
 
 

@@ -90,8 +90,9 @@ class Buffer:
 
     Attributes:
         address: of the first byte; may be 0 when there are no elements.
-        spec: dtype, shape and device ("cpu" or "cuda:<index>").
-        owner: whatever keeps the memory alive. Whoever holds the Buffer may use the address.
+        spec: dtype, shape and kind of device ("cpu" or "cuda").
+        owner: whatever keeps the memory alive, and knows which device it is on. Whoever holds the Buffer may use the
+            address.
     """
 
     address: int

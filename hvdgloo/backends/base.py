@@ -99,6 +99,25 @@ class Backend(Protocol):
         ...
 
 
+class Several:
+    """Operations that were started one after another, as one Work."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
+
+    def completes_within(self, timeout: float) -> bool:
+        """As ``Work``'s; the timeout is each one's."""
+        return all(work.completes_within(timeout) for work in self._works)
+
+
+class RendezvousStore(Protocol):
+    """What a backend needs of a rendezvous store."""
+
+    def set(self, key: str, value: bytes) -> None: ...
+
+    def get_many(self, keys: Sequence[str], *, timeout: float) -> list[bytes]: ...
+
+
 class Memory(Protocol):
     """Where a backend's buffers must be, and how tensors that are elsewhere come there and back.
 

@@ -17,15 +17,15 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from hvdgloo.backends import kernels
-from hvdgloo.backends.base import Work
+from hvdgloo.backends.base import RendezvousStore, Work
 from hvdgloo.backends.process_group import ProcessGroupBackend, first_line, tensor_of
 from hvdgloo.engine.engine import bury
 from hvdgloo.errors import BackendError, ConnectError, RendezvousError, RendezvousTimeoutError
@@ -38,14 +38,6 @@ _LONGEST_OPERATION = timedelta(days=1)
 """Gloo's own timeout is set at construction and knows nothing of a payload's size: the engine's deadlines rule."""
 
 
-class Store(Protocol):
-    """What the backend needs of a rendezvous store."""
-
-    def set(self, key: str, value: bytes) -> None: ...
-
-    def get_many(self, keys: Sequence[str], *, timeout: float) -> list[bytes]: ...
-
-
 class GlooStore(dist.Store):  # type: ignore[name-defined,misc] # absent from torch's own annotations
     """A rendezvous store as Gloo sees it.
 
@@ -55,7 +47,7 @@ class GlooStore(dist.Store):  # type: ignore[name-defined,misc] # absent from to
     """
 
     def __init__(
-        self, store: Store, prefix: str, size: int, timeout: float, cancelled: Callable[[], bool] | None
+        self, store: RendezvousStore, prefix: str, size: int, timeout: float, cancelled: Callable[[], bool] | None
     ) -> None:
         super().__init__()
         self._cancelled = cancelled
@@ -157,7 +149,7 @@ class GlooBackend(ProcessGroupBackend):
 
     def __init__(
         self,
-        store: Store,
+        store: RendezvousStore,
         prefix: str,
         rank: int,
         size: int,

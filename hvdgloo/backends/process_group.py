@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from hvdgloo.backends.base import Work
+from hvdgloo.backends.base import Several, Work
 from hvdgloo.types import Buffer, DType, ReduceOp, TensorSpec
 
 TORCH_DTYPES: dict[DType, torch.dtype] = {dtype: getattr(torch, dtype.value) for dtype in DType}
@@ -149,17 +149,7 @@ class ProcessGroupBackend:
                     tensor_of(block).copy_(tensor_of(source, DType.UINT8))
                 works.append(self.broadcast(block, root))
                 begin += size
-        return _Several(works)
-
-
-class _Several:
-    """Operations that were started one after another."""
-
-    def __init__(self, works: Sequence[Work]) -> None:
-        self._works = works
-
-    def completes_within(self, timeout: float) -> bool:
-        return all(work.completes_within(timeout) for work in self._works)
+        return Several(works)
 
 
 def _sum(rows: torch.Tensor, out: torch.Tensor) -> None:

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from hvdgloo.backends.base import Done, Plane, Work
+from hvdgloo.backends.base import Done, Plane, Several, Work
 from hvdgloo.engine import fusion
 from hvdgloo.engine.fusion import Bucket, Part
 from hvdgloo.engine.messages import REDUCTIONS, SET_CHANGES, Response
@@ -286,7 +286,7 @@ class Executor:
             under_way.times = begun, fenced, timeline.now()
         if plane.memory.in_order and not isinstance(under_way.work, Phases):
             self._deliver(under_way)
-            under_way.work = plane.memory.mark()
+            under_way.work = Several([under_way.work, plane.memory.mark()])
         return under_way
 
     def _plane(self, bucket: Bucket, batch: Batch, group: Group) -> Plane:
@@ -338,13 +338,15 @@ class Executor:
                 opened.host.backend.abort()  # the abort did not see it
 
     def _begin_allreduce(self, bucket: Bucket, batch: Batch, group: Group, plane: Plane) -> _UnderWay:
-        request = batch[bucket.parts[0].operation][0].request
+        first = bucket.parts[0]
+        request = batch[first.operation][0].request
         packed = len(bucket.parts) > 1 or not _holds_all(plane, bucket, batch)
         if packed:
-            buffer = self._stage(group, plane, sum(part.nbytes for part in bucket.parts), request.tensors[0])
+            nbytes = sum(part.nbytes for part in bucket.parts)
+            buffer = self._stage(group, plane, nbytes, request.tensors[first.tensor])
             plane.memory.pack(buffer, [batch[part.operation][1].inputs[part.tensor] for part in bucket.parts])
         else:
-            buffer = _place(plane, batch[bucket.parts[0].operation][1], bucket.parts[0].tensor)
+            buffer = _place(plane, batch[first.operation][1], first.tensor)
         work: Work = Done()
         if buffer.nbytes:
             if request.prescale != 1.0:
@@ -385,7 +387,7 @@ class Executor:
         root = group.ranks.index(response.request.root)
         packed = not _holds_all(plane, bucket, batch)
         if packed:
-            buffer = self._stage(group, plane, part.nbytes, response.request.tensors[0])
+            buffer = self._stage(group, plane, part.nbytes, response.request.tensors[part.tensor])
             if group.rank == root:
                 plane.memory.pack(buffer, [operation.inputs[part.tensor]])
         else:

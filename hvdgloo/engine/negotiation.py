@@ -284,7 +284,7 @@ _CHECKS: tuple[tuple[str, Callable[[Request], object]], ...] = (
     ("reduce operation", lambda r: ReduceOp(r.op).name),
     ("root rank", lambda r: r.root),
     ("ranks of the process set", lambda r: r.ranks),
-    ("device type", lambda r: tuple(t.device.partition(":")[0] for t in r.tensors)),
+    ("device type", lambda r: tuple(t.device for t in r.tensors)),
 )
 _UNEVEN = frozenset({Collective.ALLGATHER, Collective.ALLTOALL})
 """Collectives in which ranks' first dimensions may differ."""

@@ -21,9 +21,13 @@ Backward = Callable[[Tape[torch.Tensor], Sequence[torch.Tensor]], Sequence[torch
 class TorchAdapter:
     """TensorAdapter for ``torch.Tensor``.
 
-    Contiguous CPU tensors are shared with the engine. Others are staged in contiguous CPU memory, which is page-locked
-    for CUDA tensors: those copies run on the tensor's current stream, and a CUDA event is their fence.
+    Contiguous CPU and CUDA tensors are shared with the engine; others are staged in contiguous memory: on the same GPU,
+    or the CPU for other kinds of devices. A CUDA event is the fence of what runs on the tensor's current stream.
     """
+
+    def is_cuda(self, tensor: torch.Tensor) -> bool:
+        """Whether it is the engine's affair how the tensor gets to the other ranks' GPUs."""
+        return tensor.is_cuda
 
     def owns(self, tensor: object) -> bool:
         return isinstance(tensor, torch.Tensor)
@@ -35,7 +39,7 @@ class TorchAdapter:
                 f"tensors of type {tensor.dtype} cannot be sent; the types that can are "
                 + ", ".join(str(supported) for supported in _DTYPES)
             )
-        return TensorSpec(dtype, tuple(tensor.shape))
+        return TensorSpec(dtype, tuple(tensor.shape), "cuda" if self.is_cuda(tensor) else "cpu")
 
     def export(self, tensor: torch.Tensor, *, writable: bool = False) -> Buffer:
         if not isinstance(tensor, torch.Tensor):
@@ -44,29 +48,35 @@ class TorchAdapter:
         if tensor.layout is not torch.strided or tensor.is_meta:
             kind = "meta" if tensor.is_meta else str(tensor.layout)
             raise InvalidArgumentError(f"a {kind} tensor cannot be sent; tensor.to_dense() gives one that can")
-        if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg():
+        on_device = self.is_cuda(tensor)
+        if (tensor.is_cpu or on_device) and tensor.is_contiguous() and not tensor.is_neg():
             return Buffer(tensor.data_ptr(), spec, tensor)
         if writable and _overlaps_itself(tensor):
             raise InvalidArgumentError(
                 "elements of the tensor share memory (it was expanded), so a result cannot be written into it"
             )
-        staged = _stage(tensor)
+        staged = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device if on_device else "cpu")
+        staged.copy_(tensor.detach())
         return Buffer(staged.data_ptr(), spec, staged)
 
     def allocate(self, spec: TensorSpec, like: torch.Tensor) -> torch.Tensor:
-        # Not empty_like: ``like`` may be a subclass, on a GPU, or in another memory format.
-        return torch.empty(spec.shape, dtype=_TORCH_DTYPES[spec.dtype], pin_memory=like.is_cuda)
+        # Not empty_like: ``like`` may be a subclass, or in another memory format.
+        device = like.device if spec.device == "cuda" else "cpu"
+        return torch.empty(spec.shape, dtype=_TORCH_DTYPES[spec.dtype], device=device)
 
     def deliver(self, result: torch.Tensor, target: torch.Tensor, *, in_place: bool) -> torch.Tensor:
+        if result.is_cuda:
+            # The engine's thread may have allocated it, on a stream of its own.
+            result.record_stream(torch.cuda.current_stream(result.device))
         if not in_place:
-            return result if target.is_cpu else result.to(target.device, non_blocking=target.is_cuda)
+            return result.to(target.device)
         if result is target:
             # The engine wrote behind autograd's back: a backward pass that saved the old values must be told.
             if not target.is_inference():
                 torch.autograd.graph.increment_version(target)
         else:
             with torch.no_grad():
-                target.copy_(result, non_blocking=target.is_cuda)
+                target.copy_(result)
         return target
 
     def cast(self, tensor: torch.Tensor, dtype: DType) -> torch.Tensor:
@@ -80,7 +90,7 @@ class TorchAdapter:
 
         def ready() -> None:
             for event in events:
-                event.synchronize()
+                event.wait()  # makes the calling thread's stream wait, not the thread
 
         return ready
 
@@ -127,9 +137,3 @@ class _Differentiable(torch.autograd.Function):
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
-
-
-def _stage(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous CPU copy, made asynchronously (see ``fence``) if the tensor is on a CUDA device."""
-    staged = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-    return staged.copy_(tensor.detach(), non_blocking=tensor.is_cuda)

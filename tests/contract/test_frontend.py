@@ -188,6 +188,7 @@ def test_groups_mix_shapes_and_types(
     world: MakeWorld, framework: Framework, in_place: bool, asynchronous: bool
 ) -> None:
     members = [((2, 3), DType.FLOAT32), ((), DType.INT64), ((0, 4), DType.FLOAT64), ((7,), DType.FLOAT32)]
+    members += [((3,), DType.INT64), ((2, 2), DType.FLOAT64), ((5,), DType.FLOAT16), ((1,), DType.FLOAT16)]
 
     def rank_body(context: Context) -> None:
         frontend = framework.frontend(context)

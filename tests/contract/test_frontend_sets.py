@@ -86,6 +86,20 @@ class TestProcessSets:
 
         world(SIZE).run(rank_body)
 
+    def test_automatic_names_begin_anew_in_a_set_that_has_a_former_ones_number(
+        self, world: MakeWorld, framework: Framework
+    ) -> None:
+        def rank_body(context: Context) -> None:
+            frontend = framework.frontend(context)
+            for members in ([0, 2], [1, 2]):
+                some = frontend.add_process_set(members)
+                if some.included():
+                    result = frontend.allreduce(framework.float64([1.0]), op=ReduceOp.SUM, process_set=some)
+                    assert framework.array(result).tolist() == [2.0]
+                frontend.remove_process_set(some)
+
+        world(SIZE).run(rank_body)
+
     def test_a_shut_down_job_leaves_sets_unregistered(self, world: MakeWorld, framework: Framework) -> None:
         sets: list[ProcessSet] = []
         made = world(2)

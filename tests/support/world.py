@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
-from hvdgloo.backends.base import Backend
+from hvdgloo.backends.base import Backend, Plane
 from hvdgloo.backends.local import LocalGroup
 from hvdgloo.config import Config
 from hvdgloo.context import Context, engine_settings, gloo_backend
@@ -40,6 +40,7 @@ class World:
     Args:
         backend: "local", "gloo", or "inline": local, and tiny tensors travel with the agreement as they do by default.
         wrap: applied to each rank's backend, to inject faults.
+        open_device: from a rank and what ``Engine`` asks for, the planes of tensors that claim to be a GPU's.
         settings: fields of Config.
     """
 
@@ -49,6 +50,7 @@ class World:
         backend: str = "local",
         *,
         wrap: Callable[[int, Backend], Backend] | None = None,
+        open_device: Callable[..., Sequence[Plane]] | None = None,
         **settings: Any,
     ) -> None:
         self.size = size
@@ -73,6 +75,7 @@ class World:
                 backends[rank],
                 engine_settings(config),
                 partial(self._open_set, rank, config),
+                None if open_device is None else partial(open_device, rank),
             )
             engine.start()
             self.contexts.append(Context(config, topology, rank, engine))

@@ -60,8 +60,8 @@ def _tensor(hvd: ModuleType) -> Any:
 
 def test_what_was_built(hvd: ModuleType) -> None:
     assert hvd.gloo_built() is True
-    assert hvd.nccl_built() == 0
-    for name in ("mpi_enabled", "mpi_built", "ddl_built", "ccl_built", "cuda_built", "rocm_built"):
+    assert hvd.nccl_built() < 30000  # 0 without a torch for GPUs
+    for name in ("mpi_enabled", "mpi_built", "ddl_built", "ccl_built", "rocm_built"):
         assert getattr(hvd, name)() is False
     with pytest.raises(ValueError, match="MPI"):
         hvd.mpi_threads_supported()
