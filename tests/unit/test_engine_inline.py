@@ -58,7 +58,7 @@ class TestWhatASubmissionCarries:
             request(count=0),
             Request("x", Collective.BROADCAST, request().tensors),
             Request("x", Collective.ALLREDUCE, request().tensors * 2),
-            Request("x", Collective.ALLREDUCE, (TensorSpec(DType.FLOAT32, (2,), "cuda:0"),)),
+            Request("x", Collective.ALLREDUCE, (TensorSpec(DType.FLOAT32, (2,), "cuda"),)),
         ],
         ids=["too large", "empty", "another collective", "a group", "on a GPU"],
     )

@@ -33,7 +33,7 @@ class TestFlags:
         return options.from_flags(build_parser().parse_args(list(flags)))
 
     def test_every_setting_with_a_flag_can_be_given(self) -> None:
-        texts = {"--port-range": "2000-3000", "--log-level": "debug"}
+        texts = {"--port-range": "2000-3000", "--log-level": "debug", "--gpu-operations": "nccl"}
         parser = build_parser()
         for name, setting in settings().items():
             if setting.flag is None:
@@ -100,6 +100,7 @@ class TestFile:
 
     def test_every_key_of_a_setting_is_understood(self, tmp_path: Path) -> None:
         texts = {"network.port_range": "2000-3000", "logging.level": "debug", "stall_check.enabled": "false"}
+        texts["params.gpu_operations"] = "nccl"
         for setting in settings().values():
             if setting.yaml is not None:
                 section, _, key = setting.yaml.partition(".")
