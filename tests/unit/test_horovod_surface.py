@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -161,8 +163,18 @@ def test_a_wrong_order_or_default_would_be_noticed() -> None:
     assert written(function, "tensor, op=None") == "tensor, op=None"
 
 
+def test_submodules_need_no_import_of_their_own() -> None:
+    """Programs write ``hvd.elastic.ElasticSampler`` after ``import horovod.torch as hvd``."""
+    pytest.importorskip("torch")
+    submodules = ["compression", "elastic", "functions", "mpi_ops", "optimizer", "sync_batch_norm"]
+    program = f"import hvdgloo.torch as hvd; print([name for name in {submodules} if not hasattr(hvd, name)])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50, check=True)
+    assert done.stdout == "[]\n"
+
+
 def test_everything_of_the_front_end_is_also_in_the_module_where_horovod_has_it() -> None:
-    hvd = importlib.import_module("hvdgloo.torch") if pytest.importorskip("torch") else None
+    pytest.importorskip("torch")
+    hvd = importlib.import_module("hvdgloo.torch")
     homes = {
         "hvdgloo.torch.mpi_ops": set(EVERY_FRONT_END) - {"ProcessSet", "broadcast_object", "allgather_object"},
         "hvdgloo.torch.functions": {
