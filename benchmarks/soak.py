@@ -3,8 +3,8 @@
     python benchmarks/soak.py --seconds 600
 
 Each thread of a rank works in a process set of its own (they overlap). It draws batches of operations, the same on all
-members, submits each batch in an order of its own, and compares every result with numpy's. At the end, memory and open
-files must be what they were after half of the time.
+members, submits each batch in an order of its own, and compares every result with numpy's. Memory and open files are
+looked at ten times; at the end they must be what they were after half of the time.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import hvdgloo.numpy as hvd
 import hvdgloo.run
 
 DTYPES = ("uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
+SAMPLES = 10
 KINDS = ("allreduce", "grouped_allreduce", "allgather", "broadcast", "alltoall", "reducescatter")
 
 
@@ -167,16 +168,18 @@ def worker(seconds: float, seed: int) -> dict[str, Any]:
     threads = [threading.Thread(target=soaker.run, args=each, name=f"soak-{each[0]}", daemon=True) for each in mine]
     for thread in threads:
         thread.start()
-    threads[0].join(seconds / 2)
-    before = resources()
+    samples = []
+    for _ in range(SAMPLES):
+        threads[0].join(seconds / SAMPLES)
+        samples.append(resources())
     for thread in threads:
         thread.join(seconds + 60)
     stuck = [thread.name for thread in threads if thread.is_alive()]
-    after = resources()
+    samples.append(resources())
     if not stuck:
         hvd.barrier()  # a rank that leaves ends the others' collectives, and not all are in as many sets
     hvd.shutdown()
-    return {"done": soaker.done, "failures": soaker.failures, "stuck": stuck, "before": before, "after": after}
+    return {"done": soaker.done, "failures": soaker.failures, "stuck": stuck, "samples": samples}
 
 
 def main() -> int:
@@ -189,16 +192,17 @@ def main() -> int:
     results = hvdgloo.run.run(worker, (options.seconds, options.seed), np=options.np)
     wrong = [failure for result in results for failure in result["failures"]]
     for rank, result in enumerate(results):
-        (memory, files), (memory_then, files_then) = result["before"], result["after"]
-        growth = memory_then - memory
-        print(f"rank {rank}: {sum(result['done'].values())} operations; memory {memory >> 20} MiB, then "
-              f"{memory_then >> 20} MiB; {files} open files, then {files_then}")  # fmt: skip
+        memory, files = zip(*result["samples"], strict=True)
+        growth = memory[-1] - memory[SAMPLES // 2 - 1]
+        print(f"rank {rank}: {sum(result['done'].values())} operations")
+        print(f"  memory, MiB: {' '.join(str(size >> 20) for size in memory)}")
+        print(f"  open files: {' '.join(map(str, files))}")
         if result["stuck"]:
             wrong.append(f"rank {rank}: {', '.join(result['stuck'])} never ended")
         if growth > options.growth << 20:
             wrong.append(f"rank {rank}: memory grew by {growth >> 20} MiB")
-        if files_then != files:
-            wrong.append(f"rank {rank}: {files_then - files} more open files than before")
+        if files[-1] > files[SAMPLES // 2 - 1]:
+            wrong.append(f"rank {rank}: {files[-1] - files[SAMPLES // 2 - 1]} more open files than before")
     print(", ".join(f"{kind}: {count}" for kind, count in sorted(results[0]["done"].items())))
     print("\n".join(wrong) or "all results right")
     return 1 if wrong else 0

@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+
 from hvdgloo import context
 from hvdgloo import process_sets as registry
 from hvdgloo.context import Context, is_initialized
@@ -75,9 +77,9 @@ def _ranks(comm: Any) -> list[int] | None:
     if not isinstance(comm, Iterable) or isinstance(comm, str):
         raise InvalidArgumentError("comm must be None or a list of ranks; hvdgloo does without MPI communicators")
     ranks = list(comm)
-    if any(not isinstance(rank, int) or isinstance(rank, bool) for rank in ranks):
+    if any(not isinstance(rank, (int, np.integer)) or isinstance(rank, bool) for rank in ranks):
         raise InvalidArgumentError(f"comm must be None or a list of ranks, whole numbers from 0; got {ranks}")
-    return ranks or None
+    return [int(rank) for rank in ranks] or None
 
 
 def _sets(process_sets: Any) -> list[ProcessSet]:

@@ -8,6 +8,9 @@ own.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
 
 from hvdgloo import context
 from hvdgloo.context import Context
@@ -21,7 +24,7 @@ class ProcessSet:
     """Some of a job's ranks, among which a collective runs.
 
     Args:
-        ranks: global ranks; they are sorted.
+        ranks_or_comm: global ranks; they are sorted.
 
     Raises:
         InvalidArgumentError: (a ValueError) for members that are not whole numbers, are negative, or occur twice, and
@@ -31,12 +34,13 @@ class ProcessSet:
     mpi_comm = None
     """There is no MPI communicator; the attribute is for programs that look."""
 
-    def __init__(self, ranks: Iterable[int]) -> None:
-        if not isinstance(ranks, Iterable):
-            raise InvalidArgumentError(f"a process set is made of ranks, whole numbers from 0; got {ranks!r}")
-        members = list(ranks)
-        if any(not isinstance(rank, int) or isinstance(rank, bool) or rank < 0 for rank in members):
-            raise InvalidArgumentError(f"a process set is made of ranks, whole numbers from 0; got {members}")
+    def __init__(self, ranks_or_comm: Iterable[int]) -> None:
+        if not isinstance(ranks_or_comm, Iterable):
+            raise InvalidArgumentError(f"a process set is made of ranks, whole numbers from 0; got {ranks_or_comm!r}")
+        given: list[Any] = list(ranks_or_comm)
+        if any(not isinstance(rank, (int, np.integer)) or isinstance(rank, bool) or rank < 0 for rank in given):
+            raise InvalidArgumentError(f"a process set is made of ranks, whole numbers from 0; got {given}")
+        members = [int(rank) for rank in given]
         if len(set(members)) != len(members):
             raise InvalidArgumentError(f"a rank occurs twice in the process set {sorted(members)}")
         if not members:

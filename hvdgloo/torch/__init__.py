@@ -25,6 +25,7 @@ except ModuleNotFoundError as error:
 
 from hvdgloo.errors import HorovodInternalError
 from hvdgloo.process_sets import ProcessSet, global_process_set
+from hvdgloo.torch import elastic  # noqa: F401 - programs write hvd.elastic.ElasticSampler, and import only hvd
 from hvdgloo.torch.compression import Compression
 from hvdgloo.torch.functions import (
     allgather_object,

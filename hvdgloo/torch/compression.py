@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from hvdgloo.compression import NoneCompressor, narrow, widen
+from hvdgloo.compression import Compressor, NoneCompressor, narrow, widen
 from hvdgloo.torch.adapter import TorchAdapter
 from hvdgloo.torch.powersgd import PowerSGD
 from hvdgloo.types import DType
 
-__all__ = ["BF16Compressor", "Compression", "FP16Compressor", "NoneCompressor", "PowerSGD"]
+__all__ = ["BF16Compressor", "Compression", "Compressor", "FP16Compressor", "NoneCompressor", "PowerSGD"]
 
 _adapter = TorchAdapter()
 

@@ -116,6 +116,8 @@ class _Session:
         ranks = frontend.context.engine.process_sets.get(process_set_id(options.process_set), ())
         self.active = len(ranks) > 1 and frontend.context.rank in ranks
         self.adaptive = options.op == ReduceOp.ADASUM
+        if self.adaptive and options.gradient_predivide_factor != 1.0:
+            raise InvalidArgumentError("gradient_predivide_factor divides an average, so it needs op=Average")
         self._gradients = _Gradients.LOCAL
         parameters = list(_parameters(held))
         self.user_names = _names(held, named_parameters)
@@ -406,7 +408,7 @@ class Distributed(torch.optim.Optimizer):
     def skip_synchronize(self) -> Iterator[None]:
         """Inside, ``step()`` does not reduce gradients: ``synchronize()`` was called before."""
         session = self._hvd
-        if session.adaptive:
+        if session.adaptive and session.active:
             raise AssertionError(
                 "with op=Adasum there is nothing to skip: step() combines the ranks' changes, not gradients"
             )
@@ -433,12 +435,13 @@ class Distributed(torch.optim.Optimizer):
         return self._hvd.step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients.
+        """Clear the gradients, and count backward passes anew: what they added up is gone.
 
         Raises:
             GradientsInFlightError: (an AssertionError) they are being reduced.
         """
         self._hvd.require_rest("zero_grad()")
+        self._hvd.reducer.reset()
         self._hvd.held.zero_grad(set_to_none)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

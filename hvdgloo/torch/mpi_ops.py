@@ -6,6 +6,7 @@ frameworks: ``hvdgloo.frontend.Frontend``.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 import torch
@@ -28,6 +29,8 @@ from hvdgloo.basics import (
     start_timeline,
     stop_timeline,
 )
+from hvdgloo.common import basics as _basics  # noqa: F401 - programs look here for what is behind the functions
+from hvdgloo.common.util import get_average_backwards_compatibility_fun
 from hvdgloo.frontend import Frontend
 from hvdgloo.process_sets import ProcessSet, global_process_set
 from hvdgloo.torch.adapter import TorchAdapter
@@ -70,6 +73,7 @@ __all__ = [
     "grouped_allreduce_async_",
     "grouped_reducescatter",
     "grouped_reducescatter_async",
+    "handle_average_backwards_compatibility",
     "init",
     "is_homogeneous",
     "is_initialized",
@@ -100,6 +104,8 @@ Adasum = ReduceOp.ADASUM
 Min = ReduceOp.MIN
 Max = ReduceOp.MAX
 Product = ReduceOp.PRODUCT
+
+handle_average_backwards_compatibility = get_average_backwards_compatibility_fun(sys.modules[__name__])
 
 _frontend: Frontend[torch.Tensor] = Frontend(TorchAdapter(), context.current, module=__name__)
 

@@ -17,6 +17,7 @@ READS_ENVIRONMENT = {
     "hvdgloo.config": "the one reader of settings",
     "hvdgloo.backends.gloo": "TORCH_GLOO_LAZY_INIT can be told to torch in no other way",
     "hvdgloo.backends.nccl": "TORCH_NCCL_ASYNC_ERROR_HANDLING and its like can be told to torch in no other way",
+    "hvdgloo.common.util": "env() sets variables for programs, and puts them back",
     "hvdgloo.run": "workers get this process's environment, and the variables that run(env=...) adds",
     "hvdgloo.runner.cli": "workers get this process's environment, and the variables that flags and files set",
     "hvdgloo.runner.agent": "CUDA_VISIBLE_DEVICES says how many GPUs the host offers",

@@ -20,6 +20,7 @@ from hvdgloo.runner import config_file
 from hvdgloo.runner.cli import build_parser
 from hvdgloo.runner.command import interface_variables, worker_environment
 from hvdgloo.runner.nics import Address
+from hvdgloo.runner.options import IGNORED_FLAGS, REFUSED_FLAGS
 from hvdgloo.runner.spec import Host, assign
 from tests.architecture.source import ROOT
 
@@ -41,6 +42,27 @@ OTHER_OPTIONS = {
     "--trials",
 }
 """Options in examples that belong to other programs."""
+WITHOUT_EFFECT = {
+    "HOROVOD_ADASUM_MPI_CHUNK_SIZE",
+    "HOROVOD_AUTOTUNE",
+    "HOROVOD_BATCH_D2D_MEMCOPIES",
+    "HOROVOD_CONTROLLER",
+    "HOROVOD_CPU_OPERATIONS",
+    "HOROVOD_DISABLE_NVTX_RANGES",
+    "HOROVOD_DYNAMIC_PROCESS_SETS",
+    "HOROVOD_ELASTIC",
+    "HOROVOD_ENABLE_ASYNC_COMPLETION",
+    "HOROVOD_ENABLE_XLA_OPS",
+    "HOROVOD_GLOO_IFACE",
+    "HOROVOD_GLOO_RENDEZVOUS_ADDR",
+    "HOROVOD_GLOO_RENDEZVOUS_PORT",
+    "HOROVOD_HIERARCHICAL_ALLGATHER",
+    "HOROVOD_HIERARCHICAL_ALLREDUCE",
+    "HOROVOD_MPI_THREADS_DISABLE",
+    "HOROVOD_NUM_NCCL_STREAMS",
+    "HOROVOD_TORUS_ALLREDUCE",
+}
+"""Variables of Horovod's that nothing here reads."""
 
 
 def _generated(page: str) -> str:
@@ -77,8 +99,7 @@ def test_configuration_shows_every_name_of_a_setting(name: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=_ids)
 def test_variables_that_are_named_exist(page: Path) -> None:
-    # Horovod's; here it makes no difference, and migrating.md says so.
-    known = {*environment_names(), *_worker_variables(), "HOROVOD_DYNAMIC_PROCESS_SETS"}
+    known = {*environment_names(), *_worker_variables(), *WITHOUT_EFFECT}
     named = set(re.findall(r"\b(?:HVDGLOO|HOROVOD)_[A-Z][A-Z_]*[A-Z]\b", page.read_text(encoding="utf-8")))
     assert named - known == set()
 
@@ -96,6 +117,13 @@ def test_keys_of_the_configuration_file_are_documented(tmp_path: Path) -> None:
     (example,) = (text for text in re.findall(r"```yaml\n(.*?)```", page, re.S) if "num_proc" in text)
     (tmp_path / "example.yaml").write_text(example)
     assert config_file.read(str(tmp_path / "example.yaml"), parser).ignored == []
+
+
+def test_migrating_tells_of_every_flag_and_variable_of_horovods_that_does_nothing() -> None:
+    page = (ROOT / "docs/migrating.md").read_text(encoding="utf-8")
+    flags = {flag for flag, *_ in (*IGNORED_FLAGS, *REFUSED_FLAGS) if not flag.startswith("--no-")}
+    assert [name for name in sorted(flags | WITHOUT_EFFECT) if f"`{name}`" not in page] == []
+    assert [name for name in WITHOUT_EFFECT if name in set(environment_names())] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_ids)

@@ -12,12 +12,12 @@ from tests.architecture.source import Import, Module, everything, imports, libra
 # Which part a module belongs to: the longest prefix counts.
 PARTS = {
     "hvdgloo": "top",  # what a framework's folder is made of: context, frontend, reducer, ...
+    "hvdgloo.common": "top",
     "hvdgloo.errors": "bottom",
     "hvdgloo.types": "bottom",
     "hvdgloo.config": "bottom",
     "hvdgloo.topology": "bottom",
     "hvdgloo.version": "bottom",
-    "hvdgloo.common": "bottom",
     "hvdgloo.data": "bottom",
     "hvdgloo.as_horovod": "bottom",
     "hvdgloo.rendezvous": "rendezvous",

@@ -758,6 +758,7 @@ def test_a_lost_job_is_an_error_in_step_and_gradients_come_to_rest(world: MakeWo
         (lambda m: None, lambda m: [[m[0].weight, m[0].weight]], {}, "two groups, or twice"),
         (lambda m: None, lambda m: [[torch.ones(1)]], {}, "not a parameter of the optimizer"),
         (lambda m: None, None, {"gradient_predivide_factor": 2.0, "op": ReduceOp.SUM}, "needs op=Average"),
+        (lambda m: None, None, {"gradient_predivide_factor": 2.0, "op": ReduceOp.ADASUM}, "needs op=Average"),
         (lambda m: None, None, {"backward_passes_per_step": 0}, "backward_passes_per_step"),
         (lambda m: None, None, {"op": 9}, "op must be"),
     ],
@@ -940,6 +941,23 @@ def test_adasum_combines_what_the_optimizers_did(world: MakeWorld, size: int) ->
 
     for result in world(size).run(rank_body):
         alike(result, values(models[0]))
+
+
+def test_adasum_alone_is_the_plain_optimizer(world: MakeWorld) -> None:
+    """A program that clips its gradients runs with one process, too."""
+
+    def rank_body(context: Context) -> list[np.ndarray]:
+        model = make_model()
+        optimizer = distribute(context, OPTIMIZERS["sgd"](model.parameters()), op=ReduceOp.ADASUM)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(model).backward()
+            optimizer.synchronize()
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        return values(model)
+
+    alike(world(1).run(rank_body)[0], single_process(OPTIMIZERS["sgd"]))
 
 
 @pytest.mark.parametrize("groups", [None, 1], ids=["each", "one group"])

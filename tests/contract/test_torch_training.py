@@ -154,13 +154,14 @@ def both(step: Callable[[Any, slice], list[np.ndarray]], steps: int = 3) -> None
             alike(result, expected)
 
 
-def test_gradient_checkpointing() -> None:
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(reentrant: bool) -> None:
     def step(wrap: Any, part: slice) -> list[np.ndarray]:
         model = make_model()
         optimizer = wrap(torch.optim.SGD(model.parameters(), lr=0.1))
         for _ in range(3):
             optimizer.zero_grad()
-            hidden = checkpoint(model[:2], INPUTS[part], use_reentrant=False)
+            hidden = checkpoint(model[:2], INPUTS[part].clone().requires_grad_(), use_reentrant=reentrant)
             ((model[2](hidden) - TARGETS[part]) ** 2).mean().backward()
             optimizer.step()
         return values(model)
@@ -207,6 +208,29 @@ def test_two_optimizers_that_take_turns() -> None:
     both(step)
 
 
+def test_a_critic_whose_gradients_are_computed_once_too_often() -> None:
+    """The usual loop: two passes for the critic, and a third that the generator's own causes and nobody wants."""
+
+    def step(wrap: Any, part: slice) -> list[np.ndarray]:
+        generator, critic = make_model(), nn.Linear(3, 1).double()
+        with torch.no_grad():
+            critic.weight.copy_(torch.tensor([[0.5, -1.0, 0.25]]))
+            critic.bias.zero_()
+        first = wrap(torch.optim.SGD(critic.parameters(), lr=0.1), backward_passes_per_step=2)
+        second = wrap(torch.optim.SGD(generator.parameters(), lr=0.1))
+        for _ in range(3):
+            first.zero_grad()
+            (critic(TARGETS[part]) - 1).square().mean().backward()
+            critic(generator(INPUTS[part]).detach()).square().mean().backward()
+            first.step()
+            second.zero_grad()
+            (critic(generator(INPUTS[part])) - 1).square().mean().backward()
+            second.step()
+        return values(generator) + values(critic)
+
+    both(step)
+
+
 def test_clipping_between_synchronize_and_step() -> None:
     def step(wrap: Any, part: slice) -> list[np.ndarray]:
         model = make_model()
@@ -227,23 +251,36 @@ def test_clipping_between_synchronize_and_step() -> None:
     both(step)
 
 
-def test_autocast_in_bfloat16() -> None:
-    """Both ranks see the same reduced gradients, which are near those of one process."""
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
+def test_autocast_with_a_scaler(dtype: torch.dtype, fused: bool) -> None:
+    """Gradients of low precision are near those of one process; a rank with infinite ones makes all skip that step."""
 
-    def rank_body(context: Context) -> list[np.ndarray]:
+    def train(wrap: Callable[[Any], Any], part: slice, overflows: bool) -> tuple[list[np.ndarray], float]:
         model = make_model().float()
-        optimizer = distribute(context, torch.optim.SGD(model.parameters(), lr=0.1))
-        for _ in range(3):
+        optimizer = wrap(torch.optim.SGD(model.parameters(), lr=0.1, fused=fused))
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for index in range(4):
             optimizer.zero_grad()
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                output = model(INPUTS[part_of(context)].float())
-            ((output.float() - TARGETS[part_of(context)].float()) ** 2).mean().backward()
-            optimizer.step()
-        return values(model)
+            with torch.autocast("cpu", dtype=dtype):
+                output = model(INPUTS[part].float())
+            loss = (output.float() - TARGETS[part].float()).square().mean()
+            scaler.scale(loss * (float("inf") if index == 1 and overflows else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return values(model), scaler.get_scale()
+
+    expected, scale = train(lambda optimizer: optimizer, slice(None), True)
+
+    def rank_body(context: Context) -> Any:
+        return train(lambda optimizer: distribute(context, optimizer), part_of(context), context.rank == 1)
 
     with World(2, "local") as world:
-        first, second = world.run(rank_body)
+        (first, *scales), (second, other) = world.run(rank_body)
+    assert [*scales, other] == [scale, scale] == [512.0, 512.0]
     alike(first, second, rtol=0)
+    for actual, value in zip(first, expected, strict=True):
+        np.testing.assert_allclose(actual, value, atol=0.02)
 
 
 @pytest.mark.parametrize("to_none", [True, False])

@@ -23,6 +23,8 @@ from torch.utils.data.distributed import DistributedSampler
 import horovod
 import horovod.torch as hvd
 from horovod.common.exceptions import HorovodInternalError
+from horovod.common.process_sets import ProcessSet, global_process_set
+from horovod.common.util import env, gloo_built, mpi_built, split_list
 from horovod.torch.mpi_ops import Average, allreduce, poll, synchronize
 from horovod.torch.functions import broadcast_object
 from horovod.torch.compression import Compression
@@ -54,7 +56,6 @@ def main():
         torch.cuda.set_device(hvd.local_rank())
     torch.set_num_threads(1)
     sampler = DistributedSampler(Numbers(), num_replicas=hvd.size(), rank=hvd.rank())
-    loader = DataLoader(Numbers(), batch_size=8, sampler=sampler, num_workers=1, multiprocessing_context="spawn")
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05 * hvd.size(), momentum=0.5)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
@@ -66,8 +67,9 @@ def main():
         op=hvd.Average,
         gradient_predivide_factor=1.0,
     )
-    for epoch in range(3):
+    for epoch, way in enumerate(["fork", "forkserver", "spawn"]):
         sampler.set_epoch(epoch)
+        loader = DataLoader(Numbers(), batch_size=8, sampler=sampler, num_workers=1, multiprocessing_context=way)
         for data, target in loader:
             optimizer.zero_grad()
             loss = F.mse_loss(model(data), target)
@@ -83,6 +85,9 @@ def main():
     handle = hvd.allreduce_async(torch.ones(2), name="x", op=hvd.Sum)
     total = synchronize(handle)[0].item()
     words = broadcast_object("words")
+    with env(A_VARIABLE="set"):
+        known = gloo_built(), mpi_built(), split_list([1, 2, 3], 2), ProcessSet is hvd.ProcessSet
+    assert known == (True, False, [[1, 2], [3]], True) and global_process_set is hvd.global_process_set
     if hvd.rank() == 0:
         print("child", name, initialised, out.stdout.decode().strip() == horovod.__version__)
         print("total", total, words, averaged < 1.0, issubclass(HorovodInternalError, RuntimeError))

@@ -152,3 +152,27 @@ hvd.allreduce(np.ones(50_000), name=f"world of {launched // 2}")
     assert "world of 0" in trace.read_text()
     assert "world of 1" not in trace.read_text()
     json.loads(trace.read_text())
+
+
+def test_others_stay_initialized_when_one_rank_shuts_down(tmp_path: Path) -> None:
+    """Until they shut down themselves; what they call meanwhile fails, and says who left."""
+    outputs = run(
+        2,
+        """
+hvd.init()
+hvd.barrier()
+if hvd.rank() == 1:
+    hvd.shutdown()
+    hvd.shutdown()
+    print(hvd.is_initialized())
+else:
+    for _ in range(2):
+        try:
+            hvd.allreduce(np.ones(1))
+        except hvd.HorovodInternalError as error:
+            print("rank 1" in str(error), isinstance(error, ValueError), hvd.is_initialized(), hvd.size())
+    hvd.shutdown()
+""",
+        tmp_path,
+    )
+    assert outputs == ["True False True 2\n" * 2, "False\n"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hvdgloo import context
@@ -36,6 +37,10 @@ def test_a_set_that_is_not_registered() -> None:
     for question in (some.rank, some.included, lambda: process_set_id(some)):
         with pytest.raises(ValueError, match="not registered"):
             question()
+
+
+def test_ranks_may_come_from_numpy() -> None:
+    assert repr(ProcessSet(np.arange(3, 0, -2))) == "ProcessSet(id None: 1, 3)"
 
 
 @pytest.mark.parametrize("ranks", [[0, 0], [-1], ["0"], [1.0], [True]], ids=str)

@@ -1,0 +1,61 @@
+"""The names that concern no tensor, where Horovod's programs look for them, and its numbers for process-set errors.
+
+Here those errors are exceptions, and no function returns such a number.
+"""
+
+from __future__ import annotations
+
+from hvdgloo import context
+from hvdgloo.basics import (
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    init,
+    is_initialized,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+    shutdown,
+    start_timeline,
+    stop_timeline,
+)
+
+__all__ = [
+    "HOROVOD_PROCESS_SET_ERROR_DYNAMIC",
+    "HOROVOD_PROCESS_SET_ERROR_EXISTING_SET",
+    "HOROVOD_PROCESS_SET_ERROR_FOREIGN_SET",
+    "HOROVOD_PROCESS_SET_ERROR_INIT",
+    "HOROVOD_PROCESS_SET_ERROR_SHUTDOWN",
+    "HOROVOD_PROCESS_SET_ERROR_UNKNOWN_SET",
+    "ccl_built",
+    "cuda_built",
+    "ddl_built",
+    "gloo_built",
+    "gloo_enabled",
+    "init",
+    "is_initialized",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "rocm_built",
+    "shutdown",
+    "start_timeline",
+    "stop_timeline",
+]
+
+HOROVOD_PROCESS_SET_ERROR_INIT = -1
+HOROVOD_PROCESS_SET_ERROR_DYNAMIC = -2
+HOROVOD_PROCESS_SET_ERROR_UNKNOWN_SET = -3
+HOROVOD_PROCESS_SET_ERROR_FOREIGN_SET = -4
+HOROVOD_PROCESS_SET_ERROR_SHUTDOWN = -5
+HOROVOD_PROCESS_SET_ERROR_EXISTING_SET = -6
+
+
+def _get_process_set_ids_and_ranks() -> dict[int, list[int]]:
+    """Every registered process set, as ``mpi_ops._basics`` tells it to programs that look."""
+    return {number: list(ranks) for number, ranks in context.current().engine.process_sets.items()}

@@ -1,0 +1,194 @@
+"""Names, order of parameters and defaults that programs written for Horovod rely on, module by module.
+
+The texts below are what such a program may write, by position or by name. Parameters may be added behind them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from hvdgloo.compression import NoneCompressor
+from hvdgloo.process_sets import global_process_set
+from hvdgloo.types import ReduceOp
+
+REDUCTION = "average=None, name=None, op=None, prescale_factor=1.0, postscale_factor=1.0, process_set=all"
+REDUCED = (
+    "average=None, name=None, compression=none, op=None, prescale_factor=1.0, postscale_factor=1.0, process_set=all"
+)
+SCATTERING = "name=None, op=Average, process_set=all, prescale_factor=1.0, postscale_factor=1.0"
+SCATTERED = "name=None, compression=none, op=Average, process_set=all, prescale_factor=1.0, postscale_factor=1.0"
+
+EVERY_FRONT_END = {
+    "init": "comm=None, process_sets=None",
+    **dict.fromkeys(
+        [
+            "shutdown",
+            "is_initialized",
+            *("size", "rank", "local_size", "local_rank", "cross_size", "cross_rank", "is_homogeneous"),
+            *("mpi_threads_supported", "mpi_enabled", "mpi_built", "gloo_enabled", "gloo_built", "nccl_built"),
+            *("ddl_built", "ccl_built", "cuda_built", "rocm_built", "stop_timeline"),
+        ],
+        "",
+    ),
+    "start_timeline": "file_path, mark_cycles=False",
+    "ProcessSet": "ranks_or_comm",
+    "add_process_set": "process_set",
+    "remove_process_set": "process_set",
+    "allreduce": f"tensor, {REDUCED}",
+    "allreduce_async": f"tensor, {REDUCTION}",
+    "allreduce_": f"tensor, {REDUCTION}",
+    "allreduce_async_": f"tensor, {REDUCTION}",
+    "grouped_allreduce": f"tensors, {REDUCED}",
+    "grouped_allreduce_async": f"tensors, {REDUCTION}",
+    "grouped_allreduce_": f"tensors, {REDUCTION}",
+    "grouped_allreduce_async_": f"tensors, {REDUCTION}",
+    "allgather": "tensor, name=None, process_set=all",
+    "allgather_async": "tensor, name=None, process_set=all",
+    "grouped_allgather": "tensors, name=None, process_set=all",
+    "grouped_allgather_async": "tensors, name=None, process_set=all",
+    **dict.fromkeys(
+        ["broadcast", "broadcast_async", "broadcast_", "broadcast_async_"],
+        "tensor, root_rank, name=None, process_set=all",
+    ),
+    "alltoall": "tensor, splits=None, name=None, process_set=all",
+    "alltoall_async": "tensor, splits=None, name=None, process_set=all",
+    "reducescatter": f"tensor, {SCATTERED}",
+    "reducescatter_async": f"tensor, {SCATTERING}",
+    "grouped_reducescatter": f"tensors, {SCATTERED}",
+    "grouped_reducescatter_async": f"tensors, {SCATTERING}",
+    "join": "device=-1",
+    "barrier": "process_set=all",
+    "poll": "handle",
+    "synchronize": "handle",
+    "broadcast_object": "obj, root_rank=0, name=None, process_set=all",
+    "allgather_object": "obj, name=None",
+}
+TORCH = {
+    "sparse_allreduce_async": "tensor, name, op, process_set=all",
+    "broadcast_parameters": "params, root_rank",
+    "broadcast_optimizer_state": "optimizer, root_rank, model=None",
+    "DistributedOptimizer": (
+        "optimizer, named_parameters=None, compression=none, backward_passes_per_step=1, op=Average, "
+        "gradient_predivide_factor=1.0, num_groups=0, groups=None, sparse_as_dense=False, process_set=all"
+    ),
+    "SyncBatchNorm": "num_features, eps=1e-05, momentum=0.1, affine=True, track_running_stats=True",
+}
+MORE = {
+    "hvdgloo.torch.elastic": {"ElasticSampler": "dataset, shuffle=True, seed=0"},
+    "hvdgloo.torch.mpi_ops": {"handle_average_backwards_compatibility": "op, average"},
+    "hvdgloo.common.exceptions": {
+        "HorovodInternalError": None,
+        "HostsUpdatedInterrupt": "skip_sync",
+        "HorovodVersionMismatchError": "name, version, installed_version",
+        "get_version_mismatch_message": "name, version, installed_version",
+    },
+    "hvdgloo.common.process_sets": {
+        "ProcessSet": "ranks_or_comm",
+        "add_process_set": "process_set",
+        "remove_process_set": "process_set",
+    },
+    "hvdgloo.common.util": {
+        "extension_available": "ext_base_name, verbose=False",
+        "check_extension": "ext_name, ext_env_var, pkg_path, *args",
+        "gpu_available": "ext_base_name, verbose=False",
+        **dict.fromkeys(["mpi_built", "gloo_built", "nccl_built", "ddl_built", "ccl_built"], "verbose=False"),
+        "env": "**kwargs",
+        "num_rank_is_power_2": "num_rank",
+        "split_list": "l, n",
+        "get_average_backwards_compatibility_fun": "reduce_ops",
+        "is_iterable": "x",
+        "is_version_greater_equal_than": "ver, target",
+    },
+}
+
+SURFACE = {"hvdgloo.numpy": EVERY_FRONT_END, "hvdgloo.torch": EVERY_FRONT_END | TORCH, **MORE}
+CASES = [
+    (module, name, parameters)
+    for module, names in SURFACE.items()
+    for name, parameters in names.items()
+    if parameters is not None
+]
+
+
+def written(function: Any, like: str) -> str:
+    """A function's parameters, as far as ``like`` goes; a default shows only where ``like`` has one."""
+    expected = [part.strip() for part in like.split(",") if part]
+    shown = []
+    for part, parameter in zip(expected, inspect.signature(function).parameters.values(), strict=False):
+        star = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+        text = star + parameter.name
+        if "=" in part and parameter.default is not parameter.empty:
+            text += f"={_default(parameter.default)}"
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            text += " by name alone"
+        shown.append(text)
+    return ", ".join(shown)
+
+
+def _default(value: Any) -> str:
+    if value is NoneCompressor:
+        return "none"
+    if value is global_process_set:
+        return "all"
+    return value.name.capitalize() if isinstance(value, ReduceOp) else repr(value)
+
+
+@pytest.mark.parametrize(("module", "name", "parameters"), CASES)
+def test_parameters_and_defaults(module: str, name: str, parameters: str) -> None:
+    if "torch" in module:
+        pytest.importorskip("torch")
+    assert written(getattr(importlib.import_module(module), name), parameters) == parameters
+
+
+@pytest.mark.parametrize(("module", "name", "parameters"), CASES)
+def test_what_was_not_needed_is_not_needed_now(module: str, name: str, parameters: str) -> None:
+    if "torch" in module:
+        pytest.importorskip("torch")
+    count = len([part for part in parameters.split(",") if part])
+    added = list(inspect.signature(getattr(importlib.import_module(module), name)).parameters.values())[count:]
+    assert [p.name for p in added if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)] == []
+
+
+def test_a_wrong_order_or_default_would_be_noticed() -> None:
+    def function(tensor: Any, op: Any = None, name: str = "x") -> None: ...
+
+    assert written(function, "tensor, name=None, op=None") == "tensor, op=None, name='x'"
+    assert written(function, "tensor, op, name=None") == "tensor, op, name='x'"
+    assert written(function, "tensor, op=None") == "tensor, op=None"
+
+
+def test_submodules_need_no_import_of_their_own() -> None:
+    """Programs write ``hvd.elastic.ElasticSampler`` after ``import horovod.torch as hvd``."""
+    pytest.importorskip("torch")
+    submodules = ["compression", "elastic", "functions", "mpi_ops", "optimizer", "sync_batch_norm"]
+    program = f"import hvdgloo.torch as hvd; print([name for name in {submodules} if not hasattr(hvd, name)])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_everything_of_the_front_end_is_also_in_the_module_where_horovod_has_it() -> None:
+    pytest.importorskip("torch")
+    hvd = importlib.import_module("hvdgloo.torch")
+    homes = {
+        "hvdgloo.torch.mpi_ops": set(EVERY_FRONT_END) - {"ProcessSet", "broadcast_object", "allgather_object"},
+        "hvdgloo.torch.functions": {
+            "allgather_object",
+            "broadcast_object",
+            "broadcast_optimizer_state",
+            "broadcast_parameters",
+        },
+        "hvdgloo.torch.optimizer": {"DistributedOptimizer"},
+        "hvdgloo.torch.sync_batch_norm": {"SyncBatchNorm"},
+        "hvdgloo.torch.compression": {"Compression"},
+        "hvdgloo.common.process_sets": {"ProcessSet", "global_process_set"},
+        "hvdgloo.common.exceptions": {"HorovodInternalError"},
+    }
+    for home, names in homes.items():
+        module = importlib.import_module(home)
+        assert [name for name in names if getattr(module, name, None) != getattr(hvd, name)] == [], home
