@@ -36,6 +36,7 @@ OTHER_OPTIONS = {
     "--nproc-per-node",
     "--ntasks-per-node",
     "--pid",
+    "--seconds",
     "--seed",
     "--shm-size",
     "--sysctl",
