@@ -12,6 +12,7 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -71,7 +72,7 @@ class _Session(Generic[T]):
     def __init__(self, context: Context) -> None:
         self.names = names_of(context)
         self.numbers = itertools.count(1)
-        self.pending: dict[int, tuple[Pending[T], bool]] = {}
+        self.pending: dict[int, tuple[Pending[T], Callable[[list[T]], Any]]] = {}
 
 
 class Core(Generic[T]):
@@ -306,19 +307,20 @@ class Core(Generic[T]):
         """Wait for an asynchronous operation.
 
         Returns:
-            its result: a tensor, or a list of them for a group; None if the handle is unknown or was synchronized.
+            its result: a tensor, a list of them for a group, or the pair of an alltoall; None if the handle is unknown
+            or was synchronized.
         """
         entry = None if self._bound is None else self._bound[1].pending.pop(handle, None)
         if entry is None:
             return None
-        pending, grouped = entry
-        results = pending.wait()
-        return results if grouped else results[0]
+        pending, shape = entry
+        return shape(pending.wait())
 
-    def _number(self, pending: Pending[T], *, grouped: bool = False) -> int:
+    def _number(self, pending: Pending[T], shape: Callable[[list[T]], Any] = itemgetter(0)) -> int:
+        """The number that stands for a pending operation; ``shape`` makes of its results what users get."""
         session = self._bind()[1]
         number = next(session.numbers)
-        session.pending[number] = (pending, grouped)
+        session.pending[number] = (pending, shape)
         return number
 
     # Checks -----------------------------------------------------------------------------------------------------------

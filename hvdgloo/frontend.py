@@ -186,7 +186,7 @@ class Frontend(Core[T]):
     ) -> int:
         """``grouped_allreduce`` that returns one handle for the list. Records no gradient."""
         operation = reduction(average, op, prescale_factor, postscale_factor, process_set)
-        return self._number(self._start_group(operation, tensors, name, in_place=False), grouped=True)
+        return self._number(self._start_group(operation, tensors, name, in_place=False), list)
 
     def grouped_allreduce_(
         self,
@@ -214,7 +214,7 @@ class Frontend(Core[T]):
     ) -> int:
         """``grouped_allreduce_`` that returns one handle for the list."""
         operation = reduction(average, op, prescale_factor, postscale_factor, process_set)
-        return self._number(self._start_group(operation, tensors, name, in_place=True), grouped=True)
+        return self._number(self._start_group(operation, tensors, name, in_place=True), list)
 
     # allgather --------------------------------------------------------------------------------------------------------
 
@@ -246,7 +246,7 @@ class Frontend(Core[T]):
         self, tensors: Sequence[T], name: str | None = None, process_set: ProcessSet = global_process_set
     ) -> int:
         """``grouped_allgather`` that returns one handle for the list. Records no gradient."""
-        return self._number(self._start_group(gathering(process_set), tensors, name, in_place=False), grouped=True)
+        return self._number(self._start_group(gathering(process_set), tensors, name, in_place=False), list)
 
     # alltoall ---------------------------------------------------------------------------------------------------------
 
@@ -277,7 +277,7 @@ class Frontend(Core[T]):
         """``alltoall`` that returns a handle, whose result is always the pair. Records no gradient."""
         operation = exchanging(process_set)
         rows = self._splits(operation, self._own(tensor), splits)
-        return self._number(self.start(operation, [tensor], name, splits=rows), grouped=True)
+        return self._number(self.start(operation, [tensor], name, splits=rows), tuple)
 
     # reducescatter ----------------------------------------------------------------------------------------------------
 
@@ -350,7 +350,7 @@ class Frontend(Core[T]):
     ) -> int:
         """``grouped_reducescatter`` that returns one handle for the list. Records no gradient."""
         operation = scattering(op, prescale_factor, postscale_factor, process_set)
-        return self._number(self._start_group(operation, tensors, name, in_place=False), grouped=True)
+        return self._number(self._start_group(operation, tensors, name, in_place=False), list)
 
     # broadcast --------------------------------------------------------------------------------------------------------
 

@@ -61,9 +61,19 @@ def is_half(dtype: DType) -> bool:
     return dtype in (DType.FLOAT16, DType.BFLOAT16)
 
 
+def divisor_of(factor: float) -> int:
+    """The whole number that a factor is the reciprocal of; 0 if it is none.
+
+    Integers are divided by it: 49 times the double nearest to 1/49 is less than 1, and would be truncated to 0.
+    """
+    divisor = round(1 / factor) if abs(factor) > 1e-9 else 0
+    return divisor if divisor > 1 and 1.0 / divisor == factor else 0
+
+
 def scale(buffer: Buffer, factor: float) -> None:
     """Multiply every element of a CPU buffer in place; see ``Backend.scale``."""
     array, dtype = buffer.array(), buffer.dtype
+    divisor = 0 if dtype.is_floating else divisor_of(factor)
     with np.errstate(over="ignore", invalid="ignore"):
         if dtype in (DType.FLOAT32, DType.FLOAT64):
             np.multiply(array, array.dtype.type(factor), out=array)
@@ -72,6 +82,9 @@ def scale(buffer: Buffer, factor: float) -> None:
             chunk = array[start : start + _CHUNK]
             if is_half(dtype):
                 chunk[:] = _narrow(_widen(chunk, dtype) * np.float32(factor), dtype)
+            elif divisor:
+                wide = chunk.astype(np.int64)
+                chunk[:] = wide // divisor + ((wide % divisor != 0) & (wide < 0))  # // rounds down
             else:
                 # As C does it: the element times a double, truncated toward zero.
                 chunk[:] = np.trunc(chunk.astype(np.float64) * factor).astype(chunk.dtype)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hvdgloo.backends import kernels
 from hvdgloo.backends.base import RendezvousStore, Work
 from hvdgloo.backends.process_group import ProcessGroupBackend, first_line, tensor_of
 from hvdgloo.errors import BackendError, ConnectError
@@ -161,6 +162,8 @@ class NcclBackend(ProcessGroupBackend):
         tensor = tensor_of(buffer)
         if buffer.dtype.is_floating:
             tensor.mul_(factor)
+        elif divisor := kernels.divisor_of(factor):
+            tensor.div_(divisor, rounding_mode="trunc")
         else:
             tensor.copy_(torch.trunc(tensor.double() * factor))
 

@@ -138,7 +138,9 @@ class TestAlltoall:
             np.testing.assert_array_equal(framework.array(received), np.concatenate(pieces))
             assert framework.adapter.describe(counts).dtype is DType.INT32
             assert framework.array(counts).tolist() == [len(piece) for piece in pieces]
-            again, numbers = frontend.synchronize(frontend.alltoall_async(tensor, splits=splits))
+            pair = frontend.synchronize(frontend.alltoall_async(tensor, splits=splits))
+            assert isinstance(pair, tuple)
+            again, numbers = pair
             np.testing.assert_array_equal(framework.array(again), np.concatenate(pieces))
             assert framework.array(numbers).tolist() == [len(piece) for piece in pieces]
 

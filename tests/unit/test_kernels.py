@@ -106,6 +106,20 @@ class TestScale:
         kernels.scale(Buffer.of_array(array), 2.0)
         assert np.isinf(array[0])
 
+    @pytest.mark.parametrize("dtype", [DType.UINT8, DType.INT8, DType.INT64], ids=str)
+    def test_integers_are_divided_exactly(self, dtype: DType) -> None:
+        """49 times the double nearest to 1/49 is less than 1."""
+        for size in (2, 3, 7, 49, 98, 103, 300, 1023):
+            total = np.array([size, 2 * size - 1, -size, 1 - size, 0]).astype(dtype.numpy_dtype)
+            expected = [int(value / size) for value in total.tolist()]
+            kernels.scale(Buffer.of_array(total, dtype), 1.0 / size)
+            assert total.tolist() == expected, size
+
+    def test_large_integers_keep_their_digits(self) -> None:
+        array = np.array([2 * (2**60 + 1), -(2**61 + 2)])
+        kernels.scale(Buffer.of_array(array), 0.5)
+        assert array.tolist() == [2**60 + 1, -(2**60 + 1)]
+
     def test_nothing_to_scale(self) -> None:
         kernels.scale(Buffer.of_array(np.empty(0, np.int32)), 0.5)
         kernels.scale(Buffer.of_array(np.empty(0, np.float32)), 0.5)
