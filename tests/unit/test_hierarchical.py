@@ -1,0 +1,217 @@
+"""Reduced in the host first: the same results as a flat exchange, and each byte across a wire once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvdgloo.backends import kernels
+from hvdgloo.backends.base import Work
+from hvdgloo.backends.hierarchical import HierarchicalBackend, Layout, layout_of
+from hvdgloo.backends.local import LocalBackend, LocalGroup
+from hvdgloo.types import Buffer, DType, ReduceOp
+
+LAYOUTS = [(2, 2), (2, 1), (3, 1, 2), (1, 3), (2, 2, 2)]
+CHUNK = 48
+
+
+class Counting:
+    """A backend that counts what a rank hands to it."""
+
+    def __init__(self, backend: LocalBackend) -> None:
+        self._backend = backend
+        self.calls: list[tuple[str, int]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._backend, name)
+        if name not in ("allreduce", "broadcast", "allgather", "reducescatter", "alltoall"):
+            return method
+
+        def call(buffer: Buffer, *arguments: Any) -> Work:
+            self.calls.append((name, buffer.nbytes))
+            work: Work = method(buffer, *arguments)
+            return work
+
+        return call
+
+
+class Ranks:
+    """All ranks of a set, a thread for each."""
+
+    def __init__(self, sizes: tuple[int, ...], least: int = 0) -> None:
+        self.sizes, self.size = sizes, sum(sizes)
+        flat = LocalGroup(self.size)
+        local = [LocalGroup(count) for count in sizes]
+        cross = [LocalGroup(len(sizes)) for _ in range(min(sizes))]
+        self.backends: list[HierarchicalBackend] = []
+        self.cross: list[Counting] = []
+        self.flat: list[Counting] = []
+        for rank in range(self.size):
+            layout = Layout(sizes, rank)
+            across = Counting(cross[layout.place].backend(layout.host)) if layout.place < min(sizes) else None
+            flatly = Counting(flat.backend(rank))
+            self.flat.append(flatly)
+            if across is not None:
+                self.cross.append(across)
+            backend = HierarchicalBackend(
+                layout,
+                local[layout.host].backend(layout.place),
+                across,  # type: ignore[arg-type]
+                flatly,  # type: ignore[arg-type]
+                least=least,
+                chunk=CHUNK,
+            )
+            self.backends.append(backend)
+
+    def run(self, body: Callable[[int, HierarchicalBackend], None]) -> None:
+        failures: list[BaseException] = []
+
+        def run(rank: int) -> None:
+            try:
+                body(rank, self.backends[rank])
+            except BaseException as error:
+                failures.append(error)
+                self.backends[rank].abort()
+
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if failures:
+            raise failures[0]
+
+
+def wait(work: Work) -> None:
+    while not work.completes_within(5.0):
+        pass
+
+
+def values(rank: int, count: int, dtype: DType) -> np.ndarray:
+    small = (np.arange(count) + rank) % 3
+    if dtype is DType.BFLOAT16:
+        return kernels.narrow_bfloat16(small.astype(np.float32))
+    return small.astype(dtype.numpy_dtype)
+
+
+@pytest.fixture(params=LAYOUTS, ids=str)
+def ranks(request: pytest.FixtureRequest) -> Ranks:
+    return Ranks(request.param)
+
+
+@pytest.mark.parametrize("dtype", list(DType), ids=str)
+def test_allreduce(ranks: Ranks, dtype: DType) -> None:
+    def body(rank: int, backend: HierarchicalBackend) -> None:
+        for count in (1, 5, 100):
+            array = values(rank, count, dtype)
+            expected = kernels.reduce([values(r, count, dtype) for r in range(ranks.size)], dtype, ReduceOp.SUM)
+            wait(backend.allreduce(Buffer.of_array(array, dtype), ReduceOp.SUM))
+            assert array.tolist() == expected.tolist(), count
+
+    ranks.run(body)
+    assert not any(flat.calls for flat in ranks.flat)
+    for across in ranks.cross:  # its share of the bytes, and no more
+        share = 100 * dtype.itemsize / min(ranks.sizes)
+        largest = sum(nbytes for _, nbytes in across.calls)
+        assert largest <= share + 8 * len(across.calls) * dtype.itemsize
+
+
+@pytest.mark.parametrize("op", [ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT], ids=lambda op: op.name)
+def test_other_reductions_are_flat(ranks: Ranks, op: ReduceOp) -> None:
+    def body(rank: int, backend: HierarchicalBackend) -> None:
+        array = values(rank, 9, DType.INT32)
+        expected = kernels.reduce([values(r, 9, DType.INT32) for r in range(ranks.size)], DType.INT32, op)
+        wait(backend.allreduce(Buffer.of_array(array), op))
+        assert array.tolist() == expected.tolist()
+
+    ranks.run(body)
+
+
+def test_broadcast_from_everyone(ranks: Ranks) -> None:
+    def body(rank: int, backend: HierarchicalBackend) -> None:
+        for root in range(ranks.size):
+            array = np.arange(77) + 1000 * rank
+            wait(backend.broadcast(Buffer.of_array(array), root))
+            assert array.tolist() == (np.arange(77) + 1000 * root).tolist()
+
+    ranks.run(body)
+
+
+@pytest.mark.parametrize("counts", [lambda rank: 7, lambda rank: (rank * 5) % 4, lambda rank: 9 * (rank == 1)])
+def test_what_moves_rows(ranks: Ranks, counts: Callable[[int], int]) -> None:
+    nbytes = [8 * counts(rank) for rank in range(ranks.size)]
+    whole = np.concatenate([np.arange(counts(rank)) + 100 * rank for rank in range(ranks.size)])
+
+    def body(rank: int, backend: HierarchicalBackend) -> None:
+        own = np.arange(counts(rank)) + 100 * rank
+        gathered = np.empty(sum(nbytes) // 8, np.int64)
+        wait(backend.allgather(Buffer.of_array(own), Buffer.of_array(gathered), nbytes))
+        assert gathered.tolist() == whole.tolist()
+        given = whole * (rank + 1)
+        before = given.copy()
+        part = np.empty(counts(rank), np.int64)
+        wait(backend.reducescatter(Buffer.of_array(given), Buffer.of_array(part), nbytes, ReduceOp.SUM))
+        assert part.tolist() == (own * (ranks.size * (ranks.size + 1) // 2)).tolist()
+        assert given.tolist() == before.tolist()
+        sent = np.arange(ranks.size) + 10 * rank
+        received = np.empty(ranks.size, np.int64)
+        eights = [8] * ranks.size
+        wait(backend.alltoall(Buffer.of_array(sent), Buffer.of_array(received), eights, eights))
+        assert received.tolist() == [10 * source + rank for source in range(ranks.size)]
+
+    ranks.run(body)
+
+
+def test_operations_are_executed_in_the_order_in_which_they_began_wherever_they_are_waited_for(ranks: Ranks) -> None:
+    def body(rank: int, backend: HierarchicalBackend) -> None:
+        for turn in range(4):
+            first, second = np.full(40, rank + 1), np.full(30, 2.0 * rank)
+            works = [backend.allreduce(Buffer.of_array(first), ReduceOp.SUM)]
+            if (rank + turn) % 2:
+                wait(works[0])
+            works.append(backend.allreduce(Buffer.of_array(second), ReduceOp.SUM))
+            works.append(backend.broadcast(Buffer.of_array(third := np.full(20, rank)), 0))
+            for work in works if (rank + turn) % 3 else reversed(works):
+                wait(work)
+            total = sum(range(ranks.size))
+            assert first.tolist() == [total + ranks.size] * 40
+            assert second.tolist() == [2.0 * total] * 30
+            assert third.tolist() == [0] * 20
+
+    ranks.run(body)
+
+
+def test_small_tensors_are_not_worth_three_steps() -> None:
+    ranks = Ranks((2, 2), least=100)
+
+    def body(rank: int, backend: HierarchicalBackend) -> None:
+        for count in (12, 13):
+            array = np.full(count, rank)
+            wait(backend.allreduce(Buffer.of_array(array), ReduceOp.SUM))
+            assert array.tolist() == [6] * count
+
+    ranks.run(body)
+    assert [flat.calls for flat in ranks.flat] == [[("allreduce", 96)]] * 4
+
+
+@pytest.mark.parametrize(
+    ("hosts", "rank", "expected"),
+    [
+        ([0, 0, 1, 1], 2, Layout((2, 2), 2)),
+        ([5, 5, 3], 0, Layout((2, 1), 0)),
+        ([0, 0, 0], 1, None),
+        ([0, 1, 2], 1, None),
+        ([0, 1, 0, 1], 1, None),
+    ],
+    ids=["even", "uneven", "one host", "one rank each", "not host by host"],
+)
+def test_where_it_is_of_use(hosts: Sequence[int], rank: int, expected: Layout | None) -> None:
+    assert layout_of(hosts, rank) == expected
+    if expected is not None:
+        assert [expected.of(each) for each in range(expected.size)] == [
+            (host, place) for host, count in enumerate(expected.sizes) for place in range(count)
+        ]
