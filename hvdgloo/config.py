@@ -158,6 +158,16 @@ def _port_range(text: str) -> tuple[int, int]:
     return low, high
 
 
+OPERATIONS = ("auto", "shm", "gloo")
+
+
+def _operations(text: str) -> str:
+    choice = text.strip().lower()
+    if choice not in OPERATIONS:
+        raise ValueError(f"expected one of {', '.join(OPERATIONS)}")
+    return choice
+
+
 def _cores(text: str) -> str:
     cores = [part.strip() for part in text.split(",")]
     if not all(core.isascii() and core.isdigit() for core in cores):
@@ -343,6 +353,36 @@ class Config:
         parse=_cores,
         help="the core that a worker's communication threads run on; for several workers of a host a comma-separated "
         "list, in the order of local ranks; by default any",
+    )
+    cpu_operations: str = _setting(
+        "auto",
+        env="HVDGLOO_CPU_OPERATIONS",
+        flag="--cpu-operations",
+        yaml="library_options.cpu_operations",
+        parse=_operations,
+        help="how tensors in main memory travel: auto takes shared memory between ranks of one host, where that can be "
+        "had, and Gloo otherwise; gloo takes Gloo always; shm takes nothing but shared memory. Rank 0's choice holds "
+        "for all",
+    )
+    shm_segment: int = _setting(
+        4 * 1024 * 1024,
+        env="HVDGLOO_SHM_SEGMENT",
+        flag="--shm-segment-mb",
+        yaml="library_options.shm_segment_mb",
+        unit="bytes",
+        scale=1024 * 1024,
+        parse=_integer(1 << 16),
+        help="how much shared memory each rank takes at most for each process set; larger payloads pass through it "
+        "piece by piece",
+    )
+    shm_direct: bool = _setting(
+        True,
+        env="HVDGLOO_SHM_DIRECT",
+        flag="--shm-direct",
+        yaml="library_options.shm_direct",
+        parse=_boolean,
+        help="with shared memory, read other ranks' tensors where they lie if the kernel permits it (as a debugger "
+        "reads memory); 0 copies them through the segment",
     )
     disable_group_fusion: bool = _setting(
         False,

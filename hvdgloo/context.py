@@ -4,7 +4,7 @@ Front-ends work in the Context that ``current()`` returns, the process's only on
 own, which is what allows many ranks in one process.
 
 Opening takes four requests to the rendezvous server whatever the job's size: a hello, registering (which answers with
-the whole topology), and Gloo's publishing and reading of addresses. An epoch's topology is asked for once: ``init()``
+the whole topology), and publishing and reading where the others meet. An epoch's topology is asked for once: ``init()``
 after ``shutdown()`` meets the same ranks again under a new generation number.
 """
 
@@ -23,7 +23,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hvdgloo import aftermath
-from hvdgloo.backends.base import Backend
 from hvdgloo.backends.local import LocalGroup
 from hvdgloo.config import Config, format_endpoint, parse_endpoint
 from hvdgloo.engine.connect import Handshake, listen
@@ -31,10 +30,10 @@ from hvdgloo.engine.engine import Engine, EngineSettings
 from hvdgloo.errors import (
     ConfigError,
     InvalidArgumentError,
-    MissingDependencyError,
     NotInitializedError,
     RendezvousError,
 )
+from hvdgloo.planes import Planes, plane_settings
 from hvdgloo.rendezvous import Registration, RendezvousClient, WorkerInfo, host_identity
 from hvdgloo.topology import Topology
 
@@ -139,7 +138,7 @@ class Context:
             ConfigError: a setting is missing or cannot be used.
             RendezvousError: the rendezvous server cannot be reached, refused, or other workers did not come.
             ConnectError: ranks cannot be connected with each other.
-            MissingDependencyError: several processes need torch, which carries Gloo.
+            MissingDependencyError: several hosts need torch, which carries Gloo.
         """
         if config.rendezvous is None:
             topology = Topology.local(1, pid=os.getpid(), name=config.hostname or socket.gethostname())
@@ -229,19 +228,15 @@ def _join(
         if listener is not None:
             listener.close()
 
-    def connect(number: int, members: Sequence[int], cancelled: Callable[[], bool] | None = None) -> Backend:
-        prefix = f"{config.epoch}.{generation}{world}/{number}/"
-        store = client.store("gloo", timeout=config.connect_timeout)
-        place = members.index(rank)
-        return gloo_backend(store, prefix, place, len(members), address, config.connect_timeout, cancelled)
-
+    store = client.store("gloo", timeout=config.connect_timeout)
+    planes = Planes(config, decided, topology, rank, store, f"{config.epoch}.{generation}{world}/", address)
     try:
-        backend = connect(0, range(topology.size))
+        backend = planes.open(0, range(topology.size))
     except BaseException:
         for sock in links.values():
             sock.close()
         raise
-    engine = Engine(rank, topology, links, backend, engine_settings(config, decided), connect)
+    engine = Engine(rank, topology, links, backend, engine_settings(config, decided), planes.open)
     engine.start()
     if decided["process_sets"] != sets:
         engine.close()  # not before: the others wait for this rank until it is connected
@@ -360,7 +355,11 @@ def _control_links(
 
 def _plan_settings(config: Config) -> dict[str, Any]:
     """The settings that all ranks must have from rank 0."""
-    return {"fusion_threshold": config.fusion_threshold, "separate_groups": config.disable_group_fusion}
+    return {
+        "fusion_threshold": config.fusion_threshold,
+        "separate_groups": config.disable_group_fusion,
+        **plane_settings(config),
+    }
 
 
 def engine_settings(config: Config, decided: Mapping[str, Any] | None = None) -> EngineSettings:
@@ -386,30 +385,6 @@ def engine_settings(config: Config, decided: Mapping[str, Any] | None = None) ->
         stall_warning_time=config.stall_warning_time,
         stall_shutdown_time=shutdown_time,
     )
-
-
-def gloo_backend(
-    store: Any,
-    prefix: str,
-    rank: int,
-    size: int,
-    address: str,
-    connect_timeout: float,
-    cancelled: Callable[[], bool] | None = None,
-) -> Backend:
-    """The data plane between processes, which needs torch; see ``GlooBackend``.
-
-    Raises:
-        MissingDependencyError: torch is not installed.
-    """
-    try:
-        from hvdgloo.backends.gloo import GlooBackend
-    except ImportError as error:
-        raise MissingDependencyError(
-            "a job of several processes needs torch, which carries Gloo, whatever framework trains: "
-            "pip install 'hvdgloo[torch]'"
-        ) from error
-    return GlooBackend(store, prefix, rank, size, address, connect_timeout, cancelled)
 
 
 _current: Context | None = None

@@ -76,7 +76,7 @@ def test_phases_enclose_each_other(world: MakeWorld, tmp_path: Path) -> None:
     assert not (tmp_path / "other").exists()
     rows = rows_of(path)
     assert "ALLREDUCE" not in spans(rows.get("allreduce.after", []))  # rank 1 may have announced it in time
-    plane = "GLOO" if backend.backend == "gloo" else "LOCAL"
+    plane = {"gloo": "GLOO", "local": "LOCAL"}.get(backend.backend, "SHM")
     for name, collective, nbytes in (
         ("grouped_allreduce.pair[0]", "ALLREDUCE", 2400),
         ("grouped_allreduce.pair[1]", "ALLREDUCE", 20),
