@@ -168,6 +168,10 @@ def _operations(text: str) -> str:
     return choice
 
 
+def _in_place(text: str) -> str:
+    return "auto" if text.strip().lower() == "auto" else str(int(_boolean(text)))
+
+
 def _cores(text: str) -> str:
     cores = [part.strip() for part in text.split(",")]
     if not all(core.isascii() and core.isdigit() for core in cores):
@@ -375,14 +379,14 @@ class Config:
         help="how much shared memory each rank takes at most for each process set; larger payloads pass through it "
         "piece by piece",
     )
-    shm_direct: bool = _setting(
-        True,
+    shm_direct: str = _setting(
+        "auto",
         env="HVDGLOO_SHM_DIRECT",
         flag="--shm-direct",
         yaml="library_options.shm_direct",
-        parse=_boolean,
-        help="with shared memory, read other ranks' tensors where they lie if the kernel permits it (as a debugger "
-        "reads memory); 0 copies them through the segment",
+        parse=_in_place,
+        help="1: with shared memory, read large tensors of other ranks where they lie, if the kernel permits it (as a "
+        "debugger reads memory); 0: copy them through the segment; auto: 1 where the system gives programs large pages",
     )
     disable_group_fusion: bool = _setting(
         False,

@@ -20,7 +20,7 @@ def plane_settings(config: Config) -> dict[str, Any]:
     return {
         "cpu_operations": config.cpu_operations,
         "shm_segment": config.shm_segment,
-        "shm_direct": config.shm_direct,
+        "shm_direct": reads_in_place(config.shm_direct),
     }
 
 
@@ -89,7 +89,7 @@ class Planes:
             return None, "the ranks are on several hosts"
         assert self._config.secret is not None
 
-        from hvdgloo.backends.shm.backend import ShmBackend, Unsupported
+        from hvdgloo.backends.shm.backend import DIRECT_FROM, ShmBackend, Unsupported
 
         try:
             backend = ShmBackend(
@@ -101,7 +101,7 @@ class Planes:
                 lambda member: self._topology.describe(members[member]),
                 connect_timeout=self._config.connect_timeout,
                 limit=int(self._decided["shm_segment"]),
-                direct=bool(self._decided["shm_direct"]),
+                direct_from=DIRECT_FROM if self._decided["shm_direct"] else None,
                 cancelled=cancelled,
             )
         except Unsupported as error:
@@ -109,9 +109,20 @@ class Planes:
                 logger.warning("no shared memory between ranks %s, but Gloo: %s", _ranges(members), error)
             return None, str(error)
         if place == 0:
-            how = "tensors are read in place" if backend.is_direct else "tensors pass through a segment"
+            how = "large tensors are read in place" if backend.is_direct else "tensors pass through a segment"
             logger.info("shared memory between ranks %s; %s", _ranges(members), how)
         return backend, ""
+
+
+def reads_in_place(setting: str) -> bool:
+    """Whether to read other ranks' tensors where they lie: it pays only where memory comes in large pages by itself."""
+    if setting != "auto":
+        return setting == "1"
+    try:
+        with open("/sys/kernel/mm/transparent_hugepage/enabled", encoding="ascii") as file:
+            return "[always]" in file.read()
+    except OSError:
+        return False
 
 
 def share_a_host(topology: Topology, members: Sequence[int]) -> bool:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from hvdgloo.backends.base import Backend, Done, Work
+from hvdgloo.backends.base import Backend, Done, Scattered, Work
 from hvdgloo.engine import fusion
 from hvdgloo.engine.fusion import Bucket, Part
 from hvdgloo.engine.messages import REDUCTIONS, SET_CHANGES, Response
@@ -77,10 +77,10 @@ class _UnderWay:
     buffer: Buffer | None
     packed: bool
     times: Sequence[float] = ()  # begun, fenced, sent; only while there is a timeline
+    nbytes: int = 0
 
-    @property
-    def nbytes(self) -> int:
-        return self.buffer.nbytes if self.buffer is not None else 0
+    def __post_init__(self) -> None:
+        self.nbytes = self.buffer.nbytes if self.buffer is not None else 0
 
 
 class Executor:
@@ -335,6 +335,8 @@ class Executor:
 
     def _begin_allreduce(self, bucket: Bucket, batch: Batch, group: Group) -> _UnderWay:
         request = batch[bucket.parts[0].operation][0].request
+        if isinstance(group.backend, Scattered) and request.op is not ReduceOp.ADASUM:
+            return self._begin_scattered_allreduce(bucket, batch, group, group.backend)
         packed = len(bucket.parts) > 1
         if packed:
             buffer = self._stage(sum(part.nbytes for part in bucket.parts), request.tensors[0])
@@ -355,6 +357,23 @@ class Executor:
             else:
                 work = group.backend.allreduce(buffer, _combining(request.op))
         return _UnderWay(bucket, batch, group, work, buffer, packed)
+
+    @staticmethod
+    def _begin_scattered_allreduce(bucket: Bucket, batch: Batch, group: Group, backend: Scattered) -> _UnderWay:
+        """Nothing is packed, copied or scaled here: the data plane does it all."""
+        request = batch[bucket.parts[0].operation][0].request
+        operations = [batch[part.operation][1] for part in bucket.parts]
+        factor = request.postscale / (len(group.ranks) if request.op is ReduceOp.AVERAGE else 1)
+        work = backend.allreduce_several(
+            [operation.inputs[part.tensor] for operation, part in zip(operations, bucket.parts, strict=True)],
+            [operation.outputs[part.tensor] for operation, part in zip(operations, bucket.parts, strict=True)],
+            _combining(request.op),
+            request.prescale,
+            factor,
+        )
+        under_way = _UnderWay(bucket, batch, group, work, None, packed=False)
+        under_way.nbytes = sum(part.nbytes for part in bucket.parts)
+        return under_way
 
     def _begin_reducescatter(self, bucket: Bucket, batch: Batch, group: Group) -> _UnderWay:
         part = bucket.parts[0]

@@ -41,7 +41,7 @@ class World:
 
     Args:
         backend: "local", "gloo", or "inline": local, and tiny tensors travel with the agreement as they do by default;
-            "shm" as jobs have it, "shm-segment" without reading the peers' memory, "shm-pipes" as processors have it
+            "shm" reading whatever there is from the peers' memory, "shm-segment" nothing, "shm-pipes" as processors have it
             that reorder stores.
         wrap: applied to each rank's backend, to inject faults.
         settings: fields of Config.
@@ -157,7 +157,7 @@ class World:
             lambda rank: f"rank {rank}",
             connect_timeout=config.connect_timeout,
             limit=config.shm_segment,
-            direct=self.backend == "shm",
+            direct_from=1 if self.backend == "shm" else None,
             pipes=self.backend == "shm-pipes",
             cancelled=cancelled,
         )

@@ -15,7 +15,7 @@ _MARGIN = 16 << 20
 
 
 def check_room(nbytes: int) -> None:
-    """Nothing, if there is room for ``nbytes`` more of shared memory, as far as control groups can say.
+    """Do nothing, if there is room for ``nbytes`` more of shared memory, as far as control groups can say.
 
     Raises:
         OSError: ENOMEM, with the limit.

@@ -60,10 +60,12 @@ class Met:
     Attributes:
         segment, signals: shared with all members.
         pids: of all ranks of the set, if their memory can be read; else None.
+        direct_from: bytes of a payload that is read in place.
     """
 
-    def __init__(self, segment: Segment, signals: Signals, pids: list[int] | None) -> None:
+    def __init__(self, segment: Segment, signals: Signals, pids: list[int] | None, direct_from: int = 0) -> None:
         self.segment, self.signals, self.pids = segment, signals, pids
+        self.direct_from = direct_from
 
 
 class Meeting:
@@ -76,7 +78,7 @@ class Meeting:
         describe: names a rank of the set.
         timeout: seconds that the others have to come.
         limit: bytes of data per rank that the segment has at most; rank 0's word counts.
-        direct: False if the peers' memory must not be read; rank 0's word counts, as for ``pipes``.
+        direct_from: bytes of a payload that is read in place, None for none; rank 0's word counts, as for ``pipes``.
         pipes: True if numbers travel through pipes.
         cancelled: asked now and then whether to give up.
     """
@@ -92,7 +94,7 @@ class Meeting:
         *,
         timeout: float,
         limit: int,
-        direct: bool,
+        direct_from: int | None,
         pipes: bool,
         cancelled: Callable[[], bool],
     ) -> None:
@@ -100,7 +102,7 @@ class Meeting:
         self._rank, self._size = rank, size
         self._handshake, self._describe = handshake, describe
         self._timeout, self._cancelled = timeout, cancelled
-        self._settings: dict[str, Any] = {"limit": limit, "direct": direct, "pipes": pipes}
+        self._settings: dict[str, Any] = {"limit": limit, "direct_from": direct_from, "pipes": pipes}
         self._socks: dict[int, socket.socket] = {}
         self._opened: list[int] = []
         self._segment: Segment | None = None
@@ -132,7 +134,8 @@ class Meeting:
         assert segment is not None
         assert signals is not None
         pids = [segment.word(rank, layout.PID) for rank in range(self._size)]
-        if not self._settings["direct"]:
+        direct_from = self._settings["direct_from"]
+        if direct_from is None:
             return Met(segment, signals, None)
         self._attempt(lambda: _permit(pids))
         self._agree(None)
@@ -141,7 +144,7 @@ class Meeting:
             self._agree(problem)
         except Unsupported:
             return Met(segment, signals, None)
-        return Met(segment, signals, pids)
+        return Met(segment, signals, pids, direct_from)
 
     def _lead(self) -> list[int]:
         """Rank 0: make everything, and hand it to all."""
