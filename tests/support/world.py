@@ -41,7 +41,7 @@ class World:
 
     Args:
         backend: "local", "gloo", or "inline": local, and tiny tensors travel with the agreement as they do by default;
-            "shm" reading whatever there is from the peers' memory, "shm-segment" nothing, "shm-pipes" as processors have it
+            "shm" reading whatever there is from the peers' memory, "shm-segment" nothing, "shm-pipes" as on processors
             that reorder stores.
         wrap: applied to each rank's backend, to inject faults.
         settings: fields of Config.
