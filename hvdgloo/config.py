@@ -168,6 +168,10 @@ def _port_range(text: str) -> tuple[int, int]:
     return low, high
 
 
+def _in_place(text: str) -> str:
+    return "auto" if text.strip().lower() == "auto" else str(int(_boolean(text)))
+
+
 def _cores(text: str) -> str:
     cores = [part.strip() for part in text.split(",")]
     if not all(core.isascii() and core.isdigit() for core in cores):
@@ -358,10 +362,40 @@ class Config:
         "auto",
         env="HVDGLOO_GPU_OPERATIONS",
         flag="--gpu-operations",
-        yaml="params.gpu_operations",
+        yaml="library_options.gpu_operations",
         parse=_one_of("auto", "nccl", "gloo"),
         help="how CUDA tensors travel: nccl, or gloo, which takes them through host memory; auto is nccl where every "
         "rank has a GPU of its own, else gloo",
+    )
+    cpu_operations: str = _setting(
+        "auto",
+        env="HVDGLOO_CPU_OPERATIONS",
+        flag="--cpu-operations",
+        yaml="library_options.cpu_operations",
+        parse=_one_of("auto", "shm", "gloo"),
+        help="how tensors in main memory travel: auto takes shared memory between ranks of one host, where that can be "
+        "had, and Gloo otherwise; gloo takes Gloo always; shm takes nothing but shared memory. Rank 0's choice holds "
+        "for all",
+    )
+    shm_segment: int = _setting(
+        4 * 1024 * 1024,
+        env="HVDGLOO_SHM_SEGMENT",
+        flag="--shm-segment-mb",
+        yaml="library_options.shm_segment_mb",
+        unit="bytes",
+        scale=1024 * 1024,
+        parse=_integer(1 << 16),
+        help="how much shared memory each rank takes at most for each process set; larger payloads pass through it "
+        "piece by piece",
+    )
+    shm_direct: str = _setting(
+        "auto",
+        env="HVDGLOO_SHM_DIRECT",
+        flag="--shm-direct",
+        yaml="library_options.shm_direct",
+        parse=_in_place,
+        help="1: with shared memory, read large tensors of other ranks where they lie, if the kernel permits it (as a "
+        "debugger reads memory); 0: copy them through the segment; auto: 1 where the system gives programs large pages",
     )
     disable_group_fusion: bool = _setting(
         False,

@@ -4,7 +4,7 @@ Front-ends work in the Context that ``current()`` returns, the process's only on
 own, which is what allows many ranks in one process.
 
 Opening takes four requests to the rendezvous server whatever the job's size: a hello, registering (which answers with
-the whole topology), and Gloo's publishing and reading of addresses. An epoch's topology is asked for once: ``init()``
+the whole topology), and publishing and reading where the others meet. An epoch's topology is asked for once: ``init()``
 after ``shutdown()`` meets the same ranks again under a new generation number.
 """
 
@@ -20,11 +20,9 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from hvdgloo import aftermath
-from hvdgloo.backends.base import Backend, Plane, RendezvousStore
 from hvdgloo.backends.local import LocalGroup
 from hvdgloo.config import Config, format_endpoint, parse_endpoint
 from hvdgloo.engine.connect import Handshake, listen
@@ -32,13 +30,12 @@ from hvdgloo.engine.engine import Engine, EngineSettings
 from hvdgloo.errors import (
     ConfigError,
     InvalidArgumentError,
-    MissingDependencyError,
     NotInitializedError,
     RendezvousError,
 )
+from hvdgloo.planes import Planes, plane_settings
 from hvdgloo.rendezvous import MemoryStore, Registration, RendezvousClient, WorkerInfo, host_identity
 from hvdgloo.topology import Topology
-from hvdgloo.types import Buffer
 
 logger = logging.getLogger(__name__)
 
@@ -141,15 +138,17 @@ class Context:
             ConfigError: a setting is missing or cannot be used.
             RendezvousError: the rendezvous server cannot be reached, refused, or other workers did not come.
             ConnectError: ranks cannot be connected with each other.
-            MissingDependencyError: several processes need torch, which carries Gloo.
+            MissingDependencyError: several hosts need torch, which carries Gloo.
         """
         if config.rendezvous is None:
             topology = Topology.local(1, pid=os.getpid(), name=config.hostname or socket.gethostname())
             _check_ranks(ranks, 0, 1)
             alone = LocalGroup(1).backend(0)
-            open_device = partial(_open_device, MemoryStore(), "", 0, topology, config, config.gpu_operations)
+            planes = Planes(config, plane_settings(config), topology, 0, MemoryStore(), "", "127.0.0.1")
             settings = engine_settings(config)
-            engine = Engine(0, topology, {}, alone, settings, lambda number, ranks, cancelled: alone, open_device)
+            engine = Engine(
+                0, topology, {}, alone, settings, lambda number, ranks, cancelled: alone, planes.open_device
+            )
             engine.start()
             return cls(config, topology, 0, engine)
         if config.secret is None:
@@ -233,23 +232,15 @@ def _join(
         if listener is not None:
             listener.close()
 
-    prefix = f"{config.epoch}.{generation}{world}/"
-
-    def connect(number: int, members: Sequence[int], cancelled: Callable[[], bool] | None = None) -> Backend:
-        store = client.store("gloo", timeout=config.connect_timeout)
-        place = members.index(rank)
-        timeout = config.connect_timeout
-        return gloo_backend(store, f"{prefix}{number}/", place, len(members), address, timeout, cancelled)
-
+    store = client.store("gloo", timeout=config.connect_timeout)
+    planes = Planes(config, decided, topology, rank, store, f"{config.epoch}.{generation}{world}/", address)
     try:
-        backend = connect(0, range(topology.size))
+        backend = planes.open(0, range(topology.size))
     except BaseException:
         for sock in links.values():
             sock.close()
         raise
-    store = client.store("nccl", timeout=config.connect_timeout)
-    open_device = partial(_open_device, store, prefix, rank, topology, config, decided["gpu_operations"])
-    engine = Engine(rank, topology, links, backend, engine_settings(config, decided), connect, open_device)
+    engine = Engine(rank, topology, links, backend, engine_settings(config, decided), planes.open, planes.open_device)
     engine.start()
     if decided["process_sets"] != sets:
         engine.close()  # not before: the others wait for this rank until it is connected
@@ -355,10 +346,10 @@ def _control_links(
 
     Returns:
         the connections, and what rank 0 decides for all: the settings that ``engine_settings`` takes over,
-        ``process_sets`` to be added at once, ``gpu_operations``, and ``clock_offset`` from this host's clock to rank
+        ``process_sets`` to be added at once, those of ``Planes``, and ``clock_offset`` from this host's clock to rank
         0's.
     """
-    shared = {**_plan_settings(config), "process_sets": process_sets, "gpu_operations": config.gpu_operations}
+    shared = {**_plan_settings(config), "process_sets": process_sets}
     if rank == 0:
         assert listener is not None
         links = handshake.accept_all(listener, topology.size, shared, config.connect_timeout, topology.describe)
@@ -369,7 +360,11 @@ def _control_links(
 
 def _plan_settings(config: Config) -> dict[str, Any]:
     """The settings that all ranks must have from rank 0."""
-    return {"fusion_threshold": config.fusion_threshold, "separate_groups": config.disable_group_fusion}
+    return {
+        "fusion_threshold": config.fusion_threshold,
+        "separate_groups": config.disable_group_fusion,
+        **plane_settings(config),
+    }
 
 
 def engine_settings(config: Config, decided: Mapping[str, Any] | None = None) -> EngineSettings:
@@ -394,58 +389,6 @@ def engine_settings(config: Config, decided: Mapping[str, Any] | None = None) ->
         stall_check=not config.stall_check_disable,
         stall_warning_time=config.stall_warning_time,
         stall_shutdown_time=shutdown_time,
-    )
-
-
-def gloo_backend(
-    store: Any,
-    prefix: str,
-    rank: int,
-    size: int,
-    address: str,
-    connect_timeout: float,
-    cancelled: Callable[[], bool] | None = None,
-) -> Backend:
-    """The data plane between processes, which needs torch; see ``GlooBackend``.
-
-    Raises:
-        MissingDependencyError: torch is not installed.
-    """
-    try:
-        from hvdgloo.backends.gloo import GlooBackend
-    except ImportError as error:
-        raise MissingDependencyError(
-            "a job of several processes needs torch, which carries Gloo, whatever framework trains: "
-            "pip install 'hvdgloo[torch]'"
-        ) from error
-    return GlooBackend(store, prefix, rank, size, address, connect_timeout, cancelled)
-
-
-def _open_device(
-    store: RendezvousStore,
-    prefix: str,
-    rank: int,
-    topology: Topology,
-    config: Config,
-    operations: str,
-    number: int,
-    members: tuple[int, ...],
-    host: Backend,
-    example: Buffer,
-) -> Sequence[Plane]:
-    """The data planes of a process set's CUDA tensors, which need torch; see ``cuda.open_planes``."""
-    from hvdgloo.backends import cuda
-
-    return cuda.open_planes(
-        host,
-        example,
-        store=store,
-        prefix=f"{prefix}{number}/",
-        ranks=members,
-        rank=members.index(rank),
-        local_rank=topology.workers[rank].local_rank,
-        operations=operations,
-        timeout=config.connect_timeout,
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from hvdgloo.types import Buffer, ReduceOp
 
@@ -160,6 +160,29 @@ class Plane:
 
     backend: Backend
     memory: Memory
+
+
+@runtime_checkable
+class Scattered(Protocol):
+    """What a Backend may do besides: reduce tensors where they lie, without their being packed together."""
+
+    def allreduce_several(
+        self,
+        sources: Sequence[Buffer],
+        targets: Sequence[Buffer],
+        op: ReduceOp,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+    ) -> Work:
+        """Combine the sources of all ranks into everybody's targets.
+
+        Args:
+            sources: tensors of one dtype; not written, unless they are targets too.
+            targets: of the same sizes.
+            op: SUM, MIN, MAX or PRODUCT.
+            prescale, postscale: factors of every element before and after, rounded like ``scale``'s results.
+        """
+        ...
 
 
 class Done:

@@ -48,11 +48,13 @@ def narrow_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
     return narrowed
 
 
-def _widen(array: Array, dtype: DType) -> Array:
+def widen(array: Array, dtype: DType) -> Array:
+    """The float32 values of a half type's elements."""
     return widen_bfloat16(array) if dtype is DType.BFLOAT16 else array.astype(np.float32)
 
 
-def _narrow(values: Array, dtype: DType) -> Array:
+def narrow(values: Array, dtype: DType) -> Array:
+    """Float32 values rounded to a half type."""
     return narrow_bfloat16(values) if dtype is DType.BFLOAT16 else values.astype(np.float16)
 
 
@@ -70,6 +72,11 @@ def divisor_of(factor: float) -> int:
     return divisor if divisor > 1 and 1.0 / divisor == factor else 0
 
 
+def ufunc(dtype: DType, op: ReduceOp) -> np.ufunc:
+    """What combines two elements: for bool "or" (SUM, MAX) and "and" (MIN, PRODUCT)."""
+    return _BOOL_UFUNCS[op] if dtype is DType.BOOL else _UFUNCS[op]
+
+
 def scale(buffer: Buffer, factor: float) -> None:
     """Multiply every element of a CPU buffer in place; see ``Backend.scale``."""
     array, dtype = buffer.array(), buffer.dtype
@@ -81,7 +88,7 @@ def scale(buffer: Buffer, factor: float) -> None:
         for start in range(0, array.size, _CHUNK):
             chunk = array[start : start + _CHUNK]
             if is_half(dtype):
-                chunk[:] = _narrow(_widen(chunk, dtype) * np.float32(factor), dtype)
+                chunk[:] = narrow(widen(chunk, dtype) * np.float32(factor), dtype)
             elif divisor:
                 wide = chunk.astype(np.int64)
                 chunk[:] = wide // divisor + ((wide % divisor != 0) & (wide < 0))  # // rounds down
@@ -96,15 +103,13 @@ def reduce(arrays: Sequence[Array], dtype: DType, op: ReduceOp) -> Array:
     Half types are accumulated in float32 and rounded once; bool knows "or" (SUM, MAX) and "and" (MIN, PRODUCT).
     """
     with np.errstate(over="ignore", invalid="ignore"):
-        if dtype is DType.BOOL:
-            return _fold(_BOOL_UFUNCS[op], list(arrays))
         if is_half(dtype):
-            return _narrow(_fold(_UFUNCS[op], [_widen(array, dtype) for array in arrays]), dtype)
-        return _fold(_UFUNCS[op], list(arrays))
+            return narrow(_fold(ufunc(dtype, op), [widen(array, dtype) for array in arrays]), dtype)
+        return _fold(ufunc(dtype, op), list(arrays))
 
 
-def _fold(ufunc: np.ufunc, arrays: list[Array]) -> Array:
+def _fold(combine: np.ufunc, arrays: list[Array]) -> Array:
     result: Array = arrays[0].copy()
     for array in arrays[1:]:
-        ufunc(result, array, out=result)
+        combine(result, array, out=result)
     return result

@@ -16,6 +16,7 @@ import hmac
 import json
 import logging
 import os
+import selectors
 import socket
 import struct
 import time
@@ -23,7 +24,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from hvdgloo.errors import AuthenticationError, ConfigError, ConnectError
+from hvdgloo.errors import AuthenticationError, BackendError, ConfigError, ConnectError
 from hvdgloo.rendezvous import ports
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,8 @@ _MAGIC = b"hvdgloo1"
 _MAC_BYTES = 32
 _HANDSHAKE_SECONDS = 5.0
 _PARALLEL = 32
+_TURN = 0.25
+"""Seconds after which a wait looks whether it was cancelled."""
 
 
 def listen(address: str, port_range: tuple[int, int] | None) -> socket.socket:
@@ -57,10 +60,12 @@ class Handshake:
         secret: of the job.
         epoch: of the membership.
         generation: how often this epoch's job was initialised before, so that a late connection is told apart.
+        purpose: of the connections; each has a key of its own, so that a proof for one is none for another.
     """
 
-    def __init__(self, secret: bytes, epoch: int, generation: int) -> None:
-        self._key = hmac.digest(secret, b"hvdgloo control connection", hashlib.sha256)
+    def __init__(self, secret: bytes, epoch: int, generation: int, purpose: str = "control connection") -> None:
+        self._purpose = purpose
+        self._key = hmac.digest(secret, f"hvdgloo {purpose}".encode(), hashlib.sha256)
         self._epoch = epoch
         self._generation = generation
 
@@ -71,14 +76,19 @@ class Handshake:
         settings: Mapping[str, Any],
         timeout: float,
         describe: Callable[[int], str],
+        cancelled: Callable[[], bool] | None = None,
     ) -> dict[int, socket.socket]:
         """Rank 0's side: wait for ranks 1 to size - 1.
+
+        Args:
+            cancelled: asked now and then whether to give up.
 
         Returns:
             connected sockets by rank.
 
         Raises:
             ConnectError: some rank did not come within ``timeout`` seconds; the text names them.
+            BackendError: it was cancelled.
         """
         deadline = time.monotonic() + timeout
         members: dict[int, socket.socket] = {}
@@ -93,32 +103,49 @@ class Handshake:
                 body = json.dumps({**settings, "clock": time.time()}).encode()
                 sock.sendall(struct.pack("!I", len(body)) + body)
             except (OSError, EOFError, ValueError, struct.error, AuthenticationError) as error:
-                logger.info("refused a control connection from %s: %s", peer, error)
+                logger.info("refused a %s from %s: %s", self._purpose, peer, error)
                 # A member that broke off after its proof stays: whoever reads from it next learns that it is lost.
                 if members.get(rank) is not sock:
                     sock.close()
             finally:
                 visitors.discard(sock)
+                told.send(b"\0")
 
+        listener.setblocking(False)
+        ended, told = socket.socketpair()
+        ended.setblocking(False)
+        selector = selectors.DefaultSelector()
+        selector.register(listener, selectors.EVENT_READ)
+        selector.register(ended, selectors.EVENT_READ)
         try:
-            with ThreadPoolExecutor(_PARALLEL, thread_name_prefix="hvdgloo-accept") as pool:
+            with (
+                selector,
+                ended,
+                told,
+                ThreadPoolExecutor(_PARALLEL, thread_name_prefix="hvdgloo-accept") as pool,
+            ):
                 try:
                     while len(members) < size - 1:
                         left = deadline - time.monotonic()
                         if left <= 0:
                             missing = [describe(rank) for rank in range(1, size) if rank not in members]
                             raise ConnectError(
-                                f"rank 0 waited {timeout:g} s on {_name(listener)} for control connections from "
+                                f"{describe(0).partition(' (')[0]} waited {timeout:g} s on {_name(listener)} for "
+                                f"{self._purpose}s from "
                                 f"{', '.join(missing)}. They had registered, so either they died since (see their "
                                 "output), or they cannot reach this address (firewall, wrong network interface)",
                                 address=_name(listener),
                             )
-                        # Short turns, so that a handshake which just finished is noticed.
-                        listener.settimeout(min(left, 0.05))
+                        if cancelled is not None and cancelled():
+                            raise BackendError("the job ended while its ranks were being connected")
+                        if not any(key.fileobj is listener for key, _ in selector.select(min(left, _TURN))):
+                            _drain(ended)  # a handshake has just finished, perhaps the last one
+                            continue
                         try:
                             sock, peer = listener.accept()
-                        except TimeoutError:
-                            continue
+                        except BlockingIOError:
+                            continue  # the visitor has left
+                        sock.setblocking(True)
                         visitors.add(sock)
                         pool.submit(admit, sock, peer)
                 finally:
@@ -146,8 +173,7 @@ class Handshake:
         sock: socket.socket | None = None
         try:
             sock = socket.create_connection((address, port), timeout)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            settings = self._introduce(sock, rank, deadline)
+            settings = self.introduce(sock, rank, deadline)
         except (OSError, EOFError, ValueError, AuthenticationError) as error:
             if sock is not None:
                 sock.close()
@@ -160,7 +186,13 @@ class Handshake:
             ) from error
         return sock, settings
 
-    def _introduce(self, sock: socket.socket, rank: int, deadline: float) -> dict[str, Any]:
+    def introduce(self, sock: socket.socket, rank: int, deadline: float) -> dict[str, Any]:
+        """The other side's part on a connected socket; returns what rank 0 decided, as ``connect`` does.
+
+        Raises:
+            AuthenticationError, OSError, EOFError, ValueError: the conversation came to no good end.
+        """
+        _send_at_once(sock)
         nonce = os.urandom(16)
         sock.sendall(_HELLO.pack(_MAGIC, self._epoch, self._generation, rank, nonce))
         theirs = receive_exactly(sock, 16, deadline)
@@ -179,7 +211,7 @@ class Handshake:
         return settings
 
     def _admit(self, sock: socket.socket, size: int, deadline: float) -> int:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _send_at_once(sock)
         magic, epoch, generation, rank, nonce = _HELLO.unpack(receive_exactly(sock, _HELLO.size, deadline))
         if (magic, epoch, generation) != (_MAGIC, self._epoch, self._generation) or not 0 < rank < size:
             raise AuthenticationError("it is not part of this job")
@@ -217,6 +249,18 @@ def receive_exactly(sock: socket.socket, count: int, deadline: float) -> bytes:
     return data
 
 
+def _send_at_once(sock: socket.socket) -> None:
+    if sock.family != socket.AF_UNIX:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def _drain(sock: socket.socket) -> None:
+    try:
+        sock.recv(4096)
+    except BlockingIOError:
+        pass
+
+
 def _dismiss(strangers: Iterable[socket.socket]) -> None:
     """End conversations, so that the threads which are having them notice and close the sockets."""
     for sock in strangers:
@@ -227,5 +271,7 @@ def _dismiss(strangers: Iterable[socket.socket]) -> None:
 
 
 def _name(listener: socket.socket) -> str:
+    if listener.family == socket.AF_UNIX:
+        return "a socket of its host"
     host, port = listener.getsockname()[:2]
     return f"{host} port {port}"

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from hvdgloo.backends.base import Done, Plane, Several, Work
+from hvdgloo.backends.base import Done, Plane, Scattered, Several, Work
 from hvdgloo.engine import fusion
 from hvdgloo.engine.fusion import Bucket, Part
 from hvdgloo.engine.messages import REDUCTIONS, SET_CHANGES, Response
@@ -70,10 +70,10 @@ class _UnderWay:
     packed: bool
     delivered: bool = False
     times: Sequence[float] = ()
+    nbytes: int = 0
 
-    @property
-    def nbytes(self) -> int:
-        return self.buffer.nbytes if self.buffer is not None else 0
+    def __post_init__(self) -> None:
+        self.nbytes = self.buffer.nbytes if self.buffer is not None else 0
 
 
 class Executor:
@@ -340,7 +340,10 @@ class Executor:
     def _begin_allreduce(self, bucket: Bucket, batch: Batch, group: Group, plane: Plane) -> _UnderWay:
         first = bucket.parts[0]
         request = batch[first.operation][0].request
-        packed = len(bucket.parts) > 1 or not _holds_all(plane, bucket, batch)
+        in_place = _holds_all(plane, bucket, batch)
+        if in_place and isinstance(plane.backend, Scattered) and request.op is not ReduceOp.ADASUM:
+            return self._begin_scattered_allreduce(bucket, batch, group, plane, plane.backend)
+        packed = len(bucket.parts) > 1 or not in_place
         if packed:
             nbytes = sum(part.nbytes for part in bucket.parts)
             buffer = self._stage(group, plane, nbytes, request.tensors[first.tensor])
@@ -357,6 +360,25 @@ class Executor:
             else:
                 work = plane.backend.allreduce(buffer, _combining(request.op))
         return _UnderWay(bucket, batch, group, plane, work, buffer, packed)
+
+    @staticmethod
+    def _begin_scattered_allreduce(
+        bucket: Bucket, batch: Batch, group: Group, plane: Plane, backend: Scattered
+    ) -> _UnderWay:
+        """Nothing is packed, copied or scaled here: the data plane does it all."""
+        request = batch[bucket.parts[0].operation][0].request
+        operations = [batch[part.operation][1] for part in bucket.parts]
+        factor = request.postscale / (len(group.ranks) if request.op is ReduceOp.AVERAGE else 1)
+        work = backend.allreduce_several(
+            [operation.inputs[part.tensor] for operation, part in zip(operations, bucket.parts, strict=True)],
+            [operation.outputs[part.tensor] for operation, part in zip(operations, bucket.parts, strict=True)],
+            _combining(request.op),
+            request.prescale,
+            factor,
+        )
+        under_way = _UnderWay(bucket, batch, group, plane, work, None, packed=False)
+        under_way.nbytes = sum(part.nbytes for part in bucket.parts)
+        return under_way
 
     def _begin_reducescatter(self, bucket: Bucket, batch: Batch, group: Group, plane: Plane) -> _UnderWay:
         part = bucket.parts[0]

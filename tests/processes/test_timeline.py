@@ -61,5 +61,5 @@ def test_horovods_flags_and_every_ranks_file(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     for rank in range(2):
         names = {event["name"] for event in json.loads((tmp_path / f"trace.{rank}.json").read_text())}
-        assert {"NEGOTIATE_ALLREDUCE", "ALLREDUCE", "GLOO_ALLREDUCE"} <= names
+        assert {"NEGOTIATE_ALLREDUCE", "ALLREDUCE", "SHM_ALLREDUCE"} <= names
         assert ("CYCLE_START" in names) is (rank == 0)

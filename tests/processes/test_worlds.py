@@ -122,21 +122,31 @@ except hvd.HorovodInternalError as error:
     assert outputs == ["PeerLostError 2\n", "PeerLostError 2\n", "gone\n"]
 
 
-def test_a_rank_that_dies_while_a_set_is_connected_keeps_nobody_waiting(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("operations", "where"),
+    [
+        ("gloo", "hvdgloo.backends.gloo.GlooStore.set"),
+        ("shm", "hvdgloo.backends.shm.meeting.Meeting._join"),
+        ("shm", "hvdgloo.backends.shm.meeting.Meeting._map"),
+    ],
+)
+def test_a_rank_that_dies_while_a_set_is_connected_keeps_nobody_waiting(
+    tmp_path: Path, operations: str, where: str
+) -> None:
     code = """
-import signal, time
+import pkgutil, signal, time
 hvd.init()
 hvd.allreduce(np.ones(1), name="warm")
-import hvdgloo.backends.gloo as gloo
 if launched == 2:
-    gloo.GlooStore.set = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    kind = pkgutil.resolve_name("WHERE".rpartition(".")[0])
+    setattr(kind, "WHERE".rpartition(".")[2], lambda *_: os.kill(os.getpid(), signal.SIGKILL))
 began = time.monotonic()
 try:
     hvd.add_process_set([0, 2])
 except hvd.HorovodInternalError as error:
     print(type(error).__name__, error.rank, time.monotonic() - began < 5)
 """
-    with Job(3, HEAD + code, tmp_path) as job:
+    with Job(3, HEAD + code.replace("WHERE", where), tmp_path, HVDGLOO_CPU_OPERATIONS=operations) as job:
         ended = job.wait()
     assert (ended[0].stdout, ended[0].returncode) == ("PeerLostError 2 True\n", 0), ended[0].stderr
 

@@ -17,10 +17,12 @@ from typing import Any, TypeVar
 
 from hvdgloo.backends.base import Backend, Plane
 from hvdgloo.backends.local import LocalGroup
+from hvdgloo.backends.shm.backend import ShmBackend
 from hvdgloo.config import Config
-from hvdgloo.context import Context, engine_settings, gloo_backend
+from hvdgloo.context import Context, engine_settings
 from hvdgloo.engine.connect import Handshake, listen
 from hvdgloo.engine.engine import Engine
+from hvdgloo.planes import gloo_backend
 from hvdgloo.rendezvous import MemoryStore
 from hvdgloo.topology import Topology
 
@@ -38,7 +40,9 @@ class World:
     """``size`` ranks.
 
     Args:
-        backend: "local", "gloo", or "inline": local, and tiny tensors travel with the agreement as they do by default.
+        backend: "local", "gloo", or "inline": local, and tiny tensors travel with the agreement as they do by default;
+            "shm" reading whatever there is from the peers' memory, "shm-segment" nothing, "shm-pipes" as on processors
+            that reorder stores.
         wrap: applied to each rank's backend, to inject faults.
         open_device: from a rank and what ``Engine`` asks for, the planes of tensors that claim to be a GPU's.
         settings: fields of Config.
@@ -63,7 +67,7 @@ class World:
         self._lock = threading.Lock()
         self._groups: dict[int, LocalGroup] = {}
         self._store = MemoryStore()
-        links, backends = (self._gloo if backend == "gloo" else self._local)(topology, config)
+        links, backends = (self._local if backend in ("local", "inline") else self._met)(topology, config)
         if wrap is not None:
             backends = [wrap(rank, b) for rank, b in enumerate(backends)]
         self.contexts: list[Context] = []
@@ -127,11 +131,8 @@ class World:
     def _open_set(
         self, rank: int, config: Config, number: int, ranks: tuple[int, ...], cancelled: Callable[[], bool]
     ) -> Backend:
-        if self.backend == "gloo":
-            prefix = f"set{number}/"
-            timeout = config.connect_timeout
-            place = ranks.index(rank)
-            return gloo_backend(self._store, prefix, place, len(ranks), "127.0.0.1", timeout, cancelled)
+        if self.backend not in ("local", "inline") and (self.backend == "gloo" or len(ranks) > 1):
+            return self._connect_backend(f"set{number}/", ranks.index(rank), len(ranks), config, cancelled)
         with self._lock:
             group = self._groups.setdefault(number, LocalGroup(len(ranks), config.operation_timeout))
         return group.backend(ranks.index(rank))
@@ -143,7 +144,30 @@ class World:
         group = LocalGroup(topology.size, config.operation_timeout)
         return links, [group.backend(rank) for rank in range(topology.size)]
 
-    def _gloo(self, topology: Topology, config: Config) -> tuple[list[dict[int, socket.socket]], Sequence[Backend]]:
+    def _connect_backend(
+        self, prefix: str, place: int, size: int, config: Config, cancelled: Callable[[], bool] | None = None
+    ) -> Backend:
+        if self.backend == "gloo":
+            return gloo_backend(self._store, prefix, place, size, "127.0.0.1", config.connect_timeout, cancelled)
+        if size == 1:
+            return LocalGroup(1).backend(0)
+        backend = ShmBackend(
+            self._store,
+            prefix,
+            place,
+            size,
+            SECRET,
+            lambda rank: f"rank {rank}",
+            connect_timeout=config.connect_timeout,
+            limit=config.shm_segment,
+            direct_from=1 if self.backend == "shm" else None,
+            pipes=self.backend == "shm-pipes",
+            cancelled=cancelled,
+        )
+        assert backend.is_direct == (self.backend == "shm")
+        return backend
+
+    def _met(self, topology: Topology, config: Config) -> tuple[list[dict[int, socket.socket]], Sequence[Backend]]:
         listener = listen("127.0.0.1", None)
         port = listener.getsockname()[1]
 
@@ -154,8 +178,7 @@ class World:
             else:
                 sock, _ = handshake.connect("127.0.0.1", port, rank, config.connect_timeout, topology.describe)
                 links = {0: sock}
-            backend = gloo_backend(self._store, "test/", rank, topology.size, "127.0.0.1", config.connect_timeout)
-            return links, backend
+            return links, self._connect_backend("test/", rank, topology.size, config)
 
         with listener, ThreadPoolExecutor(topology.size) as pool:
             pairs = list(pool.map(connect, range(topology.size)))

@@ -175,7 +175,7 @@ def test_a_replayed_handshake_proves_nothing(meeting: Callable[..., Meeting]) ->
     seen = bytearray()
 
     class Spy(Handshake):
-        def _introduce(self, sock: socket.socket, rank: int, deadline: float) -> dict[str, Any]:
+        def introduce(self, sock: socket.socket, rank: int, deadline: float) -> dict[str, Any]:
             class Recording:
                 def sendall(self, data: bytes) -> None:
                     seen.extend(data)
@@ -184,7 +184,7 @@ def test_a_replayed_handshake_proves_nothing(meeting: Callable[..., Meeting]) ->
                 def __getattr__(self, name: str) -> Any:
                     return getattr(sock, name)
 
-            return super()._introduce(Recording(), rank, deadline)  # type: ignore[arg-type]
+            return super().introduce(Recording(), rank, deadline)  # type: ignore[arg-type]
 
     m = meeting(2)
     m.join(1, Spy(b"secret", 3, 1)).result(10)

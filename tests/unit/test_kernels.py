@@ -84,11 +84,11 @@ class TestScale:
     def test_half_types_are_computed_in_float32(self, dtype: DType) -> None:
         # 1/3 as a half differs in its fourth digit; as a float32 the product rounds to the nearest half.
         values = np.array([3.0, 300.0, -7.0, 1e-3], np.float32)
-        array = kernels._narrow(values, dtype)
-        expected = kernels._narrow(kernels._widen(array, dtype) * np.float32(1 / 3), dtype)
+        array = kernels.narrow(values, dtype)
+        expected = kernels.narrow(kernels.widen(array, dtype) * np.float32(1 / 3), dtype)
         kernels.scale(Buffer.of_array(array, dtype), 1 / 3)
         np.testing.assert_array_equal(array, expected)
-        assert kernels._widen(array, dtype)[0] == 1.0
+        assert kernels.widen(array, dtype)[0] == 1.0
 
     @pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.FLOAT64])
     def test_floats_keep_their_type(self, dtype: DType) -> None:
@@ -154,8 +154,8 @@ class TestReduce:
     def test_half_types_are_rounded_once(self, dtype: DType) -> None:
         # 256 + 1 + 1 in bfloat16, and 2048 + 1 + 1 in float16, lose both ones if every sum is rounded.
         large = 256.0 if dtype is DType.BFLOAT16 else 2048.0
-        arrays = [kernels._narrow(np.array([value], np.float32), dtype) for value in (large, 1.0, 1.0)]
-        assert kernels._widen(kernels.reduce(arrays, dtype, ReduceOp.SUM), dtype)[0] == large + 2
+        arrays = [kernels.narrow(np.array([value], np.float32), dtype) for value in (large, 1.0, 1.0)]
+        assert kernels.widen(kernels.reduce(arrays, dtype, ReduceOp.SUM), dtype)[0] == large + 2
 
     @pytest.mark.parametrize(
         ("op", "expected"),

@@ -1,0 +1,186 @@
+"""Which data plane a process set gets: shared memory on one host, Gloo on several, or where memory cannot be shared."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from hvdgloo.backends.base import Backend, Plane, RendezvousStore
+from hvdgloo.backends.local import LocalGroup
+from hvdgloo.config import Config
+from hvdgloo.errors import ConfigError, MissingDependencyError
+from hvdgloo.topology import Topology
+from hvdgloo.types import Buffer
+
+logger = logging.getLogger(__name__)
+
+
+def plane_settings(config: Config) -> dict[str, Any]:
+    """The settings that all ranks must have from rank 0, for ``Planes``."""
+    return {
+        "cpu_operations": config.cpu_operations,
+        "gpu_operations": config.gpu_operations,
+        "shm_segment": config.shm_segment,
+        "shm_direct": reads_in_place(config.shm_direct),
+    }
+
+
+class Planes:
+    """Opens the data planes of one rank's process sets.
+
+    Args:
+        config: of this rank.
+        decided: rank 0's ``plane_settings``.
+        topology, rank: of the world that the sets are part of.
+        store: of the rendezvous, for meeting the others.
+        prefix: of this world's keys in it, never used before.
+        address: this host's IP address that other hosts reach.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        decided: Mapping[str, Any],
+        topology: Topology,
+        rank: int,
+        store: RendezvousStore,
+        prefix: str,
+        address: str,
+    ) -> None:
+        self._config, self._decided = config, decided
+        self._topology, self._rank = topology, rank
+        self._store, self._prefix, self._address = store, prefix, address
+
+    def open(self, number: int, members: Sequence[int], cancelled: Callable[[], bool] | None = None) -> Backend:
+        """Connect this rank with a set's other members, which do the same.
+
+        Args:
+            number: of the set, never used before, the same on all ranks.
+            members: ranks in ascending order.
+            cancelled: asked now and then whether to give up.
+
+        Raises:
+            ConfigError: shared memory was demanded, and cannot be had.
+            ConnectError, RendezvousError: the members could not be connected.
+            MissingDependencyError: Gloo is needed, and torch is not installed.
+            BackendError: it was cancelled.
+        """
+        prefix, place = f"{self._prefix}{number}/", members.index(self._rank)
+        wanted = self._decided["cpu_operations"]
+        reason = "HVDGLOO_CPU_OPERATIONS=gloo"
+        if wanted != "gloo":
+            if len(members) == 1:
+                return LocalGroup(1).backend(0)
+            backend, reason = self._shared_memory(prefix, members, place, cancelled)
+            if backend is not None:
+                return backend
+            if wanted == "shm":
+                raise ConfigError(f"HVDGLOO_CPU_OPERATIONS=shm asks for shared memory, but {reason}")
+        timeout = self._config.connect_timeout
+        try:
+            return gloo_backend(self._store, prefix, place, len(members), self._address, timeout, cancelled)
+        except MissingDependencyError as error:
+            raise MissingDependencyError(f"{error} (shared memory does without, but {reason})") from error
+
+    def open_device(self, number: int, members: Sequence[int], host: Backend, example: Buffer) -> Sequence[Plane]:
+        """The data planes of a set's CUDA tensors, which need torch; see ``cuda.open_planes``.
+
+        Args:
+            number, members: as in ``open``.
+            host: what that has returned.
+            example: one of this rank's tensors.
+        """
+        from hvdgloo.backends import cuda
+
+        return cuda.open_planes(
+            host,
+            example,
+            store=self._store,
+            prefix=f"{self._prefix}{number}/nccl/",
+            ranks=members,
+            rank=members.index(self._rank),
+            local_rank=self._topology.workers[self._rank].local_rank,
+            operations=self._decided["gpu_operations"],
+            timeout=self._config.connect_timeout,
+        )
+
+    def _shared_memory(
+        self, prefix: str, members: Sequence[int], place: int, cancelled: Callable[[], bool] | None
+    ) -> tuple[Backend | None, str]:
+        """The plane, or why there is none."""
+        if not share_a_host(self._topology, members):
+            return None, "the ranks are on several hosts"
+        assert self._config.secret is not None
+
+        from hvdgloo.backends.shm.backend import DIRECT_FROM, ShmBackend, Unsupported
+
+        try:
+            backend = ShmBackend(
+                self._store,
+                prefix,
+                place,
+                len(members),
+                self._config.secret,
+                lambda member: self._topology.describe(members[member]),
+                connect_timeout=self._config.connect_timeout,
+                limit=int(self._decided["shm_segment"]),
+                direct_from=DIRECT_FROM if self._decided["shm_direct"] else None,
+                cancelled=cancelled,
+            )
+        except Unsupported as error:
+            if place == 0 and self._decided["cpu_operations"] == "auto":
+                logger.warning("no shared memory between ranks %s, but Gloo: %s", _ranges(members), error)
+            return None, str(error)
+        if place == 0:
+            how = "large tensors are read in place" if backend.is_direct else "tensors pass through a segment"
+            logger.info("shared memory between ranks %s; %s", _ranges(members), how)
+        return backend, ""
+
+
+def reads_in_place(setting: str) -> bool:
+    """Whether to read other ranks' tensors where they lie: it pays only where memory comes in large pages by itself."""
+    if setting != "auto":
+        return setting == "1"
+    try:
+        with open("/sys/kernel/mm/transparent_hugepage/enabled", encoding="ascii") as file:
+            return "[always]" in file.read()
+    except OSError:
+        return False
+
+
+def share_a_host(topology: Topology, members: Sequence[int]) -> bool:
+    """True if all members say that they can share memory; a host may have been listed under several names."""
+    identities = {topology.hosts[topology.workers[member].host].identity for member in members}
+    return len(identities) == 1 and "" not in identities
+
+
+def gloo_backend(
+    store: RendezvousStore,
+    prefix: str,
+    rank: int,
+    size: int,
+    address: str,
+    connect_timeout: float,
+    cancelled: Callable[[], bool] | None = None,
+) -> Backend:
+    """The data plane between hosts, which needs torch; see ``GlooBackend``.
+
+    Raises:
+        MissingDependencyError: torch is not installed.
+    """
+    try:
+        from hvdgloo.backends.gloo import GlooBackend
+    except ImportError as error:
+        raise MissingDependencyError(
+            "ranks on several hosts need torch, which carries Gloo, whatever framework trains: "
+            "pip install 'hvdgloo[torch]'"
+        ) from error
+    return GlooBackend(store, prefix, rank, size, address, connect_timeout, cancelled)
+
+
+def _ranges(members: Sequence[int]) -> str:
+    """Ascending ranks for messages: the whole range if nothing is left out."""
+    if list(members) == list(range(members[0], members[-1] + 1)) and len(members) > 1:
+        return f"{members[0]} to {members[-1]}"
+    return ", ".join(map(str, members))

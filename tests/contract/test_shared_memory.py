@@ -1,0 +1,443 @@
+"""What holds of shared memory alone: its bounds, its order of summing, its end. Backends in threads, no engine."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+
+from hvdgloo.backends import kernels
+from hvdgloo.backends.base import Work
+from hvdgloo.backends.shm import limits, system
+from hvdgloo.backends.shm.backend import ShmBackend, Unsupported
+from hvdgloo.backends.shm.meeting import common_ancestor
+from hvdgloo.errors import BackendError, ConnectError
+from hvdgloo.rendezvous import MemoryStore
+from hvdgloo.types import Buffer, DType, ReduceOp
+from tests.support.world import SECRET
+
+T = TypeVar("T")
+BACKENDS = ("shm", "shm-segment", "shm-pipes")
+KIB = 1 << 10
+
+
+class Ranks:
+    """Backends of one set, and what they do at once."""
+
+    def __init__(self, size: int, kind: str, limit: int = 64 * KIB) -> None:
+        self.size = size
+        self._pool = ThreadPoolExecutor(size)
+        store = MemoryStore()
+
+        def connect(rank: int) -> ShmBackend:
+            return ShmBackend(
+                store,
+                "test/",
+                rank,
+                size,
+                SECRET,
+                lambda member: f"rank {member}",
+                connect_timeout=5,
+                limit=limit,
+                direct_from=1 if kind == "shm" else None,
+                pipes=kind == "shm-pipes",
+            )
+
+        self.backends = self.run(connect)
+
+    def run(self, function: Callable[[int], T]) -> list[T]:
+        return list(self._pool.map(function, range(self.size), timeout=15))
+
+    def close(self) -> None:
+        for backend in self.backends:
+            backend.close()
+
+
+@pytest.fixture
+def make_ranks() -> Iterator[Callable[..., Ranks]]:
+    """``make_ranks(size, kind=...)``."""
+    made: list[Ranks] = []
+
+    def make(size: int, **options: Any) -> Ranks:
+        made.append(Ranks(size, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def ranks(backend: str, make_ranks: Callable[..., Ranks]) -> Callable[..., Ranks]:
+    """``ranks(size)``: each kind of shared memory in turn."""
+    return functools.partial(make_ranks, kind=backend)
+
+
+def finish(work: Work) -> None:
+    deadline = time.monotonic() + 10
+    while not work.completes_within(0.2):
+        assert time.monotonic() < deadline
+
+
+def data(rank: int, count: int, dtype: str = "float32") -> np.ndarray:
+    return (np.random.default_rng(rank).normal(size=count) * 100).astype(dtype)
+
+
+def in_order(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    return functools.reduce(np.add, arrays)
+
+
+SIZES = [2, 3, 5]
+COUNTS = [1, 7, 5000, 300_001]  # one element, fewer than ranks' slices need, one round, many rounds
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("size", SIZES)
+def test_every_element_is_summed_in_order_of_ranks(ranks: Callable[..., Ranks], size: int, count: int) -> None:
+    """Bit for bit what adding rank after rank gives; floating-point sums depend on their order."""
+    group = ranks(size)
+    expected = in_order([data(rank, count) for rank in range(size)])
+
+    def rank(place: int) -> np.ndarray:
+        array = data(place, count)
+        finish(group.backends[place].allreduce(Buffer.of_array(array), ReduceOp.SUM))
+        return array
+
+    for result in group.run(rank):
+        np.testing.assert_array_equal(result, expected)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_payloads_beyond_the_segment_pass_piece_by_piece(ranks: Callable[..., Ranks], size: int) -> None:
+    group = ranks(size)
+    count = 200_003
+    blocks = [count // size + 11 * rank for rank in range(size)]
+
+    def rank(place: int) -> None:
+        backend = group.backends[place]
+        array = data(1, count) if place == 1 else np.zeros(count, np.float32)
+        finish(backend.broadcast(Buffer.of_array(array), 1))
+        np.testing.assert_array_equal(array, data(1, count))
+        own, whole = data(place, blocks[place]), np.zeros(sum(blocks), np.float32)
+        finish(backend.allgather(Buffer.of_array(own), Buffer.of_array(whole), [4 * n for n in blocks]))
+        np.testing.assert_array_equal(whole, np.concatenate([data(r, n) for r, n in enumerate(blocks)]))
+        source, target = data(place, sum(blocks)), np.zeros(blocks[place], np.float32)
+        sizes = [4 * n for n in blocks]
+        finish(backend.reducescatter(Buffer.of_array(source), Buffer.of_array(target), sizes, ReduceOp.SUM))
+        begin = sum(blocks[:place])
+        np.testing.assert_array_equal(source, data(place, sum(blocks)))
+        expected = in_order([data(r, sum(blocks))[begin : begin + blocks[place]] for r in range(size)])
+        np.testing.assert_array_equal(target, expected)
+        # To rank r go r thousand and some elements: different numbers to each, none to the first.
+        received = np.zeros(size * 30_000 * place, np.float32)
+        source = data(place, 30_000 * sum(range(size)))
+        sent = [4 * 30_000 * r for r in range(size)]
+        incoming = [4 * 30_000 * place] * size
+        finish(backend.alltoall(Buffer.of_array(source), Buffer.of_array(received), sent, incoming))
+        begin = 30_000 * sum(range(place))
+        expected = [data(r, 30_000 * sum(range(size)))[begin : begin + 30_000 * place] for r in range(size)]
+        np.testing.assert_array_equal(received, np.concatenate(expected))
+
+    group.run(rank)
+
+
+@pytest.mark.parametrize("dtype", list(DType))
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT])
+@pytest.mark.parametrize("torch", [False, True])
+def test_every_type_and_operation(
+    ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch, dtype: DType, op: ReduceOp, torch: bool
+) -> None:
+    """Several tensors at once, scaled before and after, into other memory: as if done one after the other."""
+    if torch:
+        if not kernels.is_half(dtype):
+            pytest.skip("torch computes half types only")
+        pytest.importorskip("torch")
+    else:
+        monkeypatch.setattr("hvdgloo.backends.shm.fold._torch_halves", None)
+        monkeypatch.setattr("hvdgloo.backends.shm.fold.sys.modules", {})
+    group = ranks(3)
+    counts = [1, 40_000, 3]
+    factors = (1.0, 1.0) if dtype is DType.BOOL else (2.0, 0.5)
+
+    def values(place: int, index: int) -> np.ndarray:
+        whole = np.random.default_rng((place, index)).integers(0, 4, counts[index]).astype(np.float32)
+        if kernels.is_half(dtype):
+            return kernels.narrow(whole, dtype)
+        return whole.astype(dtype.numpy_dtype)
+
+    def rank(place: int) -> list[np.ndarray]:
+        sources = [values(place, index) for index in range(3)]
+        targets = [np.zeros_like(source) for source in sources]
+        finish(
+            group.backends[place].allreduce_several(
+                [Buffer.of_array(source, dtype) for source in sources],
+                [Buffer.of_array(target, dtype) for target in targets],
+                op,
+                *factors,
+            )
+        )
+        for index, source in enumerate(sources):
+            np.testing.assert_array_equal(source, values(place, index))  # inputs are never written
+        return targets
+
+    results = group.run(rank)
+    for index in range(3):
+        inputs = [values(place, index) for place in range(3)]
+        for array in inputs:
+            if dtype is not DType.BOOL:
+                kernels.scale(Buffer.of_array(array, dtype), factors[0])
+        expected = kernels.reduce(inputs, dtype, op)
+        if dtype is not DType.BOOL:
+            kernels.scale(Buffer.of_array(expected, dtype), factors[1])
+        for result in results:
+            np.testing.assert_array_equal(result[index], expected)
+
+
+def test_thousands_of_tensors_at_once(ranks: Callable[..., Ranks]) -> None:
+    group = ranks(2)
+
+    def rank(place: int) -> None:
+        arrays = [np.full(index % 5, place + index, np.int32) for index in range(3000)]
+        buffers = [Buffer.of_array(array) for array in arrays]
+        finish(group.backends[place].allreduce_several(buffers, buffers, ReduceOp.SUM))
+        for index, array in enumerate(arrays):
+            assert array.tolist() == [2 * index + 1] * (index % 5)
+
+    group.run(rank)
+
+
+def test_operations_complete_in_the_order_in_which_they_began(ranks: Callable[..., Ranks]) -> None:
+    """Several are under way at once, and waiting for a later one completes the earlier ones."""
+    group = ranks(3)
+
+    def rank(place: int) -> None:
+        backend = group.backends[place]
+        arrays = [data(place, count) for count in (100_000, 3, 50_000)]
+        works = [backend.allreduce(Buffer.of_array(array), ReduceOp.SUM) for array in arrays]
+        finish(works[2])
+        assert works[0].completes_within(0)
+        assert works[1].completes_within(0)
+        for array in arrays:
+            np.testing.assert_array_equal(array, in_order([data(r, array.size) for r in range(3)]))
+
+    group.run(rank)
+
+
+def test_the_segment_grows_on_demand_up_to_its_limit(make_ranks: Callable[..., Ranks]) -> None:
+    group = make_ranks(2, kind="shm-segment", limit=1 << 20)
+
+    def reduce(nbytes: int) -> None:
+        def rank(place: int) -> None:
+            array = data(place, nbytes // 4)
+            finish(group.backends[place].allreduce(Buffer.of_array(array), ReduceOp.SUM))
+            np.testing.assert_array_equal(array, in_order([data(r, nbytes // 4) for r in range(2)]))
+
+        group.run(rank)
+
+    seen = []
+    for nbytes in (4, 16 * KIB, 100 * KIB, 8 * KIB, 3 << 20):
+        reduce(nbytes)
+        assert group.backends[0].segment_bytes == group.backends[1].segment_bytes
+        seen.append(group.backends[0].segment_bytes)
+    assert seen == [64 * KIB, 64 * KIB, 512 * KIB, 512 * KIB, 1 << 20]
+
+
+def test_a_rank_that_gets_no_more_memory_keeps_all_where_they_are(
+    make_ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = make_ranks(3, kind="shm-segment", limit=1 << 20)
+    poor = threading.local()
+
+    def check(nbytes: int) -> None:
+        if getattr(poor, "here", False):
+            raise OSError(errno.ENOMEM, "no more")
+
+    monkeypatch.setattr(limits, "check_room", check)
+
+    def rank(place: int) -> None:
+        poor.here = place == 1
+        for count in (100_000, 200_000):
+            array = data(place, count)
+            finish(group.backends[place].allreduce(Buffer.of_array(array), ReduceOp.SUM))
+            np.testing.assert_array_equal(array, in_order([data(r, count) for r in range(3)]))
+
+    group.run(rank)
+    assert [backend.segment_bytes for backend in group.backends] == [64 * KIB] * 3
+
+
+def test_a_late_rank_keeps_nobody_longer_than_the_timeout(ranks: Callable[..., Ranks]) -> None:
+    group = ranks(2)
+    array = data(0, 100_000)
+    began = time.monotonic()
+    work = group.backends[0].allreduce(Buffer.of_array(array), ReduceOp.SUM)
+    assert not work.completes_within(0.1)
+    assert not work.completes_within(0)
+    assert time.monotonic() - began < 1
+    other = data(1, 100_000)
+    late = group.backends[1].allreduce(Buffer.of_array(other), ReduceOp.SUM)
+    while not (late.completes_within(0.01) & work.completes_within(0.01)):
+        assert time.monotonic() - began < 10
+    np.testing.assert_array_equal(array, in_order([data(0, 100_000), data(1, 100_000)]))
+
+
+@pytest.mark.parametrize("who", ["itself", "a peer"])
+def test_an_abort_ends_a_wait_at_once(ranks: Callable[..., Ranks], who: str) -> None:
+    group = ranks(2)
+    work = group.backends[0].allreduce(Buffer.of_array(data(0, 100_000)), ReduceOp.SUM)
+    entered = threading.Event()
+    ended: list[float] = []
+
+    def wait() -> None:
+        entered.set()
+        with pytest.raises(BackendError, match="abort" if who == "itself" else "rank 1 of the set has given up"):
+            work.completes_within(10)
+        ended.append(time.monotonic())
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    entered.wait()
+    aborted = time.monotonic()
+    group.backends[who == "a peer"].abort()
+    group.backends[who == "a peer"].abort()
+    thread.join(10)
+    assert ended[0] - aborted < 0.5
+    with pytest.raises(BackendError):
+        work.completes_within(0)
+    with pytest.raises(BackendError):
+        group.backends[0].broadcast(Buffer.of_array(data(0, 5)), 0)
+
+
+def test_what_was_read_from_a_rank_that_gave_up_is_not_believed(
+    make_ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes its memory back while a slow peer still reads: that peer's operation fails, it does not return that."""
+    group = make_ranks(2, kind="shm")
+    source, gathered = data(0, 1000), np.zeros(2000, np.float32)
+    target = Buffer.of_array(np.zeros(2000, np.float32))
+    first = group.backends[0].allgather(Buffer.of_array(source), target, [4000, 4000])
+    real = system.read_memory
+
+    def slow_reader(*arguments: Any) -> int:
+        group.backends[0].abort()
+        source[:] = -1  # whoever owned it uses it for something else
+        return real(*arguments)
+
+    monkeypatch.setattr(system, "read_memory", slow_reader)
+    with pytest.raises(BackendError, match="rank 0 of the set has given up"):
+        finish(group.backends[1].allgather(Buffer.of_array(data(1, 1000)), Buffer.of_array(gathered), [4000, 4000]))
+    with pytest.raises(BackendError):
+        first.completes_within(5)
+
+
+def meet(size: int, **options: Any) -> list[ShmBackend | BaseException]:
+    """Connect ranks of which some cannot."""
+    store = MemoryStore()
+
+    def connect(rank: int) -> ShmBackend | BaseException:
+        secret = options.get("secrets", {}).get(rank, SECRET)
+        try:
+            return ShmBackend(
+                store, "x/", rank, size, secret, lambda member: f"rank {member}", connect_timeout=1, limit=1 << 20
+            )
+        except (Unsupported, ConnectError) as error:
+            return error
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(connect, range(size)))
+
+
+def thread_ranks(monkeypatch: pytest.MonkeyPatch, name: str, failing: int, error: Exception) -> None:
+    """Let a system call fail for the rank that makes it as the ``failing``-th."""
+    real, calls, lock = getattr(system, name), [0], threading.Lock()
+
+    def call(*arguments: Any) -> Any:
+        with lock:
+            calls[0] += 1
+            mine = calls[0]
+        if mine == failing:
+            raise error
+        return real(*arguments)
+
+    monkeypatch.setattr(system, name, call)
+
+
+@pytest.mark.parametrize(
+    ("name", "failing", "error", "reason"),
+    [
+        ("create_memory", 1, OSError(errno.EMFILE, "Too many open files"), "Too many open files"),
+        ("create_memory", 1, Unsupported("this system has no memfd_create"), "this system has no memfd_create"),
+        ("map_memory", 1, OSError(errno.ENOMEM, "Cannot allocate memory"), "Cannot allocate memory"),
+        ("map_memory", 3, OSError(errno.ENOMEM, "Cannot allocate memory"), "Cannot allocate memory"),
+        ("futex_wake", 2, OSError(errno.ENOSYS, "Function not implemented"), "Function not implemented"),
+    ],
+)
+def test_what_one_member_cannot_do_none_does(
+    monkeypatch: pytest.MonkeyPatch, name: str, failing: int, error: Exception, reason: str
+) -> None:
+    thread_ranks(monkeypatch, name, failing, error)
+    results = meet(3)
+    assert all(isinstance(result, Unsupported) for result in results), results
+    assert len({str(result) for result in results}) == 1
+    assert reason in str(results[0])
+
+
+def test_one_member_that_may_not_read_keeps_all_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    thread_ranks(monkeypatch, "read_memory", 2, OSError(errno.EPERM, "Operation not permitted"))
+    results = meet(3)
+    assert [isinstance(result, ShmBackend) and result.is_direct for result in results] == [False] * 3
+    for result in results:
+        assert isinstance(result, ShmBackend)
+        result.close()
+
+
+def test_who_does_not_know_the_secret_gets_no_memory() -> None:
+    results = meet(2, secrets={1: b"another secret"})
+    assert all(isinstance(result, ConnectError) for result in results), results
+    assert "does not know this job's secret" in str(results[1])
+
+
+def test_memory_cannot_be_shrunk_under_who_uses_it() -> None:
+    import os
+
+    descriptor = system.create_memory("test", 1 << 16)
+    with pytest.raises(PermissionError):
+        os.ftruncate(descriptor, 1)
+    os.close(descriptor)
+    unsealed = os.memfd_create("test")
+    os.ftruncate(unsealed, 1 << 16)
+    with pytest.raises(Unsupported, match="not sealed"):
+        system.map_memory(unsealed, 1 << 16)
+    os.close(unsealed)
+
+
+def test_a_memory_limit_is_looked_at_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {("/a", "memory.max"): 100 << 20, ("/a", "memory.current"): 50 << 20}
+    monkeypatch.setattr(limits, "_groups", lambda: iter(["/a", "/"]))
+    monkeypatch.setattr(limits, "_number", lambda folder, name: files.get((folder, name)))
+    monkeypatch.setattr(limits, "_reclaimable", lambda folder: 0)
+    limits.check_room(30 << 20)
+    with pytest.raises(OSError, match="50 MiB are left below the memory limit in /a"):
+        limits.check_room(40 << 20)
+    results = meet(2)
+    assert all(isinstance(result, ShmBackend) for result in results), results
+    for result in results:
+        assert isinstance(result, ShmBackend)
+        result.close()
+    files["/a", "memory.max"] = 51 << 20
+    assert "below the memory limit" in str(meet(2)[1])
+
+
+@pytest.mark.parametrize(
+    ("pids", "expected"),
+    [([5, 6], 4), ([5, 8], 2), ([5, 4], 4), ([5, 9], 1), ([5, 11], 0)],
+)
+def test_the_nearest_common_ancestor(pids: list[int], expected: int) -> None:
+    parents = {1: 0, 2: 1, 4: 2, 5: 4, 6: 4, 8: 2, 9: 1, 11: 0}
+    assert common_ancestor(pids, parents.__getitem__) == expected
