@@ -1,0 +1,261 @@
+"""Shared memory between real processes: what a death leaves, what containers forbid, what is missing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.job import Job
+from tests.support.launching import clean_environment, wait_for
+
+HEAD = """
+import json, os, signal, sys, time
+import numpy as np
+import hvdgloo.numpy as hvd
+
+def mark(name, text=""):
+    path = os.path.join(os.environ["JOB_FOLDER"], name)
+    with open(path + ".part", "w") as file:
+        file.write(str(text))
+    os.rename(path + ".part", path)
+"""
+
+EVERYTHING = """
+def check_everything():
+    rank, size = hvd.rank(), hvd.size()
+    for count in (5, 100_000, 3_000_000):
+        ours = np.arange(count, dtype=np.float64) + rank
+        whole = hvd.allreduce(ours, op=hvd.Sum)
+        assert np.array_equal(whole, np.arange(count) * size + sum(range(size)))
+        assert np.array_equal(hvd.broadcast(ours, 1), np.arange(count) + 1)
+        gathered = hvd.allgather(ours[:rank + 2])
+        assert np.array_equal(gathered, np.concatenate([np.arange(r + 2) + r for r in range(size)]))
+        part = hvd.reducescatter(ours, op=hvd.Sum)
+        assert np.array_equal(part, np.array_split(whole, size)[rank])
+        received, counts = hvd.alltoall(np.full(size, float(rank)), [1] * size)
+        assert received.tolist() == list(range(size))
+"""
+
+HOW = """
+from hvdgloo.context import current
+backend = current().engine._groups[0].backend
+print(backend.name, getattr(backend, "is_direct", None))
+"""
+
+
+def shm_leftovers() -> set[str]:
+    """Names of shared memory and of our abstract sockets."""
+    sockets = Path("/proc/net/unix").read_text().split()
+    return {name for name in sockets if name.startswith("@hvdgloo")} | set(os.listdir("/dev/shm"))
+
+
+@pytest.mark.parametrize("direct", ["0", "1"])
+def test_a_killed_rank_that_others_wait_for_is_noticed_within_a_second(tmp_path: Path, direct: str) -> None:
+    """It stops in the middle of an operation, so that the others sleep until it goes on; then it is killed."""
+    code = (
+        HEAD
+        + """
+hvd.init()
+rank = hvd.rank()
+hvd.allreduce(np.ones(1_000_000), op=hvd.Sum, name="x")
+if rank == 1:
+    from hvdgloo.backends.shm import fold
+    fold.Folder.fold = lambda *_: (mark("stopped"), os.kill(os.getpid(), signal.SIGSTOP))
+mark(f"ready.{rank}")
+try:
+    hvd.allreduce(np.ones(1_000_000), op=hvd.Sum, name="x")
+except hvd.HorovodInternalError as error:
+    mark(f"failed.{rank}", json.dumps([time.time(), type(error).__name__, error.rank]))
+"""
+    )
+    with Job(3, code, tmp_path, HVDGLOO_CPU_OPERATIONS="shm", HVDGLOO_SHM_DIRECT=direct) as job:
+        job.wait_for_file("stopped")
+        victim = psutil.Process(job.workers[1].pid)
+        wait_for(lambda: victim.status() == psutil.STATUS_STOPPED)
+        for rank in (0, 2):
+            job.wait_for_file(f"ready.{rank}")
+        since = time.time()
+        victim.kill()
+        for rank in (0, 2):
+            at, kind, blamed = json.loads(job.wait_for_file(f"failed.{rank}", 11))
+            assert at - since < 1.0
+            assert (kind, blamed) == ("PeerLostError", 1)
+
+
+def test_ranks_that_are_killed_leave_nothing_behind(tmp_path: Path) -> None:
+    before = shm_leftovers()
+    code = (
+        HEAD
+        + """
+hvd.init()
+mark(f"ready.{hvd.rank()}")
+while True:
+    hvd.allreduce(np.ones(1_000_000), op=hvd.Sum, name="x")
+"""
+    )
+    with Job(3, code, tmp_path, HVDGLOO_CPU_OPERATIONS="shm") as job:
+        for rank in range(3):
+            job.wait_for_file(f"ready.{rank}")
+        assert shm_leftovers() <= before  # the sockets have gone when the ranks have met
+        for worker in job.workers:
+            worker.send_signal(signal.SIGKILL)
+        for worker in job.workers:
+            worker.wait(10)
+            assert not psutil.pid_exists(worker.pid)
+        assert shm_leftovers() <= before
+
+
+@pytest.mark.parametrize("direct", ["0", "1"])
+def test_a_job_of_one_host_needs_no_torch(tmp_path: Path, direct: str) -> None:
+    code = (
+        HEAD
+        + "sys.modules['torch'] = None  # as if it were not installed\n"
+        + EVERYTHING
+        + "hvd.init()\n"
+        + HOW
+        + """
+check_everything()
+for dtype in ("bool", "int8", "int16", "float16"):
+    assert hvd.allreduce(np.ones(5, dtype), op=hvd.Max).dtype == dtype
+odd = hvd.add_process_set([0, 2])
+if odd.included():
+    assert hvd.allreduce(np.ones(70_000), op=hvd.Sum, process_set=odd)[-1] == 2
+hvd.barrier()
+hvd.shutdown()
+hvd.init()
+assert hvd.allreduce(np.ones(5), op=hvd.Sum).tolist() == [3.0] * 5
+"""
+    )
+    with Job(3, code, tmp_path, HVDGLOO_SHM_DIRECT=direct) as job:
+        for ended in job.wait(30):
+            assert (ended.returncode, ended.stdout) == (0, f"shm {direct == '1'}\n"), ended.stderr
+
+
+def test_without_torch_gloo_says_what_to_install(tmp_path: Path) -> None:
+    code = HEAD + "sys.modules['torch'] = None\nhvd.init()\n"
+    with Job(2, code, tmp_path, HVDGLOO_CPU_OPERATIONS="gloo") as job:
+        for ended in job.wait(20):
+            assert ended.returncode == 1
+            assert "pip install 'hvdgloo[torch]'" in ended.stderr
+
+
+def test_where_memory_may_not_be_read_it_goes_through_the_segment(tmp_path: Path) -> None:
+    code = (
+        HEAD
+        + EVERYTHING
+        + """
+import ctypes
+from hvdgloo.backends.shm import backend as shm
+libc = ctypes.CDLL(None)
+if os.getuid() == 0:
+    class Header(ctypes.Structure):
+        _fields_ = [("version", ctypes.c_uint32), ("pid", ctypes.c_int)]
+    sets = (ctypes.c_uint32 * 6)()  # no capabilities any more: capset(2)
+    assert libc.capset(ctypes.byref(Header(0x20080522, 0)), sets) == 0
+assert libc.prctl(4, 0, 0, 0, 0) == 0  # PR_SET_DUMPABLE: no debugger may read this process
+hvd.init()
+"""
+        + HOW
+        + "check_everything()\n"
+    )
+    with Job(3, code, tmp_path, HVDGLOO_SHM_DIRECT="1", HVDGLOO_CPU_OPERATIONS="shm") as job:
+        for ended in job.wait(30):
+            assert (ended.returncode, ended.stdout) == (0, "shm False\n"), ended.stderr
+
+
+FAULTS = {
+    "no memfd_create": "if hvd_rank == 0: os.memfd_create = None; del os.memfd_create",
+    "no room for the mapping": "if hvd_rank == 1: limit(resource.RLIMIT_AS, used() + (8 << 20))",
+    "no descriptors": "if hvd_rank == 1: fault('map_memory', OSError(24, 'Too many open files'))",
+    "no room in the files' limit": "limit(resource.RLIMIT_FSIZE, 1 << 20)",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_cannot_share_memory_uses_gloo_and_says_so_once(tmp_path: Path, fault: str) -> None:
+    pytest.importorskip("torch")
+    code = (
+        HEAD
+        + EVERYTHING
+        + """
+import resource
+import torch
+import hvdgloo.backends.gloo
+from hvdgloo.backends.shm import backend as shm, meeting, system
+
+def limit(which, value):
+    real = meeting.Meeting.meet
+    def meet(self):
+        before = resource.getrlimit(which)
+        resource.setrlimit(which, (value, before[1]))
+        try:
+            return real(self)
+        finally:
+            resource.setrlimit(which, before)
+    meeting.Meeting.meet = meet
+
+def used():
+    return int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+
+def fault(name, error):
+    def fail(*_):
+        raise error
+    setattr(system, name, fail)
+
+hvd_rank = int(os.environ["HVDGLOO_RANK"])
+FAULT
+hvd.init()
+""".replace("FAULT", FAULTS[fault])
+        + HOW
+        + "check_everything()\n"
+    )
+    with Job(2, code, tmp_path, HVDGLOO_SHM_SEGMENT=str(64 << 20)) as job:
+        ended = job.wait(40)
+    assert [(e.returncode, e.stdout) for e in ended] == [(0, "gloo None\n")] * 2, ended
+    said = [line for e in ended for line in e.stderr.splitlines() if "no shared memory between ranks 0 to 1" in line]
+    assert len(said) == 1, ended
+
+
+def test_a_demand_that_cannot_be_met_is_an_error(tmp_path: Path) -> None:
+    code = HEAD + "del os.memfd_create\nhvd.init()\n"
+    with Job(2, code, tmp_path, HVDGLOO_CPU_OPERATIONS="shm") as job:
+        for ended in job.wait(20):
+            assert ended.returncode == 1
+            assert "HVDGLOO_CPU_OPERATIONS=shm asks for shared memory, but rank 0" in ended.stderr
+            assert "this system has no memfd_create" in ended.stderr
+
+
+def test_pain_27_a_small_dev_shm_is_no_limit(tmp_path: Path) -> None:
+    """Docker gives 64 MiB. A job that used any of it would not even start here."""
+    if os.getuid() != 0 or subprocess.run(["unshare", "-m", "true"], check=False).returncode:
+        pytest.skip("mounting needs root")
+    program = tmp_path / "program.py"
+    program.write_text(
+        HEAD
+        + EVERYTHING
+        + "hvd.init()\n"
+        + HOW
+        + "assert os.statvfs('/dev/shm').f_blocks * 4096 <= 4096\n"
+        + "check_everything()\n"
+        + "big = np.ones(1 << 24)\nassert hvd.allreduce(big, op=hvd.Sum)[-1] == 3\n"
+    )
+    run = [sys.executable, "-m", "hvdgloo.runner", "-np", "3", "--cpu-operations", "shm", sys.executable, str(program)]
+    mount = 'mount -t tmpfs -o size=4k tmpfs /dev/shm && exec "$@"'
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", mount, "sh", *run],
+        env={**clean_environment(), "JOB_FOLDER": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("shm False") + done.stdout.count("shm True") == 3
