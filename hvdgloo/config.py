@@ -362,7 +362,7 @@ class Config:
         "auto",
         env="HVDGLOO_GPU_OPERATIONS",
         flag="--gpu-operations",
-        yaml="library_options.gpu_operations",
+        yaml="params.gpu_operations",
         parse=_one_of("auto", "nccl", "gloo"),
         help="how CUDA tensors travel: nccl, or gloo, which takes them through host memory; auto is nccl where every "
         "rank has a GPU of its own, else gloo",
@@ -371,7 +371,7 @@ class Config:
         "auto",
         env="HVDGLOO_CPU_OPERATIONS",
         flag="--cpu-operations",
-        yaml="library_options.cpu_operations",
+        yaml="params.cpu_operations",
         parse=_one_of("auto", "shm", "gloo"),
         help="how tensors in main memory travel: auto takes shared memory between ranks of one host, where that can be "
         "had, and Gloo otherwise; gloo takes Gloo always; shm takes nothing but shared memory. Rank 0's choice holds "
@@ -381,7 +381,7 @@ class Config:
         4 * 1024 * 1024,
         env="HVDGLOO_SHM_SEGMENT",
         flag="--shm-segment-mb",
-        yaml="library_options.shm_segment_mb",
+        yaml="params.shm_segment_mb",
         unit="bytes",
         scale=1024 * 1024,
         parse=_integer(1 << 16),
@@ -392,7 +392,7 @@ class Config:
         "auto",
         env="HVDGLOO_SHM_DIRECT",
         flag="--shm-direct",
-        yaml="library_options.shm_direct",
+        yaml="params.shm_direct",
         parse=_in_place,
         help="1: with shared memory, read large tensors of other ranks where they lie, if the kernel permits it (as a "
         "debugger reads memory); 0: copy them through the segment; auto: 1 where the system gives programs large pages",

@@ -100,7 +100,7 @@ class TestFile:
 
     def test_every_key_of_a_setting_is_understood(self, tmp_path: Path) -> None:
         texts = {"network.port_range": "2000-3000", "logging.level": "debug", "stall_check.enabled": "false"}
-        texts["library_options.gpu_operations"] = "nccl"
+        texts["params.gpu_operations"] = "nccl"
         for setting in settings().values():
             if setting.yaml is not None:
                 section, _, key = setting.yaml.partition(".")
