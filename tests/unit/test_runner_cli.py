@@ -33,7 +33,7 @@ class TestFlags:
         return options.from_flags(build_parser().parse_args(list(flags)))
 
     def test_every_setting_with_a_flag_can_be_given(self) -> None:
-        texts = {"--port-range": "2000-3000", "--log-level": "debug"}
+        texts = {"--port-range": "2000-3000", "--log-level": "debug", "--cpu-operations": "shm", "--shm-direct": "1"}
         parser = build_parser()
         for name, setting in settings().items():
             if setting.flag is None:
@@ -99,7 +99,13 @@ class TestFile:
         return content.environ, content.ignored
 
     def test_every_key_of_a_setting_is_understood(self, tmp_path: Path) -> None:
-        texts = {"network.port_range": "2000-3000", "logging.level": "debug", "stall_check.enabled": "false"}
+        texts = {
+            "network.port_range": "2000-3000",
+            "logging.level": "debug",
+            "stall_check.enabled": "false",
+            "library_options.cpu_operations": "gloo",
+            "library_options.shm_direct": "true",
+        }
         for setting in settings().values():
             if setting.yaml is not None:
                 section, _, key = setting.yaml.partition(".")
