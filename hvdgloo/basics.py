@@ -54,7 +54,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         ConfigError: a setting is missing or cannot be used.
         RendezvousError: the rendezvous server cannot be reached, refused, or other workers did not come.
         ConnectError: ranks cannot be connected with each other.
-        MissingDependencyError: several processes need torch, which carries Gloo.
+        MissingDependencyError: several hosts need torch, which carries Gloo.
         InvalidArgumentError: (a ValueError) comm or process_sets make no sense, or differ between ranks.
     """
     sets = _sets(process_sets)

@@ -169,7 +169,12 @@ def _port_range(text: str) -> tuple[int, int]:
 
 
 def _in_place(text: str) -> str:
-    return "auto" if text.strip().lower() == "auto" else str(int(_boolean(text)))
+    if text.strip().lower() == "auto":
+        return "auto"
+    try:
+        return str(int(_boolean(text)))
+    except ValueError:
+        raise ValueError("expected auto, 1 or 0") from None
 
 
 def _cores(text: str) -> str:

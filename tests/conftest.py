@@ -14,7 +14,7 @@ from tests.support import frameworks
 from tests.support.hosts import Bed, HostSpec, available
 from tests.support.world import World
 
-BACKENDS = ("local", "gloo", "shm", "shm-segment")
+BACKENDS = ("local", "gloo", "shm")
 """What contracts are checked on; a module may have a list of its own under this name."""
 
 

@@ -111,6 +111,7 @@ EXPORTS = {
 
 NO_LIST = {
     "hvdgloo.backends": "backends are chosen by the Context, not imported by users",
+    "hvdgloo.backends.shm": "likewise",
     "hvdgloo.engine": "internal; its modules are imported one by one",
     "hvdgloo.common": "holds modules that Horovod's programs import one by one",
     "hvdgloo.as_horovod": "for the launcher",

@@ -336,6 +336,28 @@ def test_what_was_read_from_a_rank_that_gave_up_is_not_believed(
         first.completes_within(5)
 
 
+def test_results_of_a_rank_that_gave_up_are_not_believed_either(
+    make_ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As above, while the last slice of an allreduce is taken from it."""
+    group = make_ranks(2, kind="shm")
+    arrays = [data(0, 1000), data(1, 1000)]
+    works = [group.backends[rank].allreduce(Buffer.of_array(arrays[rank]), ReduceOp.SUM) for rank in (0, 1)]
+    # Both have reduced their slice, and rank 0 has taken that of rank 1, after these:
+    assert not works[1].completes_within(0)
+    assert not works[0].completes_within(0.05)
+    real = system.read_memory
+
+    def slow_reader(*arguments: Any) -> int:
+        group.backends[0].abort()
+        arrays[0][:] = -1
+        return real(*arguments)
+
+    monkeypatch.setattr(system, "read_memory", slow_reader)
+    with pytest.raises(BackendError, match="rank 0 of the set has given up"):
+        works[1].completes_within(5)
+
+
 def meet(size: int, **options: Any) -> list[ShmBackend | BaseException]:
     """Connect ranks of which some cannot."""
     store = MemoryStore()
@@ -394,6 +416,16 @@ def test_one_member_that_may_not_read_keeps_all_from_it(monkeypatch: pytest.Monk
     assert [isinstance(result, ShmBackend) and result.is_direct for result in results] == [False] * 3
     for result in results:
         assert isinstance(result, ShmBackend)
+        result.close()
+
+
+def test_a_process_of_the_same_number_elsewhere_is_not_taken_for_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Containers may share a network and number their processes each for itself."""
+    # There is memory at that address, and it does not hold what the rank has put up.
+    monkeypatch.setattr(system, "read_memory", lambda pid, local, remote: local[0][1])
+    for result in meet(2):
+        assert isinstance(result, ShmBackend)
+        assert not result.is_direct
         result.close()
 
 

@@ -34,6 +34,7 @@ class TestFlags:
 
     def test_every_setting_with_a_flag_can_be_given(self) -> None:
         texts = {"--port-range": "2000-3000", "--log-level": "debug", "--gpu-operations": "nccl"}
+        texts |= {"--cpu-operations": "shm", "--shm-direct": "1"}
         parser = build_parser()
         for name, setting in settings().items():
             if setting.flag is None:
@@ -99,8 +100,14 @@ class TestFile:
         return content.environ, content.ignored
 
     def test_every_key_of_a_setting_is_understood(self, tmp_path: Path) -> None:
-        texts = {"network.port_range": "2000-3000", "logging.level": "debug", "stall_check.enabled": "false"}
-        texts["params.gpu_operations"] = "nccl"
+        texts = {
+            "network.port_range": "2000-3000",
+            "logging.level": "debug",
+            "stall_check.enabled": "false",
+            "params.gpu_operations": "nccl",
+            "params.cpu_operations": "gloo",
+            "params.shm_direct": "true",
+        }
         for setting in settings().values():
             if setting.yaml is not None:
                 section, _, key = setting.yaml.partition(".")
