@@ -106,7 +106,7 @@ def expected(d: Draw, place: int, members: list[int]) -> list[np.ndarray]:
 
 
 def compare(d: Draw, result: Any, wanted: list[np.ndarray]) -> None:
-    results = result if isinstance(result, list) else [result]
+    results = result if isinstance(result, list | tuple) else [result]
     for actual, value in zip(results, wanted, strict=True):
         if actual.shape != value.shape or not np.array_equal(actual, value):
             raise AssertionError(f"{d} is wrong: {actual!r} instead of {value!r}")

@@ -46,7 +46,7 @@ def check_everything():
 
 HOW = """
 from hvdgloo.context import current
-backend = current().engine._groups[0].backend
+backend = current().engine._groups[0].host.backend
 print(backend.name, getattr(backend, "is_direct", None))
 """
 
