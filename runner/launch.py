@@ -41,6 +41,7 @@ COMMAND_LINE_SIGNALS = (
     signal.SIGUSR1,
     signal.SIGUSR2,
 )
+_ENDING = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 LIBRARY_SIGNALS = (signal.SIGINT, signal.SIGTSTP)
 """What ``hvdgloo.run.run`` takes over while it runs: the others are the calling program's own business."""
 
@@ -208,15 +209,17 @@ def passed_on(signals: Sequence[signal.Signals], note: Callable[[int], None]) ->
     """Take signals over for a while, giving them to ``note``.
 
     Signals that are ignored (nohup, a shell's background job) stay so, and so do handlers that the calling program has
-    installed. Only a main thread can do this; elsewhere nothing changes.
+    installed. Only a main thread can do this; elsewhere nothing changes. Afterwards all is as before, except that
+    ``COMMAND_LINE_SIGNALS`` are ignored if one of them has ended the job: the command ends by that one, with the exit
+    status that says so.
 
     Yields:
         a question: has a signal come since the last time it was asked for the first time?
     """
-    came = [0]
+    came: list[int] = []
 
     def handler(signum: int, _frame: FrameType | None) -> None:
-        came[0] += 1
+        came.append(signum)
         note(signum)
 
     previous: dict[signal.Signals, object] = {}
@@ -228,14 +231,15 @@ def passed_on(signals: Sequence[signal.Signals], note: Callable[[int], None]) ->
 
     def signal_came() -> bool:
         if not asked:
-            asked.append(came[0])
-        return came[0] > asked[0]
+            asked.append(len(came))
+        return len(came) > asked[0]
 
     try:
         yield signal_came
     finally:
+        ending = signals is COMMAND_LINE_SIGNALS and not _ENDING.isdisjoint(came)
         for signum, old in previous.items():
-            signal.signal(signum, old)  # type: ignore[arg-type]
+            signal.signal(signum, signal.SIG_IGN if ending else old)  # type: ignore[arg-type]
 
 
 def _expect(console: Console, spec: LaunchSpec, np: int) -> None:
