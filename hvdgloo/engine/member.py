@@ -124,7 +124,7 @@ class Member:
             operations = [operation for operation in self._pending.values() if operation.number in forgotten]
         for operation in operations:
             operation.number = -1
-        return Submit((), tuple(operation.request for operation in operations))
+        return Submit((), tuple(operation.request for operation in operations), resent=True)
 
     def accept(self, message: Execute) -> list[tuple[Response, Operation]]:
         """The operations to execute, in order. Those whose result is known, or is an error, end here."""

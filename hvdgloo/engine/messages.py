@@ -112,11 +112,13 @@ class Submit:
     """Operations that became ready on this rank: known signatures, and new requests.
 
     ``payload`` holds the tensor's bytes if there is a single operation and it is small enough; see ``inline``.
+    ``resent`` says that this answers a Resend.
     """
 
     signatures: tuple[int, ...] = ()
     requests: tuple[Request, ...] = ()
     payload: bytes = b""
+    resent: bool = False
 
 
 @dataclass(frozen=True)
@@ -358,9 +360,9 @@ def _plain(message: Any) -> list[Any]:
 
 _CODECS: dict[type, tuple[Callable[[Any], list[Any]], Callable[..., Message]]] = {
     Submit: (
-        lambda m: [_runs(m.signatures), [_pack_request(r) for r in m.requests], m.payload],
-        lambda runs, requests, payload: Submit(
-            _from_runs(runs), tuple(_unpack_request(r) for r in requests), _bytes(payload)
+        lambda m: [_runs(m.signatures), [_pack_request(r) for r in m.requests], m.payload, *[True] * m.resent],
+        lambda runs, requests, payload, resent=False: Submit(
+            _from_runs(runs), tuple(_unpack_request(r) for r in requests), _bytes(payload), bool(resent)
         ),
     ),
     Execute: (

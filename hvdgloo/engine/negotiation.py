@@ -7,7 +7,7 @@ and the end of a join, are operations of that order too.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -69,6 +69,8 @@ class Negotiator:
         self._next_set = max(self._members) + 1
         self._freed_sets: deque[int] = deque()
         self._joined: list[int] = []
+        self._asked_back: Counter[int] = Counter()
+        self._late_joins: dict[int, Request] = {}
         self.observer: Observer | None = None
         self._capacity = capacity
         self._pending: dict[tuple[int, str], Pending] = {}
@@ -92,8 +94,11 @@ class Negotiator:
                 unknown.append(number)
             else:
                 self._file(rank, signature.requests[rank], now, submission.payload, by_number=True)
+        self._asked_back[rank] += bool(unknown) - submission.resent
         for request in submission.requests:
             self._file(rank, request, now, submission.payload, by_number=False)
+        if not self._asked_back[rank] and rank in self._late_joins:
+            self._join(rank, self._late_joins.pop(rank))
         return unknown
 
     def take(self) -> Execute:
@@ -132,7 +137,11 @@ class Negotiator:
         if request.process_set not in self._members:
             return  # it was removed while this was on its way; the rank has been told
         if request.collective is Collective.JOIN:
-            self._join(rank, request)
+            # What this rank submitted before comes before: also what it is being asked to say again.
+            if self._asked_back[rank]:
+                self._late_joins[rank] = request
+            else:
+                self._join(rank, request)
             return
         if self.observer is not None:
             self.observer.arrived(rank, request)

@@ -65,7 +65,9 @@ def runs_of_numbers() -> st.SearchStrategy[tuple[int, ...]]:
 
 
 messages: st.SearchStrategy[Message] = st.one_of(
-    st.builds(Submit, runs_of_numbers(), st.lists(requests, max_size=3).map(tuple)),
+    st.builds(
+        Submit, runs_of_numbers(), st.lists(requests, max_size=3).map(tuple), st.binary(max_size=9), st.booleans()
+    ),
     st.builds(
         Execute,
         st.lists(numbers | responses, max_size=8).map(tuple) | runs_of_numbers(),

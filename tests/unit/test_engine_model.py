@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hvdgloo.engine.handle import Handle
@@ -248,6 +248,15 @@ def one_order(job: Job) -> None:
             assert [key for key in first if key in shared] == [key for key in second if key in shared]
 
 
+# A rank submits something that was forgotten, and joins before it can say it again.
+LATE_JOIN = [
+    Round(((0, 0, Collective.ALLREDUCE),), frozenset([0]), False, frozenset(), 0),
+    Round((), frozenset([0]), True, frozenset([1]), 0),
+    Round(((1, 0, Collective.ALLREDUCE),), frozenset([0]), True, frozenset(), 0),
+]
+
+
+@example(2, LATE_JOIN, 1, 0, 197)
 @given(
     st.integers(2, 5),
     st.lists(ROUNDS, min_size=1, max_size=6),
