@@ -36,6 +36,7 @@ clean:
 
 # torch is installed first and by its pin, so that no other package's range fetches another build of it.
 $(READY): setup.cfg setup.py Makefile
+	@echo "Making $(VENV) with all that is needed; torch alone is 200 MB."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"

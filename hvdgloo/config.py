@@ -276,7 +276,7 @@ class Config:
         yaml="as_horovod",
         parse=_boolean,
         help="import horovod.torch (and every other module of Horovod's that there is) gives hvdgloo's, so that a "
-        "program runs unchanged",
+        "program runs unchanged; only in programs that hvdgloo-run starts",
     )
 
     # How long things may take. Three different questions, three settings.

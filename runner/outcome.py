@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 _ECHO = re.compile(r"hvdgloo\.errors\.(?:JobShutdownError|PeerLostError): .*?\brank (\d+) \(host ")
 
+_LOST = re.compile(r"hvdgloo\.errors\.PeerLostError: .*?\brank \d+ \(host .*?\) (was lost: .*)$")
+
 _CONNECTION_LOST = 255  # ssh's status for whatever goes wrong with itself
 _LAST_SIGNAL = 64
 
@@ -73,6 +75,12 @@ def named_culprit(lines: Sequence[str]) -> int | None:
     return int(named[1]) if named is not None else None
 
 
+def _said_of_it(lines: Sequence[str]) -> str:
+    """How a rank ended, from the last words of one that waited for it in vain."""
+    said = _LOST.search(lines[-1]) if lines else None
+    return said[1] if said is not None else "failed"
+
+
 def blame(outcome: Outcome, hosts: Mapping[int, str], tail: Callable[[int], Sequence[str]]) -> Failure | None:
     """The failure that is to be reported: the first one, unless it is only an echo.
 
@@ -97,7 +105,7 @@ def blame(outcome: Outcome, hosts: Mapping[int, str], tail: Callable[[int], Sequ
             break
         # Having printed why, it may have been ended by us before it could exit by itself.
         ended_by_us = status == -signal.SIGTERM
-        reason = "failed" if ended_by_us else describe_status(status)
+        reason = _said_of_it(tail(found.rank)) if ended_by_us else describe_status(status)
         found = Failure(rank, hosts[rank], found.status if ended_by_us else status, reason)
     return found
 

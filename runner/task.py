@@ -172,6 +172,7 @@ def _failed(error: BaseException) -> Outcome:
     text = "".join(lines)
     # As any program that ends with it: what hvd.init() or the user put in this place has its way.
     sys.excepthook(type(error), error.with_traceback(own_frames), own_frames)
+    sys.last_value = error  # as the interpreter leaves it, for what tells the other ranks at exit
     sys.stderr.flush()
     return Outcome(
         exception=_pickled(error),

@@ -89,7 +89,7 @@ def main():
         known = gloo_built(), mpi_built(), split_list([1, 2, 3], 2), ProcessSet is hvd.ProcessSet
     assert known == (True, False, [[1, 2], [3]], True) and global_process_set is hvd.global_process_set
     if hvd.rank() == 0:
-        print("child", name, initialised, out.stdout.decode().strip() == horovod.__version__)
+        print("child", name, initialised, out.stdout.decode().strip() == horovod.__version__ >= "0.19")
         print("total", total, words, averaged < 1.0, issubclass(HorovodInternalError, RuntimeError))
         try:
             from horovod.ray import RayExecutor

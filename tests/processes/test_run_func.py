@@ -6,6 +6,7 @@ import inspect
 import io
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -416,3 +417,25 @@ class _Bomb:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (Path.touch, (Path(self.path),))
+
+
+def test_the_other_ranks_learn_what_was_raised(tmp_path: Path) -> None:
+    said = tmp_path / "said"
+
+    def work() -> None:
+        import numpy as np
+
+        import hvdgloo.numpy as hvd
+
+        hvd.init()
+        if hvd.rank() == 1:
+            raise ValueError("bad data")
+        try:
+            hvd.allreduce(np.ones(2))
+        except hvd.HorovodInternalError as error:
+            said.write_text(str(error))
+            raise
+
+    with pytest.raises(ValueError, match="bad data"):
+        hvdgloo.run.run(work, np=2)
+    assert re.search(r"rank 1 .* ended with ValueError: bad data", said.read_text())
