@@ -2,8 +2,9 @@
 
 Where workers cannot reach the launcher (kubectl from a laptop), the server has to run where they can. The agent starts
 this process and speaks with it in lines of JSON: the first line on standard input says everything, secret included;
-the lines on standard output say where it listens, and then, whenever that changes, who has come. The end of standard
-input is the order to end.
+the lines on standard output say where it listens, and then, whenever that changes, who has come. A further line on
+standard input is a question for the same, and comes back with the answer: it tells what is true after the question was
+asked. The end of standard input is the order to end.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 from hvdgloo.errors import ConfigError
 from hvdgloo.rendezvous.server import RendezvousServer
 
+_LOCK = threading.Lock()  # what is said later was true later
 _BETWEEN_LINES = 0.1  # seconds; a thousand workers that come together make a few lines, not a thousand
 
 
@@ -44,7 +46,9 @@ def main() -> int:
         return 1
     _say({"endpoints": server.endpoints})
     threading.Thread(target=_tell, args=(server,), name="hvdgloo-beside", daemon=True).start()
-    sys.stdin.buffer.read()
+    for line in sys.stdin.buffer:
+        with _LOCK:
+            _say({**arrivals(server), "asked": json.loads(line)})
     server.stop()
     return 0
 
@@ -55,10 +59,13 @@ def _tell(server: RendezvousServer) -> None:
     pause = threading.Event()
     while True:
         seen = server.wait_for_change(seen, timeout=3600.0)
-        now = arrivals(server)
-        if now != last:
-            last = now
-            _say(now)
+        with _LOCK:
+            now = arrivals(server)
+            new = now != last
+            if new:
+                last = now
+                _say(now)
+        if new:
             pause.wait(_BETWEEN_LINES)
 
 

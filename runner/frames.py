@@ -197,6 +197,13 @@ class Serve(Frame):
 
 
 @dataclass(frozen=True)
+class AskServed(Frame):
+    """Who has come to the rendezvous server beside the agent? The ``Served`` that answers has ``asked`` in it."""
+
+    asked: int
+
+
+@dataclass(frozen=True)
 class Sweep(Frame):
     """Instead of ``Start``: end what the lost agent of a job may have left on this host, say ``Bye`` and exit.
 
@@ -373,7 +380,7 @@ KINDS: tuple[type[Frame], ...] = (
     Require, Start, Blob, Spawn, Stdin, Credit, Signal, Stop, Suspend, Finish,
     Hello, Lacking, Spawned, SpawnFailed, Output, StdinTaken, Result, Exited, Dying, Bye,
     Beat, Examine, Examined,
-    Survey, Probe, ProbesEnd, Serve, Surveyed, Probed, Served, Sweep,
+    Survey, Probe, ProbesEnd, Serve, Surveyed, Probed, Served, Sweep, AskServed,
 )  # fmt: skip
 _NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
 

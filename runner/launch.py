@@ -327,7 +327,7 @@ def _say_threads(console: Console, spec: LaunchSpec, env: Sequence[Mapping[str, 
 
 def _init_watch(spec: LaunchSpec, slots: Sequence[Slot], meeting: Meeting) -> InitWatch:
     hosts = {slot.rank: slot.hostname for slot in slots}
-    return InitWatch(meeting.arrivals, hosts, timeout=spec.start_timeout, verbose=spec.verbose)
+    return InitWatch(meeting.arrivals, meeting.ask, hosts, timeout=spec.start_timeout, verbose=spec.verbose)
 
 
 def _feed_stdin(supervisor: Supervisor, rank: int) -> None:

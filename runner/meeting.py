@@ -13,7 +13,7 @@ from hvdgloo.config import parse_endpoint
 from hvdgloo.errors import LaunchError
 from hvdgloo.rendezvous.beside import arrivals
 from hvdgloo.rendezvous.server import RendezvousServer
-from hvdgloo.runner.frames import Serve, Served
+from hvdgloo.runner.frames import AskServed, Serve, Served
 from hvdgloo.runner.link import Link
 from hvdgloo.runner.outcome import Failure
 from hvdgloo.runner.placement import Placement, Server
@@ -36,6 +36,9 @@ class Meeting(Protocol):
 
     def arrivals(self) -> Arrivals:
         """What it knows of the workers' start."""
+
+    def ask(self) -> int:
+        """Have it say so again: what ``arrivals`` tells as of this number, or a later one, was true after the call."""
 
 
 @contextmanager
@@ -89,6 +92,9 @@ class _InLauncher:
     def arrivals(self) -> Arrivals:
         return Arrivals(**arrivals(self._server)) if self._serving else Arrivals()
 
+    def ask(self) -> int:
+        return 0  # it is asked whenever it is looked at
+
     def close(self) -> None:
         """Stop serving."""
         if self._thread.ident is not None:
@@ -119,6 +125,7 @@ class _Beside:
         self._supervisor = supervisor
         self._first = supervisor.links[0]
         self._said: Mapping[str, Any] = {}
+        self._asked = self._answered = 0
         self._endpoint: tuple[str, int] | None = None
         supervisor.handlers[Served] = self._on_served
         request = {
@@ -146,7 +153,12 @@ class _Beside:
         """It does so since it was started."""
 
     def arrivals(self) -> Arrivals:
-        return Arrivals(**self._said)
+        return Arrivals(**self._said, as_of=self._answered)
+
+    def ask(self) -> int:
+        self._asked += 1
+        self._first.channel.send(AskServed(self._asked))
+        return self._asked
 
     def _on_served(self, link: Link, frame: Served) -> None:
         if "endpoints" in frame.message:
@@ -157,4 +169,6 @@ class _Beside:
                 Failure(None, name, 1, f"the rendezvous server on host {name} failed: {frame.message['error']}")
             )
         else:
-            self._said = frame.message
+            said = dict(frame.message)
+            self._answered = said.pop("asked", self._answered)
+            self._said = said

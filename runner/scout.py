@@ -6,6 +6,7 @@ It lives in the agent's selector, and nothing here blocks.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
@@ -19,7 +20,7 @@ from typing import IO, Any
 from hvdgloo.errors import ConfigError
 from hvdgloo.rendezvous import ports
 from hvdgloo.runner import nics
-from hvdgloo.runner.frames import CHUNK, Frame, Probe, Probed, ProbesEnd, Serve, Served, Survey, Surveyed
+from hvdgloo.runner.frames import CHUNK, AskServed, Frame, Probe, Probed, ProbesEnd, Serve, Served, Survey, Surveyed
 from hvdgloo.runner.probe import Answer, ProbeListener, Prober, Target
 from hvdgloo.runner.spawners import agent_environment
 
@@ -56,6 +57,7 @@ class Scout:
             Probe: self._on_probe,
             ProbesEnd: self._on_probes_end,
             Serve: self._on_serve,
+            AskServed: self._on_ask_served,
         }
 
     @property
@@ -134,6 +136,10 @@ class Scout:
         except OSError as error:
             self._on_served({"error": f"it could not be started: {error}"})
 
+    def _on_ask_served(self, ask: AskServed) -> None:
+        if self._server is not None:
+            self._server.ask(ask.asked)
+
     def _on_served(self, message: Mapping[str, Any]) -> None:
         self._send(Served(message))
 
@@ -177,6 +183,11 @@ class _ServerBeside:
         selector.register(self._stdout, selectors.EVENT_READ, self._on_readable)
         # A thousand hosts fit into a pipe, which is empty.
         self._stdin.write(json.dumps(request).encode("ascii") + b"\n")
+
+    def ask(self, number: int) -> None:
+        """Have it say who has come."""
+        with contextlib.suppress(OSError, ValueError):  # it has ended, which is told elsewhere
+            self._stdin.write(json.dumps(number).encode("ascii") + b"\n")
 
     def close(self) -> None:
         """Order it to end. The agent collects it, and sweeps up if it does not."""

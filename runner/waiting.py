@@ -17,6 +17,7 @@ from hvdgloo.runner.progress import Backoff, first_report, seconds
 
 _NAMED = 16
 _LOOK_AGAIN = 1.0  # seconds; only while a worker has ended that may not have called hvd.init()
+_LOOK_SOON = 0.05  # only while the rendezvous has been asked whether it has
 
 
 @dataclass(frozen=True)
@@ -27,11 +28,13 @@ class Arrivals:
         arrived: how many workers have called ``hvd.init()``.
         missing: the ranks that have not.
         failure: why the start has failed, if it has.
+        as_of: the question that this answers; see ``Meeting.ask``.
     """
 
     arrived: int = 0
     missing: Sequence[int] = ()
     failure: str = ""
+    as_of: int = 0
 
     @property
     def waited_for(self) -> Sequence[int]:
@@ -43,22 +46,30 @@ class InitWatch:
     """Watches the workers' start.
 
     Args:
-        look: asks the rendezvous.
+        look: what the rendezvous has said.
+        ask: has it say so once more; see ``Meeting.ask``.
         hosts: rank to host name.
         timeout: the start timeout.
         verbose: report sooner.
     """
 
     def __init__(
-        self, look: Callable[[], Arrivals], hosts: Mapping[int, str], *, timeout: float, verbose: bool = False
+        self,
+        look: Callable[[], Arrivals],
+        ask: Callable[[], int],
+        hosts: Mapping[int, str],
+        *,
+        timeout: float,
+        verbose: bool = False,
     ) -> None:
         self._look = look
+        self._ask = ask
         self._hosts = hosts
         self._timeout = timeout
         self._first = first_report(verbose)
         self._arrivals = Arrivals()
         self._pids: dict[int, int] = {}
-        self._gone: set[int] = set()
+        self._gone: dict[int, int] = {}
         self._since: float | None = None
         self._backoff: Backoff | None = None
         self.next = -math.inf
@@ -70,16 +81,19 @@ class InitWatch:
 
     def ended(self, rank: int, status: int) -> None:
         """A worker has ended. One that failed speaks for itself; one that ended well may be missed by others."""
-        if status == 0:
-            self._gone.add(rank)
+        if status == 0 and self.next < math.inf:
+            # What is known of it may be older than its end, and it may have called hvd.init() and all.
+            self._gone[rank] = self._ask()
+            self.next = -math.inf
         self._see()
 
     def report(self, now: float) -> str:
         """A line for the log, if one is due."""
         if now < self.next:
             return ""
-        self.next = now + (min(_LOOK_AGAIN, self._first) if self._gone else self._first)
         self._see()
+        if self.next < math.inf:
+            self.next = now + self._pause()
         missing = self._arrivals.waited_for
         if not missing:
             return ""
@@ -99,7 +113,7 @@ class InitWatch:
         What the waiting workers then fail with is a consequence.
         """
         arrivals = self._arrivals
-        gone = next((rank for rank in arrivals.waited_for if rank in self._gone), None)
+        gone = next((rank for rank in arrivals.waited_for if self._gone.get(rank, math.inf) <= arrivals.as_of), None)
         if gone is not None:
             reason = f"ended without calling hvd.init(), in which {_ranks(arrivals.arrived)} waited for it"
             return Failure(gone, self._hosts[gone], 1, reason)
@@ -113,6 +127,11 @@ class InitWatch:
         if others:
             reason += f", nor had {self._describe(others)}"
         return Failure(first, self._hosts[first], 1, reason)
+
+    def _pause(self) -> float:
+        if any(asked > self._arrivals.as_of for asked in self._gone.values()):
+            return _LOOK_SOON
+        return min(_LOOK_AGAIN, self._first) if self._gone else self._first
 
     def _see(self) -> None:
         if self.next == math.inf:

@@ -280,7 +280,7 @@ class TestInit:
 
     @staticmethod
     def watch(arrivals: list[Arrivals], **options: bool) -> InitWatch:
-        watch = InitWatch(lambda: arrivals[-1], {0: "a", 1: "b", 2: "c"}, timeout=30.0, **options)
+        watch = InitWatch(lambda: arrivals[-1], lambda: 0, {0: "a", 1: "b", 2: "c"}, timeout=30.0, **options)
         for rank in range(3):
             watch.spawned(rank, 10 + rank)
         return watch
@@ -319,6 +319,32 @@ class TestInit:
         assert failure is not None
         assert (failure.rank, failure.host, failure.exit_code) == (1, "b", 1)
         assert failure.reason == "ended without calling hvd.init(), in which 1 other rank waited for it"
+
+    def test_what_was_known_before_it_ended_proves_nothing(self) -> None:
+        """It may have come, taken part in everything and ended before the launcher heard of its coming."""
+        arrivals = [Arrivals(1, (1, 2))]
+        asked: list[int] = []
+
+        def ask() -> int:
+            asked.append(len(asked) + 1)
+            return asked[-1]
+
+        watch = InitWatch(lambda: arrivals[-1], ask, {0: "a", 1: "b", 2: "c"}, timeout=30.0)
+        watch.report(0.0)
+        watch.ended(1, 0)
+        assert asked == [1]
+        watch.report(0.1)
+        assert watch.verdict() is None
+        assert 0.1 < watch.next < 0.5
+        arrivals.append(Arrivals(2, (2,), as_of=1))
+        watch.report(watch.next)
+        assert watch.verdict() is None
+        watch.ended(2, 0)
+        arrivals.append(Arrivals(2, (2,), as_of=2))
+        watch.report(watch.next)
+        failure = watch.verdict()
+        assert failure is not None
+        assert failure.rank == 2
 
     def test_one_that_failed_speaks_for_itself(self) -> None:
         watch = self.watch([Arrivals(2, (1,))])
