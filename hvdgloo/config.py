@@ -363,6 +363,16 @@ class Config:
         help="the core that a worker's communication threads run on; for several workers of a host a comma-separated "
         "list, in the order of local ranks; by default any",
     )
+    hierarchical_threshold: int = _setting(
+        0,
+        env="HVDGLOO_HIERARCHICAL_THRESHOLD",
+        flag="--hierarchical-threshold",
+        yaml="params.hierarchical_threshold",
+        unit="bytes",
+        parse=_integer(0),
+        help="where hosts have several ranks, tensors from this size on are reduced in each host before they go to the "
+        "others, so that each byte crosses the network once; 0: never",
+    )
     gpu_operations: str = _setting(
         "auto",
         env="HVDGLOO_GPU_OPERATIONS",

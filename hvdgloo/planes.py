@@ -1,19 +1,26 @@
-"""Which data plane a process set gets: shared memory on one host, Gloo on several, or where memory cannot be shared."""
+"""Which data plane a process set gets: shared memory on one host, Gloo on several, both where hosts have several ranks,
+and Gloo alone where memory cannot be shared."""
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hvdgloo.backends.base import Backend, Plane, RendezvousStore
+import numpy as np
+
+from hvdgloo.backends.base import Backend, Plane, RendezvousStore, Work
+from hvdgloo.backends.hierarchical import CHUNK, HierarchicalBackend, Layout, layout_of
 from hvdgloo.backends.local import LocalGroup
 from hvdgloo.config import Config
-from hvdgloo.errors import ConfigError, MissingDependencyError
+from hvdgloo.errors import BackendError, ConfigError, MissingDependencyError
 from hvdgloo.topology import Topology
-from hvdgloo.types import Buffer
+from hvdgloo.types import Buffer, ReduceOp
 
 logger = logging.getLogger(__name__)
+
+_TURN = 0.5
 
 
 def plane_settings(config: Config) -> dict[str, Any]:
@@ -21,6 +28,7 @@ def plane_settings(config: Config) -> dict[str, Any]:
     return {
         "cpu_operations": config.cpu_operations,
         "gpu_operations": config.gpu_operations,
+        "hierarchical_threshold": config.hierarchical_threshold,
         "shm_segment": config.shm_segment,
         "shm_direct": reads_in_place(config.shm_direct),
     }
@@ -77,11 +85,18 @@ class Planes:
                 return backend
             if wanted == "shm":
                 raise ConfigError(f"HVDGLOO_CPU_OPERATIONS=shm asks for shared memory, but {reason}")
-        timeout = self._config.connect_timeout
         try:
-            return gloo_backend(self._store, prefix, place, len(members), self._address, timeout, cancelled)
+            flat = self._gloo(prefix, place, len(members), cancelled)
         except MissingDependencyError as error:
             raise MissingDependencyError(f"{error} (shared memory does without, but {reason})") from error
+        layout = layout_of([self._topology.workers[member].host for member in members], place)
+        if wanted == "gloo" or layout is None or not self._decided["hierarchical_threshold"]:
+            return flat
+        try:
+            return self._hierarchy(prefix, members, layout, flat, cancelled)
+        except BaseException:
+            flat.close()
+            raise
 
     def open_device(self, number: int, members: Sequence[int], host: Backend, example: Buffer) -> Sequence[Plane]:
         """The data planes of a set's CUDA tensors, which need torch; see ``cuda.open_planes``.
@@ -104,6 +119,45 @@ class Planes:
             operations=self._decided["gpu_operations"],
             timeout=self._config.connect_timeout,
         )
+
+    def _gloo(self, prefix: str, place: int, size: int, cancelled: Callable[[], bool] | None) -> Backend:
+        timeout = self._config.connect_timeout
+        return gloo_backend(self._store, prefix, place, size, self._address, timeout, cancelled)
+
+    def _hierarchy(
+        self,
+        prefix: str,
+        members: Sequence[int],
+        layout: Layout,
+        flat: Backend,
+        cancelled: Callable[[], bool] | None,
+    ) -> Backend:
+        """The plane of a set with several ranks on some of its hosts; ``flat`` if memory cannot be shared on all."""
+        begin = sum(layout.sizes[: layout.host])
+        here = members[begin : begin + layout.sizes[layout.host]]
+        if len(here) > 1:
+            local, reason = self._shared_memory(f"{prefix}host{layout.host}/", here, layout.place, cancelled)
+        else:
+            local, reason = LocalGroup(1).backend(0), ""
+        cross: Backend | None = None
+        try:
+            possible = np.array([local is not None], np.int32)
+            _wait(flat.allreduce(Buffer.of_array(possible), ReduceOp.MIN), self._config.connect_timeout)
+            if not possible[0] or local is None:
+                if layout.rank == 0:
+                    logger.warning("ranks of one host do not share memory everywhere: %s", reason or "see their output")
+                if local is not None:
+                    local.close()
+                return flat
+            if layout.place < layout.owners:
+                across = f"{prefix}across{layout.place}/"
+                cross = self._gloo(across, layout.host, len(layout.sizes), cancelled)
+            least = int(self._decided["hierarchical_threshold"])
+            return HierarchicalBackend(layout, local, cross, flat, least=least, chunk=CHUNK)
+        except BaseException:
+            if local is not None:
+                local.close()
+            raise
 
     def _shared_memory(
         self, prefix: str, members: Sequence[int], place: int, cancelled: Callable[[], bool] | None
@@ -136,6 +190,13 @@ class Planes:
             how = "large tensors are read in place" if backend.is_direct else "tensors pass through a segment"
             logger.info("shared memory between ranks %s; %s", _ranges(members), how)
         return backend, ""
+
+
+def _wait(work: Work, timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    while not work.completes_within(_TURN):
+        if time.monotonic() >= deadline:
+            raise BackendError(f"the ranks did not agree on their data plane within {timeout:g} s")
 
 
 def reads_in_place(setting: str) -> bool:

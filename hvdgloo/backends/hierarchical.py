@@ -29,6 +29,9 @@ from hvdgloo.types import Buffer, ReduceOp, TensorSpec
 
 Steps: TypeAlias = Iterator[Work]
 
+CHUNK = 4 << 20
+"""Bytes that are reduced in memory while others are on the wire."""
+
 CROSSING = 2
 """Chunks that are on the wire at once."""
 
