@@ -52,6 +52,14 @@ def launcher(tmp_path: Path) -> Iterator[Launcher]:
         yield made
 
 
+def has_ended(process: psutil.Process) -> bool:
+    """Collected by its parent or not."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 def start(launcher: Launcher, *arguments: str) -> tuple[subprocess.Popen[bytes], psutil.Process]:
     """A job, and its launcher."""
     hasty = (sys.executable, "-S", "-c", SHELL, sys.executable, "-c", HASTY)
@@ -70,7 +78,7 @@ def test_what_workers_print_at_ctrl_c_is_there_after_ctrl_z_too(launcher: Launch
     stopped.send_signal(way)
     wait_for(lambda: stopped.status() == psutil.STATUS_STOPPED, what="a stopped launcher")
     (launcher.folder / "stopped").touch()
-    wait_for(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE, what="the worker's end")
+    wait_for(lambda: has_ended(worker), what="the worker's end")
     wait_for(lambda: time.monotonic() > told + 3)  # grace and patience together are 2 s
     stopped.send_signal(signal.SIGCONT)
     out, err = process.communicate(timeout=20)
