@@ -6,13 +6,15 @@ Hosts are network namespaces of this machine (the tests' bed; Linux, root), each
 limits in both directions as a network card of that speed would; ``--rate none`` leaves links as they are, and then the
 processors are the limit. The workers are started over real ssh. Rounds alternate between the libraries; medians of the
 slowest rank's time. No allreduce can send less than 2(h-1)/h times the tensor's size from each of h hosts, whatever the
-number of ranks on it; a flat ring in host order sends 2(p-1)/p times as much for p ranks.
+number of ranks on it; a flat ring in host order sends 2(p-1)/p times as much for p ranks. Variables HVDGLOO_* reach the
+workers: HVDGLOO_HIERARCHICAL_THRESHOLD=65536 reduces in each host first.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -73,7 +75,8 @@ def measure(hosts: int, ranks: int, mib: int, rounds: int, rate: str, folder: Pa
         where = ",".join(f"{name}:{ranks}" for name in names)
         arguments = [str(script), str(mib), str(rounds), str(result)]
         command = [sys.executable, "-m", "hvdgloo.runner", "-H", where, sys.executable, *arguments]
-        done = bed["h1"].run(command, env={"OMP_NUM_THREADS": "1"}, timeout=600)
+        settings = {name: value for name, value in os.environ.items() if name.startswith("HVDGLOO_")}
+        done = bed["h1"].run(command, env={"OMP_NUM_THREADS": "1", **settings}, timeout=600)
         if done.returncode != 0:
             raise SystemExit(f"{where}: {done.stderr}")
     return dict(json.loads(result.read_text()))
