@@ -1,4 +1,6 @@
-"""What the engine costs: hvdgloo on the gloo plane against torch.distributed's Gloo, in interleaved rounds of one run.
+"""What the engine costs: hvdgloo against torch.distributed's Gloo, in interleaved rounds of one run.
+
+On one host hvdgloo takes shared memory by itself; HVDGLOO_CPU_OPERATIONS=gloo has both on Gloo.
 
 Two cases on ``--np`` ranks, one thread each:
 

@@ -13,11 +13,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from hvdgloo.backends.base import Done, Work
+from hvdgloo.backends.base import Done, RendezvousStore, Work
 from hvdgloo.backends.shm import system
 from hvdgloo.backends.shm.direct import CHUNK, MOST_RANKS, Direct
 from hvdgloo.backends.shm.fold import Folder, Reduction, scale
-from hvdgloo.backends.shm.meeting import Meeting, Store
+from hvdgloo.backends.shm.meeting import Meeting
 from hvdgloo.backends.shm.rounds import Course, Rounds, Steps, Wait
 from hvdgloo.backends.shm.segment import PAGE, smallest
 from hvdgloo.backends.shm.system import Unsupported
@@ -81,7 +81,7 @@ class ShmBackend:
 
     def __init__(
         self,
-        store: Store,
+        store: RendezvousStore,
         prefix: str,
         rank: int,
         size: int,

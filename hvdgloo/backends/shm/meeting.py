@@ -26,8 +26,9 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
+from hvdgloo.backends.base import RendezvousStore
 from hvdgloo.backends.shm import segment as layout
 from hvdgloo.backends.shm import system
 from hvdgloo.backends.shm.segment import Segment
@@ -44,14 +45,6 @@ _MESSAGE_SECONDS = 5.0
 
 _MOST_DESCRIPTORS = 250
 """That one message carries (SCM_MAX_FD is 253)."""
-
-
-class Store(Protocol):
-    """What is needed of a rendezvous store."""
-
-    def set(self, key: str, value: bytes) -> None: ...
-
-    def get_many(self, keys: Sequence[str], *, timeout: float) -> list[bytes]: ...
 
 
 class Met:
@@ -85,7 +78,7 @@ class Meeting:
 
     def __init__(
         self,
-        store: Store,
+        store: RendezvousStore,
         prefix: str,
         rank: int,
         size: int,
