@@ -215,13 +215,14 @@ class Control:
                 continue
             connection = self._connections[peer]
             try:
+                # Read first: who has gone cannot be written to, but may have said why (an Abort) before.
+                if events & selectors.EVENT_READ:
+                    for message in connection.receive():
+                        self._receive(peer, message, time.monotonic())
                 if events & selectors.EVENT_WRITE:
                     connection.flush()
                     if not connection.has_unsent:
                         selector.modify(connection, selectors.EVENT_READ, peer)
-                if events & selectors.EVENT_READ:
-                    for message in connection.receive():
-                        self._receive(peer, message, time.monotonic())
             except (OSError, EOFError, ValueError) as error:
                 selector.unregister(connection)
                 self._lose(peer, str(error) or type(error).__name__, time.monotonic())
