@@ -4,23 +4,20 @@ and Gloo alone where memory cannot be shared."""
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from hvdgloo.backends.base import Backend, Plane, RendezvousStore, Work
+from hvdgloo.backends.base import Backend, Plane, RendezvousStore, wait_for
 from hvdgloo.backends.hierarchical import CHUNK, HierarchicalBackend, Layout, layout_of
 from hvdgloo.backends.local import LocalGroup
 from hvdgloo.config import Config
-from hvdgloo.errors import BackendError, ConfigError, MissingDependencyError
+from hvdgloo.errors import ConfigError, MissingDependencyError
 from hvdgloo.topology import Topology
 from hvdgloo.types import Buffer, ReduceOp
 
 logger = logging.getLogger(__name__)
-
-_TURN = 0.5
 
 
 def plane_settings(config: Config) -> dict[str, Any]:
@@ -142,7 +139,8 @@ class Planes:
         cross: Backend | None = None
         try:
             possible = np.array([local is not None], np.int32)
-            _wait(flat.allreduce(Buffer.of_array(possible), ReduceOp.MIN), self._config.connect_timeout)
+            agreed = flat.allreduce(Buffer.of_array(possible), ReduceOp.MIN)
+            wait_for(agreed, self._config.connect_timeout, "the ranks did not agree on their data plane")
             if not possible[0] or local is None:
                 if layout.rank == 0:
                     logger.warning("ranks of one host do not share memory everywhere: %s", reason or "see their output")
@@ -190,13 +188,6 @@ class Planes:
             how = "large tensors are read in place" if backend.is_direct else "tensors pass through a segment"
             logger.info("shared memory between ranks %s; %s", _ranges(members), how)
         return backend, ""
-
-
-def _wait(work: Work, timeout: float) -> None:
-    deadline = time.monotonic() + timeout
-    while not work.completes_within(_TURN):
-        if time.monotonic() >= deadline:
-            raise BackendError(f"the ranks did not agree on their data plane within {timeout:g} s")
 
 
 def reads_in_place(setting: str) -> bool:

@@ -119,6 +119,11 @@ class Buffer:
     def nbytes(self) -> int:
         return self.spec.nbytes
 
+    def part(self, begin: int, nbytes: int) -> Buffer:
+        """Some of its bytes, a whole number of elements, as a flat buffer."""
+        spec = TensorSpec(self.dtype, (nbytes // self.dtype.itemsize,), self.device)
+        return Buffer(self.address + begin, spec, self.owner)
+
     def array(self) -> npt.NDArray[Any]:
         """A flat, writable numpy view of ``dtype.numpy_dtype`` (CPU memory only)."""
         nbytes = self.nbytes

@@ -7,11 +7,15 @@ to it until ``Work.completes_within`` has said so.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from hvdgloo.errors import BackendError
 from hvdgloo.types import Buffer, ReduceOp
+
+_TURN = 0.5
 
 
 class Work(Protocol):
@@ -97,6 +101,18 @@ class Backend(Protocol):
     def abandon(self) -> None:
         """Instead of ``close``, after ``abort``: something never ended, so nothing that it may use is released."""
         ...
+
+
+def wait_for(work: Work, timeout: float, what: str) -> None:
+    """Wait for an operation's end.
+
+    Raises:
+        BackendError: ``what`` was not there within ``timeout`` seconds, or the operation failed.
+    """
+    deadline = time.monotonic() + timeout
+    while not work.completes_within(_TURN):
+        if time.monotonic() >= deadline:
+            raise BackendError(f"{what} within {timeout:g} s")
 
 
 class Several:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import logging
 import socket
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
@@ -20,7 +19,7 @@ import numpy as np
 import torch
 
 from hvdgloo.backends import nccl
-from hvdgloo.backends.base import Backend, Done, Plane, RendezvousStore, Work
+from hvdgloo.backends.base import Backend, Done, Plane, RendezvousStore, Work, wait_for
 from hvdgloo.backends.memory import HostMemory
 from hvdgloo.backends.process_group import tensor_of
 from hvdgloo.errors import BackendError
@@ -29,7 +28,6 @@ from hvdgloo.types import Buffer, DType, TensorSpec
 logger = logging.getLogger(__name__)
 
 _REPORT_BYTES = 256
-_TURN = 0.5
 
 
 @dataclass(frozen=True)
@@ -143,10 +141,7 @@ def _exchange(host: Backend, own: Gpu, rank: int, size: int, timeout: float) -> 
     source = Buffer.of_array(np.frombuffer(bytearray(text), np.uint8))
     target = Buffer.of_array(np.empty(_REPORT_BYTES * size, np.uint8))
     work = host.allgather(source, target, [_REPORT_BYTES] * size)
-    deadline = time.monotonic() + timeout
-    while not work.completes_within(_TURN):
-        if time.monotonic() >= deadline:
-            raise BackendError(f"the ranks did not tell each other their GPUs within {timeout:g} s")
+    wait_for(work, timeout, "the ranks did not tell each other their GPUs")
     reports = target.array().tobytes()
     return [Gpu(**json.loads(reports[at : at + _REPORT_BYTES])) for at in range(0, len(reports), _REPORT_BYTES)]
 

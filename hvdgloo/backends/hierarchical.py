@@ -205,7 +205,7 @@ class HierarchicalBackend:
         for chunk in self._chunks(buffer):
             nbytes = [count * buffer.dtype.itemsize for count in self._slices(chunk.count)]
             begin = sum(nbytes[: self._place])
-            own = _at(chunk, begin, nbytes[self._place])
+            own = chunk.part(begin, nbytes[self._place])
             if self._host == host:
                 yield self._local.broadcast(chunk, place)
             work = self._cross.broadcast(own, host) if self._cross is not None and own.nbytes else Done()
@@ -259,7 +259,7 @@ class HierarchicalBackend:
         step = self._chunk // buffer.dtype.itemsize or 1
         for begin in range(0, buffer.count, step):
             count = min(step, buffer.count - begin)
-            yield _at(buffer, begin * buffer.dtype.itemsize, count * buffer.dtype.itemsize)
+            yield buffer.part(begin * buffer.dtype.itemsize, count * buffer.dtype.itemsize)
 
     def _slices(self, count: int) -> list[int]:
         """How many of ``count`` elements each rank of this host takes across."""
@@ -301,12 +301,6 @@ class _Operation:
 
 def _once(call: Callable[[], Work]) -> Steps:
     yield call()
-
-
-def _at(buffer: Buffer, begin: int, nbytes: int) -> Buffer:
-    """Some bytes of a buffer, of its dtype."""
-    spec = TensorSpec(buffer.dtype, (nbytes // buffer.dtype.itemsize,))
-    return Buffer(buffer.address + begin, spec, buffer.owner)
 
 
 def _view(memory: npt.NDArray[np.uint8], like: TensorSpec, nbytes: int) -> Buffer:

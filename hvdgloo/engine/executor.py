@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from hvdgloo.backends.base import Done, Plane, Scattered, Several, Work
 from hvdgloo.engine import fusion
 from hvdgloo.engine.fusion import Bucket, Part
-from hvdgloo.engine.messages import REDUCTIONS, SET_CHANGES, Response
+from hvdgloo.engine.messages import REDUCTIONS, SET_CHANGES, Request, Response
 from hvdgloo.engine.operation import Operation
 from hvdgloo.engine.phases import Phases, adaptive_sum, exchange
 from hvdgloo.engine.planes import DEPTH, Group
@@ -368,13 +368,12 @@ class Executor:
         """Nothing is packed, copied or scaled here: the data plane does it all."""
         request = batch[bucket.parts[0].operation][0].request
         operations = [batch[part.operation][1] for part in bucket.parts]
-        factor = request.postscale / (len(group.ranks) if request.op is ReduceOp.AVERAGE else 1)
         work = backend.allreduce_several(
             [operation.inputs[part.tensor] for operation, part in zip(operations, bucket.parts, strict=True)],
             [operation.outputs[part.tensor] for operation, part in zip(operations, bucket.parts, strict=True)],
             _combining(request.op),
             request.prescale,
-            factor,
+            _factor(request, len(group.ranks)),
         )
         under_way = _UnderWay(bucket, batch, group, plane, work, None, packed=False)
         under_way.nbytes = sum(part.nbytes for part in bucket.parts)
@@ -394,8 +393,8 @@ class Executor:
                 own = target.nbytes if packed else 0
                 staged = self._stage(group, plane, own + source.nbytes, source.spec)
                 if packed:
-                    target = _slice(staged, 0, own)
-                whole = _slice(staged, own, source.nbytes)
+                    target = staged.part(0, own)
+                whole = staged.part(own, source.nbytes)
                 plane.memory.pack(whole, [source])
                 source = whole
             if request.prescale != 1.0:
@@ -431,7 +430,7 @@ class Executor:
             if packed:
                 own = totals[group.rank]
                 staged = self._stage(group, plane, own + sum(totals), TensorSpec(DType.UINT8, ()))
-                source, target = _slice(staged, 0, own), _slice(staged, own, sum(totals))
+                source, target = staged.part(0, own), staged.part(own, sum(totals))
                 plane.memory.pack(source, [batch[part.operation][1].inputs[part.tensor] for part in bucket.parts])
             else:
                 source = first.inputs[bucket.parts[0].tensor]
@@ -479,9 +478,7 @@ class Executor:
         collective = under_way.bucket.collective
         if collective in REDUCTIONS:
             request = under_way.batch[under_way.bucket.parts[0].operation][0].request
-            factor = request.postscale
-            if request.op is ReduceOp.AVERAGE:
-                factor /= len(under_way.group.ranks)
+            factor = _factor(request, len(under_way.group.ranks))
             if factor != 1.0:
                 under_way.plane.backend.scale(buffer, factor)
         if under_way.packed:
@@ -497,6 +494,11 @@ def divide_rows(rows: int, size: int) -> list[int]:
 def _combining(op: ReduceOp) -> ReduceOp:
     """What the data plane does of a reduction; dividing comes after."""
     return ReduceOp.SUM if op is ReduceOp.AVERAGE else op
+
+
+def _factor(request: Request, size: int) -> float:
+    """What a reduction's sums are multiplied by: an average is one."""
+    return request.postscale / size if request.op is ReduceOp.AVERAGE else request.postscale
 
 
 def _is_adasum(bucket: Bucket, batch: Batch) -> bool:
@@ -526,12 +528,6 @@ def _place(plane: Plane, operation: Operation, tensor: int) -> Buffer:
     if source.address != output.address and output.nbytes:
         plane.memory.pack(output, [source])
     return output
-
-
-def _slice(staged: Buffer, begin: int, nbytes: int) -> Buffer:
-    """Bytes of staged memory, of its dtype."""
-    spec = TensorSpec(staged.dtype, (nbytes // staged.dtype.itemsize,), staged.device)
-    return Buffer(staged.address + begin, spec, staged.owner)
 
 
 def _allocate(response: Response, operation: Operation, tensor: int) -> Buffer:
