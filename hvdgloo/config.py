@@ -412,6 +412,17 @@ class Config:
         help="1: with shared memory, read large tensors of other ranks where they lie, if the kernel permits it (as a "
         "debugger reads memory); 0: copy them through the segment; auto: 1 where the system gives programs large pages",
     )
+    gradient_bucket: int = _setting(
+        8 * 1024 * 1024,
+        env="HVDGLOO_GRADIENT_BUCKET",
+        flag="--gradient-bucket-mb",
+        yaml="params.gradient_bucket_mb",
+        unit="bytes",
+        scale=1024 * 1024,
+        parse=_integer(0),
+        help="from the second step on, PyTorch's DistributedOptimizer keeps gradients in buckets of about this size, "
+        "so that nothing is packed for a transfer; 0 leaves each where it is. Rank 0's choice holds for all",
+    )
     disable_group_fusion: bool = _setting(
         False,
         env="HVDGLOO_DISABLE_GROUP_FUSION",
