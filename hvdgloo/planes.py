@@ -132,16 +132,15 @@ class Planes:
         """The plane of a set with several ranks on some of its hosts; ``flat`` if memory cannot be shared on all."""
         begin = sum(layout.sizes[: layout.host])
         here = members[begin : begin + layout.sizes[layout.host]]
+        local: Backend | None = None
+        reason, cross = "", None
         if len(here) > 1:
             local, reason = self._shared_memory(f"{prefix}host{layout.host}/", here, layout.place, cancelled)
-        else:
-            local, reason = LocalGroup(1).backend(0), ""
-        cross: Backend | None = None
         try:
-            possible = np.array([local is not None], np.int32)
+            possible = np.array([local is not None or len(here) == 1], np.int32)
             agreed = flat.allreduce(Buffer.of_array(possible), ReduceOp.MIN)
             wait_for(agreed, self._config.connect_timeout, "the ranks did not agree on their data plane")
-            if not possible[0] or local is None:
+            if not possible[0]:
                 if layout.rank == 0:
                     logger.warning("ranks of one host do not share memory everywhere: %s", reason or "see their output")
                 if local is not None:
