@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hvdgloo.backends.base import Backend, Plane, RendezvousStore, wait_for
-from hvdgloo.backends.hierarchical import CHUNK, HierarchicalBackend, Layout, layout_of
+from hvdgloo.backends.hierarchical import HierarchicalBackend, Layout, Thresholds, layout_of
 from hvdgloo.backends.local import LocalGroup
 from hvdgloo.config import Config
 from hvdgloo.errors import ConfigError, MissingDependencyError
@@ -25,7 +25,7 @@ def plane_settings(config: Config) -> dict[str, Any]:
     return {
         "cpu_operations": config.cpu_operations,
         "gpu_operations": config.gpu_operations,
-        "hierarchical_threshold": config.hierarchical_threshold,
+        "hierarchical_thresholds": (config.hierarchical_threshold, config.hierarchical_distribution_threshold),
         "shm_segment": config.shm_segment,
         "shm_direct": reads_in_place(config.shm_direct),
     }
@@ -87,7 +87,7 @@ class Planes:
         except MissingDependencyError as error:
             raise MissingDependencyError(f"{error} (shared memory does without, but {reason})") from error
         layout = layout_of([self._topology.workers[member].host for member in members], place)
-        if wanted == "gloo" or layout is None or not self._decided["hierarchical_threshold"]:
+        if wanted == "gloo" or layout is None or not self._decided["hierarchical_thresholds"][0]:
             return flat
         try:
             return self._hierarchy(prefix, members, layout, flat, cancelled)
@@ -149,8 +149,8 @@ class Planes:
             if layout.place < layout.owners:
                 across = f"{prefix}across{layout.place}/"
                 cross = self._gloo(across, layout.host, len(layout.sizes), cancelled)
-            least = int(self._decided["hierarchical_threshold"])
-            return HierarchicalBackend(layout, local, cross, flat, least=least, chunk=CHUNK)
+            exchange, distribute = (int(each) for each in self._decided["hierarchical_thresholds"])
+            return HierarchicalBackend(layout, local, cross, flat, Thresholds(exchange, distribute))
         except BaseException:
             if local is not None:
                 local.close()

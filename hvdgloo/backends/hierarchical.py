@@ -26,8 +26,9 @@ from itertools import accumulate, pairwise
 from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
-from hvdgloo.backends.base import Backend, Done, Work
+from hvdgloo.backends.base import Backend, Done, Several, Work
 from hvdgloo.types import Buffer, ReduceOp, TensorSpec
 
 Steps: TypeAlias = Iterator[Work]
@@ -90,6 +91,19 @@ def layout_of(hosts: Sequence[int], rank: int) -> Layout | None:
     return Layout(sizes, rank)
 
 
+@dataclass(frozen=True)
+class Thresholds:
+    """Bytes of a tensor, of all ranks' together where they differ, from which the hierarchy pays.
+
+    Attributes:
+        exchange: where all have something for all: allreduce, allgather.
+        distribute: broadcast and reducescatter, which take few steps without it.
+    """
+
+    exchange: int
+    distribute: int
+
+
 class HierarchicalBackend:
     """One rank's membership in a set of ranks on several hosts.
 
@@ -99,47 +113,55 @@ class HierarchicalBackend:
             have this rank's block of the source as its target; so may its allgather have that of the target as source.
         cross: among the ranks with this one's number on their hosts; None if it has no slice.
         flat: among all.
-        least: bytes of a tensor from which the hierarchy is used.
+        thresholds: bytes of a tensor from which the hierarchy is used.
         chunk: bytes that are reduced in memory while others are on the wire, about.
     """
 
     name = "hierarchical"
 
     def __init__(
-        self, layout: Layout, local: Backend | None, cross: Backend | None, flat: Backend, *, least: int, chunk: int
+        self,
+        layout: Layout,
+        local: Backend | None,
+        cross: Backend | None,
+        flat: Backend,
+        thresholds: Thresholds,
+        *,
+        chunk: int = CHUNK,
     ) -> None:
         self._layout = layout
         self._local, self._cross, self._flat = local, cross, flat
-        self._least, self._chunk = max(1, least), chunk
+        self._thresholds, self._chunk = thresholds, chunk
         self._host, self._place = layout.host, layout.place
         self._parts = [backend for backend in (local, cross, flat) if backend is not None]
         self._queue: deque[_Operation] = deque()
+        self._rooms: dict[tuple[str, int], npt.NDArray[np.uint8]] = {}
         self.blocks = any(part.blocks for part in self._parts)
 
     def allreduce(self, buffer: Buffer, op: ReduceOp) -> Work:
-        if buffer.nbytes < self._least:
+        if buffer.nbytes < self._thresholds.exchange:
             return self._flat_work(lambda: self._flat.allreduce(buffer, op))
         return self._begin(self._overlapped(self._reduce(chunk, op) for chunk in self._chunks(buffer)))
 
     def broadcast(self, buffer: Buffer, root: int) -> Work:
-        if buffer.nbytes < self._least:
+        if buffer.nbytes < self._thresholds.distribute:
             return self._flat_work(lambda: self._flat.broadcast(buffer, root))
         host, place = self._layout.of(root)
         return self._begin(self._overlapped(self._spread(chunk, host, place) for chunk in self._chunks(buffer)))
 
     def allgather(self, source: Buffer, target: Buffer, nbytes: Sequence[int]) -> Work:
-        if sum(nbytes) < self._least:
+        if sum(nbytes) < self._thresholds.exchange:
             return self._flat_work(lambda: self._flat.allgather(source, target, nbytes))
         return self._begin(self._gather(source, target, nbytes))
+
+    def reducescatter(self, source: Buffer, target: Buffer, nbytes: Sequence[int], op: ReduceOp) -> Work:
+        if source.nbytes < self._thresholds.distribute:
+            return self._flat_work(lambda: self._flat.reducescatter(source, target, nbytes, op))
+        return self._begin(self._scatter(source, target, nbytes, op))
 
     def alltoall(self, source: Buffer, target: Buffer, sent: Sequence[int], received: Sequence[int]) -> Work:
         # Each byte crosses a wire at most once as it is.
         return self._flat_work(lambda: self._flat.alltoall(source, target, sent, received))
-
-    def reducescatter(self, source: Buffer, target: Buffer, nbytes: Sequence[int], op: ReduceOp) -> Work:
-        if source.nbytes < self._least:
-            return self._flat_work(lambda: self._flat.reducescatter(source, target, nbytes, op))
-        return self._begin(self._scatter(source, target, nbytes, op))
 
     def scale(self, buffer: Buffer, factor: float) -> None:
         self._flat.scale(buffer, factor)
@@ -226,17 +248,31 @@ class HierarchicalBackend:
 
     def _gather(self, source: Buffer, target: Buffer, nbytes: Sequence[int]) -> Steps:
         regions = self._regions(target, nbytes)
-        begin = sum(self._layout.sizes[: self._host])
+        begin = self._layout.rank - self._place
         if self._local is not None:
             yield self._local.allgather(source, regions[self._host], nbytes[begin : begin + self._ranks])
         else:
-            ctypes.memmove(regions[self._host].address, source.address, source.nbytes)
-        yield from self._overlapped(self._collect(chunks) for chunks in self._chunks_of(regions))
+            _copy(regions[self._host].address, source)
+        collect = self._swap if len(regions) == 2 else self._collect
+        yield from self._overlapped(collect(turn, chunks) for turn, chunks in enumerate(self._chunks_of(regions)))
 
-    def _collect(self, chunks: Sequence[Buffer]) -> Passage:
-        """The regions' chunks from each host to all others."""
+    def _swap(self, turn: int, chunks: Sequence[Buffer]) -> Passage:
+        """The regions' chunks from one host to the other: both are received where they belong."""
         slices = [self._own(chunk) for chunk in chunks]
-        column = _bytes(sum(own.nbytes for own, _ in slices))
+
+        def across() -> Work:
+            cross = self._cross
+            if cross is None:
+                return Done()
+            return Several([cross.broadcast(own, host) for host, (own, _) in enumerate(slices) if own.nbytes])
+
+        other = 1 - self._host
+        return Passage(_nothing, across, lambda: self._hand_round(slices[other][0], chunks[other], slices[other][1]))
+
+    def _collect(self, turn: int, chunks: Sequence[Buffer]) -> Passage:
+        """The regions' chunks from each of several hosts to all others, which all send at the same time."""
+        slices = [self._own(chunk) for chunk in chunks]
+        column = self._room("column", turn, chunks[0], sum(own.nbytes for own, _ in slices))
 
         def across() -> Work:
             if self._cross is None or not column.nbytes:
@@ -244,10 +280,10 @@ class HierarchicalBackend:
             return self._cross.allgather(slices[self._host][0], column, [own.nbytes for own, _ in slices])
 
         def after() -> Steps:
-            at = column.address
+            at = 0
             for host, (chunk, (own, nbytes)) in enumerate(zip(chunks, slices, strict=True)):
                 if host != self._host:
-                    ctypes.memmove(own.address, at, own.nbytes)
+                    _copy(own.address, column.part(at, own.nbytes))
                     yield from self._hand_round(own, chunk, nbytes)
                 at += own.nbytes
 
@@ -255,21 +291,26 @@ class HierarchicalBackend:
 
     def _scatter(self, source: Buffer, target: Buffer, nbytes: Sequence[int], op: ReduceOp) -> Steps:
         regions = self._regions(source, nbytes)
-        result, at = target, 0
-        if self._local is not None:
-            result = _like(source, regions[self._host].nbytes)
-            at = sum(nbytes[self._layout.rank - self._place : self._layout.rank])
-        results = self._cut(result, len(self._chunks(source)))
-        pairs = zip(self._chunks_of(regions), results, strict=True)
-        yield from self._overlapped(self._reduce_to_owners(chunks, result, op) for chunks, result in pairs)
-        if result is not target:
-            ctypes.memmove(target.address, result.address + at, target.nbytes)
+        begin = sum(nbytes[self._layout.rank - self._place : self._layout.rank])
+        # Where the chunks begin of what belongs to this host, seen from this rank's block.
+        starts = (chunk.address - regions[self._host].address - begin for chunk in self._cut_own(regions))
+        passages = zip(self._chunks_of(regions), starts, strict=True)
+        yield from self._overlapped(
+            self._reduce_to_owners(turn, chunks, target, start, op) for turn, (chunks, start) in enumerate(passages)
+        )
 
-    def _reduce_to_owners(self, chunks: Sequence[Buffer], result: Buffer, op: ReduceOp) -> Passage:
-        """The regions' chunks from all hosts, combined, to the host that a region belongs to."""
+    def _reduce_to_owners(
+        self, turn: int, chunks: Sequence[Buffer], target: Buffer, start: int, op: ReduceOp
+    ) -> Passage:
+        """The regions' chunks from all hosts, combined, to the host that a region belongs to.
+
+        Args:
+            start: where this host's chunk begins in ``target``, which may be before or behind it.
+        """
         slices = [self._own(chunk) for chunk in chunks]
         sizes = [own.nbytes for own, _ in slices]
-        column = _like(result, sum(sizes))
+        column = self._room("column", turn, target, sum(sizes))
+        result = self._room("result", turn, target, chunks[self._host].nbytes)
         own, nbytes = self._own(result)
 
         def before() -> Steps:
@@ -278,7 +319,7 @@ class HierarchicalBackend:
                 if self._local is not None:
                     yield self._local.reducescatter(chunk, column.part(at, part.nbytes), blocks, op)
                 else:
-                    ctypes.memmove(column.address + at, part.address, part.nbytes)
+                    _copy(column.address + at, part)
                 at += part.nbytes
 
         def across() -> Work:
@@ -286,7 +327,21 @@ class HierarchicalBackend:
                 return Done()
             return self._cross.reducescatter(column, own, sizes, op)
 
-        return Passage(before, across, lambda: self._hand_round(own, result, nbytes))
+        def after() -> Steps:
+            yield from self._hand_round(own, result, nbytes)
+            low, high = max(0, start), min(target.nbytes, start + result.nbytes)
+            if low < high:
+                _copy(target.address + low, result.part(low - start, high - low))
+
+        return Passage(before, across, after)
+
+    def _room(self, use: str, turn: int, like: Buffer, nbytes: int) -> Buffer:
+        """Memory that is used again when this chunk has arrived: the system takes its time to give new one."""
+        key = use, turn % CROSSING
+        room = self._rooms.get(key)
+        if room is None or room.nbytes < nbytes:
+            room = self._rooms[key] = np.empty(nbytes, np.uint8)
+        return Buffer(room.ctypes.data, TensorSpec(like.dtype, (nbytes // like.dtype.itemsize,)), room)
 
     @property
     def _ranks(self) -> int:
@@ -304,6 +359,10 @@ class HierarchicalBackend:
         """The regions in as many chunks each, one of each at a time."""
         count = self._count(sum(region.nbytes for region in regions))
         return zip(*(self._cut(region, count) for region in regions), strict=True)
+
+    def _cut_own(self, regions: Sequence[Buffer]) -> list[Buffer]:
+        """The chunks of this host's region."""
+        return self._cut(regions[self._host], self._count(sum(region.nbytes for region in regions)))
 
     def _chunks(self, buffer: Buffer) -> list[Buffer]:
         return self._cut(buffer, self._count(buffer.nbytes))
@@ -384,11 +443,5 @@ def _nothing() -> Steps:
     yield from ()
 
 
-def _bytes(nbytes: int) -> Buffer:
-    return Buffer.of_array(np.empty(nbytes, np.uint8))
-
-
-def _like(buffer: Buffer, nbytes: int) -> Buffer:
-    """New memory for elements of the same dtype."""
-    memory = np.empty(nbytes, np.uint8)
-    return Buffer(memory.ctypes.data, TensorSpec(buffer.dtype, (nbytes // buffer.dtype.itemsize,)), memory)
+def _copy(address: int, source: Buffer) -> None:
+    ctypes.memmove(address, source.address, source.nbytes)

@@ -11,7 +11,7 @@ import pytest
 
 from hvdgloo.backends import kernels
 from hvdgloo.backends.base import Work
-from hvdgloo.backends.hierarchical import HierarchicalBackend, Layout, layout_of
+from hvdgloo.backends.hierarchical import HierarchicalBackend, Layout, Thresholds, layout_of
 from hvdgloo.backends.local import LocalBackend, LocalGroup
 from hvdgloo.types import Buffer, DType, ReduceOp
 
@@ -62,7 +62,7 @@ class Ranks:
                 local[layout.host].backend(layout.place) if sizes[layout.host] > 1 else None,
                 across,  # type: ignore[arg-type]
                 flatly,  # type: ignore[arg-type]
-                least=least,
+                Thresholds(least, least),
                 chunk=CHUNK,
             )
             self.backends.append(backend)
