@@ -370,8 +370,8 @@ class Config:
         yaml="params.hierarchical_threshold",
         unit="bytes",
         parse=_integer(0),
-        help="where hosts have several ranks, tensors from this size on are reduced, or gathered, in each host before "
-        "they go to the others, so that each byte crosses the network once; 0: never",
+        help="where hosts have several ranks, tensors from this size on are reduced in each host before they go to the "
+        "others, so that each byte crosses the network once; 0: never, and nothing else is done so either",
     )
     hierarchical_distribution_threshold: int = _setting(
         1024 * 1024,
@@ -380,7 +380,7 @@ class Config:
         yaml="params.hierarchical_distribution_threshold",
         unit="bytes",
         parse=_integer(1),
-        help="the same for broadcast and reducescatter, which need fewer steps without",
+        help="from which size on broadcast, allgather and reducescatter do the same; they take fewer steps without",
     )
     gpu_operations: str = _setting(
         "auto",

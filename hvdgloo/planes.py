@@ -149,8 +149,8 @@ class Planes:
             if layout.place < layout.owners:
                 across = f"{prefix}across{layout.place}/"
                 cross = self._gloo(across, layout.host, len(layout.sizes), cancelled)
-            exchange, distribute = (int(each) for each in self._decided["hierarchical_thresholds"])
-            return HierarchicalBackend(layout, local, cross, flat, Thresholds(exchange, distribute))
+            thresholds = Thresholds(*self._decided["hierarchical_thresholds"])
+            return HierarchicalBackend(layout, local, cross, flat, thresholds)
         except BaseException:
             if local is not None:
                 local.close()

@@ -93,15 +93,15 @@ def layout_of(hosts: Sequence[int], rank: int) -> Layout | None:
 
 @dataclass(frozen=True)
 class Thresholds:
-    """Bytes of a tensor, of all ranks' together where they differ, from which the hierarchy pays.
+    """Bytes of a tensor, of all ranks' together where each has its own, from which the hierarchy pays.
 
     Attributes:
-        exchange: where all have something for all: allreduce, allgather.
-        distribute: broadcast and reducescatter, which take few steps without it.
+        allreduce: for that.
+        others: for broadcast, allgather and reducescatter, which take few steps without it.
     """
 
-    exchange: int
-    distribute: int
+    allreduce: int
+    others: int
 
 
 class HierarchicalBackend:
@@ -139,23 +139,23 @@ class HierarchicalBackend:
         self.blocks = any(part.blocks for part in self._parts)
 
     def allreduce(self, buffer: Buffer, op: ReduceOp) -> Work:
-        if buffer.nbytes < self._thresholds.exchange:
+        if buffer.nbytes < self._thresholds.allreduce:
             return self._flat_work(lambda: self._flat.allreduce(buffer, op))
         return self._begin(self._overlapped(self._reduce(chunk, op) for chunk in self._chunks(buffer)))
 
     def broadcast(self, buffer: Buffer, root: int) -> Work:
-        if buffer.nbytes < self._thresholds.distribute:
+        if buffer.nbytes < self._thresholds.others:
             return self._flat_work(lambda: self._flat.broadcast(buffer, root))
         host, place = self._layout.of(root)
         return self._begin(self._overlapped(self._spread(chunk, host, place) for chunk in self._chunks(buffer)))
 
     def allgather(self, source: Buffer, target: Buffer, nbytes: Sequence[int]) -> Work:
-        if sum(nbytes) < self._thresholds.exchange:
+        if sum(nbytes) < self._thresholds.others:
             return self._flat_work(lambda: self._flat.allgather(source, target, nbytes))
         return self._begin(self._gather(source, target, nbytes))
 
     def reducescatter(self, source: Buffer, target: Buffer, nbytes: Sequence[int], op: ReduceOp) -> Work:
-        if source.nbytes < self._thresholds.distribute:
+        if source.nbytes < self._thresholds.others:
             return self._flat_work(lambda: self._flat.reducescatter(source, target, nbytes, op))
         return self._begin(self._scatter(source, target, nbytes, op))
 
