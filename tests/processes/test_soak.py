@@ -30,7 +30,7 @@ def test_twenty_seconds_of_random_collectives_are_right() -> None:
     assert done.stdout.endswith("all results right\n")
 
 
-SHORT = ["--seconds", "6", "--seed", "11", "--growth", "200"]
+SHORT = ["--seconds", "4", "--seed", "11", "--growth", "200"]
 
 
 @pytest.mark.parametrize("plane", ["segment", "in-place"])

@@ -71,6 +71,8 @@ class World:
         self._store = MemoryStore()
         self._planes = [] if backend != "hierarchical" else [self._on_hosts(rank, config) for rank in range(size)]
         links, backends = (self._local if backend in ("local", "inline") else self._met)(topology, config)
+        if self._planes:
+            assert {each.name for each in backends} == {"hierarchical" if size > 2 else "shm" if size > 1 else "local"}
         if wrap is not None:
             backends = [wrap(rank, b) for rank, b in enumerate(backends)]
         self.contexts: list[Context] = []
