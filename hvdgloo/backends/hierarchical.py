@@ -33,10 +33,10 @@ from hvdgloo.types import Buffer, ReduceOp, TensorSpec
 
 Steps: TypeAlias = Iterator[Work]
 
-CHUNK = 32 << 20
-"""Bytes that are reduced in memory while others are on the wire. Measured with 64 MiB: where the wire is slow, 2 chunks
-take as long as 4 or 16, and 1 some more; where the processors are (4 hosts with 2 ranks each on 2 cores), 1 chunk takes
-0.70 of flat Gloo's time, 2 take 0.74, 4 take 0.78, and 16 take 1.1."""
+CHUNK = 20 << 20
+"""Bytes that are reduced in memory while others are on the wire, about. Measured with 64 MiB on 4 hosts with 2 ranks
+each, all on 2 cores. Where these are the limit, 1 chunk takes 0.70 of flat Gloo's time, 2 or 3 take 0.70 to 0.75, 4
+take 0.77, and 16 take 1.1. Where a slow wire is the limit, 3 or more take 0.88, 2 take 0.89, and 1 takes 0.90."""
 
 CROSSING = 3
 """Chunks that are on the wire at once."""
@@ -369,8 +369,8 @@ class HierarchicalBackend:
         return self._cut(buffer, self._count(buffer.nbytes))
 
     def _count(self, nbytes: int) -> int:
-        """How many chunks so many bytes are: two at least, if they are worth it."""
-        return max(1 if nbytes < self._chunk // 2 else 2, round(nbytes / self._chunk))
+        """How many chunks so many bytes are."""
+        return max(1, round(nbytes / self._chunk))
 
     @staticmethod
     def _cut(buffer: Buffer, count: int) -> list[Buffer]:
