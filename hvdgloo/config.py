@@ -364,14 +364,23 @@ class Config:
         "list, in the order of local ranks; by default any",
     )
     hierarchical_threshold: int = _setting(
-        0,
+        128 * 1024,
         env="HVDGLOO_HIERARCHICAL_THRESHOLD",
         flag="--hierarchical-threshold",
         yaml="params.hierarchical_threshold",
         unit="bytes",
         parse=_integer(0),
         help="where hosts have several ranks, tensors from this size on are reduced in each host before they go to the "
-        "others, so that each byte crosses the network once; 0: never",
+        "others, so that each byte crosses the network once; 0: never, and nothing else is done so either",
+    )
+    hierarchical_distribution_threshold: int = _setting(
+        1024 * 1024,
+        env="HVDGLOO_HIERARCHICAL_DISTRIBUTION_THRESHOLD",
+        flag="--hierarchical-distribution-threshold",
+        yaml="params.hierarchical_distribution_threshold",
+        unit="bytes",
+        parse=_integer(1),
+        help="from which size on broadcast, allgather and reducescatter do the same; they take fewer steps without",
     )
     gpu_operations: str = _setting(
         "auto",

@@ -168,7 +168,9 @@ class Direct(InPlace):
         """Put all ranks' ``source`` one after another into everybody's ``target``."""
         begins = list(accumulate(nbytes, initial=0))
         yield from self._show([source.address])
-        yield from self._copy(self._rank, target.address + begins[self._rank], source.address, nbytes[self._rank])
+        place = target.address + begins[self._rank]
+        if source.address != place:
+            yield from self._copy(self._rank, place, source.address, nbytes[self._rank])
         for peer in self._peers:
             (address,) = self._segment.shown(peer, 1)
             yield from self._copy(peer, target.address + begins[peer], address, nbytes[peer])
