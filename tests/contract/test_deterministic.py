@@ -14,6 +14,7 @@ from hvdgloo.types import ReduceOp
 from tests.support.world import World
 
 MakeWorld = Callable[..., World]
+BACKENDS = ("local", "gloo", "shm", "hierarchical")
 
 
 def test_deterministic_results_do_not_depend_on_what_is_fused(world: MakeWorld) -> None:

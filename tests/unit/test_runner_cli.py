@@ -107,6 +107,7 @@ class TestFile:
             "params.gpu_operations": "nccl",
             "params.cpu_operations": "gloo",
             "params.shm_direct": "true",
+            "params.deterministic": "true",
         }
         for setting in settings().values():
             if setting.yaml is not None:
