@@ -10,6 +10,7 @@ import torch
 
 from hvdgloo.adapters import Tape
 from hvdgloo.errors import InvalidArgumentError
+from hvdgloo.pages import LARGE_BYTES, advise_large_pages
 from hvdgloo.types import Buffer, DType, TensorSpec
 
 _DTYPES: dict[torch.dtype, DType] = {getattr(torch, dtype.value): dtype for dtype in DType}
@@ -63,7 +64,10 @@ class TorchAdapter:
     def allocate(self, spec: TensorSpec, like: torch.Tensor) -> torch.Tensor:
         # Not empty_like: ``like`` may be a subclass, or in another memory format.
         device = like.device if spec.device == "cuda" else "cpu"
-        return torch.empty(spec.shape, dtype=_TORCH_DTYPES[spec.dtype], device=device)
+        tensor = torch.empty(spec.shape, dtype=_TORCH_DTYPES[spec.dtype], device=device)
+        if spec.nbytes >= LARGE_BYTES and tensor.is_cpu:
+            advise_large_pages(tensor.data_ptr(), spec.nbytes)  # as numpy does by itself
+        return tensor
 
     def deliver(self, result: torch.Tensor, target: torch.Tensor, *, in_place: bool) -> torch.Tensor:
         if result.is_cuda:
