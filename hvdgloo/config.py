@@ -422,7 +422,7 @@ class Config:
         "debugger reads memory); 0: copy them through the segment; auto: 1 where the system gives programs large pages",
     )
     gradient_bucket: int = _setting(
-        8 * 1024 * 1024,
+        25 * 1024 * 1024,
         env="HVDGLOO_GRADIENT_BUCKET",
         flag="--gradient-bucket-mb",
         yaml="params.gradient_bucket_mb",

@@ -81,10 +81,6 @@ class InPlace:
     def _show(self, numbers: list[int]) -> Steps:
         """Show the others where this rank's tensors are, and wait until all have done so: one step."""
         self._segment.show(numbers)
-        yield from self._meet()
-
-    def _meet(self) -> Steps:
-        """Wait until all have come as far: one step."""
         self._course.steps += 1
         self._signals.post(PROGRESS, self._course.steps)
         for peer in self._peers:

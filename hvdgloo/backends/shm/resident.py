@@ -1,8 +1,8 @@
 """Allreduces of tensors that are in the segment already: nothing is packed, copied in, or read through the kernel.
 
 Whether it is so, each rank knows of its own tensor only. So all show where theirs is, and if one of them is elsewhere,
-all go another way. A handle resolves when every rank has made its last step, so nobody's tensor is touched by its owner
-while a peer still reads it.
+all go another way, in which nobody gets far before all have seen that. A handle resolves when every rank has made its
+last step, so nobody's tensor is touched by its owner while a peer still reads it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hvdgloo.backends.shm.direct import InPlace
 from hvdgloo.backends.shm.fold import Array, Folder, Reduction, scale
 from hvdgloo.backends.shm.rounds import Course, Steps
 from hvdgloo.backends.shm.segment import PLACE, Segment
-from hvdgloo.backends.shm.signals import Signals
+from hvdgloo.backends.shm.signals import PROGRESS, Signals
 from hvdgloo.backends.shm.tensors import Tensors
 
 _ELSEWHERE = (1 << 64) - 1
@@ -39,7 +39,13 @@ class Resident(InPlace):
         own = self._arena.offset_of(tensor.addresses[0], tensor.nbytes) if tensor.count else None
         # Not in the table, which the other way may change while a slow rank has yet to look.
         self._segment.set_word(PLACE, _ELSEWHERE if own is None else own)
-        yield from self._meet()
+        self._course.steps += 1
+        self._signals.post(PROGRESS, self._course.steps)
+        if own is None:
+            yield from otherwise  # whatever the others find: so this rank need not wait for them here
+            return
+        for peer in self._peers:
+            yield PROGRESS, peer, self._course.steps
         offsets = [self._segment.word(rank, PLACE) for rank in range(self._size)]
         if _ELSEWHERE in offsets:
             yield from otherwise

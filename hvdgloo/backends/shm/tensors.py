@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -29,13 +29,15 @@ class Tensors:
     """
 
     def __init__(self, buffers: Sequence[Buffer]) -> None:
-        self._buffers = buffers
+        # Not the buffers themselves, which keep alive what they are of.
+        self._dtype = buffers[0].dtype.numpy_dtype if buffers else np.dtype(np.uint8)
         self.addresses = [buffer.address for buffer in buffers]
         self.count = len(buffers)
         # Where each begins, and where the last ends.
         self._edges = list(accumulate((buffer.nbytes for buffer in buffers), initial=0))
         self.nbytes = self._edges[-1]
         self._arrays: list[Array] | None = None
+        self._stretches: dict[tuple[int, int], list[Array]] = {}
 
     def spans(self, begin: int, end: int) -> list[tuple[int, int, int]]:
         """The tensors that a stretch touches: index, offset in it, and number of bytes for each."""
@@ -58,9 +60,19 @@ class Tensors:
 
     def arrays(self, begin: int, end: int) -> list[Array]:
         """The elements of a stretch, which begins and ends between elements."""
+        if self.count == 1:
+            return self._cut(begin, end)
+        stretch = self._stretches.get((begin, end))
+        if stretch is None:
+            stretch = self._stretches[begin, end] = self._cut(begin, end)
+        return stretch
+
+    def _cut(self, begin: int, end: int) -> list[Array]:
         if self._arrays is None:
-            self._arrays = [array_at(b.address, b.nbytes).view(b.dtype.numpy_dtype) for b in self._buffers]
-        size = self._buffers[0].dtype.itemsize
+            sizes = [high - low for low, high in pairwise(self._edges)]
+            places = zip(self.addresses, sizes, strict=True)
+            self._arrays = [array_at(address, nbytes).view(self._dtype) for address, nbytes in places]
+        size = self._dtype.itemsize
         return [
             self._arrays[index][offset // size : (offset + nbytes) // size]
             for index, offset, nbytes in self.spans(begin, end)
@@ -68,17 +80,19 @@ class Tensors:
 
     def copy_to(self, target: Array, begin: int, end: int) -> None:
         """Copy a stretch into bytes."""
-        at = 0
-        for array in self.arrays(begin, end):
-            np.copyto(target[at : at + array.nbytes].view(array.dtype), array)
-            at += array.nbytes
+        arrays = self.arrays(begin, end)
+        whole = target.view(arrays[0].dtype)
+        if len(arrays) == 1:
+            np.copyto(whole, arrays[0])
+        else:
+            np.concatenate(arrays, out=whole)
 
     def copy_from(self, source: Array, begin: int, end: int) -> None:
         """Fill a stretch from bytes."""
-        at = 0
+        whole, at = source.view(self._dtype), 0
         for array in self.arrays(begin, end):
-            np.copyto(array, source[at : at + array.nbytes].view(array.dtype))
-            at += array.nbytes
+            np.copyto(array, whole[at : at + array.size])
+            at += array.size
 
 
 def cut(nbytes: int, size: int, grain: int = 64) -> list[int]:
