@@ -135,8 +135,13 @@ def is_on_cpu(tensor: Tensor) -> bool:
     return not device or "CPU:" in device.upper()
 
 
-def record(forward: Forward, backward: Backward, inputs: Sequence[Tensor], *, keep: bool) -> list[Tensor]:
-    """``forward(inputs)`` with its gradient, eagerly or in a graph: see ``TensorAdapter.differentiable``."""
+def record(
+    forward: Forward, backward: Backward, inputs: Sequence[Tensor], *, keep: bool, once: bool = False
+) -> list[Tensor]:
+    """``forward(inputs)`` with its gradient, eagerly or in a graph: see ``TensorAdapter.differentiable``.
+
+    ``once``: the gradient itself has none.
+    """
     tensors = [tf.convert_to_tensor(tensor) for tensor in inputs]
     chosen = [index for index, tensor in enumerate(tensors) if tensor.dtype.is_floating]
     if not chosen:
@@ -150,13 +155,13 @@ def record(forward: Forward, backward: Backward, inputs: Sequence[Tensor], *, ke
             # Integer members of a group have no gradient, on any rank; leaving them out spares every rank their
             # transfer.
             tape = Tape(
-                tuple(tuple(given[index].shape) for index in chosen),
+                tuple(_shape(given[index]) for index in chosen),
                 tuple(given[index] for index in chosen if keep),
                 tuple(outputs[index] for index in chosen if keep),
             )
             incoming = [tf.convert_to_tensor(arriving[index]) for index in chosen]  # an IndexedSlices becomes dense
             results: list[Tensor] = [None] * len(given)
-            for index, result in zip(chosen, _once(backward, tape, incoming, refuse=keep), strict=True):
+            for index, result in zip(chosen, _once(backward, tape, incoming, refuse=keep or once), strict=True):
                 results[index] = result
             return results
 
@@ -172,11 +177,18 @@ def _once(backward: Backward, tape: Tape[Tensor], incoming: Sequence[Tensor], *,
     @tf.custom_gradient
     def call(*given: Tensor) -> Any:
         def gradient(*_: Tensor) -> Any:
-            raise InvalidArgumentError("the gradient of a Min, Max or Product allreduce cannot be differentiated again")
+            raise InvalidArgumentError(
+                "the gradient of this collective cannot be differentiated again; those of Sum and Average can, and "
+                "eagerly all but those of Min, Max and Product"
+            )
 
         return tuple(backward(tape, given)), gradient
 
     return list(call(*incoming))
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    return () if tensor.shape.rank is None else tuple(tensor.shape.as_list())
 
 
 def _from_dlpack(array: Array) -> Tensor:

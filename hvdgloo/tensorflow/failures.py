@@ -1,10 +1,9 @@
 """Errors on their way through TensorFlow's graphs.
 
-A Python exception in a graph's operator reaches the caller as ``tf.errors.UnknownError`` with a text. ``guarded``
-remembers the exception itself and marks the text; ``translated`` finds it by the mark and raises it. ``install`` makes
-TensorFlow do so wherever it turns a status into an exception, so that a program's own ``tf.function`` raises
-HorovodInternalError, too. That uses two functions of TensorFlow's that are not public: where a version has not got
-them, the text names our class, ``fit`` translates, and programs can use ``translated`` themselves.
+A Python exception in a graph's operator reaches the caller as ``tf.errors.UnknownError`` with a text: nothing of the
+exception's class or facts survives. Here ``guarded`` remembers the exception and marks the text, and where TensorFlow
+makes an UnknownError with such a mark, it gets one that is ours as well: both ``except hvd.HorovodInternalError`` and
+``except tf.errors.UnknownError`` catch it, whether a ``tf.function``, ``fit`` or a session ran the graph.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ import itertools
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
-from hvdgloo.errors import HorovodInternalError, HvdglooError
+from hvdgloo.errors import HvdglooError
 
 _MARK = re.compile(r"\[hvdgloo error (\d+)\]")
 _KEPT = 64
@@ -28,6 +27,7 @@ _KEPT = 64
 _errors: OrderedDict[int, HvdglooError] = OrderedDict()
 _numbers = itertools.count(1)
 _lock = threading.Lock()
+_classes: dict[type, type] = {}
 
 
 class GraphError(RuntimeError):
@@ -35,79 +35,17 @@ class GraphError(RuntimeError):
 
 
 def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A graph's operator whose errors can be translated back."""
+    """A graph's operator, called with arrays, whose errors arrive as ours."""
+    _install()
 
     @functools.wraps(function)
     def call(*args: Any) -> Any:
         try:
-            return function(*args)
+            return function(*map(np.asarray, args))  # a tensor without dimensions comes as a number
         except HvdglooError as error:
             raise GraphError(f"{type(error).__name__}: {error} {_remember(error)}") from error
 
     return call
-
-
-def original(error: BaseException) -> HvdglooError | None:
-    """Our error that TensorFlow's stands for; None if it is not about us."""
-    found = _MARK.search(str(error))
-    if found is None:
-        return None
-    with _lock:
-        known = _errors.get(int(found[1]))
-    return HorovodInternalError(str(error)) if known is None else known
-
-
-@contextmanager
-def translated() -> Iterator[None]:
-    """Inside, TensorFlow's errors that stand for ours are ours: HorovodInternalError, for example."""
-    try:
-        yield
-    except tf.errors.OpError as error:
-        ours = original(error)
-        if ours is None:
-            raise
-        raise ours from error
-
-
-def install() -> None:
-    """Have TensorFlow translate, once and for the whole process."""
-    with _lock:
-        _install_functions()
-        _install_sessions()
-
-
-def _install_functions() -> None:
-    from tensorflow.python.eager import core
-
-    plain = getattr(core, "_status_to_exception", None)
-    if plain is None or hasattr(plain, "hvdgloo"):
-        return
-
-    @functools.wraps(plain)
-    def status_to_exception(status: Any) -> Any:
-        # Before TensorFlow's own, which writes a line to the log for each.
-        message = getattr(status, "message", "")
-        ours = original(RuntimeError(message)) if "[hvdgloo error" in message else None
-        return plain(status) if ours is None else ours
-
-    status_to_exception.hvdgloo = True  # type: ignore[attr-defined]
-    core._status_to_exception = status_to_exception
-
-
-def _install_sessions() -> None:
-    from tensorflow.python.client import session
-
-    plain = session.BaseSession.run
-    if hasattr(plain, "hvdgloo"):
-        return
-
-    @functools.wraps(plain)
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with translated():
-            return plain(self, *args, **kwargs)
-
-    run.hvdgloo = True  # type: ignore[attr-defined]
-    session.BaseSession.run = run
 
 
 def _remember(error: HvdglooError) -> str:
@@ -117,3 +55,57 @@ def _remember(error: HvdglooError) -> str:
         while len(_errors) > _KEPT:
             _errors.popitem(last=False)
     return f"[hvdgloo error {number}]"
+
+
+def _original(message: object) -> HvdglooError | None:
+    found = _MARK.search(message) if isinstance(message, str) else None
+    if found is None:
+        return None
+    with _lock:
+        return _errors.get(int(found[1]))
+
+
+def _install() -> None:
+    """Have ``tf.errors.UnknownError(node_def, op, message)`` look for the mark, from now on and in all of the process.
+
+    TensorFlow's native code makes these exceptions, and keeps the class itself: so no other can be put in its place.
+    """
+    plain = tf.errors.UnknownError.__new__
+    if hasattr(plain, "hvdgloo"):
+        return
+
+    def new(cls: type, *args: Any, **kwargs: Any) -> Any:
+        error = _original(args[2] if len(args) > 2 else kwargs.get("message"))
+        if error is None or cls is not tf.errors.UnknownError:
+            return plain(cls)
+        return plain(_class_of(type(error)))
+
+    new.hvdgloo = True  # type: ignore[attr-defined]
+    tf.errors.UnknownError.__new__ = staticmethod(new)
+
+
+def _class_of(ours: type) -> type:
+    """A class for errors that are one of ours and one of TensorFlow's."""
+    if ours not in _classes:
+        members = {
+            "__init__": _init,
+            "__str__": lambda self: str(self.hvdgloo_error),
+            "__reduce__": lambda self: (_itself, (self.hvdgloo_error,)),
+            "__module__": ours.__module__,
+            "__qualname__": ours.__qualname__,
+            "__doc__": ours.__doc__,
+        }
+        _classes[ours] = type(ours.__name__, (ours, tf.errors.UnknownError), members)
+    return _classes[ours]
+
+
+def _init(self: Any, node_def: Any, op: Any, message: str, *rest: Any) -> None:
+    tf.errors.UnknownError.__init__(self, node_def, op, message, *rest)
+    error = _original(message)
+    if error is not None:
+        self.__dict__.update(error.__dict__)  # its facts: rank, host, ...
+        self.hvdgloo_error = error  # not __cause__, which TensorFlow clears
+
+
+def _itself(error: HvdglooError) -> HvdglooError:
+    return error

@@ -26,12 +26,13 @@ from hvdgloo.frontend import Frontend
 from hvdgloo.operations import Operation, exchanging
 from hvdgloo.process_sets import ProcessSet, global_process_set
 from hvdgloo.tensorflow.adapter import Tensor, record
-from hvdgloo.tensorflow.failures import guarded, install
+from hvdgloo.tensorflow.failures import guarded
 from hvdgloo.types import Collective
 
 _ALONG_ROWS = frozenset({Collective.ALLGATHER, Collective.ALLTOALL, Collective.REDUCESCATTER})
-_AT_RUN_TIME = frozenset({Collective.ALLGATHER, Collective.ALLTOALL})
-"""Whose gradients need to know shapes: they are taken inside of an operator."""
+_AT_RUN_TIME = frozenset({Collective.ALLGATHER, Collective.ALLTOALL, Collective.BROADCAST})
+"""Whose gradients are taken inside of one operator: they need to know shapes, or must take part in a collective whose
+result they do not use, which TensorFlow 1 would leave out of its graph."""
 
 
 class TensorFlowFrontend(Frontend[Tensor]):
@@ -60,8 +61,10 @@ class TensorFlowFrontend(Frontend[Tensor]):
 
             return operator(run, inputs, [t.dtype for t in inputs], [_shape_after(operation, t) for t in inputs])
 
+        at_run_time = adjoint.keep or operation.collective in _AT_RUN_TIME
+
         def backward(tape: Tape[Tensor], gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-            if operation.collective not in _AT_RUN_TIME and not adjoint.keep:
+            if not at_run_time:
                 return adjoint.rule(self, operation, tape, gradients)
             count = len(gradients)
             # The inputs serve as such, or to tell their shapes.
@@ -75,7 +78,7 @@ class TensorFlowFrontend(Frontend[Tensor]):
             every = [*gradients, *before, *tape.outputs]
             return operator(run, every, [t.dtype for t in gradients], [t.shape for t in before])
 
-        return record(forward, backward, given, keep=adjoint.keep)
+        return record(forward, backward, given, keep=adjoint.keep, once=at_run_time)
 
     def alltoall(
         self,
@@ -91,9 +94,6 @@ class TensorFlowFrontend(Frontend[Tensor]):
         return received if splits is None else (received, counts)
 
     alltoall.__doc__ = Frontend.alltoall.__doc__
-
-    def zeros(self, like: Tensor) -> Tensor:
-        return tf.zeros_like(like) if in_graph([like]) else super().zeros(like)
 
     def reads(self, read: Callable[[], int]) -> Tensor:
         """A number that is only known when the graph runs, as int32 without dimensions."""
@@ -129,7 +129,7 @@ class TensorFlowFrontend(Frontend[Tensor]):
 
             return operator(run, [gradients[0], counts[0], tensor], [tensor.dtype], [tensor.shape])
 
-        (received,) = record(forward, backward, [tensor], keep=False)
+        (received,) = record(forward, backward, [tensor], keep=False, once=True)
         return received, counts[0]
 
     def _graph_name(self, operation: Operation, tensors: Sequence[Tensor], name: str | None) -> str | None:
@@ -187,7 +187,6 @@ def operator(
         function: raises our errors as they are; see ``failures``.
         dtypes, shapes: of the outputs.
     """
-    install()
     with tf.device("/cpu:0"):  # where its arrays are, also if there is a GPU
         outputs = tf.numpy_function(guarded(function), list(inputs), list(dtypes), stateful=True)
     for output, shape in zip(outputs, shapes, strict=True):
@@ -197,7 +196,6 @@ def operator(
 
 def effect(function: Callable[..., Any], inputs: Sequence[Tensor]) -> Any:
     """An operator that calls ``function`` with arrays and has no output; what it returns is to run before others."""
-    install()
 
     def call(*arrays: Any) -> Any:
         function(*arrays)

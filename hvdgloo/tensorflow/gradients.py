@@ -63,7 +63,7 @@ class GradientSync:
         self._local: dict[int, Any] = {}
         self._reducer([])  # raises for what it cannot do
         groups = options.groups
-        if groups is not None and not isinstance(groups, (int, list, tuple)) or isinstance(groups, bool):
+        if (groups is not None and not isinstance(groups, (int, list, tuple))) or isinstance(groups, bool):
             raise InvalidArgumentError("groups must be a number of groups, 0 or more, or a list of lists of variables")
         if isinstance(groups, int) and groups < 0:
             raise InvalidArgumentError(f"groups must be a number of groups, 0 or more; got {groups}")

@@ -1,6 +1,7 @@
 """The gradient of each collective against its definition in numpy.
 
-numpy records no gradients, so there the rules are called by themselves; torch and TensorFlow run them through their own graphs.
+numpy records no gradients, so there the rules are called by themselves; torch and TensorFlow run them through graphs of
+their own.
 """
 
 from __future__ import annotations
