@@ -1,7 +1,7 @@
 """Errors on their way through TensorFlow's graphs.
 
 A Python exception in a graph's operator reaches the caller as ``tf.errors.UnknownError`` with a text: nothing of the
-exception's class or facts survives. Here ``guarded`` remembers the exception and marks the text, and where TensorFlow
+exception's class or facts survives. Here ``guarded`` marks the text (see ``hvdgloo.foreign``), and where TensorFlow
 makes an UnknownError with such a mark, it gets one that is ours as well: both ``except hvd.HorovodInternalError`` and
 ``except tf.errors.UnknownError`` catch it, whether a ``tf.function``, ``fit`` or a session ran the graph.
 """
@@ -9,10 +9,6 @@ makes an UnknownError with such a mark, it gets one that is ours as well: both `
 from __future__ import annotations
 
 import functools
-import itertools
-import re
-import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -20,18 +16,9 @@ import numpy as np
 import tensorflow as tf
 
 from hvdgloo.errors import HvdglooError
+from hvdgloo.foreign import ForeignError, recall
 
-_MARK = re.compile(r"\[hvdgloo error (\d+)\]")
-_KEPT = 64
-
-_errors: OrderedDict[int, HvdglooError] = OrderedDict()
-_numbers = itertools.count(1)
-_lock = threading.Lock()
 _classes: dict[type, type] = {}
-
-
-class GraphError(RuntimeError):
-    """What leaves an operator of a graph: its text names our error's class and has the mark."""
 
 
 def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -43,26 +30,9 @@ def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return function(*map(np.asarray, args))  # a tensor without dimensions comes as a number
         except HvdglooError as error:
-            raise GraphError(f"{type(error).__name__}: {error} {_remember(error)}") from error
+            raise ForeignError(error) from error
 
     return call
-
-
-def _remember(error: HvdglooError) -> str:
-    number = next(_numbers)
-    with _lock:
-        _errors[number] = error
-        while len(_errors) > _KEPT:
-            _errors.popitem(last=False)
-    return f"[hvdgloo error {number}]"
-
-
-def _original(message: object) -> HvdglooError | None:
-    found = _MARK.search(message) if isinstance(message, str) else None
-    if found is None:
-        return None
-    with _lock:
-        return _errors.get(int(found[1]))
 
 
 def _install() -> None:
@@ -75,7 +45,7 @@ def _install() -> None:
         return
 
     def new(cls: type, *args: Any, **kwargs: Any) -> Any:
-        error = _original(args[2] if len(args) > 2 else kwargs.get("message"))
+        error = recall(args[2] if len(args) > 2 else kwargs.get("message"))
         if error is None or cls is not tf.errors.UnknownError:
             return plain(cls)
         return plain(_class_of(type(error)))
@@ -101,7 +71,7 @@ def _class_of(ours: type) -> type:
 
 def _init(self: Any, node_def: Any, op: Any, message: str, *rest: Any) -> None:
     tf.errors.UnknownError.__init__(self, node_def, op, message, *rest)
-    error = _original(message)
+    error = recall(message)
     if error is not None:
         self.__dict__.update(error.__dict__)  # its facts: rank, host, ...
         self.hvdgloo_error = error  # not __cause__, which TensorFlow clears

@@ -18,7 +18,7 @@ from hvdgloo.tensorflow.gradients import Options
 from hvdgloo.tensorflow.state import broadcast_variables
 from hvdgloo.tensorflow.v1 import DistributedV1Optimizer
 from hvdgloo.types import ReduceOp
-from tests.support.tensorflow import frontend_of, session_config
+from tests.support.ways import frontend_of, session_config
 from tests.support.world import World
 
 Ranks = Callable[..., World]
@@ -69,6 +69,44 @@ def test_gradients_are_those_of_all_ranks(ranks: Ranks, way: str, options: Optio
             assert got["rest"][1] is None
 
     ranks(SIZE).run(rank_body)
+
+
+@way
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("kind", ["SGD", "Adam"])
+def test_training_is_equal_to_one_process_on_the_whole_batch(ranks: Ranks, way: str, size: int, kind: str) -> None:
+    generator = np.random.default_rng(3)
+    x = generator.normal(size=(4, 12, 5)).astype(np.float32)
+    y = (x @ generator.normal(size=(5, 2))).astype(np.float32)
+    start = [generator.normal(size=s).astype(np.float32) for s in ((5, 8), (8,), (8, 2))]
+
+    def train(part: slice, wrap: Callable[[Any], Any]) -> list[np.ndarray]:
+        weights = [tf.Variable(values) for values in start]
+        optimizer = getattr(tf.keras.optimizers, kind)(0.02)
+        optimizer.build(weights)
+
+        def step(inputs: Any, wanted: Any) -> None:
+            with tf.GradientTape() as plain:
+                made = tf.tanh(inputs @ weights[0] + weights[1]) @ weights[2]
+                loss = tf.reduce_mean((made - wanted) ** 2)
+            optimizer.apply_gradients(zip(wrap(plain).gradient(loss, weights), weights, strict=True))
+
+        step = compiled(way, step)
+        for _ in range(2):
+            for inputs, wanted in zip(x, y, strict=True):
+                step(tf.constant(inputs[part]), tf.constant(wanted[part]))
+        return [weight.numpy() for weight in weights]
+
+    alone = train(slice(None), lambda plain: plain)
+
+    def rank_body(context: Context) -> None:
+        frontend = frontend_of(context)
+        own = train(slice(context.rank, None, size), lambda plain: tapes.wrap(frontend, plain, Options()))
+        for got, expected, before in zip(own, alone, start, strict=True):
+            np.testing.assert_allclose(got, expected, atol=1e-5)
+            assert np.abs(got - before).max() > 0.01
+
+    ranks(size).run(rank_body)
 
 
 @way

@@ -16,7 +16,7 @@ from hvdgloo.operations import Operation
 from hvdgloo.tensorflow.compression import Compression
 from hvdgloo.tensorflow.sparse import SparseReductionError, sparse_allreduce
 from hvdgloo.types import Collective, ReduceOp
-from tests.support.tensorflow import WAYS, frontend_of, gradients, run
+from tests.support.ways import WAYS, frontend_of, gradients, run
 from tests.support.world import World
 
 Ranks = Callable[..., World]
