@@ -187,7 +187,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
         optimizer = self.model.optimizer
         before, after = float(_learning_rate(self.model)), self.initial_lr * self.factor(epoch)
         optimizer.learning_rate = after
-        momentum = getattr(optimizer, "momentum", None)
+        momentum: Any = getattr(optimizer, "momentum", None)
         if self.momentum_correction and hasattr(momentum, "assign") and before and after != before:
             self._momentum = float(np.asarray(momentum))
             momentum.assign(self._momentum * after / before)
@@ -271,7 +271,7 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc
             mode=mode,
             save_freq=save_freq,
         )
-        self.filepath = None
+        self.filepath: str | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Called by Keras.

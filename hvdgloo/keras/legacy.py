@@ -72,12 +72,13 @@ def wrap(optimizer: Any, options: Any) -> Any:
         options.scale_local_gradients,
     )
     sync = gradients.GradientSync(frontend, chosen)
-    optimizer.__class__ = _class_of(type(optimizer))
+    kind: Any = type(optimizer)
+    optimizer.__class__ = _class_of(kind)
     object.__setattr__(optimizer, "_hvd", sync)
     return optimizer
 
 
 @functools.cache
-def _class_of(base: type) -> type:
+def _class_of(base: Any) -> type:
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
     return type(base.__name__, (DistributedLegacy, base), names)

@@ -118,7 +118,8 @@ class TensorFlowAdapter:
         nbytes = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
         raw = np.empty(nbytes + _ALIGNMENT, np.uint8)
         start = -_address(raw) % _ALIGNMENT
-        return raw[start : start + nbytes].view(kind).reshape(shape)
+        memory: Array = raw[start : start + nbytes].view(kind).reshape(shape)
+        return memory
 
     def _export_array(self, array: Array, writable: bool) -> Buffer:
         spec = self.describe(array)
@@ -147,7 +148,7 @@ def record(
     if not chosen:
         return forward(tensors)
 
-    @tf.custom_gradient
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
     def call(*given: Tensor) -> Any:
         outputs = forward(given)
 
@@ -174,7 +175,7 @@ def _once(backward: Backward, tape: Tape[Tensor], incoming: Sequence[Tensor], *,
     if not refuse:
         return backward(tape, incoming)
 
-    @tf.custom_gradient
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
     def call(*given: Tensor) -> Any:
         def gradient(*_: Tensor) -> Any:
             raise InvalidArgumentError(

@@ -54,10 +54,10 @@ def wrap(frontend: TensorFlowFrontend, tape: Any, options: Options) -> Any:
     base = type(tape)
     if base not in _classes:
         _classes[base] = type(base.__name__, (DistributedTape, base), {"__doc__": base.__doc__})
-    shell = object.__new__(_classes[base])
+    shell: Any = object.__new__(_classes[base])
     # One state: what the user's tape has recorded, and will record, is what this one differentiates.
     shell.__dict__ = tape.__dict__
-    shell._hvd = GradientSync(frontend, options)  # type: ignore[attr-defined]
+    shell._hvd = GradientSync(frontend, options)
     return shell
 
 
