@@ -74,7 +74,7 @@ def main() -> None:
     loss_of = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     compression = hvd.Compression.fp16 if args.fp16_allreduce else hvd.Compression.none
 
-    @tf.function
+    @tf.function  # type: ignore[untyped-decorator]
     def step(batch: Any, wanted: Any) -> Any:
         with tf.GradientTape() as tape:
             loss = loss_of(wanted, model(batch, training=True))

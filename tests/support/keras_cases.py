@@ -225,7 +225,7 @@ def mixed_precision_trains() -> None:
     keras.config.set_dtype_policy("mixed_float16")
     try:
         model = dense()
-        model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)), loss="mse", jit_compile=False)
+        model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)), loss="mse")
         assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
         history = model.fit(own(X), own(Y), batch_size=BATCH // hvd.size(), epochs=8, shuffle=False, verbose=0)
         assert history.history["loss"][-1] < history.history["loss"][0]
