@@ -16,7 +16,7 @@ VENV_TF ?= .venv-tf
 READY_TF := $(VENV_TF)/.ready
 TENSORFLOW ?= tensorflow-cpu==2.21.0 keras==3.15.1 jax==0.10.2
 TF_KERAS ?= tf_keras==2.21.0
-TESTS_TF ?= tests/tensorflow
+TESTS_TF ?= tests/tensorflow tests/contract tests/architecture tests/unit/test_horovod_surface.py
 
 .PHONY: demo test test-main test-tensorflow test-gpu check clean
 
@@ -28,9 +28,11 @@ test: test-main test-tensorflow
 test-main: $(READY)
 	$(BIN)/python -m pytest $(TESTS)
 
-# TensorFlow has an environment of its own: users have one framework or the other, and so has the rest of the tests.
+# TensorFlow has an environment of its own: users have one framework or the other, and so has the rest of the tests. Of
+# the contracts all run that concern tensors, on data planes that treat memory differently.
 test-tensorflow: $(READY_TF)
-	HVDGLOO_TEST_FRONTENDS=tensorflow $(VENV_TF)/bin/python -m pytest $(TESTS_TF)
+	HVDGLOO_TEST_FRONTENDS=tensorflow $(VENV_TF)/bin/python -m pytest $(TESTS_TF) \
+	    -k "(tensorflow or keras) and not gloo and not segment"
 
 # With the torch that is installed on a machine with a GPU, which this environment sees.
 test-gpu: $(READY_GPU)

@@ -12,7 +12,7 @@ import numpy as np
 
 from hvdgloo import objects
 from hvdgloo.errors import InvalidArgumentError
-from hvdgloo.keras.functions import _frontend, broadcast_weights
+from hvdgloo.keras.functions import _frontend, array_of, broadcast_weights
 from hvdgloo.types import ReduceOp
 
 __all__ = [
@@ -189,7 +189,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
         optimizer.learning_rate = after
         momentum: Any = getattr(optimizer, "momentum", None)
         if self.momentum_correction and hasattr(momentum, "assign") and before and after != before:
-            self._momentum = float(np.asarray(momentum))
+            self._momentum = float(array_of(momentum))
             momentum.assign(self._momentum * after / before)
 
 
@@ -326,4 +326,4 @@ def _bind(new: Sequence[str], old: Sequence[str], args: Sequence[Any], kwargs: A
 
 
 def _learning_rate(model: Any) -> Any:
-    return np.asarray(keras.ops.convert_to_numpy(model.optimizer.learning_rate))
+    return array_of(model.optimizer.learning_rate)

@@ -70,22 +70,22 @@ def allreduce(
     if average is not None and op is None:
         average, op = None, ReduceOp.AVERAGE if average else ReduceOp.SUM
     chosen = NoneCompressor if compression is NoneCompressor else FP16Compressor
-    return _frontend.allreduce(_array(value), average, name, chosen, op, prescale_factor, postscale_factor)
+    return _frontend.allreduce(array_of(value), average, name, chosen, op, prescale_factor, postscale_factor)
 
 
 def allgather(value: Any, name: str | None = None) -> Array:
     """The ranks' arrays, one after the other along the first dimension, as a numpy array."""
-    return _frontend.allgather(_array(value), name)
+    return _frontend.allgather(array_of(value), name)
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> Array:
     """The value of one (global) rank, as a numpy array."""
-    return _frontend.broadcast(_array(value), root_rank, name)
+    return _frontend.broadcast(array_of(value), root_rank, name)
 
 
 def reducescatter(value: Any, name: str | None = None, op: int = ReduceOp.AVERAGE) -> Array:
     """This rank's rows of the average (or sum) of the ranks' arrays, as a numpy array."""
-    return _frontend.reducescatter(_array(value), name, op=op)
+    return _frontend.reducescatter(array_of(value), name, op=op)
 
 
 def broadcast_object(
@@ -118,7 +118,7 @@ def broadcast_weights(variables: Sequence[Any], root_rank: int) -> None:
     """Assign one rank's values to the other ranks' Keras variables; all are under way before one is waited for."""
     operation = broadcasting(root_rank, global_process_set)
     label = _frontend.automatic_name("broadcast_weights")
-    arrays = [np.array(keras.ops.convert_to_numpy(variable)) for variable in variables]  # copies, to be written
+    arrays = [np.array(array_of(variable)) for variable in variables]  # copies, to be written
     pending = [
         _frontend.start(operation, [_as_signed(array)], f"{label}.{index}", in_place=True)
         for index, array in enumerate(arrays)
@@ -161,5 +161,9 @@ def _as_signed(array: Array) -> Array:
     return array if signed is None else array.view(signed)
 
 
-def _array(value: Any) -> Array:
-    return np.asarray(keras.ops.convert_to_numpy(value) if hasattr(value, "shape") else value)
+def array_of(value: Any) -> Array:
+    """A number, an array, a tensor or a variable of Keras's backend, as an array."""
+    if isinstance(value, (np.ndarray, np.generic)) or not hasattr(value, "shape"):
+        return np.asarray(value)
+    # By way of a tensor: Keras's variables do not speak the newest numpy's protocol.
+    return np.asarray(keras.ops.convert_to_numpy(keras.ops.convert_to_tensor(value)))

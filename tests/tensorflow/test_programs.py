@@ -132,12 +132,38 @@ except hvd.HorovodInternalError as error:
     print("tape:", type(error).__name__, flush=True)
 """
 
-ENDS = """
-import threading, time
+LEGACY = """
+import threading
+import numpy as np
 import tensorflow as tf
 import hvdgloo.tensorflow as hvd
+import hvdgloo.tensorflow.keras as hvd_keras
 
+# tf.keras is Keras 2 here.
 hvd.init()
+assert tf.keras.__name__.startswith("tf_keras") or tf.keras.__version__.startswith("2."), tf.keras
+x = np.random.default_rng(1).normal(size=(24, 4)).astype("float32")
+y = x.sum(axis=1, keepdims=True)
+
+def make():
+    return tf.keras.Sequential([tf.keras.Input((4,)), tf.keras.layers.Dense(1, kernel_initializer="ones")])
+
+for plain in (lambda: tf.keras.optimizers.Adam(0.1), lambda: tf.keras.optimizers.legacy.SGD(0.1)):
+    alone, model = make(), make()
+    alone.compile(optimizer=plain(), loss="mse")
+    alone.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+    model.compile(optimizer=hvd_keras.DistributedOptimizer(plain()), loss="mse")
+    batches = x.reshape(3, 8, 4)[:, hvd.rank() :: 2].reshape(-1, 4)
+    model.fit(batches, batches.sum(axis=1, keepdims=True), batch_size=4, epochs=2, shuffle=False, verbose=0)
+    for got, expected in zip(model.get_weights(), alone.get_weights()):
+        np.testing.assert_allclose(got, expected, atol=1e-5)
+assert type(model.optimizer).__name__ == "SGD"
+try:
+    hvd_keras.DistributedOptimizer(model.optimizer)
+except ValueError:
+    print("trained", hvd.rank(), flush=True)
+
+# A function that waits for a rank which never comes.
 started = threading.Event()
 if hvd.rank() == 0:
     @tf.function
@@ -177,7 +203,9 @@ def test_a_program_of_horovods_runs_without_an_edit(launcher: Launcher) -> None:
     )
 
 
-def test_a_function_that_still_waits_does_not_keep_the_program_from_ending(launcher: Launcher) -> None:
-    done = launcher.run("-np", "2", launcher.script(ENDS), env={"TF_CPP_MIN_LOG_LEVEL": "3"}, timeout=40)
+def test_keras_2_trains_and_a_function_that_still_waits_lets_the_program_end(launcher: Launcher) -> None:
+    env = {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_USE_LEGACY_KERAS": "1"}
+    done = launcher.run("-np", "2", launcher.script(LEGACY), env=env, timeout=50)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert sorted(done.stdout.splitlines()) == ["[0]<stdout>:end 0", "[1]<stdout>:end 1"]
+    said = sorted(line.partition(">:")[2] for line in done.stdout.splitlines())
+    assert said == ["end 0", "end 1", "trained 0", "trained 1"]
