@@ -165,5 +165,7 @@ def array_of(value: Any) -> Array:
     """A number, an array, a tensor or a variable of Keras's backend, as an array."""
     if isinstance(value, (np.ndarray, np.generic)) or not hasattr(value, "shape"):
         return np.asarray(value)
-    # By way of a tensor: Keras's variables do not speak the newest numpy's protocol.
-    return np.asarray(keras.ops.convert_to_numpy(keras.ops.convert_to_tensor(value)))
+    inner = value.value if isinstance(value, keras.Variable) else value
+    # Variables of Keras and of TensorFlow do not speak numpy 2's protocol, and are asked directly.
+    known = keras.backend.backend() == "tensorflow" and hasattr(inner, "numpy")
+    return np.asarray(inner.numpy() if known else keras.ops.convert_to_numpy(inner))
