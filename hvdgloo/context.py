@@ -39,6 +39,10 @@ from hvdgloo.topology import Topology
 
 logger = logging.getLogger(__name__)
 
+_SPIN_SECONDS = 100e-6
+"""How long a blocking call looks for the others' answers before it goes to sleep, where every rank has a core: ranks
+that call at the same time answer each other within that."""
+
 _TRACE = 5
 _LEVELS = {"TRACE": _TRACE, "FATAL": logging.CRITICAL}
 
@@ -240,7 +244,15 @@ def _join(
         for sock in links.values():
             sock.close()
         raise
-    engine = Engine(rank, topology, links, backend, engine_settings(config, decided), planes.open, planes.open_device)
+    engine = Engine(
+        rank,
+        topology,
+        links,
+        backend,
+        engine_settings(config, decided, topology.local_size(rank)),
+        planes.open,
+        planes.open_device,
+    )
     engine.start()
     if decided["process_sets"] != sets:
         engine.close()  # not before: the others wait for this rank until it is connected
@@ -367,8 +379,18 @@ def _plan_settings(config: Config) -> dict[str, Any]:
     }
 
 
-def engine_settings(config: Config, decided: Mapping[str, Any] | None = None) -> EngineSettings:
-    """The engine's part of the settings, with rank 0's word on those that shape plans."""
+def _usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def engine_settings(
+    config: Config, decided: Mapping[str, Any] | None = None, local_size: int | None = None
+) -> EngineSettings:
+    """The engine's part of the settings, with rank 0's word on those that shape plans.
+
+    Args:
+        local_size: ranks on this host. Each has a core of its own to spin on for an answer, or none does.
+    """
     shutdown_time = config.stall_shutdown_time
     if 0 < shutdown_time < config.stall_warning_time:
         logger.warning(
@@ -389,6 +411,7 @@ def engine_settings(config: Config, decided: Mapping[str, Any] | None = None) ->
         stall_check=not config.stall_check_disable,
         stall_warning_time=config.stall_warning_time,
         stall_shutdown_time=shutdown_time,
+        spin_time=_SPIN_SECONDS if local_size is not None and 1 < local_size <= _usable_cores() else 0.0,
     )
 
 

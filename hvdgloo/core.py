@@ -23,12 +23,16 @@ from hvdgloo.adjoints import ADJOINTS, send_back
 from hvdgloo.context import Context
 from hvdgloo.engine.executor import divide_rows
 from hvdgloo.engine.handle import Handle
+from hvdgloo.engine.messages import Request
 from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.naming import names_of
 from hvdgloo.operations import Operation
 from hvdgloo.types import Buffer, Collective, DType, TensorSpec
 
 T = TypeVar("T")
+
+_MOST_REQUESTS = 1 << 14
+"""Named requests that are kept to be recognised."""
 
 
 class Pending(Generic[T]):
@@ -71,6 +75,7 @@ class _Session(Generic[T]):
 
     def __init__(self, context: Context) -> None:
         self.names = names_of(context)
+        self.requests: dict[str, tuple[Operation, bool, tuple[TensorSpec, ...], Request]] = {}
         self.numbers = itertools.count(1)
         self.pending: dict[int, tuple[Pending[T], Callable[[list[T]], Any]]] = {}
 
@@ -105,6 +110,7 @@ class Core(Generic[T]):
         in_place: bool = False,
         grouped: bool = False,
         splits: Sequence[int] = (),
+        waits: bool = False,
     ) -> Pending[T]:
         """Hand one collective to the engine, and return at once.
 
@@ -116,13 +122,12 @@ class Core(Generic[T]):
             grouped: the names are those of a group's.
             splits: of an alltoall: rows for each rank. Its results are the received rows and, int32, how many came from
                 each rank.
+            waits: the caller waits for it next.
         """
         context, session = self._bind()
         adapter = self.adapter
         inputs = [adapter.export(tensor, writable=in_place) for tensor in tensors]
-        prefix = "grouped_" + operation.collective.value if grouped else operation.collective.value
-        full_name = session.names.full(operation.process_set, prefix, name)
-        request = operation.request(full_name, tuple(buffer.spec for buffer in inputs))
+        request = self._request(session, operation, tuple([buffer.spec for buffer in inputs]), name, grouped=grouped)
         owners: list[Any]
         if operation.collective in (Collective.ALLGATHER, Collective.ALLTOALL):
             owners = [None] * len(inputs)
@@ -132,11 +137,11 @@ class Core(Generic[T]):
                 return adapter.export(owners[index], writable=True)
 
             fence = adapter.fence(tensors)
-            handle = context.engine.submit(request, inputs, allocate=allocate, ready=fence, splits=splits)
+            handle = context.engine.submit(request, inputs, allocate=allocate, ready=fence, splits=splits, waits=waits)
         else:
             outputs = inputs if in_place else self._outputs(operation, inputs, tensors)
             owners = [buffer.owner for buffer in outputs]
-            handle = context.engine.submit(request, inputs, outputs, ready=adapter.fence(tensors))
+            handle = context.engine.submit(request, inputs, outputs, ready=adapter.fence(tensors), waits=waits)
 
         def finish() -> list[T]:
             results = [adapter.deliver(r, t, in_place=in_place) for r, t in zip(owners, tensors, strict=True)]
@@ -145,6 +150,24 @@ class Core(Generic[T]):
             return results
 
         return Pending(handle, finish)
+
+    @staticmethod
+    def _request(
+        session: _Session[T], operation: Operation, specs: tuple[TensorSpec, ...], name: str | None, *, grouped: bool
+    ) -> Request:
+        """What the engine is asked for; the very same object as the last time if the program repeats itself, by which
+        the engine recognises what was agreed upon before."""
+        if name is not None:
+            known = session.requests.get(name)
+            if known is not None and known[0] is operation and known[1] is grouped and known[2] == specs:
+                return known[3]
+        prefix = "grouped_" + operation.collective.value if grouped else operation.collective.value
+        request = operation.request(session.names.full(operation.process_set, prefix, name), specs)
+        if name is not None:
+            if len(session.requests) >= _MOST_REQUESTS:
+                session.requests.clear()  # a program that makes up names
+            session.requests[name] = operation, grouped, specs, request
+        return request
 
     def apply(
         self,
@@ -162,7 +185,7 @@ class Core(Generic[T]):
         adjoint = ADJOINTS[operation.collective, operation.op]
 
         def forward(inputs: Sequence[T]) -> list[T]:
-            return self.start(operation, inputs, name, grouped=group).wait()
+            return self.start(operation, inputs, name, grouped=group, waits=True).wait()
 
         def backward(tape: Tape[T], gradients: Sequence[T]) -> Sequence[T]:
             return adjoint.rule(self, operation, tape, gradients)
@@ -174,7 +197,7 @@ class Core(Generic[T]):
         counts: list[T] = []
 
         def forward(inputs: Sequence[T]) -> list[T]:
-            received, numbers = self.start(operation, inputs, name, splits=splits).wait()
+            received, numbers = self.start(operation, inputs, name, splits=splits, waits=True).wait()
             counts.append(numbers)
             return [received]
 
@@ -364,14 +387,14 @@ class Core(Generic[T]):
         return [int(n) for n in given]
 
     def _start_group(
-        self, operation: Operation, tensors: Sequence[T], name: str | None, *, in_place: bool
+        self, operation: Operation, tensors: Sequence[T], name: str | None, *, in_place: bool, waits: bool = False
     ) -> Pending[T]:
         group = self._own_group(tensors)
         if not group:
             nothing = Handle("an empty group")
             nothing.resolve()
             return Pending(nothing, list)
-        return self.start(operation, group, name, in_place=in_place, grouped=True)
+        return self.start(operation, group, name, in_place=in_place, grouped=True, waits=waits)
 
 
 def _frontend_of(module: str) -> Core[Any]:

@@ -136,7 +136,7 @@ class Frontend(Core[T]):
     ) -> T:
         """``allreduce`` in place: the result is written into ``tensor``, which is returned. Records no gradient."""
         operation = reduction(average, op, prescale_factor, postscale_factor, process_set)
-        return self.start(operation, [tensor], name, in_place=True).wait()[0]
+        return self.start(operation, [tensor], name, in_place=True, waits=True).wait()[0]
 
     def allreduce_async_(
         self,
@@ -200,7 +200,7 @@ class Frontend(Core[T]):
     ) -> list[T]:
         """``grouped_allreduce`` in place. Records no gradient."""
         operation = reduction(average, op, prescale_factor, postscale_factor, process_set)
-        return self._start_group(operation, tensors, name, in_place=True).wait()
+        return self._start_group(operation, tensors, name, in_place=True, waits=True).wait()
 
     def grouped_allreduce_async_(
         self,
@@ -380,7 +380,7 @@ class Frontend(Core[T]):
         self, tensor: T, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
     ) -> T:
         """``broadcast`` in place: the other ranks' ``tensor`` is overwritten. Records no gradient."""
-        return self.start(broadcasting(root_rank, process_set), [tensor], name, in_place=True).wait()[0]
+        return self.start(broadcasting(root_rank, process_set), [tensor], name, in_place=True, waits=True).wait()[0]
 
     def broadcast_async_(
         self, tensor: T, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
@@ -392,7 +392,7 @@ class Frontend(Core[T]):
 
     def barrier(self, process_set: ProcessSet = global_process_set) -> None:
         """Return once every rank has called it."""
-        self.start(Operation(Collective.BARRIER, process_set=process_set_id(process_set)), []).wait()
+        self.start(Operation(Collective.BARRIER, process_set=process_set_id(process_set)), [], waits=True).wait()
 
     # join -------------------------------------------------------------------------------------------------------------
 

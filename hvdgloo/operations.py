@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from dataclasses import dataclass
 
@@ -63,8 +64,20 @@ def reduction(
     Raises:
         InvalidArgumentError: as ``resolve_op``; factors that are not numbers; a process set that cannot be used.
     """
+    if average is None and type(op) in _PLAIN and type(prescale) is float and type(postscale) is float:
+        return _plain_reduction(op, prescale, postscale, process_set_id(process_set))
     factors = _factors(prescale, postscale)
     return Operation(Collective.ALLREDUCE, resolve_op(average, op), *factors, process_set=process_set_id(process_set))
+
+
+@functools.lru_cache(maxsize=256)
+def _plain_reduction(op: int | None, prescale: float, postscale: float, process_set: int) -> Operation:
+    """The same object for the same arguments, which programs repeat for every tensor."""
+    return Operation(Collective.ALLREDUCE, resolve_op(None, op), prescale, postscale, process_set=process_set)
+
+
+_PLAIN = (ReduceOp, type(None), int)
+"""Types of ``op`` that hash as what they are."""
 
 
 def scattering(op: int, prescale: float, postscale: float, process_set: ProcessSet) -> Operation:

@@ -6,6 +6,7 @@ import ctypes
 import enum
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,9 @@ class DType(enum.Enum):
     def __str__(self) -> str:
         return str(self.value)
 
+    # Members are singletons; enum's own hash is a Python function, and these are looked up for every tensor.
+    __hash__ = object.__hash__
+
 
 class ReduceOp(enum.IntEnum):
     """How elements are combined. The numbers are Horovod's public constants."""
@@ -65,6 +69,8 @@ class Collective(enum.Enum):
     ADD_PROCESS_SET = "add_process_set"
     REMOVE_PROCESS_SET = "remove_process_set"
 
+    __hash__ = object.__hash__  # as DType's
+
 
 @dataclass(frozen=True)
 class TensorSpec:
@@ -74,12 +80,12 @@ class TensorSpec:
     shape: tuple[int, ...]
     device: str = "cpu"
 
-    @property
+    @cached_property
     def count(self) -> int:
         """Number of elements; 1 for a zero-dimensional tensor."""
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return self.count * self.dtype.itemsize
 

@@ -63,6 +63,10 @@ class Connection:
         try:
             while True:
                 count = self._socket.recv_into(self._arrived)
+                if count > _LENGTH.size and not self._received:
+                    (length,) = _LENGTH.unpack_from(self._arrived)
+                    if count == _LENGTH.size + length:  # the usual case: one message, whole
+                        return [decode(self._arrived[_LENGTH.size : count])]
                 self._received += self._arrived[:count]
                 ended = count == 0
                 if count < len(self._arrived):

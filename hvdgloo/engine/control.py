@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from hvdgloo.engine.connection import Connection, frame
 from hvdgloo.engine.coordinator import EVERYONE, Coordinator, ping_interval
 from hvdgloo.engine.executor import Executor
+from hvdgloo.engine.handle import Handle
 from hvdgloo.engine.member import Member
 from hvdgloo.engine.messages import (
     Abort,
@@ -73,6 +74,7 @@ class Control:
         coordinator: Coordinator | None,
         *,
         operation_timeout: float,
+        spin_time: float,
         describe: Callable[[int], str],
         on_end: Callable[[HorovodInternalError], None],
     ) -> None:
@@ -81,6 +83,7 @@ class Control:
         self._executor = executor
         self._coordinator = coordinator
         self._operation_timeout = operation_timeout
+        self._spin_time = spin_time
         self._describe = describe
         self._on_end = on_end
         self._connections = {peer: Connection(sock) for peer, sock in links.items()}
@@ -99,6 +102,13 @@ class Control:
         # Held by whoever does the thread's work: the thread itself except while it sleeps, or a thread that submits.
         self._turn_lock = threading.Lock()
         self._sleeps_until: float | None = None
+        # The thread sleeps in the first, which tells it of the second; who lends a thread takes that out meanwhile.
+        self._selector, self._sockets = selectors.DefaultSelector(), selectors.DefaultSelector()
+        self._selector.register(self._wake_out, selectors.EVENT_READ)
+        self._selector.register(self._sockets, selectors.EVENT_READ)
+        for peer, connection in self._connections.items():
+            self._sockets.register(connection, selectors.EVENT_READ, peer)
+        self._may_wait = True
         self._thread = threading.Thread(target=self._run, name=f"{THREAD_PREFIX}control-{rank}", daemon=True)
 
     @property
@@ -129,18 +139,24 @@ class Control:
                 except BlockingIOError:
                     pass  # full: it is awake already
 
-    def submitted(self) -> None:
+    def submitted(self, awaited: Handle | None) -> None:
         """An operation was filed; callable from any thread.
 
         If the control thread sleeps, the caller does at once what it would wake for: a thread switch less on the path
         of every synchronous operation.
+
+        Args:
+            awaited: what the caller is going to wait for; its thread is at the engine's disposal for a moment, then.
         """
         if not self._turn_lock.acquire(blocking=False):
             self.wake()
             return
         try:
             try:
+                self._may_wait = awaited is not None
                 self._look_around(time.monotonic())
+                if awaited is not None and self._spin_time:
+                    self._spin(awaited)
             except BaseException as error:
                 # As on the thread itself: what was not said to the end must fail the job, not hang it. A Ctrl-C that
                 # falls just here belongs to the caller.
@@ -152,6 +168,7 @@ class Control:
             oversleeps = deadline is not None and (self._sleeps_until is None or deadline < self._sleeps_until)
             must_wake = oversleeps or self._finished or any(c.has_unsent for c in self._connections.values())
         finally:
+            self._may_wait = True
             self._turn_lock.release()
         if must_wake:
             self.wake()
@@ -187,29 +204,32 @@ class Control:
 
     def _run(self) -> None:
         try:
-            with self._turn_lock, selectors.DefaultSelector() as selector:
-                selector.register(self._wake_out, selectors.EVENT_READ, None)
-                for peer, connection in self._connections.items():
-                    selector.register(connection, selectors.EVENT_READ, peer)
+            with self._turn_lock:
                 while not self._finished:
-                    self._turn(selector)
+                    self._turn()
         except Exception as error:  # a defect of ours must fail the job, not hang it
             logger.exception("the control thread of rank %d failed", self._rank)
             self._end(HorovodInternalError(f"the control thread failed: {error!r}"))
         finally:
             self._farewell()
 
-    def _turn(self, selector: selectors.BaseSelector) -> None:
+    def _turn(self) -> None:
         self._look_around(time.monotonic())
-        for connection in self._connections.values():
+        for peer, connection in self._connections.items():
             if connection.has_unsent:
-                selector.modify(connection, selectors.EVENT_READ | selectors.EVENT_WRITE, _peer(selector, connection))
+                self._sockets.modify(connection, selectors.EVENT_READ | selectors.EVENT_WRITE, peer)
         if self._finished:
             return
-        for key, events in self._sleep(selector):
-            if key.data is None:
+        for key, _ in self._sleep():
+            if key.fileobj is self._sockets:
+                self._serve_sockets()
+            else:
                 self._clear_wake()
-                continue
+
+    def _serve_sockets(self) -> bool:
+        """Read and write what can be; False if there was nothing."""
+        ready = self._sockets.select(0)
+        for key, events in ready:
             peer: int = key.data
             if peer not in self._connections:
                 continue
@@ -222,10 +242,23 @@ class Control:
                 if events & selectors.EVENT_WRITE:
                     connection.flush()
                     if not connection.has_unsent:
-                        selector.modify(connection, selectors.EVENT_READ, peer)
+                        self._sockets.modify(connection, selectors.EVENT_READ, peer)
             except (OSError, EOFError, ValueError) as error:
-                selector.unregister(connection)
+                self._sockets.unregister(connection)
                 self._lose(peer, str(error) or type(error).__name__, time.monotonic())
+        return bool(ready)
+
+    def _spin(self, awaited: Handle) -> None:
+        """Do the thread's work until an operation has ended, but not for long: the others' answers are near, and to go
+        to sleep and be woken takes longer than they do."""
+        self._selector.unregister(self._sockets)  # or what arrives would wake the thread
+        try:
+            until = time.monotonic() + self._spin_time
+            while not awaited.done() and not self._finished and time.monotonic() < until:
+                if self._serve_sockets() and self._coordinator is not None:
+                    self._conduct(self._coordinator, time.monotonic())
+        finally:
+            self._selector.register(self._sockets, selectors.EVENT_READ)
 
     def _look_around(self, now: float) -> None:
         """Everything but reading sockets."""
@@ -236,13 +269,13 @@ class Control:
         if self._coordinator is not None:
             self._deliver(self._coordinator, now)
 
-    def _sleep(self, selector: selectors.BaseSelector) -> list[tuple[selectors.SelectorKey, int]]:
+    def _sleep(self) -> list[tuple[selectors.SelectorKey, int]]:
         """Wait for a socket, a wake or the next deadline, and let others take a turn meanwhile."""
         deadline = self._sleeps_until = self._deadline()
         timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
         self._turn_lock.release()
         try:
-            return selector.select(timeout)
+            return self._selector.select(timeout)
         finally:
             self._turn_lock.acquire()
 
@@ -314,7 +347,7 @@ class Control:
         """A message from the coordinator to this rank."""
         if isinstance(message, Execute):
             if self._ended is None:
-                self._executor.execute(self._member.accept(message))
+                self._executor.execute(self._member.accept(message), may_wait=self._may_wait)
         elif isinstance(message, Resend):
             self._to_coordinator(self._member.resend(message.signatures), now)
         elif isinstance(message, Ping):
@@ -419,15 +452,12 @@ class Control:
                 pass  # the peer is gone
             connection.close()
         self._connections.clear()
+        self._sockets.close()
+        self._selector.close()
         with self._lock:
             os.close(self._wake_in)
             os.close(self._wake_out)
             self._wake_in = self._wake_out = -1
-
-
-def _peer(selector: selectors.BaseSelector, connection: Connection) -> int:
-    peer: int = selector.get_key(connection).data
-    return peer
 
 
 def _abort_error(message: Abort, describe: Callable[[int], str]) -> HorovodInternalError:

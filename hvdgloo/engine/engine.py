@@ -32,6 +32,10 @@ from hvdgloo.types import Buffer, Collective, DType, ReduceOp, TensorSpec
 _ALONG_ROWS = frozenset({Collective.ALLGATHER, Collective.ALLTOALL, Collective.REDUCESCATTER})
 _FLOATS = frozenset({DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32, DType.FLOAT64})
 
+_BATCH = 32
+"""Operations that wait to be told to the others, while earlier ones are being agreed upon: a message for each would
+cost more than all else. The control thread comes when a thread waits, or computes without the interpreter's lock."""
+
 _CLOSE_MARGIN = 5.0
 """Seconds that closing may take beyond the operation timeout, which bounds what was ordered before."""
 
@@ -56,6 +60,7 @@ class EngineSettings:
     stall_check: bool
     stall_warning_time: float
     stall_shutdown_time: float
+    spin_time: float = 0.0
 
 
 class Engine:
@@ -124,6 +129,7 @@ class Engine:
             self._executor,
             coordinator,
             operation_timeout=settings.operation_timeout,
+            spin_time=settings.spin_time,
             describe=topology.describe,
             on_end=self._end,
         )
@@ -161,6 +167,7 @@ class Engine:
         allocate: Callable[[int, TensorSpec], Buffer] | None = None,
         ready: Callable[[], None] | None = None,
         splits: Sequence[int] = (),
+        waits: bool = False,
     ) -> Handle:
         """Take part in a collective. Returns at once; callable from any thread.
 
@@ -174,6 +181,7 @@ class Engine:
             allocate: for those: called on an engine thread with a tensor's index and the result's spec.
             ready: called on an engine thread just before the memory is read: waits until it may be.
             splits: of an alltoall: how many rows go to each rank of the set.
+            waits: the caller is going to wait at once, so its thread may do the engine's work for a moment.
 
         Returns:
             a Handle whose outputs are in the order of the tensors; an alltoall has a second one, with the number of
@@ -189,7 +197,8 @@ class Engine:
                 "this process was forked from a rank of the job and is not a rank itself; collective operations belong "
                 "to the parent (start workers with the 'spawn' method and hvd.init() if they are to be ranks)"
             )
-        self._validate(request)
+        if not self._member.knows(request):
+            self._validate(request)
         late = request.collective in (Collective.ALLGATHER, Collective.ALLTOALL)
         results = list(inputs) if late else list(outputs or ())
         if len(inputs) != len(request.tensors) or len(results) != len(request.tensors):
@@ -198,8 +207,11 @@ class Engine:
                 f"{len(results)} outputs"
             )
         operation = Operation(request, inputs, results, allocate, ready, splits)
-        if self._member.add(operation):
-            self._control.submitted()
+        filed, agreeing = self._member.add(operation)
+        if filed == _BATCH or (filed == 1 and not agreeing):
+            self._control.submitted(operation.handle if waits else None)
+        elif filed == 1:
+            self._control.wake()
         return operation.handle
 
     def start_timeline(self, path: str, *, clock_offset: float = 0.0, mark_cycles: bool = False) -> None:

@@ -146,11 +146,16 @@ class Executor:
         assert self._thread.native_id is not None
         return self._thread.native_id
 
-    def execute(self, batch: Batch) -> None:
+    def execute(self, batch: Batch, *, may_wait: bool = True) -> None:
         """Queue one batch, or execute it here if it is quick.
 
         Called in the common order, by whoever does the control thread's work.
+
+        Args:
+            may_wait: this thread may wait for other ranks, for a moment.
         """
+        if not batch:
+            return
         if self.timeline is not None:
             self.timeline.ordered(batch)
         for _, operation in batch:
@@ -158,7 +163,7 @@ class Executor:
         buckets = fusion.plan(
             [response for response, _ in batch], self._fusion_threshold, separate_groups=self._separate_groups
         )
-        if len(buckets) == 1 and self.backlog == 0 and self._is_quick(buckets[0], batch):
+        if may_wait and len(buckets) == 1 and self.backlog == 0 and self._is_quick(buckets[0], batch):
             self._submitted += 1
             self._execute_here(buckets[0], batch)
             return

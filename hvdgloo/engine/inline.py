@@ -43,8 +43,9 @@ def combine(request: Request, payloads: Sequence[bytes], size: int) -> bytes:
         the result's bytes; empty if the payloads are not of the request's size.
     """
     spec = request.tensors[0]
-    if any(len(data) != spec.nbytes for data in payloads):
-        return b""
+    for data in payloads:
+        if len(data) != spec.nbytes:
+            return b""
     op, postscale = request.op, request.postscale
     if op is ReduceOp.AVERAGE:
         op, postscale = ReduceOp.SUM, postscale / size

@@ -53,16 +53,22 @@ class Member:
         with self._lock:
             return [name for _, name in self._pending]
 
+    def knows(self, request: Request) -> bool:
+        """True if this very object was agreed upon before, so that nothing can be wrong with it; from any thread."""
+        known = self._numbers.get(request.key)
+        return known is not None and known[1] is request
+
     @property
     def closed(self) -> HorovodInternalError | None:
         """Why nothing may be submitted any more; None while the engine runs."""
         return self._closed
 
-    def add(self, operation: Operation) -> bool:
+    def add(self, operation: Operation) -> tuple[int, bool]:
         """File an operation; callable from any thread.
 
         Returns:
-            True if the control thread must be woken: it is the first since the last ``drain``.
+            how many were filed since the last ``drain``, this one included, and whether others were drained before that
+            are still to be agreed upon.
 
         Raises:
             DuplicateNameError: the name is pending. Nothing of this operation was filed.
@@ -86,7 +92,7 @@ class Member:
             self._joined = self._joined or operation.request.collective is Collective.JOIN
             self._pending[key] = operation
             self._new.append(operation)
-            return len(self._new) == 1
+            return len(self._new), len(self._pending) > len(self._new)
 
     def drain(self, *, idle: bool = True) -> Submit | None:
         """What was filed since the last call.
@@ -102,7 +108,7 @@ class Member:
         requests: list[Request] = []
         for operation in new:
             known = self._numbers.get(operation.request.key)
-            if known is not None and known[1] == operation.request:
+            if known is not None and (known[1] is operation.request or known[1] == operation.request):
                 operation.number = known[0]
                 numbers.append(known[0])
             else:

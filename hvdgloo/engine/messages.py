@@ -52,7 +52,7 @@ class Request:
     process_set: int = 0
     ranks: tuple[int, ...] = ()
 
-    @property
+    @cached_property
     def key(self) -> tuple[int, str]:
         """What identifies the operation while it is pending."""
         return self.process_set, self.name
@@ -236,17 +236,18 @@ def _runs(numbers: Iterable[int]) -> list[int]:
 
 
 def _from_runs(runs: list[int]) -> tuple[int, ...]:
-    _check_lengths(runs[1::2])
     numbers: list[int] = []
-    for start, length in zip(_counts(runs[::2]), runs[1::2], strict=True):
-        numbers.extend(range(start, start + length))
+    for at in range(0, len(runs), 2):
+        _extend(numbers, runs[at : at + 2])
     return tuple(numbers)
 
 
-def _check_lengths(lengths: Iterable[int]) -> None:
-    """A run is a few bytes that stand for any number of integers, so their total is limited before one is made."""
-    if sum(_counts(lengths)) > _MAX_NUMBERS:
+def _extend(numbers: list[Any], run: list[int]) -> None:
+    """Spell out one run. It is a few bytes that stand for any number of integers, so their total is limited before."""
+    start, length = _counts(run)
+    if len(numbers) + length > _MAX_NUMBERS:
         raise ValueError("runs of too many numbers")
+    numbers.extend(range(start, start + length))
 
 
 # What arrives with a wrong type must not get further than ``decode``: deeper in, it would end the control thread.
@@ -278,9 +279,12 @@ def _bytes(value: Any) -> bytes:
 
 def _counts(values: Iterable[Any]) -> tuple[int, ...]:
     """Integers that are not negative."""
-    counts = tuple(_integer(value) for value in values)
-    if min(counts, default=0) < 0:
-        raise ValueError("a negative number")
+    counts = tuple(values)
+    for count in counts:
+        if not isinstance(count, int):
+            raise TypeError("an integer is expected")
+        if count < 0:
+            raise ValueError("a negative number")
     return counts
 
 
@@ -317,29 +321,25 @@ def _unpack_request(packed: list[Any]) -> Request:
 def _pack_items(items: tuple[int | Response, ...]) -> list[Any]:
     """Items in order: [start, length] for a run of signatures, or the five parts of a Response."""
     packed: list[Any] = []
-    numbers: list[int] = []
-
-    def flush() -> None:
-        runs = _runs(numbers)
-        packed.extend([start, length] for start, length in zip(runs[::2], runs[1::2], strict=True))
-        numbers.clear()
-
+    expected = -1
     for item in items:
-        if isinstance(item, int):
-            numbers.append(item)
-        else:
-            flush()
+        if not isinstance(item, int):
             packed.append([_pack_request(item.request), item.rows, item.error, item.signature, item.value])
-    flush()
+            expected = -1
+        elif item == expected:
+            packed[-1][1] += 1
+            expected += 1
+        else:
+            packed.append([item, 1])
+            expected = item + 1
     return packed
 
 
 def _unpack_items(packed: list[Any]) -> tuple[int | Response, ...]:
-    _check_lengths(part[1] for part in packed if len(part) == 2)
     items: list[int | Response] = []
     for part in packed:
         if len(part) == 2:
-            items.extend(_from_runs(part))
+            _extend(items, part)
         else:
             request, rows, error, signature, value = part
             counts = tuple(_counts(row) for row in rows)
@@ -348,10 +348,12 @@ def _unpack_items(packed: list[Any]) -> tuple[int | Response, ...]:
 
 
 def _execute(items: tuple[int | Response, ...], forgotten: tuple[int, ...], results: list[Any]) -> Execute:
-    known = tuple((_integer(position), _bytes(data)) for position, data in results)
-    if any(not 0 <= position < len(items) for position, _ in known):
-        raise ValueError("a result of nothing")
-    return Execute(items, forgotten, known)
+    known = []
+    for position, data in results:
+        if not 0 <= _integer(position) < len(items):
+            raise ValueError("a result of nothing")
+        known.append((position, _bytes(data)))
+    return Execute(items, forgotten, tuple(known))
 
 
 def _plain(message: Any) -> list[Any]:
@@ -391,7 +393,7 @@ def encode(message: Message) -> bytes:
     return bytes(msgpack.packb([_NUMBERS[type(message)], *pack(message)]))
 
 
-def decode(data: bytes) -> Message:
+def decode(data: bytes | memoryview) -> Message:
     """The inverse of ``encode``.
 
     Raises:

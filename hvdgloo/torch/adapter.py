@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,7 +40,7 @@ class TorchAdapter:
                 f"tensors of type {tensor.dtype} cannot be sent; the types that can are "
                 + ", ".join(str(supported) for supported in _DTYPES)
             )
-        return TensorSpec(dtype, tuple(tensor.shape), "cuda" if self.is_cuda(tensor) else "cpu")
+        return _spec(dtype, tensor.shape, "cuda" if self.is_cuda(tensor) else "cpu")
 
     def export(self, tensor: torch.Tensor, *, writable: bool = False) -> Buffer:
         if not isinstance(tensor, torch.Tensor):
@@ -133,6 +134,12 @@ class _Differentiable(torch.autograd.Function):
         for index, result in zip(chosen, ctx.rule(tape, [gradients[index] for index in chosen]), strict=True):
             results[index] = result
         return None, None, None, *results
+
+
+@functools.lru_cache(maxsize=4096)
+def _spec(dtype: DType, shape: torch.Size, device: str) -> TensorSpec:
+    """The same object for tensors of a kind: a model's gradients come again in every step."""
+    return TensorSpec(dtype, tuple(shape), device)
 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:

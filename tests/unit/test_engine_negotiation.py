@@ -311,16 +311,16 @@ class TestJoin:
 
 
 class TestMember:
-    def test_only_the_first_since_a_drain_wakes(self) -> None:
+    def test_tells_how_many_wait_to_be_drained_and_whether_others_were(self) -> None:
         member = Member(0, {0: (0, 1)}, 0)
         assert member.drain() is None
-        assert member.add(operation(reduce("a", 1)))
-        assert not member.add(operation(reduce("b", 1)))
+        assert member.add(operation(reduce("a", 1))) == (1, False)
+        assert member.add(operation(reduce("b", 1))) == (2, False)
         submission = member.drain()
         assert submission is not None
         assert [request.name for request in submission.requests] == ["a", "b"]
         assert member.drain() is None
-        assert member.add(operation(reduce("c", 1)))
+        assert member.add(operation(reduce("c", 1))) == (1, True)
 
     def test_a_name_in_flight_is_refused_and_leaves_no_trace(self) -> None:
         member = Member(0, {0: (0, 1), 1: (0,)}, 0)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import sys
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +31,7 @@ SMALLEST = 1 << 16
 """Bytes of data per rank that are reserved from the beginning, if the ranks are not many, and the least limit."""
 
 # Words of 64 bits, each on a cache line of its own where somebody polls it.
-PROGRESS, RELEASED, GONE, PID, ADDRESS, GRANTED = 0, 8, 16, 24, 25, 32
+PROGRESS, RELEASED, GONE, PID, ADDRESS, GRANTED, ASLEEP = 0, 8, 16, 24, 25, 32, 96
 NONCE, NONCE_BYTES = 256, 32
 """Where the bytes stand that a peer must find when it reads this rank's memory (in bytes; the others in words)."""
 
@@ -167,8 +168,12 @@ def _control(rank: int) -> int:
     return rank * _CONTROL
 
 
+# All of this process's memory, of which slices are taken: ctypes would make a type for every size, which takes longer
+# than copying a small tensor. No system gives out the first page.
+_memory = (ctypes.c_ubyte * (min(sys.maxsize, 1 << 48) - PAGE)).from_address(PAGE)
+_MEMORY: npt.NDArray[np.uint8] = np.frombuffer(memoryview(_memory).cast("B"), np.uint8)
+
+
 def array_at(address: int, nbytes: int) -> npt.NDArray[np.uint8]:
     """Bytes at an address as an array; whoever asks knows that they live."""
-    if not nbytes:
-        return np.empty(0, np.uint8)
-    return np.frombuffer(memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B"), np.uint8)
+    return _MEMORY[address - PAGE : address - PAGE + nbytes] if nbytes else _MEMORY[:0]

@@ -4,7 +4,9 @@ Each rank counts two things, which only ever grow: the steps it has made (PROGRE
 slots that it has done with (RELEASED). What a rank has written before it posts a number can be read by who has seen it.
 
 On x86 the numbers stand in shared memory, and who waits sleeps on the number that it waits for (futex(2)): the kernel
-compares and goes to sleep in one step, so no wake is lost, and each number has one writer. On processors that reorder
+compares and goes to sleep in one step, so no wake is lost, and each number has one writer. Who is going to sleep says
+so before it looks at the number for the last time, and who has posted one looks at that after: so a post that nobody
+sleeps for, as most are, is no system call. On processors that reorder
 stores, a number could be seen before the data that it announces; there it travels through a pipe, as through any system
 call that passes data on.
 """
@@ -86,15 +88,29 @@ class FutexSignals:
         self._own = self._words[self._rank]
         self._places = places
         self._addresses = [[segment.word_address(rank, place) for rank in ranks] for place in places]
+        self._peers = [words for words in self._words if words is not self._own]
+        self._fence = threading.Lock()
 
     def post(self, which: int, value: int) -> None:
         self._own[self._places[which]] = value
-        system.futex_wake(self._addresses[which][self._rank])
+        self._order()
+        for words in self._peers:
+            if words[layout.ASLEEP]:
+                system.futex_wake(self._addresses[which][self._rank])
+                return
 
     def reached(self, which: int, peer: int, value: int) -> bool:
         return self._words[peer][self._places[which]] >= value
 
     def wait(self, which: int, peer: int, value: int, deadline: float) -> bool:
+        self._own[layout.ASLEEP] = 1
+        self._order()
+        try:
+            return self._sleep(which, peer, value, deadline)
+        finally:
+            self._own[layout.ASLEEP] = 0
+
+    def _sleep(self, which: int, peer: int, value: int, deadline: float) -> bool:
         words, place, address = self._words[peer], self._places[which], self._addresses[which][peer]
         while True:
             # Whether the peer has given up is read before its number: it may have posted, and then given up.
@@ -131,7 +147,13 @@ class FutexSignals:
 
     def close(self) -> None:
         with self._closing:  # the memory is unmapped after this
-            self._words = []
+            self._words, self._peers = [], []
+
+    def _order(self) -> None:
+        """Have what was written before be seen by others before anything is read after. x86 keeps all other orders by
+        itself; taking a lock is one of the instructions that keep this one, too (Intel SDM vol. 3, 9.2.2)."""
+        self._fence.acquire()
+        self._fence.release()
 
     def _look(self) -> None:
         if self._aborted:

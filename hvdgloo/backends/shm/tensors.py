@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hvdgloo.backends.shm.segment import array_at
 from hvdgloo.backends.shm.system import MAX_RUNS, Run
 from hvdgloo.types import Buffer
 
@@ -58,7 +59,7 @@ class Tensors:
     def arrays(self, begin: int, end: int) -> list[Array]:
         """The elements of a stretch, which begins and ends between elements."""
         if self._arrays is None:
-            self._arrays = [buffer.array() for buffer in self._buffers]
+            self._arrays = [array_at(b.address, b.nbytes).view(b.dtype.numpy_dtype) for b in self._buffers]
         size = self._buffers[0].dtype.itemsize
         return [
             self._arrays[index][offset // size : (offset + nbytes) // size]
