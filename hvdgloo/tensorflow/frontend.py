@@ -15,7 +15,7 @@ import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import tensorflow as tf
@@ -28,6 +28,8 @@ from hvdgloo.process_sets import ProcessSet, global_process_set
 from hvdgloo.tensorflow.adapter import Tensor, record
 from hvdgloo.tensorflow.failures import guarded
 from hvdgloo.types import Collective
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _ALONG_ROWS = frozenset({Collective.ALLGATHER, Collective.ALLTOALL, Collective.REDUCESCATTER})
 _AT_RUN_TIME = frozenset({Collective.ALLGATHER, Collective.ALLTOALL, Collective.BROADCAST})
@@ -156,6 +158,11 @@ class _Named(Frontend[Tensor]):
 
     def start_array(self, operation: Operation, array: Any, name: str | None = None) -> Any:
         return super().start_array(operation, array, name or f"{self._label}.{next(self._calls)}")
+
+
+def unconverted(function: F) -> F:
+    """Decorates what a ``tf.function`` may call: AutoGraph is to rewrite the user's code, not ours."""
+    return cast(F, tf.autograph.experimental.do_not_convert(function))
 
 
 def in_graph(values: Sequence[Any]) -> bool:

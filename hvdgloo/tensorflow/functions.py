@@ -11,6 +11,7 @@ from hvdgloo import objects
 from hvdgloo.errors import HvdglooError
 from hvdgloo.process_sets import ProcessSet, global_process_set
 from hvdgloo.tensorflow import state
+from hvdgloo.tensorflow.frontend import unconverted
 from hvdgloo.tensorflow.mpi_ops import _frontend
 
 __all__ = [
@@ -28,6 +29,7 @@ class EagerExecutionError(HvdglooError, RuntimeError):
     """This is for graphs of TensorFlow 1, and the program runs eagerly."""
 
 
+@unconverted
 def broadcast_variables(
     variables: Sequence[Any], root_rank: int, process_set: ProcessSet = global_process_set, inplace: bool = False
 ) -> Any:

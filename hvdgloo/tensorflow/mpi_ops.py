@@ -36,7 +36,7 @@ from hvdgloo.operations import resolve_op
 from hvdgloo.process_sets import ProcessSet, global_process_set
 from hvdgloo.tensorflow import state
 from hvdgloo.tensorflow.adapter import Tensor, TensorFlowAdapter
-from hvdgloo.tensorflow.frontend import TensorFlowFrontend
+from hvdgloo.tensorflow.frontend import TensorFlowFrontend, unconverted
 from hvdgloo.tensorflow.sparse import is_sparse, sparse_allreduce
 from hvdgloo.types import ReduceOp
 
@@ -110,6 +110,7 @@ add_process_set = _frontend.add_process_set
 remove_process_set = _frontend.remove_process_set
 
 
+@unconverted
 def allreduce(
     tensor: Any,
     average: bool | None = None,
@@ -149,6 +150,7 @@ def allreduce(
     return _frontend.allreduce(given, average, name, compression, op, prescale_factor, postscale_factor, process_set)
 
 
+@unconverted
 def grouped_allreduce(
     tensors: Sequence[Any],
     average: bool | None = None,
@@ -186,6 +188,7 @@ def grouped_allreduce(
     return results
 
 
+@unconverted
 def allgather(
     tensor: Any,
     name: str | None = None,
@@ -199,6 +202,7 @@ def allgather(
     return _frontend.allgather(tf.convert_to_tensor(tensor), name, process_set)
 
 
+@unconverted
 def grouped_allgather(
     tensors: Sequence[Any],
     name: str | None = None,
@@ -209,6 +213,7 @@ def grouped_allgather(
     return _frontend.grouped_allgather(_tensors(tensors), name, process_set)
 
 
+@unconverted
 def broadcast(
     tensor: Any,
     root_rank: int,
@@ -220,6 +225,7 @@ def broadcast(
     return _frontend.broadcast(tf.convert_to_tensor(tensor), root_rank, name, process_set)
 
 
+@unconverted
 def broadcast_(
     variables: Sequence[Any],
     root_rank: int,
@@ -240,6 +246,7 @@ def broadcast_(
     return state.broadcast_variables(_frontend, variables, root_rank, process_set, name)
 
 
+@unconverted
 def alltoall(
     tensor: Any,
     splits: Any = None,
@@ -262,6 +269,7 @@ def alltoall(
     return _frontend.alltoall(tf.convert_to_tensor(tensor), splits, name, process_set)
 
 
+@unconverted
 def reducescatter(
     tensor: Any,
     device_dense: str = "",
@@ -282,6 +290,7 @@ def reducescatter(
     )
 
 
+@unconverted
 def grouped_reducescatter(
     tensors: Sequence[Any],
     device_dense: str = "",
@@ -298,6 +307,7 @@ def grouped_reducescatter(
     )
 
 
+@unconverted
 def join() -> Tensor:
     """Say that this rank has no more data; wait until all have said so: ``Frontend.join``.
 
@@ -307,26 +317,31 @@ def join() -> Tensor:
     return _frontend.reads(_frontend.join)
 
 
+@unconverted
 def rank_op(name: str | None = None) -> Tensor:
     """This process's rank as a tensor (int32) that a graph asks for each time it runs."""
     return _frontend.reads(_frontend.rank)
 
 
+@unconverted
 def local_rank_op(name: str | None = None) -> Tensor:
     """The rank among the processes of this host, as a tensor (int32) that a graph asks for each time it runs."""
     return _frontend.reads(_frontend.local_rank)
 
 
+@unconverted
 def size_op(process_set_id: int = 0, name: str | None = None) -> Tensor:
     """The number of ranks in a process set, as a tensor (int32) that a graph asks for each time it runs."""
     return _frontend.reads(lambda: len(_ranks(process_set_id)))
 
 
+@unconverted
 def local_size_op(name: str | None = None) -> Tensor:
     """The number of processes on this host, as a tensor (int32) that a graph asks for each time it runs."""
     return _frontend.reads(_frontend.local_size)
 
 
+@unconverted
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> Tensor:
     """1 if this process is in the process set, else 0 (int32); a graph asks for it each time it runs."""
     return _frontend.reads(lambda: int(_frontend.rank() in _ranks(process_set_id)))

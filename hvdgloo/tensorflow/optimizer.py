@@ -14,6 +14,7 @@ from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.process_sets import ProcessSet, global_process_set
 from hvdgloo.tensorflow import tape
 from hvdgloo.tensorflow.adapter import Tensor
+from hvdgloo.tensorflow.frontend import unconverted
 from hvdgloo.tensorflow.gradients import Groups, Options
 from hvdgloo.tensorflow.mpi_ops import Average, _frontend
 from hvdgloo.tensorflow.v1 import DistributedV1Optimizer
@@ -21,6 +22,7 @@ from hvdgloo.tensorflow.v1 import DistributedV1Optimizer
 __all__ = ["DistributedGradientTape", "DistributedOptimizer", "PartialDistributedGradientTape"]
 
 
+@unconverted
 def DistributedGradientTape(  # noqa: N802 - Horovod's name; it makes an instance of a class of its own
     gradtape: tf.GradientTape,
     device_dense: str = "",
@@ -70,6 +72,7 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name; it makes an instanc
     return tape.wrap(_frontend, gradtape, options)
 
 
+@unconverted
 def PartialDistributedGradientTape(  # noqa: N802 - likewise
     gradtape: tf.GradientTape,
     device_dense: str = "",

@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdgloo.errors import InvalidArgumentError
-from hvdgloo.tensorflow.frontend import TensorFlowFrontend
+from hvdgloo.tensorflow.frontend import TensorFlowFrontend, unconverted
 from hvdgloo.tensorflow.gradients import GradientSync, Options
 
 
@@ -18,6 +18,7 @@ class DistributedTape:
     __slots__ = ("_hvd",)
     _hvd: GradientSync
 
+    @unconverted
     def gradient(
         self,
         target: Any,

@@ -327,10 +327,13 @@ def test_communication_of_known_length_hides_behind_a_backward_pass_of_known_len
             return tapes.wrap(frontend, plain, Options()).gradient(x, weights)
 
         step()  # traces
-        frontend.barrier()
-        begin = time.perf_counter()
-        step()
-        return time.perf_counter() - begin
+        seconds = []
+        for _ in range(3):
+            frontend.barrier()
+            begin = time.perf_counter()
+            step()
+            seconds.append(time.perf_counter() - begin)
+        return min(seconds)  # others use the machine, too
 
     seconds = max(slow.run(rank_body))
     serial = 2 * LAYERS * LENGTH
