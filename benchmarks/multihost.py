@@ -7,7 +7,7 @@ limits in both directions as a network card of that speed would; ``--rate none``
 processors are the limit. The workers are started over real ssh. Rounds alternate between the libraries; medians of the
 slowest rank's time. No allreduce can send less than 2(h-1)/h times the tensor's size from each of h hosts, whatever the
 number of ranks on it; a flat ring in host order sends 2(p-1)/p times as much for p ranks. Variables HVDGLOO_* reach the
-workers: HVDGLOO_HIERARCHICAL_THRESHOLD=65536 reduces in each host first.
+workers: with HVDGLOO_HIERARCHICAL_THRESHOLD=0 nothing is reduced in each host first.
 """
 
 from __future__ import annotations

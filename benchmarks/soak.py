@@ -1,10 +1,12 @@
 """Random collectives for a long time, all results checked: shapes, types, orders, process sets, several threads.
 
-    python benchmarks/soak.py --seconds 600
+    python benchmarks/soak.py --seconds 600 [--plane gloo|segment|in-place]
+    python benchmarks/soak.py --seconds 600 --plane hierarchical --hosts h1:2,h2:2
 
 Each thread of a rank works in a process set of its own (they overlap). It draws batches of operations, the same on all
 members, submits each batch in an order of its own, and compares every result with numpy's. Memory and open files are
-looked at ten times; at the end they must be what they were after half of the time.
+looked at ten times; at the end they must be what they were after half of the time. Over the hierarchical plane every
+tensor is reduced in each host first, however small; that it was the plane that was asked for is checked, too.
 """
 
 from __future__ import annotations
@@ -26,6 +28,13 @@ import hvdgloo.run
 
 DTYPES = ("uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
 SAMPLES = 10
+PLANES: dict[str, dict[str, str]] = {
+    "default": {},
+    "gloo": {"HVDGLOO_CPU_OPERATIONS": "gloo"},
+    "segment": {"HVDGLOO_CPU_OPERATIONS": "shm", "HVDGLOO_SHM_DIRECT": "0"},
+    "in-place": {"HVDGLOO_CPU_OPERATIONS": "shm", "HVDGLOO_SHM_DIRECT": "1"},
+    "hierarchical": {"HVDGLOO_HIERARCHICAL_THRESHOLD": "1", "HVDGLOO_HIERARCHICAL_DISTRIBUTION_THRESHOLD": "1"},
+}
 KINDS = ("allreduce", "grouped_allreduce", "allgather", "broadcast", "alltoall", "reducescatter")
 
 
@@ -156,9 +165,21 @@ def resources() -> tuple[int, int]:
     return pages * os.sysconf("SC_PAGE_SIZE"), len(os.listdir("/proc/self/fd"))
 
 
-def worker(seconds: float, seed: int) -> dict[str, Any]:
+def plane_in_use() -> str:
+    """The world's data plane, as ``--plane`` spells it."""
+    from hvdgloo.context import current
+
+    backend: Any = current().engine._groups[0].host.backend
+    if backend.name != "shm":
+        return str(backend.name)
+    return "in-place" if backend.is_direct else "segment"
+
+
+def worker(seconds: float, seed: int, plane: str) -> dict[str, Any]:
     """One rank."""
     hvd.init()
+    if plane not in ("default", plane_in_use()):
+        raise SystemExit(f"the plane is {plane_in_use()}, not {plane}: these ranks can have no other")
     everyone = list(range(hvd.size()))
     subsets = [everyone[:2], everyone[1:], [everyone[0], everyone[-1]]]
     sets = [hvd.add_process_set(ranks) for ranks in subsets if len(ranks) < len(everyone)]
@@ -188,8 +209,11 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60, help="how long (default 60)")
     parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn")
     parser.add_argument("--growth", type=int, default=48, help="MiB that memory may grow by (default 48)")
+    parser.add_argument("--plane", choices=PLANES, default="default", help="the data plane that is wanted")
+    parser.add_argument("--hosts", help="host:slots,... (default: this one)")
     options = parser.parse_args()
-    results = hvdgloo.run.run(worker, (options.seconds, options.seed), np=options.np)
+    arguments = options.seconds, options.seed, options.plane
+    results = hvdgloo.run.run(worker, arguments, np=options.np, hosts=options.hosts, env=PLANES[options.plane])
     wrong = [failure for result in results for failure in result["failures"]]
     for rank, result in enumerate(results):
         memory, files = zip(*result["samples"], strict=True)

@@ -364,14 +364,23 @@ class Config:
         "list, in the order of local ranks; by default any",
     )
     hierarchical_threshold: int = _setting(
-        0,
+        128 * 1024,
         env="HVDGLOO_HIERARCHICAL_THRESHOLD",
         flag="--hierarchical-threshold",
         yaml="params.hierarchical_threshold",
         unit="bytes",
         parse=_integer(0),
         help="where hosts have several ranks, tensors from this size on are reduced in each host before they go to the "
-        "others, so that each byte crosses the network once; 0: never",
+        "others, so that each byte crosses the network once; 0: never, and nothing else is done so either",
+    )
+    hierarchical_distribution_threshold: int = _setting(
+        1024 * 1024,
+        env="HVDGLOO_HIERARCHICAL_DISTRIBUTION_THRESHOLD",
+        flag="--hierarchical-distribution-threshold",
+        yaml="params.hierarchical_distribution_threshold",
+        unit="bytes",
+        parse=_integer(1),
+        help="from which size on broadcast, allgather and reducescatter do the same; they take fewer steps without",
     )
     gpu_operations: str = _setting(
         "auto",
@@ -411,6 +420,17 @@ class Config:
         parse=_in_place,
         help="1: with shared memory, read large tensors of other ranks where they lie, if the kernel permits it (as a "
         "debugger reads memory); 0: copy them through the segment; auto: 1 where the system gives programs large pages",
+    )
+    gradient_bucket: int = _setting(
+        8 * 1024 * 1024,
+        env="HVDGLOO_GRADIENT_BUCKET",
+        flag="--gradient-bucket-mb",
+        yaml="params.gradient_bucket_mb",
+        unit="bytes",
+        scale=1024 * 1024,
+        parse=_integer(0),
+        help="from the second step on, PyTorch's DistributedOptimizer keeps gradients in buckets of about this size, "
+        "so that nothing is packed for a transfer; 0 leaves each where it is. Rank 0's choice holds for all",
     )
     disable_group_fusion: bool = _setting(
         False,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hvdgloo.backends.base import Backend, Plane, RendezvousStore, wait_for
-from hvdgloo.backends.hierarchical import CHUNK, HierarchicalBackend, Layout, layout_of
+from hvdgloo.backends.hierarchical import HierarchicalBackend, Layout, Thresholds, layout_of
 from hvdgloo.backends.local import LocalGroup
 from hvdgloo.config import Config
 from hvdgloo.errors import ConfigError, MissingDependencyError
@@ -25,7 +25,7 @@ def plane_settings(config: Config) -> dict[str, Any]:
     return {
         "cpu_operations": config.cpu_operations,
         "gpu_operations": config.gpu_operations,
-        "hierarchical_threshold": config.hierarchical_threshold,
+        "hierarchical_thresholds": (config.hierarchical_threshold, config.hierarchical_distribution_threshold),
         "shm_segment": config.shm_segment,
         "shm_direct": reads_in_place(config.shm_direct),
     }
@@ -87,7 +87,7 @@ class Planes:
         except MissingDependencyError as error:
             raise MissingDependencyError(f"{error} (shared memory does without, but {reason})") from error
         layout = layout_of([self._topology.workers[member].host for member in members], place)
-        if wanted == "gloo" or layout is None or not self._decided["hierarchical_threshold"]:
+        if wanted == "gloo" or layout is None or not self._decided["hierarchical_thresholds"][0]:
             return flat
         try:
             return self._hierarchy(prefix, members, layout, flat, cancelled)
@@ -132,16 +132,15 @@ class Planes:
         """The plane of a set with several ranks on some of its hosts; ``flat`` if memory cannot be shared on all."""
         begin = sum(layout.sizes[: layout.host])
         here = members[begin : begin + layout.sizes[layout.host]]
+        local: Backend | None = None
+        reason, cross = "", None
         if len(here) > 1:
             local, reason = self._shared_memory(f"{prefix}host{layout.host}/", here, layout.place, cancelled)
-        else:
-            local, reason = LocalGroup(1).backend(0), ""
-        cross: Backend | None = None
         try:
-            possible = np.array([local is not None], np.int32)
+            possible = np.array([local is not None or len(here) == 1], np.int32)
             agreed = flat.allreduce(Buffer.of_array(possible), ReduceOp.MIN)
             wait_for(agreed, self._config.connect_timeout, "the ranks did not agree on their data plane")
-            if not possible[0] or local is None:
+            if not possible[0]:
                 if layout.rank == 0:
                     logger.warning("ranks of one host do not share memory everywhere: %s", reason or "see their output")
                 if local is not None:
@@ -150,8 +149,8 @@ class Planes:
             if layout.place < layout.owners:
                 across = f"{prefix}across{layout.place}/"
                 cross = self._gloo(across, layout.host, len(layout.sizes), cancelled)
-            least = int(self._decided["hierarchical_threshold"])
-            return HierarchicalBackend(layout, local, cross, flat, least=least, chunk=CHUNK)
+            thresholds = Thresholds(*self._decided["hierarchical_thresholds"])
+            return HierarchicalBackend(layout, local, cross, flat, thresholds)
         except BaseException:
             if local is not None:
                 local.close()

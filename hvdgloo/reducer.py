@@ -25,12 +25,16 @@ T = TypeVar("T")
 
 @dataclass
 class _Transfer(Generic[T]):
-    """Gradients under way together: what was given, what was sent, and how to undo the compression."""
+    """Gradients under way together: what was given, what was sent, and how to undo the compression.
+
+    ``names`` are those that became ready: other than the gradients' if those were merged.
+    """
 
     gradients: dict[str, T]
     contexts: Sequence[Any]
     sent: Sequence[T]
     pending: Pending[T] | Steps[T]
+    names: Sequence[str] = ()
 
 
 class GradientReducer(Generic[T]):
@@ -82,6 +86,7 @@ class GradientReducer(Generic[T]):
             process_set=process_set_id(process_set),
         )
         self._group_of = _index_groups(groups)
+        self._merged: dict[tuple[str, ...], T] = {}
         self._passes = 1
         self.set_passes(passes)
         # Name to backward passes still to come, for names that had some; name to gradient, for members of groups
@@ -122,13 +127,28 @@ class GradientReducer(Generic[T]):
             held[name] = gradient
             if len(held) == len(group):
                 del self._held[group]
-                # Every rank has to list the members in the same order, whatever order its hooks fired in.
+                whole = self._merged.get(group)
                 try:
-                    self._send({member: held[member] for member in group}, _group_name(group), grouped=True)
+                    if whole is not None:
+                        self._send({_group_name(group): whole}, _group_name(group), grouped=False, names=group)
+                    else:
+                        # Every rank has to list the members in the same order, whatever order its hooks fired in.
+                        self._send({member: held[member] for member in group}, _group_name(group), grouped=True)
                 except BaseException:
                     self._open.difference_update(group)
                     raise
         self._open.add(name)
+
+    def merge(self, names: Sequence[str], whole: T) -> None:
+        """Send ``whole`` in place of these gradients, whose memory it is, from now on, when all of them are ready.
+
+        Args:
+            names: in no group, and not sent.
+            whole: one tensor, in which they lie.
+        """
+        group = tuple(names)
+        self._group_of.update(dict.fromkeys(group, group))
+        self._merged[group] = whole
 
     def wait(self) -> dict[str, T]:
         """Block until all that was sent has been reduced; afterwards every name may become ready anew.
@@ -136,7 +156,7 @@ class GradientReducer(Generic[T]):
         Members that wait for the rest of their group stay held back: make the rest ready first.
 
         Returns:
-            the reduced gradients by name; the very tensors that were given, if in place.
+            the reduced gradients by name; the very tensors that were given, if in place. Of merged ones the whole.
 
         Raises:
             HorovodInternalError: a reduction failed. No other is under way any more either, so gradients may be
@@ -146,7 +166,7 @@ class GradientReducer(Generic[T]):
         reduced: dict[str, T] = {}
         failure = self._advance(transfers)
         for transfer in transfers:
-            self._open.difference_update(transfer.gradients)
+            self._open.difference_update(transfer.names or transfer.gradients)
             try:
                 reduced.update(self._receive(transfer))
             except Exception as error:  # noqa: BLE001 - all memory must be at rest before the first error leaves
@@ -159,6 +179,10 @@ class GradientReducer(Generic[T]):
     def open(self) -> frozenset[str]:
         """Names that were sent, or are held back for their group, and have not been waited for."""
         return frozenset(self._open)
+
+    def is_open(self, name: str) -> bool:
+        """Whether ``name`` is in ``open``."""
+        return name in self._open
 
     @property
     def in_flight(self) -> bool:
@@ -200,7 +224,7 @@ class GradientReducer(Generic[T]):
                     failure = failure or error
         return failure
 
-    def _send(self, gradients: dict[str, T], name: str, *, grouped: bool) -> None:
+    def _send(self, gradients: dict[str, T], name: str, *, grouped: bool, names: Sequence[str] = ()) -> None:
         begin = getattr(self._compression, "begin", None)
         if begin is not None:
             tensors = list(gradients.values())
@@ -212,7 +236,7 @@ class GradientReducer(Generic[T]):
         # A compressed copy is ours to overwrite. Compressors return the very tensor where they leave it alone.
         private = all(s is not g for s, g in zip(sent, gradients.values(), strict=True))
         pending = self._frontend.start(self._operation, sent, name, in_place=self._in_place or private, grouped=grouped)
-        self._transfers.append(_Transfer(gradients, [ctx for _, ctx in pairs], sent, pending))
+        self._transfers.append(_Transfer(gradients, [ctx for _, ctx in pairs], sent, pending, names))
 
     def _receive(self, transfer: _Transfer[T]) -> Mapping[str, T]:
         results = transfer.pending.wait()

@@ -20,9 +20,9 @@ BACKENDS = ("local", "gloo", "shm")
 
 def _require(backend: str) -> None:
     """Skip what cannot run here, unless HVDGLOO_TEST_BACKENDS says that it must."""
-    missing = backend == "gloo" and importlib.util.find_spec("torch") is None
+    missing = backend in ("gloo", "hierarchical") and importlib.util.find_spec("torch") is None
     if missing:
-        text = "the gloo backend needs torch"
+        text = f"the {backend} backend needs torch"
         if backend in os.environ.get("HVDGLOO_TEST_BACKENDS", "").split(","):
             pytest.fail(text)
         pytest.skip(text)

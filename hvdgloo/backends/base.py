@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from hvdgloo.errors import BackendError
 from hvdgloo.types import Buffer, ReduceOp
@@ -197,6 +197,18 @@ class Scattered(Protocol):
             targets: of the same sizes.
             op: SUM, MIN, MAX or PRODUCT.
             prescale, postscale: factors of every element before and after, rounded like ``scale``'s results.
+        """
+        ...
+
+
+@runtime_checkable
+class Sharing(Protocol):
+    """What a Backend may do besides: give out memory that the peers can see, so that tensors need not get there."""
+
+    def allocate(self, nbytes: int) -> Any | None:
+        """Memory, uninitialised, as an object with a buffer; None if there is none. Callable from any thread.
+
+        It is there as long as the object is held, also when the backend has been closed.
         """
         ...
 

@@ -13,9 +13,9 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-from hvdgloo.backends.base import Backend, Plane
+from hvdgloo.backends.base import Backend, Plane, Sharing
 from hvdgloo.engine.control import THREAD_PREFIX, Control
 from hvdgloo.engine.coordinator import Coordinator, Rules
 from hvdgloo.engine.executor import Executor
@@ -309,6 +309,16 @@ class Engine:
                 f"{what}: rank {self.rank} is not in process set {process_set}, whose ranks are {list(members)}"
             )
         return members
+
+    def allocate(self, process_set: int, nbytes: int) -> Any | None:
+        """Memory in which a set's data plane finds tensors without their being copied there; see ``Sharing``.
+
+        Returns:
+            an object with a buffer; None where the data plane has no such memory, or none left.
+        """
+        group = self._groups.get(process_set)
+        backend = None if group is None or self._closed else group.host.backend
+        return backend.allocate(nbytes) if isinstance(backend, Sharing) else None
 
     def _open_group(self, number: int, ranks: tuple[int, ...]) -> Group | None:
         self._sets_added += 1

@@ -37,6 +37,8 @@ from hvdgloo.operations import reduction
 from hvdgloo.process_sets import ProcessSet, global_process_set, process_set_id
 from hvdgloo.reducer import GradientReducer
 from hvdgloo.torch import sparse
+from hvdgloo.torch.buckets import Buckets, agree, plan, suits
+from hvdgloo.torch.compression import Compression
 from hvdgloo.types import ReduceOp
 
 Tensor = torch.Tensor
@@ -57,6 +59,9 @@ _OWN = frozenset(
     }
 )
 """What the shell answers itself; dunder names aside, all else is the held optimizer's."""
+
+_ELEMENTWISE = (NoneCompressor, Compression.none, Compression.fp16, Compression.bf16)
+"""Compressors that do the same to many gradients at once as to each."""
 
 _owners: MutableMapping[Tensor, weakref.ref[_Session]] = WeakIdKeyDictionary()
 """Parameter to a weak reference to the _Session that reduces its gradient: the latest one, by decision and not by
@@ -139,6 +144,8 @@ class _Session:
         self._frozen: dict[str, Tensor] = {}
         self._hooks: dict[str, torch.utils.hooks.RemovableHandle] = {}
         self._lost: set[str] = set()
+        self._first_order: dict[str, None] | None = {}  # in which gradients became ready; None once there are buckets
+        self._buckets: Buckets | None = None
         self._sparse: dict[str, Callable[[], Tensor]] = {}  # gradients under way, to what waits for them
         self._kinds: dict[str, _Kind] = {}
         self._track_all(parameters)
@@ -196,12 +203,18 @@ class _Session:
     def computed(self, name: str, parameter: Tensor) -> None:
         """A parameter's gradient is complete in this backward pass."""
         self._gradients = _Gradients.LOCAL
-        kind = self._kinds.get(name, _kind_of(parameter, self.options))
+        if self._first_order is not None:
+            self._first_order[name] = None
+        kind = self._kinds.get(name)
+        if kind is None:
+            kind = _kind_of(parameter, self.options)
         if kind is _Kind.DENSE:
-            self.reducer.ready(name, self._dense_gradient(parameter))
+            self.reducer.ready(name, self._dense_gradient(name, parameter))
         # Sparse ones are gathered when all passes have added to them.
 
-    def _dense_gradient(self, parameter: Tensor) -> Tensor:
+    def _dense_gradient(self, name: str, parameter: Tensor) -> Tensor:
+        if self._buckets is not None and name in self._buckets and not self.reducer.is_open(name):
+            return self._buckets.adopt(name, parameter)
         gradient = parameter.grad
         if gradient is None:
             gradient = torch.zeros_like(parameter, requires_grad=False)
@@ -254,20 +267,51 @@ class _Session:
             self._learn_kinds()
             for name, parameter in self._tracked.items():
                 # A parameter frozen since has nothing to send, unless the rest of its group waits for it.
-                if name in opened or not (parameter.requires_grad or name in self._grouped):
+                if name in opened or not (parameter.requires_grad or self._has_company(name)):
                     continue
                 if self._kinds.get(name) is _Kind.SPARSE:
                     self._start_sparse(name, parameter)
                 else:
-                    self.reducer.ready(name, self._dense_gradient(parameter), final=True)
+                    self.reducer.ready(name, self._dense_gradient(name, parameter), final=True)
         finally:
             # Also when sending failed: memory must be at rest before the error leaves.
             gathering, self._sparse = self._sparse, {}
             try:
                 self.reducer.wait()
             finally:
+                if self._buckets is not None:
+                    self._buckets.deliver()
                 for name, finish in gathering.items():
                     self._tracked[name].grad = finish()
+        if self._first_order is not None:
+            self._form_buckets(self._first_order)
+
+    def _has_company(self, name: str) -> bool:
+        """Whether other gradients cannot be sent before this one."""
+        return name in self._grouped or (self._buckets is not None and name in self._buckets)
+
+    def _form_buckets(self, order: dict[str, None]) -> None:
+        """Put gradients into buckets from now on, as the set's first rank finds right: it may be set up otherwise."""
+        self._first_order = None
+        limit = self.frontend.context.config.gradient_bucket
+        chosen: dict[str, Tensor] = {}
+        if limit and any(self.options.compression is elementwise for elementwise in _ELEMENTWISE):
+            chosen = {
+                name: parameter
+                for name, parameter in self._tracked.items()
+                if self._kinds.get(name) is _Kind.DENSE and name not in self._grouped and suits(parameter)
+            }
+        # Those that this rank has no gradient of at first come last.
+        planned = plan(chosen, [name for name in {**order, **self._tracked} if name in chosen], limit)
+        names = list(self._tracked)
+        if not names:
+            return
+        process_set = process_set_id(self.options.process_set)
+        agreed = agree(self.frontend, process_set, names, planned, f"{names[0]}.buckets")
+        if agreed:
+            self._buckets = Buckets(self.frontend, process_set, self._tracked, agreed)
+            for bucket in self._buckets.all:
+                self.reducer.merge(list(bucket.parts), bucket.whole)
 
     def synchronize(self) -> None:
         if self.active and not self.adaptive:

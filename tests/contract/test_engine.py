@@ -25,7 +25,15 @@ from hvdgloo.types import Buffer, Collective, DType, ReduceOp, TensorSpec
 from tests.support.world import World
 
 MakeWorld = Callable[..., World]
-BACKENDS = ("local", "gloo", "inline", "shm", "shm-segment", "shm-pipes")  # tiny tensors take another way
+BACKENDS = (
+    "local",
+    "gloo",
+    "inline",
+    "shm",
+    "shm-segment",
+    "shm-pipes",
+    "hierarchical",
+)  # tiny tensors take another way
 SIZE = 3
 ARITHMETIC = [dtype for dtype in DType if dtype is not DType.BOOL]
 

@@ -18,7 +18,7 @@ from hvdgloo.types import Buffer, Collective, DType, ReduceOp, TensorSpec
 from tests.support.world import World
 
 MakeWorld = Callable[..., World]
-BACKENDS = ("local", "gloo", "inline", "shm", "shm-segment")  # tiny tensors take another way
+BACKENDS = ("local", "gloo", "inline", "shm", "shm-segment", "hierarchical")  # tiny tensors take another way
 SIZE = 3
 
 

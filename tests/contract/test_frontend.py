@@ -27,7 +27,7 @@ from tests.support.frameworks import Framework
 from tests.support.world import World
 
 MakeWorld = Callable[..., World]
-BACKENDS = ("local", "gloo", "inline", "shm", "shm-segment")  # tiny tensors take another way
+BACKENDS = ("local", "gloo", "inline", "shm", "shm-segment", "hierarchical")  # tiny tensors take another way
 SIZE = 3
 REDUCTIONS: dict[ReduceOp, Callable[[np.ndarray], np.ndarray]] = {
     ReduceOp.AVERAGE: lambda stack: stack.mean(axis=0),

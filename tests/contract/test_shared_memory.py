@@ -148,6 +148,31 @@ def test_payloads_beyond_the_segment_pass_piece_by_piece(ranks: Callable[..., Ra
     group.run(rank)
 
 
+@pytest.mark.parametrize("count", COUNTS)
+def test_blocks_may_be_reduced_and_gathered_where_they_lie(ranks: Callable[..., Ranks], count: int) -> None:
+    """A rank's result is its block of the source, and its contribution its block of the target: an allreduce in place,
+    step by step. The others' blocks of the source stay as they are."""
+    group = ranks(3)
+    blocks = [count, 0, count + 5]
+    sizes = [4 * block for block in blocks]
+    expected = in_order([data(rank, sum(blocks)) for rank in range(3)])
+
+    def rank(place: int) -> None:
+        array = data(place, sum(blocks))
+        begin = sum(blocks[:place])
+        end = begin + blocks[place]
+        own = Buffer.of_array(array).part(4 * begin, sizes[place])
+        finish(group.backends[place].reducescatter(Buffer.of_array(array), own, sizes, ReduceOp.SUM))
+        np.testing.assert_array_equal(array[begin:end], expected[begin:end])
+        before = data(place, sum(blocks))
+        np.testing.assert_array_equal(array[:begin], before[:begin])
+        np.testing.assert_array_equal(array[end:], before[end:])
+        finish(group.backends[place].allgather(own, Buffer.of_array(array), sizes))
+        np.testing.assert_array_equal(array, expected)
+
+    group.run(rank)
+
+
 @pytest.mark.parametrize("dtype", list(DType))
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT])
 @pytest.mark.parametrize("torch", [False, True])

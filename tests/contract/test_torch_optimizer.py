@@ -430,8 +430,10 @@ def test_frozen_parameters_stay_out_and_may_thaw(world: MakeWorld) -> None:
     alike(first, second, rtol=0)
 
 
-@pytest.mark.parametrize(("groups", "count"), [(None, 3), (1, 4)], ids=["alone", "group"])
-def test_a_parameter_frozen_later_is_left_alone(world: MakeWorld, groups: int | None, count: int) -> None:
+@pytest.mark.parametrize(
+    ("groups", "bucket", "count"), [(None, 0, 3), (1, 0, 4), (None, 1 << 20, 1)], ids=["alone", "group", "bucket"]
+)
+def test_a_parameter_frozen_later_is_left_alone(world: MakeWorld, groups: int | None, bucket: int, count: int) -> None:
     def rank_body(context: Context) -> None:
         model = make_model()
         optimizer = distribute(context, torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1), None, groups)
@@ -445,9 +447,9 @@ def test_a_parameter_frozen_later_is_left_alone(world: MakeWorld, groups: int | 
         optimizer._hvd.reducer.wait = lambda: reduced.update(wait())  # type: ignore[assignment,method-assign]
         optimizer.step()
         assert torch.equal(model[0].weight, frozen)  # no zero gradient, so no weight decay either
-        assert len(reduced) == count  # sent only if the rest of its group waits for it
+        assert len(reduced) == count  # sent only if the rest of its group, or bucket, waits for it
 
-    world(2).run(rank_body)
+    world(2, gradient_bucket=bucket).run(rank_body)
 
 
 def test_a_group_of_parameters_added_later_is_reduced(world: MakeWorld) -> None:

@@ -58,7 +58,7 @@ def test_each_byte_crosses_a_wire_once(bed: Bed, tmp_path: Path, hosts: str, lea
     """2(h-1)/h times the tensor's size leave each host, and the acknowledgements of what comes in."""
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
-    flags = ["-H", hosts, "--hierarchical-threshold", "4096"]
+    flags = ["-H", hosts, "--hierarchical-threshold", "4096", "--hierarchical-distribution-threshold", "4096"]
     done = bed["h1"].run([sys.executable, "-m", "hvdgloo.runner", *flags, str(script)], timeout=50)
     assert done.returncode == 0, done.stderr
     found = re.findall(r"FOUND (\w+) ([\d.]+)", done.stdout)
@@ -66,9 +66,18 @@ def test_each_byte_crosses_a_wire_once(bed: Bed, tmp_path: Path, hosts: str, lea
     assert all(float(crossed) < least + 0.2 for _, crossed in found), found
 
 
-def test_by_default_it_is_gloo(bed: Bed, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("hosts", "flags", "plane"),
+    [
+        ("h1:3,h2:1", [], "hierarchical"),
+        ("h1:2,h2:2", ["--hierarchical-threshold", "0"], "gloo"),
+        ("h1:2,h2:2", ["--cpu-operations", "gloo"], "gloo"),
+    ],
+    ids=["by default", "threshold of 0", "gloo"],
+)
+def test_which_plane_it_is(bed: Bed, tmp_path: Path, hosts: str, flags: list[str], plane: str) -> None:
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
-    done = bed["h1"].run([sys.executable, "-m", "hvdgloo.runner", "-H", "h1:2,h2:2", str(script)], timeout=50)
+    done = bed["h1"].run([sys.executable, "-m", "hvdgloo.runner", "-H", hosts, *flags, str(script)], timeout=50)
     assert done.returncode == 0, done.stderr
-    assert re.findall(r"FOUND (\w+)", done.stdout) == ["gloo"] * 4
+    assert re.findall(r"FOUND (\w+)", done.stdout) == [plane] * 4

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.hosts import Bed
 from tests.support.launching import clean_environment
 
 pytest.importorskip("torch", reason="several processes need the gloo backend, and that needs torch")
@@ -27,3 +28,42 @@ def test_twenty_seconds_of_random_collectives_are_right() -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.endswith("all results right\n")
+
+
+SHORT = ["--seconds", "4", "--seed", "11", "--growth", "200"]
+
+
+@pytest.mark.parametrize("plane", ["segment", "in-place"])
+def test_a_few_seconds_over_each_kind_of_shared_memory(plane: str) -> None:
+    done = subprocess.run(
+        [sys.executable, str(SOAK), *SHORT, "--np", "3", "--plane", plane],
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=55,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith("all results right\n")
+
+
+def test_a_few_seconds_over_hosts_with_several_ranks(bed: Bed) -> None:
+    """Hosts with unequal numbers of ranks."""
+    plane = ["--plane", "hierarchical", "--hosts", "h1:2,h2:1"]
+    done = bed["h1"].run([sys.executable, str(SOAK), *SHORT, "--np", "3", *plane], timeout=55)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith("all results right\n")
+
+
+def test_a_plane_that_cannot_be_had_is_no_success() -> None:
+    """One host has no other to form a hierarchy with."""
+    done = subprocess.run(
+        [sys.executable, str(SOAK), *SHORT, "--np", "2", "--plane", "hierarchical"],
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=55,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "not hierarchical" in done.stdout + done.stderr

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -22,9 +23,9 @@ from hvdgloo.config import Config
 from hvdgloo.context import Context, engine_settings
 from hvdgloo.engine.connect import Handshake, listen
 from hvdgloo.engine.engine import Engine
-from hvdgloo.planes import gloo_backend
+from hvdgloo.planes import Planes, gloo_backend, plane_settings
 from hvdgloo.rendezvous import MemoryStore
-from hvdgloo.topology import Topology
+from hvdgloo.topology import Host, Topology, Worker
 
 T = TypeVar("T")
 
@@ -42,7 +43,8 @@ class World:
     Args:
         backend: "local", "gloo", or "inline": local, and tiny tensors travel with the agreement as they do by default;
             "shm" reading whatever there is from the peers' memory, "shm-segment" nothing, "shm-pipes" as on processors
-            that reorder stores.
+            that reorder stores; "hierarchical" what a job gets that has two ranks on each host, whatever the tensor's
+            size.
         wrap: applied to each rank's backend, to inject faults.
         open_device: from a rank and what ``Engine`` asks for, the planes of tensors that claim to be a GPU's.
         settings: fields of Config.
@@ -67,7 +69,10 @@ class World:
         self._lock = threading.Lock()
         self._groups: dict[int, LocalGroup] = {}
         self._store = MemoryStore()
+        self._planes = [] if backend != "hierarchical" else [self._on_hosts(rank, config) for rank in range(size)]
         links, backends = (self._local if backend in ("local", "inline") else self._met)(topology, config)
+        if self._planes:
+            assert {each.name for each in backends} == {"hierarchical" if size > 2 else "shm" if size > 1 else "local"}
         if wrap is not None:
             backends = [wrap(rank, b) for rank, b in enumerate(backends)]
         self.contexts: list[Context] = []
@@ -131,6 +136,8 @@ class World:
     def _open_set(
         self, rank: int, config: Config, number: int, ranks: tuple[int, ...], cancelled: Callable[[], bool]
     ) -> Backend:
+        if self._planes:
+            return self._planes[rank].open(number, ranks, cancelled)
         if self.backend not in ("local", "inline") and (self.backend == "gloo" or len(ranks) > 1):
             return self._connect_backend(f"set{number}/", ranks.index(rank), len(ranks), config, cancelled)
         with self._lock:
@@ -167,6 +174,13 @@ class World:
         assert backend.is_direct == (self.backend == "shm")
         return backend
 
+    def _on_hosts(self, rank: int, config: Config) -> Planes:
+        hosts = tuple(Host(f"h{number}", f"identity of h{number}") for number in range((self.size + 1) // 2))
+        workers = tuple(Worker(rank, rank // 2, rank % 2, os.getpid(), "127.0.0.1", 0) for rank in range(self.size))
+        topology = Topology(0, hosts, workers)
+        config = replace(config, hierarchical_threshold=1, hierarchical_distribution_threshold=1)
+        return Planes(config, plane_settings(config), topology, rank, self._store, "test/", "127.0.0.1")
+
     def _met(self, topology: Topology, config: Config) -> tuple[list[dict[int, socket.socket]], Sequence[Backend]]:
         listener = listen("127.0.0.1", None)
         port = listener.getsockname()[1]
@@ -178,6 +192,8 @@ class World:
             else:
                 sock, _ = handshake.connect("127.0.0.1", port, rank, config.connect_timeout, topology.describe)
                 links = {0: sock}
+            if self._planes:
+                return links, self._planes[rank].open(0, range(topology.size))
             return links, self._connect_backend("test/", rank, topology.size, config)
 
         with listener, ThreadPoolExecutor(topology.size) as pool:

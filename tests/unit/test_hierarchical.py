@@ -11,20 +11,26 @@ import pytest
 
 from hvdgloo.backends import kernels
 from hvdgloo.backends.base import Work
-from hvdgloo.backends.hierarchical import HierarchicalBackend, Layout, layout_of
+from hvdgloo.backends.hierarchical import HierarchicalBackend, Layout, Thresholds, layout_of
 from hvdgloo.backends.local import LocalBackend, LocalGroup
 from hvdgloo.types import Buffer, DType, ReduceOp
 
 LAYOUTS = [(2, 2), (2, 1), (3, 1, 2), (1, 3), (2, 2, 2)]
 CHUNK = 48
+ALWAYS = Thresholds(1, 1)
 
 
 class Counting:
-    """A backend that counts what a rank hands to it."""
+    """A backend that notes what a rank hands to it: the operation, its bytes, and where they begin.
 
-    def __init__(self, backend: LocalBackend) -> None:
+    Args:
+        notes: where; several backends may share it.
+    """
+
+    def __init__(self, name: str, backend: LocalBackend, notes: list[tuple[str, int, int]]) -> None:
+        self._name = name
         self._backend = backend
-        self.calls: list[tuple[str, int]] = []
+        self._notes = notes
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._backend, name)
@@ -32,7 +38,7 @@ class Counting:
             return method
 
         def call(buffer: Buffer, *arguments: Any) -> Work:
-            self.calls.append((name, buffer.nbytes))
+            self._notes.append((f"{self._name} {name}", buffer.nbytes, buffer.address))
             work: Work = method(buffer, *arguments)
             return work
 
@@ -42,30 +48,37 @@ class Counting:
 class Ranks:
     """All ranks of a set, a thread for each."""
 
-    def __init__(self, sizes: tuple[int, ...], least: int = 0) -> None:
-        self.sizes, self.size = sizes, sum(sizes)
+    def __init__(self, sizes: tuple[int, ...], thresholds: Thresholds = ALWAYS, chunk: int = CHUNK) -> None:
+        self.sizes, self.size, self.owners = sizes, sum(sizes), min(sizes)
         flat = LocalGroup(self.size)
         local = [LocalGroup(count) for count in sizes]
-        cross = [LocalGroup(len(sizes)) for _ in range(min(sizes))]
+        cross = [LocalGroup(len(sizes)) for _ in range(self.owners)]
         self.backends: list[HierarchicalBackend] = []
-        self.cross: list[Counting] = []
-        self.flat: list[Counting] = []
+        self.notes: list[list[tuple[str, int, int]]] = []
         for rank in range(self.size):
-            layout = Layout(sizes, rank)
-            across = Counting(cross[layout.place].backend(layout.host)) if layout.place < min(sizes) else None
-            flatly = Counting(flat.backend(rank))
-            self.flat.append(flatly)
-            if across is not None:
-                self.cross.append(across)
+            layout, notes = Layout(sizes, rank), []
+            here = Counting("local", local[layout.host].backend(layout.place), notes)
+            across = None
+            if layout.place < self.owners:
+                across = Counting("cross", cross[layout.place].backend(layout.host), notes)
             backend = HierarchicalBackend(
                 layout,
-                local[layout.host].backend(layout.place),
+                here if sizes[layout.host] > 1 else None,  # type: ignore[arg-type]
                 across,  # type: ignore[arg-type]
-                flatly,  # type: ignore[arg-type]
-                least=least,
-                chunk=CHUNK,
+                Counting("flat", flat.backend(rank), notes),  # type: ignore[arg-type]
+                thresholds,
+                chunk=chunk,
             )
             self.backends.append(backend)
+            self.notes.append(notes)
+
+    def noted(self, rank: int, name: str) -> list[str]:
+        """The operations that a rank has handed to one of its backends."""
+        return [what for what, _, _ in self.notes[rank] if what.startswith(name)]
+
+    def crossed(self, rank: int) -> int:
+        """Bytes that a rank has handed to be taken across."""
+        return sum(nbytes for what, nbytes, _ in self.notes[rank] if what.startswith("cross"))
 
     def run(self, body: Callable[[int, HierarchicalBackend], None]) -> None:
         failures: list[BaseException] = []
@@ -113,15 +126,11 @@ def test_allreduce(ranks: Ranks, dtype: DType) -> None:
             assert array.tolist() == expected.tolist(), count
 
     ranks.run(body)
-    assert not any(flat.calls for flat in ranks.flat)
-    for across in ranks.cross:  # its share of the bytes, and no more
-        share = 100 * dtype.itemsize / min(ranks.sizes)
-        largest = sum(nbytes for _, nbytes in across.calls)
-        assert largest <= share + 8 * len(across.calls) * dtype.itemsize
+    assert not any(ranks.noted(rank, "flat") for rank in range(ranks.size))
 
 
 @pytest.mark.parametrize("op", [ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT], ids=lambda op: op.name)
-def test_other_reductions_are_flat(ranks: Ranks, op: ReduceOp) -> None:
+def test_other_reductions(ranks: Ranks, op: ReduceOp) -> None:
     def body(rank: int, backend: HierarchicalBackend) -> None:
         array = values(rank, 9, DType.INT32)
         expected = kernels.reduce([values(r, 9, DType.INT32) for r in range(ranks.size)], DType.INT32, op)
@@ -129,6 +138,7 @@ def test_other_reductions_are_flat(ranks: Ranks, op: ReduceOp) -> None:
         assert array.tolist() == expected.tolist()
 
     ranks.run(body)
+    assert not any(ranks.noted(rank, "flat") for rank in range(ranks.size))
 
 
 def test_broadcast_from_everyone(ranks: Ranks) -> None:
@@ -185,17 +195,79 @@ def test_operations_are_executed_in_the_order_in_which_they_began_wherever_they_
     ranks.run(body)
 
 
-def test_small_tensors_are_not_worth_three_steps() -> None:
-    ranks = Ranks((2, 2), least=100)
+@pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
+def test_each_takes_its_share_across_and_no_more(sizes: tuple[int, ...]) -> None:
+    """A slice of a tensor; of regions, those of both hosts where there are two, else its own host's."""
+    ranks = Ranks(sizes, chunk=3000)
+    count, each = 1000, 200
+    whole = 8 * each * ranks.size
+
+    def share(rank: int, operation: str) -> float:
+        if Layout(ranks.sizes, rank).place >= ranks.owners:
+            return 0
+        if operation == "allgather" and len(ranks.sizes) > 2:
+            return 8 * each * ranks.sizes[Layout(ranks.sizes, rank).host] / ranks.owners
+        return (whole if operation in ("allgather", "reducescatter") else 8 * count) / ranks.owners
 
     def body(rank: int, backend: HierarchicalBackend) -> None:
-        for count in (12, 13):
+        array, rows, part = np.zeros(count), np.zeros(each * ranks.size), np.zeros(each)
+        blocks = [8 * each] * ranks.size
+        for operation, call in {
+            "allreduce": lambda: backend.allreduce(Buffer.of_array(array), ReduceOp.SUM),
+            "broadcast": lambda: backend.broadcast(Buffer.of_array(array), ranks.size - 1),
+            "allgather": lambda: backend.allgather(Buffer.of_array(part), Buffer.of_array(rows), blocks),
+            "reducescatter": lambda: backend.reducescatter(
+                Buffer.of_array(rows), Buffer.of_array(part), blocks, ReduceOp.SUM
+            ),
+        }.items():
+            before = ranks.crossed(rank)
+            wait(call())
+            taken, expected = ranks.crossed(rank) - before, share(rank, operation)
+            assert abs(taken - expected) <= 0.05 * expected + 1, operation
+
+    ranks.run(body)
+
+
+def test_what_is_reduced_crosses_where_it_lies(ranks: Ranks) -> None:
+    arrays = [np.full(60, float(rank)) for rank in range(ranks.size)]
+    ranks.run(lambda rank, backend: wait(backend.allreduce(Buffer.of_array(arrays[rank]), ReduceOp.SUM)))
+    for array, notes in zip(arrays, ranks.notes, strict=True):
+        begin = array.ctypes.data
+        assert notes
+        assert all(begin <= address <= address + nbytes <= begin + array.nbytes for _, nbytes, address in notes)
+
+
+def test_one_chunk_is_in_memory_while_others_are_on_the_wire() -> None:
+    ranks = Ranks((2, 2))
+    arrays = [np.zeros(5 * CHUNK // 8) for _ in range(4)]
+    ranks.run(lambda rank, backend: wait(backend.allreduce(Buffer.of_array(arrays[rank]), ReduceOp.SUM)))
+    away, back = ["local reducescatter", "cross allreduce"], ["local allgather"]
+    for rank in range(4):
+        steps = [what for what, _, _ in ranks.notes[rank]]
+        assert steps == 3 * away + back + away + back + away + 3 * back
+
+
+@pytest.mark.parametrize("thresholds", [Thresholds(100, 1000), Thresholds(1000, 100)], ids=["allreduce", "others"])
+def test_small_tensors_are_not_worth_three_steps(thresholds: Thresholds) -> None:
+    ranks = Ranks((2, 2), thresholds)
+
+    def body(rank: int, backend: HierarchicalBackend) -> None:
+        for count in (12, 16):  # 96 and 128 bytes, of all ranks together
             array = np.full(count, rank)
             wait(backend.allreduce(Buffer.of_array(array), ReduceOp.SUM))
             assert array.tolist() == [6] * count
+            wait(backend.broadcast(Buffer.of_array(array), 0))
+            part, blocks = np.zeros(count // 4, np.int64), [count * 2] * 4
+            wait(backend.reducescatter(Buffer.of_array(array), Buffer.of_array(part), blocks, ReduceOp.SUM))
+            assert part.tolist() == [24] * (count // 4)
+            wait(backend.allgather(Buffer.of_array(part), Buffer.of_array(array), blocks))
+            assert array.tolist() == [24] * count
 
     ranks.run(body)
-    assert [flat.calls for flat in ranks.flat] == [[("allreduce", 96)]] * 4
+    every = ["flat allreduce", "flat broadcast", "flat reducescatter", "flat allgather"]
+    late = every[1:] if thresholds.allreduce == 100 else every[:1]
+    for rank in range(4):
+        assert ranks.noted(rank, "flat") == every + late
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,15 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from hvdgloo.backends.base import Done, RendezvousStore, Work
 from hvdgloo.backends.shm import system
+from hvdgloo.backends.shm.arena import Arena, arena_bytes
 from hvdgloo.backends.shm.direct import CHUNK, MOST_RANKS, Direct
 from hvdgloo.backends.shm.fold import Folder, Reduction, scale
 from hvdgloo.backends.shm.meeting import Meeting
+from hvdgloo.backends.shm.resident import RESIDENT_FROM, Resident
 from hvdgloo.backends.shm.rounds import Course, Rounds, Steps, Wait
 from hvdgloo.backends.shm.segment import PAGE, smallest
 from hvdgloo.backends.shm.system import Unsupported
@@ -65,6 +68,7 @@ class ShmBackend:
         limit: bytes of the segment per rank at most.
         direct_from: bytes of a tensor, on average, from which it is read in place; None to leave the peers' memory
             alone.
+        arena: bytes per rank that ``allocate`` can give out; None for as much as this machine has.
         pipes: whether numbers travel through pipes; None to decide by the processor.
         cancelled: asked now and then whether to give up connecting.
 
@@ -91,6 +95,7 @@ class ShmBackend:
         connect_timeout: float,
         limit: int,
         direct_from: int | None = DIRECT_FROM,
+        arena: int | None = None,
         pipes: bool | None = None,
         cancelled: Callable[[], bool] | None = None,
     ) -> None:
@@ -104,6 +109,7 @@ class ShmBackend:
             describe,
             timeout=connect_timeout,
             limit=max(limit // PAGE * PAGE, smallest(size)),
+            arena=arena_bytes(size) if arena is None else arena // PAGE * PAGE,
             direct_from=direct_from if size <= MOST_RANKS else None,
             pipes=not system.has_strong_order() if pipes is None else pipes,
             cancelled=cancelled or _never,
@@ -114,6 +120,10 @@ class ShmBackend:
         folder, course = Folder(rank, size, max(CHUNK, self._segment.limit)), Course()
         self._rounds = Rounds(self._segment, self._signals, folder, course)
         self._direct = Direct(self._segment, self._signals, folder, course, met.pids) if met.pids is not None else None
+        self._arena = Arena(self._segment)
+        self._resident = None
+        if self._segment.arena:
+            self._resident = Resident(self._segment, self._signals, folder, course, self._arena)
         self._under_way: deque[_ShmWork] = deque()
         self._failure: BackendError | None = None
 
@@ -138,6 +148,9 @@ class ShmBackend:
         if not pairs:
             return Done()
         reduction = Reduction(pairs[0][0].dtype, op, prescale, postscale)
+        if len(pairs) == 1:
+            (source, target), nbytes = pairs[0], pairs[0][0].nbytes
+            return self._begin("allreduce", nbytes, self._allreduce_one(source, target, reduction), pairs)
 
         def steps() -> Steps:
             for at in range(0, len(pairs), MAX_TENSORS):
@@ -146,6 +159,18 @@ class ShmBackend:
                 yield from self._way(source.nbytes // source.count).allreduce(source, target, reduction)
 
         return self._begin("allreduce", sum(source.nbytes for source, _ in pairs), steps(), pairs)
+
+    def _allreduce_one(self, source: Buffer, target: Buffer, reduction: Reduction) -> Steps:
+        one, result = Tensors([source]), Tensors([target])
+        elsewhere = self._way(one.nbytes).allreduce(one, result, reduction)
+        if self._resident is None or one.nbytes < RESIDENT_FROM:
+            return elsewhere
+        in_place = source.address == target.address
+        return self._resident.allreduce(one if in_place else Tensors([]), reduction, elsewhere)
+
+    def allocate(self, nbytes: int) -> Any | None:
+        """See ``Sharing``."""
+        return self._arena.allocate(nbytes)
 
     def allgather(self, source: Buffer, target: Buffer, nbytes: Sequence[int]) -> Work:
         total = sum(nbytes)
@@ -174,6 +199,7 @@ class ShmBackend:
         self._signals.abort()
 
     def close(self) -> None:
+        self._arena.close()
         self._signals.close()
         self._segment.close()
 

@@ -9,7 +9,7 @@ then does it tell that it has done, and only when all have done does an operatio
 from __future__ import annotations
 
 import errno
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
 from hvdgloo.backends.shm import system
@@ -32,44 +32,38 @@ MOST_RANKS = TABLE_ENTRIES - 1
 """An alltoall shows an address and an offset for each rank."""
 
 
-class Direct:
-    """One rank's part.
+class InPlace:
+    """Work on tensors that every rank has shown to the others, wherever they are."""
 
-    Args:
-        pids: of all ranks of the set.
-    """
-
-    def __init__(self, segment: Segment, signals: Signals, folder: Folder, course: Course, pids: Sequence[int]) -> None:
+    def __init__(self, segment: Segment, signals: Signals, folder: Folder, course: Course) -> None:
         self._rank, self._size = segment.rank, segment.size
         self._segment, self._signals, self._folder, self._course = segment, signals, folder, course
-        self._pids = pids
         self._peers = [(self._rank + n) % self._size for n in range(1, self._size)]
 
-    def allreduce(self, source: Tensors, target: Tensors, reduction: Reduction) -> Steps:
-        """Combine all ranks' ``source`` into everybody's ``target``, which may be the same.
+    def _in_slices(self, nbytes: int, fold: Callable[[int, int], None], take: Callable[[int, int, int], None]) -> Steps:
+        """Reduce a payload that all have shown.
 
-        Each rank reduces its slice, chunk after chunk, and between two of its own takes what others have finished, as
-        long as that is in the cache.
+        Args:
+            fold: reduces a stretch of this rank's slice.
+            take: gets from a peer a stretch that it has reduced.
         """
-        base, count = self._course.steps, source.count
-        edges = cut(source.nbytes, self._size)
+        base = self._course.steps - 1
+        edges = cut(nbytes, self._size)
         chunks = -(-max(end - begin for begin, end in pairwise(edges)) // CHUNK)
-        yield from self._show([*source.addresses, *target.addresses])
-        tables = {peer: self._segment.shown(peer, 2 * count) for peer in self._peers}
         taken = dict.fromkeys(self._peers, 0)
 
         def place(rank: int, k: int) -> tuple[int, int]:
             return min(edges[rank] + k * CHUNK, edges[rank + 1]), min(edges[rank] + (k + 1) * CHUNK, edges[rank + 1])
 
-        def take(peer: int, upto: int) -> None:
+        def take_upto(peer: int, upto: int) -> None:
             low, high = place(peer, taken[peer])[0], place(peer, upto - 1)[1]
             taken[peer] = upto
-            self._read(peer, target.runs(low, high), target.runs(low, high, tables[peer][count:]), high - low)
+            take(peer, low, high)
 
         for k in range(chunks):
             low, high = place(self._rank, k)
             if low < high:
-                self._fold(source, source, target, (low, high), low, tables, reduction)
+                fold(low, high)
             self._signals.post(PROGRESS, base + 2 + k)
             yield None
             for peer in self._peers:
@@ -77,12 +71,62 @@ class Direct:
                 while upto <= k and self._signals.reached(PROGRESS, peer, base + 2 + upto):
                     upto += 1
                 if upto > taken[peer]:
-                    take(peer, upto)
+                    take_upto(peer, upto)
         for peer in self._peers:
             while taken[peer] < chunks:
                 yield PROGRESS, peer, base + 2 + taken[peer]
-                take(peer, taken[peer] + 1)
+                take_upto(peer, taken[peer] + 1)
         yield from self._end(base + 2 + chunks)
+
+    def _show(self, numbers: list[int]) -> Steps:
+        """Show the others where this rank's tensors are, and wait until all have done so: one step."""
+        self._segment.show(numbers)
+        yield from self._meet()
+
+    def _meet(self) -> Steps:
+        """Wait until all have come as far: one step."""
+        self._course.steps += 1
+        self._signals.post(PROGRESS, self._course.steps)
+        for peer in self._peers:
+            yield PROGRESS, peer, self._course.steps
+
+    def _end(self, step: int) -> Steps:
+        """The last step: everything was read; wait until nobody reads this rank's memory, or table, any more."""
+        self._signals.check_peers()
+        self._course.steps = step
+        self._signals.post(PROGRESS, step)
+        for peer in self._peers:
+            yield PROGRESS, peer, step
+
+
+class Direct(InPlace):
+    """One rank's part.
+
+    Args:
+        pids: of all ranks of the set.
+    """
+
+    def __init__(self, segment: Segment, signals: Signals, folder: Folder, course: Course, pids: Sequence[int]) -> None:
+        super().__init__(segment, signals, folder, course)
+        self._pids = pids
+
+    def allreduce(self, source: Tensors, target: Tensors, reduction: Reduction) -> Steps:
+        """Combine all ranks' ``source`` into everybody's ``target``, which may be the same.
+
+        Each rank reduces its slice, chunk after chunk, and between two of its own takes what others have finished, as
+        long as that is in the cache.
+        """
+        count = source.count
+        yield from self._show([*source.addresses, *target.addresses])
+        tables = {peer: self._segment.shown(peer, 2 * count) for peer in self._peers}
+
+        def fold(low: int, high: int) -> None:
+            self._fold(source, source, target, (low, high), low, tables, reduction)
+
+        def take(peer: int, low: int, high: int) -> None:
+            self._read(peer, target.runs(low, high), target.runs(low, high, tables[peer][count:]), high - low)
+
+        yield from self._in_slices(source.nbytes, fold, take)
 
     def _fold(
         self,
@@ -124,7 +168,9 @@ class Direct:
         """Put all ranks' ``source`` one after another into everybody's ``target``."""
         begins = list(accumulate(nbytes, initial=0))
         yield from self._show([source.address])
-        yield from self._copy(self._rank, target.address + begins[self._rank], source.address, nbytes[self._rank])
+        place = target.address + begins[self._rank]
+        if source.address != place:
+            yield from self._copy(self._rank, place, source.address, nbytes[self._rank])
         for peer in self._peers:
             (address,) = self._segment.shown(peer, 1)
             yield from self._copy(peer, target.address + begins[peer], address, nbytes[peer])
@@ -148,22 +194,6 @@ class Direct:
             address, *theirs = self._segment.shown(peer, 1 + self._size)
             yield from self._copy(peer, target.address + begins[peer], address + theirs[own], received[peer])
         yield from self._end(self._course.steps + 1)
-
-    def _show(self, numbers: list[int]) -> Steps:
-        """Show the others where this rank's tensors are, and wait until all have done so: one step."""
-        self._segment.show(numbers)
-        self._course.steps += 1
-        self._signals.post(PROGRESS, self._course.steps)
-        for peer in self._peers:
-            yield PROGRESS, peer, self._course.steps
-
-    def _end(self, step: int) -> Steps:
-        """The last step: everything was read; wait until nobody reads this rank's memory, or table, any more."""
-        self._signals.check_peers()
-        self._course.steps = step
-        self._signals.post(PROGRESS, step)
-        for peer in self._peers:
-            yield PROGRESS, peer, step
 
     def _copy(self, rank: int, to: int, address: int, nbytes: int) -> Steps:
         """Copy from a rank's memory, this one's included (which is mere copying)."""

@@ -71,6 +71,7 @@ class Meeting:
         describe: names a rank of the set.
         timeout: seconds that the others have to come.
         limit: bytes of data per rank that the segment has at most; rank 0's word counts.
+        arena: bytes per rank for tensors that live in the segment; rank 0's word counts.
         direct_from: bytes of a payload that is read in place, None for none; rank 0's word counts, as for ``pipes``.
         pipes: True if numbers travel through pipes.
         cancelled: asked now and then whether to give up.
@@ -87,6 +88,7 @@ class Meeting:
         *,
         timeout: float,
         limit: int,
+        arena: int,
         direct_from: int | None,
         pipes: bool,
         cancelled: Callable[[], bool],
@@ -95,7 +97,12 @@ class Meeting:
         self._rank, self._size = rank, size
         self._handshake, self._describe = handshake, describe
         self._timeout, self._cancelled = timeout, cancelled
-        self._settings: dict[str, Any] = {"limit": limit, "direct_from": direct_from, "pipes": pipes}
+        self._settings: dict[str, Any] = {
+            "limit": limit,
+            "arena": arena,
+            "direct_from": direct_from,
+            "pipes": pipes,
+        }
         self._socks: dict[int, socket.socket] = {}
         self._opened: list[int] = []
         self._segment: Segment | None = None
@@ -120,8 +127,8 @@ class Meeting:
 
     def _meet(self) -> Met:
         descriptors = self._lead() if self._rank == 0 else self._join()
-        limit, pipes = int(self._settings["limit"]), bool(self._settings["pipes"])
-        problem = self._attempt(lambda: self._map(descriptors, limit, pipes))
+        pipes = bool(self._settings["pipes"])
+        problem = self._attempt(lambda: self._map(descriptors, pipes))
         self._agree(problem)
         segment, signals = self._segment, self._signals
         assert segment is not None
@@ -167,7 +174,8 @@ class Meeting:
 
     def _create(self) -> tuple[int, list[int], list[int]]:
         """The descriptors of the memory, and of the pipes' ends to read from and to write into."""
-        memory = Segment.create_memory(self._size, int(self._settings["limit"]))
+        limit, arena = int(self._settings["limit"]), int(self._settings["arena"])
+        memory = Segment.create_memory(self._size, limit, arena)
         self._opened.append(memory)
         inboxes, outboxes = [], []
         if self._settings["pipes"]:
@@ -198,11 +206,12 @@ class Meeting:
         self._opened += descriptors
         return descriptors
 
-    def _map(self, descriptors: Sequence[int], limit: int, pipes: bool) -> None:
+    def _map(self, descriptors: Sequence[int], pipes: bool) -> None:
         expected = 2 + self._size if pipes else 1
         if len(descriptors) != expected:
             raise Unsupported("too few descriptors arrived (the limit on open files is too low: ulimit -n)")
-        self._segment = Segment(descriptors[0], self._rank, self._size, limit)
+        limit, arena = int(self._settings["limit"]), int(self._settings["arena"])
+        self._segment = Segment(descriptors[0], self._rank, self._size, limit, arena)
         self._opened.remove(descriptors[0])
         if pipes:
             self._signals = PipeSignals(self._rank, self._size, descriptors[1], descriptors[2:])

@@ -175,6 +175,7 @@ class Rounds:
         piece = self._slot_bytes()
         begins = list(accumulate(nbytes, initial=0))
         own, whole = _bytes(source), _bytes(target)
+        in_place = source.address == target.address + begins[self._rank]
 
         def copy_in(k: int, at: int) -> None:
             low, high = _piece(k, piece, nbytes[self._rank])
@@ -184,7 +185,8 @@ class Rounds:
         def take(k: int, at: int) -> Steps:
             low, high = _piece(k, piece, nbytes[self._rank])
             begin = begins[self._rank]
-            np.copyto(whole[begin + low : begin + high], own[low:high])
+            if not in_place:
+                np.copyto(whole[begin + low : begin + high], own[low:high])
             for peer in self._peers:
                 yield from self._peer(PROGRESS, peer, base + k + 1)
                 low, high = _piece(k, piece, nbytes[peer])

@@ -31,7 +31,7 @@ SMALLEST = 1 << 16
 """Bytes of data per rank that are reserved from the beginning, if the ranks are not many, and the least limit."""
 
 # Words of 64 bits, each on a cache line of its own where somebody polls it.
-PROGRESS, RELEASED, GONE, PID, ADDRESS, GRANTED, ASLEEP = 0, 8, 16, 24, 25, 32, 96
+PROGRESS, RELEASED, GONE, PID, ADDRESS, GRANTED, ASLEEP, PLACE = 0, 8, 16, 24, 25, 32, 96, 104
 NONCE, NONCE_BYTES = 256, 32
 """Where the bytes stand that a peer must find when it reads this rank's memory (in bytes; the others in words)."""
 
@@ -45,16 +45,17 @@ class Segment:
         descriptor: of the memory; the Segment owns it from now on.
         rank, size: in the set.
         limit: bytes of data per rank, a multiple of PAGE.
+        arena: bytes per rank that may become tensors' memory (``Arena``), a multiple of PAGE.
 
     Raises:
         Unsupported, OSError: it cannot be mapped.
     """
 
-    def __init__(self, descriptor: int, rank: int, size: int, limit: int) -> None:
+    def __init__(self, descriptor: int, rank: int, size: int, limit: int, arena: int = 0) -> None:
         self.descriptor = descriptor
-        self.rank, self.size, self.limit = rank, size, limit
+        self.rank, self.size, self.limit, self.arena = rank, size, limit, arena
         self.smallest = smallest(size)
-        self._nbytes = total_bytes(size, limit)
+        self._nbytes = total_bytes(size, limit, arena)
         self._address = system.map_memory(descriptor, self._nbytes)
         memory = (ctypes.c_ubyte * self._nbytes).from_address(self._address)
         view = memoryview(memory).cast("B")
@@ -65,7 +66,7 @@ class Segment:
         self._grants = 0
 
     @staticmethod
-    def create_memory(size: int, limit: int) -> int:
+    def create_memory(size: int, limit: int, arena: int = 0) -> int:
         """The descriptor of memory for ``size`` ranks, with what they need at the beginning.
 
         Raises:
@@ -73,7 +74,7 @@ class Segment:
         """
         first = smallest(size)
         limits.check_room(size * (_CONTROL + first))
-        descriptor = system.create_memory("hvdgloo", total_bytes(size, limit))
+        descriptor = system.create_memory("hvdgloo", total_bytes(size, limit, arena))
         try:
             os.posix_fallocate(descriptor, 0, size * _CONTROL)
             for rank in range(size):
@@ -119,6 +120,15 @@ class Segment:
     def data_address(self, rank: int, offset: int) -> int:
         return self._address + self.size * _CONTROL + rank * self.limit + offset
 
+    def arena_at(self, rank: int, offset: int) -> int:
+        """Where a place in a rank's arena is in the memory's file."""
+        return total_bytes(self.size, self.limit) + rank * self.arena + offset
+
+    def in_arena(self, rank: int, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
+        """A stretch of a rank's arena."""
+        at = self.arena_at(rank, offset)
+        return self.bytes[at : at + nbytes]
+
     def reserve(self, nbytes: int) -> None:
         """Have memory for the first ``nbytes`` of this rank's room for data, and tell the others how much there is.
 
@@ -154,9 +164,9 @@ class Segment:
             self.descriptor = -1
 
 
-def total_bytes(size: int, limit: int) -> int:
+def total_bytes(size: int, limit: int, arena: int = 0) -> int:
     """How large the memory of ``size`` ranks is at most."""
-    return size * (_CONTROL + limit)
+    return size * (_CONTROL + limit + arena)
 
 
 def smallest(size: int) -> int:

@@ -27,6 +27,7 @@ _EVERYBODY = 2**31 - 1
 _PR_SET_PTRACER = 0x59616D61
 _MFD_NOEXEC_SEAL = 0x8
 _MAP_NORESERVE = 0x4000
+_FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 0x1, 0x2
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -167,19 +168,19 @@ _mmap.restype = ctypes.c_void_p
 _mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 
 
-def map_memory(descriptor: int, nbytes: int) -> int:
-    """The address at which the shared memory of a descriptor appears in this process.
+def map_memory(descriptor: int, nbytes: int, offset: int = 0) -> int:
+    """The address at which the shared memory of a descriptor appears in this process, from a page's ``offset`` on.
 
     Raises:
-        Unsupported: it is smaller than ``nbytes``, or somebody could shrink it and so crash who reads it.
+        Unsupported: it is smaller than that, or somebody could shrink it and so crash who reads it.
         OSError: there is no room for it (ENOMEM).
     """
-    if os.fstat(descriptor).st_size < nbytes:
+    if os.fstat(descriptor).st_size < offset + nbytes:
         raise Unsupported("the shared segment is smaller than announced")
     if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
         raise Unsupported("the shared segment is not sealed")
     flags = mmap.MAP_SHARED | _MAP_NORESERVE
-    address = _mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)
+    address = _mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, offset)
     if address is None or address == _MAP_FAILED:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
@@ -189,3 +190,16 @@ def map_memory(descriptor: int, nbytes: int) -> int:
 def unmap_memory(address: int, nbytes: int) -> None:
     """Undo ``map_memory``."""
     _libc.munmap(ctypes.c_void_p(address), ctypes.c_size_t(nbytes))
+
+
+def free_memory(descriptor: int, offset: int, nbytes: int) -> None:
+    """Give the system back what stands in a stretch of shared memory; it reads as zeros then (fallocate).
+
+    Raises:
+        OSError: the system cannot.
+    """
+    _fallocate = _libc["fallocate"]
+    flags = _FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE
+    if _fallocate(descriptor, flags, ctypes.c_long(offset), ctypes.c_long(nbytes)) < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
