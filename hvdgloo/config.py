@@ -432,6 +432,16 @@ class Config:
         help="from the second step on, PyTorch's DistributedOptimizer keeps gradients in buckets of about this size, "
         "so that nothing is packed for a transfer; 0 leaves each where it is. Rank 0's choice holds for all",
     )
+    deterministic: bool = _setting(
+        False,
+        env="HVDGLOO_DETERMINISTIC",
+        flag="--deterministic",
+        yaml="params.deterministic",
+        parse=_boolean,
+        help="the same ranks on the same hosts compute the same bits in every run: what is summed between hosts, or on "
+        "GPUs, is not fused with what happens to be ready at the same time. Within a host this costs nothing. Rank 0's "
+        "choice holds for all",
+    )
     disable_group_fusion: bool = _setting(
         False,
         env="HVDGLOO_DISABLE_GROUP_FUSION",

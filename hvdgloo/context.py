@@ -375,6 +375,7 @@ def _plan_settings(config: Config) -> dict[str, Any]:
     return {
         "fusion_threshold": config.fusion_threshold,
         "separate_groups": config.disable_group_fusion,
+        "deterministic": config.deterministic,
         **plane_settings(config),
     }
 
@@ -405,6 +406,7 @@ def engine_settings(
         fusion_threshold=int(shared["fusion_threshold"]),
         inline_threshold=config.inline_threshold,
         separate_groups=bool(shared["separate_groups"]),
+        deterministic=bool(shared["deterministic"]),
         operation_timeout=config.operation_timeout,
         cache_capacity=config.cache_capacity,
         cycle_time=config.cycle_time / 1000,

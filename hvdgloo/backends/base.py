@@ -42,10 +42,12 @@ class Backend(Protocol):
     Attributes:
         name: by which it is chosen.
         blocks: True if an operation waits for other ranks before it returns its Work.
+        in_rank_order: True if every element is combined in the order of ranks, wherever in a buffer it stands.
     """
 
     name: str
     blocks: bool
+    in_rank_order: bool
 
     def allreduce(self, buffer: Buffer, op: ReduceOp) -> Work:
         """Combine the buffers of all ranks element by element, in place. ``op`` is SUM, MIN, MAX or PRODUCT."""

@@ -168,6 +168,7 @@ class GlooBackend(ProcessGroupBackend):
 
     name = "gloo"
     blocks = False
+    in_rank_order = False
 
     def __init__(
         self,

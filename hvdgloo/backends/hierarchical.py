@@ -119,6 +119,7 @@ class HierarchicalBackend:
     """
 
     name = "hierarchical"
+    in_rank_order = False
 
     def __init__(
         self,

@@ -69,6 +69,7 @@ class LocalBackend:
     """One rank's view of a LocalGroup."""
 
     name = "local"
+    in_rank_order = True
 
     def __init__(self, group: LocalGroup, rank: int) -> None:
         self._group = group

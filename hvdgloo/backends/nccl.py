@@ -121,6 +121,7 @@ class NcclBackend(ProcessGroupBackend):
 
     name = "nccl"
     blocks = False
+    in_rank_order = False
 
     def __init__(
         self,

@@ -46,7 +46,8 @@ OpenDevice: TypeAlias = Callable[[int, tuple[int, ...], Backend, Buffer], Sequen
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What an engine decides by. ``fusion_threshold`` and ``separate_groups`` must be the same on all ranks.
+    """What an engine decides by. What shapes plans must be the same on all ranks: ``fusion_threshold``,
+    ``separate_groups`` and ``deterministic``.
 
     Times are in seconds, thresholds in bytes, the capacity in tensors.
     """
@@ -61,6 +62,7 @@ class EngineSettings:
     stall_warning_time: float
     stall_shutdown_time: float
     spin_time: float = 0.0
+    deterministic: bool = False
 
 
 class Engine:
@@ -96,7 +98,9 @@ class Engine:
         self._open_device = open_device
         self._groups = {0: self._group(0, everyone, backend)}
         self._sets_added = 0
-        self._member = Member(rank, {0: everyone}, settings.inline_threshold)
+        # Sums that travel with the agreement are in rank order, and whether they do depends on who came first.
+        steady = backend.in_rank_order or not settings.deterministic
+        self._member = Member(rank, {0: everyone}, settings.inline_threshold if steady else 0)
         self._forked = False
         self._closing = threading.Lock()
         self._executor = Executor(
@@ -105,6 +109,7 @@ class Engine:
             self._open_group,
             fusion_threshold=settings.fusion_threshold,
             separate_groups=settings.separate_groups,
+            deterministic=settings.deterministic,
             operation_timeout=settings.operation_timeout,
             on_room=self._room,
             on_failure=self._data_plane_failed,

@@ -85,6 +85,7 @@ class Executor:
         open_group: makes this rank's part of a new process set, from its id and global ranks, on the data thread, while
             the other members do the same; None if this rank is not in it.
         fusion_threshold: bytes.
+        deterministic: results must not depend on what happens to be ready at the same time.
         operation_timeout: seconds that one backend call may take beyond its transfer time.
         on_room: called after each bucket, on the thread that completed it.
         on_failure: called once with the first failure.
@@ -98,6 +99,7 @@ class Executor:
         *,
         fusion_threshold: int,
         separate_groups: bool,
+        deterministic: bool = False,
         operation_timeout: float,
         on_room: Callable[[], None],
         on_failure: Callable[[BaseException], None],
@@ -106,6 +108,7 @@ class Executor:
         self._open_group = open_group
         self._fusion_threshold = fusion_threshold
         self._separate_groups = separate_groups
+        self._alone = self._depends_on_its_place if deterministic else None
         self._operation_timeout = operation_timeout
         self._on_room = on_room
         self._on_failure = on_failure
@@ -161,7 +164,10 @@ class Executor:
         for _, operation in batch:
             self._unresolved[id(operation)] = operation
         buckets = fusion.plan(
-            [response for response, _ in batch], self._fusion_threshold, separate_groups=self._separate_groups
+            [response for response, _ in batch],
+            self._fusion_threshold,
+            separate_groups=self._separate_groups,
+            alone=self._alone,
         )
         if may_wait and len(buckets) == 1 and self.backlog == 0 and self._is_quick(buckets[0], batch):
             self._submitted += 1
@@ -170,6 +176,14 @@ class Executor:
         for bucket in buckets:
             self._submitted += 1
             self._queue.put((bucket, batch))
+
+    def _depends_on_its_place(self, response: Response, tensor: int) -> bool:
+        """Whether a tensor's sums depend on where in a fused buffer it stands."""
+        request = response.request
+        if request.collective not in REDUCTIONS:
+            return False
+        backend = self._groups[request.process_set].host.backend
+        return request.tensors[tensor].device != "cpu" or not backend.in_rank_order
 
     def _execute_here(self, bucket: Bucket, batch: Batch) -> None:
         """Do the data thread's work while it has none; it takes over if this bucket turns out to be slow, or fails."""
@@ -408,16 +422,17 @@ class Executor:
         return _UnderWay(bucket, batch, group, plane, work, target, packed)
 
     def _begin_broadcast(self, bucket: Bucket, batch: Batch, group: Group, plane: Plane) -> _UnderWay:
-        part = bucket.parts[0]
-        response, operation = batch[part.operation]
+        first = bucket.parts[0]
+        response, operation = batch[first.operation]
         root = group.ranks.index(response.request.root)
-        packed = not _holds_all(plane, bucket, batch)
+        packed = len(bucket.parts) > 1 or not _holds_all(plane, bucket, batch)
         if packed:
-            buffer = self._stage(group, plane, part.nbytes, response.request.tensors[part.tensor])
+            nbytes = sum(part.nbytes for part in bucket.parts)
+            buffer = self._stage(group, plane, nbytes, TensorSpec(DType.UINT8, ()))
             if group.rank == root:
-                plane.memory.pack(buffer, [operation.inputs[part.tensor]])
+                plane.memory.pack(buffer, [batch[part.operation][1].inputs[part.tensor] for part in bucket.parts])
         else:
-            buffer = _place(plane, operation, part.tensor)
+            buffer = _place(plane, operation, first.tensor)
         work: Work = plane.backend.broadcast(buffer, root) if buffer.nbytes else Done()
         return _UnderWay(bucket, batch, group, plane, work, buffer, packed)
 

@@ -8,7 +8,7 @@ by itself travels alone, in its own memory.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from hvdgloo.engine.messages import Response
@@ -17,7 +17,7 @@ from hvdgloo.types import Collective
 LONE_BYTES = 1 << 22
 """A tensor of at least this size is not copied into a bucket."""
 
-_FUSIBLE = frozenset({Collective.ALLREDUCE, Collective.ALLGATHER})
+_FUSIBLE = frozenset({Collective.ALLREDUCE, Collective.ALLGATHER, Collective.BROADCAST})
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +46,20 @@ class _Open:
         self.nbytes = part.nbytes
 
 
-def plan(responses: Iterable[Response], limit: int, *, separate_groups: bool = False) -> list[Bucket]:
+def plan(
+    responses: Iterable[Response],
+    limit: int,
+    *,
+    separate_groups: bool = False,
+    alone: Callable[[Response, int], bool] | None = None,
+) -> list[Bucket]:
     """Divide one batch of agreed operations into buckets.
 
     Args:
         responses: without errors, in the common order.
         limit: the largest fused bucket in bytes; 0 sends each tensor alone.
         separate_groups: tensors of an explicit group are fused with each other only.
+        alone: whether a tensor of a response is fused with no other.
 
     Returns:
         buckets in the order in which they must be executed. Every tensor is in exactly one; an operation without
@@ -72,7 +79,7 @@ def plan(responses: Iterable[Response], limit: int, *, separate_groups: bool = F
         apart = f" {operation}" if separate_groups and len(request.tensors) > 1 else ""
         for tensor, nbytes in enumerate(response.sizes):
             part = Part(operation, tensor, nbytes)
-            if not fusible or nbytes >= lone_bytes:
+            if not fusible or nbytes >= lone_bytes or (alone is not None and alone(response, tensor)):
                 buckets.append(_Open(request.collective, part))
                 continue
             kind = response.kinds[tensor] + apart

@@ -97,7 +97,7 @@ class Response:
         """For each tensor a text that is equal where tensors may share a buffer."""
         r = self.request
         # Gathering moves bytes, whatever they mean; reducing computes on one dtype with one set of factors.
-        common = f"{r.collective.value} {r.process_set}"
+        common = f"{r.collective.value} {r.process_set} {r.root}"
         if r.collective in REDUCTIONS:
             common += f" {int(r.op)} {r.prescale!r} {r.postscale!r}"
             return tuple(f"{common} {spec.device} {spec.dtype}" for spec in r.tensors)

@@ -52,6 +52,8 @@ GOOD: dict[str, tuple[str, Any]] = {
     "thread_affinity": (" 3, 0", "3,0"),
     "cpu_operations": (" GLOO", "gloo"),
     "shm_segment": ("65536", 65536),
+    "gradient_bucket": ("0", 0),
+    "deterministic": ("1", True),
     "shm_direct": ("No", "0"),
     "disable_group_fusion": ("1", True),
     "stall_check_disable": ("True", True),

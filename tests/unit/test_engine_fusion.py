@@ -26,8 +26,8 @@ def allgather(name: str, *rows: int, dtype: DType = DType.UINT8, width: int = 1)
     return Response(Request(name, Collective.ALLGATHER, (spec,)), (rows,))
 
 
-def broadcast(name: str, count: int) -> Response:
-    return Response(Request(name, Collective.BROADCAST, (TensorSpec(DType.UINT8, (count,)),), root=0))
+def broadcast(name: str, count: int, root: int = 0) -> Response:
+    return Response(Request(name, Collective.BROADCAST, (TensorSpec(DType.UINT8, (count,)),), root=root))
 
 
 def barrier(process_set: int = 0) -> Response:
@@ -165,8 +165,9 @@ def test_gathers_of_different_dtypes_share_a_bucket() -> None:
     assert bucket.parts == (Part(0, 0, 3), Part(1, 0, 3 * 2 * 4))
 
 
-def test_broadcasts_are_never_fused() -> None:
-    assert operations(plan([broadcast("a", 8), broadcast("b", 8)], LIMIT)) == [[0], [1]]
+def test_broadcasts_are_fused_if_they_come_from_one_rank() -> None:
+    several = [broadcast("a", 8), broadcast("b", 8, root=1), broadcast("c", 8), broadcast("d", LONE_BYTES)]
+    assert operations(plan(several, LIMIT)) == [[0, 2], [1], [3]]
 
 
 def test_nothing_overtakes_a_barrier() -> None:

@@ -82,6 +82,7 @@ class ShmBackend:
 
     name = "shm"
     blocks = False
+    in_rank_order = True
 
     def __init__(
         self,
