@@ -12,14 +12,27 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 VENV_GPU ?= .venv-gpu
 READY_GPU := $(VENV_GPU)/.ready
+VENV_TF ?= .venv-tf
+READY_TF := $(VENV_TF)/.ready
+TENSORFLOW ?= tensorflow-cpu==2.21.0 keras==3.15.1 jax==0.10.2
+TF_KERAS ?= tf_keras==2.21.0
+TESTS_TF ?= tests/tensorflow tests/contract tests/architecture tests/unit/test_horovod_surface.py
 
-.PHONY: demo test test-gpu check clean
+.PHONY: demo test test-main test-tensorflow test-gpu check clean
 
 demo: $(READY)
 	$(BIN)/hvdgloo-run -np 2 examples/torch_digits.py
 
-test: $(READY)
+test: test-main test-tensorflow
+
+test-main: $(READY)
 	$(BIN)/python -m pytest $(TESTS)
+
+# TensorFlow has an environment of its own: users have one framework or the other, and so has the rest of the tests. Of
+# the contracts all run that concern tensors, on data planes that treat memory differently.
+test-tensorflow: $(READY_TF)
+	HVDGLOO_TEST_FRONTENDS=tensorflow $(VENV_TF)/bin/python -m pytest $(TESTS_TF) \
+	    -k "(tensorflow or keras) and not gloo and not segment"
 
 # With the torch that is installed on a machine with a GPU, which this environment sees.
 test-gpu: $(READY_GPU)
@@ -32,7 +45,7 @@ check: $(READY)
 	$(BIN)/python -m pytest -q tests/architecture
 
 clean:
-	rm -rf $(VENV) $(VENV_GPU) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV_GPU) $(VENV_TF) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
 # torch is installed first and by its pin, so that no other package's range fetches another build of it.
 $(READY): setup.cfg setup.py Makefile
@@ -45,4 +58,19 @@ $(READY): setup.cfg setup.py Makefile
 $(READY_GPU): setup.cfg setup.py Makefile
 	$(PYTHON) -m venv --system-site-packages $(VENV_GPU)
 	$(VENV_GPU)/bin/python -m pip install --quiet --editable ".[test]"
+	touch $@
+
+# What $(VENV) has (torch, numpy, the test tools) is not installed twice: a .pth file makes it visible from here, behind
+# what is installed here. tf_keras comes without its dependencies, or it would bring the large build of TensorFlow.
+$(READY_TF): $(READY)
+	@echo "Making $(VENV_TF); TensorFlow is 270 MB."
+	rm -rf $(VENV_TF)
+	$(PYTHON) -m venv $(VENV_TF)
+	$(VENV_TF)/bin/python -c "import pathlib, sysconfig; \
+	    shared = sysconfig.get_path('purelib', vars={'base': '$(abspath $(VENV))'}); \
+	    own = pathlib.Path(sysconfig.get_path('purelib')); \
+	    (own / 'shared.pth').write_text(f'import site; site.addsitedir({shared!r})\n')"
+	$(VENV_TF)/bin/python -m pip install --quiet $(TENSORFLOW)
+	$(VENV_TF)/bin/python -m pip install --quiet --no-deps $(TF_KERAS)
+	$(VENV_TF)/bin/python -m pip install --quiet --editable . --no-deps
 	touch $@

@@ -54,7 +54,7 @@ def world(backend: str) -> Iterator[Callable[..., World]]:
         made.close()
 
 
-@pytest.fixture(params=frameworks.NAMES)
+@pytest.fixture(params=frameworks.names())
 def framework(request: pytest.FixtureRequest) -> frameworks.Framework:
     """Each framework in turn."""
     return frameworks.load(request.param)

@@ -43,12 +43,15 @@ T = TypeVar("T")
 _cache = functools.cache
 """Decorates a function that is called once for each combination of arguments."""
 
-_FRONT_ENDS = {"numpy": "numpy", "torch": "torch"}
+_FRONT_ENDS = {"keras": "keras", "numpy": "numpy", "tensorflow": "tensorflow", "torch": "torch"}
 """Front-end to the package that it needs."""
 
 _ASK_SECONDS = 120.0
 
-_GPU_QUESTIONS = {"torch": "import torch; print(torch.cuda.is_available())"}
+_GPU_QUESTIONS = {
+    "tensorflow": "import tensorflow; print(bool(tensorflow.config.list_physical_devices('GPU')))",
+    "torch": "import torch; print(torch.cuda.is_available())",
+}
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:

@@ -152,7 +152,8 @@ def test_requirements_agree_with_setup_cfg() -> None:
     # Not the installed metadata, which is as old as the installation.
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg", encoding="utf-8")
-    lines = setup["options"]["install_requires"] + setup["options.extras_require"]["torch"]
+    extras = setup["options.extras_require"]
+    lines = setup["options"]["install_requires"] + extras["torch"] + extras["tensorflow"] + extras["keras"]
     asked = {r.name: f">= {str(r.specifier)[2:]}" for r in map(Requirement, lines.split("\n")[1:])}
     asked["Python"] = setup["options"]["python_requires"].replace(">=", ">= ")
     assert {_canonical(name): needs for name, (needs, _) in _matrix().items()} == {
@@ -160,10 +161,13 @@ def test_requirements_agree_with_setup_cfg() -> None:
     }
 
 
-@pytest.mark.parametrize("name", ["Python", "torch", "numpy", "flask", "cheroot", "cloudpickle"])
+@pytest.mark.parametrize("name", ["Python", "torch", "numpy", "flask", "cheroot", "cloudpickle", "tensorflow", "keras"])
 def test_this_environment_is_in_the_matrix(name: str) -> None:
     """Pain 3: whoever runs the tests hears of versions that the matrix lacks; that alone is no failure."""
-    present = Version(platform.python_version() if name == "Python" else importlib.metadata.version(name))
+    if name in ("tensorflow", "keras"):
+        pytest.importorskip(name, reason="its tests have an environment of their own")
+    package = "tensorflow-cpu" if name == "tensorflow" else name
+    present = Version(platform.python_version() if name == "Python" else importlib.metadata.version(package))
     needs, tested = _matrix()[name]
     assert present in Requirement(f"x {needs}").specifier
     if f"{present.major}.{present.minor}" not in tested:

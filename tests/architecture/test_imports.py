@@ -26,6 +26,9 @@ PARTS = {
     "hvdgloo.runner": "runner",
     "hvdgloo.numpy": "numpy",
     "hvdgloo.torch": "torch",
+    "hvdgloo.tensorflow": "tensorflow",
+    "hvdgloo.tensorflow.keras": "tensorflow.keras",
+    "hvdgloo.keras": "keras",
     "hvdgloo.run": "run",
 }
 
@@ -37,6 +40,9 @@ MAY_IMPORT = {
     "top": {"bottom", "rendezvous", "engine", "top"},
     "numpy": {"bottom", "engine", "top", "numpy"},
     "torch": {"bottom", "engine", "top", "torch"},
+    "tensorflow": {"bottom", "engine", "top", "tensorflow", "tensorflow.keras"},
+    "tensorflow.keras": {"keras", "tensorflow.keras"},
+    "keras": {"bottom", "engine", "top", "numpy", "torch", "tensorflow", "keras"},
     "run": {"bottom", "rendezvous", "runner", "run"},
     "package": {"bottom", "run"},
 }
@@ -49,6 +55,9 @@ LEAVES = {"run"}
 FRAMEWORKS = frozenset({"torch", "tensorflow", "mxnet", "keras", "jax"})
 
 FRAMEWORK_EXCEPTIONS = {
+    ("hvdgloo.keras.on_jax", "jax"): "Keras on JAX",
+    ("hvdgloo.keras.on_tensorflow", "tensorflow"): "Keras on TensorFlow",
+    ("hvdgloo.keras.on_torch", "torch"): "Keras on torch",
     ("hvdgloo.runner.check_build", "torch"): "--check-build asks torch whether it was built with NCCL",
 }
 
@@ -156,6 +165,8 @@ def test_a_new_folder_must_be_given_a_part() -> None:
         ("hvdgloo.runner.agent", "import importlib\nimportlib.import_module('hvdgloo.engine.engine')"),
         ("hvdgloo.context", "if TYPE_CHECKING:\n    from hvdgloo.torch import adapter"),
         ("hvdgloo.torch.adapter", "from hvdgloo.numpy.adapter import NumpyAdapter"),
+        ("hvdgloo.tensorflow.adapter", "from hvdgloo.keras import distributed"),
+        ("hvdgloo.tensorflow.tape", "from hvdgloo.torch import adapter"),
         ("hvdgloo.torch.adapter", "from hvdgloo.run import run"),
         ("hvdgloo.reducer", "import hvdgloo.run"),
     ],
@@ -171,6 +182,7 @@ def test_the_rule_can_be_broken(name: str, text: str) -> None:
         ("hvdgloo.context", "def f():\n    from torch import nn"),
         ("hvdgloo.numpy.adapter", "import torch.distributed"),
         ("hvdgloo.torch.adapter", "import tensorflow as tf"),
+        ("hvdgloo.keras.callbacks", "import tensorflow as tf"),
         ("hvdgloo.runner.agent", "import jax"),
     ],
 )

@@ -1,6 +1,7 @@
 """The gradient of each collective against its definition in numpy.
 
-numpy records no gradients, so there the rules are called by themselves; torch runs them through its own graph.
+numpy records no gradients, so there the rules are called by themselves; torch and TensorFlow run them through graphs of
+their own.
 """
 
 from __future__ import annotations
@@ -45,10 +46,17 @@ def gradients_of(
             tensor.requires_grad_()
         outputs = frontend.apply(operation, tensors)
         results: Sequence[Any] = torch.autograd.grad(outputs, tensors, arriving)
+    elif framework.name == "tensorflow":
+        import tensorflow as tf
+
+        with tf.GradientTape() as tape:
+            tape.watch(tensors)
+            outputs = frontend.apply(operation, tensors)
+        results = tape.gradient(outputs, tensors, arriving)
     else:
         outputs = frontend.apply(operation, tensors)
-        tape = Tape(tuple(x.shape for x in inputs), tuple(tensors), tuple(outputs))
-        results = ADJOINTS[operation.collective, operation.op].rule(frontend, operation, tape, arriving)
+        left = Tape(tuple(x.shape for x in inputs), tuple(tensors), tuple(outputs))
+        results = ADJOINTS[operation.collective, operation.op].rule(frontend, operation, left, arriving)
     return [framework.array(result) for result in results]
 
 

@@ -22,7 +22,7 @@ MEAN = (SIZE - 1) / 2
 
 
 def gradient_of(framework: Framework, context: Context, base: float = 0.0) -> Any:
-    return framework.float64([base + context.rank, base])
+    return framework.writable(framework.float64([base + context.rank, base]))
 
 
 @pytest.mark.parametrize("in_place", [True, False], ids=["in place", "new"])
@@ -128,7 +128,7 @@ def test_predivision_keeps_float16_sums_finite(world: MakeWorld, framework: Fram
         frontend = framework.frontend(context)
         # Three times 40,000 overflows float16; divided by 4 before the sum, it does not.
         reducer = GradientReducer(frontend, predivide_factor=4.0)
-        reducer.ready("w", framework.tensor([40_000.0, 8.0], DType.FLOAT16))
+        reducer.ready("w", framework.writable(framework.tensor([40_000.0, 8.0], DType.FLOAT16)))
         np.testing.assert_allclose(framework.array(reducer.wait()["w"]), [40_000, 8], rtol=1e-3)
 
     world(SIZE).run(rank_body)
@@ -147,8 +147,8 @@ def test_compressed_gradients_arrive_in_their_own_type(
             op=ReduceOp.SUM,
             in_place=in_place,
         )
-        floats = framework.float64([0.1, context.rank])
-        integers = framework.tensor([context.rank], DType.INT32)
+        floats = framework.writable(framework.float64([0.1, context.rank]))
+        integers = framework.writable(framework.tensor([context.rank], DType.INT32))
         reducer.ready("f", floats)
         reducer.ready("i", integers)
         reduced = reducer.wait()
@@ -172,13 +172,13 @@ def test_a_failure_leaves_nothing_under_way(world: MakeWorld, framework: Framewo
     def rank_body(context: Context) -> None:
         reducer = GradientReducer(framework.frontend(context))
         good = gradient_of(framework, context)
-        reducer.ready("bad", framework.float64([0.0] * (1 + context.rank)))
+        reducer.ready("bad", framework.writable(framework.float64([0.0] * (1 + context.rank))))
         reducer.ready("good", good)
         with pytest.raises(HorovodInternalError, match="bad"):
             reducer.wait()
         assert reducer.open == set()
         assert framework.array(good)[0] == MEAN
-        reducer.ready("bad", framework.float64([1.0]))
+        reducer.ready("bad", framework.writable(framework.float64([1.0])))
         assert framework.array(reducer.wait()["bad"]).tolist() == [1.0]
 
     world(SIZE).run(rank_body)

@@ -28,12 +28,12 @@ def _run(folder: Path, *arguments: str) -> str:
 
 
 def test_the_first_program_trains_on_several_workers(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(_program("DistributedOptimizer"))
+    (tmp_path / "train.py").write_text(_program("named_parameters"))
     assert _run(tmp_path, "-m", "hvdgloo.runner", "-np", "2", "train.py") == "[0]<stdout>:2 workers, loss 0.000000\n"
 
 
 def test_the_first_program_trains_alone(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(_program("DistributedOptimizer"))
+    (tmp_path / "train.py").write_text(_program("named_parameters"))
     assert re.fullmatch(r"1 workers, loss 0\.0\d+\n", _run(tmp_path, "train.py"))
 
 

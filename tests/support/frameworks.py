@@ -16,7 +16,14 @@ from hvdgloo.context import Context
 from hvdgloo.frontend import Frontend
 from hvdgloo.types import DType
 
-NAMES = ("numpy", "torch")
+NAMES = ("numpy", "torch", "tensorflow")
+
+
+def names() -> tuple[str, ...]:
+    """The frameworks that this environment is for: those that HVDGLOO_TEST_FRONTENDS names, else what is installed."""
+    wanted = [name for name in os.environ.get("HVDGLOO_TEST_FRONTENDS", "").split(",") if name]
+    # What is nowhere to be found is skipped once and not in each test.
+    return tuple(wanted) or tuple(name for name in NAMES if name != "tensorflow" or importlib.util.find_spec(name))
 
 
 @dataclass(frozen=True)
@@ -26,7 +33,8 @@ class Framework:
     Attributes:
         tensor: values of any numpy type, in an element type, as a tensor.
         array: a tensor's values; bfloat16 as float32.
-        module: the front-end's package.
+        writable: makes of a tensor what can be reduced in place.
+        has_views: a part of a tensor is the same memory.
     """
 
     name: str
@@ -34,9 +42,12 @@ class Framework:
     tensor: Callable[[Any, DType], Any]
     array: Callable[[Any], np.ndarray]
     compression: Any
+    frontend_class: type[Frontend[Any]] = Frontend
+    writable: Callable[[Any], Any] = lambda tensor: tensor
+    has_views: bool = True
 
     def frontend(self, context: Context) -> Frontend[Any]:
-        return Frontend(self.adapter, lambda: context)
+        return self.frontend_class(self.adapter, lambda: context)
 
     def float64(self, values: Any) -> Any:
         return self.tensor(values, DType.FLOAT64)
@@ -73,6 +84,24 @@ def _torch() -> Framework:
     return Framework("torch", TorchAdapter(), tensor, array, Compression)
 
 
+def _tensorflow() -> Framework:
+    import tensorflow as tf
+
+    from hvdgloo.tensorflow.adapter import TensorFlowAdapter
+    from hvdgloo.tensorflow.compression import Compression
+    from hvdgloo.tensorflow.frontend import TensorFlowFrontend
+
+    def tensor(values: Any, dtype: DType) -> Any:
+        return tf.cast(tf.constant(np.asarray(values)), dtype.value)
+
+    def array(tensor: Any) -> np.ndarray:
+        return np.asarray(tf.cast(tensor, tf.float32) if tensor.dtype.name == "bfloat16" else tensor)
+
+    return Framework(
+        "tensorflow", TensorFlowAdapter(), tensor, array, Compression, TensorFlowFrontend, tf.Variable, has_views=False
+    )
+
+
 def load(name: str) -> Framework:
     """A framework, or a skip that says why not; a failure if HVDGLOO_TEST_FRONTENDS names it."""
     if importlib.util.find_spec(name) is None:
@@ -80,4 +109,4 @@ def load(name: str) -> Framework:
         if name in os.environ.get("HVDGLOO_TEST_FRONTENDS", "").split(","):
             pytest.fail(text)
         pytest.skip(text)
-    return {"numpy": _numpy, "torch": _torch}[name]()
+    return {"numpy": _numpy, "torch": _torch, "tensorflow": _tensorflow}[name]()

@@ -80,19 +80,25 @@ def test_functions_travel_by_reference(hvd: ModuleType) -> None:
         pickle.dumps(Frontend(allreduce.__self__.adapter, lambda: None))  # type: ignore[arg-type,return-value]
 
 
-def test_a_missing_framework_says_what_to_install() -> None:
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("torch", "hvdgloo.torch needs PyTorch: pip install 'hvdgloo[torch]'"),
+        ("tensorflow", "hvdgloo.tensorflow needs TensorFlow: pip install 'hvdgloo[tensorflow]'"),
+        ("keras", "hvdgloo.keras needs Keras 3: pip install 'hvdgloo[keras]'"),
+    ],
+)
+def test_a_missing_framework_says_what_to_install(name: str, text: str) -> None:
     """Pain 2."""
     program = (
-        "import sys; sys.modules['torch'] = None\n"
-        "try:\n    import hvdgloo.torch\n"
+        f"import sys; sys.modules['{name}'] = None\n"
+        f"try:\n    import hvdgloo.{name}\n"
         "except ImportError as error:\n    print(type(error).__name__, error)\n"
         "import hvdgloo.numpy as hvd, numpy\n"
         "hvd.init(); print(hvd.allreduce(numpy.ones(2)))\n"
     )
     done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=50)
-    assert "MissingDependencyError hvdgloo.torch needs PyTorch: pip install 'hvdgloo[torch]'" in done.stdout, (
-        done.stderr
-    )
+    assert f"MissingDependencyError {text}" in done.stdout, done.stderr
     assert "[1. 1.]" in done.stdout, done.stderr
 
 

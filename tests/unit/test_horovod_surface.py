@@ -6,7 +6,9 @@ The texts below are what such a program may write, by position or by name. Param
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
+import re
 import subprocess
 import sys
 from typing import Any
@@ -107,12 +109,95 @@ MORE = {
     },
 }
 
+DENSE = "average=None, device_dense='', device_sparse='', compression=none, op=None"
+FACTORS = "prescale_factor=1.0, postscale_factor=1.0"
+TAPE = (
+    "gradtape, device_dense='', device_sparse='', compression=none, sparse_as_dense=False, op=Average, "
+    "gradient_predivide_factor=1.0, num_groups=0, groups=None, process_set=all"
+)
+BASIC = {
+    name: EVERY_FRONT_END[name]
+    for name in EVERY_FRONT_END
+    if not name.endswith(("_async", "_", "_async_"))
+    and name not in ("allgather", "allreduce", "alltoall", "broadcast", "reducescatter", "poll", "synchronize", "join")
+    and not name.startswith("grouped_")
+}
+TENSORFLOW = {
+    **{name: BASIC[name] for name in BASIC if "object" not in name},
+    "allreduce": f"tensor, {DENSE}, {FACTORS}, name=None, process_set=all, ignore_name_scope=False",
+    "grouped_allreduce": f"tensors, {DENSE}, {FACTORS}, process_set=all, ignore_name_scope=False, name=None",
+    "allgather": "tensor, name=None, ignore_name_scope=False, process_set=all",
+    "grouped_allgather": "tensors, name=None, ignore_name_scope=False, process_set=all",
+    "broadcast": "tensor, root_rank, name=None, ignore_name_scope=False, process_set=all",
+    "broadcast_": "variables, root_rank, name=None, process_set=all",
+    "alltoall": "tensor, splits=None, name=None, ignore_name_scope=False, process_set=all",
+    "reducescatter": (
+        "tensor, device_dense='', compression=none, op=Average, name=None, process_set=all, ignore_name_scope=False, "
+        f"{FACTORS}"
+    ),
+    "grouped_reducescatter": f"tensors, device_dense='', compression=none, op=Average, process_set=all, {FACTORS}",
+    "broadcast_variables": "variables, root_rank, process_set=all, inplace=False",
+    "broadcast_global_variables": "root_rank",
+    "BroadcastGlobalVariablesHook": "root_rank, device=''",
+    "broadcast_object": "obj, root_rank=0, session=None, name=None, process_set=all",
+    "broadcast_object_fn": "root_rank=0, session=None, name=None, process_set=all",
+    "allgather_object": "obj, session=None, name=None, process_set=all",
+    "DistributedOptimizer": (
+        "optimizer, name=None, use_locking=False, device_dense='', device_sparse='', compression=none, "
+        "sparse_as_dense=False, backward_passes_per_step=1, op=Average, gradient_predivide_factor=1.0, "
+        "average_aggregated_gradients=False, num_groups=0, groups=None, process_set=all, scale_local_gradients=True"
+    ),
+    "DistributedGradientTape": f"{TAPE}, scale_local_gradients=True",
+    "PartialDistributedGradientTape": f"{TAPE}, local_layers=None, scale_local_gradients=True",
+    "join": "",
+    "rank_op": "name=None",
+    "local_rank_op": "name=None",
+    "size_op": "process_set_id=0, name=None",
+    "local_size_op": "name=None",
+    "process_set_included_op": "process_set_id=0, name=None",
+    "SyncBatchNormalization": "fused=False",
+}
+KERAS = {
+    **{name: BASIC[name] for name in BASIC if "object" not in name and name != "barrier"},
+    "DistributedOptimizer": (
+        "optimizer, name=None, device_dense='', device_sparse='', compression=none, sparse_as_dense=False, "
+        "gradient_predivide_factor=1.0, op=Average, backward_passes_per_step=1, average_aggregated_gradients=False, "
+        "num_groups=0, groups=None, process_set=all, scale_local_gradients=True"
+    ),
+    "broadcast_global_variables": "root_rank",
+    "allreduce": "value, name=None, average=None, prescale_factor=1.0, postscale_factor=1.0, op=None, compression=none",
+    "allgather": "value, name=None",
+    "broadcast": "value, root_rank, name=None",
+    "reducescatter": "value, name=None, op=Average",
+    "load_model": "filepath, custom_optimizers=None, custom_objects=None, compression=none, legacy_opts=False",
+}
+CALLBACKS = {
+    "BroadcastGlobalVariablesCallback": "root_rank, device='', local_variables=None",
+    "MetricAverageCallback": "device=''",
+    "LearningRateScheduleCallback": (
+        "initial_lr, multiplier, start_epoch=0, end_epoch=None, staircase=True, momentum_correction=True, "
+        "steps_per_epoch=None"
+    ),
+    "LearningRateWarmupCallback": (
+        "initial_lr, warmup_epochs=5, momentum_correction=True, steps_per_epoch=None, verbose=0"
+    ),
+    "BestModelCheckpoint": "monitor='val_loss', verbose=0, save_weights_only=False, mode='auto', save_freq='epoch'",
+}
+MORE |= {
+    "hvdgloo.tensorflow": TENSORFLOW,
+    "hvdgloo.keras": KERAS,
+    "hvdgloo.tensorflow.keras": KERAS,
+    "hvdgloo.keras.callbacks": CALLBACKS,
+    "hvdgloo.tensorflow.keras.callbacks": CALLBACKS,
+}
+
 SURFACE = {"hvdgloo.numpy": EVERY_FRONT_END, "hvdgloo.torch": EVERY_FRONT_END | TORCH, **MORE}
 CASES = [
     (module, name, parameters)
     for module, names in SURFACE.items()
     for name, parameters in names.items()
-    if parameters is not None
+    # TensorFlow and Keras have an environment of their own, where these cases run.
+    if parameters is not None and (importlib.util.find_spec("tensorflow") or not re.search("tensorflow|keras", module))
 ]
 
 
@@ -139,17 +224,21 @@ def _default(value: Any) -> str:
     return value.name.capitalize() if isinstance(value, ReduceOp) else repr(value)
 
 
+def _need(module: str) -> None:
+    for framework in ("torch", "tensorflow", "keras"):
+        if framework in module:
+            pytest.importorskip(framework)
+
+
 @pytest.mark.parametrize(("module", "name", "parameters"), CASES)
 def test_parameters_and_defaults(module: str, name: str, parameters: str) -> None:
-    if "torch" in module:
-        pytest.importorskip("torch")
+    _need(module)
     assert written(getattr(importlib.import_module(module), name), parameters) == parameters
 
 
 @pytest.mark.parametrize(("module", "name", "parameters"), CASES)
 def test_what_was_not_needed_is_not_needed_now(module: str, name: str, parameters: str) -> None:
-    if "torch" in module:
-        pytest.importorskip("torch")
+    _need(module)
     count = len([part for part in parameters.split(",") if part])
     added = list(inspect.signature(getattr(importlib.import_module(module), name)).parameters.values())[count:]
     assert [p.name for p in added if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)] == []

@@ -1,0 +1,329 @@
+"""Callbacks for ``fit``, under the names and with the arguments that Horovod's programs use."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvdgloo import objects
+from hvdgloo.errors import InvalidArgumentError
+from hvdgloo.keras.functions import _frontend, array_of, broadcast_weights
+from hvdgloo.types import ReduceOp
+
+__all__ = [
+    "BestModelCheckpoint",
+    "BroadcastGlobalVariablesCallback",
+    "LearningRateScheduleCallback",
+    "LearningRateWarmupCallback",
+    "MetricAverageCallback",
+]
+
+logger = logging.getLogger(__name__)
+
+Multiplier = float | Callable[[float], float]
+
+
+class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]
+    """Gives all ranks the root's weights, and the state of its optimizer, when training begins.
+
+    At once if the model is built on all ranks, and again after the first batch, when the optimizer's state is there.
+    Random seeds, of Dropout for example, stay each rank's own.
+
+    Args:
+        root_rank: global rank of the source.
+        device: accepted for programs that pass it.
+        local_variables: variables that each rank keeps for itself.
+    """
+
+    def __init__(self, root_rank: int, device: str = "", local_variables: Sequence[Any] | None = None) -> None:
+        super().__init__()
+        self.root_rank = root_rank
+        self._local = {id(variable) for variable in local_variables or ()}
+        self._done = False
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Called by Keras."""
+        if self._done:
+            return
+        variables = self._variables()
+        shapes = [tuple(variable.shape) for variable in variables]
+        if all(others == shapes for others in objects.allgather_object(_frontend, shapes)):
+            broadcast_weights(variables, self.root_rank)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Called by Keras."""
+        if not self._done:
+            broadcast_weights(self._variables(), self.root_rank)
+            self._done = True
+
+    def _variables(self) -> list[Any]:
+        model = self.model
+        optimizer = getattr(model, "optimizer", None)
+        state = list(optimizer.variables) if optimizer is not None and not callable(optimizer.variables) else []
+        return [variable for variable in [*model.weights, *state] if id(variable) not in self._local]
+
+
+class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
+    """Replaces the metrics of an epoch by their averages over all ranks.
+
+    Callbacks that look at metrics come after it in the list: they then decide alike on all ranks.
+
+    Args:
+        device: accepted for programs that pass it.
+    """
+
+    def __init__(self, device: str = "") -> None:
+        super().__init__()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Called by Keras."""
+        if not logs:
+            return
+        names = sorted(logs)
+        values = np.array([float(logs[name]) for name in names], np.float64)
+        averages = _frontend.allreduce(values, op=ReduceOp.AVERAGE, name=f"metrics.{'.'.join(names)}")
+        logs.update(zip(names, averages.tolist(), strict=True))
+
+
+class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[misc]
+    """Sets the learning rate to ``initial_lr * multiplier`` from one epoch to another.
+
+    Args:
+        initial_lr: the learning rate that is multiplied.
+        multiplier: a function of the epoch (of fractions of it, if not ``staircase``); or a number, which stands for
+            ``multiplier ** (epoch - start_epoch)``.
+        start_epoch, end_epoch: the first epoch, and the first after the last (None: no end).
+        staircase: change it once an epoch, and not with every batch.
+        momentum_correction: while it changes, scale the momentum likewise (Goyal et al., 2017), where the optimizer's
+            momentum is a variable (tf_keras); Keras 3 compiles it in as a constant.
+        steps_per_epoch: batches in an epoch, if Keras does not know.
+
+    Programs of Horovod 0.19 pass ``(multiplier, start_epoch, ..., initial_lr=None)``: a call whose first argument is a
+    function, or which names ``initial_lr``, or which has but one argument, is understood so; without an ``initial_lr``
+    the optimizer's learning rate counts.
+
+    Raises:
+        InvalidArgumentError: (a ValueError) there is no multiplier.
+    """
+
+    __signature__ = inspect.Signature(
+        [
+            inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default)
+            for name, default in (
+                ("initial_lr", inspect.Parameter.empty),
+                ("multiplier", inspect.Parameter.empty),
+                ("start_epoch", 0),
+                ("end_epoch", None),
+                ("staircase", True),
+                ("momentum_correction", True),
+                ("steps_per_epoch", None),
+            )
+        ]
+    )
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        given = _bind(_SCHEDULE, _SCHEDULE_OLD, args, kwargs, is_old=_is_old_schedule(args, kwargs))
+        multiplier = given.get("multiplier")
+        if not callable(multiplier) and not isinstance(multiplier, (int, float)):
+            raise InvalidArgumentError("multiplier is a number or a function of the epoch")
+        self.initial_lr: float | None = given.get("initial_lr")
+        self.start_epoch: int = given.get("start_epoch", 0)
+        self.end_epoch: int | None = given.get("end_epoch")
+        self.staircase: bool = given.get("staircase", True) if callable(multiplier) else True
+        self.momentum_correction: bool = given.get("momentum_correction", True)
+        self.steps_per_epoch: int | None = given.get("steps_per_epoch")
+        self._multiplier: Multiplier = multiplier
+        self._epoch = 0
+        self._momentum: Any = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Called by Keras."""
+        if self.initial_lr is None:
+            self.initial_lr = float(_learning_rate(self.model))
+        if not self.staircase and not self.steps_per_epoch:
+            self.steps_per_epoch = (self.params or {}).get("steps")
+            if not self.steps_per_epoch:
+                raise InvalidArgumentError("steps_per_epoch= is needed: Keras does not know how many batches there are")
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Called by Keras."""
+        self._epoch = epoch
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Called by Keras."""
+        if self._epoch < self.start_epoch or (self.end_epoch is not None and self._epoch >= self.end_epoch):
+            return
+        if self.staircase and batch == 0:
+            self._adjust(self._epoch)
+        elif not self.staircase:
+            assert self.steps_per_epoch is not None
+            self._adjust(self._epoch + batch / self.steps_per_epoch)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Called by Keras."""
+        if self._momentum is not None:
+            self.model.optimizer.momentum.assign(self._momentum)
+            self._momentum = None
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Called by Keras."""
+        if logs is not None:
+            logs["lr"] = float(_learning_rate(self.model))
+
+    def factor(self, epoch: float) -> float:
+        """What the learning rate is multiplied with at a time, counted in epochs."""
+        if callable(self._multiplier):
+            return float(self._multiplier(epoch))
+        return float(self._multiplier ** (epoch - self.start_epoch))
+
+    def _adjust(self, epoch: float) -> None:
+        assert self.initial_lr is not None
+        optimizer = self.model.optimizer
+        before, after = float(_learning_rate(self.model)), self.initial_lr * self.factor(epoch)
+        optimizer.learning_rate = after
+        momentum: Any = getattr(optimizer, "momentum", None)
+        if self.momentum_correction and hasattr(momentum, "assign") and before and after != before:
+            self._momentum = float(array_of(momentum))
+            momentum.assign(self._momentum * after / before)
+
+
+class LearningRateWarmupCallback(LearningRateScheduleCallback):
+    """Raises the learning rate from ``initial_lr / size`` to ``initial_lr`` over the first epochs (Goyal et al., 2017).
+
+    Args:
+        initial_lr: the learning rate after the warm-up; usually one process's times the number of ranks.
+        warmup_epochs: how many epochs it takes.
+        momentum_correction, steps_per_epoch: as for ``LearningRateScheduleCallback``.
+        verbose: 1 to log the learning rate when the warm-up has ended.
+
+    Programs of Horovod 0.19 pass ``(warmup_epochs=5, ..., initial_lr=None)``: a call that names ``initial_lr``, or
+    whose first argument is a whole number which no number follows, is understood so.
+    """
+
+    __signature__ = inspect.Signature(
+        [
+            inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default)
+            for name, default in (
+                ("initial_lr", inspect.Parameter.empty),
+                ("warmup_epochs", 5),
+                ("momentum_correction", True),
+                ("steps_per_epoch", None),
+                ("verbose", 0),
+            )
+        ]
+    )
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        given = _bind(_WARMUP, _WARMUP_OLD, args, kwargs, is_old=_is_old_warmup(args, kwargs))
+        self.warmup_epochs: int = given.get("warmup_epochs", 5)
+        self.verbose: int = given.get("verbose", 0)
+        super().__init__(
+            multiplier=self._warm,
+            initial_lr=given.get("initial_lr"),
+            start_epoch=0,
+            end_epoch=self.warmup_epochs,
+            staircase=False,
+            momentum_correction=given.get("momentum_correction", True),
+            steps_per_epoch=given.get("steps_per_epoch"),
+        )
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Called by Keras."""
+        super().on_epoch_end(epoch, logs)
+        if epoch == self.warmup_epochs - 1 and self.verbose > 0:
+            logger.info("epoch %d: the learning rate is warm: %g", epoch + 1, float(_learning_rate(self.model)))
+
+    def _warm(self, epoch: float) -> float:
+        # The rate is that of the batch's end, so that the last batch of the warm-up has the full one.
+        assert self.steps_per_epoch is not None
+        size = _frontend.size()
+        return ((epoch + 1.0 / self.steps_per_epoch) * (size - 1) / self.warmup_epochs + 1) / size
+
+
+class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc]
+    """Keras's ModelCheckpoint that keeps the best model, and whose ``filepath`` is set later.
+
+    Args:
+        monitor, verbose, save_weights_only, mode, save_freq: as for ``keras.callbacks.ModelCheckpoint``.
+    """
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        verbose: int = 0,
+        save_weights_only: bool = False,
+        mode: str = "auto",
+        save_freq: str | int = "epoch",
+    ) -> None:
+        ending = ".weights.h5" if save_weights_only else ".keras"
+        super().__init__(
+            f"unset{ending}",  # which Keras checks here, and looks at when it saves
+            monitor=monitor,
+            verbose=verbose,
+            save_best_only=True,
+            save_weights_only=save_weights_only,
+            mode=mode,
+            save_freq=save_freq,
+        )
+        self.filepath: str | None = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Called by Keras.
+
+        Raises:
+            InvalidArgumentError: (a ValueError) ``filepath`` has not been set.
+        """
+        if self.filepath is None:
+            raise InvalidArgumentError("set the callback's filepath before training: where shall the model be saved?")
+        super().on_train_begin(logs)
+
+
+_SCHEDULE = (
+    "initial_lr",
+    "multiplier",
+    "start_epoch",
+    "end_epoch",
+    "staircase",
+    "momentum_correction",
+    "steps_per_epoch",
+)
+_SCHEDULE_OLD = (*_SCHEDULE[1:], "initial_lr")
+_WARMUP = ("initial_lr", "warmup_epochs", "momentum_correction", "steps_per_epoch", "verbose")
+_WARMUP_OLD = (*_WARMUP[1:], "initial_lr")
+
+
+def _is_old_schedule(args: Sequence[Any], kwargs: Any) -> bool:
+    if not args:
+        return False
+    return callable(args[0]) or "initial_lr" in kwargs or (len(args) == 1 and "multiplier" not in kwargs)
+
+
+def _is_old_warmup(args: Sequence[Any], kwargs: Any) -> bool:
+    if not args:
+        return False
+    if "initial_lr" in kwargs:
+        return True
+    is_count = isinstance(args[0], int) and not isinstance(args[0], bool)
+    return is_count and "warmup_epochs" not in kwargs and (len(args) == 1 or isinstance(args[1], bool))
+
+
+def _bind(new: Sequence[str], old: Sequence[str], args: Sequence[Any], kwargs: Any, *, is_old: bool) -> dict[str, Any]:
+    order = old if is_old else new
+    if len(args) > len(order):
+        raise TypeError(f"at most {len(order)} arguments: {', '.join(order)}; got {len(args)}")
+    given = dict(zip(order, args, strict=False))
+    for name, value in kwargs.items():
+        if name not in order or name in given:
+            raise TypeError(f"unknown argument {name!r}" if name not in order else f"{name} is given twice")
+        given[name] = value
+    return given
+
+
+def _learning_rate(model: Any) -> Any:
+    return array_of(model.optimizer.learning_rate)

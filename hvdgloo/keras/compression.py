@@ -1,0 +1,27 @@
+"""Compressors for the tensors of Keras's backend."""
+
+from __future__ import annotations
+
+import importlib
+
+import keras
+
+from hvdgloo.compression import Compressor, NoneCompressor
+
+__all__ = ["Compression", "Compressor"]
+
+
+class Compression:
+    """The compressors to choose from."""
+
+    none = NoneCompressor
+    fp16: type
+    bf16: type
+
+
+if keras.backend.backend() == "jax":
+    _home = importlib.import_module("hvdgloo.keras.on_jax")
+    Compression.fp16, Compression.bf16 = _home.JaxFP16Compressor, _home.JaxBF16Compressor
+elif keras.backend.backend() in ("tensorflow", "torch"):
+    _home = importlib.import_module(f"hvdgloo.{keras.backend.backend()}.compression")
+    Compression.fp16, Compression.bf16 = _home.FP16Compressor, _home.BF16Compressor

@@ -1,0 +1,241 @@
+"""Keras 3's optimizers, stepping on gradients that all ranks share, on each of its backends.
+
+The user's optimizer becomes an instance of a class that derives from its own and has the same name and module: so its
+state, its checkpoints and its configuration are the plain optimizer's, and plain Keras loads what was saved. The class
+overrides the one method through which every gradient passes just before a step, also where gradients are accumulated:
+there they are reduced, before they are clipped. How, depends on the backend: see the modules ``on_tensorflow``,
+``on_torch`` (with hooks) and ``on_jax`` beside this one.
+
+Under mixed precision a LossScaleOptimizer decides whether gradients are finite before it calls the optimizer inside.
+All ranks must decide alike, or those that step would wait for those that skip; so its question is put to all ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import keras
+
+from hvdgloo.compression import Compressor, NoneCompressor
+from hvdgloo.errors import InvalidArgumentError, MissingDependencyError
+from hvdgloo.process_sets import ProcessSet, global_process_set
+from hvdgloo.types import ReduceOp
+
+logger = logging.getLogger(__name__)
+
+Groups = int | Sequence[Sequence[Any]] | None
+
+
+@dataclass(frozen=True)
+class Options:
+    """How gradients are reduced; the arguments of ``DistributedOptimizer`` that do not name the optimizer."""
+
+    compression: Compressor[Any] = NoneCompressor
+    op: int = ReduceOp.AVERAGE
+    gradient_predivide_factor: float = 1.0
+    sparse_as_dense: bool = False
+    backward_passes_per_step: int = 1
+    average_aggregated_gradients: bool = False
+    groups: Groups = None
+    process_set: ProcessSet = global_process_set
+    local_variables: tuple[Any, ...] = ()
+    scale_local_gradients: bool = True
+
+
+class Sync(Protocol):
+    """How one backend reduces gradients."""
+
+    def track(self, variables: Sequence[Any], *, accumulates: bool) -> None:
+        """The optimizer has been built for these variables; it ``accumulates`` gradients over several passes."""
+
+    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Gradients of all ranks; None of those given is written that the user can see."""
+
+    def agree(self, gradients: Sequence[Any], check: Any) -> Any:
+        """Whether ``check(gradients)``, a boolean tensor, holds on all ranks."""
+
+
+class Distributed:
+    """What an optimizer has besides, once it is distributed. ``DistributedOptimizer`` makes them."""
+
+    _hvd: _State
+
+    def build(self, variables: Any) -> None:
+        """Make the state for some variables."""
+        super().build(variables)  # type: ignore[misc]
+        _track(self)
+
+    def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> None:
+        self._hvd.variables = list(trainable_variables)
+        super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
+
+    def _clip_gradients(self, grads: Any) -> Any:
+        state = self._hvd
+        whole = [gradient * state.factor for gradient in grads] if state.factor != 1 else list(grads)
+        variables = state.variables
+        if keras.backend.backend() == "jax" and self.gradient_accumulation_steps:  # type: ignore[attr-defined]
+            # There a step is computed each time, and thrown away unless it is the last pass.
+            passes = self.gradient_accumulation_steps  # type: ignore[attr-defined]
+            is_last = keras.ops.equal((self._iterations + 1) % passes, 0)  # type: ignore[attr-defined]
+            reduced = keras.ops.cond(is_last, lambda: state.sync.reduce(whole, variables), lambda: whole)
+        else:
+            reduced = state.sync.reduce(whole, variables)
+        return super()._clip_gradients(reduced)  # type: ignore[misc]
+
+    def register_local_var(self, variable: Any) -> None:
+        """Leave a variable's gradient to this rank alone. Before the optimizer steps for the first time."""
+        self._hvd.add_local(variable)
+        if self.built:  # type: ignore[attr-defined]
+            _track(self)
+
+    def register_local_layer(self, layer: Any) -> None:
+        """Leave a layer's gradients to this rank alone; it may be built later."""
+        self._hvd.local_layers.append(layer)
+        if self.built:  # type: ignore[attr-defined]
+            _track(self)
+
+    @classmethod
+    def from_config(cls, config: Any, **kwargs: Any) -> Any:
+        """The plain optimizer of a configuration, which knows nothing of ranks."""
+        return cls.__bases__[1].from_config(config, **kwargs)  # type: ignore[attr-defined]
+
+
+class _State:
+    """What is distributed about an optimizer; no part of what Keras tracks and saves."""
+
+    def __init__(self, options: Options, factor: float) -> None:
+        self.options = options
+        self.factor = factor
+        self.sync = open_sync(options)
+        self.variables: list[Any] = []
+        self.local_layers: list[Any] = []
+
+    def add_local(self, *variables: Any) -> None:
+        local = (*self.options.local_variables, *variables)
+        self.options = Options(**{**self.options.__dict__, "local_variables": local})
+        self.sync = open_sync(self.options)
+
+
+def open_sync(options: Options) -> Sync:
+    """What reduces gradients on the backend that Keras uses.
+
+    Raises:
+        MissingDependencyError: there is no way for this backend.
+        InvalidArgumentError: (a ValueError) an option cannot be used.
+    """
+    backend = keras.backend.backend()
+    if backend not in ("tensorflow", "torch", "jax"):
+        raise MissingDependencyError(
+            f"hvdgloo.keras works on Keras's TensorFlow, torch and JAX backends, not on {backend}; set KERAS_BACKEND"
+        )
+    made: Sync = importlib.import_module(f"hvdgloo.keras.on_{backend}").open_sync(options)
+    return made
+
+
+def wrap(optimizer: Any, options: Options) -> Any:
+    """``DistributedOptimizer``: see there."""
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        wrap(optimizer.inner_optimizer, options)
+        return optimizer
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise InvalidArgumentError(f"expected an optimizer of Keras, not {type(optimizer).__name__}")
+    if isinstance(optimizer, Distributed):
+        raise InvalidArgumentError("the optimizer is distributed already; wrap it once")
+    passes = options.backward_passes_per_step
+    if not isinstance(passes, int) or isinstance(passes, bool) or passes < 1:
+        raise InvalidArgumentError(f"backward_passes_per_step must be a whole number from 1, not {passes!r}")
+    if passes > 1:
+        _accumulate(optimizer, passes)
+    factor = 1.0 if passes == 1 or options.average_aggregated_gradients else float(passes)
+    state = _State(options, factor)
+    _prepare()
+    optimizer.__class__ = _class_of(type(optimizer))
+    object.__setattr__(optimizer, "_hvd", state)  # Keras would track, and save, what it sees
+    if optimizer.built:
+        _track(optimizer)
+    return optimizer
+
+
+def _track(optimizer: Any) -> None:
+    for layer in optimizer._hvd.local_layers:
+        optimizer._hvd.add_local(*layer.trainable_variables)
+    accumulates = bool(optimizer.gradient_accumulation_steps)
+    optimizer._hvd.sync.track(optimizer._trainable_variables, accumulates=accumulates)
+
+
+def is_distributed(optimizer: Any) -> bool:
+    """Whether an optimizer, or the one inside of a LossScaleOptimizer, reduces its gradients."""
+    return isinstance(getattr(optimizer, "inner_optimizer", optimizer), Distributed)
+
+
+def _accumulate(optimizer: Any, passes: int) -> None:
+    if optimizer.gradient_accumulation_steps:
+        raise InvalidArgumentError(
+            "backward_passes_per_step= and Keras's gradient_accumulation_steps= are two names for one thing; use one"
+        )
+    if optimizer.built:
+        raise InvalidArgumentError(
+            "backward_passes_per_step= needs an optimizer that has no state yet; wrap it before the model is compiled"
+        )
+    optimizer.gradient_accumulation_steps = passes
+
+
+_classes: dict[type, type] = {}
+"""Plain class to its distributed one, so that two wrapped optimizers of one class have one class too."""
+
+
+def _class_of(base: type) -> type:
+    if base not in _classes:
+        missing = [name for name in ("_clip_gradients", "_backend_apply_gradients") if not hasattr(base, name)]
+        if missing:
+            raise MissingDependencyError(
+                f"Keras {keras.__version__} has no Optimizer.{missing[0]}, which hvdgloo needs; docs/compatibility.md "
+                "tells the versions that work"
+            )
+        # By its public name, a class is found on every backend.
+        public = getattr(keras.optimizers, base.__name__, None)
+        module = "keras.optimizers" if public is not None and issubclass(base, public) else base.__module__
+        names = {"__module__": module, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+        _classes[base] = type(base.__name__, (Distributed, base), names)
+    return _classes[base]
+
+
+def _prepare() -> None:
+    """Change what Keras does for distributed optimizers alone, once."""
+    scaling = keras.optimizers.LossScaleOptimizer
+    if not hasattr(scaling.check_finite, "hvdgloo"):
+        scaling.check_finite = _agreeing(scaling.check_finite)
+    if keras.backend.backend() == "tensorflow" and not hasattr(keras.Model.make_train_function, "hvdgloo"):
+        keras.Model.make_train_function = _without_xla(keras.Model.make_train_function)
+    prepare = getattr(importlib.import_module(f"hvdgloo.keras.on_{keras.backend.backend()}"), "prepare", None)
+    if prepare is not None:
+        prepare()
+
+
+def _agreeing(plain: Any) -> Any:
+    @functools.wraps(plain)
+    def check_finite(self: Any, grads: Any) -> Any:
+        inner = self.inner_optimizer
+        if not isinstance(inner, Distributed):
+            return plain(self, grads)
+        return inner._hvd.sync.agree(grads, functools.partial(plain, self))
+
+    check_finite.hvdgloo = True  # type: ignore[attr-defined]
+    return check_finite
+
+
+def _without_xla(plain: Any) -> Any:
+    @functools.wraps(plain)
+    def make_train_function(self: Any, force: bool = False) -> Any:
+        if self.jit_compile and is_distributed(self.optimizer):
+            logger.warning("XLA cannot compile collectives: %s trains without it (jit_compile=False)", self.name)
+            self.jit_compile = False
+        return plain(self, force)
+
+    make_train_function.hvdgloo = True  # type: ignore[attr-defined]
+    return make_train_function

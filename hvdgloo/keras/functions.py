@@ -1,0 +1,171 @@
+"""Collectives on values, variables, objects and models, under the names that Horovod's programs use with Keras.
+
+Values are numbers and arrays, not tensors of a graph: what is to be part of a model takes the collectives of the
+backend's own front-end, ``hvdgloo.tensorflow`` or ``hvdgloo.torch``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import keras
+import numpy as np
+
+from hvdgloo import context, objects
+from hvdgloo.compression import Compressor, NoneCompressor
+from hvdgloo.errors import HvdglooError
+from hvdgloo.frontend import Frontend
+from hvdgloo.keras import distributed
+from hvdgloo.keras.distributed import Options
+from hvdgloo.numpy.adapter import Array, NumpyAdapter
+from hvdgloo.numpy.compression import FP16Compressor
+from hvdgloo.operations import broadcasting
+from hvdgloo.process_sets import ProcessSet, global_process_set
+from hvdgloo.types import ReduceOp
+
+__all__ = [
+    "allgather",
+    "allgather_object",
+    "allreduce",
+    "broadcast",
+    "broadcast_global_variables",
+    "broadcast_object",
+    "load_model",
+    "reducescatter",
+]
+
+T = TypeVar("T")
+
+_frontend: Frontend[Array] = Frontend(NumpyAdapter(), context.current, module=__name__)
+
+
+class EagerExecutionError(HvdglooError, RuntimeError):
+    """This is for graphs of TensorFlow 1, and Keras has none."""
+
+
+def allreduce(
+    value: Any,
+    name: str | None = None,
+    average: bool | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    op: int | None = None,
+    compression: Compressor[Any] = NoneCompressor,
+) -> Array:
+    """The average (or another reduction) of the ranks' values.
+
+    Args:
+        value: a number, an array or a tensor, of the same shape and type on every rank.
+        name: what matches the ranks' calls.
+        average: True for ``op=Average``, False for ``op=Sum``.
+        prescale_factor, postscale_factor: multiply each rank's value before, and the result after.
+        op: Average (default), Sum, Min, Max or Product.
+        compression: with any but ``Compression.none`` floating-point values travel as float16.
+
+    Returns:
+        a numpy array.
+    """
+    if average is not None and op is None:
+        average, op = None, ReduceOp.AVERAGE if average else ReduceOp.SUM
+    chosen = NoneCompressor if compression is NoneCompressor else FP16Compressor
+    return _frontend.allreduce(array_of(value), average, name, chosen, op, prescale_factor, postscale_factor)
+
+
+def allgather(value: Any, name: str | None = None) -> Array:
+    """The ranks' arrays, one after the other along the first dimension, as a numpy array."""
+    return _frontend.allgather(array_of(value), name)
+
+
+def broadcast(value: Any, root_rank: int, name: str | None = None) -> Array:
+    """The value of one (global) rank, as a numpy array."""
+    return _frontend.broadcast(array_of(value), root_rank, name)
+
+
+def reducescatter(value: Any, name: str | None = None, op: int = ReduceOp.AVERAGE) -> Array:
+    """This rank's rows of the average (or sum) of the ranks' arrays, as a numpy array."""
+    return _frontend.reducescatter(array_of(value), name, op=op)
+
+
+def broadcast_object(
+    obj: T, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> T:
+    """The Python object of one rank, on all: see ``hvdgloo.objects.broadcast_object``."""
+    return objects.broadcast_object(_frontend, obj, root_rank, name, process_set)
+
+
+def allgather_object(obj: T, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[T]:
+    """Every rank's Python object, in rank order: see ``hvdgloo.objects.allgather_object``."""
+    return objects.allgather_object(_frontend, obj, name, process_set)
+
+
+def broadcast_global_variables(root_rank: int) -> Any:
+    """The operator that assigns one rank's values to all variables of a TensorFlow 1 graph.
+
+    Raises:
+        EagerExecutionError: (a RuntimeError) the program runs eagerly, as Keras does.
+    """
+    if keras.backend.backend() != "tensorflow":
+        raise EagerExecutionError(
+            "broadcast_global_variables() is for graphs of TensorFlow; give fit() the callback "
+            "BroadcastGlobalVariablesCallback(root_rank=0)"
+        )
+    return importlib.import_module("hvdgloo.tensorflow.functions").broadcast_global_variables(root_rank)
+
+
+def broadcast_weights(variables: Sequence[Any], root_rank: int) -> None:
+    """Assign one rank's values to the other ranks' Keras variables; all are under way before one is waited for."""
+    operation = broadcasting(root_rank, global_process_set)
+    label = _frontend.automatic_name("broadcast_weights")
+    arrays = [np.array(array_of(variable)) for variable in variables]  # copies, to be written
+    pending = [
+        _frontend.start(operation, [_as_signed(array)], f"{label}.{index}", in_place=True)
+        for index, array in enumerate(arrays)
+    ]
+    for variable, array, broadcast in zip(variables, arrays, pending, strict=True):
+        broadcast.wait()
+        if _frontend.rank() != root_rank:
+            variable.assign(array)
+
+
+def load_model(
+    filepath: Any,
+    custom_optimizers: Sequence[type] | None = None,
+    custom_objects: dict[str, Any] | None = None,
+    compression: Compressor[Any] = NoneCompressor,
+    legacy_opts: bool = False,
+) -> Any:
+    """A saved model, whose optimizer is distributed; whether it was when it was saved makes no difference.
+
+    Args:
+        filepath: of a ``.keras`` or ``.h5`` file.
+        custom_optimizers: classes of optimizers that Keras cannot find by itself.
+        custom_objects: other names in the file, as for ``keras.models.load_model``.
+        compression: for ``DistributedOptimizer``.
+        legacy_opts: accepted for programs that pass it.
+    """
+    names = {optimizer.__name__: optimizer for optimizer in custom_optimizers or ()} | (custom_objects or {})
+    model = keras.models.load_model(filepath, custom_objects=names)
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None:
+        if optimizer.built and not optimizer._trainable_variables and model.trainable_variables:
+            # So Keras 3 leaves it after reading an .h5 file: with state for no variables at all, and it cannot step.
+            model.optimizer = optimizer = type(optimizer).from_config(optimizer.get_config())
+        distributed.wrap(optimizer, Options(compression=compression))
+    return model
+
+
+def _as_signed(array: Array) -> Array:
+    signed = {"uint16": np.int16, "uint32": np.int32, "uint64": np.int64}.get(array.dtype.name)
+    return array if signed is None else array.view(signed)
+
+
+def array_of(value: Any) -> Array:
+    """A number, an array, a tensor or a variable of Keras's backend, as an array."""
+    if isinstance(value, (np.ndarray, np.generic)) or not hasattr(value, "shape"):
+        return np.asarray(value)
+    inner = value.value if isinstance(value, keras.Variable) else value
+    # Variables of Keras and of TensorFlow do not speak numpy 2's protocol, and are asked directly.
+    known = keras.backend.backend() == "tensorflow" and hasattr(inner, "numpy")
+    return np.asarray(inner.numpy() if known else keras.ops.convert_to_numpy(inner))

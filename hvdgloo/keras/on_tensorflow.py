@@ -1,0 +1,52 @@
+"""Keras on TensorFlow: gradients go the way of ``hvdgloo.tensorflow``'s tape."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvdgloo.keras.distributed import Options
+from hvdgloo.operations import Operation
+from hvdgloo.process_sets import process_set_id
+from hvdgloo.tensorflow import gradients
+from hvdgloo.tensorflow.mpi_ops import _frontend
+from hvdgloo.types import Collective, ReduceOp
+
+
+class TensorFlowSync:
+    """See ``hvdgloo.keras.distributed.Sync``."""
+
+    def __init__(self, options: Options) -> None:
+        chosen = gradients.Options(
+            options.compression,
+            options.op,
+            options.gradient_predivide_factor,
+            options.sparse_as_dense,
+            options.groups,
+            options.process_set,
+            options.scale_local_gradients,
+        )
+        self._sync = gradients.GradientSync(_frontend, chosen)
+        self._agreement = Operation(Collective.ALLREDUCE, ReduceOp.MIN, process_set=process_set_id(options.process_set))
+        for variable in options.local_variables:
+            self._sync.register_local_source(variable)
+
+    def track(self, variables: Sequence[Any], *, accumulates: bool) -> None:
+        """Nothing to do: gradients are sent from where they are computed."""
+
+    def reduce(self, given: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        return self._sync.reduce(given, variables)
+
+    def agree(self, given: Sequence[Any], check: Any) -> Any:
+        holds = check(given)
+        if not self._sync.active:
+            return holds
+        (everywhere,) = _frontend.apply(self._agreement, [tf.cast(holds, tf.uint8)])
+        return tf.cast(everywhere, tf.bool)
+
+
+def open_sync(options: Options) -> TensorFlowSync:
+    """How gradients are reduced on this backend."""
+    return TensorFlowSync(options)

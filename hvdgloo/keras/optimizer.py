@@ -1,0 +1,129 @@
+"""``DistributedOptimizer`` of Keras's front-end; how it works is in ``hvdgloo.keras.distributed``."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+from hvdgloo.compression import Compressor, NoneCompressor
+from hvdgloo.errors import InvalidArgumentError
+from hvdgloo.keras import distributed, legacy
+from hvdgloo.keras.distributed import Groups, Options
+from hvdgloo.process_sets import ProcessSet, global_process_set
+from hvdgloo.types import ReduceOp
+
+__all__ = ["DistributedOptimizer", "PartialDistributedOptimizer"]
+
+Average = ReduceOp.AVERAGE
+
+
+def DistributedOptimizer(  # noqa: N802 - Horovod's name
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Compressor[Any] = NoneCompressor,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: int = Average,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: Groups = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """Have an optimizer step on gradients reduced over all ranks. Call it on every rank alike, after ``init()``.
+
+    Args:
+        optimizer: of Keras 3, on its TensorFlow, torch or JAX backend, also a LossScaleOptimizer; or of tf_keras. It is
+            this very object that is distributed from then on, with all the state it has.
+        name, device_dense, device_sparse: accepted for programs that pass them.
+        compression: ``Compression.fp16`` and ``Compression.bf16`` send float32 and float64 as float16 or bfloat16.
+        sparse_as_dense: send an embedding's gradient as a dense tensor; without it all ranks' rows are gathered.
+        gradient_predivide_factor: splits an average's division: by this before the sum, by size / this after it.
+        op: Average, Sum, Min, Max or Product.
+        backward_passes_per_step: gradients add up over this many steps before they are reduced and applied.
+        average_aggregated_gradients: divide what has added up by ``backward_passes_per_step``.
+        num_groups: deprecated: the same as an integer for ``groups``.
+        groups: how many groups of gradients to send as one each, or a list of lists of variables that are groups.
+        process_set: the ranks that share gradients.
+        scale_local_gradients: divide gradients of ``register_local_var(variable)`` by the number of ranks.
+
+    Returns:
+        the optimizer, of a class that has the same name and derives from its own. What is saved is the plain optimizer.
+
+    Raises:
+        InvalidArgumentError: (a ValueError) no such optimizer, one that is distributed already, or an option that
+            cannot be used.
+        NotInitializedError: before ``init()``, when it steps.
+    """
+    if num_groups:
+        warnings.warn("num_groups is deprecated; use groups", DeprecationWarning, stacklevel=2)
+        if groups is not None:
+            raise InvalidArgumentError("num_groups= and groups= exclude each other; leave num_groups= out")
+        groups = num_groups
+    options = Options(
+        compression=compression,
+        op=op,
+        gradient_predivide_factor=gradient_predivide_factor,
+        sparse_as_dense=sparse_as_dense,
+        backward_passes_per_step=backward_passes_per_step,
+        average_aggregated_gradients=average_aggregated_gradients,
+        groups=groups,
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
+    )
+    return legacy.wrap(optimizer, options) if legacy.is_legacy(optimizer) else distributed.wrap(optimizer, options)
+
+
+def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Compressor[Any] = NoneCompressor,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: int = Average,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    groups: Groups = None,
+    process_set: ProcessSet = global_process_set,
+    local_layers: Any = None,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """A ``DistributedOptimizer`` that leaves the gradients of some layers to each rank alone.
+
+    Args:
+        local_layers: a layer, or several; they may be built later, but before the optimizer steps for the first time.
+        optimizer, name, device_dense, device_sparse, compression, sparse_as_dense, gradient_predivide_factor, op,
+            backward_passes_per_step, average_aggregated_gradients, groups, process_set, scale_local_gradients: as for
+            ``DistributedOptimizer``.
+    """
+    made = DistributedOptimizer(
+        optimizer,
+        name,
+        device_dense,
+        device_sparse,
+        compression,
+        sparse_as_dense,
+        gradient_predivide_factor,
+        op,
+        backward_passes_per_step,
+        average_aggregated_gradients,
+        0,
+        groups,
+        process_set,
+        scale_local_gradients,
+    )
+    layers: Any = [] if local_layers is None else local_layers
+    if hasattr(layers, "trainable_variables") or not isinstance(layers, Iterable):
+        layers = [layers]
+    made = getattr(made, "inner_optimizer", made)
+    for layer in layers:
+        if not hasattr(layer, "trainable_variables"):
+            raise InvalidArgumentError(f"local_layers are layers, with trainable_variables; got {type(layer).__name__}")
+        made.register_local_layer(layer)
+    return made if made is optimizer else optimizer

@@ -1,0 +1,218 @@
+"""The Frontend of TensorFlow: the collectives of ``hvdgloo.frontend``, and what becomes of them in a graph.
+
+Eagerly a collective runs at once. In a graph (a ``tf.function``, or TensorFlow 1's) it becomes an operator that runs
+Python and blocks until the collective has ended; its gradient is another collective, see ``hvdgloo.adjoints``.
+
+**Names.** Operators with effects run in a ``tf.function`` in the order in which they were written, so there the names
+of unnamed calls are counted as they run: it does not matter in which order ranks trace their functions, nor how often.
+TensorFlow 1's graphs have no such order; a name is then given as the operator is made, and must be made alike on all
+ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import tensorflow as tf
+
+from hvdgloo.adapters import Tape
+from hvdgloo.adjoints import ADJOINTS, send_back
+from hvdgloo.frontend import Frontend
+from hvdgloo.operations import Operation, exchanging
+from hvdgloo.process_sets import ProcessSet, global_process_set
+from hvdgloo.tensorflow.adapter import Tensor, record
+from hvdgloo.tensorflow.failures import guarded
+from hvdgloo.types import Collective
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_ALONG_ROWS = frozenset({Collective.ALLGATHER, Collective.ALLTOALL, Collective.REDUCESCATTER})
+_AT_RUN_TIME = frozenset({Collective.ALLGATHER, Collective.ALLTOALL, Collective.BROADCAST})
+"""Whose gradients are taken inside of one operator: they need to know shapes, or must take part in a collective whose
+result they do not use, which TensorFlow 1 would leave out of its graph."""
+
+
+class TensorFlowFrontend(Frontend[Tensor]):
+    """A Frontend whose methods may also be called while a graph is being built."""
+
+    def apply(
+        self,
+        operation: Operation,
+        tensors: Sequence[Tensor],
+        name: str | None = None,
+        *,
+        grouped: bool | None = None,
+    ) -> list[Tensor]:
+        if not in_graph(tensors):
+            return super().apply(operation, tensors, name, grouped=grouped)
+        group = len(tensors) > 1 if grouped is None else grouped
+        given = [tf.convert_to_tensor(tensor) for tensor in tensors]
+        for tensor in given:
+            self.adapter.describe(tensor)  # raises for types that cannot be sent
+        adjoint = ADJOINTS[operation.collective, operation.op]
+        label = self._graph_name(operation, given, name)
+
+        def forward(inputs: Sequence[Tensor]) -> list[Tensor]:
+            def run(*arrays: Any) -> Any:
+                return self.start(operation, arrays, label, grouped=group, waits=True).wait()
+
+            return operator(run, inputs, [t.dtype for t in inputs], [_shape_after(operation, t) for t in inputs])
+
+        at_run_time = adjoint.keep or operation.collective in _AT_RUN_TIME
+
+        def backward(tape: Tape[Tensor], gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+            if not at_run_time:
+                return adjoint.rule(self, operation, tape, gradients)
+            count = len(gradients)
+            # The inputs serve as such, or to tell their shapes.
+            before = [given[i] for i in range(len(given)) if given[i].dtype.is_floating]
+
+            def run(*arrays: Any) -> Any:
+                arriving, inputs, outputs = arrays[:count], arrays[count : 2 * count], arrays[2 * count :]
+                left = Tape(tuple(a.shape for a in inputs), inputs, outputs)
+                return adjoint.rule(self._named(label), operation, left, arriving)
+
+            every = [*gradients, *before, *tape.outputs]
+            return operator(run, every, [t.dtype for t in gradients], [t.shape for t in before])
+
+        return record(forward, backward, given, keep=adjoint.keep, once=at_run_time)
+
+    def alltoall(
+        self,
+        tensor: Tensor,
+        splits: Any = None,
+        name: str | None = None,
+        process_set: ProcessSet = global_process_set,
+    ) -> Any:
+        if not in_graph([tensor, splits]):
+            return super().alltoall(tensor, splits, name, process_set)
+        operation = exchanging(process_set)
+        received, counts = self._exchange_in_graph(operation, tf.convert_to_tensor(tensor), splits, name)
+        return received if splits is None else (received, counts)
+
+    alltoall.__doc__ = Frontend.alltoall.__doc__
+
+    def reads(self, read: Callable[[], int]) -> Tensor:
+        """A number that is only known when the graph runs, as int32 without dimensions."""
+        if tf.executing_eagerly():
+            return tf.constant(read(), tf.int32)
+        (value,) = operator(lambda: [np.int32(read())], [], [tf.int32], [()])
+        return value
+
+    def _exchange_in_graph(
+        self, operation: Operation, tensor: Tensor, splits: Any, name: str | None
+    ) -> tuple[Tensor, Tensor]:
+        label = self._graph_name(operation, [tensor], name)
+        chosen = [] if splits is None else [tf.cast(tf.convert_to_tensor(splits), tf.int32)]
+        counts: list[Tensor] = []
+
+        def forward(inputs: Sequence[Tensor]) -> list[Tensor]:
+            def run(array: Any, *rest: Any) -> Any:
+                rows = self._splits(operation, array, rest[0] if rest else None)
+                return self.start(operation, [array[: sum(rows)]], label, splits=rows, waits=True).wait()
+
+            shapes = [_shape_after(operation, tensor), (None,)]
+            received, numbers = operator(run, [*inputs, *chosen], [tensor.dtype, tf.int32], shapes)
+            counts.append(numbers)
+            return [received]
+
+        def backward(tape: Tape[Tensor], gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+            def run(gradient: Any, numbers: Any, array: Any) -> Any:
+                (sent,) = send_back(self._named(label), operation, numbers, [gradient])
+                # Rows that were not sent have no gradient.
+                whole = np.zeros_like(array)
+                whole[: len(sent)] = sent
+                return [whole]
+
+            return operator(run, [gradients[0], counts[0], tensor], [tensor.dtype], [tensor.shape])
+
+        (received,) = record(forward, backward, [tensor], keep=False, once=True)
+        return received, counts[0]
+
+    def _graph_name(self, operation: Operation, tensors: Sequence[Tensor], name: str | None) -> str | None:
+        if name is not None or is_ordered():
+            return name
+        first = "".join(c if c.isalnum() else "_" for c in tensors[0].name)
+        return unique_in_graph(f"{operation.collective.value}_{first}")
+
+    def _named(self, label: str | None) -> Frontend[Tensor]:
+        """What a gradient's rule, as it runs, takes its names from."""
+        return self if label is None else _Named(self.adapter, self._context, f"{label}.gradient")
+
+
+class _Named(Frontend[Tensor]):
+    """A Frontend for one run of a gradient's rule in a graph without an order: unnamed calls get names all the same."""
+
+    def __init__(self, adapter: Any, context: Any, label: str) -> None:
+        super().__init__(adapter, context)
+        self._label = label
+        self._calls = itertools.count(1)
+
+    def start(self, operation: Operation, tensors: Sequence[Tensor], name: str | None = None, **how: Any) -> Any:
+        return super().start(operation, tensors, name or f"{self._label}.{next(self._calls)}", **how)
+
+    def start_array(self, operation: Operation, array: Any, name: str | None = None) -> Any:
+        return super().start_array(operation, array, name or f"{self._label}.{next(self._calls)}")
+
+
+def unconverted(function: F) -> F:
+    """Decorates what a ``tf.function`` may call: AutoGraph is to rewrite the user's code, not ours."""
+    return cast(F, tf.autograph.experimental.do_not_convert(function))
+
+
+def in_graph(values: Sequence[Any]) -> bool:
+    """Whether a collective of these values belongs into a graph; arrays are what a graph's operator gets as it runs."""
+    return not tf.executing_eagerly() and not any(isinstance(value, np.ndarray) for value in values[:1])
+
+
+def is_ordered() -> bool:
+    """Whether operators with effects run in the order in which they are made."""
+    return bool(getattr(tf.compat.v1.get_default_graph(), "building_function", False))
+
+
+_counts: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
+
+
+def unique_in_graph(name: str) -> str:
+    """A name that no other operator of the current graph has been given."""
+    used = _counts.setdefault(tf.compat.v1.get_default_graph(), Counter())
+    used[name] += 1
+    return name if used[name] == 1 else f"{name}.{used[name]}"
+
+
+def operator(
+    function: Callable[..., Any], inputs: Sequence[Tensor], dtypes: Sequence[Any], shapes: Sequence[Any]
+) -> list[Tensor]:
+    """An operator of the current graph that calls ``function`` with arrays; it returns a list of arrays.
+
+    Args:
+        function: raises our errors as they are; see ``failures``.
+        dtypes, shapes: of the outputs.
+    """
+    with tf.device("/cpu:0"):  # where its arrays are, also if there is a GPU
+        outputs = tf.numpy_function(guarded(function), list(inputs), list(dtypes), stateful=True)
+    for output, shape in zip(outputs, shapes, strict=True):
+        output.set_shape(shape)
+    return list(outputs)
+
+
+def effect(function: Callable[..., Any], inputs: Sequence[Tensor]) -> Any:
+    """An operator that calls ``function`` with arrays and has no output; what it returns is to run before others."""
+
+    def call(*arrays: Any) -> Any:
+        function(*arrays)
+        return np.int32(0)
+
+    with tf.device("/cpu:0"):
+        return tf.numpy_function(guarded(call), list(inputs), tf.int32, stateful=True)
+
+
+def _shape_after(operation: Operation, tensor: Tensor) -> Any:
+    if operation.collective not in _ALONG_ROWS or tensor.shape.rank in (None, 0):
+        return tensor.shape
+    return tf.TensorShape([None]).concatenate(tensor.shape[1:])

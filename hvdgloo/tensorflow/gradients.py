@@ -1,0 +1,268 @@
+"""Reducing the gradients of a step: what the tape and all optimizers call.
+
+**Two phases.** In a graph every gradient gets an operator that only hands it to the engine, and one last operator waits
+for all. So they travel while the rest of the backward pass is computed, and no operator blocks a thread that another
+rank's progress depends on. A ``tf.function`` runs operators with effects in the order in which they are made: the last
+variable's gradient, which the backward pass computes first, is made first.
+
+**Names** are made of the gradients' shapes and types and their places in the list. They do not depend on the order in
+which ranks trace their functions, on how often they did, or on what else a rank has built.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from hvdgloo.compression import Compressor, NoneCompressor
+from hvdgloo.core import Pending
+from hvdgloo.errors import InvalidArgumentError
+from hvdgloo.operations import gathering
+from hvdgloo.process_sets import ProcessSet, global_process_set, process_set_id
+from hvdgloo.reducer import GradientReducer
+from hvdgloo.tensorflow import sparse
+from hvdgloo.tensorflow.adapter import Tensor
+from hvdgloo.tensorflow.frontend import TensorFlowFrontend, effect, in_graph, is_ordered, operator, unique_in_graph
+from hvdgloo.types import ReduceOp
+
+Groups = int | Sequence[Sequence[Any]] | None
+
+
+@dataclass(frozen=True)
+class Options:
+    """How gradients are reduced; the arguments that the tape and all optimizers share."""
+
+    compression: Compressor[Tensor] = NoneCompressor
+    op: int = ReduceOp.AVERAGE
+    gradient_predivide_factor: float = 1.0
+    sparse_as_dense: bool = False
+    groups: Groups = None
+    process_set: ProcessSet = global_process_set
+    scale_local_gradients: bool = True
+
+
+class GradientSync:
+    """Reduces lists of gradients over the ranks.
+
+    Args:
+        frontend: where collectives are submitted.
+        options: how.
+
+    Raises:
+        InvalidArgumentError: (a ValueError) an option cannot be used.
+    """
+
+    def __init__(self, frontend: TensorFlowFrontend, options: Options) -> None:
+        self.frontend = frontend
+        self.options = options
+        self._local: dict[int, Any] = {}
+        self._reducer([])  # raises for what it cannot do
+        groups = options.groups
+        if (groups is not None and not isinstance(groups, (int, list, tuple))) or isinstance(groups, bool):
+            raise InvalidArgumentError("groups must be a number of groups, 0 or more, or a list of lists of variables")
+        if isinstance(groups, int) and groups < 0:
+            raise InvalidArgumentError(f"groups must be a number of groups, 0 or more; got {groups}")
+
+    @property
+    def active(self) -> bool:
+        """Whether there is anybody to reduce with; who has nobody trains exactly as without."""
+        ranks = self._ranks
+        return len(ranks) > 1 and self.frontend.context.rank in ranks
+
+    def register_local_source(self, variable: Any) -> None:
+        """Leave a variable's gradient to this rank alone."""
+        self._local[id(inner(variable))] = variable
+
+    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """The reduced gradients, in order.
+
+        Args:
+            gradients: of each variable a tensor, a ``tf.IndexedSlices`` or None, alike on all ranks. None is written.
+            variables: what they are the gradients of.
+
+        Returns:
+            new tensors, on every rank the same; None where None was given. Those of local variables are this rank's,
+            divided by the number of ranks if ``scale_local_gradients``.
+        """
+        results = list(gradients)
+        if not self.active:
+            return results
+        shared: list[int] = []
+        for index, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
+            if gradient is None:
+                continue
+            if id(inner(variable)) in self._local:
+                results[index] = self._scale(gradient) if self.options.scale_local_gradients else gradient
+                continue
+            if sparse.is_sparse(gradient) and self.options.sparse_as_dense:
+                results[index] = tf.convert_to_tensor(gradient)
+            shared.append(index)
+        if shared:
+            chosen = [results[index] for index in shared]
+            reduced = self._reduce(chosen, [variables[index] for index in shared])
+            for index, gradient in zip(shared, reduced, strict=True):
+                results[index] = gradient
+        return results
+
+    @property
+    def _ranks(self) -> tuple[int, ...]:
+        return self.frontend.context.engine.process_sets.get(process_set_id(self.options.process_set), ())
+
+    def _scale(self, gradient: Any) -> Any:
+        size = len(self._ranks)
+        if sparse.is_sparse(gradient):
+            return tf.IndexedSlices(gradient.values / size, gradient.indices, gradient.dense_shape)
+        return gradient / tf.cast(size, gradient.dtype)
+
+    def _reducer(self, groups: Sequence[Sequence[str]]) -> GradientReducer[Tensor]:
+        return GradientReducer(
+            self.frontend,
+            op=self.options.op,
+            predivide_factor=self.options.gradient_predivide_factor,
+            groups=groups,
+            in_place=False,
+            process_set=self.options.process_set,
+        )
+
+    def _reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        label = self._label(gradients, variables)
+        names = [f"{label}.{index}" for index in range(len(gradients))]
+        parts: list[list[Tensor]] = []  # of each gradient, what is sent
+        contexts: list[Any] = []
+        for gradient in gradients:
+            if sparse.is_sparse(gradient):
+                sparse.check(self.options.op, postscale=self.options.gradient_predivide_factor)
+                parts.append([gradient.values, gradient.indices])
+                contexts.append(None)
+            else:
+                sent, ctx = self.options.compression.compress(tf.convert_to_tensor(gradient))
+                parts.append([sent])
+                contexts.append(ctx)
+        batch = _Batch(self, names, self._groups(names, gradients, variables))
+        received = _in_graph(batch, parts) if in_graph([None]) else _eagerly(batch, parts)
+        return [
+            sparse.combine(gradient, result, self.options.op, len(self._ranks))
+            if sparse.is_sparse(gradient)
+            else self.options.compression.decompress(result[0], ctx)
+            for gradient, result, ctx in zip(gradients, received, contexts, strict=True)
+        ]
+
+    def _label(self, gradients: Sequence[Any], variables: Sequence[Any]) -> str:
+        described = [
+            (str(v.shape), tf.as_dtype(v.dtype).name, sparse.is_sparse(g))
+            for g, v in zip(gradients, variables, strict=True)
+        ]
+        label = f"gradients.{hashlib.sha256(repr(described).encode()).hexdigest()[:8]}"
+        # Nothing orders two optimizers in a graph of TensorFlow 1.
+        return label if not in_graph([None]) or is_ordered() else unique_in_graph(label)
+
+    def _groups(self, names: Sequence[str], gradients: Sequence[Any], variables: Sequence[Any]) -> list[list[str]]:
+        groups = self.options.groups
+        dense = [n for n, gradient in zip(names, gradients, strict=True) if not sparse.is_sparse(gradient)]
+        if not groups:
+            return []
+        if isinstance(groups, int):
+            count = min(groups, len(dense))
+            bounds = [len(dense) * i // count for i in range(count + 1)] if count else [0]
+            return [list(dense[a:b]) for a, b in itertools.pairwise(bounds)]
+        name_of = {id(inner(variable)): name for name, variable in zip(names, variables, strict=True)}
+        chosen = [[name_of[id(inner(v))] for v in group if id(inner(v)) in name_of] for group in groups]
+        if any(name not in dense for group in chosen for name in group):
+            raise InvalidArgumentError(
+                "a variable whose gradient is a tf.IndexedSlices cannot be in a group; leave it out of groups=, or use "
+                "sparse_as_dense=True"
+            )
+        return [group for group in chosen if group]
+
+
+class _Batch:
+    """The gradients of one place in a program, of which each step reduces a new set."""
+
+    def __init__(self, sync: GradientSync, names: Sequence[str], groups: Sequence[Sequence[str]]) -> None:
+        self._frontend = sync.frontend
+        self._names = names
+        self._gather = gathering(sync.options.process_set)
+        self._reducer = sync._reducer(groups)
+        self._sparse: dict[int, Pending[Tensor]] = {}
+
+    def ready(self, index: int, *tensors: Tensor) -> None:
+        """Hand a gradient to the engine; returns at once."""
+        name = self._names[index]
+        if name in self._reducer.open or index in self._sparse:
+            self._abandon()  # the step before did not come to its end
+        if len(tensors) == 1:
+            self._reducer.ready(name, tensors[0])
+        else:
+            self._sparse[index] = self._frontend.start(self._gather, tensors, name, grouped=True)
+
+    def wait(self) -> list[list[Tensor]]:
+        """What became of each gradient."""
+        gathering, self._sparse = self._sparse, {}
+        try:
+            reduced = self._reducer.wait()
+        finally:
+            # Also when reducing failed: memory must be at rest before the error leaves.
+            gathered = {index: _settled(pending) for index, pending in gathering.items()}
+        results = []
+        for index, name in enumerate(self._names):
+            if name in reduced:
+                results.append([reduced[name]])
+            else:
+                error = gathered[index]
+                if isinstance(error, Exception):
+                    raise error
+                results.append(gathering[index].wait())
+        return results
+
+    def _abandon(self) -> None:
+        gathering, self._sparse = self._sparse, {}
+        for pending in gathering.values():
+            _settled(pending)
+        try:
+            self._reducer.reset()
+        except Exception:  # noqa: BLE001 - it belonged to a step that has failed and said why
+            pass
+
+
+def _settled(pending: Pending[Tensor]) -> Exception | None:
+    try:
+        pending.wait()
+    except Exception as error:  # noqa: BLE001 - told by whoever asks for the result
+        return error
+    return None
+
+
+def _eagerly(batch: _Batch, parts: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+    for index in reversed(range(len(parts))):
+        batch.ready(index, *parts[index])
+    return batch.wait()
+
+
+def _in_graph(batch: _Batch, parts: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+    sent = []
+    for index in reversed(range(len(parts))):
+
+        def ready(*arrays: Any, index: int = index) -> None:
+            batch.ready(index, *arrays)
+
+        sent.append(effect(ready, parts[index]))
+
+    def wait() -> list[Any]:
+        return [array for arrays in batch.wait() for array in arrays]
+
+    flat = [(tensor, len(tensors) > 1) for tensors in parts for tensor in tensors]
+    shapes = [tf.TensorShape([None]).concatenate(t.shape[1:]) if gathered else t.shape for t, gathered in flat]
+    with tf.control_dependencies(sent):
+        outputs = iter(operator(wait, [], [tensor.dtype for tensor, _ in flat], shapes))
+    return [[next(outputs) for _ in tensors] for tensors in parts]
+
+
+def inner(variable: Any) -> Any:
+    """What is one object for one variable: Keras's variables have TensorFlow's inside."""
+    inside = getattr(variable, "value", None)
+    return variable if inside is None or callable(inside) else inside

@@ -1,0 +1,77 @@
+"""State that all ranks must start from: variables, in eager programs, functions and graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdgloo.errors import InvalidArgumentError
+from hvdgloo.operations import broadcasting
+from hvdgloo.process_sets import ProcessSet, global_process_set
+from hvdgloo.tensorflow.frontend import TensorFlowFrontend, is_ordered, operator, unique_in_graph
+
+_AS_SIGNED = {"uint16": np.int16, "uint32": np.int32, "uint64": np.int64}
+"""Types of no arithmetic of ours, such as a seed's, travel as the bits that they are."""
+
+
+def broadcast_variables(
+    frontend: TensorFlowFrontend,
+    variables: Sequence[Any],
+    root_rank: int,
+    process_set: ProcessSet = global_process_set,
+    name: str | None = None,
+) -> Any:
+    """Assign one rank's values to the other ranks' variables; all are under way before the first is waited for.
+
+    Returns:
+        the variables; in a graph of TensorFlow 1 the operator that assigns them.
+
+    Raises:
+        InvalidArgumentError: (a ValueError) something is no variable.
+    """
+    given = list(variables)
+    targets = [variable_of(variable) for variable in given]
+    operation = broadcasting(root_rank, process_set)
+
+    def exchange(*arrays: Any) -> list[Any]:
+        label = frontend.automatic_name("broadcast_variables", operation.process_set) if base is None else base
+        sent = [array.view(_AS_SIGNED.get(array.dtype.name, array.dtype)) for array in arrays]
+        pending = [frontend.start(operation, [array], f"{label}.{i}") for i, array in enumerate(sent)]
+        return [each.wait()[0].view(array.dtype) for each, array in zip(pending, arrays, strict=True)]
+
+    if tf.executing_eagerly():
+        base = name
+        for target, array in zip(targets, exchange(*(np.asarray(target) for target in targets)), strict=True):
+            target.assign(array)
+        return given
+    ordered = is_ordered()
+    base = name if name is not None or ordered else unique_in_graph("broadcast_variables")
+    if not targets:
+        return given if ordered else tf.no_op()
+    read = [tf.convert_to_tensor(target) for target in targets]
+    received = operator(exchange, read, [tensor.dtype for tensor in read], [tensor.shape for tensor in read])
+    assigned = [
+        tf.compat.v1.assign(target, value) if not ordered else target.assign(value)
+        for target, value in zip(targets, received, strict=True)
+    ]
+    return given if ordered else tf.group(*assigned)
+
+
+def variable_of(variable: Any) -> Any:
+    """The ``tf.Variable`` of what programs call a variable: itself, or what is inside of Keras's.
+
+    Raises:
+        InvalidArgumentError: (a ValueError) it is no variable.
+    """
+    inside = variable if is_variable(variable) else getattr(variable, "value", None)
+    if not is_variable(inside):
+        raise InvalidArgumentError(f"expected a variable, not {type(variable).__name__}")
+    return inside
+
+
+def is_variable(value: object) -> bool:
+    """Whether it is a variable of TensorFlow's, of either kind."""
+    return isinstance(value, (tf.Variable, tf.compat.v1.Variable))

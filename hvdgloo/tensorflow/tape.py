@@ -1,0 +1,79 @@
+"""``DistributedGradientTape``: the user's tape, whose gradients are those of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import tensorflow as tf
+
+from hvdgloo.errors import InvalidArgumentError
+from hvdgloo.tensorflow.frontend import TensorFlowFrontend, unconverted
+from hvdgloo.tensorflow.gradients import GradientSync, Options
+
+
+class DistributedTape:
+    """What ``DistributedGradientTape`` returns has besides the methods of ``tf.GradientTape``."""
+
+    __slots__ = ("_hvd",)
+    _hvd: GradientSync
+
+    @unconverted
+    def gradient(
+        self,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
+    ) -> Any:
+        """``tf.GradientTape.gradient``, reduced over the ranks.
+
+        Returns:
+            new tensors in the structure of ``sources``, the same on every rank; None where there is no gradient.
+
+        Raises:
+            HorovodInternalError: a reduction failed.
+        """
+        gradients = super().gradient(target, sources, output_gradients, unconnected_gradients)  # type: ignore[misc]
+        flat = self._hvd.reduce(tf.nest.flatten(gradients), tf.nest.flatten(sources))
+        return tf.nest.pack_sequence_as(sources, flat)
+
+    def register_local_source(self, source: Any) -> None:
+        """Leave a variable's gradient to this rank alone, e.g. of a layer that differs between ranks."""
+        self._hvd.register_local_source(source)
+
+
+_classes: dict[type, type] = {}
+
+
+def wrap(frontend: TensorFlowFrontend, tape: Any, options: Options) -> Any:
+    """``DistributedGradientTape`` on a given Frontend."""
+    if not isinstance(tape, tf.GradientTape):
+        raise InvalidArgumentError(f"expected a tf.GradientTape, not {type(tape).__name__}")
+    if isinstance(tape, DistributedTape):
+        raise InvalidArgumentError("the tape is distributed already; wrap it once")
+    base = type(tape)
+    if base not in _classes:
+        _classes[base] = type(base.__name__, (DistributedTape, base), {"__doc__": base.__doc__})
+    shell: Any = object.__new__(_classes[base])
+    # One state: what the user's tape has recorded, and will record, is what this one differentiates.
+    shell.__dict__ = tape.__dict__
+    shell._hvd = GradientSync(frontend, options)
+    return shell
+
+
+def variables_of(layers: Any) -> list[Any]:
+    """The trainable variables of a layer or of several.
+
+    Raises:
+        InvalidArgumentError: (a ValueError) something has no trainable variables.
+    """
+    if layers is None:
+        return []
+    several = layers if isinstance(layers, Iterable) and not hasattr(layers, "trainable_variables") else [layers]
+    found = []
+    for layer in several:
+        if not hasattr(layer, "trainable_variables"):
+            raise InvalidArgumentError(f"local_layers are layers, with trainable_variables; got {type(layer).__name__}")
+        found += list(layer.trainable_variables)
+    return found

@@ -1,0 +1,513 @@
+"""DistributedGradientTape and what optimizers do with gradients, on ranks that are threads."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from hvdgloo.context import Context
+from hvdgloo.errors import HorovodInternalError, InvalidArgumentError
+from hvdgloo.tensorflow import tape as tapes
+from hvdgloo.tensorflow.compression import Compression
+from hvdgloo.tensorflow.gradients import Options
+from hvdgloo.tensorflow.state import broadcast_variables
+from hvdgloo.tensorflow.v1 import DistributedV1Optimizer
+from hvdgloo.types import ReduceOp
+from tests.support.ways import frontend_of, session_config
+from tests.support.world import World
+
+Ranks = Callable[..., World]
+SIZE = 3
+way = pytest.mark.parametrize("way", ["eager", "function"])
+
+
+def compiled(way: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    return function if way == "eager" else tf.function(function, autograph=False)  # type: ignore[no-any-return]
+
+
+def mean_over_ranks(function: Callable[[int], Any]) -> Any:
+    return np.mean([function(rank) for rank in range(SIZE)], axis=0)
+
+
+@way
+@pytest.mark.parametrize(
+    "options",
+    [
+        Options(),
+        Options(op=ReduceOp.SUM),
+        Options(op=ReduceOp.MAX),
+        Options(gradient_predivide_factor=2.0),
+        Options(compression=Compression.fp16),
+        Options(groups=2),
+        Options(groups=1),
+    ],
+    ids=["average", "sum", "max", "predivided", "fp16", "two groups", "one group"],
+)
+def test_gradients_are_those_of_all_ranks(ranks: Ranks, way: str, options: Options) -> None:
+    def rank_body(context: Context) -> None:
+        frontend, rank = frontend_of(context), context.rank
+        a, b, unused = tf.Variable([1.0, 2.0]), tf.Variable([[3.0]]), tf.Variable(1.0)
+
+        def step(x: Any) -> Any:
+            with tf.GradientTape() as plain:
+                loss = tf.reduce_sum(a * x) + tf.reduce_sum(b * x * x)
+            return tapes.wrap(frontend, plain, options).gradient(loss, {"a": a, "rest": [b, unused]})
+
+        step = compiled(way, step)
+        for _ in range(3):
+            got = step(tf.constant(float(rank + 1)))
+            by_rank = np.array([[r + 1.0, (r + 1.0) ** 2] for r in range(SIZE)])
+            combine = {ReduceOp.SUM: np.sum, ReduceOp.MAX: np.max}.get(ReduceOp(options.op), np.mean)
+            of_a, of_b = combine(by_rank, axis=0)
+            np.testing.assert_allclose(got["a"], [of_a, of_a], rtol=1e-3)
+            np.testing.assert_allclose(got["rest"][0], [[of_b]], rtol=1e-3)
+            assert got["rest"][1] is None
+
+    ranks(SIZE).run(rank_body)
+
+
+@way
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("kind", ["SGD", "Adam"])
+def test_training_is_equal_to_one_process_on_the_whole_batch(ranks: Ranks, way: str, size: int, kind: str) -> None:
+    generator = np.random.default_rng(3)
+    x = generator.normal(size=(4, 12, 5)).astype(np.float32)
+    y = (x @ generator.normal(size=(5, 2))).astype(np.float32)
+    start = [generator.normal(size=s).astype(np.float32) for s in ((5, 8), (8,), (8, 2))]
+
+    def train(part: slice, wrap: Callable[[Any], Any]) -> list[np.ndarray]:
+        weights = [tf.Variable(values) for values in start]
+        optimizer = getattr(tf.keras.optimizers, kind)(0.02)
+        optimizer.build(weights)
+
+        def step(inputs: Any, wanted: Any) -> None:
+            with tf.GradientTape() as plain:
+                made = tf.tanh(inputs @ weights[0] + weights[1]) @ weights[2]
+                loss = tf.reduce_mean((made - wanted) ** 2)
+            optimizer.apply_gradients(zip(wrap(plain).gradient(loss, weights), weights, strict=True))
+
+        step = compiled(way, step)
+        for _ in range(2):
+            for inputs, wanted in zip(x, y, strict=True):
+                step(tf.constant(inputs[part]), tf.constant(wanted[part]))
+        return [weight.numpy() for weight in weights]
+
+    alone = train(slice(None), lambda plain: plain)
+
+    def rank_body(context: Context) -> None:
+        frontend = frontend_of(context)
+        own = train(slice(context.rank, None, size), lambda plain: tapes.wrap(frontend, plain, Options()))
+        for got, expected, before in zip(own, alone, start, strict=True):
+            np.testing.assert_allclose(got, expected, atol=1e-5)
+            assert np.abs(got - before).max() > 0.01
+
+    ranks(size).run(rank_body)
+
+
+@way
+def test_gradients_that_are_one_and_the_same_tensor(ranks: Ranks, way: str) -> None:
+    """Those of ``a + b`` for a and b are: nothing that was given may be written, and results are two."""
+
+    def rank_body(context: Context) -> None:
+        frontend, rank = frontend_of(context), context.rank
+        a, b = tf.Variable([1.0, 2.0]), tf.Variable([3.0, 4.0])
+        weights = tf.constant([1.0, 10.0]) * (rank + 1)
+
+        def step() -> Any:
+            with tf.GradientTape(persistent=True) as plain:
+                loss = tf.reduce_sum((a + b) * weights)
+            own = plain.gradient(loss, [a, b])
+            return own, tapes.wrap(frontend, plain, Options()).gradient(loss, [a, b]), plain.gradient(loss, [a, b])
+
+        before, reduced, after = compiled(way, step)()
+        for kept in (*before, *after):
+            np.testing.assert_array_equal(kept, [rank + 1.0, 10.0 * (rank + 1)])
+        for tensor in reduced:
+            np.testing.assert_array_equal(tensor, [2.0, 20.0])
+        reduced[0]._numpy()[0] = -1.0
+        assert reduced[1].numpy()[0] == 2.0
+
+    ranks(SIZE).run(rank_body)
+
+
+@way
+@pytest.mark.parametrize("as_dense", [False, True], ids=["gathered", "as dense"])
+def test_gradients_of_an_embedding(ranks: Ranks, way: str, as_dense: bool) -> None:
+    def rank_body(context: Context) -> None:
+        frontend, rank = frontend_of(context), context.rank
+        table, scale = tf.Variable(tf.ones([5, 2])), tf.Variable(2.0)
+
+        def step(rows: Any) -> Any:
+            with tf.GradientTape() as plain:
+                loss = tf.reduce_sum(tf.nn.embedding_lookup(table, rows)) * scale
+            shared = tapes.wrap(frontend, plain, Options(sparse_as_dense=as_dense))
+            of_table, of_scale = shared.gradient(loss, [table, scale])
+            assert isinstance(of_table, tf.IndexedSlices) != as_dense
+            return tf.convert_to_tensor(of_table), of_scale
+
+        step = compiled(way, step)
+        rows = list(range(rank + 1))  # of different length on each rank
+        of_table, of_scale = step(tf.constant(rows))
+        np.testing.assert_allclose(of_table[:, 0], np.array([3, 2, 1, 0, 0]) * 2 / SIZE)
+        np.testing.assert_allclose(of_scale, (2 + 4 + 6) / SIZE)
+
+    ranks(SIZE).run(rank_body)
+
+
+def test_a_sparse_gradient_has_no_maximum_and_is_in_no_group(ranks: Ranks) -> None:
+    def rank_body(context: Context) -> None:
+        frontend = frontend_of(context)
+        table = tf.Variable(tf.ones([5, 2]))
+
+        def gradient(options: Options) -> Any:
+            with tf.GradientTape() as plain:
+                loss = tf.reduce_sum(tf.nn.embedding_lookup(table, [1]))
+            return tapes.wrap(frontend, plain, options).gradient(loss, [table])
+
+        with pytest.raises(NotImplementedError, match="sparse_as_dense"):
+            gradient(Options(op=ReduceOp.MAX))
+        with pytest.raises(InvalidArgumentError, match="cannot be in a group"):
+            gradient(Options(groups=[[table]]))
+
+    ranks(2).run(rank_body)
+
+
+@way
+@pytest.mark.parametrize("scale", [True, False], ids=["scaled", "as it is"])
+def test_local_sources_are_left_to_their_rank(ranks: Ranks, way: str, scale: bool) -> None:
+    def rank_body(context: Context) -> None:
+        frontend, rank = frontend_of(context), context.rank
+        own, shared = tf.Variable(1.0), tf.Variable(1.0)
+
+        def step() -> Any:
+            with tf.GradientTape() as plain:
+                loss = (own + shared) * (rank + 1.0)
+            distributed = tapes.wrap(frontend, plain, Options(scale_local_gradients=scale))
+            distributed.register_local_source(own)
+            return distributed.gradient(loss, [own, shared])
+
+        of_own, of_shared = compiled(way, step)()
+        assert float(of_own) == pytest.approx((rank + 1.0) / (SIZE if scale else 1))
+        assert float(of_shared) == 2.0
+
+    ranks(SIZE).run(rank_body)
+
+
+def test_the_tape_is_the_users(ranks: Ranks) -> None:
+    frontend = frontend_of(ranks(1).contexts[0])
+    x = tf.constant(3.0)
+    plain = tf.GradientTape()
+    with tapes.wrap(frontend, plain, Options()) as shared:
+        shared.watch(x)
+        y = x * x
+    assert isinstance(shared, tf.GradientTape)
+    assert type(shared).__name__ == "GradientTape"
+    assert float(shared.gradient(y, x)) == 6.0
+    with pytest.raises(InvalidArgumentError, match="distributed already"):
+        tapes.wrap(frontend, shared, Options())
+    with pytest.raises(InvalidArgumentError, match=r"expected a tf\.GradientTape"):
+        tapes.wrap(frontend, x, Options())
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (Options(op=ReduceOp.ADASUM), "not by Adasum"),
+        (Options(op=77), "must be one of"),
+        (Options(op=ReduceOp.SUM, gradient_predivide_factor=2.0), "needs op=Average"),
+        (Options(groups=-1), "0 or more"),
+        (Options(groups="all"), "number of groups"),  # type: ignore[arg-type]
+    ],
+)
+def test_wrong_options(ranks: Ranks, options: Options, text: str) -> None:
+    frontend = frontend_of(ranks(1).contexts[0])
+    with pytest.raises(InvalidArgumentError, match=text):
+        tapes.wrap(frontend, tf.GradientTape(), options)
+
+
+def test_gradients_travel_while_the_backward_pass_is_computed(ranks: Ranks) -> None:
+    """The last layer's gradient is with the engine before the first layer's is computed, in a graph's one run.
+
+    A chain of layers whose backward pass stops at a gate until the other rank has the last layer's gradient, reduced.
+    If gradients were sent after the backward pass only, nothing would open the gate.
+    """
+    arrived = [threading.Event(), threading.Event()]
+
+    def rank_body(context: Context) -> None:
+        frontend = frontend_of(context)
+        weights = [tf.Variable([float(i + 1)]) for i in range(4)]
+        reduced = threading.Event()
+        start = frontend.start
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            pending = start(*args, **kwargs)
+            pending._handle.add_done_callback(lambda _: (reduced.set(), arrived[context.rank].set()))
+            return pending
+
+        frontend.start = watched  # type: ignore[method-assign]
+        opened: list[bool] = []
+
+        @tf.custom_gradient
+        def gate(x: Any) -> Any:
+            def wait(g: Any) -> Any:
+                opened.append(reduced.wait(10) and arrived[1 - context.rank].wait(10))
+                return g
+
+            return tf.identity(x), lambda g: tf.ensure_shape(
+                tf.numpy_function(wait, [g], tf.float32, stateful=False), [1]
+            )
+
+        @tf.function(autograph=False)
+        def step() -> Any:
+            with tf.GradientTape() as plain:
+                x = gate(tf.ones([1]) * weights[0])
+                for weight in weights[1:]:
+                    x = x * weight
+            return tapes.wrap(frontend, plain, Options()).gradient(x, weights)
+
+        gradients = step()
+        assert opened == [True]
+        np.testing.assert_allclose(np.ravel(gradients), [24.0, 12.0, 8.0, 6.0])
+
+    ranks(2).run(rank_body)
+
+
+class _Slow:
+    """A data plane on which each allreduce takes a known time."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def allreduce(self, *args: Any, **kwargs: Any) -> Any:
+        time.sleep(LENGTH)  # stands for a transfer
+        return self._inner.allreduce(*args, **kwargs)
+
+
+LENGTH = 0.05
+LAYERS = 6
+
+
+def test_communication_of_known_length_hides_behind_a_backward_pass_of_known_length(ranks: Ranks) -> None:
+    """Six layers whose backward passes take 50 ms each, and 50 ms to send each gradient.
+
+    One after the other that is 600 ms; overlapped, 350. With nothing overlapped the test fails.
+    """
+    slow = ranks(2, wrap=lambda rank, inner: _Slow(inner), inline_threshold=0)
+
+    def rank_body(context: Context) -> float:
+        frontend = frontend_of(context)
+        weights = [tf.Variable([1.0]) for _ in range(LAYERS)]
+
+        def compute(g: Any) -> Any:
+            time.sleep(LENGTH)  # stands for the work of a layer
+            return g
+
+        @tf.custom_gradient
+        def layer(x: Any) -> Any:
+            def backward(g: Any) -> Any:
+                return tf.ensure_shape(tf.numpy_function(compute, [g], tf.float32, stateful=False), [1])
+
+            return tf.identity(x), backward
+
+        @tf.function(autograph=False)
+        def step() -> Any:
+            with tf.GradientTape() as plain:
+                x = tf.ones([1])
+                for weight in weights:
+                    x = layer(x * weight)
+            return tapes.wrap(frontend, plain, Options()).gradient(x, weights)
+
+        step()  # traces
+        seconds = []
+        for _ in range(3):
+            frontend.barrier()
+            begin = time.perf_counter()
+            step()
+            seconds.append(time.perf_counter() - begin)
+        return min(seconds)  # others use the machine, too
+
+    seconds = max(slow.run(rank_body))
+    serial = 2 * LAYERS * LENGTH
+    assert LAYERS * LENGTH < seconds < 0.85 * serial, seconds
+
+
+def test_two_models_of_one_shape_in_one_function(ranks: Ranks) -> None:
+    def rank_body(context: Context) -> None:
+        frontend, rank = frontend_of(context), context.rank
+        first, second = tf.Variable([1.0]), tf.Variable([1.0])
+
+        @tf.function(autograph=False)
+        def step() -> Any:
+            with tf.GradientTape() as one:
+                loss = tf.reduce_sum(first * (rank + 1.0))
+            with tf.GradientTape() as two:
+                other = tf.reduce_sum(second * (rank + 1.0) * 10)
+            return (
+                tapes.wrap(frontend, one, Options()).gradient(loss, [first]),
+                tapes.wrap(frontend, two, Options()).gradient(other, [second]),
+            )
+
+        for _ in range(3):
+            ((a,), (b,)) = step()
+            assert (a.numpy().tolist(), b.numpy().tolist()) == ([1.5], [15.0])
+
+    ranks(2).run(rank_body)
+
+
+@way
+def test_after_a_failed_step_the_next_one_works(ranks: Ranks, way: str) -> None:
+    def rank_body(context: Context) -> None:
+        frontend, rank = frontend_of(context), context.rank
+        weight, other = tf.Variable([1.0, 2.0]), tf.Variable(1.0)
+
+        def step(x: Any, factor: Any) -> Any:
+            with tf.GradientTape() as plain:
+                loss = tf.reduce_sum(weight * x) * other
+            return tapes.wrap(frontend, plain, Options(gradient_predivide_factor=factor)).gradient(
+                loss, [weight, other]
+            )
+
+        with pytest.raises(HorovodInternalError, match="disagree"):
+            compiled(way, step)(tf.constant(1.0), 1.0 + rank)
+        good = compiled(way, step)
+        for _ in range(2):
+            assert good(tf.constant(rank + 1.0), 1.0)[0].numpy().tolist() == [1.5, 1.5]
+
+    ranks(2).run(rank_body)
+
+
+@pytest.mark.parametrize("way", ["eager", "function", "session"])
+def test_variables_are_broadcast(ranks: Ranks, way: str) -> None:
+    def rank_body(context: Context) -> None:
+        frontend, rank = frontend_of(context), context.rank
+        if way == "session":
+            with tf.Graph().as_default():
+                held = [tf.compat.v1.get_variable(f"v{i}", initializer=float(rank + i)) for i in range(3)]
+                broadcast = broadcast_variables(frontend, held, 1)
+                with tf.compat.v1.Session(config=session_config()) as session:
+                    session.run(tf.compat.v1.global_variables_initializer())
+                    session.run(broadcast)
+                    assert session.run(held) == [1.0, 2.0, 3.0]
+            return
+        held = [tf.Variable(float(rank + i)) for i in range(2)]
+        held.append(tf.Variable(tf.constant([rank + 7, 8], tf.uint32)))
+        held.append(tf.Variable(tf.cast([rank, 1], tf.bfloat16)))
+        before = held[0].read_value()
+
+        def body() -> None:
+            broadcast_variables(frontend, held, 1)
+
+        compiled(way, body)()
+        assert [v.numpy().tolist() for v in held] == [1.0, 2.0, [8, 8], [1.0, 1.0]]
+        assert float(before) == rank
+        with pytest.raises(InvalidArgumentError, match="expected a variable"):
+            broadcast_variables(frontend, [before], 0)
+
+    ranks(2).run(rank_body)
+
+
+@pytest.mark.parametrize("way", ["eager", "session"])
+@pytest.mark.parametrize("passes", [1, 3])
+@pytest.mark.parametrize("average", [False, True], ids=["sum of passes", "mean of passes"])
+def test_optimizers_of_tensorflow_1(ranks: Ranks, way: str, passes: int, average: bool) -> None:
+    def rank_body(context: Context) -> None:
+        frontend, rank = frontend_of(context), context.rank
+        x = rank + 1.0
+        steps = 2
+        # The gradient is x; what adds up over the passes is reduced and applied after the last one of each step.
+        change = 0.5 * np.mean([1.0, 2.0]) * (1 if average else passes)
+
+        def make() -> Any:
+            plain = tf.compat.v1.train.MomentumOptimizer(0.5, 0.0)
+            return DistributedV1Optimizer(frontend, plain, Options(), passes, average=average)
+
+        if way == "eager":
+            weight = tf.Variable([10.0])
+            optimizer = make()
+            for call in range(1, steps * passes + 1):
+                optimizer.minimize(lambda: tf.reduce_sum(weight * x), var_list=[weight])
+                np.testing.assert_allclose(weight.numpy(), [10.0 - change * (call // passes)])
+            assert len(optimizer.variables()) == 1
+            return
+        with tf.Graph().as_default():
+            weight = tf.compat.v1.get_variable("w", initializer=[10.0])
+            optimizer = make()
+            train = optimizer.minimize(tf.reduce_sum(weight * x))
+            assert optimizer.get_slot_names() == ["momentum"]
+            with tf.compat.v1.Session(config=session_config()) as session:
+                session.run(tf.compat.v1.global_variables_initializer())
+                for call in range(1, steps * passes + 1):
+                    session.run(train)
+                    np.testing.assert_allclose(session.run(weight), [10.0 - change * (call // passes)])
+
+    ranks(2).run(rank_body)
+
+
+def test_two_optimizers_of_one_shape_in_one_session(ranks: Ranks) -> None:
+    def rank_body(context: Context) -> None:
+        frontend, rank = frontend_of(context), context.rank
+        with tf.Graph().as_default():
+            weights = [tf.compat.v1.get_variable(f"w{i}", initializer=[0.0, 0.0]) for i in range(2)]
+            trains = []
+            for factor, weight in zip((1.0, 10.0), weights, strict=True):
+                plain = tf.compat.v1.train.GradientDescentOptimizer(1.0)
+                optimizer = DistributedV1Optimizer(frontend, plain, Options())
+                trains.append(optimizer.minimize(tf.reduce_sum(weight * factor * (rank + 1.0)), var_list=[weight]))
+            with tf.compat.v1.Session(config=session_config()) as session:
+                session.run(tf.compat.v1.global_variables_initializer())
+                session.run(trains)
+                assert [w.tolist() for w in session.run(weights)] == [[-1.5, -1.5], [-15.0, -15.0]]
+
+    ranks(2).run(rank_body)
+
+
+@way
+def test_batch_normalisation_over_all_ranks(ranks: Ranks, way: str) -> None:
+    from hvdgloo.tensorflow.sync_batch_norm import SyncBatchNormalization
+
+    generator = np.random.default_rng(1)
+    batches = [generator.normal(100.0, 2.0, (n, 3, 2)).astype(np.float32) for n in (2, 4, 3)]
+    whole = np.concatenate(batches)
+    weights = generator.normal(size=whole.shape).astype(np.float32)
+    plain = tf.keras.layers.BatchNormalization(momentum=0.9)
+    with tf.GradientTape() as tape:
+        everything = tf.constant(whole)
+        tape.watch(everything)
+        expected = plain(everything, training=True)
+        loss = tf.reduce_sum(expected * weights)
+    of_whole = tape.gradient(loss, everything)
+
+    def rank_body(context: Context) -> None:
+        rank = context.rank
+        first = sum(len(b) for b in batches[:rank])
+        own = slice(first, first + len(batches[rank]))
+        layer = SyncBatchNormalization(momentum=0.9)
+        layer.frontend = frontend_of(context)
+        layer.build((None, 3, 2))
+
+        def step(x: Any) -> Any:
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                y = layer(x, training=True)
+                own_loss = tf.reduce_sum(y * weights[own])
+            return y, inner.gradient(own_loss, x)
+
+        y, of_own = compiled(way, step)(tf.constant(batches[rank]))
+        np.testing.assert_allclose(y, expected[own], atol=2e-3)
+        np.testing.assert_allclose(of_own, of_whole[own], atol=2e-3)
+        np.testing.assert_allclose(layer.moving_mean, plain.moving_mean, rtol=1e-4)
+        np.testing.assert_allclose(layer.moving_variance, plain.moving_variance, rtol=1e-3)
+
+    ranks(SIZE).run(rank_body)
+    for fused in (True, None):
+        with pytest.raises(ValueError, match="fused"):
+            SyncBatchNormalization(fused=fused)

@@ -1,0 +1,399 @@
+"""Collectives and their gradients in a ``tf.function`` and in TensorFlow 1's graphs: what they give eagerly."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from hvdgloo.context import Context
+from hvdgloo.errors import HorovodInternalError, InvalidArgumentError, MismatchError, PeerLostError
+from hvdgloo.operations import Operation
+from hvdgloo.tensorflow.compression import Compression
+from hvdgloo.tensorflow.sparse import SparseReductionError, sparse_allreduce
+from hvdgloo.types import Collective, ReduceOp
+from tests.support.ways import WAYS, frontend_of, gradients, run
+from tests.support.world import World
+
+Ranks = Callable[..., World]
+SIZE = 3
+INPUTS = np.array([[1.0, -2.0, 3.0, 0.0], [1.0, 5.0, -3.0, 2.0], [4.0, 5.0, 0.5, 0.0]])
+ARRIVING = np.array([[1.0, 2.0, 3.0, 4.0], [-1.0, 0.5, 2.0, 1.0], [2.0, 2.0, 2.0, 0.25]])
+
+way = pytest.mark.parametrize("way", WAYS)
+known = pytest.mark.parametrize("known", [True, False], ids=["known shapes", "unknown shapes"])
+OPS: dict[ReduceOp, Callable[[np.ndarray], Any]] = {
+    ReduceOp.AVERAGE: lambda stack: stack.mean(axis=0),
+    ReduceOp.SUM: lambda stack: stack.sum(axis=0),
+    ReduceOp.MIN: lambda stack: stack.min(axis=0),
+    ReduceOp.MAX: lambda stack: stack.max(axis=0),
+    ReduceOp.PRODUCT: lambda stack: stack.prod(axis=0),
+}
+
+
+def extreme(op: Callable[..., Any], rank: int) -> Any:
+    hits = op(INPUTS, axis=0) == INPUTS
+    return ARRIVING.sum(axis=0) * hits[rank] / hits.sum(axis=0)
+
+
+GRADIENTS: dict[ReduceOp, Callable[[int], Any]] = {
+    ReduceOp.SUM: lambda rank: ARRIVING.sum(axis=0),
+    ReduceOp.AVERAGE: lambda rank: ARRIVING.mean(axis=0),
+    ReduceOp.MIN: lambda rank: extreme(np.min, rank),
+    ReduceOp.MAX: lambda rank: extreme(np.max, rank),
+    ReduceOp.PRODUCT: lambda rank: ARRIVING.sum(axis=0) * np.delete(INPUTS, rank, axis=0).prod(axis=0),
+}
+
+
+def differentiate(way: str, known: bool, forward: Callable[[Any], Any], value: Any, arriving: Any) -> Any:
+    """The gradient that arrives at an input."""
+
+    def body(x: Any, g: Any) -> Any:
+        if way == "session":
+            return gradients([forward(x)], [x], [g])
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = forward(x)
+        return gradients([y], [x], [g], tape)
+
+    (result,) = run(way, body, value, arriving, shapes_known=known)
+    return result
+
+
+@way
+@known
+@pytest.mark.parametrize("op", list(OPS), ids=lambda op: op.name.lower())
+def test_allreduce(ranks: Ranks, way: str, known: bool, op: ReduceOp) -> None:
+    def rank_body(context: Context) -> None:
+        frontend, rank = frontend_of(context), context.rank
+        (result,) = run(way, lambda x: frontend.allreduce(x, op=op), INPUTS[rank], shapes_known=known)
+        np.testing.assert_allclose(result, OPS[op](INPUTS))
+        got = differentiate(way, known, lambda x: frontend.allreduce(x, op=op), INPUTS[rank], ARRIVING[rank])
+        np.testing.assert_allclose(got, GRADIENTS[op](rank))
+
+    ranks(SIZE).run(rank_body)
+
+
+@way
+@known
+@pytest.mark.parametrize("rows", [(2, 0, 3), (1, 1, 1)], ids=str)
+def test_allgather(ranks: Ranks, way: str, known: bool, rows: tuple[int, ...]) -> None:
+    parts = [np.full((n, 2), float(rank)) for rank, n in enumerate(rows)]
+    arriving = np.arange(SIZE * sum(rows) * 2, dtype=float).reshape(SIZE, sum(rows), 2) ** 1.5
+
+    def rank_body(context: Context) -> None:
+        frontend, rank = frontend_of(context), context.rank
+        (result,) = run(way, frontend.allgather, parts[rank], shapes_known=known)
+        np.testing.assert_array_equal(result, np.concatenate(parts))
+        got = differentiate(way, known, frontend.allgather, parts[rank], arriving[rank])
+        first = sum(rows[:rank])
+        np.testing.assert_allclose(got, arriving.mean(axis=0)[first : first + rows[rank]])
+
+    ranks(SIZE).run(rank_body)
+
+
+@way
+@known
+def test_broadcast(ranks: Ranks, way: str, known: bool) -> None:
+    def rank_body(context: Context) -> None:
+        frontend, rank = frontend_of(context), context.rank
+        (result,) = run(way, lambda x: frontend.broadcast(x, 1), INPUTS[rank], shapes_known=known)
+        np.testing.assert_array_equal(result, INPUTS[1])
+        got = differentiate(way, known, lambda x: frontend.broadcast(x, 1), INPUTS[rank], ARRIVING[rank])
+        np.testing.assert_allclose(got, ARRIVING.mean(axis=0) if rank == 1 else np.zeros(4))
+
+    ranks(SIZE).run(rank_body)
+
+
+@way
+@known
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVERAGE], ids=lambda op: op.name.lower())
+def test_reducescatter(ranks: Ranks, way: str, known: bool, op: ReduceOp) -> None:
+    bounds = [0, 2, 3, 4]  # of four rows among three ranks
+
+    def rank_body(context: Context) -> None:
+        frontend, rank = frontend_of(context), context.rank
+        own = slice(bounds[rank], bounds[rank + 1])
+        (result,) = run(way, lambda x: frontend.reducescatter(x, op=op), INPUTS[rank], shapes_known=known)
+        np.testing.assert_allclose(result, OPS[op](INPUTS)[own])
+        arriving = ARRIVING[0][own]
+        got = differentiate(way, known, lambda x: frontend.reducescatter(x, op=op), INPUTS[rank], arriving)
+        np.testing.assert_allclose(got, ARRIVING[0] * (SIZE if op is ReduceOp.SUM else 1))
+
+    ranks(SIZE).run(rank_body)
+
+
+@way
+@known
+@pytest.mark.parametrize("splits", [None, [1, 0, 1], [0, 2, 1]], ids=str)
+def test_alltoall(ranks: Ranks, way: str, known: bool, splits: list[int] | None) -> None:
+    def rank_body(context: Context) -> None:
+        frontend, rank = frontend_of(context), context.rank
+        value = np.arange(3.0) + 10 * rank
+        rows = splits or [1, 1, 1]
+        begin = sum(rows[:rank])
+        expected = np.concatenate([np.arange(3.0)[begin : begin + rows[rank]] + 10 * r for r in range(SIZE)])
+
+        def forward(x: Any) -> Any:
+            return frontend.alltoall(x, splits)
+
+        result, *counts = run(way, forward, value, shapes_known=known)
+        np.testing.assert_array_equal(result, expected)
+        assert [c.tolist() for c in counts] == ([] if splits is None else [[rows[rank]] * SIZE])
+
+        def received(x: Any) -> Any:
+            return forward(x) if splits is None else forward(x)[0]
+
+        got = differentiate(way, known, received, value, expected + 1)
+        sent = np.where(np.arange(3) < sum(rows), value + 1, 0.0)
+        np.testing.assert_array_equal(got, sent)
+
+    ranks(SIZE).run(rank_body)
+
+
+@way
+def test_groups_mix_types_and_their_integers_have_no_gradient(ranks: Ranks, way: str) -> None:
+    def rank_body(context: Context) -> None:
+        frontend, rank = frontend_of(context), context.rank
+        integers = np.arange(3, dtype=np.int32) + rank
+
+        def group(x: Any, i: Any) -> Any:
+            return frontend.grouped_allreduce([x, i], op=ReduceOp.SUM, compression=Compression.fp16)
+
+        first, second = run(way, group, INPUTS[rank], integers)
+        np.testing.assert_allclose(first, INPUTS.sum(axis=0))
+        assert second.dtype == np.int32
+        assert second.tolist() == [3, 6, 9]
+
+        def body(x: Any, i: Any, g: Any) -> Any:
+            if way == "session":
+                return gradients([group(x, i)[0]], [x], [g])
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                y = group(x, i)[0]
+            return gradients([y], [x], [g], tape)
+
+        (got,) = run(way, body, INPUTS[rank], integers, ARRIVING[rank])
+        np.testing.assert_allclose(got, ARRIVING.sum(axis=0), rtol=1e-3)
+
+    ranks(SIZE).run(rank_body)
+
+
+@way
+@pytest.mark.parametrize("op", [ReduceOp.AVERAGE, ReduceOp.SUM], ids=lambda op: op.name.lower())
+def test_indexed_slices_are_gathered(ranks: Ranks, way: str, op: ReduceOp) -> None:
+    def rank_body(context: Context) -> None:
+        frontend, rank = frontend_of(context), context.rank
+        count = rank + 1
+
+        def body(values: Any, indices: Any) -> Any:
+            slices = tf.IndexedSlices(values, indices, tf.constant([4, 2]))
+            made = sparse_allreduce(frontend, slices, None, op, 1.0, 1.0, frontend_set())
+            return tf.convert_to_tensor(made)
+
+        (dense,) = run(way, body, np.ones((count, 2)), np.arange(count, dtype=np.int64))
+        whole = np.array([[3.0] * 2, [2.0] * 2, [1.0] * 2, [0.0] * 2])
+        np.testing.assert_allclose(dense, whole / (SIZE if op is ReduceOp.AVERAGE else 1))
+        slices = tf.IndexedSlices(tf.ones((1, 2)), tf.constant([0]), tf.constant([4, 2]))
+        with pytest.raises(SparseReductionError, match="without factors"):
+            sparse_allreduce(frontend, slices, None, ReduceOp.MAX, 1.0, 1.0, frontend_set())
+        with pytest.raises(NotImplementedError):
+            sparse_allreduce(frontend, slices, None, op, 2.0, 1.0, frontend_set())
+
+    ranks(SIZE).run(rank_body)
+
+
+def frontend_set() -> Any:
+    from hvdgloo.process_sets import global_process_set
+
+    return global_process_set
+
+
+@way
+def test_second_derivatives_of_sums_are_right(ranks: Ranks, way: str) -> None:
+    def rank_body(context: Context) -> None:
+        frontend = frontend_of(context)
+
+        def body(x: Any) -> Any:
+            if way == "session":
+                y = frontend.allreduce(x, op=ReduceOp.SUM) ** 3
+                (first,) = tf.gradients(y, x)
+                return tf.gradients(first, x)
+            with tf.GradientTape() as outer:
+                outer.watch(x)
+                with tf.GradientTape() as inner:
+                    inner.watch(x)
+                    y = frontend.allreduce(x, op=ReduceOp.SUM) ** 3
+                first = inner.gradient(y, x)
+            return outer.gradient(first, x)
+
+        (second,) = run(way, body, np.array([1.0, 2.0]))
+        # y = (sum of x over two ranks)^3; a rank's first derivative is the ranks' sum of 3 s^2, its second of 2 x 6 s.
+        np.testing.assert_allclose(second, 2 * 2 * 6 * np.array([2.0, 4.0]))
+
+    ranks(2).run(rank_body)
+
+
+@pytest.mark.parametrize("way", ["eager", "function"])
+def test_second_derivatives_of_extremes_are_refused(ranks: Ranks, way: str) -> None:
+    def rank_body(context: Context) -> None:
+        frontend = frontend_of(context)
+
+        def body(x: Any) -> Any:
+            with tf.GradientTape() as outer:
+                outer.watch(x)
+                with tf.GradientTape() as inner:
+                    inner.watch(x)
+                    y = frontend.allreduce(x * x, op=ReduceOp.MAX) ** 2
+                first = inner.gradient(y, x)
+            return outer.gradient(first, x)
+
+        with pytest.raises(InvalidArgumentError, match="differentiated again"):
+            run(way, body, np.array([1.0, 2.0]))
+
+    ranks(2).run(rank_body)
+
+
+def test_it_does_not_matter_in_which_order_ranks_trace(ranks: Ranks) -> None:
+    """One rank traces (and retraces) another function first; names are counted as functions run."""
+
+    def rank_body(context: Context) -> None:
+        frontend = frontend_of(context)
+        doubled = tf.function(lambda x: frontend.allreduce(2 * x, op=ReduceOp.SUM), autograph=False)
+        squared = tf.function(lambda x: frontend.allreduce(x * x, op=ReduceOp.SUM), autograph=False)
+        functions = [doubled, squared] if context.rank else [squared, doubled]
+        for function in functions:
+            function.get_concrete_function(tf.TensorSpec([], tf.float64))
+        if context.rank:
+            squared.get_concrete_function(tf.TensorSpec([3], tf.float64))
+        for _ in range(3):
+            assert float(doubled(tf.constant(3.0, tf.float64))) == 12
+            assert float(squared(tf.constant(3.0, tf.float64))) == 18
+
+    ranks(2).run(rank_body)
+
+
+def test_names_of_a_session_do_not_depend_on_the_order_of_execution(ranks: Ranks) -> None:
+    """Nothing orders these three operators, nor what their gradients do: each must meet its like of the other rank."""
+
+    def rank_body(context: Context) -> None:
+        frontend = frontend_of(context)
+        with tf.Graph().as_default():
+            x = tf.compat.v1.placeholder(tf.float64, [1, 2])
+            sums = [frontend.allreduce(x * k, op=ReduceOp.SUM) for k in (1.0, 10.0, 100.0)]
+            gathered = [frontend.allgather(x * k) for k in (1.0, 10.0)]
+            slopes = [tf.gradients(g * k, x)[0] for g, k in zip(gathered, (1.0, 5.0), strict=True)]
+            config = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=8, use_per_session_threads=True)
+            with tf.compat.v1.Session(config=config) as session:
+                for _ in range(5):
+                    got, slope = session.run([sums, slopes], {x: [[1.0, 2.0]]})
+                    assert [g.tolist() for g in got] == [[[2.0 * k, 4.0 * k]] for k in (1, 10, 100)]
+                    assert [s.tolist() for s in slope] == [[[1.0, 1.0]], [[50.0, 50.0]]]
+
+    ranks(2).run(rank_body)
+
+
+@pytest.mark.parametrize("way", ["eager", "function", "session"])
+def test_a_disagreement_is_our_error_everywhere_and_the_job_goes_on(ranks: Ranks, way: str) -> None:
+    def rank_body(context: Context) -> None:
+        frontend = frontend_of(context)
+        with pytest.raises(HorovodInternalError, match="x") as caught:
+            run(way, lambda x: frontend.allreduce(x, name="x"), np.zeros(1 + context.rank))
+        assert isinstance(caught.value, MismatchError)
+        (result,) = run(way, lambda x: frontend.allreduce(x, name="x"), np.ones(2))
+        assert result.tolist() == [1.0, 1.0]
+
+    ranks(2).run(rank_body)
+
+
+def test_an_error_of_a_graph_is_ours_and_tensorflows_and_has_its_facts(ranks: Ranks) -> None:
+    frontend = frontend_of(ranks(1).contexts[0])
+    lost = PeerLostError("rank 3 was lost", rank=3, host="h2")
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise lost
+
+    frontend.start = fail  # type: ignore[method-assign]
+    for way in ("function", "session"):
+        with pytest.raises(PeerLostError, match=r"^rank 3 was lost$") as caught:
+            run(way, frontend.allreduce, np.ones(2))
+        assert isinstance(caught.value, tf.errors.UnknownError)
+        assert (caught.value.rank, caught.value.host) == (3, "h2")
+        assert "PeerLostError" in caught.value.message
+        copy = pickle.loads(pickle.dumps(caught.value))
+        assert type(copy) is PeerLostError
+        assert copy.rank == 3
+    # Others' errors stay what they are.
+    with pytest.raises(tf.errors.UnknownError, match="ZeroDivisionError") as other:
+        tf.function(lambda: tf.numpy_function(lambda: 1 / 0, [], tf.float64))()
+    assert not isinstance(other.value, HorovodInternalError)
+
+
+def test_numbers_that_a_graph_asks_for_each_time(ranks: Ranks) -> None:
+    def rank_body(context: Context) -> None:
+        frontend = frontend_of(context)
+        for way in WAYS:
+            (number,) = run(way, lambda: frontend.reads(frontend.rank))
+            assert (number.dtype, number.tolist()) == (np.int32, context.rank)
+        last = run("function", lambda: frontend.reads(frontend.join))
+        assert last[0].tolist() in (0, 1)
+
+    ranks(2).run(rank_body)
+
+
+def test_wrong_calls_are_refused_while_the_graph_is_made(ranks: Ranks) -> None:
+    frontend = frontend_of(ranks(1).contexts[0])
+    with pytest.raises(InvalidArgumentError, match="complex128"):
+        run("function", frontend.allreduce, np.array([1j]))
+    with pytest.raises(InvalidArgumentError, match="Average"):
+        run("function", lambda x: frontend.allreduce(x, op=17), np.ones(1))
+
+
+def test_memory_is_shared_where_it_can_be(ranks: Ranks) -> None:
+    """A tensor's own memory goes to the engine, and what comes back is a tensor without a copy."""
+    frontend = frontend_of(ranks(1).contexts[0])
+    adapter = frontend.adapter
+    tensor = tf.random.uniform([1000])
+    exported = adapter.export(tensor)
+    assert exported.owner is tensor
+    assert exported.address == np.asarray(tensor).__array_interface__["data"][0]
+    memory = adapter.allocate(exported.spec, tensor)
+    assert adapter.export(memory).address % 64 == 0
+    delivered = adapter.deliver(memory, tensor, in_place=False)
+    assert np.asarray(delivered).__array_interface__["data"][0] == adapter.export(memory).address
+    variable = tf.Variable(tensor)
+    assert adapter.export(variable, writable=True).owner is not variable
+    seen: list[int] = []
+    operation = Operation(Collective.ALLREDUCE)
+    start = frontend.start
+
+    def watched(operation: Operation, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(adapter.export(tensors[0]).address)
+        pending = start(operation, tensors, *args, **kwargs)
+        seen.append(pending.wait()[0].__array_interface__["data"][0])
+        return pending
+
+    frontend.start = watched  # type: ignore[method-assign]
+    result = tf.function(lambda x: frontend.apply(operation, [x])[0], autograph=False)(tensor)
+    assert seen == [
+        np.asarray(tensor).__array_interface__["data"][0],
+        np.asarray(result).__array_interface__["data"][0],
+    ]
+
+
+def test_a_dead_rank_is_told_to_those_who_wait_in_a_graph(ranks: Ranks) -> None:
+    two = ranks(2)
+
+    def rank_body(context: Context) -> None:
+        if context.rank:
+            context.engine.close("it was tired")
+            return
+        frontend = frontend_of(context)
+        with pytest.raises(HorovodInternalError, match="rank 1"):
+            run("function", frontend.allreduce, np.ones(2))
+
+    two.run(rank_body)

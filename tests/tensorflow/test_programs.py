@@ -1,0 +1,211 @@
+"""Whole programs on ranks that are processes: the examples, and one that Horovod's users might have written."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.launching import Launcher, launcher_in
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+PROGRAM = """
+import os, sys, threading
+
+# Either order of imports works.
+if os.environ["HOROVOD_RANK"] == "0":
+    import torch
+import tensorflow as tf
+import torch
+
+# One thread for operators of each kind: none may wait for another that has not begun.
+tf.config.threading.set_inter_op_parallelism_threads(1)
+tf.config.threading.set_intra_op_parallelism_threads(1)
+
+import horovod.tensorflow as hvd
+import horovod.tensorflow.keras as hvd_keras
+import horovod.keras
+import horovod.torch
+from horovod.tensorflow.mpi_ops import size_op, rank_op
+from horovod.tensorflow.functions import broadcast_object
+from horovod.tensorflow.keras.callbacks import MetricAverageCallback
+
+hvd.init()
+rank = hvd.rank()
+assert hvd.size() == horovod.torch.size() == hvd_keras.size() == 2
+assert hvd.HorovodInternalError is horovod.keras.HorovodInternalError
+assert horovod.torch.allreduce(torch.ones(2), op=horovod.torch.Sum).tolist() == [2.0, 2.0]
+
+# All functions of the module, eagerly.
+x = tf.constant([1.0, 2.0]) * (rank + 1)
+assert hvd.allreduce(x).numpy().tolist() == [1.5, 3.0]
+assert hvd.allreduce([1.0 * rank], op=hvd.Sum, name="list").numpy().tolist() == [1.0]
+slices = tf.IndexedSlices(tf.ones([1, 2]), tf.constant([rank]), tf.constant([2, 2]))
+assert tf.convert_to_tensor(hvd.allreduce(slices, op=hvd.Sum)).numpy().tolist() == [[1.0, 1.0]] * 2
+dense, sparse = hvd.grouped_allreduce([x, slices], op=hvd.Sum)
+assert dense.numpy().tolist() == [3.0, 6.0] and isinstance(sparse, tf.IndexedSlices)
+assert hvd.grouped_allreduce([]) == []
+assert hvd.allgather(x).shape == (4,)
+assert [t.shape[0] for t in hvd.grouped_allgather([x, x[:1]])] == [4, 2]
+assert hvd.broadcast(x, 1).numpy().tolist() == [2.0, 4.0]
+received, counts = hvd.alltoall(x, [1, 1])
+assert counts.numpy().tolist() == [1, 1]
+assert hvd.alltoall(x).shape == (2,)
+assert hvd.reducescatter(x, op=hvd.Sum).numpy().tolist() == [[3.0], [6.0]][rank]
+assert hvd.grouped_reducescatter([x])[0].shape == (1,)
+variable = tf.Variable([1.0 * rank])
+assert hvd.broadcast_([variable], 1)[0] is variable and variable.numpy() == [1.0]
+assert (int(rank_op()), int(size_op()), int(hvd.local_rank_op()), int(hvd.local_size_op())) == (rank, 2, rank, 2)
+only = hvd.add_process_set([1])
+assert int(hvd.process_set_included_op(only.process_set_id)) == rank
+assert int(hvd.size_op(only.process_set_id)) == 1
+if rank == 1:
+    assert hvd.allreduce(x, process_set=only).numpy().tolist() == [2.0, 4.0]
+assert broadcast_object({"rank": rank}, 1) == {"rank": 1} == hvd.broadcast_object_fn(1)({"rank": rank})
+assert hvd.allgather_object(rank) == [0, 1]
+try:
+    hvd.broadcast_global_variables(0)
+except RuntimeError as error:
+    assert "broadcast_variables" in str(error)
+
+# Two models, whose functions ranks trace in different order.
+models = [tf.Variable(tf.ones([3])), tf.Variable(tf.ones([3]))]
+def training(variable, factor):
+    @tf.function
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(variable * x) * factor + tf.reduce_sum(hvd.allreduce(variable * x, op=hvd.Sum))
+        return hvd.DistributedGradientTape(tape).gradient(loss, [variable])[0]
+    return step
+steps = [training(variable, factor) for variable, factor in zip(models, (1.0, 10.0))]
+for step in steps if rank else reversed(steps):
+    step.get_concrete_function(tf.TensorSpec([3]))
+for _ in range(3):
+    for step, expected in zip(steps, (1.5 + 3.0, 15.0 + 3.0)):
+        gradient = step(tf.ones([3]) * (rank + 1))
+        assert gradient.numpy().tolist() == [expected] * 3, gradient
+
+# TensorFlow 1: ranks begin with different variables, and end with the same.
+with tf.Graph().as_default():
+    v = tf.compat.v1.get_variable("v", initializer=[10.0 * rank, 1.0])
+    optimizer = hvd.DistributedOptimizer(tf.compat.v1.train.GradientDescentOptimizer(1.0))
+    step = tf.compat.v1.train.get_or_create_global_step()
+    train = optimizer.minimize(tf.reduce_sum(v * (rank + 1.0)), global_step=step)
+    config = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=1, intra_op_parallelism_threads=1)
+    hooks = [hvd.BroadcastGlobalVariablesHook(1), tf.compat.v1.train.StopAtStepHook(last_step=2)]
+    with tf.compat.v1.train.MonitoredTrainingSession(hooks=hooks, config=config) as session:
+        while not session.should_stop():
+            session.run(train)
+    with tf.compat.v1.train.MonitoredTrainingSession(hooks=[hvd.BroadcastGlobalVariablesHook(1)]) as session:
+        assert session.run(v).tolist() == [10.0, 1.0]
+        session.run(train)
+        assert session.run(v).tolist() == [8.5, -0.5]
+
+# A rank that is lost is our error in functions, sessions and for whoever asks later.
+@tf.function
+def together(x):
+    return hvd.allreduce(x, name="together")
+together(x)
+if rank == 1:
+    os._exit(7)
+import signal
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+try:
+    together(x)
+except hvd.HorovodInternalError as error:
+    print("function:", type(error).__name__, isinstance(error, tf.errors.UnknownError), flush=True)
+with tf.Graph().as_default():
+    reduced = hvd.allreduce(tf.constant([1.0]), name="session")
+    with tf.compat.v1.Session() as session:
+        try:
+            session.run(reduced)
+        except hvd.HorovodInternalError as error:
+            print("session:", type(error).__name__, flush=True)
+with tf.GradientTape() as tape:
+    loss = tf.reduce_sum(models[0])
+try:
+    hvd.DistributedGradientTape(tape).gradient(loss, models[:1])
+except hvd.HorovodInternalError as error:
+    print("tape:", type(error).__name__, flush=True)
+"""
+
+LEGACY = """
+import threading
+import numpy as np
+import tensorflow as tf
+import hvdgloo.tensorflow as hvd
+import hvdgloo.tensorflow.keras as hvd_keras
+
+# tf.keras is Keras 2 here.
+hvd.init()
+assert tf.keras.__name__.startswith("tf_keras") or tf.keras.__version__.startswith("2."), tf.keras
+x = np.random.default_rng(1).normal(size=(24, 4)).astype("float32")
+y = x.sum(axis=1, keepdims=True)
+
+def make():
+    return tf.keras.Sequential([tf.keras.Input((4,)), tf.keras.layers.Dense(1, kernel_initializer="ones")])
+
+for plain in (lambda: tf.keras.optimizers.Adam(0.1), lambda: tf.keras.optimizers.legacy.SGD(0.1)):
+    alone, model = make(), make()
+    alone.compile(optimizer=plain(), loss="mse")
+    alone.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+    model.compile(optimizer=hvd_keras.DistributedOptimizer(plain()), loss="mse")
+    batches = x.reshape(3, 8, 4)[:, hvd.rank() :: 2].reshape(-1, 4)
+    model.fit(batches, batches.sum(axis=1, keepdims=True), batch_size=4, epochs=2, shuffle=False, verbose=0)
+    for got, expected in zip(model.get_weights(), alone.get_weights()):
+        np.testing.assert_allclose(got, expected, atol=1e-5)
+assert type(model.optimizer).__name__ == "SGD"
+try:
+    hvd_keras.DistributedOptimizer(model.optimizer)
+except ValueError:
+    print("trained", hvd.rank(), flush=True)
+
+# A function that waits for a rank which never comes.
+started = threading.Event()
+if hvd.rank() == 0:
+    @tf.function
+    def never(x):
+        tf.numpy_function(lambda: started.set(), [], [])
+        return hvd.allreduce(x, name="never")
+    threading.Thread(target=lambda: never(tf.ones(2)), daemon=True).start()
+    started.wait()
+hvd.broadcast_object("so far", name="so far")
+print("end", hvd.rank(), flush=True)
+"""
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Iterator[Launcher]:
+    with launcher_in(tmp_path) as made:
+        yield made
+
+
+@pytest.mark.parametrize("example", ["tensorflow2_digits", "tensorflow1_session_digits", "keras_digits"])
+def test_examples_learn_to_read(launcher: Launcher, example: str) -> None:
+    env = {"TF_CPP_MIN_LOG_LEVEL": "3"}
+    done = launcher.run("-np", "2", "--", str(EXAMPLES / f"{example}.py"), env=env, timeout=58)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (accuracy,) = re.findall(r"test accuracy averaged over 2 ranks: ([\d.]+)%", done.stdout)
+    assert float(accuracy) >= 96.0
+    assert len(re.findall("all ranks hold identical parameters", done.stdout)) == 1
+
+
+def test_a_program_of_horovods_runs_without_an_edit(launcher: Launcher) -> None:
+    arguments = ("-np", "2", "--as-horovod", "--grace-period", "30", launcher.script(PROGRAM))
+    done = launcher.run(*arguments, env={"TF_CPP_MIN_LOG_LEVEL": "3"}, timeout=58)
+    assert done.returncode == 7, done.stdout + done.stderr
+    said = [line.partition(">:")[2] for line in done.stdout.splitlines()]
+    assert said == ["function: PeerLostError True", "session: PeerLostError", "tape: PeerLostError"], (
+        done.stdout + done.stderr
+    )
+
+
+def test_keras_2_trains_and_a_function_that_still_waits_lets_the_program_end(launcher: Launcher) -> None:
+    env = {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_USE_LEGACY_KERAS": "1"}
+    done = launcher.run("-np", "2", launcher.script(LEGACY), env=env, timeout=50)
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = sorted(line.partition(">:")[2] for line in done.stdout.splitlines())
+    assert said == ["end 0", "end 1", "trained 0", "trained 1"]
