@@ -6,7 +6,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
-TESTS ?= tests
+TESTS_THREADS ?= tests/unit tests/contract tests/architecture
+TESTS_PROCESSES ?= tests/processes tests/gpu
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -25,8 +26,11 @@ demo: $(READY)
 
 test: test-main test-tensorflow
 
+# Where ranks are threads of one process, a second pytest has the second core to itself. Tests of several processes use
+# all cores as it is, and measure time.
 test-main: $(READY)
-	$(BIN)/python -m pytest $(TESTS)
+	$(BIN)/python -m pytest -n 2 $(TESTS_THREADS)
+	$(BIN)/python -m pytest $(TESTS_PROCESSES)
 
 # TensorFlow has an environment of its own: users have one framework or the other, and so has the rest of the tests. Of
 # the contracts all run that concern tensors, on data planes that treat memory differently.
