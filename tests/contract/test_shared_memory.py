@@ -312,6 +312,36 @@ def test_a_late_rank_keeps_nobody_longer_than_the_timeout(ranks: Callable[..., R
     np.testing.assert_array_equal(array, in_order([data(0, 100_000), data(1, 100_000)]))
 
 
+def test_only_a_rank_that_sleeps_is_woken(make_ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A post that nobody sleeps for is no system call; one that somebody sleeps for ends the sleep."""
+    if not system.has_strong_order():
+        pytest.skip("there is no waking by futex on this processor")
+    ranks = make_ranks(2, kind="shm-segment")
+    first, second = (backend._signals for backend in ranks.backends)
+    woken: list[int] = []
+    original = system.futex_wake
+    monkeypatch.setattr(system, "futex_wake", lambda address: (woken.append(address), original(address))[1])
+    first.post(0, 1)
+    assert woken == []
+    assert second.wait(0, 0, 1, time.monotonic() + 5)
+    asleep = threading.Event()
+    look = second._look
+
+    def looks() -> None:
+        look()
+        asleep.set()  # it has said that it will sleep, and has seen that the number is not there
+
+    monkeypatch.setattr(second, "_look", looks)
+    with ThreadPoolExecutor(1) as pool:
+        waited = pool.submit(second.wait, 0, 0, 2, time.monotonic() + 5)
+        assert asleep.wait(5)
+        first.post(0, 2)
+        assert waited.result(5)
+    assert len(woken) == 1
+    first.post(0, 3)
+    assert len(woken) == 1
+
+
 @pytest.mark.parametrize("who", ["itself", "a peer"])
 def test_an_abort_ends_a_wait_at_once(ranks: Callable[..., Ranks], who: str) -> None:
     group = ranks(2)

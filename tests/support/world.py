@@ -47,6 +47,7 @@ class World:
             size.
         wrap: applied to each rank's backend, to inject faults.
         open_device: from a rank and what ``Engine`` asks for, the planes of tensors that claim to be a GPU's.
+        spin_time: see ``EngineSettings``.
         settings: fields of Config.
     """
 
@@ -57,6 +58,7 @@ class World:
         *,
         wrap: Callable[[int, Backend], Backend] | None = None,
         open_device: Callable[..., Sequence[Plane]] | None = None,
+        spin_time: float = 0.0,
         **settings: Any,
     ) -> None:
         self.size = size
@@ -82,7 +84,7 @@ class World:
                 topology,
                 links[rank],
                 backends[rank],
-                engine_settings(config),
+                replace(engine_settings(config), spin_time=spin_time),
                 partial(self._open_set, rank, config),
                 None if open_device is None else partial(open_device, rank),
             )
