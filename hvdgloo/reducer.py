@@ -27,14 +27,14 @@ T = TypeVar("T")
 class _Transfer(Generic[T]):
     """Gradients under way together: what was given, what was sent, and how to undo the compression.
 
-    ``names`` are those that became ready: other than the gradients' if those were merged.
+    ``names`` are those that became ready, of which merged ones are a single gradient.
     """
 
     gradients: dict[str, T]
     contexts: Sequence[Any]
     sent: Sequence[T]
     pending: Pending[T] | Steps[T]
-    names: Sequence[str] = ()
+    names: Sequence[str]
 
 
 class GradientReducer(Generic[T]):
@@ -150,6 +150,13 @@ class GradientReducer(Generic[T]):
         self._group_of.update(dict.fromkeys(group, group))
         self._merged[group] = whole
 
+    def part(self) -> None:
+        """Undo every ``merge``. Nothing may be open."""
+        for group in self._merged:
+            for name in group:
+                del self._group_of[name]
+        self._merged.clear()
+
     def wait(self) -> dict[str, T]:
         """Block until all that was sent has been reduced; afterwards every name may become ready anew.
 
@@ -166,7 +173,7 @@ class GradientReducer(Generic[T]):
         reduced: dict[str, T] = {}
         failure = self._advance(transfers)
         for transfer in transfers:
-            self._open.difference_update(transfer.names or transfer.gradients)
+            self._open.difference_update(transfer.names)
             try:
                 reduced.update(self._receive(transfer))
             except Exception as error:  # noqa: BLE001 - all memory must be at rest before the first error leaves
@@ -183,11 +190,6 @@ class GradientReducer(Generic[T]):
     def is_open(self, name: str) -> bool:
         """Whether ``name`` is in ``open``."""
         return name in self._open
-
-    @property
-    def in_flight(self) -> bool:
-        """Whether some gradient is being reduced."""
-        return bool(self._transfers)
 
     @property
     def passes(self) -> int:
@@ -225,11 +227,12 @@ class GradientReducer(Generic[T]):
         return failure
 
     def _send(self, gradients: dict[str, T], name: str, *, grouped: bool, names: Sequence[str] = ()) -> None:
+        names = names or list(gradients)
         begin = getattr(self._compression, "begin", None)
         if begin is not None:
             tensors = list(gradients.values())
             steps: Steps[T] = begin(self._frontend, self._operation, name, tensors)
-            self._transfers.append(_Transfer(gradients, [None] * len(tensors), tensors, steps))
+            self._transfers.append(_Transfer(gradients, [None] * len(tensors), tensors, steps, names))
             return
         pairs = [self._compression.compress(gradient) for gradient in gradients.values()]
         sent = [tensor for tensor, _ in pairs]

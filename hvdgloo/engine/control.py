@@ -155,7 +155,7 @@ class Control:
             try:
                 self._may_wait = awaited is not None
                 self._look_around(time.monotonic())
-                if awaited is not None and self._spin_time:
+                if awaited is not None and self._spin_time and not self._finished:
                     self._spin(awaited)
             except BaseException as error:
                 # As on the thread itself: what was not said to the end must fail the job, not hang it. A Ctrl-C that

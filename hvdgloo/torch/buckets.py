@@ -2,11 +2,13 @@
 
 After its first step an optimizer knows which gradients it has and in which order they become ready. From then on they
 are parts of buckets, in that order: a gradient is written into its part as soon as it is complete, while it is still in
-the cache, and takes its place as ``parameter.grad``; a bucket is reduced when all its gradients are there. Nothing is
-packed or unpacked for a transfer. Where ranks share memory the buckets lie in it, and ranks read each other's.
+the cache, and the part takes its place as ``parameter.grad``; a bucket is reduced when all its gradients are there.
+Nothing is packed or unpacked for a transfer. Where ranks share memory the buckets lie in it, and ranks read each
+other's.
 
 The parts are separate tensors over one piece of memory, not views of one tensor: each is saved, copied and versioned by
-itself.
+itself. Programs may move them elsewhere (``p.grad.data = x``, ``model.to(...)``): so it is looked each time whether a
+part is still where it belongs, and a new one is made if not.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -38,12 +41,24 @@ class Bucket:
     """Gradients that travel as one tensor.
 
     Attributes:
+        memory: where it lies.
         whole: one-dimensional; between the parts there may be a few zeros.
-        parts: by the gradients' names, in the order in which they become ready.
+        offsets: of the parts, in bytes, by the gradients' names in the order in which they become ready.
     """
 
+    memory: Any
     whole: Tensor
-    parts: Mapping[str, Tensor]
+    offsets: Mapping[str, int]
+
+    def part(self, name: str, parameter: Tensor) -> Tensor:
+        """A new tensor over the place of a parameter's gradient."""
+        offset, count = self.offsets[name], parameter.numel()
+        flat = torch.frombuffer(self.memory, dtype=self.whole.dtype, count=count, offset=offset)
+        return flat.view(parameter.shape)
+
+    def address(self, name: str) -> int:
+        """Where a part lies."""
+        return self.whole.data_ptr() + self.offsets[name]
 
 
 class Buckets:
@@ -62,18 +77,29 @@ class Buckets:
         parameters: Mapping[str, Tensor],
         plan: Sequence[Sequence[str]],
     ) -> None:
-        engine = frontend.context.engine
+        self.context = frontend.context
+        engine = self.context.engine
         self.all = [_bucket({name: parameters[name] for name in names}, engine, process_set) for names in plan]
-        self._parts = {name: part for bucket in self.all for name, part in bucket.parts.items()}
+        self._bucket_of = {name: bucket for bucket in self.all for name in bucket.offsets}
+        self._parts = {name: bucket.part(name, parameters[name]) for name, bucket in self._bucket_of.items()}
         self._elsewhere: dict[str, Tensor] = {}
-        self._private = _measure()
+        self._private = _uses_of_a_private_gradient()
 
     def __contains__(self, name: str) -> bool:
         return name in self._parts
 
+    def suit(self, name: str, parameter: Tensor) -> bool:
+        """Whether a parameter is still what its part was made for."""
+        whole = self._bucket_of[name].whole
+        return parameter.dtype is whole.dtype and parameter.is_cpu
+
     def adopt(self, name: str, parameter: Tensor) -> Tensor:
-        """The part that has the parameter's gradient, which from now on is the gradient, if nobody can tell."""
-        part = self._parts[name]
+        """The part that has the parameter's gradient, and is the gradient from now on, unless somebody else holds the
+        one that there was: then ``deliver`` copies the result to that."""
+        bucket, part = self._bucket_of[name], self._parts[name]
+        if part.data_ptr() != bucket.address(name) or not part.is_contiguous():
+            part = self._parts[name] = bucket.part(name, parameter)
+        self._elsewhere.pop(name, None)
         gradient = parameter.grad
         if gradient is part:
             return part
@@ -86,15 +112,21 @@ class Buckets:
             if parameter.requires_grad:
                 parameter.grad = part
         else:
-            self._elsewhere[name] = gradient  # somebody else has it, or its memory, and must find the result there
+            self._elsewhere[name] = gradient
         return part
 
     def deliver(self) -> None:
-        """Copy results to gradients that could not be replaced."""
+        """Results have come: tell autograd that gradients have changed, and copy those that belong elsewhere."""
         elsewhere, self._elsewhere = self._elsewhere, {}
+        for part in self._parts.values():
+            torch.autograd.graph.increment_version(part)
         with torch.no_grad():
             for name, gradient in elsewhere.items():
                 gradient.copy_(self._parts[name])
+
+    def forget(self) -> None:
+        """Gradients so far are not going to be reduced."""
+        self._elsewhere.clear()
 
 
 def _bucket(parameters: Mapping[str, Tensor], engine: Any, process_set: int) -> Bucket:
@@ -104,14 +136,9 @@ def _bucket(parameters: Mapping[str, Tensor], engine: Any, process_set: int) -> 
     memory = engine.allocate(process_set, sum(room))
     if memory is None:
         memory = np.empty(sum(room), np.uint8)
-    parts, at = {}, 0
-    for (name, parameter), nbytes in zip(parameters.items(), room, strict=True):
-        part = torch.frombuffer(memory, dtype=dtype, count=parameter.numel(), offset=at)
-        parts[name] = part.view(parameter.shape)
-        at += nbytes
     whole = torch.frombuffer(memory, dtype=dtype)
     whole.zero_()
-    return Bucket(whole, parts)
+    return Bucket(memory, whole, dict(zip(parameters, accumulate(room, initial=0), strict=False)))
 
 
 def suits(parameter: Tensor) -> bool:
@@ -177,7 +204,7 @@ def _uses(gradient: Tensor) -> tuple[int, ...]:
     return sys.getrefcount(gradient), _storage_uses(gradient.untyped_storage()._cdata)
 
 
-def _measure() -> tuple[int, ...]:
+def _uses_of_a_private_gradient() -> tuple[int, ...]:
     """What ``_uses`` tells of a gradient that only its parameter knows. It differs between versions."""
     found: list[tuple[int, ...]] = []
     probe = torch.nn.Parameter(torch.ones(2))

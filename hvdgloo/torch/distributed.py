@@ -60,7 +60,7 @@ _OWN = frozenset(
 )
 """What the shell answers itself; dunder names aside, all else is the held optimizer's."""
 
-_ELEMENTWISE = (NoneCompressor, Compression.none, Compression.fp16, Compression.bf16)
+_ELEMENTWISE = (Compression.none, Compression.fp16, Compression.bf16)
 """Compressors that do the same to many gradients at once as to each."""
 
 _owners: MutableMapping[Tensor, weakref.ref[_Session]] = WeakIdKeyDictionary()
@@ -213,8 +213,11 @@ class _Session:
         # Sparse ones are gathered when all passes have added to them.
 
     def _dense_gradient(self, name: str, parameter: Tensor) -> Tensor:
-        if self._buckets is not None and name in self._buckets and not self.reducer.is_open(name):
-            return self._buckets.adopt(name, parameter)
+        buckets = self._buckets
+        if buckets is not None and name in buckets and not self.reducer.is_open(name):
+            if buckets.context is self.frontend.context and buckets.suit(name, parameter):
+                return buckets.adopt(name, parameter)
+            self._leave_buckets()
         gradient = parameter.grad
         if gradient is None:
             gradient = torch.zeros_like(parameter, requires_grad=False)
@@ -292,7 +295,6 @@ class _Session:
 
     def _form_buckets(self, order: dict[str, None]) -> None:
         """Put gradients into buckets from now on, as the set's first rank finds right: it may be set up otherwise."""
-        self._first_order = None
         limit = self.frontend.context.config.gradient_bucket
         chosen: dict[str, Tensor] = {}
         if limit and any(self.options.compression is elementwise for elementwise in _ELEMENTWISE):
@@ -311,7 +313,15 @@ class _Session:
         if agreed:
             self._buckets = Buckets(self.frontend, process_set, self._tracked, agreed)
             for bucket in self._buckets.all:
-                self.reducer.merge(list(bucket.parts), bucket.whole)
+                self.reducer.merge(list(bucket.offsets), bucket.whole)
+        self._first_order = None
+
+    def _leave_buckets(self) -> None:
+        """The job is another one, or the model was converted: begin anew, as all ranks do, with a step without."""
+        self.require_rest("a model was converted, or hvd.init() was called again,")
+        self._buckets = None
+        self._first_order = {}
+        self.reducer.part()
 
     def synchronize(self) -> None:
         if self.active and not self.adaptive:
@@ -320,9 +330,15 @@ class _Session:
 
     def settle(self) -> None:
         """Reduce what is in flight because someone is about to look at the gradients."""
-        if self.reducer.in_flight:
+        if self.reducer.open:
             self._reduce()
             self._gradients = _Gradients.REDUCED
+
+    def forget(self) -> None:
+        """Begin anew with gradients, and with counting backward passes."""
+        self.reducer.reset()
+        if self._buckets is not None:
+            self._buckets.forget()
 
     def require_rest(self, action: str) -> None:
         opened = self.reducer.open
@@ -485,12 +501,12 @@ class Distributed(torch.optim.Optimizer):
             GradientsInFlightError: (an AssertionError) they are being reduced.
         """
         self._hvd.require_rest("zero_grad()")
-        self._hvd.reducer.reset()
+        self._hvd.forget()
         self._hvd.held.zero_grad(set_to_none)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint, of this or of the plain optimizer; backward passes are counted anew."""
-        self._hvd.reducer.reset()
+        self._hvd.forget()
         self._hvd.held.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -132,7 +132,60 @@ def clipped(context: Context, model: Model, optimizer: Distributed, step: int) -
         optimizer.step()
 
 
+def data_replaced(context: Context, model: Model, optimizer: Distributed, step: int) -> None:
+    """As old programs normalise gradients."""
+    optimizer.zero_grad()
+    model(inputs_of(context, step)).square().sum().backward()
+    optimizer.synchronize()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.data = parameter.grad.data / 2
+    with optimizer.skip_synchronize():
+        optimizer.step()
+    without_clearing(context, model, optimizer, step + 100)
+
+
+def converted(context: Context, model: Model, optimizer: Distributed, step: int) -> None:
+    if step == 2:
+        model.double()
+    optimizer.zero_grad()
+    model(inputs_of(context, step).to(next(model.parameters()).dtype)).square().sum().backward()
+    optimizer.step()
+
+
+def scaled(context: Context, model: Model, optimizer: Distributed, step: int) -> None:
+    """Loss scaling where layers are left out on some ranks, and one rank's gradients overflow."""
+    scaler = model.__dict__.setdefault("scaler", torch.amp.GradScaler("cpu", init_scale=1024.0))
+    optimizer.zero_grad()
+    loss = model(inputs_of(context, step), 1 + (step + context.rank) % LAYERS).square().sum()
+    if step == 2 and context.rank == 1:
+        loss = loss * float("inf")
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def given_up(context: Context, model: Model, optimizer: Distributed, step: int) -> None:
+    """A gradient that the user holds belongs to a batch that is not reduced after all."""
+    optimizer.zero_grad()
+    kept = [torch.zeros_like(parameter) for parameter in model.parameters()]
+    for parameter, gradient in zip(model.parameters(), kept, strict=True):
+        parameter.grad = gradient
+    optimizer.set_backward_passes_per_step(2)
+    model(inputs_of(context, step)).square().sum().backward()
+    before = [gradient.clone() for gradient in kept]
+    optimizer.zero_grad()
+    optimizer.set_backward_passes_per_step(1)
+    whole_step(context, model, optimizer, step)
+    assert all(torch.equal(*pair) for pair in zip(kept, before, strict=True))
+
+
 PROGRAMS = [
+    data_replaced,
+    converted,
+    scaled,
+    given_up,
     whole_step,
     without_clearing,
     cleared_in_place,
@@ -213,9 +266,10 @@ def test_gradients_take_their_places_and_nothing_else_changes_them(world: MakeWo
             whole_step(context, model, optimizer, step)
         buckets = optimizer._hvd._buckets
         assert buckets is not None
-        parts = {name: part for bucket in buckets.all for name, part in bucket.parts.items()}
         for name, parameter in model.named_parameters():
-            assert parameter.grad is parts[name]
+            assert parameter.grad is not None
+            bucket = next(bucket for bucket in buckets.all if name in bucket.offsets)
+            assert parameter.grad.data_ptr() == bucket.address(name)
             # Saved and copied by itself, not with the whole bucket.
             assert parameter.grad.untyped_storage().nbytes() == parameter.numel() * 4
 
@@ -261,12 +315,35 @@ def test_rank_0_decides_and_its_order_of_readiness_holds(world: MakeWorld) -> No
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
         assert hvd._buckets is not None
-        return [list(bucket.parts) for bucket in hvd._buckets.all]
+        return [list(bucket.offsets) for bucket in hvd._buckets.all]
 
     first, second = world(2).run(rank_body)
     assert first == second
     flat = [name for bucket in first for name in bucket]
     assert flat == [name for name, _ in Model().named_parameters()][::-1]
+
+
+def test_an_optimizer_that_outlives_its_job_forms_buckets_in_the_next(world: MakeWorld) -> None:
+    worlds = [world(2), world(2)]
+    models, optimizers, current = [Model(), Model()], dict[int, Distributed](), dict[int, Context]()
+
+    def rank_body(context: Context) -> None:
+        rank = context.rank
+        current[rank] = context
+        if rank not in optimizers:
+            frontend = Frontend(TorchAdapter(), lambda: current[rank])
+            plain = torch.optim.SGD(models[rank].parameters(), lr=0.1)
+            optimizers[rank] = wrap(frontend, plain, list(models[rank].named_parameters()), None, Options())
+        for step in range(3):
+            whole_step(context, models[rank], optimizers[rank], step)
+        buckets = optimizers[rank]._hvd._buckets
+        assert buckets is not None
+        assert buckets.context is context
+
+    for each in worlds:
+        each.run(rank_body)
+    for ours, theirs in zip(values(models[0]), values(models[1]), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
 
 
 def test_a_plan_fills_buckets_in_order_by_type_the_first_one_small() -> None:

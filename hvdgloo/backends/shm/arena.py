@@ -59,7 +59,8 @@ class Arena:
 
     def offset_of(self, address: int, nbytes: int) -> int | None:
         """Where in this rank's arena a tensor is; None if it is elsewhere."""
-        for begin, (offset, length) in list(self._blocks.items()):
+        # Copied in one go, which no collection of garbage can interrupt.
+        for begin, (offset, length) in self._blocks.copy().items():
             if begin <= address and address + nbytes <= begin + length:
                 return offset + address - begin
         return None
