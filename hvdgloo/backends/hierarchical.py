@@ -18,6 +18,7 @@ flat one among all for what is too small to be worth three steps.
 from __future__ import annotations
 
 import ctypes
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,6 +31,8 @@ import numpy.typing as npt
 
 from hvdgloo.backends.base import Backend, Done, Several, Work
 from hvdgloo.types import Buffer, ReduceOp, TensorSpec
+
+logger = logging.getLogger(__name__)
 
 Steps: TypeAlias = Iterator[Work]
 
@@ -136,7 +139,7 @@ class HierarchicalBackend:
         self._thresholds, self._chunk = thresholds, chunk
         self._host, self._place = layout.host, layout.place
         self._parts = [backend for backend in (local, cross, flat) if backend is not None]
-        self._queue: deque[_Operation] = deque()
+        self._line = _Line(deque(), deque())
         self._rooms: dict[tuple[str, int], npt.NDArray[np.uint8]] = {}
         self.blocks = any(part.blocks for part in self._parts)
 
@@ -191,28 +194,34 @@ class HierarchicalBackend:
     # different moments, and the steps of two operations must not come in another order on another rank.
 
     def _begin(self, steps: Steps) -> Work:
-        operation = _Operation(self._queue, steps)
-        self._queue.append(operation)
-        if self._queue[0] is operation:
+        operation = _Operation(self._line, steps)
+        self._line.queue.append(operation)
+        if self._line.queue[0] is operation:
             operation.begin()
         return operation
 
     def _flat_work(self, call: Callable[[], Work]) -> Work:
-        if not self._queue:
+        if not self._line.queue:
             return call()
         return self._begin(_once(call))
 
-    @staticmethod
-    def _overlapped(passages: Iterable[Passage]) -> Steps:
+    def _overlapped(self, passages: Iterable[Passage]) -> Steps:
         """Take chunks across, so that what is done in memory for one is done while others are on the wire."""
-        crossing: deque[tuple[Work, Passage]] = deque()
+        crossing, waiting = self._line.crossing, deque[Passage]()
+
+        def arrive() -> Steps:
+            yield crossing[0]
+            crossing.popleft()
+            yield from waiting.popleft().after()
+
         for passage in passages:
             yield from passage.before()
-            crossing.append((passage.across(), passage))
+            crossing.append(passage.across())
+            waiting.append(passage)
             if len(crossing) == CROSSING:
-                yield from _arrive(*crossing.popleft())
-        for each in crossing:
-            yield from _arrive(*each)
+                yield from arrive()
+        while crossing:
+            yield from arrive()
 
     def _reduce(self, chunk: Buffer, op: ReduceOp) -> Passage:
         own, nbytes = self._own(chunk)
@@ -400,16 +409,25 @@ class Passage:
     after: Callable[[], Steps]
 
 
-def _arrive(crossed: Work, passage: Passage) -> Steps:
-    yield crossed
-    yield from passage.after()
+@dataclass
+class _Line:
+    """Operations that have begun, in order, of which the first is under way.
+
+    Attributes:
+        crossing: what it has on the wire.
+        failure: what ended it, and so all others.
+    """
+
+    queue: deque[_Operation]
+    crossing: deque[Work]
+    failure: Exception | None = None
 
 
 class _Operation:
     """The Work of steps that begin when all operations before them have ended."""
 
-    def __init__(self, queue: deque[_Operation], steps: Steps) -> None:
-        self._queue = queue
+    def __init__(self, line: _Line, steps: Steps) -> None:
+        self._line = line
         self._steps = steps
         self._current: Work | None = None
         self._ended = False
@@ -421,20 +439,37 @@ class _Operation:
     def completes_within(self, timeout: float) -> bool:
         deadline = time.monotonic() + timeout
         while not self._ended:
-            first = self._queue[0]
-            if first._current is None:
-                first.begin()
-            elif not first._current.completes_within(max(0.0, deadline - time.monotonic())):
-                return False
-            else:
-                first._next()
+            if self._line.failure is not None:
+                return self._fail(self._line.failure, deadline)
+            first = self._line.queue[0]
+            try:
+                if first._current is None:
+                    first.begin()
+                elif not first._current.completes_within(max(0.0, deadline - time.monotonic())):
+                    return False
+                else:
+                    first._next()
+            except Exception as error:
+                self._line.failure = error
+                raise
         return True
+
+    def _fail(self, failure: Exception, deadline: float) -> bool:
+        """Raise the failure when nothing is on the wire any more; until then its memory is not at rest."""
+        while self._line.crossing:
+            try:
+                if not self._line.crossing[0].completes_within(max(0.0, deadline - time.monotonic())):
+                    return False
+            except Exception as error:  # noqa: BLE001 - expected: it was aborted
+                logger.debug("aborted: %s", error)
+            self._line.crossing.popleft()
+        raise failure.with_traceback(None)
 
     def _next(self) -> None:
         self._current = next(self._steps, None)
         if self._current is None:
             self._ended = True
-            self._queue.popleft()
+            self._line.queue.popleft()
 
 
 def _once(call: Callable[[], Work]) -> Steps:

@@ -62,6 +62,8 @@ class Control:
         rank: this rank.
         links: connected sockets: on rank 0 one for each other rank, elsewhere one for rank 0.
         coordinator: on rank 0, else None.
+        operation_timeout: seconds after which a silent rank counts as lost.
+        spin_time: seconds that a caller who waits looks for the answer before it goes to sleep; 0 for not at all.
         on_end: called once, on the thread, with the error that later submissions get.
     """
 

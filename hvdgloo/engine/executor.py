@@ -36,8 +36,9 @@ _QUICK = frozenset({Collective.ALLREDUCE, Collective.ALLGATHER, Collective.BROAD
 
 QUICK_BYTES = 1 << 16
 QUICK_SECONDS = 0.005
-"""A bucket of at most this size may be executed on the control thread while the data thread is idle, for at most this
-time: it saves a thread switch, which is a good part of a small operation's latency."""
+"""A bucket of at most this size may be executed where it was ordered (on the control thread, or that of a caller who
+waits) while the data thread is idle, for at most this time: it saves a thread switch, which is a good part of a small
+operation's latency."""
 
 _LOOK_SECONDS = 0.2
 """How often a wait for the backend looks whether the job was aborted meanwhile."""
@@ -463,13 +464,15 @@ class Executor:
 
     def _finish(self, under_way: _UnderWay) -> None:
         deadline = time.monotonic() + self._operation_timeout + under_way.nbytes / _SLOWEST_NETWORK
-        while not under_way.work.completes_within(_LOOK_SECONDS):
-            if self._aborted.is_set() and not under_way.work.completes_within(_LET_GO_SECONDS):
-                self._stuck.append(under_way)
-                raise BackendError("it did not end when it was aborted")
-            if time.monotonic() >= deadline:
-                self._under_way.appendleft(under_way)
-                raise BackendError(f"{_describe(under_way)} has not completed within its time")
+        try:
+            while not under_way.work.completes_within(_LOOK_SECONDS):
+                if time.monotonic() >= deadline:
+                    raise BackendError(f"{_describe(under_way)} has not completed within its time")
+                if self._aborted.is_set():
+                    raise BackendError("it did not end when it was aborted")
+        except BaseException:
+            self._under_way.appendleft(under_way)  # some of it may still be on its way
+            raise
         self._complete(under_way)
 
     def _complete(self, under_way: _UnderWay) -> None:

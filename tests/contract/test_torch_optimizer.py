@@ -181,9 +181,9 @@ def test_several_backward_passes_add_up_before_one_step(world: MakeWorld) -> Non
             whole = part_of(context)
             middle = (whole.start + whole.stop) // 2
             loss_of(model, slice(whole.start, middle)).backward()
-            assert not optimizer._hvd.reducer.in_flight
+            assert not optimizer._hvd.reducer._transfers
             loss_of(model, slice(middle, whole.stop)).backward()
-            assert optimizer._hvd.reducer.in_flight
+            assert optimizer._hvd.reducer._transfers
             optimizer.step()  # torch adds gradients of passes up, hence twice the rate above
         return values(model)
 
@@ -197,9 +197,9 @@ def test_changing_the_number_of_passes(world: MakeWorld) -> None:
         optimizer = distribute(context, OPTIMIZERS["sgd"](model.parameters()))
         optimizer.set_backward_passes_per_step(2)
         loss_of(model).backward()
-        assert not optimizer._hvd.reducer.in_flight
+        assert not optimizer._hvd.reducer._transfers
         loss_of(model).backward()
-        assert optimizer._hvd.reducer.in_flight
+        assert optimizer._hvd.reducer._transfers
         optimizer.step()
         for wrong in (0, -1, 1.5):
             with pytest.raises(ValueError, match="backward_passes_per_step"):
@@ -517,7 +517,7 @@ def test_a_later_optimizer_takes_the_parameters_over(world: MakeWorld) -> None:
         old = distribute(context, torch.optim.SGD(model.parameters(), lr=5.0), model.named_parameters())
         new = distribute(context, torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
         loss_of(model, part_of(context)).backward()
-        assert not old._hvd.reducer.in_flight
+        assert not old._hvd.reducer._transfers
         with pytest.raises(InvalidArgumentError, match="later DistributedOptimizer"):
             old.step()
         new.step()
@@ -674,9 +674,9 @@ def test_loading_a_state_counts_passes_anew(world: MakeWorld) -> None:
         loss_of(model).backward()
         optimizer.load_state_dict(optimizer.state_dict())
         loss_of(model).backward()
-        assert not optimizer._hvd.reducer.in_flight
+        assert not optimizer._hvd.reducer._transfers
         loss_of(model).backward()
-        assert optimizer._hvd.reducer.in_flight
+        assert optimizer._hvd.reducer._transfers
         optimizer.step()
 
     world(2).run(rank_body)
@@ -740,7 +740,7 @@ def test_a_lost_job_is_an_error_in_step_and_gradients_come_to_rest(world: MakeWo
     two.contexts[1].close()
     with pytest.raises(HorovodInternalError):
         optimizer.step()
-    assert not optimizer._hvd.reducer.in_flight
+    assert not optimizer._hvd.reducer._transfers
     optimizer.zero_grad()
     with pytest.raises(HorovodInternalError):
         loss_of(model).backward()

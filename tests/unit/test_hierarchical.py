@@ -13,6 +13,7 @@ from hvdgloo.backends import kernels
 from hvdgloo.backends.base import Work
 from hvdgloo.backends.hierarchical import HierarchicalBackend, Layout, Thresholds, layout_of
 from hvdgloo.backends.local import LocalBackend, LocalGroup
+from hvdgloo.errors import BackendError
 from hvdgloo.types import Buffer, DType, ReduceOp
 
 LAYOUTS = [(2, 2), (2, 1), (3, 1, 2), (1, 3), (2, 2, 2)]
@@ -287,3 +288,46 @@ def test_where_it_is_of_use(hosts: Sequence[int], rank: int, expected: Layout | 
         assert [expected.of(each) for each in range(expected.size)] == [
             (host, place) for host, count in enumerate(expected.sizes) for place in range(count)
         ]
+
+
+class _Wire:
+    """A cross group whose operations end when told, the first of them with an error."""
+
+    name, blocks, in_rank_order = "wire", False, False
+
+    def __init__(self) -> None:
+        self.ended = False
+        self.works: list[_Crossing] = []
+
+    def allreduce(self, buffer: Buffer, op: ReduceOp) -> Work:
+        self.works.append(_Crossing(self, fails=not self.works))
+        return self.works[-1]
+
+
+class _Crossing:
+    def __init__(self, wire: _Wire, *, fails: bool) -> None:
+        self._wire, self._fails = wire, fails
+
+    def completes_within(self, timeout: float) -> bool:
+        if self._fails:
+            raise BackendError("the peer is gone")
+        return self._wire.ended
+
+
+def test_a_failure_is_final_when_nothing_is_on_the_wire_any_more() -> None:
+    wire: Any = _Wire()
+    backend = HierarchicalBackend(Layout((1, 1), 0), None, wire, wire, Thresholds(1, 1), chunk=8)
+    first = backend.allreduce(Buffer.of_array(np.ones(12, np.float32)), ReduceOp.SUM)
+    second = backend.allreduce(Buffer.of_array(np.ones(12, np.float32)), ReduceOp.SUM)
+    with pytest.raises(BackendError, match="the peer is gone"):
+        first.completes_within(0)
+    begun = len(wire.works)
+    assert begun > 1
+    for work in (first, second):
+        assert not work.completes_within(0)  # chunks are still on their way into the memory
+    wire.ended = True
+    for work in (first, second):
+        for _ in range(2):
+            with pytest.raises(BackendError, match="the peer is gone"):
+                work.completes_within(0)
+    assert len(wire.works) == begun  # nothing was begun after the failure

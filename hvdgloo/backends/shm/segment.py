@@ -117,9 +117,6 @@ class Segment:
         at = self.size * _CONTROL + rank * self.limit + offset
         return self.bytes[at : at + nbytes]
 
-    def data_address(self, rank: int, offset: int) -> int:
-        return self._address + self.size * _CONTROL + rank * self.limit + offset
-
     def arena_at(self, rank: int, offset: int) -> int:
         """Where a place in a rank's arena is in the memory's file."""
         return total_bytes(self.size, self.limit) + rank * self.arena + offset

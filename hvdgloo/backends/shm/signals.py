@@ -6,9 +6,8 @@ slots that it has done with (RELEASED). What a rank has written before it posts 
 On x86 the numbers stand in shared memory, and who waits sleeps on the number that it waits for (futex(2)): the kernel
 compares and goes to sleep in one step, so no wake is lost, and each number has one writer. Who is going to sleep says
 so before it looks at the number for the last time, and who has posted one looks at that after: so a post that nobody
-sleeps for, as most are, is no system call. On processors that reorder
-stores, a number could be seen before the data that it announces; there it travels through a pipe, as through any system
-call that passes data on.
+sleeps for, as most are, is no system call. On processors that reorder stores, a number could be seen before the data
+that it announces; there it travels through a pipe, as through any system call that passes data on.
 """
 
 from __future__ import annotations
