@@ -7,7 +7,8 @@ torch.distributed on Gloo is always there. Open MPI is if mpirun and mpi4py are 
 can be imported.
 
 A round calls each library in turn, each after a barrier of its own; the time is the slowest rank's. Medians and minima
-are in milliseconds, processor time in milliseconds per operation, of all ranks together. Results are checked once.
+are in milliseconds, processor time in milliseconds per operation, of all ranks together. Results are checked once. What
+each library costs while nothing is done (rank 0's share of a core) comes last.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ from pathlib import Path
 from typing import Any
 
 SIZES = [4, 64, 1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26, 1 << 28]
+IDLE_SECONDS = 2.0
+"""For how long nothing is done, to see what that costs."""
+
 ENOUGH_SECONDS = 0.004
 """Small operations are repeated until a measurement takes about so long."""
 
@@ -77,7 +81,14 @@ def worker(path: str, rounds: int, groups: list[str]) -> None:
     from peers import available
 
     torch.set_num_threads(1)
-    peers = [peer() for peer in available(mpi="OMPI_COMM_WORLD_RANK" in os.environ)]
+    peers: list[Any] = []
+    idle: dict[str, float] = {}
+    for kind in available(mpi="OMPI_COMM_WORLD_RANK" in os.environ):
+        peers.append(kind())
+        peers[-1].barrier()
+        used = time.process_time()
+        time.sleep(IDLE_SECONDS)
+        idle[kind.name] = (time.process_time() - used) / IDLE_SECONDS - sum(idle.values())
     rank, size = dist.get_rank(), dist.get_world_size()
 
     def slowest(values: list[float], op: Any = dist.ReduceOp.MAX) -> list[float]:
@@ -121,6 +132,7 @@ def worker(path: str, rounds: int, groups: list[str]) -> None:
             print(line(case.name, results[case.name]), file=sys.stderr, flush=True)
     if rank == 0:
         results["memcpy"] = {shown(size): copying(size) for size in SIZES[2:]}
+        results["idle"] = idle
         Path(path).write_text(json.dumps(results))
     dist.barrier()
 
@@ -271,9 +283,7 @@ def main() -> None:
         worker(given.worker, given.rounds, groups)
         return
     results = launch(given.np, given.rounds, groups)
-    for case in cases():
-        if case.name in results:
-            print(line(case.name, results[case.name]))
+    print("idle, of a core:", ", ".join(f"{name} {share:.2%}" for name, share in results["idle"].items()))
     if given.json:
         Path(given.json).write_text(json.dumps(results, indent=1))
     if given.plot:
