@@ -198,7 +198,7 @@ class Control:
 
     def close(self) -> None:
         """Close connections at once, for an engine whose thread did not end by itself."""
-        for connection in self._connections.values():
+        for connection in list(self._connections.values()):  # the thread may be losing one just now
             connection.shutdown()
         self.wake()
 
