@@ -50,8 +50,11 @@ class Options:
 class Sync(Protocol):
     """How one backend reduces gradients."""
 
-    def track(self, variables: Sequence[Any], *, accumulates: bool) -> None:
-        """The optimizer has been built for these variables; it ``accumulates`` gradients over several passes."""
+    def track(self, variables: Sequence[Any], *, changes: bool) -> None:
+        """The optimizer has been built for these variables; it ``changes`` gradients before it has them reduced."""
+
+    def complete(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """The gradients, with zeros for those that this rank has not, and others might."""
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Gradients of all ranks; None of those given is written that the user can see."""
@@ -69,6 +72,11 @@ class Distributed:
         """Make the state for some variables."""
         super().build(variables)  # type: ignore[misc]
         _track(self)
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        """Step: the plain optimizer's, which passes over variables without gradients."""
+        grads, trainable_variables = _complete(self, self._hvd.sync, grads, trainable_variables)
+        super().apply(grads, trainable_variables)  # type: ignore[misc]
 
     def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> None:
         self._hvd.variables = list(trainable_variables)
@@ -116,7 +124,9 @@ class _State:
         self.local_layers: list[Any] = []
 
     def add_local(self, *variables: Any) -> None:
-        local = (*self.options.local_variables, *variables)
+        local = self.options.local_variables
+        known = {id(variable) for variable in local}
+        local = (*local, *(variable for variable in variables if id(variable) not in known))
         self.options = Options(**{**self.options.__dict__, "local_variables": local})
         self.sync = open_sync(self.options)
 
@@ -164,8 +174,8 @@ def wrap(optimizer: Any, options: Options) -> Any:
 def _track(optimizer: Any) -> None:
     for layer in optimizer._hvd.local_layers:
         optimizer._hvd.add_local(*layer.trainable_variables)
-    accumulates = bool(optimizer.gradient_accumulation_steps)
-    optimizer._hvd.sync.track(optimizer._trainable_variables, accumulates=accumulates)
+    changes = bool(optimizer.gradient_accumulation_steps or optimizer.loss_scale_factor)
+    optimizer._hvd.sync.track(optimizer._trainable_variables, changes=changes)
 
 
 def is_distributed(optimizer: Any) -> bool:
@@ -210,6 +220,7 @@ def _prepare() -> None:
     scaling = keras.optimizers.LossScaleOptimizer
     if not hasattr(scaling.check_finite, "hvdgloo"):
         scaling.check_finite = _agreeing(scaling.check_finite)
+        scaling.apply = _completing(scaling.apply)
     if keras.backend.backend() == "tensorflow" and not hasattr(keras.Model.make_train_function, "hvdgloo"):
         keras.Model.make_train_function = _without_xla(keras.Model.make_train_function)
     prepare = getattr(importlib.import_module(f"hvdgloo.keras.on_{keras.backend.backend()}"), "prepare", None)
@@ -227,6 +238,24 @@ def _agreeing(plain: Any) -> Any:
 
     check_finite.hvdgloo = True  # type: ignore[attr-defined]
     return check_finite
+
+
+def _completing(plain: Any) -> Any:
+    @functools.wraps(plain)
+    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
+        inner = self.inner_optimizer
+        if isinstance(inner, Distributed):
+            grads, trainable_variables = _complete(self, inner._hvd.sync, grads, trainable_variables)
+        plain(self, grads, trainable_variables)
+
+    return apply
+
+
+def _complete(optimizer: Any, sync: Sync, gradients: Any, given: Any) -> tuple[list[Any], list[Any] | None]:
+    gradients, given = list(gradients), None if given is None else list(given)
+    variables = optimizer._trainable_variables if given is None else given
+    # Keras says what is wrong if there are more of one than of the other.
+    return sync.complete(gradients, variables) if len(gradients) == len(variables) else gradients, given
 
 
 def _without_xla(plain: Any) -> Any:

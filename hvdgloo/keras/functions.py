@@ -18,6 +18,7 @@ from hvdgloo.compression import Compressor, NoneCompressor
 from hvdgloo.errors import HvdglooError
 from hvdgloo.frontend import Frontend
 from hvdgloo.keras import distributed
+from hvdgloo.keras.compression import Compression
 from hvdgloo.keras.distributed import Options
 from hvdgloo.numpy.adapter import Array, NumpyAdapter
 from hvdgloo.numpy.compression import FP16Compressor
@@ -62,14 +63,14 @@ def allreduce(
         average: True for ``op=Average``, False for ``op=Sum``.
         prescale_factor, postscale_factor: multiply each rank's value before, and the result after.
         op: Average (default), Sum, Min, Max or Product.
-        compression: with any but ``Compression.none`` floating-point values travel as float16.
+        compression: with ``Compression.fp16`` floating-point values travel as float16; with others as they are.
 
     Returns:
         a numpy array.
     """
     if average is not None and op is None:
         average, op = None, ReduceOp.AVERAGE if average else ReduceOp.SUM
-    chosen = NoneCompressor if compression is NoneCompressor else FP16Compressor
+    chosen = FP16Compressor if compression is Compression.fp16 else NoneCompressor
     return _frontend.allreduce(array_of(value), average, name, chosen, op, prescale_factor, postscale_factor)
 
 

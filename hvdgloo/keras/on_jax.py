@@ -30,8 +30,11 @@ class JaxSync:
         self._local = {id(variable) for variable in options.local_variables}
         self._make_reducer([])  # raises for what it cannot do
 
-    def track(self, variables: Sequence[Any], *, accumulates: bool) -> None:
+    def track(self, variables: Sequence[Any], *, changes: bool) -> None:
         """Nothing to do: gradients are sent from where they are computed."""
+
+    def complete(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        return list(gradients)  # a compiled step is the same on all ranks
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         ranks = self._ranks()

@@ -33,8 +33,11 @@ class TensorFlowSync:
         for variable in options.local_variables:
             self._sync.register_local_source(variable)
 
-    def track(self, variables: Sequence[Any], *, accumulates: bool) -> None:
+    def track(self, variables: Sequence[Any], *, changes: bool) -> None:
         """Nothing to do: gradients are sent from where they are computed."""
+
+    def complete(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        return list(gradients)  # a compiled step is the same on all ranks
 
     def reduce(self, given: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         return self._sync.reduce(given, variables)

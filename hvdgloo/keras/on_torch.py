@@ -1,26 +1,40 @@
 """Keras on torch: hooks hand every gradient to the reducer while the backward pass still runs.
 
-``fit`` gives the optimizer the very gradients that the parameters hold, which are reduced in place. With accumulation
-only the sums are to be reduced: then there are no hooks, and the sums are sent when there is a step.
+``fit`` gives the optimizer the very gradients that the parameters hold. What is given besides has been changed after
+the backward pass (scaled, clipped, masked): if so on any rank, what the hooks have sent is thrown away on all, and what
+is given is sent, with hooks no more. So gradients are not reduced in place: nobody sees them half reduced. With
+accumulation, or a loss scale of the optimizer's own, there are no hooks to begin with.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from hvdgloo.keras.distributed import Options
 from hvdgloo.keras.names import gradient_names, grouped
+from hvdgloo.operations import Operation
 from hvdgloo.process_sets import process_set_id
 from hvdgloo.reducer import GradientReducer
 from hvdgloo.torch.mpi_ops import _frontend
-from hvdgloo.types import ReduceOp
+from hvdgloo.types import Collective, ReduceOp
 
 Tensor = torch.Tensor
+
+logger = logging.getLogger(__name__)
+
+# What the gradients that are given have to do with those that hooks have sent; the greatest of the ranks' counts.
+_NOTHING, _SENT, _CHANGED = range(3)
+
+_owners: MutableMapping[Tensor, weakref.ref[TorchSync]] = WeakIdKeyDictionary()
+"""Parameter to a weak reference to the TorchSync whose hook it may have: the latest one, by decision and not by chance
+of garbage collection, which ranks would not share."""
 
 
 class TorchSync:
@@ -29,11 +43,14 @@ class TorchSync:
     def __init__(self, options: Options) -> None:
         self._options = options
         self._reducer = self._make_reducer([])
+        self._shared: list[Any] = []
         self._names: dict[int, str] = {}
         self._local = {id(variable) for variable in options.local_variables}
         self._hooked: dict[str, Any] = {}
         self._hooks: list[Any] = []
-        self._reduced: set[str] = set()
+        self._sent: dict[str, tuple[Tensor, int]] = {}  # by hooks: gradients, and their versions at the time
+        self._is_new = True  # no step since there are hooks
+        self._agreed = False  # the gradients that are given have been reduced already
 
     @property
     def active(self) -> bool:
@@ -42,18 +59,24 @@ class TorchSync:
         ranks = context.engine.process_sets.get(process_set_id(self._options.process_set), ())
         return len(ranks) > 1 and context.rank in ranks
 
-    def track(self, variables: Sequence[Any], *, accumulates: bool) -> None:
-        shared = [v for v in variables if id(v) not in self._local]
-        names = gradient_names(shared)
-        self._names = {id(v): name for v, name in zip(shared, names, strict=True)}
-        self._reducer = self._make_reducer(grouped(self._options.groups, names, shared))
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks, self._hooked = [], {}
-        if accumulates or not self.active:
+    def track(self, variables: Sequence[Any], *, changes: bool) -> None:
+        self._abandon()
+        self._unhook()
+        self._is_new = True
+        self._shared = [v for v in variables if id(v) not in self._local]
+        self._name(gradient_names(self._shared))
+        if not self.active:
             return
-        for variable, name in zip(shared, names, strict=True):
-            parameter = variable.value
+        for variable in self._shared:
+            previous = _owners.get(variable.value)
+            owner = None if previous is None else previous()
+            if owner is not None and owner is not self:
+                owner._lose()
+            _owners[variable.value] = weakref.ref(self)
+        if changes:
+            return
+        for variable in self._shared:
+            parameter, name = variable.value, self._names[id(variable)]
             if parameter.requires_grad and parameter.is_leaf:
                 # The hook must not keep this object alive: the parameter, which holds the hook, may live on without it.
                 ready = functools.partial(_ready, weakref.ref(self), name)
@@ -62,46 +85,134 @@ class TorchSync:
 
     def ready(self, name: str, gradient: Tensor) -> None:
         """A backward pass has computed a gradient; from a parameter's hook."""
-        self._reduced.clear()
+        self._agreed = False
+        if self._reducer.is_open(name):
+            self._abandon()  # no step followed the backward pass before
+        self._sent[name] = gradient, gradient._version
         self._reducer.ready(name, gradient)
+
+    def complete(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        results = list(gradients)
+        if not self.active:
+            return results
+        for index, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
+            if gradient is None and id(variable) not in self._local:
+                results[index] = zeros = torch.zeros_like(variable.value, requires_grad=False)
+                name = self._names.get(id(variable))
+                if name in self._hooked and not self._reducer.is_open(name):
+                    self.ready(name, zeros)
+        return results
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         if not self.active:
             return list(gradients)
         results = list(gradients)
-        sent = {}
+        agreed, self._agreed = self._agreed, False
+        places: dict[str, int] = {}
         for index, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
             name = self._names.get(id(variable))
-            if name is None:
-                if self._options.scale_local_gradients:
-                    results[index] = gradient / len(self._ranks())
-            elif name not in self._reduced:
-                sent[name] = index
-                if name not in self._reducer.open:
-                    self._reducer.ready(name, gradient.detach().clone())
-        reduced = self._settle()
-        for name, index in sent.items():
-            results[index] = reduced[name]
-        self._reduced.clear()
+            if name is not None:
+                places[name] = index
+            elif self._options.scale_local_gradients:
+                results[index] = gradient / len(self._ranks())
+        if not agreed:
+            reduced = self._reduce({name: gradients[index] for name, index in places.items()})
+            for name, index in places.items():
+                results[index] = reduced[name]
         return results
 
     def agree(self, gradients: Sequence[Any], check: Any) -> Any:
         if not self.active:
             return check(gradients)
         if self._hooked:
-            # They are under way, and are reduced where they are: then all ranks look at the same.
-            self._reduced = set(self._settle())
-            return check(gradients)
+            sent = {id(tensor): name for name, (tensor, version) in self._sent.items() if tensor._version == version}
+            own = {id(variable.value.grad) for variable in self._options.local_variables}
+            changed = not all(id(gradient) in sent or id(gradient) in own for gradient in gradients)
+            reduced = self._from_hooks(changed=changed)
+            if reduced is not None:
+                # Who asks unscales them later, and gives what comes of it.
+                for gradient in gradients:
+                    if id(gradient) in sent:
+                        gradient.copy_(reduced[sent[id(gradient)]])
+                self._agreed = True
         holds = check(gradients)
+        if self._agreed and not self._local:
+            return holds  # all ranks have looked at the same
         flag = torch.as_tensor(holds).to(torch.uint8).reshape(1)
-        return _frontend.allreduce(flag, op=ReduceOp.MIN, process_set=self._options.process_set).bool()[0]
+        name = f"finite.{next(iter(self._names.values()), 'gradients')}"
+        return _frontend.allreduce(flag, op=ReduceOp.MIN, name=name, process_set=self._options.process_set).bool()[0]
+
+    def _reduce(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
+        if self._hooked:
+            hooked = {name: gradient for name, gradient in given.items() if name in self._hooked}
+            reduced = self._from_hooks(changed=not all(self._is_as_sent(name, g) for name, g in hooked.items()))
+            if reduced is not None:
+                return reduced | self._send({name: g for name, g in given.items() if name not in hooked})
+        return self._send(given)
+
+    def _send(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
+        for name, gradient in given.items():
+            self._reducer.ready(name, gradient.detach())
+        return self._reducer.wait()
+
+    def _is_as_sent(self, name: str, gradient: Tensor) -> bool:
+        tensor, version = self._sent.get(name, (None, 0))
+        return tensor is gradient and gradient._version == version
+
+    def _from_hooks(self, *, changed: bool) -> dict[str, Tensor] | None:
+        """What has come of what hooks have sent; None on all ranks if on any this is not what was given to be reduced.
+
+        Then hooks are given up, unless they are so new that they have sent nothing: the first step makes them.
+        """
+        is_first, self._is_new = self._is_new and not self._sent, False
+        state = _NOTHING if is_first else _CHANGED if changed else _SENT
+        most = Operation(Collective.ALLREDUCE, ReduceOp.MAX, process_set=process_set_id(self._options.process_set))
+        asked = _frontend.start(most, [torch.tensor([state], dtype=torch.uint8)], f"changed.{next(iter(self._hooked))}")
+        if is_first and int(asked.wait()[0]) == _NOTHING:
+            return None
+        reduced = self._settle()
+        if int(asked.wait()[0]) == _CHANGED:
+            logger.info(
+                "gradients have been changed since the backward pass computed them (clipped or scaled by the program?)"
+                ": from now on they are sent when there is a step"
+            )
+            self._unhook()
+            return None
+        return reduced
 
     def _settle(self) -> dict[str, Tensor]:
+        """What has come of the gradients that hooks have sent."""
         # Other ranks' backward passes may have reached parameters that this one's has not.
         for name, parameter in self._hooked.items():
-            if name not in self._reducer.open and name not in self._reduced:
+            if not self._reducer.is_open(name):
                 self._reducer.ready(name, torch.zeros_like(parameter, requires_grad=False))
+        self._sent.clear()
         return self._reducer.wait()
+
+    def _abandon(self) -> None:
+        if not self._sent:
+            return
+        try:
+            self._settle()
+        except Exception:  # noqa: BLE001 - it belonged to a step that has failed and said why
+            self._sent.clear()
+            self._reducer.reset()
+
+    def _lose(self) -> None:
+        """Another optimizer takes these parameters over, and has the hooks; this one sends what it is given."""
+        self._abandon()
+        self._unhook()
+        # The other's gradients may be under way when this one steps.
+        self._name([f"{name}.late" for name in gradient_names(self._shared)])
+
+    def _unhook(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._hooked = [], {}
+
+    def _name(self, names: Sequence[str]) -> None:
+        self._names = {id(v): name for v, name in zip(self._shared, names, strict=True)}
+        self._reducer = self._make_reducer(grouped(self._options.groups, names, self._shared))
 
     def _ranks(self) -> tuple[int, ...]:
         ranks: tuple[int, ...] = _frontend.context.engine.process_sets[process_set_id(self._options.process_set)]
@@ -114,6 +225,7 @@ class TorchSync:
             compression=self._options.compression,
             predivide_factor=self._options.gradient_predivide_factor,
             groups=groups,
+            in_place=False,
             process_set=self._options.process_set,
         )
 

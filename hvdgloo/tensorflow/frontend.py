@@ -7,14 +7,20 @@ Python and blocks until the collective has ended; its gradient is another collec
 of unnamed calls are counted as they run: it does not matter in which order ranks trace their functions, nor how often.
 TensorFlow 1's graphs have no such order; a name is then given as the operator is made, and must be made alike on all
 ranks.
+
+**Order.** TensorFlow puts operators in order that use a common resource, and operators that use none among each other;
+so calls of nested functions, and branches, which use variables of their own, would run beside each other and beside
+what is around them. All our operators therefore read one variable before they run and write it after.
 """
 
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -171,16 +177,23 @@ def in_graph(values: Sequence[Any]) -> bool:
 
 
 def is_ordered() -> bool:
-    """Whether operators with effects run in the order in which they are made."""
-    return bool(getattr(tf.compat.v1.get_default_graph(), "building_function", False))
+    """Whether operators with effects run in the order in which they are made.
+
+    Not so in TensorFlow 1's branches and loops: they are functions, too, but nothing orders one and another.
+    """
+    in_function = getattr(tf.compat.v1.get_default_graph(), "building_function", False)
+    return bool(in_function) and tf.compat.v1.executing_eagerly_outside_functions()
 
 
 _counts: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
 
 
 def unique_in_graph(name: str) -> str:
-    """A name that no other operator of the current graph has been given."""
-    used = _counts.setdefault(tf.compat.v1.get_default_graph(), Counter())
+    """A name that no other operator of the current graph has been given, also in its branches and loops."""
+    graph = tf.compat.v1.get_default_graph()
+    while getattr(graph, "outer_graph", None) is not None:
+        graph = graph.outer_graph
+    used = _counts.setdefault(graph, Counter())
     used[name] += 1
     return name if used[name] == 1 else f"{name}.{used[name]}"
 
@@ -194,8 +207,9 @@ def operator(
         function: raises our errors as they are; see ``failures``.
         dtypes, shapes: of the outputs.
     """
-    with tf.device("/cpu:0"):  # where its arrays are, also if there is a GPU
+    with _in_order() as made:
         outputs = tf.numpy_function(guarded(function), list(inputs), list(dtypes), stateful=True)
+        made += outputs
     for output, shape in zip(outputs, shapes, strict=True):
         output.set_shape(shape)
     return list(outputs)
@@ -208,8 +222,37 @@ def effect(function: Callable[..., Any], inputs: Sequence[Tensor]) -> Any:
         function(*arrays)
         return np.int32(0)
 
-    with tf.device("/cpu:0"):
-        return tf.numpy_function(guarded(call), list(inputs), tf.int32, stateful=True)
+    with _in_order() as made:
+        made.append(tf.numpy_function(guarded(call), list(inputs), tf.int32, stateful=True))
+    return made[0]
+
+
+@contextmanager
+def _in_order() -> Iterator[list[Tensor]]:
+    """Around an operator on the CPU, whose outputs are put into the list; see **Order** above."""
+    made: list[Tensor] = []
+    with tf.device("/cpu:0"):  # where its arrays are, also if there is a GPU
+        if not is_ordered():
+            yield made
+            return
+        turn = _turn()
+        with tf.control_dependencies([turn.read_value()]):
+            yield made
+        with tf.control_dependencies(made):
+            turn.assign(0)
+
+
+_lock = threading.Lock()
+_turns: list[Any] = []
+
+
+def _turn() -> Any:
+    """The variable by which all our operators are put in order. It is made late: TensorFlow begins to run with it."""
+    with _lock:
+        if not _turns:
+            with tf.init_scope(), tf.device("/cpu:0"):
+                _turns.append(tf.Variable(0, trainable=False, name="hvdgloo_turn", dtype=tf.int64))
+        return _turns[0]
 
 
 def _shape_after(operation: Operation, tensor: Tensor) -> Any:

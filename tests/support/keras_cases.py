@@ -345,6 +345,8 @@ def collectives_of_values() -> None:
     assert hvd.allreduce(np.array([rank, 1]), average=False).tolist() == [mean * size, size]
     assert hvd.allreduce(keras.ops.convert_to_tensor([1.0 * rank]), op=hvd.Sum).tolist() == [mean * size]
     assert hvd.allreduce([1.0], compression=hvd.Compression.fp16).tolist() == [1.0]
+    large = hvd.allreduce([1e30], compression=hvd.Compression.bf16, op=hvd.Max)  # too large for float16
+    np.testing.assert_allclose(large, [1e30], rtol=1e-2)
     assert hvd.allgather([[rank]]).tolist() == [[r] for r in range(size)]
     assert hvd.broadcast(rank, 1).tolist() == 1
     assert hvd.reducescatter(np.arange(2.0 * size)).tolist() == [2.0 * rank, 2.0 * rank + 1]
@@ -409,6 +411,139 @@ def a_custom_loop() -> None:
             loss.backward()
             optimizer.apply([v.value.grad for v in model.trainable_variables], model.trainable_variables)
         same_everywhere(model)
+
+
+@case
+def a_loss_scale_of_the_optimizer() -> None:
+    trained_as_one(lambda: keras.optimizers.SGD(0.05, loss_scale_factor=4.0))
+
+
+def backward(model: Any, batch: int = 0, x: np.ndarray | None = None) -> list[Any]:
+    """The gradients that torch leaves in the parameters, of this rank's part of a batch (or of the whole of one)."""
+    part = slice(batch * BATCH, (batch + 1) * BATCH)
+    rows = slice(hvd.rank(), None, hvd.size()) if x is None else slice(None)
+    model.zero_grad()
+    ((model(X[part][rows]) - keras.ops.convert_to_tensor(Y[part][rows])) ** 2).mean().backward()
+    return [v.value.grad for v in model.trainable_variables]
+
+
+def step(model: Any, optimizer: Any, gradients: list[Any]) -> None:
+    import torch
+
+    with torch.no_grad():
+        optimizer.apply(gradients, model.trainable_variables)
+
+
+def equal(model: Any, alone: Any) -> None:
+    for got, expected in zip(model.get_weights(), alone.get_weights(), strict=True):
+        np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
+@case
+def gradients_that_the_program_changes_before_it_steps() -> None:
+    if BACKEND != "torch":  # others see gradients only as they are given
+        return
+
+    def anew(gradients: list[Any]) -> list[Any]:
+        return [gradient * 0.5 for gradient in gradients]
+
+    def where_they_are(gradients: list[Any]) -> list[Any]:
+        return [gradient.mul_(0.5) for gradient in gradients]
+
+    def on_one_rank(gradients: list[Any]) -> list[Any]:
+        return anew(gradients) if hvd.rank() == 1 else where_they_are(gradients)
+
+    for change in (anew, where_they_are, on_one_rank):
+        model, alone = dense(), dense()
+        optimizer, plain = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), keras.optimizers.SGD(0.05)
+        optimizer.build(model.trainable_variables)
+        for batch in range(3):
+            step(model, optimizer, change(backward(model, batch)))
+            step(alone, plain, backward(alone, batch, X))
+        equal(model, alone)
+        same_everywhere(model)
+
+
+@case
+def a_backward_pass_without_a_step() -> None:
+    if BACKEND != "torch":
+        return
+    model, alone = dense(), dense()
+    optimizer, plain = hvd.DistributedOptimizer(keras.optimizers.SGD(0.05)), keras.optimizers.SGD(0.05)
+    optimizer.build(model.trainable_variables)
+    for batch in range(2):
+        backward(model, batch + 1)
+        step(model, optimizer, backward(model, batch))
+        step(alone, plain, backward(alone, batch, X))
+    equal(model, alone)
+
+
+@case
+def a_second_optimizer_for_the_same_model() -> None:
+    """Transfer learning: the first one is still there, and may even step."""
+    model, alone = dense(), dense()
+    first = hvd.DistributedOptimizer(keras.optimizers.SGD(0.05))
+    model.compile(optimizer=first, loss="mse")
+    model.fit(own(X), own(Y), batch_size=BATCH // hvd.size(), shuffle=False, verbose=0)
+    model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.02)), loss="mse")
+    alone.compile(optimizer=keras.optimizers.SGD(0.05), loss="mse")
+    alone.fit(X, Y, batch_size=BATCH, shuffle=False, verbose=0)
+    alone.compile(optimizer=keras.optimizers.SGD(0.02), loss="mse")
+    alone.fit(X, Y, batch_size=BATCH, shuffle=False, verbose=0)
+
+    def train() -> None:
+        model.fit(own(X), own(Y), batch_size=BATCH // hvd.size(), shuffle=False, verbose=0)
+
+    _, calls = counted(train)
+    assert calls == 4 * BATCHES, calls
+    equal(model, alone)
+    if BACKEND == "torch":
+        plain = keras.optimizers.SGD(0.05)
+        for batch in range(2):
+            step(model, first, backward(model, batch))
+            step(alone, plain, backward(alone, batch, X))
+        equal(model, alone)
+
+
+@case
+def a_gradient_that_one_rank_does_not_have() -> None:
+    if BACKEND != "torch":  # where a compiled step is the same on all ranks
+        return
+    for scaled in (False, True):
+        model = dense()
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.05))
+        if scaled:
+            optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=1.0)
+        for batch in range(3):
+            before = model.get_weights()[0]
+            if hvd.rank() == 1:  # whose batch leaves the first layer out
+                model.zero_grad()
+                model.layers[1](np.ones((2, 8), np.float32)).sum().backward()
+                gradients = [v.value.grad for v in model.trainable_variables]
+                assert gradients[0] is None
+            else:
+                gradients = backward(model, batch)
+            step(model, optimizer, gradients)
+            same_everywhere(model)
+            assert np.abs(model.get_weights()[0] - before).max() > 1e-5
+
+
+@case
+def a_rank_with_nan_in_its_own_layer_skips_with_all_others() -> None:
+    if BACKEND != "torch":
+        return
+    model = dense()
+    partial = hvd.PartialDistributedOptimizer(keras.optimizers.SGD(0.05), local_layers=model.layers[0])
+    optimizer = keras.optimizers.LossScaleOptimizer(partial, initial_scale=8.0)
+    step(model, optimizer, backward(model))
+    for batch in range(2):
+        before = model.get_weights()
+        gradients = backward(model, batch)
+        if hvd.rank() == 1 and batch == 0:
+            gradients[0].fill_(float("nan"))
+        step(model, optimizer, gradients)
+        moved = max(np.abs(a - b).max() for a, b in zip(model.get_weights(), before, strict=True))
+        assert (moved == 0) == (batch == 0), moved
 
 
 def lose_a_rank(outcome: dict[str, str]) -> None:

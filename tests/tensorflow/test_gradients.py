@@ -363,6 +363,43 @@ def test_two_models_of_one_shape_in_one_function(ranks: Ranks) -> None:
     ranks(2).run(rank_body)
 
 
+@pytest.mark.parametrize("nested", ["calls", "branches", "call and bare"])
+def test_two_nested_functions_of_one_shape_meet_their_like(ranks: Ranks, nested: str) -> None:
+    """Twin critics: nothing but what is in them tells TensorFlow that one comes before the other."""
+
+    def rank_body(context: Context) -> None:
+        frontend, rank = frontend_of(context), context.rank
+        critics = [tf.Variable([1.0, 2.0]), tf.Variable([1.0, 2.0])]
+
+        def training(critic: Any, factor: float) -> Callable[..., Any]:
+            def step(x: Any) -> Any:
+                with tf.GradientTape() as plain:
+                    loss = tf.reduce_sum(critic * x) * factor
+                return tapes.wrap(frontend, plain, Options()).gradient(loss, [critic])[0]
+
+            return step
+
+        first, second = (training(critic, factor) for critic, factor in zip(critics, (1.0, 10.0), strict=True))
+        if nested != "call and bare":
+            second = tf.function(second, autograph=False)
+        first = tf.function(first, autograph=False)
+
+        @tf.function(autograph=False)
+        def both(x: Any) -> Any:
+            if nested == "branches":
+                always = tf.reduce_sum(x) > 0
+                return [tf.cond(always, lambda f=f: f(x), lambda: tf.zeros([2])) for f in (first, second)]
+            return first(x), second(x), first(2 * x)
+
+        for _ in range(5):
+            of_first, of_second, *again = both(tf.ones([2]) * (rank + 1.0))
+            assert of_first.numpy().tolist() == [1.5, 1.5]
+            assert of_second.numpy().tolist() == [15.0, 15.0]
+            assert [t.numpy().tolist() for t in again] == [[3.0, 3.0]] * len(again)
+
+    ranks(2).run(rank_body)
+
+
 @way
 def test_after_a_failed_step_the_next_one_works(ranks: Ranks, way: str) -> None:
     def rank_body(context: Context) -> None:
@@ -452,7 +489,8 @@ def test_optimizers_of_tensorflow_1(ranks: Ranks, way: str, passes: int, average
     ranks(2).run(rank_body)
 
 
-def test_two_optimizers_of_one_shape_in_one_session(ranks: Ranks) -> None:
+@pytest.mark.parametrize("passes", [1, 2])
+def test_two_optimizers_of_one_shape_in_one_session(ranks: Ranks, passes: int) -> None:
     def rank_body(context: Context) -> None:
         frontend, rank = frontend_of(context), context.rank
         with tf.Graph().as_default():
@@ -460,11 +498,12 @@ def test_two_optimizers_of_one_shape_in_one_session(ranks: Ranks) -> None:
             trains = []
             for factor, weight in zip((1.0, 10.0), weights, strict=True):
                 plain = tf.compat.v1.train.GradientDescentOptimizer(1.0)
-                optimizer = DistributedV1Optimizer(frontend, plain, Options())
+                optimizer = DistributedV1Optimizer(frontend, plain, Options(), passes, average=True)
                 trains.append(optimizer.minimize(tf.reduce_sum(weight * factor * (rank + 1.0)), var_list=[weight]))
             with tf.compat.v1.Session(config=session_config()) as session:
                 session.run(tf.compat.v1.global_variables_initializer())
-                session.run(trains)
+                for _ in range(passes):
+                    session.run(trains)
                 assert [w.tolist() for w in session.run(weights)] == [[-1.5, -1.5], [-15.0, -15.0]]
 
     ranks(2).run(rank_body)

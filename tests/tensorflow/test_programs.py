@@ -88,6 +88,15 @@ for _ in range(3):
         gradient = step(tf.ones([3]) * (rank + 1))
         assert gradient.numpy().tolist() == [expected] * 3, gradient
 
+# Twin critics: nested functions of equal shapes, which only their collectives put in order.
+critics = [training(tf.Variable(tf.ones([4])), factor) for factor in (1.0, 10.0)]
+@tf.function
+def both(x):
+    return [critic(x) for critic in critics]
+for _ in range(3):
+    gradients = both(tf.ones([4]) * (rank + 1))
+    assert [g.numpy().tolist() for g in gradients] == [[4.5] * 4, [18.0] * 4], gradients
+
 # TensorFlow 1: ranks begin with different variables, and end with the same.
 with tf.Graph().as_default():
     v = tf.compat.v1.get_variable("v", initializer=[10.0 * rank, 1.0])
