@@ -31,7 +31,7 @@ def mark(error: HvdglooError) -> str:
     """Remember an error, one of the last few, and return its mark."""
     number = next(_numbers)
     with _lock:
-        _errors[number] = error
+        _errors[number] = error.with_traceback(None)  # whose frames hold tensors
         while len(_errors) > _KEPT:
             _errors.popitem(last=False)
     return f"[hvdgloo error {number}]"

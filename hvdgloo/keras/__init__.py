@@ -16,7 +16,13 @@ from hvdgloo.errors import MissingDependencyError
 try:
     import keras  # noqa: F401 - to say what is missing, before anything else fails for want of it
 except ModuleNotFoundError as error:
-    if error.name != "keras":
+    missing = (error.name or "").partition(".")[0]
+    if missing in ("tensorflow", "torch", "jax"):
+        raise MissingDependencyError(
+            f"Keras is set to use {missing}, which is not installed: pip install {missing}, or set KERAS_BACKEND "
+            "to another of tensorflow, torch and jax"
+        ) from error
+    if missing != "keras":
         raise
     raise MissingDependencyError("hvdgloo.keras needs Keras 3: pip install 'hvdgloo[keras]'") from error
 

@@ -28,7 +28,21 @@ logger = logging.getLogger(__name__)
 Multiplier = float | Callable[[float], float]
 
 
-class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]
+class _ForTfKeras:
+    """What tf_keras asks callbacks besides, to leave out those that have nothing to do with batches."""
+
+    def _implements_train_batch_hooks(self) -> bool:
+        hooks = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
+        return any(getattr(type(self), hook) is not getattr(keras.callbacks.Callback, hook) for hook in hooks)
+
+    def _implements_test_batch_hooks(self) -> bool:
+        return False
+
+    def _implements_predict_batch_hooks(self) -> bool:
+        return False
+
+
+class BroadcastGlobalVariablesCallback(_ForTfKeras, keras.callbacks.Callback):  # type: ignore[misc]
     """Gives all ranks the root's weights, and the state of its optimizer, when training begins.
 
     At once if the model is built on all ranks, and again after the first batch, when the optimizer's state is there.
@@ -63,12 +77,13 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
 
     def _variables(self) -> list[Any]:
         model = self.model
-        optimizer = getattr(model, "optimizer", None)
-        state = list(optimizer.variables) if optimizer is not None and not callable(optimizer.variables) else []
+        state = getattr(getattr(model, "optimizer", None), "variables", ())
+        if callable(state):  # as in tf_keras
+            state = state()
         return [variable for variable in [*model.weights, *state] if id(variable) not in self._local]
 
 
-class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
+class MetricAverageCallback(_ForTfKeras, keras.callbacks.Callback):  # type: ignore[misc]
     """Replaces the metrics of an epoch by their averages over all ranks.
 
     Callbacks that look at metrics come after it in the list: they then decide alike on all ranks.
@@ -90,7 +105,7 @@ class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
         logs.update(zip(names, averages.tolist(), strict=True))
 
 
-class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[misc]
+class LearningRateScheduleCallback(_ForTfKeras, keras.callbacks.Callback):  # type: ignore[misc]
     """Sets the learning rate to ``initial_lr * multiplier`` from one epoch to another.
 
     Args:
@@ -246,7 +261,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         return ((epoch + 1.0 / self.steps_per_epoch) * (size - 1) / self.warmup_epochs + 1) / size
 
 
-class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc]
+class BestModelCheckpoint(_ForTfKeras, keras.callbacks.ModelCheckpoint):  # type: ignore[misc]
     """Keras's ModelCheckpoint that keeps the best model, and whose ``filepath`` is set later.
 
     Args:

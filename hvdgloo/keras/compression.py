@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
 import keras
 
@@ -15,8 +16,8 @@ class Compression:
     """The compressors to choose from."""
 
     none = NoneCompressor
-    fp16: type
-    bf16: type
+    fp16: Any
+    bf16: Any
 
 
 if keras.backend.backend() == "jax":

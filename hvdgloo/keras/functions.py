@@ -70,7 +70,8 @@ def allreduce(
     """
     if average is not None and op is None:
         average, op = None, ReduceOp.AVERAGE if average else ReduceOp.SUM
-    chosen = FP16Compressor if compression is Compression.fp16 else NoneCompressor
+    half: Any = Compression.fp16
+    chosen = FP16Compressor if compression is half else NoneCompressor
     return _frontend.allreduce(array_of(value), average, name, chosen, op, prescale_factor, postscale_factor)
 
 

@@ -51,7 +51,7 @@ class JaxSync:
 
         def exchange(arrays: Sequence[Any]) -> list[Any]:
             for name, array in reversed(list(zip(names, arrays, strict=True))):
-                if name in reducer.open:
+                if reducer.is_open(name):
                     reducer.reset()  # the step before did not come to its end
                 reducer.ready(name, np.asarray(array))
             reduced = reducer.wait()
@@ -70,7 +70,8 @@ class JaxSync:
 
         def exchange(arrays: Sequence[Any]) -> list[Any]:
             flag = np.asarray(arrays[0])
-            return [_frontend.allreduce(flag, op=ReduceOp.MIN, process_set=self._options.process_set)]
+            process_set = self._options.process_set
+            return [_frontend.allreduce(flag, op=ReduceOp.MIN, name="gradients_are_finite", process_set=process_set)]
 
         (everywhere,) = _outside(exchange, [jnp.asarray(holds).astype(jnp.uint8)])
         return everywhere.astype(bool)

@@ -46,7 +46,7 @@ class TensorFlowSync:
         holds = check(given)
         if not self._sync.active:
             return holds
-        (everywhere,) = _frontend.apply(self._agreement, [tf.cast(holds, tf.uint8)])
+        (everywhere,) = _frontend.apply(self._agreement, [tf.cast(holds, tf.uint8)], "gradients_are_finite")
         return tf.cast(everywhere, tf.bool)
 
 

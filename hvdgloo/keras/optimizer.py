@@ -121,9 +121,9 @@ def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
     layers: Any = [] if local_layers is None else local_layers
     if hasattr(layers, "trainable_variables") or not isinstance(layers, Iterable):
         layers = [layers]
-    made = getattr(made, "inner_optimizer", made)
+    stepping = getattr(made, "inner_optimizer", made)
     for layer in layers:
         if not hasattr(layer, "trainable_variables"):
             raise InvalidArgumentError(f"local_layers are layers, with trainable_variables; got {type(layer).__name__}")
-        made.register_local_layer(layer)
-    return made if made is optimizer else optimizer
+        stepping.register_local_layer(layer)
+    return made

@@ -27,6 +27,8 @@ Forward = Callable[[Sequence[Tensor]], list[Tensor]]
 Backward = Callable[[Tape[Tensor], Sequence[Tensor]], Sequence[Tensor]]
 
 _DTYPES = {dtype.value: dtype for dtype in DType}
+_ARRAYS = (np.ndarray, np.generic)
+"""What numpy computes of an array without dimensions is a number, no array."""
 _ALIGNMENT = 64
 """Of memory that TensorFlow takes over as it is; anything less is copied, or faults in vector instructions."""
 
@@ -39,7 +41,7 @@ class TensorFlowAdapter:
     """
 
     def owns(self, tensor: object) -> bool:
-        return isinstance(tensor, (tf.Tensor, tf.Variable, np.ndarray))
+        return isinstance(tensor, (tf.Tensor, tf.Variable, *_ARRAYS))
 
     def describe(self, tensor: Tensor) -> TensorSpec:
         # Also for tensors of a graph under construction, whose dimensions may be unknown; those are -1 here.
@@ -49,14 +51,14 @@ class TensorFlowAdapter:
             raise InvalidArgumentError(
                 f"tensors of type {name} cannot be sent; the types that can are {', '.join(_DTYPES)}"
             )
-        if isinstance(tensor, np.ndarray):
+        if isinstance(tensor, _ARRAYS):
             return TensorSpec(dtype, tensor.shape)
         dimensions = tensor.shape.as_list() if tensor.shape.rank is not None else []
         return TensorSpec(dtype, tuple(-1 if size is None else size for size in dimensions))
 
     def export(self, tensor: Tensor, *, writable: bool = False) -> Buffer:
-        if isinstance(tensor, np.ndarray):
-            return self._export_array(tensor, writable)
+        if isinstance(tensor, _ARRAYS):
+            return self._export_array(np.asarray(tensor), writable)
         if not isinstance(tensor, (tf.Tensor, tf.Variable)):
             raise InvalidArgumentError(
                 f"expected a tensor of TensorFlow, not {type(tensor).__name__}; tf.convert_to_tensor makes one"
@@ -74,6 +76,8 @@ class TensorFlowAdapter:
         return self._aligned(spec.shape, tf.as_dtype(spec.dtype.value).as_numpy_dtype)
 
     def deliver(self, result: Tensor, target: Tensor, *, in_place: bool) -> Tensor:
+        if isinstance(target, np.generic):
+            return result
         if isinstance(target, np.ndarray):
             if in_place and result is not target:
                 target[...] = result
@@ -89,8 +93,8 @@ class TensorFlowAdapter:
         return tensor
 
     def cast(self, tensor: Tensor, dtype: DType) -> Tensor:
-        if isinstance(tensor, np.ndarray):
-            return tensor.astype(tf.as_dtype(dtype.value).as_numpy_dtype)
+        if isinstance(tensor, _ARRAYS):
+            return np.asarray(tensor).astype(tf.as_dtype(dtype.value).as_numpy_dtype)
         return tf.cast(tensor, dtype.value)
 
     def fence(self, tensors: Sequence[Tensor]) -> Callable[[], None] | None:
@@ -99,7 +103,7 @@ class TensorFlowAdapter:
     def differentiable(
         self, forward: Forward, backward: Backward, inputs: Sequence[Tensor], *, keep: bool
     ) -> list[Tensor]:
-        if all(isinstance(tensor, np.ndarray) for tensor in inputs):
+        if all(isinstance(tensor, _ARRAYS) for tensor in inputs):
             return forward(inputs)
         return record(forward, backward, inputs, keep=keep)
 

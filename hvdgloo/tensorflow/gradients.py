@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -189,16 +190,18 @@ class _Batch:
         self._gather = gathering(sync.options.process_set)
         self._reducer = sync._reducer(groups)
         self._sparse: dict[int, Pending[Tensor]] = {}
+        self._lock = threading.Lock()
 
     def ready(self, index: int, *tensors: Tensor) -> None:
         """Hand a gradient to the engine; returns at once."""
         name = self._names[index]
-        if name in self._reducer.open or index in self._sparse:
-            self._abandon()  # the step before did not come to its end
-        if len(tensors) == 1:
-            self._reducer.ready(name, tensors[0])
-        else:
-            self._sparse[index] = self._frontend.start(self._gather, tensors, name, grouped=True)
+        with self._lock:  # TensorFlow 1 orders nothing, and has several threads
+            if self._reducer.is_open(name) or index in self._sparse:
+                self._abandon()  # the step before did not come to its end
+            if len(tensors) == 1:
+                self._reducer.ready(name, tensors[0])
+            else:
+                self._sparse[index] = self._frontend.start(self._gather, tensors, name, grouped=True)
 
     def wait(self) -> list[list[Tensor]]:
         """What became of each gradient."""

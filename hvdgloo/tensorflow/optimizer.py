@@ -132,8 +132,8 @@ def DistributedOptimizer(  # noqa: N802 - likewise
     """An optimizer that steps on gradients reduced over all ranks.
 
     Args:
-        optimizer: a ``tf.compat.v1.train.Optimizer``, which is held and does the stepping; or one of Keras, of which
-            the result is a distributed copy: see ``hvdgloo.keras.DistributedOptimizer``.
+        optimizer: a ``tf.compat.v1.train.Optimizer``, which is held and does the stepping; or one of Keras, which
+            is itself distributed from then on: see ``hvdgloo.keras.DistributedOptimizer``.
         name: of the result's operators; accepted.
         use_locking, device_dense, device_sparse: accepted for programs that pass them.
         compression: ``Compression.fp16`` and ``Compression.bf16`` send float32 and float64 as float16 or bfloat16.

@@ -6,17 +6,22 @@ squares would lose the variance of data with a large mean. Both sums are differe
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import tensorflow as tf
 
-from hvdgloo.errors import InvalidArgumentError
+from hvdgloo.errors import InvalidArgumentError, MissingDependencyError
 from hvdgloo.operations import Operation
 from hvdgloo.tensorflow.frontend import TensorFlowFrontend
 from hvdgloo.tensorflow.mpi_ops import _frontend
 from hvdgloo.types import Collective, ReduceOp
 
 _total = Operation(Collective.ALLREDUCE, ReduceOp.SUM)
+
+_moments = getattr(tf.keras.layers.BatchNormalization, "_moments", None)
+_suits = _moments is not None and list(inspect.signature(_moments).parameters) == ["self", "inputs", "mask"]
+"""Whether this is Keras 3's layer, whose method for a batch's statistics, which is not public, can be overridden."""
 
 
 class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignore[misc]
@@ -31,11 +36,17 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignor
 
     Raises:
         InvalidArgumentError: (a ValueError) ``fused`` is True or None.
+        MissingDependencyError: (an ImportError) ``tf.keras`` is tf_keras, or a Keras of which this layer knows nothing.
     """
 
     frontend: TensorFlowFrontend = _frontend
 
     def __init__(self, fused: bool | None = False, **kwargs: Any) -> None:
+        if not _suits:
+            raise MissingDependencyError(
+                f"SyncBatchNormalization needs Keras 3 as tf.keras, of a version that works, not {tf.keras.__name__}: "
+                "see docs/compatibility.md; TF_USE_LEGACY_KERAS must not be set"
+            )
         if fused in (True, None):
             raise InvalidArgumentError("SyncBatchNormalization has no fused kernel; use fused=False")
         super().__init__(**kwargs)

@@ -15,7 +15,7 @@ from hvdgloo.context import Context
 from hvdgloo.errors import HorovodInternalError, InvalidArgumentError
 from hvdgloo.tensorflow import tape as tapes
 from hvdgloo.tensorflow.compression import Compression
-from hvdgloo.tensorflow.gradients import Options
+from hvdgloo.tensorflow.gradients import GradientSync, Options, _Batch
 from hvdgloo.tensorflow.state import broadcast_variables
 from hvdgloo.tensorflow.v1 import DistributedV1Optimizer
 from hvdgloo.types import ReduceOp
@@ -550,3 +550,31 @@ def test_batch_normalisation_over_all_ranks(ranks: Ranks, way: str) -> None:
     for fused in (True, None):
         with pytest.raises(ValueError, match="fused"):
             SyncBatchNormalization(fused=fused)
+
+
+def test_gradients_may_become_ready_in_several_threads(ranks: Ranks) -> None:
+    """As in a session, where nothing orders them: what keeps the members of a group together sees one at a time."""
+
+    def rank_body(context: Context) -> None:
+        frontend = frontend_of(context)
+        batch = _Batch(GradientSync(frontend, Options()), ["a", "b"], [["a", "b"]])
+        ready, inside, together = batch._reducer.ready, threading.Semaphore(), threading.Event()
+
+        def alone(*args: Any, **kwargs: Any) -> None:
+            if not inside.acquire(blocking=False):
+                together.set()
+                return
+            together.wait(0.1)  # until the other one comes, who must not
+            ready(*args, **kwargs)
+            inside.release()
+
+        batch._reducer.ready = alone  # type: ignore[method-assign]
+        threads = [threading.Thread(target=batch.ready, args=(i, np.ones(2, np.float32))) for i in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not together.is_set()
+        assert [t.tolist() for (t,) in batch.wait()] == [[1.0, 1.0]] * 2
+
+    ranks(2).run(rank_body)

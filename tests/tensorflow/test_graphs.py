@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from hvdgloo.context import Context
 from hvdgloo.errors import HorovodInternalError, InvalidArgumentError, MismatchError, PeerLostError
+from hvdgloo.foreign import mark, recall
 from hvdgloo.operations import Operation
 from hvdgloo.tensorflow.compression import Compression
 from hvdgloo.tensorflow.sparse import SparseReductionError, sparse_allreduce
@@ -397,3 +398,26 @@ def test_a_dead_rank_is_told_to_those_who_wait_in_a_graph(ranks: Ranks) -> None:
             run("function", frontend.allreduce, np.ones(2))
 
     two.run(rank_body)
+
+
+@way
+def test_numbers_travel_compressed_as_numbers(ranks: Ranks, way: str) -> None:
+    def rank_body(context: Context) -> None:
+        frontend, rank = frontend_of(context), context.rank
+        (mean,) = run(way, lambda x: frontend.allreduce(x, compression=Compression.fp16), np.float32(rank))
+        assert (mean.dtype, mean.tolist()) == (np.float32, 0.5)
+        assert frontend.adapter.owns(np.float32(1))
+        number = frontend.allreduce(np.float32(rank), compression=Compression.fp16)
+        assert (number.dtype, number.shape, float(number)) == (np.float32, (), 0.5)
+
+    ranks(2).run(rank_body)
+
+
+def test_errors_that_are_kept_hold_no_frames() -> None:
+    try:
+        raise PeerLostError("rank 3 was lost", rank=3, host="h2")
+    except PeerLostError as error:
+        text = mark(error)
+    kept = recall(text)
+    assert kept is not None
+    assert kept.__traceback__ is None

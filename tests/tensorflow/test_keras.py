@@ -5,6 +5,9 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -43,3 +46,11 @@ def test_case(outcome: Outcome, case: str) -> None:
 
 def test_a_dead_rank_ends_fit_on_the_others(outcome: Outcome) -> None:
     assert [rank.get("lose_a_rank") for rank in outcome] == [*["PeerLostError"] * (len(outcome) - 1), None]
+
+
+@pytest.mark.parametrize("missing", list(RANKS))
+def test_what_is_missing_is_named(missing: str) -> None:
+    code = f"import sys; sys.modules[{missing!r}] = None; import hvdgloo.keras"
+    env = os.environ | {"KERAS_BACKEND": missing}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
+    assert f"MissingDependencyError: Keras is set to use {missing}, which is not installed" in done.stderr

@@ -167,6 +167,36 @@ for plain in (lambda: tf.keras.optimizers.Adam(0.1), lambda: tf.keras.optimizers
     for got, expected in zip(model.get_weights(), alone.get_weights()):
         np.testing.assert_allclose(got, expected, atol=1e-5)
 assert type(model.optimizer).__name__ == "SGD"
+
+# All callbacks, whose momentum is corrected while the learning rate changes.
+class Seen(tf.keras.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        self.momenta = []
+    def on_train_batch_begin(self, batch, logs=None):
+        self.momenta.append(round(float(self.model.optimizer.momentum), 3))
+
+model, seen = make(), Seen()
+model.set_weights([w + hvd.rank() for w in model.get_weights()])
+with_momentum = tf.keras.optimizers.legacy.SGD(0.1, momentum=0.8)
+model.compile(optimizer=hvd_keras.DistributedOptimizer(with_momentum), loss="mse")
+callbacks = [
+    hvd_keras.callbacks.BroadcastGlobalVariablesCallback(0),
+    hvd_keras.callbacks.MetricAverageCallback(),
+    hvd_keras.callbacks.LearningRateWarmupCallback(0.1, warmup_epochs=1),
+    hvd_keras.callbacks.LearningRateScheduleCallback(0.1, 0.5, start_epoch=1),
+    seen,
+]
+losses = model.fit(batches, batches.sum(axis=1, keepdims=True), batch_size=4, epochs=3, verbose=0, callbacks=callbacks)
+assert seen.momenta[-3:] == [0.4, 0.8, 0.8], seen.momenta
+everyone = hvd.allgather_object((losses.history["loss"], [w.tolist() for w in model.get_weights()]))
+assert everyone[0] == everyone[1], everyone
+try:
+    hvd.SyncBatchNormalization()
+except ImportError as error:
+    assert "needs Keras 3" in str(error), error
+else:
+    raise AssertionError("SyncBatchNormalization of tf_keras")
 try:
     hvd_keras.DistributedOptimizer(model.optimizer)
 except ValueError:
