@@ -15,6 +15,7 @@
     │   ├── StallError                         a tensor waited longer than the stall shutdown time
     │   ├── ConnectError                       two ranks could not be connected with each other
     │   └── BackendError                       a data plane (Gloo, NCCL, ...) failed
+    ├── EagerExecutionError (RuntimeError)     this is for graphs of TensorFlow 1
     ├── WaitTimeoutError (TimeoutError)        a wait ended at the deadline its caller chose
     ├── HostsUpdatedInterrupt (RuntimeError)   elastic training: the set of hosts changed
     ├── MissingDependencyError (ImportError)   an optional package is not installed
@@ -119,6 +120,10 @@ class ConnectError(HorovodInternalError):
 
 class BackendError(HorovodInternalError):
     """A data plane failed for a reason of its own."""
+
+
+class EagerExecutionError(HvdglooError, RuntimeError):
+    """This is for graphs of TensorFlow 1, and the program runs eagerly."""
 
 
 class WaitTimeoutError(HvdglooError, TimeoutError):

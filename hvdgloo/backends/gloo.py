@@ -134,22 +134,6 @@ class _GlooWork:
             raise BackendError(f"Gloo {self._what}: {first_line(error)}") from error
 
 
-class _Then:
-    """The Work of something that happens once another has completed."""
-
-    def __init__(self, work: Work, finish: Callable[[], object]) -> None:
-        self._work = work
-        self._finish: Callable[[], object] | None = finish
-
-    def completes_within(self, timeout: float) -> bool:
-        if not self._work.completes_within(timeout):
-            return False
-        if self._finish is not None:
-            self._finish()
-            self._finish = None
-        return True
-
-
 class GlooBackend(ProcessGroupBackend):
     """One rank's membership in a Gloo process group.
 
@@ -180,7 +164,7 @@ class GlooBackend(ProcessGroupBackend):
         connect_timeout: float,
         cancelled: Callable[[], bool] | None = None,
     ) -> None:
-        self._cancelled = cancelled or _never
+        self._cancelled = cancelled or (lambda: False)
         # Read by Gloo at construction. It is torch's own setting and harmless to a user's groups.
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
         super().__init__(rank, size)
@@ -235,12 +219,13 @@ class GlooBackend(ProcessGroupBackend):
         if not self._goes_at_once(buffer.nbytes, buffer.nbytes * self._size):
             return super().allreduce(buffer, op)
         received = np.empty((self._size, buffer.count), buffer.dtype.numpy_dtype)
-        work = self._tell_all(buffer, Buffer.of_array(received, buffer.dtype), [buffer.nbytes] * self._size)
 
         def finish() -> None:
             np.copyto(buffer.array(), kernels.reduce(list(received), buffer.dtype, op))
 
-        return _Then(work, finish)
+        return self._tell_all(
+            buffer, Buffer.of_array(received, buffer.dtype), [buffer.nbytes] * self._size, finish=finish
+        )
 
     def allgather(self, source: Buffer, target: Buffer, nbytes: Sequence[int]) -> Work:
         if not self._goes_at_once(max(nbytes), sum(nbytes)):
@@ -250,10 +235,12 @@ class GlooBackend(ProcessGroupBackend):
     def _goes_at_once(self, largest: int, total: int) -> bool:
         return largest >= AT_ONCE_FROM and total <= AT_ONCE_BYTES and 1 < self._size <= AT_ONCE_RANKS
 
-    def _tell_all(self, source: Buffer, target: Buffer, nbytes: Sequence[int]) -> Work:
+    def _tell_all(
+        self, source: Buffer, target: Buffer, nbytes: Sequence[int], *, finish: Callable[[], object] | None = None
+    ) -> Work:
         """Send everybody everything: one step, where a ring has twice as many as ranks and each wakes two threads."""
         sent = Buffer.of_array(np.tile(source.array().view(np.uint8), self._size))
-        return self.alltoall(sent, target, [source.nbytes] * self._size, nbytes)
+        return self.alltoall(sent, target, [source.nbytes] * self._size, nbytes, finish=finish)
 
     def _work(self, what: str, work: Any, keep: object, finish: Callable[[], object] | None = None) -> Work:
         return _GlooWork(what, work, keep, finish)
@@ -315,10 +302,6 @@ class GlooBackend(ProcessGroupBackend):
             elif peer in self._listeners:
                 found.append(descriptor)
         return found
-
-
-def _never() -> bool:
-    return False
 
 
 def _encode_address(address: tuple[str, int]) -> bytes:

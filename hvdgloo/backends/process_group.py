@@ -112,10 +112,19 @@ class ProcessGroupBackend:
         work = self._group.broadcast([tensor_of(buffer, DType.UINT8)], options)
         return self._work(f"broadcast of {buffer.nbytes} bytes", work, buffer)
 
-    def alltoall(self, source: Buffer, target: Buffer, sent: Sequence[int], received: Sequence[int]) -> Work:
+    def alltoall(
+        self,
+        source: Buffer,
+        target: Buffer,
+        sent: Sequence[int],
+        received: Sequence[int],
+        *,
+        finish: Callable[[], object] | None = None,
+    ) -> Work:
+        """See ``Backend``; ``finish`` is called once everything has come."""
         own, whole = tensor_of(source, DType.UINT8)[: sum(sent)], tensor_of(target, DType.UINT8)
         work = self._group.alltoall_base(whole, own, list(received), list(sent))
-        return self._work("alltoall", work, (source, target))
+        return self._work("alltoall", work, (source, target), finish)
 
     def reducescatter(self, source: Buffer, target: Buffer, nbytes: Sequence[int], op: ReduceOp) -> Work:
         # Gloo's own would move all of it to all ranks. In rank order, so that results do not depend on the timing.

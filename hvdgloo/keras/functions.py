@@ -15,7 +15,7 @@ import numpy as np
 
 from hvdgloo import context, objects
 from hvdgloo.compression import Compressor, NoneCompressor
-from hvdgloo.errors import HvdglooError
+from hvdgloo.errors import EagerExecutionError
 from hvdgloo.frontend import Frontend
 from hvdgloo.keras import distributed
 from hvdgloo.keras.compression import Compression
@@ -40,10 +40,6 @@ __all__ = [
 T = TypeVar("T")
 
 _frontend: Frontend[Array] = Frontend(NumpyAdapter(), context.current, module=__name__)
-
-
-class EagerExecutionError(HvdglooError, RuntimeError):
-    """This is for graphs of TensorFlow 1, and Keras has none."""
 
 
 def allreduce(

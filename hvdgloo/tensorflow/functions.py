@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import tensorflow as tf
 
 from hvdgloo import objects
-from hvdgloo.errors import HvdglooError
+from hvdgloo.errors import EagerExecutionError
 from hvdgloo.process_sets import ProcessSet, global_process_set
 from hvdgloo.tensorflow import state
 from hvdgloo.tensorflow.frontend import unconverted
@@ -23,10 +23,6 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-
-
-class EagerExecutionError(HvdglooError, RuntimeError):
-    """This is for graphs of TensorFlow 1, and the program runs eagerly."""
 
 
 @unconverted

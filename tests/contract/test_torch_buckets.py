@@ -441,7 +441,7 @@ class TestArena:
             raise OSError(12, "no room")
 
         with World(2, "shm-segment") as world:
-            monkeypatch.setattr("hvdgloo.backends.shm.arena.limits.check_room", no_room)
+            monkeypatch.setattr("hvdgloo.backends.shm.limits.check_room", no_room)
             assert world.contexts[0].engine.allocate(0, 1 << 16) is None
             monkeypatch.undo()
             assert world.contexts[0].engine.allocate(0, 1 << 16) is not None

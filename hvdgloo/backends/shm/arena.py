@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hvdgloo.backends.shm import limits, system
+from hvdgloo.backends.shm import system
 from hvdgloo.backends.shm.segment import PAGE, Segment
 
 
@@ -43,13 +43,15 @@ class Arena:
             if offset is None:
                 return None
             at = self._segment.arena_at(self._segment.rank, offset)
+            if not self._segment.back(at, length):
+                self._give_back(offset, length)
+                return None
             try:
-                limits.check_room(length)
-                os.posix_fallocate(self._segment.descriptor, at, length)
                 address = system.map_memory(self._segment.descriptor, length, at)
             except OSError as error:
+                system.free_memory(self._segment.descriptor, at, length)
                 self._give_back(offset, length)
-                if error.errno not in (errno.ENOMEM, errno.ENOSPC, errno.EFBIG, errno.EINTR):
+                if error.errno != errno.ENOMEM:
                     raise
                 return None
             self._blocks[address] = offset, length

@@ -117,7 +117,7 @@ class ShmBackend:
             arena=arena_bytes(size) if arena is None else arena // PAGE * PAGE,
             direct_from=direct_from if size <= MOST_RANKS else None,
             pipes=not system.has_strong_order() if pipes is None else pipes,
-            cancelled=cancelled or _never,
+            cancelled=cancelled or (lambda: False),
         ).meet()
         self._segment, self._signals = met.segment, met.signals
         self.is_direct = met.pids is not None
@@ -268,7 +268,3 @@ class ShmBackend:
     def _way(self, nbytes: int) -> Direct | Rounds:
         """How tensors travel whose average size is this on all ranks."""
         return self._direct if self._direct is not None and nbytes >= self._direct_from else self._rounds
-
-
-def _never() -> bool:
-    return False

@@ -132,16 +132,20 @@ class Segment:
         The answer is 0 if there is no more; each call has a word of its own, so that a fast rank's next answer does not
         overwrite one that a slow rank has yet to read.
         """
-        granted = nbytes
+        granted = self.back(self.size * _CONTROL + self.rank * self.limit, nbytes)
+        self.set_word(GRANTED + self._grants % _MOST_GRANTS, nbytes if granted else 0)
+        self._grants += 1
+
+    def back(self, at: int, nbytes: int) -> bool:
+        """Have real memory for a stretch of the memory's file; False if there is none left for it."""
         try:
             limits.check_room(nbytes)
-            os.posix_fallocate(self.descriptor, self.size * _CONTROL + self.rank * self.limit, nbytes)
+            os.posix_fallocate(self.descriptor, at, nbytes)
         except OSError as error:
             if error.errno not in (errno.ENOMEM, errno.ENOSPC, errno.EFBIG, errno.EINTR):
                 raise
-            granted = 0
-        self.set_word(GRANTED + self._grants % _MOST_GRANTS, granted)
-        self._grants += 1
+            return False
+        return True
 
     def granted(self) -> int:
         """What the last ``reserve`` has given to every rank, once all have called it."""
