@@ -42,7 +42,7 @@ class GradientReducer(Generic[T]):
 
     Args:
         frontend: where collectives are submitted.
-        op: Average (default), Sum, Min, Max or Product.
+        op: Average (default), Sum, Adasum, Min, Max or Product.
         compression: how gradients travel.
         predivide_factor: splits the division of an average: gradients are divided by it before they are summed, the sum
             by size / factor afterwards. Guards float16 sums against overflow.
@@ -69,8 +69,6 @@ class GradientReducer(Generic[T]):
         process_set: ProcessSet = global_process_set,
     ) -> None:
         resolved = resolve_op(None, op)
-        if resolved is ReduceOp.ADASUM:
-            raise InvalidArgumentError("gradients are reduced by Average, Sum, Min, Max or Product, not by Adasum")
         if predivide_factor != 1.0 and resolved is not ReduceOp.AVERAGE:
             raise InvalidArgumentError("gradient_predivide_factor divides an average, so it needs op=Average")
         if not predivide_factor > 0:
@@ -202,8 +200,7 @@ class GradientReducer(Generic[T]):
         Raises:
             InvalidArgumentError: not a whole number from 1.
         """
-        if not isinstance(passes, int) or isinstance(passes, bool) or passes < 1:
-            raise InvalidArgumentError(f"backward_passes_per_step must be a whole number from 1, not {passes!r}")
+        check_passes(passes)
         self._passes = passes
         self._left = {}
 
@@ -255,6 +252,16 @@ class GradientReducer(Generic[T]):
                 whole = deliver(whole, gradient, in_place=True)
             reduced[name] = whole
         return reduced
+
+
+def check_passes(passes: int) -> None:
+    """Whether gradients can add up over so many backward passes.
+
+    Raises:
+        InvalidArgumentError: not a whole number from 1.
+    """
+    if not isinstance(passes, int) or isinstance(passes, bool) or passes < 1:
+        raise InvalidArgumentError(f"backward_passes_per_step must be a whole number from 1, not {passes!r}")
 
 
 def _index_groups(groups: Iterable[Sequence[str]]) -> dict[str, tuple[str, ...]]:

@@ -16,35 +16,27 @@ import functools
 import importlib
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import keras
 
-from hvdgloo.compression import Compressor, NoneCompressor
 from hvdgloo.errors import InvalidArgumentError, MissingDependencyError
-from hvdgloo.process_sets import ProcessSet, global_process_set
+from hvdgloo.gradients import Options as CommonOptions
+from hvdgloo.gradients import label
+from hvdgloo.reducer import check_passes
 from hvdgloo.types import ReduceOp
 
 logger = logging.getLogger(__name__)
 
-Groups = int | Sequence[Sequence[Any]] | None
-
 
 @dataclass(frozen=True)
-class Options:
+class Options(CommonOptions):
     """How gradients are reduced; the arguments of ``DistributedOptimizer`` that do not name the optimizer."""
 
-    compression: Compressor[Any] = NoneCompressor
-    op: int = ReduceOp.AVERAGE
-    gradient_predivide_factor: float = 1.0
-    sparse_as_dense: bool = False
     backward_passes_per_step: int = 1
     average_aggregated_gradients: bool = False
-    groups: Groups = None
-    process_set: ProcessSet = global_process_set
     local_variables: tuple[Any, ...] = ()
-    scale_local_gradients: bool = True
 
 
 class Sync(Protocol):
@@ -127,8 +119,27 @@ class _State:
         local = self.options.local_variables
         known = {id(variable) for variable in local}
         local = (*local, *(variable for variable in variables if id(variable) not in known))
-        self.options = Options(**{**self.options.__dict__, "local_variables": local})
+        self.options = replace(self.options, local_variables=local)
         self.sync = open_sync(self.options)
+
+
+def names_of(variables: Sequence[Any]) -> list[str]:
+    """Names of the gradients of these variables."""
+    begin = label([(tuple(v.shape), str(v.dtype)) for v in variables])
+    return [f"{begin}.{index}" for index in range(len(variables))]
+
+
+def check_op(options: Options) -> None:
+    """Whether Keras's optimizers can step on gradients that are reduced so.
+
+    Raises:
+        InvalidArgumentError: they are not gradients of all ranks, but what optimizers did.
+    """
+    if options.op == ReduceOp.ADASUM:
+        raise InvalidArgumentError(
+            "op=Adasum combines what optimizers did, and those of Keras step on gradients; use Average, or "
+            "hvdgloo.tensorflow's DistributedGradientTape or DistributedOptimizer with a tf.compat.v1 optimizer"
+        )
 
 
 def open_sync(options: Options) -> Sync:
@@ -157,8 +168,8 @@ def wrap(optimizer: Any, options: Options) -> Any:
     if isinstance(optimizer, Distributed):
         raise InvalidArgumentError("the optimizer is distributed already; wrap it once")
     passes = options.backward_passes_per_step
-    if not isinstance(passes, int) or isinstance(passes, bool) or passes < 1:
-        raise InvalidArgumentError(f"backward_passes_per_step must be a whole number from 1, not {passes!r}")
+    check_passes(passes)
+    check_op(options)
     if passes > 1:
         _accumulate(optimizer, passes)
     factor = 1.0 if passes == 1 or options.average_aggregated_gradients else float(passes)

@@ -10,6 +10,7 @@ import importlib
 from typing import Any
 
 from hvdgloo.errors import InvalidArgumentError
+from hvdgloo.keras.distributed import check_op
 
 
 class DistributedLegacy:
@@ -51,6 +52,7 @@ def wrap(optimizer: Any, options: Any) -> Any:
     """``DistributedOptimizer`` of an optimizer of tf_keras."""
     if isinstance(optimizer, DistributedLegacy):
         raise InvalidArgumentError("the optimizer is distributed already; wrap it once")
+    check_op(options)
     if options.backward_passes_per_step != 1:
         raise InvalidArgumentError(
             "backward_passes_per_step= is for optimizers of Keras 3 and of tf.compat.v1; with tf_keras accumulate "
@@ -62,16 +64,7 @@ def wrap(optimizer: Any, options: Any) -> Any:
         )
     gradients = importlib.import_module("hvdgloo.tensorflow.gradients")
     frontend = importlib.import_module("hvdgloo.tensorflow.mpi_ops")._frontend
-    chosen = gradients.Options(
-        options.compression,
-        options.op,
-        options.gradient_predivide_factor,
-        options.sparse_as_dense,
-        options.groups,
-        options.process_set,
-        options.scale_local_gradients,
-    )
-    sync = gradients.GradientSync(frontend, chosen)
+    sync = gradients.GradientSync(frontend, options)
     kind: Any = type(optimizer)
     optimizer.__class__ = _class_of(kind)
     object.__setattr__(optimizer, "_hvd", sync)

@@ -14,11 +14,9 @@ from jax.experimental import io_callback
 
 from hvdgloo.errors import HvdglooError
 from hvdgloo.foreign import ForeignError, recall
-from hvdgloo.keras.distributed import Options
-from hvdgloo.keras.names import gradient_names, grouped
+from hvdgloo.gradients import make_reducer, named_groups, peers
+from hvdgloo.keras.distributed import Options, names_of
 from hvdgloo.numpy import _frontend
-from hvdgloo.process_sets import process_set_id
-from hvdgloo.reducer import GradientReducer
 from hvdgloo.types import ReduceOp
 
 
@@ -28,7 +26,7 @@ class JaxSync:
     def __init__(self, options: Options) -> None:
         self._options = options
         self._local = {id(variable) for variable in options.local_variables}
-        self._make_reducer([])  # raises for what it cannot do
+        make_reducer(_frontend, options, [])  # raises for what it cannot do
 
     def track(self, variables: Sequence[Any], *, changes: bool) -> None:
         """Nothing to do: gradients are sent from where they are computed."""
@@ -38,7 +36,7 @@ class JaxSync:
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         ranks = self._ranks()
-        if len(ranks) < 2:
+        if not ranks:
             return list(gradients)
         results = list(gradients)
         shared = [index for index, variable in enumerate(variables) if id(variable) not in self._local]
@@ -46,8 +44,8 @@ class JaxSync:
             for index in set(range(len(results))) - set(shared):
                 results[index] = results[index] / len(ranks)
         chosen = [variables[index] for index in shared]
-        names = gradient_names(chosen)
-        reducer = self._make_reducer(grouped(self._options.groups, names, chosen))
+        names = names_of(chosen)
+        reducer = make_reducer(_frontend, self._options, named_groups(self._options.groups, names, chosen))
 
         def exchange(arrays: Sequence[Any]) -> list[Any]:
             for name, array in reversed(list(zip(names, arrays, strict=True))):
@@ -65,7 +63,7 @@ class JaxSync:
 
     def agree(self, gradients: Sequence[Any], check: Any) -> Any:
         holds = check(gradients)
-        if len(self._ranks()) < 2:
+        if not self._ranks():
             return holds
 
         def exchange(arrays: Sequence[Any]) -> list[Any]:
@@ -77,19 +75,7 @@ class JaxSync:
         return everywhere.astype(bool)
 
     def _ranks(self) -> tuple[int, ...]:
-        context = _frontend.context
-        ranks = context.engine.process_sets.get(process_set_id(self._options.process_set), ())
-        return ranks if context.rank in ranks else ()
-
-    def _make_reducer(self, groups: Sequence[Sequence[str]]) -> GradientReducer[Any]:
-        return GradientReducer(
-            _frontend,
-            op=self._options.op,
-            predivide_factor=self._options.gradient_predivide_factor,
-            groups=groups,
-            in_place=False,
-            process_set=self._options.process_set,
-        )
+        return peers(_frontend.context, self._options.process_set)
 
 
 def _outside(function: Callable[[Sequence[Any]], list[Any]], tensors: Sequence[Any]) -> list[Any]:

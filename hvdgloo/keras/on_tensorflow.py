@@ -10,7 +10,7 @@ import tensorflow as tf
 from hvdgloo.keras.distributed import Options
 from hvdgloo.operations import Operation
 from hvdgloo.process_sets import process_set_id
-from hvdgloo.tensorflow import gradients
+from hvdgloo.tensorflow.gradients import GradientSync
 from hvdgloo.tensorflow.mpi_ops import _frontend
 from hvdgloo.types import Collective, ReduceOp
 
@@ -19,16 +19,7 @@ class TensorFlowSync:
     """See ``hvdgloo.keras.distributed.Sync``."""
 
     def __init__(self, options: Options) -> None:
-        chosen = gradients.Options(
-            options.compression,
-            options.op,
-            options.gradient_predivide_factor,
-            options.sparse_as_dense,
-            options.groups,
-            options.process_set,
-            options.scale_local_gradients,
-        )
-        self._sync = gradients.GradientSync(_frontend, chosen)
+        self._sync = GradientSync(_frontend, options)
         self._agreement = Operation(Collective.ALLREDUCE, ReduceOp.MIN, process_set=process_set_id(options.process_set))
         for variable in options.local_variables:
             self._sync.register_local_source(variable)

@@ -17,11 +17,10 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hvdgloo.keras.distributed import Options
-from hvdgloo.keras.names import gradient_names, grouped
+from hvdgloo.gradients import make_reducer, named_groups, peers
+from hvdgloo.keras.distributed import Options, names_of
 from hvdgloo.operations import Operation
 from hvdgloo.process_sets import process_set_id
-from hvdgloo.reducer import GradientReducer
 from hvdgloo.torch.mpi_ops import _frontend
 from hvdgloo.types import Collective, ReduceOp
 
@@ -42,7 +41,7 @@ class TorchSync:
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self._reducer = self._make_reducer([])
+        self._reducer = make_reducer(_frontend, options, [], options.compression)
         self._shared: list[Any] = []
         self._names: dict[int, str] = {}
         self._local = {id(variable) for variable in options.local_variables}
@@ -55,16 +54,14 @@ class TorchSync:
     @property
     def active(self) -> bool:
         """Whether there is anybody to reduce with."""
-        context = _frontend.context
-        ranks = context.engine.process_sets.get(process_set_id(self._options.process_set), ())
-        return len(ranks) > 1 and context.rank in ranks
+        return bool(self._ranks())
 
     def track(self, variables: Sequence[Any], *, changes: bool) -> None:
         self._abandon()
         self._unhook()
         self._is_new = True
         self._shared = [v for v in variables if id(v) not in self._local]
-        self._name(gradient_names(self._shared))
+        self._name(names_of(self._shared))
         if not self.active:
             return
         for variable in self._shared:
@@ -203,7 +200,7 @@ class TorchSync:
         self._abandon()
         self._unhook()
         # The other's gradients may be under way when this one steps.
-        self._name([f"{name}.late" for name in gradient_names(self._shared)])
+        self._name([f"{name}.late" for name in names_of(self._shared)])
 
     def _unhook(self) -> None:
         for hook in self._hooks:
@@ -212,22 +209,11 @@ class TorchSync:
 
     def _name(self, names: Sequence[str]) -> None:
         self._names = {id(v): name for v, name in zip(self._shared, names, strict=True)}
-        self._reducer = self._make_reducer(grouped(self._options.groups, names, self._shared))
+        groups = named_groups(self._options.groups, names, self._shared)
+        self._reducer = make_reducer(_frontend, self._options, groups, self._options.compression)
 
     def _ranks(self) -> tuple[int, ...]:
-        ranks: tuple[int, ...] = _frontend.context.engine.process_sets[process_set_id(self._options.process_set)]
-        return ranks
-
-    def _make_reducer(self, groups: Sequence[Sequence[str]]) -> GradientReducer[Tensor]:
-        return GradientReducer(
-            _frontend,
-            op=self._options.op,
-            compression=self._options.compression,
-            predivide_factor=self._options.gradient_predivide_factor,
-            groups=groups,
-            in_place=False,
-            process_set=self._options.process_set,
-        )
+        return peers(_frontend.context, self._options.process_set)
 
 
 def _ready(sync: weakref.ref[TorchSync], name: str, parameter: Tensor) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
 from hvdgloo.compression import Compressor, NoneCompressor
 from hvdgloo.errors import InvalidArgumentError
+from hvdgloo.gradients import Groups, whichever
 from hvdgloo.keras import distributed, legacy
-from hvdgloo.keras.distributed import Groups, Options
+from hvdgloo.keras.distributed import Options
 from hvdgloo.process_sets import ProcessSet, global_process_set
 from hvdgloo.types import ReduceOp
 
@@ -27,10 +27,10 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     sparse_as_dense: bool = False,
     gradient_predivide_factor: float = 1.0,
     op: int = Average,
-    backward_passes_per_step: int = 1,
-    average_aggregated_gradients: bool = False,
     num_groups: int = 0,
     groups: Groups = None,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
@@ -44,10 +44,10 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         sparse_as_dense: send an embedding's gradient as a dense tensor; without it all ranks' rows are gathered.
         gradient_predivide_factor: splits an average's division: by this before the sum, by size / this after it.
         op: Average, Sum, Min, Max or Product.
-        backward_passes_per_step: gradients add up over this many steps before they are reduced and applied.
-        average_aggregated_gradients: divide what has added up by ``backward_passes_per_step``.
         num_groups: deprecated: the same as an integer for ``groups``.
         groups: how many groups of gradients to send as one each, or a list of lists of variables that are groups.
+        backward_passes_per_step: gradients add up over this many steps before they are reduced and applied.
+        average_aggregated_gradients: divide what has added up by ``backward_passes_per_step``.
         process_set: the ranks that share gradients.
         scale_local_gradients: divide gradients of ``register_local_var(variable)`` by the number of ranks.
 
@@ -59,11 +59,6 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             cannot be used.
         NotInitializedError: before ``init()``, when it steps.
     """
-    if num_groups:
-        warnings.warn("num_groups is deprecated; use groups", DeprecationWarning, stacklevel=2)
-        if groups is not None:
-            raise InvalidArgumentError("num_groups= and groups= exclude each other; leave num_groups= out")
-        groups = num_groups
     options = Options(
         compression=compression,
         op=op,
@@ -71,7 +66,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         sparse_as_dense=sparse_as_dense,
         backward_passes_per_step=backward_passes_per_step,
         average_aggregated_gradients=average_aggregated_gradients,
-        groups=groups,
+        groups=whichever(num_groups, groups),
         process_set=process_set,
         scale_local_gradients=scale_local_gradients,
     )
@@ -87,9 +82,10 @@ def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
     sparse_as_dense: bool = False,
     gradient_predivide_factor: float = 1.0,
     op: int = Average,
+    num_groups: int = 0,
+    groups: Groups = None,
     backward_passes_per_step: int = 1,
     average_aggregated_gradients: bool = False,
-    groups: Groups = None,
     process_set: ProcessSet = global_process_set,
     local_layers: Any = None,
     scale_local_gradients: bool = True,
@@ -99,8 +95,8 @@ def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
     Args:
         local_layers: a layer, or several; they may be built later, but before the optimizer steps for the first time.
         optimizer, name, device_dense, device_sparse, compression, sparse_as_dense, gradient_predivide_factor, op,
-            backward_passes_per_step, average_aggregated_gradients, groups, process_set, scale_local_gradients: as for
-            ``DistributedOptimizer``.
+            num_groups, groups, backward_passes_per_step, average_aggregated_gradients, process_set,
+            scale_local_gradients: as for ``DistributedOptimizer``.
     """
     made = DistributedOptimizer(
         optimizer,
@@ -111,10 +107,10 @@ def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
         sparse_as_dense,
         gradient_predivide_factor,
         op,
+        0,
+        whichever(num_groups, groups),
         backward_passes_per_step,
         average_aggregated_gradients,
-        0,
-        groups,
         process_set,
         scale_local_gradients,
     )

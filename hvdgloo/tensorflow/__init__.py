@@ -88,7 +88,12 @@ from hvdgloo.tensorflow.mpi_ops import (
     start_timeline,
     stop_timeline,
 )
-from hvdgloo.tensorflow.optimizer import DistributedGradientTape, DistributedOptimizer, PartialDistributedGradientTape
+from hvdgloo.tensorflow.optimizer import (
+    DistributedGradientTape,
+    DistributedOptimizer,
+    PartialDistributedGradientTape,
+    _make_allreduce_grads_fn,  # noqa: F401 - programs look here
+)
 from hvdgloo.tensorflow.session import BroadcastGlobalVariablesHook
 from hvdgloo.tensorflow.sync_batch_norm import SyncBatchNormalization
 

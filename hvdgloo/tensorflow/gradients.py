@@ -11,40 +11,19 @@ which ranks trace their functions, on how often they did, or on what else a rank
 
 from __future__ import annotations
 
-import hashlib
-import itertools
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
 
-from hvdgloo.compression import Compressor, NoneCompressor
 from hvdgloo.core import Pending
 from hvdgloo.errors import InvalidArgumentError
+from hvdgloo.gradients import Options, check, label, make_reducer, named_groups, peers
 from hvdgloo.operations import gathering
-from hvdgloo.process_sets import ProcessSet, global_process_set, process_set_id
-from hvdgloo.reducer import GradientReducer
 from hvdgloo.tensorflow import sparse
 from hvdgloo.tensorflow.adapter import Tensor
 from hvdgloo.tensorflow.frontend import TensorFlowFrontend, effect, in_graph, is_ordered, operator, unique_in_graph
-from hvdgloo.types import ReduceOp
-
-Groups = int | Sequence[Sequence[Any]] | None
-
-
-@dataclass(frozen=True)
-class Options:
-    """How gradients are reduced; the arguments that the tape and all optimizers share."""
-
-    compression: Compressor[Tensor] = NoneCompressor
-    op: int = ReduceOp.AVERAGE
-    gradient_predivide_factor: float = 1.0
-    sparse_as_dense: bool = False
-    groups: Groups = None
-    process_set: ProcessSet = global_process_set
-    scale_local_gradients: bool = True
 
 
 class GradientSync:
@@ -62,22 +41,21 @@ class GradientSync:
         self.frontend = frontend
         self.options = options
         self._local: dict[int, Any] = {}
-        self._reducer([])  # raises for what it cannot do
-        groups = options.groups
-        if (groups is not None and not isinstance(groups, (int, list, tuple))) or isinstance(groups, bool):
-            raise InvalidArgumentError("groups must be a number of groups, 0 or more, or a list of lists of variables")
-        if isinstance(groups, int) and groups < 0:
-            raise InvalidArgumentError(f"groups must be a number of groups, 0 or more; got {groups}")
+        make_reducer(frontend, options, [])  # raises for what it cannot do
+        check(options.groups)
 
     @property
     def active(self) -> bool:
         """Whether there is anybody to reduce with; who has nobody trains exactly as without."""
-        ranks = self._ranks
-        return len(ranks) > 1 and self.frontend.context.rank in ranks
+        return bool(self._ranks)
 
     def register_local_source(self, variable: Any) -> None:
         """Leave a variable's gradient to this rank alone."""
         self._local[id(inner(variable))] = variable
+
+    def is_local(self, variable: Any) -> bool:
+        """Whether its gradient is left to this rank alone."""
+        return id(inner(variable)) in self._local
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """The reduced gradients, in order.
@@ -97,7 +75,7 @@ class GradientSync:
         for index, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
             if gradient is None:
                 continue
-            if id(inner(variable)) in self._local:
+            if self.is_local(variable):
                 results[index] = self._scale(gradient) if self.options.scale_local_gradients else gradient
                 continue
             if sparse.is_sparse(gradient) and self.options.sparse_as_dense:
@@ -112,7 +90,7 @@ class GradientSync:
 
     @property
     def _ranks(self) -> tuple[int, ...]:
-        return self.frontend.context.engine.process_sets.get(process_set_id(self.options.process_set), ())
+        return peers(self.frontend.context, self.options.process_set)
 
     def _scale(self, gradient: Any) -> Any:
         size = len(self._ranks)
@@ -120,19 +98,9 @@ class GradientSync:
             return tf.IndexedSlices(gradient.values / size, gradient.indices, gradient.dense_shape)
         return gradient / tf.cast(size, gradient.dtype)
 
-    def _reducer(self, groups: Sequence[Sequence[str]]) -> GradientReducer[Tensor]:
-        return GradientReducer(
-            self.frontend,
-            op=self.options.op,
-            predivide_factor=self.options.gradient_predivide_factor,
-            groups=groups,
-            in_place=False,
-            process_set=self.options.process_set,
-        )
-
     def _reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        label = self._label(gradients, variables)
-        names = [f"{label}.{index}" for index in range(len(gradients))]
+        begin = self._label(gradients, variables)
+        names = [f"{begin}.{index}" for index in range(len(gradients))]
         parts: list[list[Tensor]] = []  # of each gradient, what is sent
         contexts: list[Any] = []
         for gradient in gradients:
@@ -158,27 +126,23 @@ class GradientSync:
             (str(v.shape), tf.as_dtype(v.dtype).name, sparse.is_sparse(g))
             for g, v in zip(gradients, variables, strict=True)
         ]
-        label = f"gradients.{hashlib.sha256(repr(described).encode()).hexdigest()[:8]}"
+        begin = label(described)
         # Nothing orders two optimizers in a graph of TensorFlow 1.
-        return label if not in_graph([None]) or is_ordered() else unique_in_graph(label)
+        return begin if not in_graph([None]) or is_ordered() else unique_in_graph(begin)
 
     def _groups(self, names: Sequence[str], gradients: Sequence[Any], variables: Sequence[Any]) -> list[list[str]]:
-        groups = self.options.groups
-        dense = [n for n, gradient in zip(names, gradients, strict=True) if not sparse.is_sparse(gradient)]
-        if not groups:
-            return []
-        if isinstance(groups, int):
-            count = min(groups, len(dense))
-            bounds = [len(dense) * i // count for i in range(count + 1)] if count else [0]
-            return [list(dense[a:b]) for a, b in itertools.pairwise(bounds)]
-        name_of = {id(inner(variable)): name for name, variable in zip(names, variables, strict=True)}
-        chosen = [[name_of[id(inner(v))] for v in group if id(inner(v)) in name_of] for group in groups]
-        if any(name not in dense for group in chosen for name in group):
+        groups, is_sparse = self.options.groups, [sparse.is_sparse(gradient) for gradient in gradients]
+        if isinstance(groups, int):  # of those that can be
+            dense = [each for each, no in zip(zip(names, variables, strict=True), is_sparse, strict=True) if not no]
+            return named_groups(groups, [name for name, _ in dense], [variable for _, variable in dense])
+        chosen = named_groups(groups, names, variables, lambda variable: id(inner(variable)))
+        apart = {name for name, yes in zip(names, is_sparse, strict=True) if yes}
+        if any(apart.intersection(group) for group in chosen):
             raise InvalidArgumentError(
                 "a variable whose gradient is a tf.IndexedSlices cannot be in a group; leave it out of groups=, or use "
                 "sparse_as_dense=True"
             )
-        return [group for group in chosen if group]
+        return chosen
 
 
 class _Batch:
@@ -188,7 +152,7 @@ class _Batch:
         self._frontend = sync.frontend
         self._names = names
         self._gather = gathering(sync.options.process_set)
-        self._reducer = sync._reducer(groups)
+        self._reducer = make_reducer(sync.frontend, sync.options, groups)
         self._sparse: dict[int, Pending[Tensor]] = {}
         self._lock = threading.Lock()
 

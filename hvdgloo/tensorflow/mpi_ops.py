@@ -30,6 +30,7 @@ from hvdgloo.basics import (
     start_timeline,
     stop_timeline,
 )
+from hvdgloo.common import basics as _basics  # noqa: F401 - programs look here for what is behind the functions
 from hvdgloo.compression import Compressor, NoneCompressor
 from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.operations import resolve_op

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import importlib
-import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from hvdgloo.compression import Compressor, NoneCompressor
-from hvdgloo.errors import InvalidArgumentError
+from hvdgloo.gradients import Groups, Options, whichever
 from hvdgloo.process_sets import ProcessSet, global_process_set
 from hvdgloo.tensorflow import tape
 from hvdgloo.tensorflow.adapter import Tensor
 from hvdgloo.tensorflow.frontend import unconverted
-from hvdgloo.tensorflow.gradients import Groups, Options
+from hvdgloo.tensorflow.gradients import GradientSync
 from hvdgloo.tensorflow.mpi_ops import Average, _frontend
 from hvdgloo.tensorflow.v1 import DistributedV1Optimizer
 
@@ -45,7 +44,7 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name; it makes an instanc
         device_dense, device_sparse: accepted for programs that pass them.
         compression: ``Compression.fp16`` and ``Compression.bf16`` send float32 and float64 as float16 or bfloat16.
         sparse_as_dense: send a ``tf.IndexedSlices`` as a dense tensor; without it all ranks' entries are gathered.
-        op: Average, Sum, Min, Max or Product; Average or Sum of a ``tf.IndexedSlices``.
+        op: Average, Sum, Adasum, Min, Max or Product; Average or Sum of a ``tf.IndexedSlices``.
         gradient_predivide_factor: splits an average's division: by this before the sum, by size / this after it.
         num_groups: deprecated: the same as an integer for ``groups``.
         groups: how many groups of gradients to send as one each (0: every gradient by itself), or a list of lists of
@@ -65,7 +64,7 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name; it makes an instanc
         op,
         gradient_predivide_factor,
         sparse_as_dense,
-        _groups(num_groups, groups),
+        whichever(num_groups, groups),
         process_set,
         scale_local_gradients,
     )
@@ -139,7 +138,8 @@ def DistributedOptimizer(  # noqa: N802 - likewise
         compression: ``Compression.fp16`` and ``Compression.bf16`` send float32 and float64 as float16 or bfloat16.
         sparse_as_dense: send a ``tf.IndexedSlices`` as a dense tensor; without it all ranks' entries are gathered.
         backward_passes_per_step: gradients add up over this many calls before they are reduced and applied.
-        op: Average, Sum, Min, Max or Product.
+        op: Average, Sum, Min, Max or Product of the gradients; or, for ``tf.compat.v1``, Adasum, for which each rank
+            steps on its own gradients, and what these steps changed is combined.
         gradient_predivide_factor: splits an average's division: by this before the sum, by size / this after it.
         average_aggregated_gradients: divide what has added up by ``backward_passes_per_step``.
         num_groups: deprecated: the same as an integer for ``groups``.
@@ -156,7 +156,7 @@ def DistributedOptimizer(  # noqa: N802 - likewise
             op,
             gradient_predivide_factor,
             sparse_as_dense,
-            _groups(num_groups, groups),
+            whichever(num_groups, groups),
             process_set,
             scale_local_gradients,
         )
@@ -182,10 +182,17 @@ def DistributedOptimizer(  # noqa: N802 - likewise
     )
 
 
-def _groups(num_groups: int, groups: Groups) -> int | Sequence[Sequence[Any]] | None:
-    if not num_groups:
-        return groups
-    warnings.warn("num_groups is deprecated; use groups", DeprecationWarning, stacklevel=3)
-    if groups is not None:
-        raise InvalidArgumentError("num_groups= and groups= exclude each other; leave num_groups= out")
-    return num_groups
+def _make_allreduce_grads_fn(
+    name: str,
+    device_dense: str,
+    device_sparse: str,
+    compression: Compressor[Tensor],
+    sparse_as_dense: bool,
+    op: int,
+    gradient_predivide_factor: float,
+    groups: Groups,
+    process_set: ProcessSet = global_process_set,
+) -> Callable[[Sequence[Any], Sequence[Any]], list[Any]]:
+    """What reduces gradients of some variables, for programs that have an optimizer of their own."""
+    options = Options(compression, op, gradient_predivide_factor, sparse_as_dense, groups, process_set)
+    return GradientSync(_frontend, options).reduce

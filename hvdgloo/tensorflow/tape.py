@@ -8,8 +8,9 @@ from typing import Any
 import tensorflow as tf
 
 from hvdgloo.errors import InvalidArgumentError
+from hvdgloo.gradients import Options
 from hvdgloo.tensorflow.frontend import TensorFlowFrontend, unconverted
-from hvdgloo.tensorflow.gradients import GradientSync, Options
+from hvdgloo.tensorflow.gradients import GradientSync
 
 
 class DistributedTape:

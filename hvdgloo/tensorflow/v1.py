@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from hvdgloo.errors import InvalidArgumentError
+from hvdgloo.gradients import Options
+from hvdgloo.reducer import check_passes
 from hvdgloo.tensorflow.frontend import TensorFlowFrontend
-from hvdgloo.tensorflow.gradients import GradientSync, Options
+from hvdgloo.tensorflow.gradient_aggregation import LocalGradientAggregationHelper
+from hvdgloo.tensorflow.gradients import GradientSync
+from hvdgloo.types import ReduceOp
 
 GradientsAndVariables = Sequence[tuple[Any, Any]]
 
@@ -36,12 +40,16 @@ class DistributedV1Optimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc
         average: bool = False,
         name: str | None = None,
     ) -> None:
-        if not isinstance(passes, int) or isinstance(passes, bool) or passes < 1:
-            raise InvalidArgumentError(f"backward_passes_per_step must be a whole number from 1, not {passes!r}")
+        check_passes(passes)
         super().__init__(name=name or f"Distributed{type(optimizer).__name__}", use_locking=False)
         self._held = optimizer
         self._sync = GradientSync(frontend, options)
-        self._accumulation = _Accumulation(passes, average) if passes > 1 else None
+        self._adaptive = options.op == ReduceOp.ADASUM
+        self._accumulation = (
+            LocalGradientAggregationHelper(passes, self._reduce, average_aggregated_gradients=average)
+            if passes > 1
+            else None
+        )
 
     def register_local_var(self, variable: Any) -> None:
         """Leave a variable's gradient to this rank alone."""
@@ -53,18 +61,39 @@ class DistributedV1Optimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc
         if not pairs:
             return pairs
         gradients, variables = [g for g, _ in pairs], [v for _, v in pairs]
-        if self._accumulation is not None:
-            reduced = self._accumulation.add(gradients, variables, self._sync)
-        else:
-            reduced = self._sync.reduce(gradients, variables)
-        return list(zip(reduced, variables, strict=True))
+        reduce = self._reduce if self._accumulation is None else self._accumulation.compute_gradients
+        return list(zip(reduce(gradients, variables), variables, strict=True))
 
     def apply_gradients(self, grads_and_vars: GradientsAndVariables, *args: Any, **kwargs: Any) -> Any:
         """The held optimizer's step; with several passes per step only after the last."""
         pairs = list(grads_and_vars)
-        if self._accumulation is None:
+
+        def step() -> Any:
             return self._held.apply_gradients(pairs, *args, **kwargs)
-        return self._accumulation.apply(lambda: self._held.apply_gradients(pairs, *args, **kwargs))
+
+        whole = functools.partial(self._adaptive_step, step, pairs) if self._adaptive and self._sync.active else step
+        return whole() if self._accumulation is None else self._accumulation.apply_gradients(whole)
+
+    def _reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        # By Adasum it is not gradients that are reduced.
+        return list(gradients) if self._adaptive else self._sync.reduce(gradients, variables)
+
+    def _adaptive_step(self, step: Callable[[], Any], pairs: GradientsAndVariables) -> Any:
+        """Adasum combines what the ranks' optimizers did: each steps on its own gradients, and the changes are summed.
+
+        Changes and not gradients, because an optimizer with a state (momentum, Adam) would scale an adapted gradient
+        again (Maleki et al., 2021, section 3.3).
+        """
+        changing = [v for gradient, v in pairs if gradient is not None and not self._sync.is_local(v)]
+        # Copies: a variable of TensorFlow 1 may hand out the memory that the step is going to change.
+        before = [tf.raw_ops.DeepCopy(x=tf.convert_to_tensor(v)) for v in changing]
+        with tf.control_dependencies(before):
+            done = step()
+        with tf.control_dependencies([] if done is None else [done]):
+            changes = [_current(v) - start for v, start in zip(changing, before, strict=True)]
+        combined = self._sync.reduce(changes, changing)
+        assigned = [v.assign(a + b) for v, a, b in zip(changing, before, combined, strict=True)]
+        return None if tf.executing_eagerly() else tf.group(*assigned, *([] if done is None else [done]))
 
     def get_slot(self, *args: Any, **kwargs: Any) -> Any:
         """The held optimizer's."""
@@ -79,55 +108,6 @@ class DistributedV1Optimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc
         return self._held.variables(*args, **kwargs)
 
 
-class _Accumulation:
-    """Gradients that add up over several passes, in variables that the graph has besides."""
-
-    def __init__(self, passes: int, average: bool) -> None:
-        self._passes = passes
-        self._factor = 1.0 / passes if average else 1.0
-        self._sums: list[Any] = []
-        self._count: Any = None
-        self._is_last: Any = None
-
-    def add(self, gradients: Sequence[Any], variables: Sequence[Any], sync: GradientSync) -> list[Any]:
-        dense = [None if g is None else tf.convert_to_tensor(g) for g in gradients]
-        if self._count is None:
-            with tf.init_scope():
-                self._count = _variable(tf.zeros([], tf.int64), "hvdgloo_passes")
-                self._sums = [
-                    None if g is None else _variable(tf.zeros_like(v), "hvdgloo_sum")
-                    for g, v in zip(dense, variables, strict=True)
-                ]
-        pairs = [(g, s) for g, s in zip(dense, self._sums, strict=True) if g is not None]
-        with tf.control_dependencies([g for g, _ in pairs]):
-            count = self._count.assign_add(1, read_value=True)
-        self._is_last = tf.equal(count % self._passes, 0)
-        sums = [s.assign_add(g, read_value=True) for g, s in pairs]
-
-        def reduce() -> list[Any]:
-            whole = [s * tf.cast(self._factor, s.dtype) for s in sums]
-            of = [v for g, v in zip(dense, variables, strict=True) if g is not None]
-            reduced = sync.reduce(whole, of)
-            with tf.control_dependencies(reduced):
-                cleared = [s.assign(tf.zeros_like(s)) for _, s in pairs]
-            with tf.control_dependencies([tf.convert_to_tensor(c) for c in cleared]):
-                return [tf.identity(r) for r in reduced]
-
-        chosen = iter(tf.cond(self._is_last, reduce, lambda: [tf.identity(s) for s in sums]))
-        return [None if g is None else next(chosen) for g in dense]
-
-    def apply(self, step: Any) -> Any:
-        if self._is_last is None:
-            raise InvalidArgumentError("apply_gradients() comes after compute_gradients() if gradients are to add up")
-
-        def stepped() -> Any:
-            done = step()
-            with tf.control_dependencies([] if done is None else [done]):
-                return tf.constant(True)
-
-        made = tf.cond(self._is_last, stepped, lambda: tf.constant(False))
-        return made if tf.executing_eagerly() else made.op
-
-
-def _variable(value: Any, name: str) -> Any:
-    return tf.compat.v1.Variable(value, trainable=False, name=name, use_resource=True)
+def _current(variable: Any) -> Any:
+    """A variable's value, read where this is called."""
+    return variable.read_value() if hasattr(variable, "read_value") else tf.convert_to_tensor(variable)

@@ -18,14 +18,13 @@ from __future__ import annotations
 import copy
 import enum
 import functools
-import itertools
 import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -33,6 +32,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hvdgloo.compression import Compressor, NoneCompressor
 from hvdgloo.errors import GradientsInFlightError, InvalidArgumentError
 from hvdgloo.frontend import Frontend
+from hvdgloo.gradients import Groups, divided, peers
 from hvdgloo.operations import reduction
 from hvdgloo.process_sets import ProcessSet, global_process_set, process_set_id
 from hvdgloo.reducer import GradientReducer
@@ -43,7 +43,6 @@ from hvdgloo.types import ReduceOp
 
 Tensor = torch.Tensor
 NamedParameters = Iterable[tuple[str, Tensor]]
-Groups = int | Sequence[Sequence[Tensor]] | None
 Closure = Callable[[], Any]
 
 _OWN = frozenset(
@@ -118,8 +117,7 @@ class _Session:
         self.options = options
         self.skipping = False
         # Who has nobody to reduce with trains exactly as with the plain optimizer.
-        ranks = frontend.context.engine.process_sets.get(process_set_id(options.process_set), ())
-        self.active = len(ranks) > 1 and frontend.context.rank in ranks
+        self.active = bool(peers(frontend.context, options.process_set))
         self.adaptive = options.op == ReduceOp.ADASUM
         if self.adaptive and options.gradient_predivide_factor != 1.0:
             raise InvalidArgumentError("gradient_predivide_factor divides an average, so it needs op=Average")
@@ -598,22 +596,7 @@ def _names(optimizer: torch.optim.Optimizer, named_parameters: NamedParameters |
 
 def _groups(groups: Groups, trained: Sequence[Tensor], known: set[int]) -> list[list[Tensor]]:
     """Parameters that are reduced as one, from either form of ``groups``."""
-    if groups is None:
-        return []
-    if isinstance(groups, int) and not isinstance(groups, bool) and groups >= 0:
-        count = min(groups, len(trained))
-        bounds = [len(trained) * i // count for i in range(count + 1)] if count else []
-        return [list(trained[a:b]) for a, b in itertools.pairwise(bounds)]
-    well_formed = isinstance(groups, (list, tuple)) and all(
-        isinstance(group, (list, tuple)) and all(isinstance(p, Tensor) for p in group) for group in groups
-    )
-    if not well_formed:
-        raise InvalidArgumentError("groups must be a number of groups, 0 or more, or a list of lists of parameters")
-    chosen = [list(group) for group in cast(Sequence[Sequence[Tensor]], groups)]
-    ids = [id(parameter) for group in chosen for parameter in group]
-    if len(set(ids)) != len(ids):
-        raise InvalidArgumentError("groups has a parameter that is in two groups, or twice in one")
-    if not known.issuperset(ids):
-        raise InvalidArgumentError("groups has a tensor that is not a parameter of the optimizer")
-    trained_only = [[p for p in group if p.requires_grad] for group in chosen]
-    return [group for group in trained_only if group]
+    chosen = divided(groups, trained)
+    if not isinstance(groups, int) and any(id(each) not in known for group in groups or () for each in group):
+        raise InvalidArgumentError("groups has something that is not a parameter of the optimizer")
+    return chosen

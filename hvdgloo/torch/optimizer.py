@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 
 from hvdgloo.compression import Compressor
-from hvdgloo.errors import InvalidArgumentError
+from hvdgloo.gradients import Groups, whichever
 from hvdgloo.process_sets import ProcessSet, global_process_set
 from hvdgloo.torch import distributed
 from hvdgloo.torch.compression import Compression
@@ -24,7 +22,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name; it makes an instance o
     op: int = Average,
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
-    groups: distributed.Groups = None,
+    groups: Groups = None,
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> distributed.Distributed:
@@ -60,11 +58,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name; it makes an instance o
             ``gradient_predivide_factor`` without Average; ``backward_passes_per_step`` below 1.
         NotInitializedError: before ``init()``.
     """
-    if num_groups:
-        warnings.warn("num_groups is deprecated; use groups", DeprecationWarning, stacklevel=2)
-        if groups is not None:
-            raise InvalidArgumentError("num_groups= and groups= exclude each other; leave num_groups= out")
-        groups = num_groups
+    groups = whichever(num_groups, groups)
     options = distributed.Options(
         compression, backward_passes_per_step, op, gradient_predivide_factor, sparse_as_dense, process_set
     )

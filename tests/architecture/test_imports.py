@@ -41,7 +41,7 @@ MAY_IMPORT = {
     "numpy": {"bottom", "engine", "top", "numpy"},
     "torch": {"bottom", "engine", "top", "torch"},
     "tensorflow": {"bottom", "engine", "top", "tensorflow", "tensorflow.keras"},
-    "tensorflow.keras": {"keras", "tensorflow.keras"},
+    "tensorflow.keras": {"bottom", "top", "keras", "tensorflow.keras"},
     "keras": {"bottom", "engine", "top", "numpy", "torch", "tensorflow", "keras"},
     "run": {"bottom", "rendezvous", "runner", "run"},
     "package": {"bottom", "run"},

@@ -208,7 +208,7 @@ def test_reset_drops_what_is_held_back(world: MakeWorld, framework: Framework) -
         ({"predivide_factor": float("nan")}, "greater than 0"),
         ({"passes": 0}, "whole number from 1"),
         ({"passes": 1.5}, "whole number from 1"),
-        ({"op": ReduceOp.ADASUM}, "not by Adasum"),
+        ({"op": ReduceOp.ADASUM, "predivide_factor": 2.0}, "needs op=Average"),
         ({"groups": [["a"], ["a"]]}, "a is in two groups"),
     ],
 )

@@ -13,9 +13,13 @@ import tensorflow as tf
 
 from hvdgloo.context import Context
 from hvdgloo.errors import HorovodInternalError, InvalidArgumentError
+from hvdgloo.gradients import Options
+from hvdgloo.keras import optimizer as hvd_keras
 from hvdgloo.tensorflow import tape as tapes
+from hvdgloo.tensorflow import util
 from hvdgloo.tensorflow.compression import Compression
-from hvdgloo.tensorflow.gradients import GradientSync, Options, _Batch
+from hvdgloo.tensorflow.gradient_aggregation_eager import LocalGradientAggregationHelperEager
+from hvdgloo.tensorflow.gradients import GradientSync, _Batch
 from hvdgloo.tensorflow.state import broadcast_variables
 from hvdgloo.tensorflow.v1 import DistributedV1Optimizer
 from hvdgloo.types import ReduceOp
@@ -218,7 +222,7 @@ def test_the_tape_is_the_users(ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (Options(op=ReduceOp.ADASUM), "not by Adasum"),
+        (Options(op=ReduceOp.ADASUM, gradient_predivide_factor=2.0), "needs op=Average"),
         (Options(op=77), "must be one of"),
         (Options(op=ReduceOp.SUM, gradient_predivide_factor=2.0), "needs op=Average"),
         (Options(groups=-1), "0 or more"),
@@ -485,6 +489,97 @@ def test_optimizers_of_tensorflow_1(ranks: Ranks, way: str, passes: int, average
                 for call in range(1, steps * passes + 1):
                     session.run(train)
                     np.testing.assert_allclose(session.run(weight), [10.0 - change * (call // passes)])
+
+    ranks(2).run(rank_body)
+
+
+def test_variables_by_their_references() -> None:
+    variables = [tf.Variable(1.0), tf.Variable([2.0])]
+    references = util.vars_to_refs(variables)
+    assert hash(references) == hash(util.vars_to_refs(tuple(variables)))
+    assert all(found is each for found, each in zip(util.refs_to_vars(references), variables, strict=True))
+    assert util._executing_eagerly()
+    assert not tf.function(lambda: tf.constant(util._executing_eagerly()))()
+
+
+def test_gradients_that_add_up_in_an_eager_program() -> None:
+    """By Horovod's name, for programs with an optimizer of their own."""
+    weight, reduced = tf.Variable([1.0, 2.0]), []
+
+    def reduce(gradients: Any, variables: Any) -> list[Any]:
+        reduced.append([g.numpy().tolist() for g in gradients])
+        assert len(variables) == 1
+        return [g * 10.0 for g in gradients]
+
+    helper = LocalGradientAggregationHelperEager(2, reduce, average_aggregated_gradients=True)
+    with pytest.raises(InvalidArgumentError, match="comes after compute_gradients"):
+        helper.apply_gradients(lambda: None)
+    for call in range(1, 5):
+        gradients = helper.compute_gradients([tf.constant([1.0, 4.0 * call])], [weight])
+        stepped = helper.apply_gradients(lambda gradients=gradients: weight.assign_sub(gradients[0]))
+        assert bool(stepped) == (call % 2 == 0)
+    assert reduced == [[[1.0, 6.0]], [[1.0, 14.0]]]
+    assert weight.numpy().tolist() == [-19.0, -198.0]
+
+
+def test_keras_has_no_adasum() -> None:
+    with pytest.raises(InvalidArgumentError, match="op=Adasum combines what optimizers did"):
+        hvd_keras.DistributedOptimizer(tf.keras.optimizers.SGD(), op=ReduceOp.ADASUM)
+
+
+def adasum(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """By the definition."""
+    return np.asarray((1 - a @ b / (2 * a @ a)) * a + (1 - a @ b / (2 * b @ b)) * b)
+
+
+DIRECTIONS = np.array([[3.0, 1.0, 0.5], [1.0, -2.0, 4.0]], np.float32)
+
+
+@way
+def test_adasum_of_a_tapes_gradients(ranks: Ranks, way: str) -> None:
+    def rank_body(context: Context) -> None:
+        frontend, weight = frontend_of(context), tf.Variable(tf.zeros(3))
+
+        def step(direction: Any) -> Any:
+            with tf.GradientTape() as plain:
+                loss = tf.reduce_sum(weight * direction)
+            return tapes.wrap(frontend, plain, Options(op=ReduceOp.ADASUM)).gradient(loss, weight)
+
+        got = compiled(way, step)(tf.constant(DIRECTIONS[context.rank]))
+        np.testing.assert_allclose(got, adasum(*DIRECTIONS), rtol=1e-6)
+
+    ranks(2).run(rank_body)
+
+
+@pytest.mark.parametrize(("passes", "use_resource"), [(1, True), (2, True), (1, False)])
+def test_adasum_combines_what_a_sessions_optimizers_did(ranks: Ranks, passes: int, use_resource: bool) -> None:
+    """Of momentum's second step the change is not that of its gradient; a local variable goes its own way."""
+    momentum, rate, passed = 0.5, 0.1, [np.zeros(3), np.zeros(3)]
+    expected = np.full(3, 10.0)
+    for _ in range(2):
+        passed = [momentum * v + d * passes for v, d in zip(passed, DIRECTIONS.astype(float), strict=True)]
+        expected = expected + adasum(*(-rate * v for v in passed))
+
+    def rank_body(context: Context) -> None:
+        frontend, rank = frontend_of(context), context.rank
+        with tf.Graph().as_default():
+            weight, own = (
+                tf.compat.v1.get_variable(name, initializer=np.full(3, 10.0, np.float32), use_resource=use_resource)
+                for name in ("w", "own")
+            )
+            plain = tf.compat.v1.train.MomentumOptimizer(rate, momentum)
+            optimizer = DistributedV1Optimizer(frontend, plain, Options(op=ReduceOp.ADASUM), passes)
+            optimizer.register_local_var(own)
+            count = tf.compat.v1.train.get_or_create_global_step()
+            train = optimizer.minimize(tf.reduce_sum((weight + own) * DIRECTIONS[rank]), global_step=count)
+            with tf.compat.v1.Session(config=session_config()) as session:
+                session.run(tf.compat.v1.global_variables_initializer())
+                for _ in range(2 * passes):
+                    session.run(train)
+                np.testing.assert_allclose(session.run(weight), expected, rtol=1e-5)
+                alone = 10.0 - rate * passes * DIRECTIONS[rank] * (1 + (1 + momentum))
+                np.testing.assert_allclose(session.run(own), alone, rtol=1e-5)
+                assert session.run(count) == 2
 
     ranks(2).run(rank_body)
 

@@ -161,8 +161,7 @@ KERAS = {
     **{name: BASIC[name] for name in BASIC if "object" not in name and name != "barrier"},
     "DistributedOptimizer": (
         "optimizer, name=None, device_dense='', device_sparse='', compression=none, sparse_as_dense=False, "
-        "gradient_predivide_factor=1.0, op=Average, backward_passes_per_step=1, average_aggregated_gradients=False, "
-        "num_groups=0, groups=None, process_set=all, scale_local_gradients=True"
+        "gradient_predivide_factor=1.0, op=Average, num_groups=0, groups=None"
     ),
     "broadcast_global_variables": "root_rank",
     "allreduce": "value, name=None, average=None, prescale_factor=1.0, postscale_factor=1.0, op=None, compression=none",
@@ -170,6 +169,13 @@ KERAS = {
     "broadcast": "value, root_rank, name=None",
     "reducescatter": "value, name=None, op=Average",
     "load_model": "filepath, custom_optimizers=None, custom_objects=None, compression=none, legacy_opts=False",
+}
+TF_KERAS = KERAS | {
+    "DistributedOptimizer": (
+        "optimizer, name=None, device_dense='', device_sparse='', compression=none, sparse_as_dense=False, "
+        "gradient_predivide_factor=1.0, op=Average, backward_passes_per_step=1, average_aggregated_gradients=False, "
+        "num_groups=0, groups=None, process_set=all, scale_local_gradients=True"
+    ),
 }
 CALLBACKS = {
     "BroadcastGlobalVariablesCallback": "root_rank, device='', local_variables=None",
@@ -185,8 +191,25 @@ CALLBACKS = {
 }
 MORE |= {
     "hvdgloo.tensorflow": TENSORFLOW,
-    "hvdgloo.keras": KERAS,
-    "hvdgloo.tensorflow.keras": KERAS,
+    "hvdgloo.tensorflow.util": {
+        "check_num_rank_power_of_2": "num_rank",
+        "vars_to_refs": "vars",
+        "refs_to_vars": "refs",
+        "_executing_eagerly": "",
+    },
+    "hvdgloo.tensorflow.gradient_aggregation": {
+        "LocalGradientAggregationHelper": "backward_passes_per_step, allreduce_func",
+    },
+    "hvdgloo.tensorflow.gradient_aggregation_eager": {
+        "LocalGradientAggregationHelperEager": "backward_passes_per_step, allreduce_func",
+    },
+    "hvdgloo.tensorflow.optimizer": {
+        "_make_allreduce_grads_fn": (
+            "name, device_dense, device_sparse, compression, sparse_as_dense, op, gradient_predivide_factor, groups"
+        ),
+    },
+    "hvdgloo.keras": KERAS | {"PartialDistributedOptimizer": KERAS["DistributedOptimizer"]},
+    "hvdgloo.tensorflow.keras": TF_KERAS,
     "hvdgloo.keras.callbacks": CALLBACKS,
     "hvdgloo.tensorflow.keras.callbacks": CALLBACKS,
 }

@@ -6,7 +6,6 @@ from hvdgloo.keras import (
     Adasum,
     Average,
     Compression,
-    DistributedOptimizer,
     HorovodInternalError,
     Max,
     Min,
@@ -49,6 +48,7 @@ from hvdgloo.keras import (
     stop_timeline,
 )
 from hvdgloo.tensorflow.keras import callbacks
+from hvdgloo.tensorflow.keras.optimizer import DistributedOptimizer
 
 __all__ = [
     "Adasum",

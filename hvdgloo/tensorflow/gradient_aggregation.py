@@ -1,0 +1,102 @@
+"""Several backward passes per step, for optimizers whose gradients are tensors of a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvdgloo.errors import InvalidArgumentError
+from hvdgloo.reducer import check_passes
+
+__all__ = ["LocalGradientAggregationHelper"]
+
+
+class LocalGradientAggregationHelper:
+    """Adds gradients up over several passes, in variables that the graph has besides.
+
+    Args:
+        backward_passes_per_step: how many passes.
+        allreduce_func: of gradients and their variables, the reduced gradients; called with the sums of the last pass.
+        sparse_as_dense: accepted; sums are dense.
+        average_aggregated_gradients: divide the sums by the number of passes.
+
+    Raises:
+        InvalidArgumentError: (a ValueError) the number of passes is not a whole number from 1.
+    """
+
+    def __init__(
+        self,
+        backward_passes_per_step: int,
+        allreduce_func: Callable[[Sequence[Any], Sequence[Any]], list[Any]],
+        sparse_as_dense: bool = True,
+        average_aggregated_gradients: bool = False,
+    ) -> None:
+        check_passes(backward_passes_per_step)
+        self._passes = backward_passes_per_step
+        self._reduce = allreduce_func
+        self._factor = 1.0 / backward_passes_per_step if average_aggregated_gradients else 1.0
+        self._sums: list[Any] = []
+        self._count: Any = None
+        self._is_last: Any = None
+
+    def compute_gradients(self, grads: Sequence[Any], vars: Sequence[Any]) -> list[Any]:
+        """Add gradients up.
+
+        Returns:
+            in the last pass of a step the reduced sums, before it what there is so far; None where None was given.
+        """
+        variables = vars
+        dense = [None if g is None else tf.convert_to_tensor(g) for g in grads]
+        if self._count is None:
+            with tf.init_scope():
+                self._count = _variable(tf.zeros([], tf.int64), "hvdgloo_passes")
+                self._sums = [
+                    None if g is None else _variable(tf.zeros_like(v), "hvdgloo_sum")
+                    for g, v in zip(dense, variables, strict=True)
+                ]
+        pairs = [(g, s) for g, s in zip(dense, self._sums, strict=True) if g is not None]
+        with tf.control_dependencies([g for g, _ in pairs]):
+            count = self._count.assign_add(1, read_value=True)
+        self._is_last = tf.equal(count % self._passes, 0)
+        sums = [s.assign_add(g, read_value=True) for g, s in pairs]
+
+        def reduce() -> list[Any]:
+            whole = [s * tf.cast(self._factor, s.dtype) for s in sums]
+            of = [v for g, v in zip(dense, variables, strict=True) if g is not None]
+            reduced = self._reduce(whole, of)
+            with tf.control_dependencies(reduced):
+                cleared = [s.assign(tf.zeros_like(s)) for _, s in pairs]
+            with tf.control_dependencies([tf.convert_to_tensor(c) for c in cleared]):
+                return [tf.identity(r) for r in reduced]
+
+        chosen = iter(tf.cond(self._is_last, reduce, lambda: [tf.identity(s) for s in sums]))
+        return [None if g is None else next(chosen) for g in dense]
+
+    def apply_gradients(self, apply_grads_closure: Callable[[], Any]) -> Any:
+        """Step, in the last pass only.
+
+        Args:
+            apply_grads_closure: makes the step, and its operator in a graph.
+
+        Returns:
+            an operator that steps or does not; eagerly, whether it did.
+
+        Raises:
+            InvalidArgumentError: (a ValueError) nothing has been added up.
+        """
+        if self._is_last is None:
+            raise InvalidArgumentError("apply_gradients() comes after compute_gradients() if gradients are to add up")
+
+        def stepped() -> Any:
+            done = apply_grads_closure()
+            with tf.control_dependencies([] if done is None else [done]):
+                return tf.constant(True)
+
+        made = tf.cond(self._is_last, stepped, lambda: tf.constant(False))
+        return made if tf.executing_eagerly() else made.op
+
+
+def _variable(value: Any, name: str) -> Any:
+    return tf.compat.v1.Variable(value, trainable=False, name=name, use_resource=True)
