@@ -26,11 +26,11 @@ demo: $(READY)
 
 test: test-main test-tensorflow
 
-# Where ranks are threads of one process, a second pytest has the second core to itself. Tests of several processes use
-# all cores as it is, and measure time.
+# Where ranks are threads of one process, a second pytest has the second core to itself. Tests of several processes wait
+# half of their time, for programs to start and for deadlines to pass; a third pytest has the cores meanwhile.
 test-main: $(READY)
 	$(BIN)/python -m pytest -n 2 $(TESTS_THREADS)
-	$(BIN)/python -m pytest $(TESTS_PROCESSES)
+	$(BIN)/python -m pytest -n 3 --dist worksteal $(TESTS_PROCESSES)
 
 # TensorFlow has an environment of its own: users have one framework or the other, and so has the rest of the tests. Of
 # the contracts all run that concern tensors, on data planes that treat memory differently.

@@ -33,6 +33,7 @@ from hvdgloo.errors import (
     NotInitializedError,
     RendezvousError,
 )
+from hvdgloo.machine import usable_cores
 from hvdgloo.planes import Planes, plane_settings
 from hvdgloo.rendezvous import MemoryStore, Registration, RendezvousClient, WorkerInfo, host_identity
 from hvdgloo.topology import Topology
@@ -380,10 +381,6 @@ def _plan_settings(config: Config) -> dict[str, Any]:
     }
 
 
-def _usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def engine_settings(
     config: Config, decided: Mapping[str, Any] | None = None, local_size: int | None = None
 ) -> EngineSettings:
@@ -413,7 +410,7 @@ def engine_settings(
         stall_check=not config.stall_check_disable,
         stall_warning_time=config.stall_warning_time,
         stall_shutdown_time=shutdown_time,
-        spin_time=_SPIN_SECONDS if local_size is not None and 1 < local_size <= _usable_cores() else 0.0,
+        spin_time=_SPIN_SECONDS if local_size is not None and 1 < local_size <= usable_cores() else 0.0,
     )
 
 

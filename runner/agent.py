@@ -25,8 +25,9 @@ from functools import partial
 from types import FrameType
 from typing import IO, Any
 
+from hvdgloo import machine
 from hvdgloo.errors import LaunchError
-from hvdgloo.runner import machine, silence, sweep, warden
+from hvdgloo.runner import silence, sweep, warden
 from hvdgloo.runner.channel import Channel
 from hvdgloo.runner.frames import (
     CHUNK,

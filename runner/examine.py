@@ -19,7 +19,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from hvdgloo.runner import machine, requirements
+from hvdgloo import machine
+from hvdgloo.runner import requirements
 from hvdgloo.runner.frames import Require
 from hvdgloo.runner.remote import REQUIRED
 from hvdgloo.version import __version__

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from hvdgloo.errors import ConfigError
+from hvdgloo.machine import visible_gpus
 from hvdgloo.runner.hosts import parse_hosts, read_hostfile
-from hvdgloo.runner.machine import visible_gpus
 from hvdgloo.runner.slurm import Allocation, find_allocation
 from hvdgloo.runner.spec import Host, Reach
 

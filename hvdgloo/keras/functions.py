@@ -22,8 +22,8 @@ from hvdgloo.keras.compression import Compression
 from hvdgloo.keras.distributed import Options
 from hvdgloo.numpy.adapter import Array, NumpyAdapter
 from hvdgloo.numpy.compression import FP16Compressor
-from hvdgloo.operations import broadcasting
 from hvdgloo.process_sets import ProcessSet, global_process_set
+from hvdgloo.state import broadcast_arrays
 from hvdgloo.types import ReduceOp
 
 __all__ = [
@@ -114,15 +114,9 @@ def broadcast_global_variables(root_rank: int) -> Any:
 
 def broadcast_weights(variables: Sequence[Any], root_rank: int) -> None:
     """Assign one rank's values to the other ranks' Keras variables; all are under way before one is waited for."""
-    operation = broadcasting(root_rank, global_process_set)
+    arrays = [array_of(variable) for variable in variables]
     label = _frontend.automatic_name("broadcast_weights")
-    arrays = [np.array(array_of(variable)) for variable in variables]  # copies, to be written
-    pending = [
-        _frontend.start(operation, [_as_signed(array)], f"{label}.{index}", in_place=True)
-        for index, array in enumerate(arrays)
-    ]
-    for variable, array, broadcast in zip(variables, arrays, pending, strict=True):
-        broadcast.wait()
+    for variable, array in zip(variables, broadcast_arrays(_frontend, arrays, root_rank, label), strict=True):
         if _frontend.rank() != root_rank:
             variable.assign(array)
 
@@ -152,11 +146,6 @@ def load_model(
             model.optimizer = optimizer = type(optimizer).from_config(optimizer.get_config())
         distributed.wrap(optimizer, Options(compression=compression))
     return model
-
-
-def _as_signed(array: Array) -> Array:
-    signed = {"uint16": np.int16, "uint32": np.int32, "uint64": np.int64}.get(array.dtype.name)
-    return array if signed is None else array.view(signed)
 
 
 def array_of(value: Any) -> Array:

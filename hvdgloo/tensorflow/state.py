@@ -9,12 +9,9 @@ import numpy as np
 import tensorflow as tf
 
 from hvdgloo.errors import InvalidArgumentError
-from hvdgloo.operations import broadcasting
-from hvdgloo.process_sets import ProcessSet, global_process_set
+from hvdgloo.process_sets import ProcessSet, global_process_set, process_set_id
+from hvdgloo.state import broadcast_arrays
 from hvdgloo.tensorflow.frontend import TensorFlowFrontend, is_ordered, operator, unique_in_graph
-
-_AS_SIGNED = {"uint16": np.int16, "uint32": np.int32, "uint64": np.int64}
-"""Types of no arithmetic of ours, such as a seed's, travel as the bits that they are."""
 
 
 def broadcast_variables(
@@ -34,13 +31,11 @@ def broadcast_variables(
     """
     given = list(variables)
     targets = [variable_of(variable) for variable in given]
-    operation = broadcasting(root_rank, process_set)
+    number = process_set_id(process_set)
 
     def exchange(*arrays: Any) -> list[Any]:
-        label = frontend.automatic_name("broadcast_variables", operation.process_set) if base is None else base
-        sent = [array.view(_AS_SIGNED.get(array.dtype.name, array.dtype)) for array in arrays]
-        pending = [frontend.start(operation, [array], f"{label}.{i}") for i, array in enumerate(sent)]
-        return [each.wait()[0].view(array.dtype) for each, array in zip(pending, arrays, strict=True)]
+        label = frontend.automatic_name("broadcast_variables", number) if base is None else base
+        return list(broadcast_arrays(frontend, arrays, root_rank, label, process_set))
 
     if tf.executing_eagerly():
         base = name

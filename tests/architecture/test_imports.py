@@ -17,6 +17,7 @@ PARTS = {
     "hvdgloo.types": "bottom",
     "hvdgloo.config": "bottom",
     "hvdgloo.topology": "bottom",
+    "hvdgloo.machine": "bottom",
     "hvdgloo.version": "bottom",
     "hvdgloo.data": "bottom",
     "hvdgloo.as_horovod": "bottom",

@@ -210,7 +210,8 @@ os._exit(agent.main())'"""
 
 TWO_GPUS = f"""exec {sys.executable} -c '
 import os
-from hvdgloo.runner import agent, machine
+from hvdgloo import machine
+from hvdgloo.runner import agent
 machine.visible_gpus = lambda _: 2
 os._exit(agent.main())'"""
 

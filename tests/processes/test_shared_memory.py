@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import mmap
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -51,10 +54,16 @@ print(backend.name, getattr(backend, "is_direct", None))
 """
 
 
-def shm_leftovers() -> set[str]:
-    """Names of shared memory and of our abstract sockets."""
-    sockets = Path("/proc/net/unix").read_text().split()
-    return {name for name in sockets if name.startswith("@hvdgloo")} | set(os.listdir("/dev/shm"))
+def names_held(pid: int) -> set[str]:
+    """Names of shared memory that a process has mapped, and of the abstract sockets that it has: what might be left."""
+    process = Path(f"/proc/{pid}")
+    mapped = {line.split(maxsplit=5)[5] for line in (process / "maps").read_text().splitlines() if "/dev/shm/" in line}
+    links = set()
+    for descriptor in (process / "fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            links.add(os.readlink(descriptor))
+    rows = [line.split() for line in (process / "net/unix").read_text().splitlines()]
+    return mapped | {row[7] for row in rows if len(row) > 7 and row[7][0] == "@" and f"socket:[{row[6]}]" in links}
 
 
 @pytest.mark.parametrize("direct", ["0", "1"])
@@ -91,7 +100,6 @@ except hvd.HorovodInternalError as error:
 
 
 def test_ranks_that_are_killed_leave_nothing_behind(tmp_path: Path) -> None:
-    before = shm_leftovers()
     code = (
         HEAD
         + """
@@ -104,13 +112,23 @@ while True:
     with Job(3, code, tmp_path, HVDGLOO_CPU_OPERATIONS="shm") as job:
         for rank in range(3):
             job.wait_for_file(f"ready.{rank}")
-        assert shm_leftovers() <= before  # the sockets have gone when the ranks have met
+        # Memory has no name, and the sockets have gone when the ranks have met: what is nowhere cannot stay behind.
+        assert [names_held(worker.pid) for worker in job.workers] == [set()] * 3
         for worker in job.workers:
             worker.send_signal(signal.SIGKILL)
         for worker in job.workers:
             worker.wait(10)
             assert not psutil.pid_exists(worker.pid)
-        assert shm_leftovers() <= before
+
+
+def test_what_has_a_name_would_be_found() -> None:
+    name = f"hvdgloo-test-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX) as named, open(f"/dev/shm/{name}", "w+b") as file:
+        os.unlink(file.name)
+        file.truncate(4096)
+        with mmap.mmap(file.fileno(), 4096):
+            named.bind(f"\0{name}")
+            assert names_held(os.getpid()) >= {f"@{name}", f"/dev/shm/{name} (deleted)"}
 
 
 @pytest.mark.parametrize("direct", ["0", "1"])

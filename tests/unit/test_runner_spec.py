@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hvdgloo import machine
 from hvdgloo.config import Config
-from hvdgloo.runner import machine
 from hvdgloo.runner.command import thread_defaults, worker_environment
 from hvdgloo.runner.outcome import Failure, Outcome, blame, describe_loss, describe_status
 from hvdgloo.runner.spec import Host, assign

@@ -1,4 +1,4 @@
-"""What an agent tells about its machine: cores, GPUs, and whether the kernel ran out of memory.
+"""What there is on this machine: cores, GPUs, and whether the kernel ran out of memory.
 
 Nothing here imports a framework: asking torch for the number of GPUs would take longer than starting the job.
 """
