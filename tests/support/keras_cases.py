@@ -348,7 +348,9 @@ def slow_layer() -> Any:
         @tf.custom_gradient
         def identity(x: Any) -> Any:
             def backward(g: Any) -> Any:
-                return tf.ensure_shape(tf.numpy_function(lambda g: (wait(), g)[1], [g], g.dtype, stateful=False), x.shape)
+                return tf.ensure_shape(
+                    tf.numpy_function(lambda g: (wait(), g)[1], [g], g.dtype, stateful=False), x.shape
+                )
 
             return tf.identity(x), backward
 
@@ -763,7 +765,7 @@ def custom_step(model: Any) -> Callable[[], Any]:
 
 
 def lost(error: Exception) -> str:
-    """The name of our error: of its class, or, where JAX raises one of its own in nobody's code but its, in its text."""
+    """The name of our error: of its class, or, where only JAX's code is on the stack, in its text."""
     if isinstance(error, hvd.HorovodInternalError):
         return type(error).__name__
     return "PeerLostError" if BACKEND == "jax" and "PeerLostError: rank" in str(error) else traceback.format_exc()

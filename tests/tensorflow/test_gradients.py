@@ -84,7 +84,9 @@ def test_training_is_equal_to_one_process_on_the_whole_batch(ranks: Ranks, way: 
 
     def train(part: slice, wrap: Callable[[Any], Any]) -> list[np.ndarray]:
         weights = [tf.Variable(values) for values in start]
-        optimizer = {"SGD": partial(tf.keras.optimizers.SGD, momentum=0.9), "Adam": tf.keras.optimizers.Adam}[kind](0.02)
+        optimizer = {"SGD": partial(tf.keras.optimizers.SGD, momentum=0.9), "Adam": tf.keras.optimizers.Adam}[kind](
+            0.02
+        )
         optimizer.build(weights)
 
         def step(inputs: Any, wanted: Any) -> None:
