@@ -7,7 +7,9 @@ there they are reduced, before they are clipped. How, depends on the backend: se
 ``on_torch`` (with hooks) and ``on_jax`` beside this one.
 
 Under mixed precision a LossScaleOptimizer decides whether gradients are finite before it calls the optimizer inside.
-All ranks must decide alike, or those that step would wait for those that skip; so its question is put to all ranks.
+All ranks must decide alike, or those that step would wait for those that skip. So gradients are reduced before that one
+looks at them: a sum is finite only if all its parts are, and all ranks look at the same. Where gradients stay a rank's
+own (local layers, passes that only add up, reductions that can lose a NaN), its question is put to all ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -51,8 +54,8 @@ class Sync(Protocol):
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Gradients of all ranks; None of those given is written that the user can see."""
 
-    def agree(self, gradients: Sequence[Any], check: Any) -> Any:
-        """Whether ``check(gradients)``, a boolean tensor, holds on all ranks."""
+    def agree(self, holds: Any) -> Any:
+        """Whether a boolean tensor is true on all ranks."""
 
 
 class Distributed:
@@ -76,6 +79,8 @@ class Distributed:
 
     def _clip_gradients(self, grads: Any) -> Any:
         state = self._hvd
+        if state.is_reduced:
+            return super()._clip_gradients(grads)  # type: ignore[misc]
         whole = [gradient * state.factor for gradient in grads] if state.factor != 1 else list(grads)
         variables = state.variables
         if keras.backend.backend() == "jax" and self.gradient_accumulation_steps:  # type: ignore[attr-defined]
@@ -114,6 +119,8 @@ class _State:
         self.sync = open_sync(options)
         self.variables: list[Any] = []
         self.local_layers: list[Any] = []
+        self.is_reduced = False  # the gradients under way, by the LossScaleOptimizer around this one
+        self.is_alike = False  # and all of them are
 
     def add_local(self, *variables: Any) -> None:
         local = self.options.local_variables
@@ -231,7 +238,8 @@ def _prepare() -> None:
     scaling = keras.optimizers.LossScaleOptimizer
     if not hasattr(scaling.check_finite, "hvdgloo"):
         scaling.check_finite = _agreeing(scaling.check_finite)
-        scaling.apply = _completing(scaling.apply)
+        scaling.apply = _reducing(scaling.apply)
+        scaling.stateless_apply = _reducing_stateless(scaling.stateless_apply)
     if keras.backend.backend() == "tensorflow" and not hasattr(keras.Model.make_train_function, "hvdgloo"):
         keras.Model.make_train_function = _without_xla(keras.Model.make_train_function)
     prepare = getattr(importlib.import_module(f"hvdgloo.keras.on_{keras.backend.backend()}"), "prepare", None)
@@ -242,24 +250,64 @@ def _prepare() -> None:
 def _agreeing(plain: Any) -> Any:
     @functools.wraps(plain)
     def check_finite(self: Any, grads: Any) -> Any:
-        inner = self.inner_optimizer
-        if not isinstance(inner, Distributed):
-            return plain(self, grads)
-        return inner._hvd.sync.agree(grads, functools.partial(plain, self))
+        inner, holds = self.inner_optimizer, plain(self, grads)
+        return holds if not isinstance(inner, Distributed) or inner._hvd.is_alike else inner._hvd.sync.agree(holds)
 
     check_finite.hvdgloo = True  # type: ignore[attr-defined]
     return check_finite
 
 
-def _completing(plain: Any) -> Any:
+def _reducing(plain: Any) -> Any:
     @functools.wraps(plain)
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
-        inner = self.inner_optimizer
-        if isinstance(inner, Distributed):
-            grads, trainable_variables = _complete(self, inner._hvd.sync, grads, trainable_variables)
-        plain(self, grads, trainable_variables)
+        if not isinstance(self.inner_optimizer, Distributed) or (trainable_variables is None and not self.built):
+            plain(self, grads, trainable_variables)  # which says what is wrong, if so
+            return
+        trainable_variables = None if trainable_variables is None else list(trainable_variables)
+        if not self.built:
+            with keras.name_scope(self.name):
+                self.build(trainable_variables)  # plain would do so too late: what is local is known then
+        grads, trainable_variables = _complete(self, self.inner_optimizer._hvd.sync, grads, trainable_variables)
+        with _reduced(self, grads, trainable_variables or self._trainable_variables) as reduced:
+            plain(self, reduced, trainable_variables)
 
     return apply
+
+
+def _reducing_stateless(plain: Any) -> Any:
+    @functools.wraps(plain)
+    def stateless_apply(self: Any, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
+        if not isinstance(self.inner_optimizer, Distributed) or not self.built:
+            return plain(self, optimizer_variables, grads, trainable_variables)
+        with _reduced(self, grads, self._trainable_variables) as reduced:
+            return plain(self, optimizer_variables, reduced, trainable_variables)
+
+    return stateless_apply
+
+
+@contextmanager
+def _reduced(scaling: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> Iterator[list[Any]]:
+    """Scaled gradients, reduced before the LossScaleOptimizer looks at them, while it looks at them and steps."""
+    results, state = list(gradients), scaling.inner_optimizer._hvd
+    adds = state.options.op in (ReduceOp.AVERAGE, ReduceOp.SUM)
+    if not adds or scaling.inner_optimizer.gradient_accumulation_steps or len(results) != len(variables):
+        yield results
+        return
+    # What is no gradient, but a variable's next value (of float8 scales), is each rank's own.
+    chosen = [
+        index
+        for index, (gradient, variable) in enumerate(zip(results, variables, strict=True))
+        if gradient is not None and not getattr(variable, "overwrite_with_gradient", False)
+    ]
+    reduced = state.sync.reduce([results[index] for index in chosen], [variables[index] for index in chosen])
+    for index, gradient in zip(chosen, reduced, strict=True):
+        results[index] = gradient
+    given = sum(gradient is not None for gradient in results)
+    state.is_reduced, state.is_alike = True, not state.options.local_variables and len(chosen) == given
+    try:
+        yield results
+    finally:
+        state.is_reduced = state.is_alike = False
 
 
 def _complete(optimizer: Any, sync: Sync, gradients: Any, given: Any) -> tuple[list[Any], list[Any] | None]:

@@ -61,8 +61,7 @@ class JaxSync:
             results[index] = self._options.compression.decompress(tensor, ctx)
         return results
 
-    def agree(self, gradients: Sequence[Any], check: Any) -> Any:
-        holds = check(gradients)
+    def agree(self, holds: Any) -> Any:
         if not self._ranks():
             return holds
 

@@ -33,8 +33,7 @@ class TensorFlowSync:
     def reduce(self, given: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         return self._sync.reduce(given, variables)
 
-    def agree(self, given: Sequence[Any], check: Any) -> Any:
-        holds = check(given)
+    def agree(self, holds: Any) -> Any:
         if not self._sync.active:
             return holds
         (everywhere,) = _frontend.apply(self._agreement, [tf.cast(holds, tf.uint8)], "gradients_are_finite")

@@ -49,7 +49,6 @@ class TorchSync:
         self._hooks: list[Any] = []
         self._sent: dict[str, tuple[Tensor, int]] = {}  # by hooks: gradients, and their versions at the time
         self._is_new = True  # no step since there are hooks
-        self._agreed = False  # the gradients that are given have been reduced already
 
     @property
     def active(self) -> bool:
@@ -82,7 +81,6 @@ class TorchSync:
 
     def ready(self, name: str, gradient: Tensor) -> None:
         """A backward pass has computed a gradient; from a parameter's hook."""
-        self._agreed = False
         if self._reducer.is_open(name):
             self._abandon()  # no step followed the backward pass before
         self._sent[name] = gradient, gradient._version
@@ -104,7 +102,6 @@ class TorchSync:
         if not self.active:
             return list(gradients)
         results = list(gradients)
-        agreed, self._agreed = self._agreed, False
         places: dict[str, int] = {}
         for index, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
             name = self._names.get(id(variable))
@@ -112,29 +109,14 @@ class TorchSync:
                 places[name] = index
             elif self._options.scale_local_gradients:
                 results[index] = gradient / len(self._ranks())
-        if not agreed:
-            reduced = self._reduce({name: gradients[index] for name, index in places.items()})
-            for name, index in places.items():
-                results[index] = reduced[name]
+        reduced = self._reduce({name: gradients[index] for name, index in places.items()})
+        for name, index in places.items():
+            results[index] = reduced[name]
         return results
 
-    def agree(self, gradients: Sequence[Any], check: Any) -> Any:
+    def agree(self, holds: Any) -> Any:
         if not self.active:
-            return check(gradients)
-        if self._hooked:
-            sent = {id(tensor): name for name, (tensor, version) in self._sent.items() if tensor._version == version}
-            own = {id(variable.value.grad) for variable in self._options.local_variables}
-            changed = not all(id(gradient) in sent or id(gradient) in own for gradient in gradients)
-            reduced = self._from_hooks(changed=changed)
-            if reduced is not None:
-                # Who asks unscales them later, and gives what comes of it.
-                for gradient in gradients:
-                    if id(gradient) in sent:
-                        gradient.copy_(reduced[sent[id(gradient)]])
-                self._agreed = True
-        holds = check(gradients)
-        if self._agreed and not self._local:
-            return holds  # all ranks have looked at the same
+            return holds
         flag = torch.as_tensor(holds).to(torch.uint8).reshape(1)
         name = f"finite.{next(iter(self._names.values()), 'gradients')}"
         return _frontend.allreduce(flag, op=ReduceOp.MIN, name=name, process_set=self._options.process_set).bool()[0]

@@ -1,18 +1,21 @@
 """Ways to train with Keras, each on all ranks of a job; the test starts the job once for each of Keras's backends.
 
-    hvdgloo-run -np 2 --grace-period 30 tests/support/keras_cases.py RESULTS
+    hvdgloo-run -np 2 --grace-period 30 tests/support/keras_cases.py RESULTS [CASE...]
 
-Every rank runs every case and writes, for each, "ok" or what it raised, to RESULTS.<rank>.json. Ranks compare what they
-have with training in one process on the concatenated batches, which each of them does for itself.
+Every rank runs every case (or those that are named) and writes, for each, "ok" or what it raised, to
+RESULTS.<rank>.json. Ranks compare what they have with training in one process on the concatenated batches, which each
+of them does for itself. After all cases the last rank is killed in the middle of ``fit``.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import sys
 import tempfile
+import time
 import traceback
 import zipfile
 from collections.abc import Callable
@@ -41,10 +44,10 @@ def case(function: Callable[[], None]) -> Callable[[], None]:
     return function
 
 
-def own(values: np.ndarray) -> np.ndarray:
-    """This rank's part of each batch."""
+def own(values: np.ndarray, size: int | None = None) -> np.ndarray:
+    """This rank's part of each batch, of which the first ``size`` ranks have a part."""
     batches = values.reshape(BATCHES, BATCH, *values.shape[1:])
-    return batches[:, hvd.rank() :: hvd.size()].reshape(-1, *values.shape[1:])
+    return batches[:, hvd.rank() :: size or hvd.size()].reshape(-1, *values.shape[1:])
 
 
 def dense(seed: int = 1) -> Any:
@@ -59,8 +62,9 @@ def embedding(seed: int = 1) -> Any:
     return keras.Sequential([keras.Input((2,), dtype="int32"), *layers])
 
 
-def same_everywhere(model: Any) -> None:
-    everyone = hvd.allgather_object([np.asarray(w).tobytes() for w in model.get_weights()])
+def same_everywhere(model: Any, process_set: Any = hvd.global_process_set) -> None:
+    weights = [np.asarray(w).tobytes() for w in model.get_weights()]
+    everyone = hvd.allgather_object(weights, "weights", process_set)  # named: unnamed calls are counted on all ranks
     assert all(other == everyone[0] for other in everyone), "ranks hold different weights"
 
 
@@ -71,9 +75,10 @@ def trained_as_one(
     x: np.ndarray = X,
     epochs: int = 2,
     tolerance: float = 1e-5,
+    process_set: Any = hvd.global_process_set,
     **compiling: Any,
 ) -> Any:
-    """Train on all ranks and in this process alone; the weights must agree. Returns the distributed model."""
+    """Train on a set of ranks and in this process alone; the weights must agree. Returns the distributed model."""
     # How a step is compiled makes no difference to it, so few have to be trained.
     key = f"{build.__name__} {epochs} {make().get_config()}"
     if key not in ALONE:
@@ -84,22 +89,25 @@ def trained_as_one(
     model = build()
     before = model.get_weights()
     model.compile(optimizer=wrap(make()), loss=keras.losses.MeanSquaredError(), **compiling)
-    model.fit(own(x), own(Y), batch_size=BATCH // hvd.size(), epochs=epochs, shuffle=False, verbose=0)
+    size = process_set.size()
+    batches = own(x, size), own(Y, size)
+    model.fit(*batches, batch_size=BATCH // size, epochs=epochs, shuffle=False, verbose=0)
     for got, expected, start in zip(model.get_weights(), ALONE[key], before, strict=True):
         np.testing.assert_allclose(got, expected, atol=tolerance)
         assert np.abs(expected - start).max() > 4 * tolerance, "nothing was learnt"
-    same_everywhere(model)
+    same_everywhere(model, process_set)
     return model
 
 
 def counted(function: Callable[[], Any]) -> tuple[Any, int]:
-    """What a function returns, and how many allreduces this rank submitted meanwhile."""
+    """What a function returns, and how many allreduces of gradients, and of what ranks agree about them before a step,
+    this rank submitted meanwhile."""
     from hvdgloo.engine.engine import Engine
 
     plain, calls = Engine.submit, []
 
     def submit(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        if request.name.startswith("allreduce.gradients"):
+        if request.name.startswith(("allreduce.gradients", "allreduce.finite")):
             calls.append(request.name)
         return plain(self, request, *args, **kwargs)
 
@@ -110,15 +118,34 @@ def counted(function: Callable[[], Any]) -> tuple[Any, int]:
         Engine.submit = plain  # type: ignore[method-assign]
 
 
+def sgd_with_momentum() -> Any:
+    return keras.optimizers.SGD(0.05, momentum=0.9)
+
+
+def adam() -> Any:
+    return keras.optimizers.Adam(0.01)
+
+
 @case
 def sgd_is_equal_to_one_process() -> None:
-    trained_as_one(lambda: keras.optimizers.SGD(0.05, momentum=0.9))
+    trained_as_one(sgd_with_momentum)
 
 
 @case
 def adam_is_equal_to_one_process() -> None:
-    _, calls = counted(lambda: trained_as_one(lambda: keras.optimizers.Adam(0.01)))
+    _, calls = counted(lambda: trained_as_one(adam))
     assert calls == 4 * 2 * BATCHES, calls  # one for each gradient in each step: nothing is reduced twice
+
+
+@case
+def two_of_three_ranks_are_equal_to_one_process() -> None:
+    if hvd.size() != 3:
+        return
+    pair = hvd.add_process_set([0, 1])
+    if pair.included():
+        for make in (sgd_with_momentum, adam):
+            trained_as_one(make, lambda o: hvd.DistributedOptimizer(o, process_set=pair), process_set=pair)
+    hvd.remove_process_set(pair)
 
 
 @case
@@ -210,13 +237,39 @@ def a_rank_with_nan_skips_with_all_others() -> None:
     x = own(X).copy()
     if hvd.rank() == 1:
         x[:per] = np.nan
-    model.train_on_batch(x[:per], own(Y)[:per])
+    _, calls = counted(lambda: model.train_on_batch(x[:per], own(Y)[:per]))
+    assert calls == 4, calls  # the gradients, and no agreement about them before
     for got, start in zip(model.get_weights(), before, strict=True):
         np.testing.assert_array_equal(got, start)
     assert float(keras.ops.convert_to_numpy(scaled.dynamic_scale)) == 4.0
     model.train_on_batch(x[per : 2 * per], own(Y)[per : 2 * per])
     assert max(np.abs(a - b).max() for a, b in zip(model.get_weights(), before, strict=True)) > 1e-4
     same_everywhere(model)
+
+
+@case
+def ranks_agree_about_gradients_that_are_not_all_reduced() -> None:
+    """Local layers, passes that only add up, and extremes, which a NaN of one rank need not reach."""
+    per = BATCH // hvd.size()
+    for options, layer in (({"op": hvd.Max}, None), ({"backward_passes_per_step": 2}, None), ({}, 0)):
+        model = dense()
+        local = [] if layer is None else [model.layers[layer]]
+        partial = hvd.PartialDistributedOptimizer(keras.optimizers.SGD(0.05), local_layers=local, **options)
+        scaled = keras.optimizers.LossScaleOptimizer(partial, initial_scale=8.0)
+        model.compile(optimizer=scaled, loss="mse")
+        x = own(X).copy()
+        if hvd.rank() == 1:
+            x[:per] = np.nan
+        before = model.get_weights()
+        for batch in range(3):
+            part = slice(batch * per, (batch + 1) * per)
+            model.train_on_batch(x[part], own(Y)[part])
+        assert float(keras.ops.convert_to_numpy(scaled.dynamic_scale)) == 4.0
+        after = model.get_weights()
+        assert all(np.isfinite(w).all() for w in after)
+        assert max(np.abs(a - b).max() for a, b in zip(after, before, strict=True)) > 1e-4
+        if not local:
+            same_everywhere(model)
 
 
 @case
@@ -236,9 +289,128 @@ def mixed_precision_trains() -> None:
 
 @case
 def with_jit_compile_it_trains() -> None:
-    if BACKEND != "torch":  # whose compiler is another matter
-        trained_as_one(lambda: keras.optimizers.SGD(0.05), jit_compile=True)
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("hvdgloo.keras")
+    logger.addHandler(handler)
+    try:
+        if BACKEND != "torch":  # whose compiler is another matter
+            trained_as_one(lambda: keras.optimizers.SGD(0.05), jit_compile=True)
+        # JAX compiles all the same: there the callback is a part of what XLA compiles.
+        assert len(said) == (BACKEND == "tensorflow"), said
+        assert all("trains without it (jit_compile=False)" in line for line in said)
+    finally:
+        logger.removeHandler(handler)
     trained_as_one(lambda: keras.optimizers.SGD(0.05), jit_compile="auto")
+
+
+@case
+def a_trained_model_is_exported_for_inference() -> None:
+    if BACKEND != "tensorflow":  # others export without a trace of the optimizer, too, and take 10 s for it
+        return
+    import tensorflow as tf
+
+    model = trained_as_one(sgd_with_momentum, epochs=1)
+    expected = model(X[:2])
+    with tempfile.TemporaryDirectory() as folder:
+        model.export(folder, verbose=False)
+        loaded = tf.saved_model.load(folder)
+        np.testing.assert_allclose(loaded.serve(X[:2]), expected, atol=1e-6)
+
+
+LENGTH, LAYERS, WIDTH = 0.04, 6, 1024
+
+
+def slow_layer() -> Any:
+    """A layer whose backward pass takes a known time."""
+
+    def wait(*_: Any) -> None:
+        time.sleep(LENGTH)  # stands for the work of a layer
+
+    if BACKEND == "torch":
+        import torch
+
+        class Identity(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: Any) -> Any:
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx: Any, g: Any) -> Any:
+                wait()
+                return g
+
+        identity = Identity.apply
+    else:
+        import tensorflow as tf
+
+        @tf.custom_gradient
+        def identity(x: Any) -> Any:
+            def backward(g: Any) -> Any:
+                return tf.ensure_shape(
+                    tf.numpy_function(lambda g: (wait(), g)[1], [g], g.dtype, stateful=False), x.shape
+                )
+
+            return tf.identity(x), backward
+
+    class Scale(keras.layers.Layer):  # type: ignore[misc]
+        def build(self, shape: Any) -> None:
+            self.scale = self.add_weight(shape=(WIDTH,), initializer="ones")
+
+        def call(self, x: Any) -> Any:
+            return identity(x * self.scale)
+
+        def compute_output_shape(self, shape: Any) -> Any:
+            return shape
+
+    return Scale()
+
+
+@case
+def communication_hides_behind_the_backward_pass() -> None:
+    """Also under mixed precision. Layers of a known length each, and a data plane on which gradients take as long."""
+    if BACKEND == "jax":  # whose compiled step has all gradients before it calls us
+        return
+    from hvdgloo import context
+
+    (plane,) = context.current().engine._groups[0].backends
+    names = [name for name in ("allreduce", "allreduce_several") if hasattr(plane, name)]
+
+    def slow(plain: Any) -> Any:
+        def call(buffers: Any, *args: Any, **kwargs: Any) -> Any:
+            nbytes = sum(b.nbytes for b in (buffers if isinstance(buffers, (list, tuple)) else [buffers]))
+            time.sleep(LENGTH * nbytes / (4 * WIDTH))  # stands for a transfer
+            return plain(buffers, *args, **kwargs)
+
+        return call
+
+    def seconds(optimizer: Any) -> float:
+        model = keras.Sequential([keras.Input((WIDTH,)), *(slow_layer() for _ in range(LAYERS))])
+        model.compile(optimizer=optimizer, loss="mse")
+        x = np.ones((1, WIDTH), np.float32)
+        measured = []
+        for _ in range(4):  # the first one compiles, and makes hooks
+            hvd.allreduce(0.0)
+            begin = time.perf_counter()
+            model.train_on_batch(x, x)
+            measured.append(time.perf_counter() - begin)
+        return min(measured[1:])  # others use the machine, too
+
+    def sgd(**options: Any) -> Any:
+        return hvd.DistributedOptimizer(keras.optimizers.SGD(1e-3, **options))
+
+    for name in names:
+        setattr(plane, name, slow(getattr(plane, name)))
+    try:
+        serial = 2 * LAYERS * LENGTH
+        for optimizer in (sgd(), keras.optimizers.LossScaleOptimizer(sgd(), initial_scale=2.0)):
+            assert LAYERS * LENGTH < (took := seconds(optimizer)) < 0.85 * serial, took
+        if BACKEND == "torch":  # without hooks: the measure does tell
+            assert (took := seconds(sgd(loss_scale_factor=2.0))) > serial, took
+    finally:
+        for name in names:
+            delattr(plane, name)
 
 
 @case
@@ -546,33 +718,67 @@ def a_rank_with_nan_in_its_own_layer_skips_with_all_others() -> None:
         assert (moved == 0) == (batch == 0), moved
 
 
-def lose_a_rank(outcome: dict[str, str]) -> None:
-    """The last rank dies in the middle of fit; the others' fit must raise our error, soon."""
+def lose_a_rank(outcome: dict[str, Any], died: Path) -> None:
+    """The last rank is killed in the middle of fit; all that the others do must raise our error, soon."""
 
     class Dying(keras.callbacks.Callback):  # type: ignore[misc]
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            if hvd.rank() == hvd.size() - 1 and batch == 1:
-                os._exit(3)
+            if hvd.rank() == hvd.size() - 1 and batch >= 1:
+                died.write_text(str(time.time()))
+                os.kill(os.getpid(), signal.SIGKILL)
 
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher's, which stops the others as soon as one fails
+    seconds = outcome["seconds"] = {}
     model = dense()
-    model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)), loss="mse")
-    try:
+    steps = {} if BACKEND == "torch" else {"steps_per_execution": 2}
+    model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)), loss="mse", **steps)
+
+    def fit() -> None:
         model.fit(own(X), own(Y), batch_size=BATCH // hvd.size(), epochs=1000, verbose=0, callbacks=[Dying()])
-    except hvd.HorovodInternalError as error:
-        outcome["lose_a_rank"] = type(error).__name__
-    else:
-        outcome["lose_a_rank"] = "fit went on without a rank"
+
+    for name, function in (("fit", fit), ("custom loop", custom_step(model))):
+        try:
+            function()
+        except Exception as error:
+            outcome[f"{name} after the loss"] = lost(error)
+        else:
+            outcome[f"{name} after the loss"] = "went on without a rank"
+        seconds[name] = time.time() - float(died.read_text())
+
+
+def custom_step(model: Any) -> Callable[[], Any]:
+    """A step outside of fit."""
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01))
+    optimizer.build(model.trainable_variables)
+    if BACKEND == "torch":
+        return lambda: step(model, optimizer, backward(model))
+    if BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        gradients = [tf.ones(v.shape) for v in model.trainable_variables]
+        return lambda: tf.function(optimizer.apply)(gradients)  # type: ignore[no-any-return]
+    import jax
+
+    values = [v.value for v in model.trainable_variables]
+    state = [v.value for v in optimizer.variables]
+    return lambda: jax.block_until_ready(jax.jit(optimizer.stateless_apply)(state, values, values))
+
+
+def lost(error: Exception) -> str:
+    """The name of our error: of its class, or, where only JAX's code is on the stack, in its text."""
+    if isinstance(error, hvd.HorovodInternalError):
+        return type(error).__name__
+    return "PeerLostError" if BACKEND == "jax" and "PeerLostError: rank" in str(error) else traceback.format_exc()
 
 
 def main() -> None:
-    (results,) = sys.argv[1:]
+    results, *chosen = sys.argv[1:]
     hvd.init()
     file = Path(f"{results}.{hvd.rank()}.json")
-    outcome: dict[str, str] = {}
-    for name, function in CASES.items():
+    outcome: dict[str, Any] = {}
+    for name in chosen or CASES:
         try:
-            function()
+            CASES[name]()
         except Exception:
             outcome[name] = traceback.format_exc()
         else:
@@ -581,7 +787,9 @@ def main() -> None:
         # The others go on only if all have come so far: a rank that failed halfway would take part in other cases.
         if len(set(hvd.allgather_object(outcome[name] == "ok", name=f"after.{name}"))) > 1:
             break
-    lose_a_rank(outcome)
+    if chosen:
+        return
+    lose_a_rank(outcome, Path(f"{results}.died"))
     file.write_text(json.dumps(outcome))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -87,7 +88,9 @@ def test_training_is_equal_to_one_process_on_the_whole_batch(ranks: Ranks, way: 
 
     def train(part: slice, wrap: Callable[[Any], Any]) -> list[np.ndarray]:
         weights = [tf.Variable(values) for values in start]
-        optimizer = getattr(tf.keras.optimizers, kind)(0.02)
+        optimizer = {"SGD": partial(tf.keras.optimizers.SGD, momentum=0.9), "Adam": tf.keras.optimizers.Adam}[kind](
+            0.02
+        )
         optimizer.build(weights)
 
         def step(inputs: Any, wanted: Any) -> None:
@@ -283,7 +286,7 @@ def test_gradients_travel_while_the_backward_pass_is_computed(ranks: Ranks) -> N
 
 
 class _Slow:
-    """A data plane on which each allreduce takes a known time."""
+    """A data plane on which an allreduce takes a known time for each gradient that is in it."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -291,9 +294,9 @@ class _Slow:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def allreduce(self, *args: Any, **kwargs: Any) -> Any:
-        time.sleep(LENGTH)  # stands for a transfer
-        return self._inner.allreduce(*args, **kwargs)
+    def allreduce(self, buffer: Any, op: Any) -> Any:
+        time.sleep(LENGTH * buffer.nbytes / 4)  # stands for a transfer, which takes longer if it is of several
+        return self._inner.allreduce(buffer, op)
 
 
 LENGTH = 0.05

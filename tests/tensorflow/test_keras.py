@@ -6,9 +6,12 @@ import ast
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,27 +19,34 @@ from tests.support.launching import launcher_in
 
 PROGRAM = Path(__file__).resolve().parents[1] / "support" / "keras_cases.py"
 RANKS = {"tensorflow": 2, "torch": 3, "jax": 2}
+EQUALITY = ("sgd_is_equal_to_one_process", "adam_is_equal_to_one_process")
 CASES = [
     function.name
     for function in ast.parse(PROGRAM.read_text()).body
     if isinstance(function, ast.FunctionDef) and any(getattr(d, "id", "") == "case" for d in function.decorator_list)
 ]
 
-Outcome = list[dict[str, str]]
+Outcome = list[dict[str, Any]]
+
+
+def run_cases(backend: str, size: int, folder: Path, *cases: str) -> Outcome:
+    """What became of every case, or of some, on every rank."""
+    if importlib.util.find_spec(backend) is None:
+        pytest.fail(f"{backend} is not installed; these tests have an environment of their own: make test")
+    env = {"KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    with launcher_in(folder) as launcher:
+        arguments = ("-np", str(size), "--grace-period", "30", "--", str(PROGRAM), "results", *cases)
+        done = launcher.run(*arguments, env=env, timeout=58)
+    assert done.returncode == (0 if cases else 128 + signal.SIGKILL), done.stdout + done.stderr
+    if not cases:  # the rest ended by itself: the launcher would have killed it after 30 s
+        assert time.time() - float((folder / "results.died").read_text()) < 20
+    return [json.loads((folder / f"results.{rank}.json").read_text()) for rank in range(size)]
 
 
 @pytest.fixture(scope="module", params=list(RANKS))
 def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    """What became of every case on every rank."""
-    if importlib.util.find_spec(request.param) is None:
-        pytest.fail(f"{request.param} is not installed; these tests have an environment of their own: make test")
-    folder, size = tmp_path_factory.mktemp(request.param), RANKS[request.param]
-    env = {"KERAS_BACKEND": request.param, "TF_CPP_MIN_LOG_LEVEL": "3"}
-    with launcher_in(folder) as launcher:
-        arguments = ("-np", str(size), "--grace-period", "30", "--", str(PROGRAM), "results")
-        done = launcher.run(*arguments, env=env, timeout=58)
-    assert done.returncode == 3, done.stdout + done.stderr  # the status of the rank that is lost at the end
-    return [json.loads((folder / f"results.{rank}.json").read_text()) for rank in range(size)]
+    """What became of every case on every rank; the last one is killed at the end."""
+    return run_cases(request.param, RANKS[request.param], tmp_path_factory.mktemp(request.param))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -44,8 +54,20 @@ def test_case(outcome: Outcome, case: str) -> None:
     assert [rank.get(case, "did not come so far: an earlier case failed") for rank in outcome] == ["ok"] * len(outcome)
 
 
-def test_a_dead_rank_ends_fit_on_the_others(outcome: Outcome) -> None:
-    assert [rank.get("lose_a_rank") for rank in outcome] == [*["PeerLostError"] * (len(outcome) - 1), None]
+def test_a_killed_rank_ends_fit_and_everything_else_on_the_others_within_seconds(outcome: Outcome) -> None:
+    *others, killed = outcome
+    assert "seconds" not in killed
+    for rank in others:
+        assert {name: kind for name, kind in rank.items() if name.endswith(" after the loss")} == {
+            "fit after the loss": "PeerLostError",
+            "custom loop after the loss": "PeerLostError",
+        }
+        assert max(rank["seconds"].values()) < 10, rank
+
+
+@pytest.mark.parametrize("on", [name for name, size in RANKS.items() if size != 3])
+def test_three_ranks_are_equal_to_one_process(on: str, tmp_path: Path) -> None:
+    assert run_cases(on, 3, tmp_path, *EQUALITY) == [dict.fromkeys(EQUALITY, "ok")] * 3
 
 
 @pytest.mark.parametrize("missing", list(RANKS))
