@@ -33,6 +33,10 @@ from hvdgloo.types import ReduceOp
 logger = logging.getLogger(__name__)
 
 
+FINITE = "gradients_are_finite"
+"""The name under which ranks agree whether a step can be made."""
+
+
 @dataclass(frozen=True)
 class Options(CommonOptions):
     """How gradients are reduced; the arguments of ``DistributedOptimizer`` that do not name the optimizer."""

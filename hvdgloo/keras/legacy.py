@@ -1,33 +1,52 @@
 """Optimizers of tf_keras, which is Keras 2: what ``tf.keras`` is if a program asks for it (TF_USE_LEGACY_KERAS=1).
 
-Their gradients pass through ``apply_gradients``, with the variables; nothing of tf_keras is imported here.
+Their gradients pass through ``apply_gradients``, with the variables. tf_keras is imported only once there is such an
+optimizer.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import sys
 from typing import Any
 
 from hvdgloo.errors import InvalidArgumentError
-from hvdgloo.keras.distributed import check_op
+from hvdgloo.keras.distributed import FINITE, Options, check_op
+from hvdgloo.reducer import check_passes
+from hvdgloo.types import ReduceOp
+
+_NO_PASSES = (
+    "backward_passes_per_step= does not go with a LossScaleOptimizer of tf_keras; accumulate gradients in the training "
+    "step"
+)
 
 
 class DistributedLegacy:
     """What an optimizer of tf_keras has besides, once it is distributed."""
 
-    _hvd: Any
+    _hvd: _State
 
     def apply_gradients(self, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
-        """The plain optimizer's step, on the gradients of all ranks."""
-        pairs = list(grads_and_vars)
-        reduced = self._hvd.reduce([g for g, _ in pairs], [v for _, v in pairs])
-        together = list(zip(reduced, [v for _, v in pairs], strict=True))
-        return super().apply_gradients(together, *args, **kwargs)  # type: ignore[misc]
+        """The plain optimizer's step, on the gradients of all ranks; with several passes per step after the last."""
+        pairs, state, plain = list(grads_and_vars), self._hvd, super().apply_gradients  # type: ignore[misc]
+        if state.is_reduced:
+            return plain(pairs, *args, **kwargs)
+        gradients, variables = [g for g, _ in pairs], [v for _, v in pairs]
+        passes = state.passes
+        reduce = state.sync.reduce if passes is None else passes.compute_gradients
+        together = list(zip(reduce(gradients, variables), variables, strict=True))
+        if passes is None:
+            return plain(together, *args, **kwargs)
+        trained = [variable for gradient, variable in pairs if gradient is not None]
+        with importlib.import_module("tensorflow").init_scope():  # there is no making of variables in a branch
+            make = self.build if hasattr(self, "build") else self._create_all_weights  # type: ignore[attr-defined]
+            make(trained)
+        return passes.apply_gradients(lambda: plain(together, *args, **kwargs))
 
     def register_local_var(self, variable: Any) -> None:
         """Leave a variable's gradient to this rank alone."""
-        self._hvd.register_local_source(variable)
+        self._hvd.sync.register_local_source(variable)
 
     def register_local_layer(self, layer: Any) -> None:
         """Leave a built layer's gradients to this rank alone."""
@@ -48,27 +67,86 @@ def is_legacy(optimizer: Any) -> bool:
     )
 
 
-def wrap(optimizer: Any, options: Any) -> Any:
+def wrap(optimizer: Any, options: Options) -> Any:
     """``DistributedOptimizer`` of an optimizer of tf_keras."""
     if isinstance(optimizer, DistributedLegacy):
         raise InvalidArgumentError("the optimizer is distributed already; wrap it once")
-    check_op(options)
-    if options.backward_passes_per_step != 1:
-        raise InvalidArgumentError(
-            "backward_passes_per_step= is for optimizers of Keras 3 and of tf.compat.v1; with tf_keras accumulate "
-            "gradients in the training step"
-        )
     if hasattr(optimizer, "inner_optimizer"):
-        raise InvalidArgumentError(
-            "of a LossScaleOptimizer of tf_keras the optimizer inside is to be distributed, before it is put inside"
-        )
-    gradients = importlib.import_module("hvdgloo.tensorflow.gradients")
-    frontend = importlib.import_module("hvdgloo.tensorflow.mpi_ops")._frontend
-    sync = gradients.GradientSync(frontend, options)
+        if options.backward_passes_per_step != 1:
+            raise InvalidArgumentError(_NO_PASSES)
+        wrap(optimizer.inner_optimizer, options)
+        return optimizer
+    check_passes(options.backward_passes_per_step)
+    check_op(options)
+    state = _State(options)
+    _prepare()
     kind: Any = type(optimizer)
     optimizer.__class__ = _class_of(kind)
-    object.__setattr__(optimizer, "_hvd", sync)
+    object.__setattr__(optimizer, "_hvd", state)
     return optimizer
+
+
+class _State:
+    """What is distributed about an optimizer; no part of what tf_keras tracks and saves."""
+
+    def __init__(self, options: Options) -> None:
+        gradients = importlib.import_module("hvdgloo.tensorflow.gradients")
+        aggregation = importlib.import_module("hvdgloo.tensorflow.gradient_aggregation")
+        frontend = importlib.import_module("hvdgloo.tensorflow.mpi_ops")._frontend
+        self.sync = gradients.GradientSync(frontend, options)
+        self.passes: Any = None
+        if options.backward_passes_per_step > 1:
+            self.passes = aggregation.LocalGradientAggregationHelper(
+                options.backward_passes_per_step,
+                self.sync.reduce,
+                average_aggregated_gradients=options.average_aggregated_gradients,
+            )
+        self.is_reduced = False  # the gradients under way, by the LossScaleOptimizer around this one
+
+
+def _prepare() -> None:
+    """Have LossScaleOptimizers look at the gradients of all ranks, once: all ranks skip a step, or none."""
+    known = importlib.import_module("tf_keras").mixed_precision.LossScaleOptimizer
+    for name in ("LossScaleOptimizer", "LossScaleOptimizerV3"):
+        kind = getattr(sys.modules[known.__module__], name, None)
+        if kind is not None and not hasattr(kind.apply_gradients, "hvdgloo"):
+            kind.apply_gradients = _reducing(kind.apply_gradients)
+
+
+def _reducing(plain: Any) -> Any:
+    @functools.wraps(plain)
+    def apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
+        state = getattr(self.inner_optimizer, "_hvd", None)
+        if not isinstance(state, _State):
+            return plain(self, grads_and_vars, *args, **kwargs)
+        if state.passes is not None:
+            raise InvalidArgumentError(_NO_PASSES)
+        reduced = _alike(state.sync, list(grads_and_vars))
+        state.is_reduced = True
+        try:
+            return plain(self, reduced, *args, **kwargs)
+        finally:
+            state.is_reduced = False
+
+    apply_gradients.hvdgloo = True  # type: ignore[attr-defined]
+    return apply_gradients
+
+
+def _alike(sync: Any, pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    """Reduced gradients, of which some are not finite on all ranks if any given one is not on any rank."""
+    tf = importlib.import_module("tensorflow")
+    given = [gradient for gradient, _ in pairs if gradient is not None]
+    adds = sync.options.op in (ReduceOp.AVERAGE, ReduceOp.SUM)
+    shared = [
+        at for at, (gradient, variable) in enumerate(pairs) if gradient is not None and not sync.is_local(variable)
+    ]
+    reduced = sync.reduce([gradient for gradient, _ in pairs], [variable for _, variable in pairs])
+    if shared and not (adds and len(shared) == len(given)):
+        finite = [tf.reduce_all(tf.math.is_finite(getattr(g, "values", g))) for g in given]
+        everywhere = sync.agree(tf.reduce_all(finite), FINITE)
+        first = tf.convert_to_tensor(reduced[shared[0]])
+        reduced[shared[0]] = tf.where(everywhere, first, tf.cast(float("nan"), first.dtype))
+    return [(gradient, variable) for gradient, (_, variable) in zip(reduced, pairs, strict=True)]
 
 
 @functools.cache

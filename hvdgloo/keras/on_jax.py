@@ -15,7 +15,7 @@ from jax.experimental import io_callback
 from hvdgloo.errors import HvdglooError
 from hvdgloo.foreign import ForeignError, recall
 from hvdgloo.gradients import make_reducer, named_groups, peers
-from hvdgloo.keras.distributed import Options, names_of
+from hvdgloo.keras.distributed import FINITE, Options, names_of
 from hvdgloo.numpy import _frontend
 from hvdgloo.types import ReduceOp
 
@@ -68,7 +68,7 @@ class JaxSync:
         def exchange(arrays: Sequence[Any]) -> list[Any]:
             flag = np.asarray(arrays[0])
             process_set = self._options.process_set
-            return [_frontend.allreduce(flag, op=ReduceOp.MIN, name="gradients_are_finite", process_set=process_set)]
+            return [_frontend.allreduce(flag, op=ReduceOp.MIN, name=FINITE, process_set=process_set)]
 
         (everywhere,) = _outside(exchange, [jnp.asarray(holds).astype(jnp.uint8)])
         return everywhere.astype(bool)

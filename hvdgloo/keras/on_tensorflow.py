@@ -5,14 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import tensorflow as tf
-
-from hvdgloo.keras.distributed import Options
-from hvdgloo.operations import Operation
-from hvdgloo.process_sets import process_set_id
+from hvdgloo.keras.distributed import FINITE, Options
 from hvdgloo.tensorflow.gradients import GradientSync
 from hvdgloo.tensorflow.mpi_ops import _frontend
-from hvdgloo.types import Collective, ReduceOp
 
 
 class TensorFlowSync:
@@ -20,7 +15,6 @@ class TensorFlowSync:
 
     def __init__(self, options: Options) -> None:
         self._sync = GradientSync(_frontend, options)
-        self._agreement = Operation(Collective.ALLREDUCE, ReduceOp.MIN, process_set=process_set_id(options.process_set))
         for variable in options.local_variables:
             self._sync.register_local_source(variable)
 
@@ -34,10 +28,7 @@ class TensorFlowSync:
         return self._sync.reduce(given, variables)
 
     def agree(self, holds: Any) -> Any:
-        if not self._sync.active:
-            return holds
-        (everywhere,) = _frontend.apply(self._agreement, [tf.cast(holds, tf.uint8)], "gradients_are_finite")
-        return tf.cast(everywhere, tf.bool)
+        return self._sync.agree(holds, FINITE)
 
 
 def open_sync(options: Options) -> TensorFlowSync:

@@ -20,10 +20,12 @@ import tensorflow as tf
 from hvdgloo.core import Pending
 from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.gradients import Options, check, label, make_reducer, named_groups, peers
-from hvdgloo.operations import gathering
+from hvdgloo.operations import Operation, gathering
+from hvdgloo.process_sets import process_set_id
 from hvdgloo.tensorflow import sparse
 from hvdgloo.tensorflow.adapter import Tensor
 from hvdgloo.tensorflow.frontend import TensorFlowFrontend, effect, in_graph, is_ordered, operator, unique_in_graph
+from hvdgloo.types import Collective, ReduceOp
 
 
 class GradientSync:
@@ -87,6 +89,15 @@ class GradientSync:
             for index, gradient in zip(shared, reduced, strict=True):
                 results[index] = gradient
         return results
+
+    def agree(self, holds: Any, name: str) -> Any:
+        """Whether a boolean tensor holds on all ranks; ``name`` is what matches their calls."""
+        if not self.active:
+            return holds
+        number = process_set_id(self.options.process_set)
+        agreement = Operation(Collective.ALLREDUCE, ReduceOp.MIN, process_set=number)
+        (everywhere,) = self.frontend.apply(agreement, [tf.cast(holds, tf.uint8)], name)
+        return tf.cast(everywhere, tf.bool)
 
     @property
     def _ranks(self) -> tuple[int, ...]:

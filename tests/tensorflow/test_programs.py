@@ -204,6 +204,54 @@ for plain in (lambda: tf.keras.optimizers.Adam(0.1), lambda: tf.keras.optimizers
         np.testing.assert_allclose(got, expected, atol=1e-5)
 assert type(model.optimizer).__name__ == "SGD"
 
+# Two passes per step, which are one of twice the batch.
+for plain in (lambda: tf.keras.optimizers.Adam(0.1), lambda: tf.keras.optimizers.legacy.SGD(0.1)):
+    alone, model = make(), make()
+    alone.compile(optimizer=plain(), loss="mse")
+    alone.fit(x[:16], y[:16], batch_size=16, epochs=2, shuffle=False, verbose=0)
+    optimizer = hvd_keras.DistributedOptimizer(plain(), backward_passes_per_step=2, average_aggregated_gradients=True)
+    model.compile(optimizer=optimizer, loss="mse")
+    model.fit(batches[:8], batches[:8].sum(axis=1, keepdims=True), batch_size=4, epochs=2, shuffle=False, verbose=0)
+    for got, expected in zip(model.get_weights(), alone.get_weights()):
+        np.testing.assert_allclose(got, expected, atol=1e-5)
+
+# Where one rank's gradients are not finite, all skip the step; also of what is local, and of maxima.
+scaled = tf.keras.mixed_precision.LossScaleOptimizer
+for plain in (tf.keras.optimizers.SGD, tf.keras.optimizers.legacy.SGD):
+    for options in ({}, {"local": True}, {"op": hvd.Max}):
+        weights = [tf.Variable([1.0, 1.0]), tf.Variable([5.0])]
+        local = options.pop("local", False)
+        inside = hvd_keras.DistributedOptimizer(plain(1.0), **options)
+        if local:
+            inside.register_local_var(weights[1])
+        # Either may be put into the other.
+        optimizer = hvd_keras.DistributedOptimizer(scaled(plain(1.0)), **options) if options else scaled(inside)
+        assert isinstance(optimizer, scaled)
+        @tf.function
+        def step(first, second):
+            optimizer.apply_gradients([(first, weights[0]), (second, weights[1])])
+        ours = tf.constant([1.0 + hvd.rank()])
+        not_finite = ours * (np.inf if hvd.rank() == 0 else 1.0)
+        before = float(optimizer.loss_scale)
+        step(tf.ones([2]), not_finite - not_finite if local or options else not_finite)
+        assert [w.numpy().tolist() for w in weights] == [[1.0, 1.0], [5.0]], (plain, options, local, weights)
+        assert float(optimizer.loss_scale) == before / 2
+        step(tf.ones([2]), ours)
+        share = ours.numpy()[0] / 2 if local else 2.0 if options else 1.5
+        assert [w.numpy().tolist() for w in weights] == [[0.0, 0.0], [5.0 - share]], (plain, options, local, weights)
+
+# What was saved is plain, and can be distributed again.
+model.save("saved.h5" if hvd.rank() == 0 else "other.h5")
+hvd.barrier()
+loaded = tf.keras.models.load_model("saved.h5")
+assert type(loaded.optimizer).__module__.startswith("tf_keras") and not hasattr(loaded.optimizer, "_hvd")
+for got, expected in zip(loaded.get_weights(), model.get_weights()):
+    np.testing.assert_array_equal(got, expected)
+loaded.compile(optimizer=hvd_keras.DistributedOptimizer(loaded.optimizer), loss="mse")
+loaded.fit(batches, batches.sum(axis=1, keepdims=True), batch_size=4, verbose=0)
+everyone = hvd.allgather_object([w.tolist() for w in loaded.get_weights()])
+assert everyone[0] == everyone[1], everyone
+
 # All callbacks, whose momentum is corrected while the learning rate changes.
 class Seen(tf.keras.callbacks.Callback):
     def __init__(self):
