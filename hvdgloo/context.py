@@ -142,7 +142,7 @@ class Context:
             ConfigError: a setting is missing or cannot be used.
             RendezvousError: the rendezvous server cannot be reached, refused, or other workers did not come.
             ConnectError: ranks cannot be connected with each other.
-            MissingDependencyError: several hosts need torch, which carries Gloo.
+            MissingDependencyError: several hosts need Gloo, which torch or pygloo carries.
         """
         if config.rendezvous is None:
             topology = Topology.local(1, pid=os.getpid(), name=config.hostname or socket.gethostname())
