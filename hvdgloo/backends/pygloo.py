@@ -229,7 +229,7 @@ class Helper:
 class PyglooBackend:
     """One rank's membership in a Gloo process group of pygloo's; see ``GlooBackend`` for arguments and errors."""
 
-    name = "pygloo"
+    name = "gloo"
     blocks = False
     in_rank_order = False
 

@@ -10,9 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from hvdgloo.planes import gloo_provider
 from tests.support.job import Job
 
-pytest.importorskip("torch", reason="several processes need the gloo backend, and that needs torch")
+pytestmark = pytest.mark.skipif(not gloo_provider("auto"), reason="several processes need torch or pygloo")
 
 LOOP = """
 import json, os, signal, sys, time
