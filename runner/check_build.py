@@ -1,7 +1,7 @@
 """``hvdgloo-run --check-build``: what can be used on this machine, in the layout that Horovod's users know.
 
-Nothing is compiled here, so "built" means: our part for it is there, and so is the package that it needs. Which packages
-carry Gloo is told besides; of several the first is used, unless ``--gloo-provider`` chooses.
+Nothing is compiled here, so "built" means: our part for it is there, and so is the package that it needs. The packages
+that carry Gloo are told besides; of several the first is used, unless ``--gloo-provider`` chooses.
 """
 
 from __future__ import annotations

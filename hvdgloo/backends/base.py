@@ -166,8 +166,8 @@ def get_all(
 def gloo_unconnected(rank: int, address: str, reason: str) -> ConnectError:
     """The error of a rank whose Gloo group, whichever package carries it, could not be connected."""
     return ConnectError(
-        f"rank {rank} could not connect its Gloo group from {address}: {reason}. Gloo listens on a port that the system "
-        "chooses, on that address; check that the other hosts reach it (firewall, wrong network interface)",
+        f"rank {rank} could not connect its Gloo group from {address}: {reason}. Gloo listens on a port that the "
+        "system chooses, on that address; check that the other hosts reach it (firewall, wrong network interface)",
         rank=rank,
         address=address,
     )

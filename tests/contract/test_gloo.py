@@ -1,5 +1,5 @@
-"""What holds of Gloo alone, whichever package carries it: torch's sends small tensors from all to all at once and larger
-ones in a ring, pygloo's go in pieces; results are the same. Backends in threads, no engine."""
+"""What holds of Gloo alone, whichever package carries it: torch's sends small tensors from all to all at once and
+larger ones in a ring; pygloo's go in pieces; results are the same. Backends in threads, no engine."""
 
 from __future__ import annotations
 
@@ -92,7 +92,9 @@ def test_on_both_sides_of_the_limits(ranks: Ranks, count: int) -> None:
     ranks.run(rank)
 
 
-@pytest.mark.parametrize("counts", [(100, 100, 100), (0, 1, 900), (5, 0, 0), (30_000, 1, 0), (600_000,) * 3, (2, 600_000, 9)], ids=str)
+@pytest.mark.parametrize(
+    "counts", [(100, 100, 100), (0, 1, 900), (5, 0, 0), (30_000, 1, 0), (600_000,) * 3, (2, 600_000, 9)], ids=str
+)
 def test_gathered_rows_may_be_of_any_number(ranks: Ranks, counts: tuple[int, ...]) -> None:
     def rank(place: int) -> None:
         own, whole = values(place, counts[place], DType.FLOAT64), np.zeros(sum(counts))

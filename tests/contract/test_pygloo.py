@@ -96,7 +96,7 @@ def test_a_helper_that_dies_is_an_error_on_both_sides_at_once(connect: Connect) 
         finish(works[0], 2)
     with pytest.raises(BackendError, match="helper process that runs pygloo has ended with status -9"):
         finish(begin(theirs)[1], 2)
-    with pytest.raises(BackendError, match="Connection closed|reset"):
+    with pytest.raises(BackendError, match=r"Connection closed|reset"):
         begin(ours)
 
 
@@ -142,7 +142,8 @@ def test_gloo_is_on_the_chosen_address(connect: Connect) -> None:
     for backend in backends:
         connections = psutil.Process(backend.helper_pid).net_connections("tcp")
         assert len(connections) >= 2
-        assert {end.ip for found in connections for end in (found.laddr, found.raddr)} == {"127.0.0.2"}
+        # One end of each is where somebody has listened; the system chooses the other one's.
+        assert all("127.0.0.2" in (found.laddr.ip, found.raddr.ip) for found in connections), connections
 
 
 def test_requests_per_rank_do_not_grow_with_the_group(connect: Connect) -> None:
@@ -174,7 +175,7 @@ def test_whoever_waits_in_vain_leaves_no_helper() -> None:
 
 
 def test_an_address_of_another_host_is_an_error(connect: Connect) -> None:
-    with pytest.raises(ConnectError, match="rank 0 could not connect its Gloo group from 192.0.2.1"):
+    with pytest.raises(ConnectError, match=r"rank 0 could not connect its Gloo group from 192\.0\.2\.1"):
         connect(2, "192.0.2.1")
     assert helpers() == []
 

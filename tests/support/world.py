@@ -42,9 +42,9 @@ class World:
 
     Args:
         backend: "local", "gloo" (torch's, or pygloo's where there is no torch), or "inline": local, and tiny tensors
-            travel with the agreement as they do by default; "shm" reading whatever there is from the peers' memory, "shm-segment" nothing, "shm-pipes" as on processors
-            that reorder stores; "hierarchical" what a job gets that has two ranks on each host, whatever the tensor's
-            size.
+            travel with the agreement as they do by default; "shm" reading whatever there is from the peers' memory,
+            "shm-segment" nothing, "shm-pipes" as on processors that reorder stores; "hierarchical" what a job gets that
+            has two ranks on each host, whatever the tensor's size.
         wrap: applied to each rank's backend, to inject faults.
         open_device: from a rank and what ``Engine`` asks for, the planes of tensors that claim to be a GPU's.
         spin_time: see ``EngineSettings``.

@@ -11,7 +11,7 @@ from hvdgloo import basics
 from hvdgloo.backends.pygloo import rounds
 from hvdgloo.backends.pygloo_helper import Command, Op, Type, Verb
 from hvdgloo.config import Config
-from hvdgloo.errors import ConfigError, MissingDependencyError
+from hvdgloo.errors import MissingDependencyError
 from hvdgloo.planes import Planes, gloo_provider, plane_settings
 from hvdgloo.rendezvous import MemoryStore
 from hvdgloo.runner.check_build import build_table
@@ -44,12 +44,6 @@ def test_torch_comes_first_unless_somebody_chooses(
     assert gloo_provider(setting) == provider
     assert plane_settings(Config(gloo_provider=setting))["gloo_provider"] == provider
     assert basics.gloo_built() == bool(packages)
-
-
-def test_the_setting() -> None:
-    assert Config.from_env({"HVDGLOO_GLOO_PROVIDER": "PyGloo"}).gloo_provider == "pygloo"
-    with pytest.raises(ConfigError, match="expected one of auto, torch, pygloo"):
-        Config.from_env({"HVDGLOO_GLOO_PROVIDER": "mpi"})
 
 
 def _open(config: Config, decided: Config) -> None:
