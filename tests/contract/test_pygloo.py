@@ -137,6 +137,17 @@ def test_closing_ends_the_helper(connect: Connect) -> None:
     assert len(os.listdir("/proc/self/fd")) == descriptors - 3 * 2
 
 
+def test_the_end_of_its_standard_input_ends_a_helper_in_the_midst_of_a_collective(connect: Connect) -> None:
+    """As a worker's death does, whose peers may live on: no code of Python's runs in the helper then."""
+    ours, _ = connect(2)
+    begin(ours)
+    began = time.monotonic()
+    ours.close()
+    assert time.monotonic() - began < 3
+    with pytest.raises(BackendError, match="has been closed"):
+        begin(ours)
+
+
 def test_gloo_is_on_the_chosen_address(connect: Connect) -> None:
     backends = connect(3, "127.0.0.2")
     for backend in backends:
