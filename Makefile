@@ -21,8 +21,9 @@ VENV_PYGLOO ?= .venv-pygloo
 READY_PYGLOO := $(VENV_PYGLOO)/.ready
 PYGLOO ?= pygloo==0.2.1 numpy==1.23.5
 FRONTENDS_PYGLOO ?= numpy
-TESTS_PYGLOO ?= tests/contract tests/unit/test_gloo_provider.py tests/unit/test_runner_cli.py tests/unit/test_config.py
-PROCESSES_PYGLOO ?= tests/processes/test_hierarchical_hosts.py tests/processes/test_worlds.py
+TESTS_PYGLOO ?= $(addprefix tests/contract/test_,gloo.py pygloo.py frontend.py frontend_objects.py frontend_reducer.py \
+    timeline.py) tests/unit/test_gloo_provider.py tests/unit/test_front_end_modules.py
+PROCESSES_PYGLOO ?= tests/processes/test_hosts_pygloo.py tests/processes/test_worlds.py
 # The first Python 3.10 that runs (a shim of pyenv's may not); empty if there is none.
 PYTHON310 ?= $(shell for python in python3.10 "$$(pyenv prefix 3.10 2>/dev/null)/bin/python3.10" \
     $$HOME/.pyenv/versions/3.10*/bin/python3.10 "$$(uv python find 3.10 2>/dev/null)"; do \
@@ -55,7 +56,8 @@ ifeq ($(PYTHON310),)
 else
 test-pygloo: $(READY_PYGLOO)
 	HVDGLOO_TEST_FRONTENDS=$(FRONTENDS_PYGLOO) HVDGLOO_TEST_BACKENDS=gloo,hierarchical \
-	    $(VENV_PYGLOO)/bin/python -m pytest -n 2 $(TESTS_PYGLOO)
+	    $(VENV_PYGLOO)/bin/python -m pytest -n 2 $(TESTS_PYGLOO) \
+	    -k "gloo or hierarchical or shm or front_end"
 	$(VENV_PYGLOO)/bin/python -m pytest $(PROCESSES_PYGLOO)
 endif
 
