@@ -17,14 +17,25 @@ VENV_TF ?= .venv-tf
 READY_TF := $(VENV_TF)/.ready
 TENSORFLOW ?= tensorflow-cpu==2.21.0 keras==3.15.1 jax==0.10.2
 TF_KERAS ?= tf_keras==2.21.0
+VENV_PYGLOO ?= .venv-pygloo
+READY_PYGLOO := $(VENV_PYGLOO)/.ready
+PYGLOO ?= pygloo==0.2.1 numpy==1.23.5
+FRONTENDS_PYGLOO ?= numpy
+TESTS_PYGLOO ?= $(addprefix tests/contract/test_,gloo.py pygloo.py frontend.py frontend_objects.py frontend_reducer.py \
+    timeline.py) tests/unit/test_gloo_provider.py tests/unit/test_front_end_modules.py
+PROCESSES_PYGLOO ?= tests/processes/test_hosts_pygloo.py tests/processes/test_worlds.py
+# The first Python 3.10 that runs (a shim of pyenv's may not); empty if there is none.
+PYTHON310 ?= $(shell for python in python3.10 "$$(pyenv prefix 3.10 2>/dev/null)/bin/python3.10" \
+    $$HOME/.pyenv/versions/3.10*/bin/python3.10 "$$(uv python find 3.10 2>/dev/null)"; do \
+    "$$python" -c "import ensurepip" 2>/dev/null && command -v "$$python" && break; done)
 TESTS_TF ?= tests/tensorflow tests/contract tests/architecture tests/unit/test_horovod_surface.py
 
-.PHONY: demo test test-main test-tensorflow test-gpu check clean
+.PHONY: demo test test-main test-tensorflow test-pygloo test-gpu check clean
 
 demo: $(READY)
 	$(BIN)/hvdgloo-run -np 2 examples/torch_digits.py
 
-test: test-main test-tensorflow
+test: test-main test-tensorflow test-pygloo
 
 # Where ranks are threads of one process, a second pytest has the second core to itself. Tests of several processes wait
 # half of their time, for programs to start and for deadlines to pass; a third pytest has the cores meanwhile.
@@ -39,6 +50,18 @@ test-tensorflow: $(READY_TF)
 	HVDGLOO_TEST_FRONTENDS=tensorflow $(VENV_TF)/bin/python -m pytest $(TESTS_TF) \
 	    -k "(tensorflow or keras) and (not (gloo or segment) or test_frontend_objects or test_frontend_adjoints)"
 
+# Without torch. pygloo has wheels for CPython 3.8 to 3.10 only.
+test-pygloo:
+ifeq ($(PYTHON310),)
+	@echo "test-pygloo: skipped, for lack of Python 3.10 (on the PATH, of pyenv or uv, or as PYTHON310=...)"
+else
+test-pygloo: $(READY_PYGLOO)
+	HVDGLOO_TEST_FRONTENDS=$(FRONTENDS_PYGLOO) HVDGLOO_TEST_BACKENDS=gloo,hierarchical \
+	    $(VENV_PYGLOO)/bin/python -m pytest -n 2 $(TESTS_PYGLOO) \
+	    -k "gloo or hierarchical or shm or front_end"
+	$(VENV_PYGLOO)/bin/python -m pytest $(PROCESSES_PYGLOO)
+endif
+
 # With the torch that is installed on a machine with a GPU, which this environment sees.
 test-gpu: $(READY_GPU)
 	HVDGLOO_TEST_REQUIRE_GPU=1 $(VENV_GPU)/bin/python -m pytest tests/gpu
@@ -50,7 +73,7 @@ check: $(READY)
 	$(BIN)/python -m pytest -q tests/architecture
 
 clean:
-	rm -rf $(VENV) $(VENV_GPU) $(VENV_TF) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV_GPU) $(VENV_TF) $(VENV_PYGLOO) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
 # torch is installed first and by its pin, so that no other package's range fetches another build of it.
 $(READY): setup.cfg setup.py Makefile
@@ -78,4 +101,10 @@ $(READY_TF): $(READY)
 	$(VENV_TF)/bin/python -m pip install --quiet $(TENSORFLOW)
 	$(VENV_TF)/bin/python -m pip install --quiet --no-deps $(TF_KERAS)
 	$(VENV_TF)/bin/python -m pip install --quiet --editable . --no-deps
+	touch $@
+
+$(READY_PYGLOO): setup.cfg setup.py Makefile
+	$(PYTHON310) -m venv $(VENV_PYGLOO)
+	$(VENV_PYGLOO)/bin/python -m pip install --quiet $(PYGLOO)
+	$(VENV_PYGLOO)/bin/python -m pip install --quiet --editable ".[pygloo,test]" $(PYGLOO)
 	touch $@

@@ -18,6 +18,7 @@ from hvdgloo import context
 from hvdgloo import process_sets as registry
 from hvdgloo.context import Context, is_initialized
 from hvdgloo.errors import InvalidArgumentError
+from hvdgloo.planes import gloo_provider
 from hvdgloo.process_sets import ProcessSet
 
 __all__ = [
@@ -54,7 +55,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         ConfigError: a setting is missing or cannot be used.
         RendezvousError: the rendezvous server cannot be reached, refused, or other workers did not come.
         ConnectError: ranks cannot be connected with each other.
-        MissingDependencyError: several hosts need torch, which carries Gloo.
+        MissingDependencyError: several hosts need Gloo, which torch or pygloo carries.
         InvalidArgumentError: (a ValueError) comm or process_sets make no sense, or differ between ranks.
     """
     sets = _sets(process_sets)
@@ -143,7 +144,7 @@ def gloo_enabled() -> bool:
 
 def gloo_built() -> bool:
     """Whether a package that carries Gloo is installed: torch or pygloo."""
-    return any(importlib.util.find_spec(carrier) is not None for carrier in ("torch", "pygloo"))
+    return gloo_provider("auto") != ""
 
 
 def nccl_built() -> int:

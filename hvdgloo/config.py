@@ -19,6 +19,8 @@ T = TypeVar("T")
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off", ""})
+GLOO_PROVIDERS = ("torch", "pygloo")
+"""The packages that carry Gloo, the better one first."""
 LOG_LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
 
 
@@ -400,6 +402,15 @@ class Config:
         help="how tensors in main memory travel: auto takes shared memory between ranks of one host, where that can be "
         "had, and Gloo otherwise; gloo takes Gloo always; shm takes nothing but shared memory. Rank 0's choice holds "
         "for all",
+    )
+    gloo_provider: str = _setting(
+        "auto",
+        env="HVDGLOO_GLOO_PROVIDER",
+        flag="--gloo-provider",
+        yaml="params.gloo_provider",
+        parse=_one_of("auto", *GLOO_PROVIDERS),
+        help="which installed package carries Gloo: auto takes torch if rank 0 has it, else pygloo, which there is for "
+        "Python 3.8 to 3.10 only. Rank 0's choice holds for all",
     )
     shm_segment: int = _setting(
         4 * 1024 * 1024,

@@ -143,7 +143,7 @@ class Context:
             ConfigError: a setting is missing or cannot be used.
             RendezvousError: the rendezvous server cannot be reached, refused, or other workers did not come.
             ConnectError: ranks cannot be connected with each other.
-            MissingDependencyError: several hosts need torch, which carries Gloo.
+            MissingDependencyError: several hosts need Gloo, which torch or pygloo carries.
         """
         if config.rendezvous is None:
             topology = Topology.local(1, pid=os.getpid(), name=config.hostname or socket.gethostname())
@@ -499,7 +499,7 @@ def current() -> Context:
     return context
 
 
-class _Handler(logging.StreamHandler[Any]):
+class _Handler(logging.StreamHandler):  # type: ignore[type-arg] # which Python has from 3.11 on
     """Ours, so that it can be found again; writes to whatever sys.stderr is at the time."""
 
     def __init__(self) -> None:

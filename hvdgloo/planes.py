@@ -3,6 +3,7 @@ and Gloo alone where memory cannot be shared."""
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,12 +13,14 @@ import numpy as np
 from hvdgloo.backends.base import Backend, Plane, RendezvousStore, wait_for
 from hvdgloo.backends.hierarchical import HierarchicalBackend, Layout, Thresholds, layout_of
 from hvdgloo.backends.local import LocalGroup
-from hvdgloo.config import Config
+from hvdgloo.config import GLOO_PROVIDERS, Config
 from hvdgloo.errors import ConfigError, MissingDependencyError
 from hvdgloo.topology import Topology
 from hvdgloo.types import Buffer, ReduceOp
 
 logger = logging.getLogger(__name__)
+
+_HOW = "pip install 'hvdgloo[torch]', whatever framework trains, or with Python 3.10 'hvdgloo[pygloo]' on all hosts"
 
 
 def plane_settings(config: Config) -> dict[str, Any]:
@@ -25,6 +28,7 @@ def plane_settings(config: Config) -> dict[str, Any]:
     return {
         "cpu_operations": config.cpu_operations,
         "gpu_operations": config.gpu_operations,
+        "gloo_provider": gloo_provider(config.gloo_provider),
         "hierarchical_thresholds": (config.hierarchical_threshold, config.hierarchical_distribution_threshold),
         "shm_segment": config.shm_segment,
         "shm_direct": reads_in_place(config.shm_direct),
@@ -68,7 +72,7 @@ class Planes:
         Raises:
             ConfigError: shared memory was demanded, and cannot be had.
             ConnectError, RendezvousError: the members could not be connected.
-            MissingDependencyError: Gloo is needed, and torch is not installed.
+            MissingDependencyError: Gloo is needed, and the package that carries it is not installed.
             BackendError: it was cancelled.
         """
         prefix, place = f"{self._prefix}{number}/", members.index(self._rank)
@@ -118,8 +122,18 @@ class Planes:
         )
 
     def _gloo(self, prefix: str, place: int, size: int, cancelled: Callable[[], bool] | None) -> Backend:
+        provider, here = self._decided["gloo_provider"], self._topology.describe(self._rank)
+        if not provider:
+            raise MissingDependencyError(
+                f"ranks on several hosts need Gloo, and where rank 0 runs neither torch nor pygloo is installed; {_HOW}"
+            )
+        if importlib.util.find_spec(provider) is None:
+            raise MissingDependencyError(
+                f"{here} does not have {provider}, through which rank 0 has decided to use Gloo (--gloo-provider); "
+                f"{_HOW}"
+            )
         timeout = self._config.connect_timeout
-        return gloo_backend(self._store, prefix, place, size, self._address, timeout, cancelled)
+        return gloo_backend(provider, self._store, prefix, place, size, self._address, timeout, cancelled)
 
     def _hierarchy(
         self,
@@ -206,7 +220,15 @@ def share_a_host(topology: Topology, members: Sequence[int]) -> bool:
     return len(identities) == 1 and "" not in identities
 
 
+def gloo_provider(setting: str) -> str:
+    """The package that Gloo is taken from; empty if none is installed."""
+    if setting != "auto":
+        return setting
+    return next((package for package in GLOO_PROVIDERS if importlib.util.find_spec(package) is not None), "")
+
+
 def gloo_backend(
+    provider: str,
     store: RendezvousStore,
     prefix: str,
     rank: int,
@@ -215,18 +237,18 @@ def gloo_backend(
     connect_timeout: float,
     cancelled: Callable[[], bool] | None = None,
 ) -> Backend:
-    """The data plane between hosts, which needs torch; see ``GlooBackend``.
+    """The data plane between hosts; see ``GlooBackend``.
 
-    Raises:
-        MissingDependencyError: torch is not installed.
+    Args:
+        provider: the package that carries Gloo, which is installed: "torch" or "pygloo".
     """
-    try:
-        from hvdgloo.backends.gloo import GlooBackend
-    except ImportError as error:
-        raise MissingDependencyError(
-            "ranks on several hosts need torch, which carries Gloo, whatever framework trains: "
-            "pip install 'hvdgloo[torch]'"
-        ) from error
+    if provider == "pygloo":
+        from hvdgloo.backends.pygloo import PyglooBackend
+
+        return PyglooBackend(store, prefix, rank, size, address, connect_timeout, cancelled)
+
+    from hvdgloo.backends.gloo import GlooBackend
+
     return GlooBackend(store, prefix, rank, size, address, connect_timeout, cancelled)
 
 

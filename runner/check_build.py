@@ -1,12 +1,14 @@
 """``hvdgloo-run --check-build``: what can be used on this machine, in the layout that Horovod's users know.
 
-Nothing is compiled here, so "built" means: our part for it is there, and so is the package that it needs.
+Nothing is compiled here, so "built" means: our part for it is there, and so is the package that it needs. The packages
+that carry Gloo are told besides; of several the first is used, unless ``--gloo-provider`` chooses.
 """
 
 from __future__ import annotations
 
 import importlib.util
 
+from hvdgloo.config import GLOO_PROVIDERS
 from hvdgloo.version import __version__
 
 _FRAMEWORKS = {"TensorFlow": "tensorflow", "PyTorch": "torch", "MXNet": "mxnet"}
@@ -15,13 +17,14 @@ _FRAMEWORKS = {"TensorFlow": "tensorflow", "PyTorch": "torch", "MXNet": "mxnet"}
 def build_table() -> str:
     """What ``--check-build`` prints."""
     frameworks = {name: _there(f"hvdgloo.{module}") and _there(module) for name, module in _FRAMEWORKS.items()}
-    gloo = _there("torch") or (_there("hvdgloo.backends.pygloo") and _there("pygloo"))
-    operations = {"NCCL": _nccl(), "DDL": False, "CCL": False, "MPI": False, "Gloo": gloo}
+    providers = {package: _there(package) for package in GLOO_PROVIDERS}
+    operations = {"NCCL": _nccl(), "DDL": False, "CCL": False, "MPI": False, "Gloo": any(providers.values())}
     blocks: tuple[tuple[str, dict[str, bool]], ...] = (
         (f"hvdgloo v{__version__}:", {}),
         ("Available Frameworks:", frameworks),
         ("Available Controllers:", {"MPI": False, "Gloo": True}),
         ("Available Tensor Operations:", operations),
+        ("Available Gloo Providers:", providers),
     )
     return "\n".join(
         f"{title}\n" + "".join(f"    [{'X' if there else ' '}] {name}\n" for name, there in rows.items())

@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from hvdgloo.config import GLOO_PROVIDERS
 from hvdgloo.errors import HostsUnreachableError, HvdglooError
 from hvdgloo.runner import placement, requirements
 from hvdgloo.runner.examine import Facts
@@ -108,7 +109,7 @@ def diagnose(
         _unreachable,
         lambda visits: _required(visits, cwd),
         _requirements,
-        _torch,
+        _gloo,
         _frameworks,
         lambda visits: _python(visits, launcher),
         _processors,
@@ -194,15 +195,35 @@ def _requirements(visits: Sequence[Visit]) -> Iterator[Finding]:
         )
 
 
-def _torch(visits: Sequence[Visit]) -> Iterator[Finding]:
-    lacking = _where(visits, lambda _, facts: "torch" not in facts.packages)
+def _gloo(visits: Sequence[Visit]) -> Iterator[Finding]:
+    """All ranks take Gloo from the package that rank 0 has, which is on the first host."""
+    lacking = _where(visits, lambda _, facts: not _providers(facts))
     if lacking:
         yield Finding(
             Severity.STOP,
             _names(lacking),
-            "torch is not installed, through which workers exchange tensors (whatever framework they use)",
+            "neither torch nor pygloo is installed, through which workers exchange tensors (whatever framework they "
+            "use)",
             f"{_pip(lacking)} 'hvdgloo[torch]'",
         )
+    seen = list(_seen(visits))
+    if not seen or not _providers(seen[0][1]):
+        return
+    chosen = _providers(seen[0][1])[0]
+    others = _where(visits, lambda _, facts: _providers(facts) and chosen not in _providers(facts))
+    if others:
+        common = [package for package in GLOO_PROVIDERS if len(_having(seen, package)) == len(seen)]
+        yield Finding(
+            Severity.STOP,
+            _names(others),
+            f"{chosen} is not installed, through which {seen[0][0].host}, and so every host, exchanges tensors",
+            f"{_pip(others)} 'hvdgloo[{chosen}]'" + (f", or run with --gloo-provider {common[0]}" if common else ""),
+        )
+
+
+def _providers(facts: Facts) -> list[str]:
+    """The packages there that carry Gloo, the one that is taken first."""
+    return [package for package in GLOO_PROVIDERS if package in facts.packages]
 
 
 def _frameworks(visits: Sequence[Visit]) -> Iterator[Finding]:
@@ -210,7 +231,7 @@ def _frameworks(visits: Sequence[Visit]) -> Iterator[Finding]:
     for package in dict.fromkeys(name for _, facts in seen for name in facts.packages):
         # What hvdgloo itself needs was told by other rules.
         lacking = [(visit, facts) for visit, facts in seen if package not in {*facts.packages, *facts.lacking}]
-        if lacking and package != "torch":
+        if lacking and package not in GLOO_PROVIDERS:
             yield Finding(
                 Severity.WARNING,
                 _names(lacking),

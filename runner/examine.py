@@ -27,6 +27,7 @@ from hvdgloo.version import __version__
 
 PACKAGES: Mapping[str, tuple[str, ...]] = {
     "torch": ("torch",),
+    "pygloo": ("pygloo",),
     "tensorflow": (
         "tensorflow",
         "tensorflow-cpu",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from hvdgloo.planes import gloo_provider
 from tests.support import frameworks
 from tests.support.hosts import Bed, HostSpec, available
 from tests.support.world import World
@@ -20,9 +20,8 @@ BACKENDS = ("local", "gloo", "shm")
 
 def _require(backend: str) -> None:
     """Skip what cannot run here, unless HVDGLOO_TEST_BACKENDS says that it must."""
-    missing = backend in ("gloo", "hierarchical") and importlib.util.find_spec("torch") is None
-    if missing:
-        text = f"the {backend} backend needs torch"
+    if backend in ("gloo", "hierarchical") and not gloo_provider("auto"):
+        text = f"the {backend} backend needs torch or pygloo"
         if backend in os.environ.get("HVDGLOO_TEST_BACKENDS", "").split(","):
             pytest.fail(text)
         pytest.skip(text)

@@ -8,11 +8,11 @@ to it until ``Work.completes_within`` has said so.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from hvdgloo.errors import BackendError
+from hvdgloo.errors import BackendError, ConnectError, RendezvousTimeoutError
 from hvdgloo.types import Buffer, ReduceOp
 
 _TURN = 0.5
@@ -134,6 +134,51 @@ class RendezvousStore(Protocol):
     def set(self, key: str, value: bytes) -> None: ...
 
     def get_many(self, keys: Sequence[str], *, timeout: float) -> list[bytes]: ...
+
+
+def get_all(
+    store: RendezvousStore, keys: Sequence[str], timeout: float, cancelled: Callable[[], bool] | None
+) -> list[bytes]:
+    """Wait for the values of all keys: in one request, or in several if the wait may be given up meanwhile.
+
+    Args:
+        timeout: seconds.
+        cancelled: asked now and then whether to give up.
+
+    Raises:
+        RendezvousError: some were not set in time, or the server cannot be reached.
+        BackendError: it was cancelled.
+    """
+    if cancelled is None:
+        return store.get_many(keys, timeout=timeout)
+    deadline = time.monotonic() + timeout
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            return store.get_many(keys, timeout=max(0.0, min(_TURN, left)))
+        except RendezvousTimeoutError:
+            if left <= _TURN:
+                raise
+        if cancelled():
+            raise BackendError("the job ended while a process group was being connected")
+
+
+def gloo_unconnected(rank: int, address: str, reason: str) -> ConnectError:
+    """The error of a rank whose Gloo group, whichever package carries it, could not be connected."""
+    return ConnectError(
+        f"rank {rank} could not connect its Gloo group from {address}: {reason}. Gloo listens on a port that the "
+        "system chooses, on that address; check that the other hosts reach it (firewall, wrong network interface)",
+        rank=rank,
+        address=address,
+    )
+
+
+def first_line(error: BaseException) -> str:
+    """A message of Gloo's or torch's without the place in its source and its advice."""
+    text = (str(error) or type(error).__name__).splitlines()[0]
+    if text.startswith("[") and "] " in text:
+        text = text.partition("] ")[2]
+    return text.partition(" This is typically caused by")[0].rstrip(".! ")
 
 
 class Memory(Protocol):

@@ -26,10 +26,10 @@ import torch
 import torch.distributed as dist
 
 from hvdgloo.backends import kernels
-from hvdgloo.backends.base import RendezvousStore, Work
-from hvdgloo.backends.process_group import ProcessGroupBackend, first_line, tensor_of
+from hvdgloo.backends.base import RendezvousStore, Work, first_line, get_all, gloo_unconnected
+from hvdgloo.backends.process_group import ProcessGroupBackend, tensor_of
 from hvdgloo.engine.engine import bury
-from hvdgloo.errors import BackendError, ConnectError, RendezvousError, RendezvousTimeoutError
+from hvdgloo.errors import BackendError, RendezvousError
 from hvdgloo.types import Buffer, ReduceOp
 
 _TURN = 0.5
@@ -85,23 +85,8 @@ class GlooStore(dist.Store):  # type: ignore[name-defined,misc] # absent from to
             BackendError: it was cancelled.
         """
         names = [f"{self._base}/{rank}" for rank in range(self._size)]
-        values = self._read([self._prefix + name for name in names])
+        values = get_all(self._store, [self._prefix + name for name in names], self._timeout, self._cancelled)
         self.addresses.update(zip(names, values, strict=True))
-
-    def _read(self, keys: list[str]) -> list[bytes]:
-        """Wait for all values: in one request, or in several if the wait may be given up meanwhile."""
-        if self._cancelled is None:
-            return self._store.get_many(keys, timeout=self._timeout)
-        deadline = time.monotonic() + self._timeout
-        while True:
-            left = deadline - time.monotonic()
-            try:
-                return self._store.get_many(keys, timeout=max(0.0, min(_TURN, left)))
-            except RendezvousTimeoutError:
-                if left <= _TURN:
-                    raise
-            if self._cancelled():
-                raise BackendError("the job ended while a process group was being connected")
 
 
 class _GlooWork:
@@ -182,13 +167,7 @@ class GlooBackend(ProcessGroupBackend):
             raise
         except (RuntimeError, BackendError) as error:
             self.close()
-            raise ConnectError(
-                f"rank {rank} could not connect its Gloo group from {address}: {first_line(error)}. Gloo listens on a "
-                "port that the system chooses, on that address; check that the other hosts reach it (firewall, wrong "
-                "network interface)",
-                rank=rank,
-                address=address,
-            ) from error
+            raise gloo_unconnected(rank, address, first_line(error)) from error
 
     def _connect(self, timeout: float) -> None:
         """Connect those now that will talk to each other, so that an unreachable address is an error of init()."""

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from hvdgloo.backends import kernels
-from hvdgloo.backends.base import RendezvousStore, Work
-from hvdgloo.backends.process_group import ProcessGroupBackend, first_line, tensor_of
+from hvdgloo.backends.base import RendezvousStore, Work, first_line
+from hvdgloo.backends.process_group import ProcessGroupBackend, tensor_of
 from hvdgloo.errors import BackendError, ConnectError
 from hvdgloo.types import Buffer
 

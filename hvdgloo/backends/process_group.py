@@ -169,11 +169,3 @@ def _sum(rows: torch.Tensor, out: torch.Tensor) -> None:
         total += row
     if half:
         out.copy_(total)
-
-
-def first_line(error: BaseException) -> str:
-    """A message of torch's without the place in its source and its advice."""
-    text = (str(error) or type(error).__name__).splitlines()[0]
-    if text.startswith("[") and "] " in text:
-        text = text.partition("] ")[2]
-    return text.partition(" This is typically caused by")[0].rstrip(".!")

@@ -154,6 +154,7 @@ def test_requirements_agree_with_setup_cfg() -> None:
     setup.read(ROOT / "setup.cfg", encoding="utf-8")
     extras = setup["options.extras_require"]
     lines = setup["options"]["install_requires"] + extras["torch"] + extras["tensorflow"] + extras["keras"]
+    lines += extras["pygloo"]
     asked = {r.name: f">= {str(r.specifier)[2:]}" for r in map(Requirement, lines.split("\n")[1:])}
     asked["Python"] = setup["options"]["python_requires"].replace(">=", ">= ")
     assert {_canonical(name): needs for name, (needs, _) in _matrix().items()} == {
@@ -161,10 +162,12 @@ def test_requirements_agree_with_setup_cfg() -> None:
     }
 
 
-@pytest.mark.parametrize("name", ["Python", "torch", "numpy", "flask", "cheroot", "cloudpickle", "tensorflow", "keras"])
+@pytest.mark.parametrize(
+    "name", ["Python", "torch", "numpy", "flask", "cheroot", "cloudpickle", "tensorflow", "keras", "pygloo"]
+)
 def test_this_environment_is_in_the_matrix(name: str) -> None:
     """Pain 3: whoever runs the tests hears of versions that the matrix lacks; that alone is no failure."""
-    if name in ("tensorflow", "keras"):
+    if name in ("torch", "tensorflow", "keras", "pygloo"):
         pytest.importorskip(name, reason="its tests have an environment of their own")
     package = "tensorflow-cpu" if name == "tensorflow" else name
     present = Version(platform.python_version() if name == "Python" else importlib.metadata.version(package))

@@ -1,5 +1,5 @@
-"""What holds of Gloo alone: small tensors go from all to all at once, larger ones in Gloo's own ring; results are the
-same. Backends in threads, no engine."""
+"""What holds of Gloo alone, whichever package carries it: torch's sends small tensors from all to all at once and
+larger ones in a ring; pygloo's go in pieces; results are the same. Backends in threads, no engine."""
 
 from __future__ import annotations
 
@@ -11,28 +11,30 @@ from typing import TypeVar
 import numpy as np
 import pytest
 
-from hvdgloo.backends import kernels
-from hvdgloo.backends.base import Work
+from hvdgloo.backends import kernels, pygloo
+from hvdgloo.backends.base import Backend, Work
 from hvdgloo.errors import BackendError
+from hvdgloo.planes import gloo_backend
 from hvdgloo.rendezvous import MemoryStore
 from hvdgloo.types import Buffer, DType, ReduceOp
 
-pytest.importorskip("torch", reason="Gloo comes with torch")
-
-from hvdgloo.backends.gloo import AT_ONCE_BYTES, AT_ONCE_FROM, GlooBackend
-
 T = TypeVar("T")
 SIZE = 3
-COUNTS = [AT_ONCE_FROM // 8 - 1, AT_ONCE_FROM // 8, 1000, AT_ONCE_BYTES // 8 // SIZE, AT_ONCE_BYTES // 8 // SIZE + 1]
+# The limits of both: elements on either side of where torch's begins and ends to send to all at once, and pieces end.
+COUNTS = [7, 8, 1000, (1 << 19) // 8 // SIZE, (1 << 19) // 8 // SIZE + 1, pygloo.PIECE // 8, pygloo.PIECE // 8 * 4 + 1]
 
 
 class Ranks:
     """Backends of one set, and what they do at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, provider: str) -> None:
         self._pool = ThreadPoolExecutor(SIZE)
         store = MemoryStore()
-        self.backends = self.run(lambda rank: GlooBackend(store, "test/", rank, SIZE, "127.0.0.1", 10))
+
+        def connect(rank: int) -> Backend:
+            return gloo_backend(provider, store, "test/", rank, SIZE, "127.0.0.1", 10)
+
+        self.backends = self.run(connect)
 
     def run(self, function: Callable[[int], T]) -> list[T]:
         return list(self._pool.map(function, range(SIZE), timeout=15))
@@ -42,9 +44,16 @@ class Ranks:
             backend.close()
 
 
+@pytest.fixture(scope="module", params=["torch", "pygloo"])
+def provider(request: pytest.FixtureRequest) -> str:
+    """Each package that carries Gloo."""
+    pytest.importorskip(request.param, reason=f"{request.param} is not installed")
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    made = Ranks()
+def ranks(provider: str) -> Iterator[Ranks]:
+    made = Ranks(provider)
     yield made
     made.close()
 
@@ -83,7 +92,9 @@ def test_on_both_sides_of_the_limits(ranks: Ranks, count: int) -> None:
     ranks.run(rank)
 
 
-@pytest.mark.parametrize("counts", [(100, 100, 100), (0, 1, 900), (5, 0, 0), (30_000, 1, 0)], ids=str)
+@pytest.mark.parametrize(
+    "counts", [(100, 100, 100), (0, 1, 900), (5, 0, 0), (30_000, 1, 0), (600_000,) * 3, (2, 600_000, 9)], ids=str
+)
 def test_gathered_rows_may_be_of_any_number(ranks: Ranks, counts: tuple[int, ...]) -> None:
     def rank(place: int) -> None:
         own, whole = values(place, counts[place], DType.FLOAT64), np.zeros(sum(counts))
@@ -94,7 +105,68 @@ def test_gathered_rows_may_be_of_any_number(ranks: Ranks, counts: tuple[int, ...
     ranks.run(rank)
 
 
-def test_small_sums_are_the_same_bits_on_all_ranks_in_order_of_ranks(ranks: Ranks) -> None:
+BLOCKS = [(0, 0, 0), (1, 5, 700), (0, 600_000, 3)]
+"""Elements of the blocks that ranks send in an alltoall; each rank sends them in another order."""
+
+
+@pytest.mark.parametrize("counts", BLOCKS, ids=str)
+def test_blocks_of_any_size_are_exchanged(ranks: Ranks, counts: tuple[int, ...]) -> None:
+    sent = [[counts[(source + target) % SIZE] for target in range(SIZE)] for source in range(SIZE)]
+
+    def rank(place: int) -> None:
+        own = np.concatenate([np.full(sent[place][to], 10.0 * place + to) for to in range(SIZE)])
+        received = [sent[source][place] for source in range(SIZE)]
+        whole = np.zeros(sum(received))
+        sizes = [8 * count for count in sent[place]], [8 * count for count in received]
+        finish(ranks.backends[place].alltoall(Buffer.of_array(own), Buffer.of_array(whole), *sizes))
+        expected = [np.full(sent[source][place], 10.0 * source + place) for source in range(SIZE)]
+        np.testing.assert_array_equal(whole, np.concatenate(expected))
+
+    ranks.run(rank)
+
+
+@pytest.mark.parametrize("counts", [(4, 4, 4), (0, 9, 1), (600_000, 0, 5)], ids=str)
+def test_sums_are_scattered_in_order_of_ranks(ranks: Ranks, counts: tuple[int, ...]) -> None:
+    arrays = [np.random.default_rng(rank).normal(size=sum(counts)).astype(np.float32) for rank in range(SIZE)]
+    expected = (arrays[0] + arrays[1]) + arrays[2]
+
+    def rank(place: int) -> None:
+        own = np.zeros(counts[place], np.float32)
+        sizes = [4 * count for count in counts]
+        source = Buffer.of_array(arrays[place])
+        finish(ranks.backends[place].reducescatter(source, Buffer.of_array(own), sizes, ReduceOp.SUM))
+        begin = sum(counts[:place])
+        np.testing.assert_array_equal(own, expected[begin : begin + counts[place]])
+
+    ranks.run(rank)
+
+
+@pytest.mark.parametrize("count", [1, 1000, pygloo.PIECE + 5])
+def test_a_broadcast_leaves_its_root_as_it_was(ranks: Ranks, count: int) -> None:
+    def rank(place: int) -> None:
+        for root in range(SIZE):
+            array = np.full(count, place + 1, np.uint8)
+            finish(ranks.backends[place].broadcast(Buffer.of_array(array), root))
+            assert (array == root + 1).all()
+
+    ranks.run(rank)
+
+
+def test_operations_end_in_any_order(ranks: Ranks) -> None:
+    def rank(place: int) -> None:
+        backend = ranks.backends[place]
+        arrays = [np.full(count, place + 1.0) for count in (1_000_000, 3, 700_000)]
+        works = [backend.allreduce(Buffer.of_array(array), ReduceOp.SUM) for array in arrays]
+        for work in reversed(works):
+            finish(work)
+        assert all((array == 6).all() for array in arrays)
+
+    ranks.run(rank)
+
+
+def test_small_sums_are_the_same_bits_on_all_ranks_in_order_of_ranks(ranks: Ranks, provider: str) -> None:
+    if provider == "pygloo":
+        pytest.skip("its sums go round a ring, whatever their size")
     arrays = [np.random.default_rng(rank).normal(size=500).astype(np.float32) for rank in range(SIZE)]
     expected = (arrays[0] + arrays[1]) + arrays[2]
     ranks.run(lambda place: finish(ranks.backends[place].allreduce(Buffer.of_array(arrays[place]), ReduceOp.SUM)))
@@ -102,8 +174,8 @@ def test_small_sums_are_the_same_bits_on_all_ranks_in_order_of_ranks(ranks: Rank
         np.testing.assert_array_equal(array, expected)
 
 
-def test_a_late_rank_is_waited_for_and_an_abort_ends_the_wait() -> None:
-    ranks = Ranks()
+def test_a_late_rank_is_waited_for_and_an_abort_ends_the_wait(provider: str) -> None:
+    ranks = Ranks(provider)
     array = np.ones(100)
     work = ranks.backends[0].allreduce(Buffer.of_array(array), ReduceOp.SUM)
     assert not work.completes_within(0.05)

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from hvdgloo.planes import gloo_provider
 from tests.support.hosts import Bed
 
-pytest.importorskip("torch", reason="hosts are connected by Gloo, and that needs torch")
+pytestmark = pytest.mark.skipif(not gloo_provider("auto"), reason="hosts need Gloo, and that needs torch or pygloo")
 
 WORKER = """
 import numpy as np

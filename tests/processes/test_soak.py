@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from hvdgloo.planes import gloo_provider
 from tests.support.hosts import Bed
 from tests.support.launching import clean_environment
 
-pytest.importorskip("torch", reason="several processes need the gloo backend, and that needs torch")
+pytestmark = pytest.mark.skipif(not gloo_provider("auto"), reason="several processes need torch or pygloo")
 
 SOAK = Path(__file__).resolve().parents[2] / "benchmarks" / "soak.py"
 

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from hvdgloo.planes import gloo_provider
 from tests.support.job import Job
 
-pytest.importorskip("torch", reason="several processes need the gloo backend, and that needs torch")
+pytestmark = pytest.mark.skipif(not gloo_provider("auto"), reason="several processes need torch or pygloo")
 
 HEAD = """
 import os
@@ -125,7 +126,8 @@ except hvd.HorovodInternalError as error:
 @pytest.mark.parametrize(
     ("operations", "where"),
     [
-        ("gloo", "hvdgloo.backends.gloo.GlooStore.set"),
+        ("torch", "hvdgloo.backends.gloo.GlooStore.set"),
+        ("pygloo", "hvdgloo.backends.pygloo.PyglooBackend._connect"),
         ("shm", "hvdgloo.backends.shm.meeting.Meeting._join"),
         ("shm", "hvdgloo.backends.shm.meeting.Meeting._map"),
     ],
@@ -146,7 +148,11 @@ try:
 except hvd.HorovodInternalError as error:
     print(type(error).__name__, error.rank, time.monotonic() - began < 5)
 """
-    with Job(3, HEAD + code.replace("WHERE", where), tmp_path, HVDGLOO_CPU_OPERATIONS=operations) as job:
+    environ = {"HVDGLOO_CPU_OPERATIONS": operations}
+    if operations != "shm":
+        pytest.importorskip(operations)
+        environ = {"HVDGLOO_CPU_OPERATIONS": "gloo", "HVDGLOO_GLOO_PROVIDER": operations}
+    with Job(3, HEAD + code.replace("WHERE", where), tmp_path, **environ) as job:
         ended = job.wait()
     assert (ended[0].stdout, ended[0].returncode) == ("PeerLostError 2 True\n", 0), ended[0].stderr
 

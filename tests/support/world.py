@@ -23,7 +23,7 @@ from hvdgloo.config import Config
 from hvdgloo.context import Context, engine_settings
 from hvdgloo.engine.connect import Handshake, listen
 from hvdgloo.engine.engine import Engine
-from hvdgloo.planes import Planes, gloo_backend, plane_settings
+from hvdgloo.planes import Planes, gloo_backend, gloo_provider, plane_settings
 from hvdgloo.rendezvous import MemoryStore
 from hvdgloo.topology import Host, Topology, Worker
 
@@ -41,10 +41,10 @@ class World:
     """``size`` ranks.
 
     Args:
-        backend: "local", "gloo", or "inline": local, and tiny tensors travel with the agreement as they do by default;
-            "shm" reading whatever there is from the peers' memory, "shm-segment" nothing, "shm-pipes" as on processors
-            that reorder stores; "hierarchical" what a job gets that has two ranks on each host, whatever the tensor's
-            size.
+        backend: "local", "gloo" (torch's, or pygloo's where there is no torch), or "inline": local, and tiny tensors
+            travel with the agreement as they do by default; "shm" reading whatever there is from the peers' memory,
+            "shm-segment" nothing, "shm-pipes" as on processors that reorder stores; "hierarchical" what a job gets that
+            has two ranks on each host, whatever the tensor's size.
         wrap: applied to each rank's backend, to inject faults.
         open_device: from a rank and what ``Engine`` asks for, the planes of tensors that claim to be a GPU's.
         spin_time: see ``EngineSettings``.
@@ -157,7 +157,9 @@ class World:
         self, prefix: str, place: int, size: int, config: Config, cancelled: Callable[[], bool] | None = None
     ) -> Backend:
         if self.backend == "gloo":
-            return gloo_backend(self._store, prefix, place, size, "127.0.0.1", config.connect_timeout, cancelled)
+            provider = gloo_provider(config.gloo_provider)
+            timeout = config.connect_timeout
+            return gloo_backend(provider, self._store, prefix, place, size, "127.0.0.1", timeout, cancelled)
         if size == 1:
             return LocalGroup(1).backend(0)
         backend = ShmBackend(

@@ -34,7 +34,7 @@ class TestFlags:
 
     def test_every_setting_with_a_flag_can_be_given(self) -> None:
         texts = {"--port-range": "2000-3000", "--log-level": "debug", "--gpu-operations": "nccl"}
-        texts |= {"--cpu-operations": "shm", "--shm-direct": "1"}
+        texts |= {"--cpu-operations": "shm", "--gloo-provider": "pygloo", "--shm-direct": "1"}
         parser = build_parser()
         for name, setting in settings().items():
             if setting.flag is None:
@@ -106,6 +106,7 @@ class TestFile:
             "stall_check.enabled": "false",
             "params.gpu_operations": "nccl",
             "params.cpu_operations": "gloo",
+            "params.gloo_provider": "torch",
             "params.shm_direct": "true",
             "params.deterministic": "true",
         }

@@ -67,6 +67,11 @@ def only(*visits: Visit) -> Finding:
     return findings[0]
 
 
+def with_gloo_from(*providers: str) -> dict[str, str]:
+    """A host's packages."""
+    return {"hvdgloo": "0.1.0", "numpy": "2.4.6", **dict.fromkeys(providers, "2.13.0")}
+
+
 class TestRules:
     def test_alike_hosts_are_well(self) -> None:
         assert found(visit("h1"), visit("h2"), visit("h3", 8)) == []
@@ -85,10 +90,27 @@ class TestRules:
         assert text in finding.text
         assert mend in finding.mend
 
-    def test_without_torch_nothing_is_exchanged(self) -> None:
-        finding = only(visit("h1"), visit("h2", packages={"hvdgloo": "0.1.0", "numpy": "2.4.6"}))
+    def test_without_torch_and_pygloo_nothing_is_exchanged(self) -> None:
+        finding = only(visit("h1"), visit("h2", packages=with_gloo_from()))
         assert (finding.severity, finding.hosts) == (Severity.STOP, ("h2",))
-        assert "torch is not installed" in finding.text
+        assert "neither torch nor pygloo is installed" in finding.text
+
+    def test_pygloo_everywhere_will_do(self) -> None:
+        packages = with_gloo_from("pygloo")
+        assert diagnose([visit("h1", packages=packages), visit("h2", packages=packages)], FACTS, "/") == []
+
+    @pytest.mark.parametrize("first", ["torch", "pygloo"])
+    def test_all_hosts_take_gloo_from_the_same_package(self, first: str) -> None:
+        second = "pygloo" if first == "torch" else "torch"
+        finding = only(visit("h1", packages=with_gloo_from(first)), visit("h2", packages=with_gloo_from(second)))
+        assert (finding.severity, finding.hosts) == (Severity.STOP, ("h2",))
+        assert f"{first} is not installed, through which h1" in finding.text
+        assert finding.mend == f"/opt/python -m pip install 'hvdgloo[{first}]'"
+
+    def test_what_all_hosts_have_can_be_chosen(self) -> None:
+        both = with_gloo_from("torch", "pygloo")
+        finding = only(visit("h1", packages=both), visit("h2", packages=with_gloo_from("pygloo")))
+        assert finding.mend.endswith(", or run with --gloo-provider pygloo")
 
     def test_pain_15_an_unreachable_host_keeps_its_reason(self) -> None:
         finding = only(visit("h1"), Visit("h2", 1, problem="its name cannot be looked up", mend="correct it"))
