@@ -52,7 +52,7 @@ def broadcast_object(
     """
     operation = broadcasting(root_rank, process_set)
     is_root = frontend.rank() == root_rank
-    label = frontend.automatic_name("broadcast_object") if name is None else name
+    label = frontend.automatic_name("broadcast_object", operation.process_set) if name is None else name
     purpose = _purpose(label, root_rank)
     payload, failure = _pack(frontend, obj, purpose) if is_root else (_bytes(0), None)
     length = np.array([payload.size if failure is None else _UNPICKLABLE], dtype=np.int64)
@@ -84,7 +84,7 @@ def allgather_object(
         HorovodInternalError: some rank could not pickle its object. On that rank, whatever pickling raised.
     """
     gather = gathering(process_set)
-    label = frontend.automatic_name("allgather_object") if name is None else name
+    label = frontend.automatic_name("allgather_object", gather.process_set) if name is None else name
     payload, failure = _pack(frontend, obj, _purpose(label, frontend.rank()))
     count = payload.size if failure is None else _UNPICKLABLE
     counts = frontend.gather_integers([count], gather.process_set, f"{label}.sz")[:, 0]
