@@ -27,6 +27,7 @@ from hvdgloo.engine.messages import Request
 from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.naming import names_of
 from hvdgloo.operations import Operation
+from hvdgloo.process_sets import ProcessSet, process_set_id
 from hvdgloo.types import Buffer, Collective, DType, TensorSpec
 
 T = TypeVar("T")
@@ -161,8 +162,8 @@ class Core(Generic[T]):
             known = session.requests.get(name)
             if known is not None and known[0] is operation and known[1] is grouped and known[2] == specs:
                 return known[3]
-        prefix = "grouped_" + operation.collective.value if grouped else operation.collective.value
-        request = operation.request(session.names.full(operation.process_set, prefix, name), specs)
+        full_name = session.names.full(operation.process_set, operation.prefix(grouped=grouped), name)
+        request = operation.request(full_name, specs)
         if name is not None:
             if len(session.requests) >= _MOST_REQUESTS:
                 session.requests.clear()  # a program that makes up names
@@ -188,7 +189,7 @@ class Core(Generic[T]):
             return self.start(operation, inputs, name, grouped=group, waits=True).wait()
 
         def backward(tape: Tape[T], gradients: Sequence[T]) -> Sequence[T]:
-            return adjoint.rule(self, operation, tape, gradients)
+            return adjoint.rule(self._for_gradient(name), operation, tape, gradients)
 
         return self.adapter.differentiable(forward, backward, tensors, keep=adjoint.keep)
 
@@ -202,7 +203,7 @@ class Core(Generic[T]):
             return [received]
 
         def backward(tape: Tape[T], gradients: Sequence[T]) -> Sequence[T]:
-            return send_back(self, operation, counts[0], gradients)
+            return send_back(self._for_gradient(name), operation, counts[0], gradients)
 
         # Rows that are not sent have no gradient; slicing tells the framework so.
         total = sum(splits)
@@ -211,6 +212,10 @@ class Core(Generic[T]):
         if shape and total < shape[0]:  # a scalar is refused by the engine
             sent = sent[:total]
         return [*self.adapter.differentiable(forward, backward, [sent], keep=False), *counts]
+
+    def _for_gradient(self, name: str | None) -> Core[T]:
+        """What the rule of a gradient calls collectives on; ``name`` is that of the call it is the gradient of."""
+        return self
 
     def reserve_names(self, names: Sequence[str]) -> list[str]:
         """Names for tensors that are submitted again and again, such as an optimizer's gradients.
@@ -264,6 +269,11 @@ class Core(Generic[T]):
         context = self._context()
         ranks = context.engine.members_of(operation.process_set, operation.collective.value)
         return len(ranks), ranks.index(context.rank)
+
+    def is_shared(self, process_set: ProcessSet) -> bool:
+        """Whether this process and another one are in the set; who has nobody to reduce with trains as without us."""
+        ranks = self.context.engine.process_sets.get(process_set_id(process_set), ())
+        return len(ranks) > 1 and self.context.rank in ranks
 
     def zeros(self, like: T) -> T:
         """A tensor of zeros of the same shape, type and device."""

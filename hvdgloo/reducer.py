@@ -8,6 +8,7 @@ what zeros stand in for one that never came is its caller's business.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -21,6 +22,7 @@ from hvdgloo.process_sets import ProcessSet, global_process_set, process_set_id
 from hvdgloo.types import Collective, ReduceOp
 
 T = TypeVar("T")
+V = TypeVar("V")
 
 
 @dataclass
@@ -255,6 +257,13 @@ class GradientReducer(Generic[T]):
                 whole = deliver(whole, gradient, in_place=True)
             reduced[name] = whole
         return reduced
+
+
+def divide(items: Sequence[V], count: int) -> list[list[V]]:
+    """What ``num_groups`` asks for: at most ``count`` parts of neighbours, as even as can be, and none empty."""
+    parts = min(count, len(items))
+    bounds = [len(items) * i // parts for i in range(parts + 1)] if parts else []
+    return [list(items[a:b]) for a, b in itertools.pairwise(bounds)]
 
 
 def _index_groups(groups: Iterable[Sequence[str]]) -> dict[str, tuple[str, ...]]:

@@ -12,7 +12,6 @@ which ranks trace their functions, on how often they did, or on what else a rank
 from __future__ import annotations
 
 import hashlib
-import itertools
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from hvdgloo.core import Pending
 from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.operations import gathering
 from hvdgloo.process_sets import ProcessSet, global_process_set, process_set_id
-from hvdgloo.reducer import GradientReducer
+from hvdgloo.reducer import GradientReducer, divide
 from hvdgloo.tensorflow import sparse
 from hvdgloo.tensorflow.adapter import Tensor
 from hvdgloo.tensorflow.frontend import TensorFlowFrontend, effect, in_graph, is_ordered, operator, unique_in_graph
@@ -71,9 +70,8 @@ class GradientSync:
 
     @property
     def active(self) -> bool:
-        """Whether there is anybody to reduce with; who has nobody trains exactly as without."""
-        ranks = self._ranks
-        return len(ranks) > 1 and self.frontend.context.rank in ranks
+        """Whether there is anybody to reduce with."""
+        return self.frontend.is_shared(self.options.process_set)
 
     def register_local_source(self, variable: Any) -> None:
         """Leave a variable's gradient to this rank alone."""
@@ -168,9 +166,7 @@ class GradientSync:
         if not groups:
             return []
         if isinstance(groups, int):
-            count = min(groups, len(dense))
-            bounds = [len(dense) * i // count for i in range(count + 1)] if count else [0]
-            return [list(dense[a:b]) for a, b in itertools.pairwise(bounds)]
+            return divide(dense, groups)
         name_of = {id(inner(variable)): name for name, variable in zip(names, variables, strict=True)}
         chosen = [[name_of[id(inner(v))] for v in group if id(inner(v)) in name_of] for group in groups]
         if any(name not in dense for group in chosen for name in group):

@@ -18,7 +18,6 @@ from __future__ import annotations
 import copy
 import enum
 import functools
-import itertools
 import sys
 import warnings
 import weakref
@@ -35,7 +34,8 @@ from hvdgloo.errors import GradientsInFlightError, InvalidArgumentError
 from hvdgloo.frontend import Frontend
 from hvdgloo.operations import reduction
 from hvdgloo.process_sets import ProcessSet, global_process_set, process_set_id
-from hvdgloo.reducer import GradientReducer
+from hvdgloo.reducer import GradientReducer, divide
+from hvdgloo.shells import shell_class
 from hvdgloo.torch import sparse
 from hvdgloo.torch.buckets import Buckets, agree, plan, suits
 from hvdgloo.torch.compression import Compression
@@ -117,9 +117,7 @@ class _Session:
         self.held = held
         self.options = options
         self.skipping = False
-        # Who has nobody to reduce with trains exactly as with the plain optimizer.
-        ranks = frontend.context.engine.process_sets.get(process_set_id(options.process_set), ())
-        self.active = len(ranks) > 1 and frontend.context.rank in ranks
+        self.active = frontend.is_shared(options.process_set)
         self.adaptive = options.op == ReduceOp.ADASUM
         if self.adaptive and options.gradient_predivide_factor != 1.0:
             raise InvalidArgumentError("gradient_predivide_factor divides an average, so it needs op=Average")
@@ -531,20 +529,9 @@ def wrap(
         raise InvalidArgumentError(f"expected a torch.optim.Optimizer, not {type(optimizer).__name__}")
     if isinstance(optimizer, Distributed):
         raise InvalidArgumentError("the optimizer is distributed already; wrap it once")
-    shell: Distributed = object.__new__(_shell_class(type(optimizer)))
+    shell: Distributed = object.__new__(shell_class(Distributed, type(optimizer)))
     shell._hvd = _Session(frontend, optimizer, named_parameters, groups, options)
     return shell
-
-
-_shell_classes: dict[type, type[Distributed]] = {}
-"""Plain class to its shell's, so that two wrapped optimizers of one class have one class too."""
-
-
-def _shell_class(base: type[torch.optim.Optimizer]) -> type[Distributed]:
-    if base not in _shell_classes:
-        names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-        _shell_classes[base] = type(base.__name__, (Distributed, base), names)
-    return _shell_classes[base]
 
 
 def _itself(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -601,9 +588,7 @@ def _groups(groups: Groups, trained: Sequence[Tensor], known: set[int]) -> list[
     if groups is None:
         return []
     if isinstance(groups, int) and not isinstance(groups, bool) and groups >= 0:
-        count = min(groups, len(trained))
-        bounds = [len(trained) * i // count for i in range(count + 1)] if count else []
-        return [list(trained[a:b]) for a, b in itertools.pairwise(bounds)]
+        return divide(trained, groups)
     well_formed = isinstance(groups, (list, tuple)) and all(
         isinstance(group, (list, tuple)) and all(isinstance(p, Tensor) for p in group) for group in groups
     )

@@ -1,7 +1,6 @@
 """The gradient of each collective against its definition in numpy.
 
-numpy records no gradients, so there the rules are called by themselves; torch and TensorFlow run them through graphs of
-their own.
+numpy records no gradients, so there the rules are called by themselves; the others run them through graphs of their own.
 """
 
 from __future__ import annotations
@@ -53,6 +52,17 @@ def gradients_of(
             tape.watch(tensors)
             outputs = frontend.apply(operation, tensors)
         results = tape.gradient(outputs, tensors, arriving)
+    elif framework.name == "mxnet":
+        from mxnet import autograd
+
+        for tensor in tensors:
+            tensor.attach_grad()
+        with autograd.record():
+            outputs = frontend.apply(operation, tensors)
+        autograd.backward(outputs, arriving)
+        results = [tensor.grad for tensor in tensors]
+        for result in results:
+            framework.adapter.export(result)  # raises what the rule raised
     else:
         outputs = frontend.apply(operation, tensors)
         left = Tape(tuple(x.shape for x in inputs), tuple(tensors), tuple(outputs))
