@@ -4,7 +4,8 @@
 there (``grad_req="add"``), and all of a group as soon as one input needs none. So this is done here with the function
 of MXNet's C interface that it calls, too.
 
-MXNet runs the backward callback in threads of its own, several at a time: rules must not rely on an order.
+MXNet runs the backward callback in threads of its own, several at a time: rules must not rely on an order. Of several
+that fail at a time it tells of one; the log has all.
 """
 
 from __future__ import annotations

@@ -53,13 +53,14 @@ def gradients_of(
             outputs = frontend.apply(operation, tensors)
         results = tape.gradient(outputs, tensors, arriving)
     elif framework.name == "mxnet":
-        from mxnet import autograd
+        from mxnet import autograd, util
 
-        for tensor in tensors:
-            tensor.attach_grad()
-        with autograd.record():
-            outputs = frontend.apply(operation, tensors)
-        autograd.backward(outputs, arriving)
+        with util.np_shape(True):  # or there are no arrays without rows
+            for tensor in tensors:
+                tensor.attach_grad()
+            with autograd.record():
+                outputs = frontend.apply(operation, tensors)
+            autograd.backward(outputs, arriving)
         results = [tensor.grad for tensor in tensors]
         for result in results:
             framework.adapter.export(result)  # raises what the rule raised
@@ -115,7 +116,7 @@ def test_extremes_with_factors_refuse(world: MakeWorld, framework: Framework, op
         with pytest.raises(InvalidArgumentError, match="multiply the tensor outside"):
             gradients_of(framework, context, operation, [INPUTS[0]], [GRADIENTS[0]])
 
-    world(2).run(rank_body)
+    world(1).run(rank_body)  # of several callbacks that fail at a time, MXNet tells of one
 
 
 @pytest.mark.parametrize("op", list(EXPECTED), ids=lambda op: op.name.lower())
