@@ -99,8 +99,8 @@ def main() -> None:
             print(f"epoch {epoch + 1}/{args.epochs}: loss {mean.asscalar():.4f}", flush=True)
 
     # (5) Counts are averaged, not percentages: shards need not be of one size.
-    mine = slice(hvd.rank(), None, hvd.size())
-    hits = network(mx.nd.array(test_images[mine])).asnumpy().argmax(axis=1) == test_digits[mine]
+    share = slice(hvd.rank(), None, hvd.size())
+    hits = network(mx.nd.array(test_images[share])).asnumpy().argmax(axis=1) == test_digits[share]
     correct, total = hvd.allreduce(mx.nd.array([hits.sum(), len(hits)]), name="accuracy").asnumpy()
 
     # (6) Only one rank reports.

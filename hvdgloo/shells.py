@@ -5,11 +5,14 @@ Programs ask ``isinstance``, and checkpoints and logs show the class's name.
 
 from __future__ import annotations
 
-import functools
+from typing import Any
+
+_classes: dict[tuple[type, type], type[Any]] = {}
 
 
-@functools.cache
-def shell_class(mixin: type, base: type) -> type:
+def shell_class(mixin: type, base: type) -> type[Any]:
     """The class that is ``mixin`` first and ``base`` otherwise; one for each pair, so that equals have equal types."""
-    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    return type(base.__name__, (mixin, base), names)
+    if (mixin, base) not in _classes:
+        names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+        _classes[mixin, base] = type(base.__name__, (mixin, base), names)
+    return _classes[mixin, base]

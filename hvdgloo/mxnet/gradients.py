@@ -10,14 +10,11 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from hvdgloo.compression import Compressor, NoneCompressor
 from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.frontend import Frontend
 from hvdgloo.mxnet.adapter import Tensor
-from hvdgloo.operations import gathering
-from hvdgloo.process_sets import ProcessSet, global_process_set
+from hvdgloo.process_sets import ProcessSet, global_process_set, process_set_id
 from hvdgloo.reducer import GradientReducer, divide
 
 
@@ -85,9 +82,9 @@ class GradientSync:
 
     def anywhere(self, flags: Sequence[bool]) -> list[bool]:
         """Which flags are set on some rank."""
-        own = np.array([flags], np.uint8)
-        operation = gathering(self._options.process_set)
-        return [bool(flag) for flag in self._frontend.start_array(operation, own, f"{self._label}.flags")().any(axis=0)]
+        process_set = process_set_id(self._options.process_set)
+        everyones = self._frontend.gather_integers([int(flag) for flag in flags], process_set, f"{self._label}.flags")
+        return [bool(count) for count in everyones.sum(axis=0)]
 
     def _reducer(self, keys: tuple[Hashable, ...]) -> GradientReducer[Tensor]:
         return GradientReducer(

@@ -1,6 +1,6 @@
 """The gradient of each collective against its definition in numpy.
 
-numpy records no gradients, so there the rules are called by themselves; the others run them through graphs of their own.
+numpy records no gradients, so there the rules are called by themselves; the others run them through their graphs.
 """
 
 from __future__ import annotations

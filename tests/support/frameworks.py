@@ -105,15 +105,16 @@ def _tensorflow() -> Framework:
     )
 
 
-def import_mxnet() -> Any:
-    """MXNet, which uses names that its numpy warns of, as it is imported and later."""
+def need(name: str) -> Any:
+    """A framework's module; skips where it is not installed. MXNet uses names that its numpy warns of."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return importlib.import_module("mxnet")
+        if name == "mxnet":
+            warnings.simplefilter("ignore")
+        return pytest.importorskip(name)
 
 
 def _mxnet() -> Framework:
-    mx = import_mxnet()
+    mx = need("mxnet")
 
     from hvdgloo.mxnet.adapter import MXNetAdapter
     from hvdgloo.mxnet.compression import Compression
