@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import configparser
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import re
@@ -22,7 +21,7 @@ from hvdgloo.runner.command import interface_variables, worker_environment
 from hvdgloo.runner.nics import Address
 from hvdgloo.runner.options import IGNORED_FLAGS, REFUSED_FLAGS
 from hvdgloo.runner.spec import Host, assign
-from tests.architecture.source import ROOT
+from tests.support.pages import ROOT, generated
 
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 OTHER_OPTIONS = {
@@ -71,34 +70,24 @@ WITHOUT_EFFECT = {
 """Variables of Horovod's that nothing here reads."""
 
 
-def _generated(page: str) -> str:
-    spec = importlib.util.spec_from_file_location(f"generate_{page}", ROOT / f"docs/generate_{page}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    text: str = module.text()
-    return text
-
-
 def _ids(page: Path) -> str:
     return page.name
 
 
 def test_configuration_is_what_config_declares() -> None:
     written = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
-    assert written == _generated("configuration"), "run: python docs/generate_configuration.py"
+    assert written == generated("configuration"), "run: python docs/generate_configuration.py"
 
 
 def test_the_api_page_is_what_the_docstrings_say() -> None:
     pytest.importorskip("torch", reason="the page is about hvdgloo.torch")
-    assert (ROOT / "docs/api.md").read_text(encoding="utf-8") == _generated("api"), "run: python docs/generate_api.py"
+    assert (ROOT / "docs/api.md").read_text(encoding="utf-8") == generated("api"), "run: python docs/generate_api.py"
 
 
 @pytest.mark.parametrize("name", sorted(settings()))
 def test_configuration_shows_every_name_of_a_setting(name: str) -> None:
     setting = settings()[name]
-    section = _generated("configuration").partition(f"\n## {setting.env}\n")[2].partition("\n## ")[0]
+    section = generated("configuration").partition(f"\n## {setting.env}\n")[2].partition("\n## ")[0]
     names = [setting.flag, setting.yaml, *setting.fallback]
     assert [shown for shown in names if shown is not None and f"`{shown}`" not in section] == []
 
