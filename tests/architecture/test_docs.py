@@ -21,6 +21,7 @@ from hvdgloo.runner.command import interface_variables, worker_environment
 from hvdgloo.runner.nics import Address
 from hvdgloo.runner.options import IGNORED_FLAGS, REFUSED_FLAGS
 from hvdgloo.runner.spec import Host, assign
+from tests.support.frameworks import need
 from tests.support.pages import ROOT, generated
 
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -142,19 +143,24 @@ def test_requirements_agree_with_setup_cfg() -> None:
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg", encoding="utf-8")
     extras = setup["options.extras_require"]
-    lines = setup["options"]["install_requires"] + extras["torch"] + extras["tensorflow"] + extras["keras"]
-    asked = {r.name: f">= {str(r.specifier)[2:]}" for r in map(Requirement, lines.split("\n")[1:])}
+    lines = "".join(
+        [setup["options"]["install_requires"], *(extras[name] for name in ("torch", "tensorflow", "keras", "mxnet"))]
+    )
+    wanted = [r for r in map(Requirement, lines.split("\n")[1:]) if str(r.specifier).startswith(">=")]
+    asked = {r.name: f">= {str(r.specifier)[2:]}" for r in wanted}
     asked["Python"] = setup["options"]["python_requires"].replace(">=", ">= ")
     assert {_canonical(name): needs for name, (needs, _) in _matrix().items()} == {
         _canonical(name): needs for name, needs in asked.items()
     }
 
 
-@pytest.mark.parametrize("name", ["Python", "torch", "numpy", "flask", "cheroot", "cloudpickle", "tensorflow", "keras"])
+@pytest.mark.parametrize(
+    "name", ["Python", "torch", "numpy", "flask", "cheroot", "cloudpickle", "tensorflow", "keras", "mxnet"]
+)
 def test_this_environment_is_in_the_matrix(name: str) -> None:
     """Pain 3: whoever runs the tests hears of versions that the matrix lacks; that alone is no failure."""
-    if name in ("tensorflow", "keras"):
-        pytest.importorskip(name, reason="its tests have an environment of their own")
+    if name in ("torch", "tensorflow", "keras", "mxnet"):
+        need(name)
     package = "tensorflow-cpu" if name == "tensorflow" else name
     present = Version(platform.python_version() if name == "Python" else importlib.metadata.version(package))
     needs, tested = _matrix()[name]
