@@ -28,6 +28,7 @@ except (ModuleNotFoundError, AttributeError) as error:
         f"Python 3.10 or 3.11 (here is numpy {numpy.__version__}: {str(error).splitlines()[0]})"
     ) from error
 
+from hvdgloo import context
 from hvdgloo.errors import HorovodInternalError
 from hvdgloo.mxnet.compression import Compression
 from hvdgloo.mxnet.functions import allgather_object, broadcast_object, broadcast_parameters
@@ -91,6 +92,8 @@ from hvdgloo.mxnet.mpi_ops import (
 )
 from hvdgloo.mxnet.optimizer import DistributedOptimizer, DistributedTrainer
 from hvdgloo.process_sets import ProcessSet, global_process_set
+
+context.shut_down_first_at_exit()  # MXNet waits for gradients under way
 
 __all__ = [
     "Adasum",

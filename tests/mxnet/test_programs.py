@@ -196,6 +196,24 @@ for what, call in (("trainer", lambda: trainer.step(4)), ("later", lambda: hvd.a
 """
 
 
+WAITING = """
+import hvdgloo.context  # before MXNet, whose end waits for all that it has to compute
+import mxnet as mx
+from mxnet import autograd
+import hvdgloo.mxnet as hvd
+
+hvd.init()
+x = mx.nd.ones((2,))
+x.attach_grad()
+with autograd.record():
+    losses = [hvd.allreduce(x, name=name).sum() for name in "ab"]
+losses[hvd.rank()].backward()  # waits for a rank that never comes
+hvd.allreduce_async_(mx.nd.ones((3,)), name=f"of {hvd.rank()}")
+hvd.broadcast_object("so far", name="so far")
+print("end", flush=True)
+"""
+
+
 @pytest.fixture
 def launcher(tmp_path: Path) -> Iterator[Launcher]:
     with launcher_in(tmp_path) as made:
@@ -217,3 +235,9 @@ def test_a_program_of_horovods_runs_without_an_edit(launcher: Launcher) -> None:
     assert done.returncode == 7, done.stdout + done.stderr
     said = [line.partition(">:")[2] for line in done.stdout.splitlines()]
     assert said == ["trainer: PeerLostError", "later: PeerLostError"], done.stdout + done.stderr
+
+
+def test_gradients_that_still_wait_let_the_program_end(launcher: Launcher) -> None:
+    done = launcher.run("-np", "2", launcher.script(WAITING), timeout=50)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line.partition(">:")[2] for line in done.stdout.splitlines()] == ["end"] * 2
