@@ -162,8 +162,8 @@ class Core(Generic[T]):
             known = session.requests.get(name)
             if known is not None and known[0] is operation and known[1] is grouped and known[2] == specs:
                 return known[3]
-        full_name = session.names.full(operation.process_set, operation.prefix(grouped=grouped), name)
-        request = operation.request(full_name, specs)
+        prefix = "grouped_" + operation.collective.value if grouped else operation.collective.value
+        request = operation.request(session.names.full(operation.process_set, prefix, name), specs)
         if name is not None:
             if len(session.requests) >= _MOST_REQUESTS:
                 session.requests.clear()  # a program that makes up names
@@ -184,18 +184,20 @@ class Core(Generic[T]):
         """
         group = len(tensors) > 1 if grouped is None else grouped
         adjoint = ADJOINTS[operation.collective, operation.op]
+        rules = self._for_gradient(operation, name)
 
         def forward(inputs: Sequence[T]) -> list[T]:
             return self.start(operation, inputs, name, grouped=group, waits=True).wait()
 
         def backward(tape: Tape[T], gradients: Sequence[T]) -> Sequence[T]:
-            return adjoint.rule(self._for_gradient(name), operation, tape, gradients)
+            return adjoint.rule(rules, operation, tape, gradients)
 
         return self.adapter.differentiable(forward, backward, tensors, keep=adjoint.keep)
 
     def exchange(self, operation: Operation, tensor: T, splits: Sequence[int], name: str | None = None) -> list[T]:
         """An alltoall, waited for, with its gradient recorded: the received rows, and (int32) how many from whom."""
         counts: list[T] = []
+        rules = self._for_gradient(operation, name)
 
         def forward(inputs: Sequence[T]) -> list[T]:
             received, numbers = self.start(operation, inputs, name, splits=splits, waits=True).wait()
@@ -203,7 +205,7 @@ class Core(Generic[T]):
             return [received]
 
         def backward(tape: Tape[T], gradients: Sequence[T]) -> Sequence[T]:
-            return send_back(self._for_gradient(name), operation, counts[0], gradients)
+            return send_back(rules, operation, counts[0], gradients)
 
         # Rows that are not sent have no gradient; slicing tells the framework so.
         total = sum(splits)
@@ -213,8 +215,8 @@ class Core(Generic[T]):
             sent = sent[:total]
         return [*self.adapter.differentiable(forward, backward, [sent], keep=False), *counts]
 
-    def _for_gradient(self, name: str | None) -> Core[T]:
-        """What the rule of a gradient calls collectives on; ``name`` is that of the call it is the gradient of."""
+    def _for_gradient(self, operation: Operation, name: str | None) -> Core[T]:
+        """What the gradient of a call runs its collectives on; asked for in the order of the calls."""
         return self
 
     def reserve_names(self, names: Sequence[str]) -> list[str]:

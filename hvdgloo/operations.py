@@ -27,10 +27,6 @@ class Operation:
     root: int = -1
     process_set: int = 0
 
-    def prefix(self, *, grouped: bool) -> str:
-        """What the full names of its tensors, or of their group, begin with."""
-        return "grouped_" + self.collective.value if grouped else self.collective.value
-
     def request(self, name: str, tensors: tuple[TensorSpec, ...]) -> Request:
         """This operation on some tensors, under the full name ``name``."""
         return Request(

@@ -152,8 +152,10 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         process_set: ProcessSet = global_process_set,
     ) -> None:
         if isinstance(optimizer, Distributed):
-            warnings.warn("DistributedTrainer averages gradients itself, once: it takes the plain optimizer that the "
-                          "given one holds", stacklevel=2)  # fmt: skip
+            text = (
+                "DistributedTrainer averages gradients itself, and takes the plain optimizer that the given one holds"
+            )
+            warnings.warn(text, stacklevel=2)
             optimizer = optimizer._plain
         options = Options(compression, gradient_predivide_factor, num_groups, process_set)
         self._sync = GradientSync(_frontend, options, f"{prefix or ''}gradient")

@@ -169,7 +169,10 @@ def test_gradients_of_several_collectives_find_each_other(ranks: Ranks) -> None:
             weight.attach_grad()
         for _ in range(5):
             with autograd.record():
-                parts = [frontend.allreduce(w, op=ReduceOp.SUM) * (i + 1) for i, w in enumerate(weights)]
+                parts = [  # half of them under one name, which is free again as each returns
+                    frontend.allreduce(w, name="x" if i % 2 else None, op=ReduceOp.SUM) * (i + 1)
+                    for i, w in enumerate(weights)
+                ]
                 rows, _ = frontend.alltoall(weights[0], [1, 2])
                 loss = mx.nd.add_n(*parts).sum() * (context.rank + 1) + rows.sum()
             loss.backward()
