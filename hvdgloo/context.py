@@ -502,7 +502,7 @@ def current() -> Context:
     return context
 
 
-class _Handler(logging.StreamHandler[Any]):
+class _Handler(logging.StreamHandler):  # type: ignore[type-arg] # which Python has from 3.11 on
     """Ours, so that it can be found again; writes to whatever sys.stderr is at the time."""
 
     def __init__(self) -> None:
