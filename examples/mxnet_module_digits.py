@@ -56,6 +56,7 @@ def main() -> None:
     # (1) Find the other processes and get a rank.
     hvd.init()
     mx.random.seed(args.seed + hvd.rank())
+    np.random.seed(args.seed + hvd.rank())  # by which NDArrayIter shuffles
 
     # (2) Each rank trains and tests on its own part of the data; all take the same number of steps.
     (images, digits), (test_images, test_digits) = load_data()
