@@ -26,7 +26,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--epochs", type=int, default=20, help="how often each image is seen")
     parser.add_argument("--batch-size", type=int, default=32, help="images in a step of one process")
-    parser.add_argument("--lr", type=float, default=0.02, help="learning rate of one process")
+    parser.add_argument("--lr", type=float, default=0.03, help="learning rate of one process")
     parser.add_argument("--seed", type=int, default=42, help="of initial weights and order of images")
     return parser.parse_args()
 
