@@ -30,12 +30,27 @@ PYTHON310 ?= $(shell for python in python3.10 "$$(pyenv prefix 3.10 2>/dev/null)
     "$$python" -c "import ensurepip" 2>/dev/null && command -v "$$python" && break; done)
 TESTS_TF ?= tests/tensorflow tests/contract tests/architecture tests/unit/test_horovod_surface.py
 
-.PHONY: demo test test-main test-tensorflow test-pygloo test-gpu check clean
+VENV_MXNET ?= .venv-mxnet
+READY_MXNET := $(VENV_MXNET)/.ready
+MXNET ?= mxnet==1.9.1
+# The last versions that work with MXNet 1.9.1, and with numpy as it needs it.
+MXNET_BESIDE ?= numpy==1.23.5 scipy==1.10.1 scikit-learn==1.3.2
+# MXNet has wheels that work up to Python 3.11, hvdgloo needs 3.10: the first of these that can make an environment.
+PYTHONS_MXNET ?= $(PYTHON) python3.11 python3.10 $(wildcard $(HOME)/.pyenv/versions/3.11.*/bin/python) \
+    $(wildcard $(HOME)/.pyenv/versions/3.10.*/bin/python) \
+    $(shell uv python find 3.11 2>/dev/null) $(shell uv python find 3.10 2>/dev/null)
+PYTHON_MXNET = $(firstword $(foreach python,$(PYTHONS_MXNET),$(shell \
+    $(python) -c "import sys, venv, ensurepip; sys.exit(not (3, 10) <= sys.version_info < (3, 12))" 2>/dev/null \
+    && echo $(python))))
+TESTS_MXNET ?= tests/mxnet tests/contract tests/architecture tests/unit/test_horovod_surface.py \
+    tests/unit/test_front_end_modules.py
+
+.PHONY: demo test test-main test-tensorflow test-mxnet test-with-mxnet test-pygloo test-gpu check clean
 
 demo: $(READY)
 	$(BIN)/hvdgloo-run -np 2 examples/torch_digits.py
 
-test: test-main test-tensorflow test-pygloo
+test: test-main test-tensorflow test-mxnet test-pygloo
 
 # Where ranks are threads of one process, a second pytest has the second core to itself. Tests of several processes wait
 # half of their time, for programs to start and for deadlines to pass; a third pytest has the cores meanwhile.
@@ -62,6 +77,19 @@ test-pygloo: $(READY_PYGLOO)
 	$(VENV_PYGLOO)/bin/python -m pytest $(PROCESSES_PYGLOO)
 endif
 
+# MXNet needs an old numpy and an old Python, so nothing of the other environments is of use; there is no torch in this.
+test-mxnet:
+	@if [ -z "$(PYTHON_MXNET)" ]; then \
+	    echo "test-mxnet is skipped: MXNet 1.9.1 needs Python 3.10 or 3.11, and neither was found;" \
+	        "'make test-mxnet PYTHON_MXNET=<its path>' takes one from elsewhere"; \
+	else \
+	    $(MAKE) test-with-mxnet; \
+	fi
+
+test-with-mxnet: $(READY_MXNET)
+	HVDGLOO_TEST_FRONTENDS=mxnet $(VENV_MXNET)/bin/python -m pytest $(TESTS_MXNET) \
+	    -k "mxnet and not gloo and not segment"
+
 # With the torch that is installed on a machine with a GPU, which this environment sees.
 test-gpu: $(READY_GPU)
 	HVDGLOO_TEST_REQUIRE_GPU=1 $(VENV_GPU)/bin/python -m pytest tests/gpu
@@ -73,7 +101,8 @@ check: $(READY)
 	$(BIN)/python -m pytest -q tests/architecture
 
 clean:
-	rm -rf $(VENV) $(VENV_GPU) $(VENV_TF) $(VENV_PYGLOO) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV_GPU) $(VENV_TF) $(VENV_MXNET) $(VENV_PYGLOO) build dist *.egg-info .pytest_cache .mypy_cache \
+	    .ruff_cache
 
 # torch is installed first and by its pin, so that no other package's range fetches another build of it.
 $(READY): setup.cfg setup.py Makefile
@@ -104,7 +133,17 @@ $(READY_TF): $(READY)
 	touch $@
 
 $(READY_PYGLOO): setup.cfg setup.py Makefile
+	@echo "Making $(VENV_PYGLOO), without torch."
+	rm -rf $(VENV_PYGLOO)
 	$(PYTHON310) -m venv $(VENV_PYGLOO)
-	$(VENV_PYGLOO)/bin/python -m pip install --quiet $(PYGLOO)
 	$(VENV_PYGLOO)/bin/python -m pip install --quiet --editable ".[pygloo,test]" $(PYGLOO)
+	touch $@
+
+# MXNet comes without its dependencies: of these only numpy and requests serve, and graphviz would be an ancient one.
+$(READY_MXNET): setup.cfg setup.py Makefile
+	@echo "Making $(VENV_MXNET); MXNet and what it needs are 120 MB."
+	rm -rf $(VENV_MXNET)
+	$(PYTHON_MXNET) -m venv $(VENV_MXNET)
+	$(VENV_MXNET)/bin/python -m pip install --quiet --editable ".[test]" $(MXNET_BESIDE)
+	$(VENV_MXNET)/bin/python -m pip install --quiet --no-deps $(MXNET)
 	touch $@

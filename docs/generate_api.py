@@ -89,6 +89,21 @@ def text() -> str:
     return "\n".join(parts).rstrip() + "\n"
 
 
+def page(head: str, *sections: tuple[str, str, tuple[str, ...]]) -> str:
+    """A front-end's own page.
+
+    Args:
+        head: its beginning.
+        sections: of each the title, the module, and the names in it.
+    """
+    parts = [head]
+    for title, module, names in sections:
+        loaded = importlib.import_module(module)
+        parts.append(f"## {title}\n")
+        parts += [_entry(name, getattr(loaded, name), "") for name in names]
+    return "\n".join(parts).rstrip() + "\n"
+
+
 def _entry(name: str, value: Any, mark: str) -> str:
     if isinstance(value, enum.Enum):
         return f"### `{name}`{mark}\n\nA reduction.\n"

@@ -5,10 +5,9 @@ python docs/generate_api_tensorflow.py
 
 from __future__ import annotations
 
-import importlib
-import sys
 from pathlib import Path
-from typing import Any
+
+from generate_api import page
 
 PAGE = Path(__file__).parent / "api-tensorflow.md"
 
@@ -42,21 +41,12 @@ CALLBACKS = (
 
 def text() -> str:
     """The whole page."""
-    sys.path.insert(0, str(Path(__file__).parent))
-    try:
-        entry: Any = importlib.import_module("generate_api")._entry
-    finally:
-        sys.path.pop(0)
-    parts = [HEAD]
-    for title, module, names in (
+    return page(
+        HEAD,
         ("`hvdgloo.tensorflow`", "hvdgloo.tensorflow", TENSORFLOW),
         ("`hvdgloo.keras`", "hvdgloo.keras", KERAS),
         ("`hvdgloo.keras.callbacks`", "hvdgloo.keras.callbacks", CALLBACKS),
-    ):
-        loaded = importlib.import_module(module)
-        parts.append(f"## {title}\n")
-        parts += [entry(name, getattr(loaded, name), "") for name in names]
-    return "\n".join(parts).rstrip() + "\n"
+    )
 
 
 if __name__ == "__main__":

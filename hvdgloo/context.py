@@ -537,4 +537,10 @@ def _at_exit() -> None:
         shutdown(aftermath.uncaught())
 
 
-atexit.register(_at_exit)
+def shut_down_first_at_exit() -> None:
+    """Shut down before whatever was imported so far does so, which may wait for what waits for the other ranks."""
+    atexit.unregister(_at_exit)
+    atexit.register(_at_exit)
+
+
+shut_down_first_at_exit()

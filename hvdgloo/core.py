@@ -27,6 +27,7 @@ from hvdgloo.engine.messages import Request
 from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.naming import names_of
 from hvdgloo.operations import Operation
+from hvdgloo.process_sets import ProcessSet, process_set_id
 from hvdgloo.types import Buffer, Collective, DType, TensorSpec
 
 T = TypeVar("T")
@@ -183,18 +184,20 @@ class Core(Generic[T]):
         """
         group = len(tensors) > 1 if grouped is None else grouped
         adjoint = ADJOINTS[operation.collective, operation.op]
+        rules = self._for_gradient(operation, name)
 
         def forward(inputs: Sequence[T]) -> list[T]:
             return self.start(operation, inputs, name, grouped=group, waits=True).wait()
 
         def backward(tape: Tape[T], gradients: Sequence[T]) -> Sequence[T]:
-            return adjoint.rule(self, operation, tape, gradients)
+            return adjoint.rule(rules, operation, tape, gradients)
 
         return self.adapter.differentiable(forward, backward, tensors, keep=adjoint.keep)
 
     def exchange(self, operation: Operation, tensor: T, splits: Sequence[int], name: str | None = None) -> list[T]:
         """An alltoall, waited for, with its gradient recorded: the received rows, and (int32) how many from whom."""
         counts: list[T] = []
+        rules = self._for_gradient(operation, name)
 
         def forward(inputs: Sequence[T]) -> list[T]:
             received, numbers = self.start(operation, inputs, name, splits=splits, waits=True).wait()
@@ -202,7 +205,7 @@ class Core(Generic[T]):
             return [received]
 
         def backward(tape: Tape[T], gradients: Sequence[T]) -> Sequence[T]:
-            return send_back(self, operation, counts[0], gradients)
+            return send_back(rules, operation, counts[0], gradients)
 
         # Rows that are not sent have no gradient; slicing tells the framework so.
         total = sum(splits)
@@ -211,6 +214,10 @@ class Core(Generic[T]):
         if shape and total < shape[0]:  # a scalar is refused by the engine
             sent = sent[:total]
         return [*self.adapter.differentiable(forward, backward, [sent], keep=False), *counts]
+
+    def _for_gradient(self, operation: Operation, name: str | None) -> Core[T]:
+        """What the gradient of a call runs its collectives on; asked for in the order of the calls."""
+        return self
 
     def reserve_names(self, names: Sequence[str]) -> list[str]:
         """Names for tensors that are submitted again and again, such as an optimizer's gradients.
@@ -264,6 +271,18 @@ class Core(Generic[T]):
         context = self._context()
         ranks = context.engine.members_of(operation.process_set, operation.collective.value)
         return len(ranks), ranks.index(context.rank)
+
+    def sharers(self, process_set: ProcessSet) -> tuple[int, ...]:
+        """The set's ranks, if this process and another one are among them; else none.
+
+        Who has nobody to reduce with trains exactly as without us.
+        """
+        ranks = self.context.engine.process_sets.get(process_set_id(process_set), ())
+        return ranks if len(ranks) > 1 and self.context.rank in ranks else ()
+
+    def is_shared(self, process_set: ProcessSet) -> bool:
+        """Whether this process and another one are in the set."""
+        return bool(self.sharers(process_set))
 
     def zeros(self, like: T) -> T:
         """A tensor of zeros of the same shape, type and device."""

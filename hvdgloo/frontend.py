@@ -12,12 +12,17 @@ Adding a collective: a member of ``types.Collective``, its methods here, a row i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy.typing as npt
+
 from hvdgloo import process_sets
+from hvdgloo.adapters import TensorAdapter
 from hvdgloo.compression import Compressor, NoneCompressor
-from hvdgloo.core import Core, T
+from hvdgloo.context import Context
+from hvdgloo.core import Core, Pending, T
 from hvdgloo.engine.messages import Request
 from hvdgloo.operations import Operation, broadcasting, exchanging, gathering, reduction, scattering
 from hvdgloo.process_sets import ProcessSet, global_process_set, process_set_id
@@ -388,6 +393,13 @@ class Frontend(Core[T]):
         """``broadcast_`` that returns a handle."""
         return self._number(self.start(broadcasting(root_rank, process_set), [tensor], name, in_place=True))
 
+    def broadcast_all_(self, named: Iterable[tuple[str, T]], root_rank: int) -> None:
+        """Overwrite many tensors with the root's, each under its own name; all are under way before any is awaited."""
+        operation = broadcasting(root_rank, global_process_set)
+        pending = [self.start(operation, [tensor], name, in_place=True) for name, tensor in named]
+        for broadcast in pending:
+            broadcast.wait()
+
     # barrier ----------------------------------------------------------------------------------------------------------
 
     def barrier(self, process_set: ProcessSet = global_process_set) -> None:
@@ -437,3 +449,25 @@ class Frontend(Core[T]):
             False for a set that is not registered, and for the global one; nothing was done then.
         """
         return process_sets.remove(self.context, process_set)
+
+
+class NamedFrontend(Frontend[T]):
+    """A Frontend for one run of a gradient's rule, where nothing orders runs of rules: its calls all have names.
+
+    Args:
+        adapter, context: as for ``Frontend``.
+        label: begins the names; the same on all ranks.
+    """
+
+    def __init__(self, adapter: TensorAdapter[T], context: Callable[[], Context], label: str) -> None:
+        super().__init__(adapter, context)
+        self._label = label
+        self._calls = itertools.count(1)
+
+    def start(self, operation: Operation, tensors: Sequence[T], name: str | None = None, **how: Any) -> Pending[T]:
+        return super().start(operation, tensors, name or f"{self._label}.{next(self._calls)}", **how)
+
+    def start_array(
+        self, operation: Operation, array: npt.NDArray[Any], name: str | None = None
+    ) -> Callable[[], npt.NDArray[Any]]:
+        return super().start_array(operation, array, name or f"{self._label}.{next(self._calls)}")

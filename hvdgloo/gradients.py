@@ -10,10 +10,9 @@ from typing import Any, TypeVar
 
 from hvdgloo.common.util import split_list
 from hvdgloo.compression import Compressor, NoneCompressor
-from hvdgloo.context import Context
 from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.frontend import Frontend
-from hvdgloo.process_sets import ProcessSet, global_process_set, process_set_id
+from hvdgloo.process_sets import ProcessSet, global_process_set
 from hvdgloo.reducer import GradientReducer
 from hvdgloo.types import ReduceOp
 
@@ -45,15 +44,6 @@ def label(described: Sequence[object]) -> str:
         described: of each gradient what ranks agree on, such as its shape and type; something with a ``repr``.
     """
     return f"gradients.{hashlib.sha256(repr(list(described)).encode()).hexdigest()[:8]}"
-
-
-def peers(context: Context, process_set: ProcessSet) -> tuple[int, ...]:
-    """The ranks that share gradients, this one among them; none if there is nobody to share with.
-
-    Who has nobody to reduce with trains exactly as with the plain optimizer.
-    """
-    ranks = context.engine.process_sets.get(process_set_id(process_set), ())
-    return ranks if len(ranks) > 1 and context.rank in ranks else ()
 
 
 def make_reducer(

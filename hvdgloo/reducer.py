@@ -21,6 +21,7 @@ from hvdgloo.process_sets import ProcessSet, global_process_set, process_set_id
 from hvdgloo.types import Collective, ReduceOp
 
 T = TypeVar("T")
+V = TypeVar("V")
 
 
 @dataclass

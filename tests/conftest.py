@@ -53,6 +53,20 @@ def world(backend: str) -> Iterator[Callable[..., World]]:
         made.close()
 
 
+@pytest.fixture
+def ranks() -> Iterator[Callable[..., World]]:
+    """``ranks(size, **settings)``: a World over the local backend, closed after the test."""
+    worlds: list[World] = []
+
+    def make(size: int, **options: Any) -> World:
+        worlds.append(World(size, "inline", **options))
+        return worlds[-1]
+
+    yield make
+    for made in worlds:
+        made.close()
+
+
 @pytest.fixture(params=frameworks.names())
 def framework(request: pytest.FixtureRequest) -> frameworks.Framework:
     """Each framework in turn."""

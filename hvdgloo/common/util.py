@@ -43,12 +43,13 @@ T = TypeVar("T")
 _cache = functools.cache
 """Decorates a function that is called once for each combination of arguments."""
 
-_FRONT_ENDS = {"keras": "keras", "numpy": "numpy", "tensorflow": "tensorflow", "torch": "torch"}
+_FRONT_ENDS = {name: name for name in ("keras", "mxnet", "numpy", "tensorflow", "torch")}
 """Front-end to the package that it needs."""
 
 _ASK_SECONDS = 120.0
 
 _GPU_QUESTIONS = {
+    "mxnet": "import mxnet; print(mxnet.context.num_gpus() > 0)",
     "tensorflow": "import tensorflow; print(bool(tensorflow.config.list_physical_devices('GPU')))",
     "torch": "import torch; print(torch.cuda.is_available())",
 }

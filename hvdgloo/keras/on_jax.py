@@ -14,7 +14,7 @@ from jax.experimental import io_callback
 
 from hvdgloo.errors import HvdglooError
 from hvdgloo.foreign import ForeignError, recall
-from hvdgloo.gradients import make_reducer, named_groups, peers
+from hvdgloo.gradients import make_reducer, named_groups
 from hvdgloo.keras.distributed import FINITE, Options, names_of
 from hvdgloo.numpy import _frontend
 from hvdgloo.types import ReduceOp
@@ -74,7 +74,7 @@ class JaxSync:
         return everywhere.astype(bool)
 
     def _ranks(self) -> tuple[int, ...]:
-        return peers(_frontend.context, self._options.process_set)
+        return _frontend.sharers(self._options.process_set)
 
 
 def _outside(function: Callable[[Sequence[Any]], list[Any]], tensors: Sequence[Any]) -> list[Any]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hvdgloo.gradients import make_reducer, named_groups, peers
+from hvdgloo.gradients import make_reducer, named_groups
 from hvdgloo.keras.distributed import Options, names_of
 from hvdgloo.operations import Operation
 from hvdgloo.process_sets import process_set_id
@@ -195,7 +195,7 @@ class TorchSync:
         self._reducer = make_reducer(_frontend, self._options, groups, self._options.compression)
 
     def _ranks(self) -> tuple[int, ...]:
-        return peers(_frontend.context, self._options.process_set)
+        return _frontend.sharers(self._options.process_set)
 
 
 def _ready(sync: weakref.ref[TorchSync], name: str, parameter: Tensor) -> None:

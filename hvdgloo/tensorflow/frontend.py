@@ -15,7 +15,6 @@ what is around them. All our operators therefore read one variable before they r
 
 from __future__ import annotations
 
-import itertools
 import threading
 import weakref
 from collections import Counter
@@ -28,7 +27,7 @@ import tensorflow as tf
 
 from hvdgloo.adapters import Tape
 from hvdgloo.adjoints import ADJOINTS, send_back
-from hvdgloo.frontend import Frontend
+from hvdgloo.frontend import Frontend, NamedFrontend
 from hvdgloo.operations import Operation, exchanging
 from hvdgloo.process_sets import ProcessSet, global_process_set
 from hvdgloo.tensorflow.adapter import Tensor, record
@@ -148,22 +147,7 @@ class TensorFlowFrontend(Frontend[Tensor]):
 
     def _named(self, label: str | None) -> Frontend[Tensor]:
         """What a gradient's rule, as it runs, takes its names from."""
-        return self if label is None else _Named(self.adapter, self._context, f"{label}.gradient")
-
-
-class _Named(Frontend[Tensor]):
-    """A Frontend for one run of a gradient's rule in a graph without an order: unnamed calls get names all the same."""
-
-    def __init__(self, adapter: Any, context: Any, label: str) -> None:
-        super().__init__(adapter, context)
-        self._label = label
-        self._calls = itertools.count(1)
-
-    def start(self, operation: Operation, tensors: Sequence[Tensor], name: str | None = None, **how: Any) -> Any:
-        return super().start(operation, tensors, name or f"{self._label}.{next(self._calls)}", **how)
-
-    def start_array(self, operation: Operation, array: Any, name: str | None = None) -> Any:
-        return super().start_array(operation, array, name or f"{self._label}.{next(self._calls)}")
+        return self if label is None else NamedFrontend(self.adapter, self._context, f"{label}.gradient")
 
 
 def unconverted(function: F) -> F:

@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from hvdgloo.core import Pending
 from hvdgloo.errors import InvalidArgumentError
-from hvdgloo.gradients import Options, check, label, make_reducer, named_groups, peers
+from hvdgloo.gradients import Options, check, label, make_reducer, named_groups
 from hvdgloo.operations import Operation, gathering
 from hvdgloo.process_sets import process_set_id
 from hvdgloo.tensorflow import sparse
@@ -48,8 +48,8 @@ class GradientSync:
 
     @property
     def active(self) -> bool:
-        """Whether there is anybody to reduce with; who has nobody trains exactly as without."""
-        return bool(self._ranks)
+        """Whether there is anybody to reduce with."""
+        return self.frontend.is_shared(self.options.process_set)
 
     def register_local_source(self, variable: Any) -> None:
         """Leave a variable's gradient to this rank alone."""
@@ -101,7 +101,7 @@ class GradientSync:
 
     @property
     def _ranks(self) -> tuple[int, ...]:
-        return peers(self.frontend.context, self.options.process_set)
+        return self.frontend.sharers(self.options.process_set)
 
     def _scale(self, gradient: Any) -> Any:
         size = len(self._ranks)

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.gradients import Options
+from hvdgloo.shells import shell_class
 from hvdgloo.tensorflow.frontend import TensorFlowFrontend, unconverted
 from hvdgloo.tensorflow.gradients import GradientSync
 
@@ -44,19 +45,13 @@ class DistributedTape:
         self._hvd.register_local_source(source)
 
 
-_classes: dict[type, type] = {}
-
-
 def wrap(frontend: TensorFlowFrontend, tape: Any, options: Options) -> Any:
     """``DistributedGradientTape`` on a given Frontend."""
     if not isinstance(tape, tf.GradientTape):
         raise InvalidArgumentError(f"expected a tf.GradientTape, not {type(tape).__name__}")
     if isinstance(tape, DistributedTape):
         raise InvalidArgumentError("the tape is distributed already; wrap it once")
-    base = type(tape)
-    if base not in _classes:
-        _classes[base] = type(base.__name__, (DistributedTape, base), {"__doc__": base.__doc__})
-    shell: Any = object.__new__(_classes[base])
+    shell: Any = object.__new__(shell_class(DistributedTape, type(tape)))
     # One state: what the user's tape has recorded, and will record, is what this one differentiates.
     shell.__dict__ = tape.__dict__
     shell._hvd = GradientSync(frontend, options)

@@ -32,10 +32,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hvdgloo.compression import Compressor, NoneCompressor
 from hvdgloo.errors import GradientsInFlightError, InvalidArgumentError
 from hvdgloo.frontend import Frontend
-from hvdgloo.gradients import Groups, divided, peers
+from hvdgloo.gradients import Groups, divided
 from hvdgloo.operations import reduction
 from hvdgloo.process_sets import ProcessSet, global_process_set, process_set_id
 from hvdgloo.reducer import GradientReducer
+from hvdgloo.shells import shell_class
 from hvdgloo.torch import sparse
 from hvdgloo.torch.buckets import Buckets, agree, plan, suits
 from hvdgloo.torch.compression import Compression
@@ -116,8 +117,7 @@ class _Session:
         self.held = held
         self.options = options
         self.skipping = False
-        # Who has nobody to reduce with trains exactly as with the plain optimizer.
-        self.active = bool(peers(frontend.context, options.process_set))
+        self.active = frontend.is_shared(options.process_set)
         self.adaptive = options.op == ReduceOp.ADASUM
         if self.adaptive and options.gradient_predivide_factor != 1.0:
             raise InvalidArgumentError("gradient_predivide_factor divides an average, so it needs op=Average")
@@ -529,20 +529,9 @@ def wrap(
         raise InvalidArgumentError(f"expected a torch.optim.Optimizer, not {type(optimizer).__name__}")
     if isinstance(optimizer, Distributed):
         raise InvalidArgumentError("the optimizer is distributed already; wrap it once")
-    shell: Distributed = object.__new__(_shell_class(type(optimizer)))
+    shell: Distributed = object.__new__(shell_class(Distributed, type(optimizer)))
     shell._hvd = _Session(frontend, optimizer, named_parameters, groups, options)
     return shell
-
-
-_shell_classes: dict[type, type[Distributed]] = {}
-"""Plain class to its shell's, so that two wrapped optimizers of one class have one class too."""
-
-
-def _shell_class(base: type[torch.optim.Optimizer]) -> type[Distributed]:
-    if base not in _shell_classes:
-        names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-        _shell_classes[base] = type(base.__name__, (Distributed, base), names)
-    return _shell_classes[base]
 
 
 def _itself(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -11,8 +11,6 @@ import torch
 from hvdgloo import objects
 from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.frontend import Frontend
-from hvdgloo.operations import broadcasting
-from hvdgloo.process_sets import global_process_set
 
 Tensor = torch.Tensor
 
@@ -23,12 +21,7 @@ def broadcast_parameters(frontend: Frontend[Tensor], params: Any, root_rank: int
     Raises:
         InvalidArgumentError: (a ValueError) ``params`` is neither a dict nor a list, or has values that are no tensors.
     """
-    operation = broadcasting(root_rank, global_process_set)
-    named = _named(params)
-    # All are under way before the first is waited for.
-    pending = [frontend.start(operation, [tensor], name, in_place=True) for name, tensor in named]
-    for broadcast in pending:
-        broadcast.wait()
+    frontend.broadcast_all_(_named(params), root_rank)
 
 
 def _named(params: Any) -> list[tuple[str, Tensor]]:
@@ -79,11 +72,8 @@ def broadcast_optimizer_state(frontend: Frontend[Tensor], optimizer: torch.optim
         slots: list[_Slot] = []
         _collect_slots(structure, slots)
         tensors = [torch.empty(slot.shape, dtype=slot.dtype) for slot in slots]
-    operation = broadcasting(root_rank, global_process_set)
     label = frontend.automatic_name("broadcast_optimizer_state")
-    pending = [frontend.start(operation, [tensor], f"{label}.{i}", in_place=True) for i, tensor in enumerate(tensors)]
-    for broadcast in pending:
-        broadcast.wait()
+    frontend.broadcast_all_([(f"{label}.{i}", tensor) for i, tensor in enumerate(tensors)], root_rank)
     if not is_root:
         optimizer.load_state_dict(_put_tensors(structure, tensors))
 

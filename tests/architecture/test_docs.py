@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import configparser
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import re
@@ -22,7 +21,8 @@ from hvdgloo.runner.command import interface_variables, worker_environment
 from hvdgloo.runner.nics import Address
 from hvdgloo.runner.options import IGNORED_FLAGS, REFUSED_FLAGS
 from hvdgloo.runner.spec import Host, assign
-from tests.architecture.source import ROOT
+from tests.support.frameworks import need
+from tests.support.pages import ROOT, generated
 
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 OTHER_OPTIONS = {
@@ -71,34 +71,24 @@ WITHOUT_EFFECT = {
 """Variables of Horovod's that nothing here reads."""
 
 
-def _generated(page: str) -> str:
-    spec = importlib.util.spec_from_file_location(f"generate_{page}", ROOT / f"docs/generate_{page}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    text: str = module.text()
-    return text
-
-
 def _ids(page: Path) -> str:
     return page.name
 
 
 def test_configuration_is_what_config_declares() -> None:
     written = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
-    assert written == _generated("configuration"), "run: python docs/generate_configuration.py"
+    assert written == generated("configuration"), "run: python docs/generate_configuration.py"
 
 
 def test_the_api_page_is_what_the_docstrings_say() -> None:
     pytest.importorskip("torch", reason="the page is about hvdgloo.torch")
-    assert (ROOT / "docs/api.md").read_text(encoding="utf-8") == _generated("api"), "run: python docs/generate_api.py"
+    assert (ROOT / "docs/api.md").read_text(encoding="utf-8") == generated("api"), "run: python docs/generate_api.py"
 
 
 @pytest.mark.parametrize("name", sorted(settings()))
 def test_configuration_shows_every_name_of_a_setting(name: str) -> None:
     setting = settings()[name]
-    section = _generated("configuration").partition(f"\n## {setting.env}\n")[2].partition("\n## ")[0]
+    section = generated("configuration").partition(f"\n## {setting.env}\n")[2].partition("\n## ")[0]
     names = [setting.flag, setting.yaml, *setting.fallback]
     assert [shown for shown in names if shown is not None and f"`{shown}`" not in section] == []
 
@@ -153,9 +143,10 @@ def test_requirements_agree_with_setup_cfg() -> None:
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg", encoding="utf-8")
     extras = setup["options.extras_require"]
-    lines = setup["options"]["install_requires"] + extras["torch"] + extras["tensorflow"] + extras["keras"]
-    lines += extras["pygloo"]
-    asked = {r.name: f">= {str(r.specifier)[2:]}" for r in map(Requirement, lines.split("\n")[1:])}
+    frameworks = ("torch", "tensorflow", "keras", "mxnet", "pygloo")
+    lines = "".join([setup["options"]["install_requires"], *(extras[name] for name in frameworks)])
+    wanted = [r for r in map(Requirement, lines.split("\n")[1:]) if str(r.specifier).startswith(">=")]
+    asked = {r.name: f">= {str(r.specifier)[2:]}" for r in wanted}
     asked["Python"] = setup["options"]["python_requires"].replace(">=", ">= ")
     assert {_canonical(name): needs for name, (needs, _) in _matrix().items()} == {
         _canonical(name): needs for name, needs in asked.items()
@@ -163,12 +154,14 @@ def test_requirements_agree_with_setup_cfg() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["Python", "torch", "numpy", "flask", "cheroot", "cloudpickle", "tensorflow", "keras", "pygloo"]
+    "name", ["Python", "torch", "numpy", "flask", "cheroot", "cloudpickle", "tensorflow", "keras", "mxnet", "pygloo"]
 )
 def test_this_environment_is_in_the_matrix(name: str) -> None:
     """Pain 3: whoever runs the tests hears of versions that the matrix lacks; that alone is no failure."""
-    if name in ("torch", "tensorflow", "keras", "pygloo"):
+    if name == "pygloo":
         pytest.importorskip(name, reason="its tests have an environment of their own")
+    if name in ("torch", "tensorflow", "keras", "mxnet"):
+        need(name)
     package = "tensorflow-cpu" if name == "tensorflow" else name
     present = Version(platform.python_version() if name == "Python" else importlib.metadata.version(package))
     needs, tested = _matrix()[name]

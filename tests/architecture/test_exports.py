@@ -7,6 +7,7 @@ import importlib
 import pytest
 
 from tests.architecture.source import library
+from tests.support.frameworks import need
 
 COLLECTIVES = {
     "allgather",
@@ -116,7 +117,12 @@ CALLBACKS = {
     "LearningRateWarmupCallback",
     "MetricAverageCallback",
 }
-FRAMEWORK = {"hvdgloo.tensorflow": "tensorflow", "hvdgloo.keras": "keras"}
+FRAMEWORK = {
+    "hvdgloo.tensorflow": "tensorflow",
+    "hvdgloo.keras": "keras",
+    "hvdgloo.mxnet": "mxnet",
+    "hvdgloo.torch": "torch",
+}
 
 EXPORTS = {
     "hvdgloo": {"__version__"},
@@ -130,6 +136,7 @@ EXPORTS = {
         "sparse_allreduce_async",
     },
     "hvdgloo.torch.elastic": {"ElasticSampler"},
+    "hvdgloo.mxnet": EVERY_FRONTEND | {"DistributedOptimizer", "DistributedTrainer", "broadcast_parameters"},
     "hvdgloo.tensorflow": BASICS
     | VALUES
     | SYNCHRONOUS
@@ -184,7 +191,7 @@ NO_LIST = {
 def _exported(module: str) -> list[str]:
     for home, framework in FRAMEWORK.items():
         if f"{module}.".startswith(f"{home}."):
-            pytest.importorskip(framework, reason=f"{module} needs it; its tests have an environment of their own")
+            need(framework)
     names: list[str] = importlib.import_module(module).__all__
     return names
 
@@ -204,7 +211,9 @@ def test_every_exported_name_is_there(module: str) -> None:
     assert [name for name in names if not hasattr(loaded, name)] == []
 
 
-@pytest.mark.parametrize("module", ["hvdgloo.numpy", "hvdgloo.torch", "hvdgloo.tensorflow", "hvdgloo.keras"])
+@pytest.mark.parametrize(
+    "module", ["hvdgloo.numpy", "hvdgloo.torch", "hvdgloo.tensorflow", "hvdgloo.keras", "hvdgloo.mxnet"]
+)
 def test_exported_functions_are_documented(module: str) -> None:
     _exported(module)
     loaded = importlib.import_module(module)
@@ -218,6 +227,7 @@ def test_every_package_is_in_one_of_the_two_tables() -> None:
     assert packages == set(EXPORTS) - modules | set(NO_LIST)
 
 
-def test_numpy_and_torch_spell_their_common_names_alike() -> None:
+@pytest.mark.parametrize("module", ["hvdgloo.torch", "hvdgloo.mxnet"])
+def test_front_ends_spell_the_names_that_numpy_has_alike(module: str) -> None:
     """A program that changes its front-end changes one import; see ``Frontend``."""
-    assert set(_exported("hvdgloo.numpy")) <= set(_exported("hvdgloo.torch"))
+    assert set(_exported("hvdgloo.numpy")) <= set(_exported(module))

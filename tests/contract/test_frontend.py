@@ -22,7 +22,7 @@ from hvdgloo.errors import (
 )
 from hvdgloo.frontend import Frontend
 from hvdgloo.process_sets import ProcessSet
-from hvdgloo.types import DType, ReduceOp
+from hvdgloo.types import DType, ReduceOp, TensorSpec
 from tests.support.frameworks import Framework
 from tests.support.world import World
 
@@ -374,7 +374,7 @@ def test_full_names(world: MakeWorld, framework: Framework) -> None:
         (lambda f, t: f.broadcast(t, "0"), "root_rank is a global rank"),
         (lambda f, t: f.broadcast(t, 2), "2"),
         (lambda f, t: f.broadcast_(t, -1), "-1"),
-        (lambda f, t: f.allgather(t[0]), "dimension"),
+        (lambda f, t: f.allgather(f.adapter.allocate(TensorSpec(DType.FLOAT64, ()), t)), "dimension"),
         (lambda f, t: f.allreduce(t, process_set=ProcessSet([0])), "not registered"),
         (lambda f, t: f.allreduce(t, process_set=[0, 1]), "must be a ProcessSet"),
     ],
@@ -401,6 +401,8 @@ def test_average_of_booleans_is_refused(world: MakeWorld, framework: Framework) 
 
 
 def test_complex_numbers_are_refused_by_name(world: MakeWorld, framework: Framework) -> None:
+    if framework.name == "mxnet":
+        pytest.skip("MXNet has no complex numbers")
     frontend = framework.frontend(world(1).contexts[0])
     array = np.array([1 + 2j])
     make = {
@@ -416,8 +418,9 @@ def test_complex_numbers_are_refused_by_name(world: MakeWorld, framework: Framew
 @pytest.mark.parametrize("average", [True, False])
 def test_average_alone_is_deprecated(world: MakeWorld, framework: Framework, average: bool) -> None:
     frontend = framework.frontend(world(1).contexts[0])
+    tensor = framework.float64([1.0])
     with pytest.warns(DeprecationWarning, match="op=Average or op=Sum") as record:
-        frontend.allreduce(framework.float64([1.0]), average=average)
+        frontend.allreduce(tensor, average=average)
     assert record[0].filename == __file__
 
 

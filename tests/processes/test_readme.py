@@ -9,15 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.pages import readme_program
+
 pytest.importorskip("torch")
-
-_README = Path(__file__).resolve().parents[2] / "README.md"
-
-
-def _program(containing: str) -> str:
-    blocks = re.findall(r"```python\n(.*?)```", _README.read_text(encoding="utf-8"), re.DOTALL)
-    (found,) = [block for block in blocks if containing in block]
-    return str(found)
 
 
 def _run(folder: Path, *arguments: str) -> str:
@@ -28,15 +22,15 @@ def _run(folder: Path, *arguments: str) -> str:
 
 
 def test_the_first_program_trains_on_several_workers(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(_program("named_parameters"))
+    (tmp_path / "train.py").write_text(readme_program("named_parameters"))
     assert _run(tmp_path, "-m", "hvdgloo.runner", "-np", "2", "train.py") == "[0]<stdout>:2 workers, loss 0.000000\n"
 
 
 def test_the_first_program_trains_alone(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(_program("named_parameters"))
+    (tmp_path / "train.py").write_text(readme_program("named_parameters"))
     assert re.fullmatch(r"1 workers, loss 0\.0\d+\n", _run(tmp_path, "train.py"))
 
 
 def test_run_returns_what_the_readme_says(tmp_path: Path) -> None:
-    (tmp_path / "main.py").write_text(_program("hvdgloo.run.run("))
+    (tmp_path / "main.py").write_text(readme_program("hvdgloo.run.run("))
     assert _run(tmp_path, "main.py") == f"{[[12.0] * 3] * 4}\n"

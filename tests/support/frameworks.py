@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,14 +17,16 @@ from hvdgloo.context import Context
 from hvdgloo.frontend import Frontend
 from hvdgloo.types import DType
 
-NAMES = ("numpy", "torch", "tensorflow")
+NAMES = ("numpy", "torch", "tensorflow", "mxnet")
+_OF_THEIR_OWN = ("tensorflow", "mxnet")
+"""Whose tests have an environment of their own."""
 
 
 def names() -> tuple[str, ...]:
     """The frameworks that this environment is for: those that HVDGLOO_TEST_FRONTENDS names, else what is installed."""
     wanted = [name for name in os.environ.get("HVDGLOO_TEST_FRONTENDS", "").split(",") if name]
     # What is nowhere to be found is skipped once and not in each test.
-    return tuple(wanted) or tuple(name for name in NAMES if name != "tensorflow" or importlib.util.find_spec(name))
+    return tuple(wanted) or tuple(n for n in NAMES if n not in _OF_THEIR_OWN or importlib.util.find_spec(n))
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,32 @@ def _tensorflow() -> Framework:
     )
 
 
+def need(name: str) -> Any:
+    """A framework's module; skips where it is not installed. MXNet uses names that its numpy warns of."""
+    with warnings.catch_warnings():
+        if name == "mxnet":
+            warnings.simplefilter("ignore")
+        return pytest.importorskip(name)
+
+
+def _mxnet() -> Framework:
+    mx = need("mxnet")
+
+    from hvdgloo.mxnet.adapter import MXNetAdapter
+    from hvdgloo.mxnet.compression import Compression
+    from hvdgloo.mxnet.frontend import MXNetFrontend
+
+    def tensor(values: Any, dtype: DType) -> Any:
+        if dtype in (DType.INT16, DType.BFLOAT16):
+            pytest.skip(f"MXNet has no arithmetic of {dtype}")
+        return mx.nd.array(np.asarray(values).astype(dtype.numpy_dtype), dtype=dtype.numpy_dtype)
+
+    def array(tensor: Any) -> np.ndarray:
+        return np.asarray(tensor.asnumpy())
+
+    return Framework("mxnet", MXNetAdapter(), tensor, array, Compression, MXNetFrontend, has_views=False)
+
+
 def load(name: str) -> Framework:
     """A framework, or a skip that says why not; a failure if HVDGLOO_TEST_FRONTENDS names it."""
     if importlib.util.find_spec(name) is None:
@@ -109,4 +138,4 @@ def load(name: str) -> Framework:
         if name in os.environ.get("HVDGLOO_TEST_FRONTENDS", "").split(","):
             pytest.fail(text)
         pytest.skip(text)
-    return {"numpy": _numpy, "torch": _torch, "tensorflow": _tensorflow}[name]()
+    return {"numpy": _numpy, "torch": _torch, "tensorflow": _tensorflow, "mxnet": _mxnet}[name]()

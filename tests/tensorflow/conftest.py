@@ -4,12 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Iterator
-from typing import Any
-
-import pytest
-
-from tests.support.world import World
 
 collect_ignore_glob: list[str] = []
 if importlib.util.find_spec("tensorflow") is None:
@@ -23,17 +17,3 @@ else:
     # Ranks are threads here, and operators that wait for each other share one pool; ranks that are processes do not.
     tf.config.threading.set_inter_op_parallelism_threads(16)
     tf.config.threading.set_intra_op_parallelism_threads(1)
-
-
-@pytest.fixture
-def ranks() -> Iterator[Callable[..., World]]:
-    """``ranks(size, **settings)``: a World over the local backend, closed after the test."""
-    worlds: list[World] = []
-
-    def make(size: int, **options: Any) -> World:
-        worlds.append(World(size, "inline", **options))
-        return worlds[-1]
-
-    yield make
-    for made in worlds:
-        made.close()

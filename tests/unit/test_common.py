@@ -32,11 +32,11 @@ def test_the_questions_need_no_framework() -> None:
 
 def test_a_front_end_is_available_if_its_framework_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert util.extension_available("numpy", verbose=True)
-    # No front-ends: one that is not there yet, modules that are none, nonsense.
-    assert not any(util.extension_available(name) for name in ("mxnet", "errors", "common.util", ""))
+    # No front-ends: modules that are none, nonsense.
+    assert not any(util.extension_available(name) for name in ("caffe", "errors", "common.util", ""))
     util.check_extension("horovod.numpy", "HOROVOD_WITH_NUMPY", __file__, "mpi_lib_v2")
-    with pytest.raises(ImportError, match="no front-end mxnet; it has keras, numpy, tensorflow, torch"):
-        util.check_extension("horovod.mxnet", "HOROVOD_WITH_MXNET", __file__)
+    with pytest.raises(ImportError, match="no front-end caffe; it has keras, mxnet, numpy, tensorflow, torch"):
+        util.check_extension("horovod.caffe", "HOROVOD_WITH_CAFFE", __file__)
     monkeypatch.setattr(util, "_FRONT_ENDS", {"torch": "a_package_that_nobody_has"})
     assert not util.extension_available("torch")
     with pytest.raises(ImportError, match=r"pip install 'hvdgloo\[torch\]'"):
@@ -60,7 +60,7 @@ def test_a_gpu_is_looked_for_by_another_process(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(util, "_GPU_QUESTIONS", {"torch": "print(False)"})
     assert util.gpu_available("torch")  # asked once
     assert not util.gpu_available("numpy")
-    assert not util.gpu_available("mxnet")
+    assert not util.gpu_available("caffe")
     util.gpu_available.cache_clear()
 
 

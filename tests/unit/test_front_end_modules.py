@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import os
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -15,11 +19,12 @@ import numpy as np
 import pytest
 
 from hvdgloo.frontend import Frontend
+from tests.support.frameworks import need
 
 
-@pytest.fixture(params=["numpy", "torch"])
+@pytest.fixture(params=["numpy", "torch", "mxnet"])
 def hvd(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
-    pytest.importorskip(request.param)
+    need(request.param)
     module = importlib.import_module(f"hvdgloo.{request.param}")
     yield module
     module.shutdown()
@@ -55,11 +60,17 @@ def test_a_job_of_one_process(hvd: ModuleType) -> None:
 
 
 def _tensor(hvd: ModuleType) -> Any:
-    return np.ones(2) if hvd.__name__.endswith("numpy") else __import__("torch").ones(2)
+    make = {
+        "numpy": np.ones,
+        "torch": lambda n: __import__("torch").ones(n),
+        "mxnet": lambda n: need("mxnet").nd.ones((n,)),
+    }
+    return make[hvd.__name__.rpartition(".")[2]](2)
 
 
 def test_what_was_built(hvd: ModuleType) -> None:
-    assert hvd.gloo_built() is True
+    carriers = [name for name in ("torch", "pygloo") if importlib.util.find_spec(name)]
+    assert hvd.gloo_built() is bool(carriers)
     assert hvd.nccl_built() < 30000  # 0 without a torch for GPUs
     for name in ("mpi_enabled", "mpi_built", "ddl_built", "ccl_built", "rocm_built"):
         assert getattr(hvd, name)() is False
@@ -68,14 +79,14 @@ def test_what_was_built(hvd: ModuleType) -> None:
 
 
 def test_functions_travel_by_reference(hvd: ModuleType) -> None:
-    """``from hvdgloo.torch import allreduce`` in a function that hvdgloo.run sends to workers."""
-    allreduce = hvd.allreduce
+    """``from hvdgloo.torch import allreduce_async`` in a function that hvdgloo.run sends to workers."""
+    allreduce = hvd.allreduce_async
 
     def function() -> Any:
         return allreduce
 
     for copy in (pickle.loads(pickle.dumps(allreduce)), cloudpickle.loads(cloudpickle.dumps(function))()):
-        assert copy.__self__ is hvd.allreduce.__self__
+        assert copy.__self__ is hvd.allreduce_async.__self__
     with pytest.raises(TypeError, match="cannot be pickled"):
         pickle.dumps(Frontend(allreduce.__self__.adapter, lambda: None))  # type: ignore[arg-type,return-value]
 
@@ -86,6 +97,10 @@ def test_functions_travel_by_reference(hvd: ModuleType) -> None:
         ("torch", "hvdgloo.torch needs PyTorch: pip install 'hvdgloo[torch]'"),
         ("tensorflow", "hvdgloo.tensorflow needs TensorFlow: pip install 'hvdgloo[tensorflow]'"),
         ("keras", "hvdgloo.keras needs Keras 3: pip install 'hvdgloo[keras]'"),
+        (
+            "mxnet",
+            "hvdgloo.mxnet needs MXNet 1.9.1 and a numpy that it works with: pip install mxnet==1.9.1 numpy==1.23.5",
+        ),
     ],
 )
 def test_a_missing_framework_says_what_to_install(name: str, text: str) -> None:
@@ -100,6 +115,21 @@ def test_a_missing_framework_says_what_to_install(name: str, text: str) -> None:
     done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=50)
     assert f"MissingDependencyError {text}" in done.stdout, done.stderr
     assert "[1. 1.]" in done.stdout, done.stderr
+
+
+def test_a_numpy_that_is_too_new_for_mxnet_says_what_to_install(tmp_path: Path) -> None:
+    (tmp_path / "mxnet.py").write_text("import numpy\ndel numpy.bool_\nnumpy.bool_\n")  # as MXNet does with others
+    program = "try:\n    import hvdgloo.mxnet\nexcept ImportError as error:\n    print(type(error).__name__, error)"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=True,
+    )
+    assert re.search(r"MissingDependencyError .* numpy==1.23.5, on .* \(here is numpy [\d.]+: ", done.stdout)
 
 
 def test_importing_the_numpy_front_end_imports_no_framework() -> None:

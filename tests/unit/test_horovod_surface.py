@@ -18,6 +18,7 @@ import pytest
 from hvdgloo.compression import NoneCompressor
 from hvdgloo.process_sets import global_process_set
 from hvdgloo.types import ReduceOp
+from tests.support.frameworks import need
 
 REDUCTION = "average=None, name=None, op=None, prescale_factor=1.0, postscale_factor=1.0, process_set=all"
 REDUCED = (
@@ -189,7 +190,30 @@ CALLBACKS = {
     ),
     "BestModelCheckpoint": "monitor='val_loss', verbose=0, save_weights_only=False, mode='auto', save_freq='epoch'",
 }
+REDUCING = "average=None, name=None, priority=0, prescale_factor=1.0, postscale_factor=1.0, process_set=all, op=None"
+PLAIN = "name=None, priority=0, process_set=all"
+SCATTERING_HERE = "op=Average, name=None, priority=0, process_set=all, prescale_factor=1.0, postscale_factor=1.0"
+MXNET = {
+    **EVERY_FRONT_END,
+    **dict.fromkeys(["allreduce", "allreduce_"], f"tensor, {REDUCING}"),
+    **dict.fromkeys(["grouped_allreduce", "grouped_allreduce_"], f"tensors, {REDUCING}"),
+    "allgather": f"tensor, {PLAIN}",
+    "grouped_allgather": f"tensors, {PLAIN}",
+    **dict.fromkeys(["broadcast", "broadcast_"], f"tensor, root_rank, {PLAIN}"),
+    "alltoall": f"tensor, splits=None, {PLAIN}",
+    "reducescatter": f"tensor, {SCATTERING_HERE}",
+    "grouped_reducescatter": f"tensors, {SCATTERING_HERE}",
+    "broadcast_parameters": "params, root_rank=0, prefix=None",
+    "DistributedOptimizer": "optimizer, gradient_predivide_factor=1.0, num_groups=0, process_set=all",
+    "DistributedTrainer": (
+        "params, optimizer, optimizer_params=None, compression=none, gradient_predivide_factor=1.0, prefix=None, "
+        "num_groups=0, process_set=all"
+    ),
+}
 MORE |= {
+    "hvdgloo.mxnet": MXNET,
+    "hvdgloo.mxnet.functions": {name: MXNET[name] for name in ("broadcast_object", "broadcast_parameters")},
+    "hvdgloo.mxnet.mpi_ops": {name: MXNET[name] for name in ("allreduce", "allgather", "broadcast_", "init", "rank")},
     "hvdgloo.tensorflow": TENSORFLOW,
     "hvdgloo.tensorflow.util": {
         "check_num_rank_power_of_2": "num_rank",
@@ -219,8 +243,10 @@ CASES = [
     (module, name, parameters)
     for module, names in SURFACE.items()
     for name, parameters in names.items()
-    # TensorFlow and Keras have an environment of their own, where these cases run.
-    if parameters is not None and (importlib.util.find_spec("tensorflow") or not re.search("tensorflow|keras", module))
+    # TensorFlow (with Keras) and MXNet have environments of their own, where these cases run.
+    if parameters is not None
+    and (importlib.util.find_spec("tensorflow") or not re.search("tensorflow|keras", module))
+    and (importlib.util.find_spec("mxnet") or "mxnet" not in module)
 ]
 
 
@@ -248,9 +274,9 @@ def _default(value: Any) -> str:
 
 
 def _need(module: str) -> None:
-    for framework in ("torch", "tensorflow", "keras"):
+    for framework in ("torch", "tensorflow", "keras", "mxnet"):
         if framework in module:
-            pytest.importorskip(framework)
+            need(framework)
 
 
 @pytest.mark.parametrize(("module", "name", "parameters"), CASES)

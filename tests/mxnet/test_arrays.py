@@ -1,0 +1,207 @@
+"""Arrays of MXNet, which are computed behind the program's back, and the gradients of collectives on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import autograd
+
+from hvdgloo.context import Context
+from hvdgloo.errors import HorovodInternalError, InvalidArgumentError
+from hvdgloo.mxnet.adapter import MXNetAdapter
+from hvdgloo.mxnet.frontend import MXNetFrontend
+from hvdgloo.types import ReduceOp
+from tests.support.world import World
+
+Ranks = Callable[..., World]
+
+
+def frontend_of(context: Context) -> MXNetFrontend:
+    return MXNetFrontend(MXNetAdapter(), lambda: context)
+
+
+def much_work() -> Any:
+    """An array of zeros that takes MXNet some tenths of a second; it is asked for here and not waited for."""
+    matrix = mx.nd.ones((1200, 1200)) / 1200
+    for _ in range(6):
+        matrix = mx.nd.dot(matrix, matrix)
+    return matrix[0, :4] - matrix[0, :4]
+
+
+def test_an_array_is_reduced_in_place_after_all_that_was_asked_of_it(ranks: Ranks) -> None:
+    def rank_body(context: Context) -> tuple[list[float], list[float]]:
+        x = mx.nd.zeros((4,))
+        x += much_work() + context.rank + 1  # a write that is pending
+        seen = x + much_work()  # a read that is pending
+        result = frontend_of(context).allreduce_(x, op=ReduceOp.SUM)
+        assert result is x
+        x *= 10
+        return x.asnumpy().tolist(), seen.asnumpy().tolist()
+
+    for rank, (reduced, seen) in enumerate(ranks(2).run(rank_body)):
+        assert reduced == [30.0] * 4
+        assert seen == [rank + 1.0] * 4
+
+
+def test_a_result_of_a_convolution_is_in_rows(ranks: Ranks) -> None:
+    """oneDNN leaves it in blocks of its own."""
+    images = np.random.default_rng(1).normal(size=(2, 16, 8, 8)).astype(np.float32)
+    weights = np.random.default_rng(2).normal(size=(16, 16, 3, 3)).astype(np.float32)
+
+    def convolved() -> Any:
+        x = mx.nd.array(images)
+        for _ in range(2):  # the second takes the first's blocks
+            x = mx.nd.Convolution(x, mx.nd.array(weights), kernel=(3, 3), num_filter=16, no_bias=True, pad=(1, 1))
+        return x
+
+    expected = convolved().asnumpy()
+
+    def rank_body(context: Context) -> Any:
+        frontend, x = frontend_of(context), convolved()
+        return frontend.allreduce(convolved()).asnumpy(), frontend.allreduce_(x).asnumpy(), x.asnumpy()
+
+    for results in ranks(2).run(rank_body):
+        for result in results:
+            np.testing.assert_allclose(result, expected, rtol=1e-5)
+
+
+def test_a_part_of_an_array_is_the_same_memory(ranks: Ranks) -> None:
+    def rank_body(context: Context) -> list[float]:
+        whole = mx.nd.array([1.0, 2.0, 3.0, 4.0])
+        frontend_of(context).allreduce_(whole[1:3], op=ReduceOp.SUM)
+        return list(whole.asnumpy())
+
+    assert ranks(2).run(rank_body) == [[1.0, 4.0, 6.0, 4.0]] * 2
+
+
+def test_the_numpy_interface(ranks: Ranks) -> None:
+    def rank_body(context: Context) -> None:
+        frontend = frontend_of(context)
+        with mx.util.np_shape(True):
+            x = mx.np.array([[1.0, 2.0]]) * (context.rank + 1)
+            for result in (frontend.allreduce(x), frontend.allgather(x), frontend.allreduce_(x.copy())):
+                assert type(result) is mx.np.ndarray
+            assert frontend.allgather(x).asnumpy().tolist() == [[1.0, 2.0], [2.0, 4.0]]
+            assert frontend.allgather(x[: context.rank]).shape == (1, 2)
+            scalar = frontend.allreduce(mx.np.array(2.0), op=ReduceOp.SUM)
+            assert (scalar.shape, scalar.item()) == ((), 4.0)
+            flags = frontend.allreduce(mx.np.array([True, False], dtype="bool"), op=ReduceOp.MIN)
+            assert flags.dtype == np.bool_
+            x.attach_grad()
+            with autograd.record():
+                loss = (frontend.allreduce(x, op=ReduceOp.PRODUCT) * (context.rank + 1)).sum()
+            loss.backward()
+            assert x.grad.asnumpy().tolist() == [[3.0 * v * (2 - context.rank) for v in (1.0, 2.0)]]
+
+    ranks(2).run(rank_body)
+
+
+def test_another_device_gets_its_result_back(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a GPU's arrays would, staged in the host's memory."""
+    monkeypatch.setattr(MXNetAdapter, "_is_on_host", lambda self, tensor: tensor.context == mx.cpu(0))
+
+    def rank_body(context: Context) -> None:
+        frontend = frontend_of(context)
+        x = mx.nd.array([1.0, 2.0], ctx=mx.cpu(1))
+        for result in (
+            frontend.allreduce(x, op=ReduceOp.SUM),
+            frontend.allgather(x)[1:3],
+            frontend.allreduce_(x, op=ReduceOp.SUM),
+        ):
+            assert result.context == mx.cpu(1)
+        assert x.asnumpy().tolist() == [2.0, 4.0]
+        assert frontend.broadcast_(x, 1) is x
+
+    ranks(2).run(rank_body)
+
+
+def test_what_cannot_be_sent_is_refused(ranks: Ranks) -> None:
+    frontend = frontend_of(ranks(1).contexts[0])
+    sparse = mx.nd.ones((2, 2)).tostype("row_sparse")
+    for call in (frontend.allreduce, frontend.allreduce_, frontend.allgather):
+        with pytest.raises(InvalidArgumentError, match=r"row_sparse array cannot be sent; tostype"):
+            call(sparse)
+    half = mx.nd.empty((2,), dtype=np.dtype([("bfloat16", np.uint16)]))
+    with pytest.raises(InvalidArgumentError, match="cannot be sent; the types that can are uint8, int8, int32"):
+        frontend.allreduce(half)
+
+
+def test_an_array_whose_computation_failed_raises_that(ranks: Ranks) -> None:
+    frontend = frontend_of(ranks(1).contexts[0])
+    broken = mx.nd.random.normal(0, -1, (2, 2))  # MXNet finds out later that a scale cannot be negative
+    with pytest.raises(mx.base.MXNetError, match="scale"):
+        frontend.allreduce(broken)
+
+
+# Gradients ------------------------------------------------------------------------------------------------------------
+
+
+def test_gradients_are_added_where_they_are_to_be(ranks: Ranks) -> None:
+    """Also those of a group of which only some need any: ``mx.autograd.Function`` loses both."""
+
+    def rank_body(context: Context) -> None:
+        frontend = frontend_of(context)
+        added, plain, without = (mx.nd.ones((2,)) * (i + 1) for i in range(3))
+        added.attach_grad(grad_req="add")
+        plain.attach_grad()
+        added.grad[:] = 10
+        with autograd.record():
+            group = frontend.grouped_allreduce([without, added, plain * 2, mx.nd.ones((1,), dtype="int32")])
+            loss = (group[0] + group[1] + group[2]).sum() * (context.rank + 1)
+        loss.backward()
+        assert added.grad.asnumpy().tolist() == [11.5] * 2
+        assert plain.grad.asnumpy().tolist() == [3.0] * 2
+
+    ranks(2).run(rank_body)
+
+
+def test_gradients_of_several_collectives_find_each_other(ranks: Ranks) -> None:
+    """MXNet runs them in several threads, in whatever order."""
+
+    def rank_body(context: Context) -> None:
+        frontend = frontend_of(context)
+        weights = [mx.nd.ones((3,)) for _ in range(8)]
+        for weight in weights:
+            weight.attach_grad()
+        for _ in range(5):
+            with autograd.record():
+                parts = [  # half of them under one name, which is free again as each returns
+                    frontend.allreduce(w, name="x" if i % 2 else None, op=ReduceOp.SUM) * (i + 1)
+                    for i, w in enumerate(weights)
+                ]
+                rows, _ = frontend.alltoall(weights[0], [1, 2])
+                loss = mx.nd.add_n(*parts).sum() * (context.rank + 1) + rows.sum()
+            loss.backward()
+            for i, weight in enumerate(weights):
+                assert weight.grad.asnumpy().tolist() == [3.0 * (i + 1) + (i == 0)] * 3
+
+    ranks(2).run(rank_body)
+
+
+def test_a_failed_gradient_is_told_to_who_sends_it_on(ranks: Ranks) -> None:
+    frontend = frontend_of(ranks(1).contexts[0])  # of several that fail at a time, MXNet tells of one
+    x = mx.nd.ones((2,))
+    x.attach_grad()
+    with autograd.record():
+        loss = frontend.allreduce(x, op=ReduceOp.ADASUM).sum()
+    loss.backward()
+    with pytest.raises(InvalidArgumentError, match="has no gradient") as caught:
+        frontend.allreduce(x.grad)
+    assert isinstance(caught.value.__cause__, mx.base.MXNetError)
+    assert frontend.allreduce(x).asnumpy().tolist() == [1.0, 1.0]
+
+
+def test_a_failed_collective_leaves_recording_as_it_was(ranks: Ranks) -> None:
+    def rank_body(context: Context) -> None:
+        frontend = frontend_of(context)
+        with autograd.record():
+            with pytest.raises(HorovodInternalError, match="shape"):
+                frontend.allreduce(mx.nd.ones((1 + context.rank,)), name="x")
+            assert autograd.is_recording()
+            assert autograd.is_training()
+
+    ranks(2).run(rank_body)

@@ -1,0 +1,27 @@
+"""What the pages say about MXNet is so."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+
+import pytest
+
+from tests.support.pages import ROOT, generated, run_readme_program
+
+
+def test_the_api_page_is_what_the_docstrings_say() -> None:
+    written = (ROOT / "docs/api-mxnet.md").read_text(encoding="utf-8")
+    assert written == generated("api_mxnet"), "run: python docs/generate_api_mxnet.py"
+
+
+def test_the_readmes_program_trains(capsys: pytest.CaptureFixture[str]) -> None:
+    run_readme_program("DistributedTrainer")
+    assert re.search(r"1 workers, loss 0\.0\d+", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("page", ["hvdgloo/mxnet/__init__.py", "docs/compatibility.md", "README.md", "Makefile"])
+def test_the_versions_that_are_named_are_those_that_are_tested(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for name in ("mxnet", "numpy"):
+        assert set(re.findall(rf"\b{name}==([\d.]*\d)", text)) == {importlib.metadata.version(name)}

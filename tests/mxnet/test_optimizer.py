@@ -1,0 +1,204 @@
+"""DistributedOptimizer against the plain optimizer that is given the ranks' average."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mxnet as mx
+import numpy as np
+import pytest
+
+from hvdgloo.context import Context
+from hvdgloo.errors import DuplicateNameError, InvalidArgumentError
+from hvdgloo.mxnet.adapter import MXNetAdapter
+from hvdgloo.mxnet.compression import Compression
+from hvdgloo.mxnet.frontend import MXNetFrontend
+from hvdgloo.mxnet.functions import _broadcast_parameters
+from hvdgloo.mxnet.gradients import Options
+from hvdgloo.mxnet.optimizer import wrap
+from hvdgloo.process_sets import ProcessSet
+from tests.support.world import World
+
+Ranks = Callable[..., World]
+
+SHAPES = [(5, 3), (5,), (2, 5), (2,), (4, 2), (1,)]
+SIZE = 3
+STEPS = 4
+
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "sgd, four at once": lambda: mx.optimizer.SGD(learning_rate=0.1, momentum=0.9, rescale_grad=0.5),
+    "sgd, one at a time": lambda: mx.optimizer.SGD(learning_rate=0.1, wd=0.01, lazy_update=False),
+    "adam": lambda: mx.optimizer.Adam(learning_rate=0.05, clip_gradient=0.5),
+    "lamb": lambda: mx.optimizer.LAMB(learning_rate=0.05),
+    "lars": lambda: mx.optimizer.LARS(learning_rate=0.05),
+}
+
+
+def frontend_of(context: Context) -> MXNetFrontend:
+    return MXNetFrontend(MXNetAdapter(), lambda: context)
+
+
+def gradients(rank: int, step: int, dtype: str) -> list[np.ndarray]:
+    numbers = np.random.default_rng([rank, step])
+    # In eighths: exact in float16, and so are their averages over a power of two.
+    return [(numbers.integers(-16, 16, shape) / 8).astype(dtype) for shape in SHAPES]
+
+
+def train(optimizer: Any, of_step: Callable[[int], list[np.ndarray]], dtype: str = "float32") -> list[np.ndarray]:
+    """What the Module API does: all weights to the updater at once, by number."""
+    weights = [mx.nd.ones(shape, dtype=dtype) for shape in SHAPES]
+    updater = mx.optimizer.get_updater(optimizer)
+    for step in range(STEPS):
+        given = [mx.nd.array(gradient, dtype=dtype) for gradient in of_step(step)]
+        updater(list(range(len(SHAPES))), given, weights)
+    return [weight.asnumpy() for weight in weights]
+
+
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+@pytest.mark.parametrize(
+    "options", [Options(), Options(num_groups=2, gradient_predivide_factor=2.0)], ids=["", "groups"]
+)
+def test_weights_are_those_of_one_process_with_all_the_data(ranks: Ranks, name: str, options: Options) -> None:
+    def average(step: int) -> list[np.ndarray]:
+        return [
+            np.mean(each, axis=0) for each in zip(*(gradients(r, step, "float32") for r in range(SIZE)), strict=True)
+        ]
+
+    expected = train(OPTIMIZERS[name](), average)
+
+    def rank_body(context: Context) -> list[np.ndarray]:
+        optimizer = wrap(frontend_of(context), OPTIMIZERS[name](), options)
+        return train(optimizer, lambda step: gradients(context.rank, step, "float32"))
+
+    for result in ranks(SIZE).run(rank_body):
+        for got, wanted in zip(result, expected, strict=True):
+            np.testing.assert_allclose(got, wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("make", [lambda: mx.optimizer.SGD(0.1, multi_precision=True), lambda: mx.optimizer.Adam()])
+@pytest.mark.filterwarnings("ignore:Accumulating with float16")
+def test_weights_of_float16(ranks: Ranks, make: Callable[[], Any]) -> None:
+    """Also where a plain ``update_multi_precision`` calls ``update``, which must not reduce a second time."""
+    plain = make()
+    plain.multi_precision = True
+
+    def average(step: int) -> list[np.ndarray]:
+        return [np.mean(each, axis=0) for each in zip(*(gradients(r, step, "float16") for r in range(2)), strict=True)]
+
+    expected = train(plain, average, "float16")
+
+    def rank_body(context: Context) -> list[np.ndarray]:
+        held = make()
+        held.multi_precision = True
+        optimizer = wrap(frontend_of(context), held, Options())
+        return train(optimizer, lambda step: gradients(context.rank, step, "float16"), "float16")
+
+    for result in ranks(2).run(rank_body):
+        for got, wanted in zip(result, expected, strict=True):
+            np.testing.assert_array_equal(got, wanted)
+
+
+def test_all_gradients_of_a_step_are_under_way_at_once(ranks: Ranks) -> None:
+    """Or there is nothing to fuse."""
+
+    def rank_body(context: Context) -> tuple[int, list[str]]:
+        frontend, events = frontend_of(context), []
+        start = frontend.start
+
+        def watched(operation: Any, tensors: Any, name: Any = None, **how: Any) -> Any:
+            pending = start(operation, tensors, name, **how)
+            events.append(name)
+            wait = pending.wait
+
+            class Watched(type(pending)):  # type: ignore[misc]
+                __slots__ = ()
+
+                def wait(self, timeout: float | None = None) -> Any:
+                    events.append("wait")
+                    return wait(timeout)
+
+            pending.__class__ = Watched
+            return pending
+
+        frontend.start = watched  # type: ignore[method-assign]
+        train(wrap(frontend, mx.optimizer.Adam(), Options()), lambda step: gradients(0, step, "float32"))
+        return events.index("wait"), events[: len(SHAPES)]
+
+    for first_wait, names in ranks(2).run(rank_body):
+        assert first_wait == len(SHAPES)
+        assert names == [f"gradient.{i}" for i in reversed(range(len(SHAPES)))]  # as the backward pass computes them
+
+
+def test_one_process_alone_does_nothing_else(ranks: Ranks) -> None:
+    context = ranks(1).contexts[0]
+    frontend = frontend_of(context)
+    frontend.start = None  # type: ignore[method-assign,assignment]
+    optimizer = wrap(frontend, mx.optimizer.Adam(), Options(compression=Compression.fp16))
+    alone = train(mx.optimizer.Adam(), lambda step: gradients(0, step, "float32"))
+    for got, wanted in zip(train(optimizer, lambda step: gradients(0, step, "float32")), alone, strict=True):
+        np.testing.assert_array_equal(got, wanted)
+
+
+def test_ranks_outside_of_the_set_train_alone(ranks: Ranks) -> None:
+    def rank_body(context: Context) -> float:
+        frontend = frontend_of(context)
+        pair = frontend.add_process_set(ProcessSet([0, 2]))
+        optimizer = wrap(frontend, mx.optimizer.SGD(learning_rate=1.0), Options(process_set=pair))
+        weight = mx.nd.zeros((1,))
+        optimizer.update("w", weight, mx.nd.array([context.rank + 1.0]), None)
+        return float(weight.asscalar())
+
+    assert ranks(3).run(rank_body) == [-2.0, -2.0, -2.0]
+
+
+def test_one_state(ranks: Ranks) -> None:
+    frontend = frontend_of(ranks(1).contexts[0])
+    plain = mx.optimizer.SGD(learning_rate=0.5)
+    optimizer = wrap(frontend, plain, Options())
+    optimizer.rescale_grad = 0.25
+    plain.set_learning_rate(0.125)
+    assert (plain.rescale_grad, optimizer.learning_rate) == (0.25, 0.125)
+    assert (plain.aggregate_num, type(optimizer).__name__) == (4, "SGD")
+    assert "_sync" not in vars(plain)
+    with pytest.raises(InvalidArgumentError, match="distributed already"):
+        wrap(frontend, optimizer, Options())
+
+
+def test_a_gradient_that_cannot_be_sent_leaves_the_others_at_rest(ranks: Ranks) -> None:
+    def rank_body(context: Context) -> list[float]:
+        optimizer = wrap(frontend_of(context), mx.optimizer.SGD(learning_rate=1.0), Options())
+        weights = [mx.nd.zeros((2, 1)), mx.nd.zeros((2, 1))]
+        good = mx.nd.ones((2, 1)) * (context.rank + 1)
+        with pytest.raises(InvalidArgumentError, match="row_sparse"):
+            optimizer.update([0, 1], weights, [good.tostype("row_sparse"), good.copy()], [None, None])
+        try:
+            optimizer.update([0, 1], weights, [good.copy(), good.copy()], [None, None])
+        except DuplicateNameError:
+            pytest.fail("the other gradient is still under way")
+        return [float(weight.asnumpy().sum()) for weight in weights]
+
+    assert ranks(2).run(rank_body) == [[-3.0, -3.0]] * 2
+
+
+def test_parameters_that_are_not_initialised_are_broadcast_once_they_are(ranks: Ranks) -> None:
+    def rank_body(context: Context) -> list[list[float]]:
+        frontend = frontend_of(context)
+        known = mx.gluon.Parameter("known", shape=(2,))
+        late = mx.gluon.Parameter("late", shape=(0,), allow_deferred_init=True)
+        never = mx.gluon.Parameter("never", shape=(3,))
+        value = mx.init.Constant(context.rank + 1.0)
+        known.initialize(value)
+        late.initialize(value)
+        both = {"a": known, "b": late, "c": mx.nd.ones((1,)) * context.rank, "d": never}
+        _broadcast_parameters(frontend, both, 0, "old.")
+        _broadcast_parameters(frontend, both, 1, "new.")  # in place of the first
+        late.shape = (2,)
+        late._finish_deferred_init()
+        never.initialize(value)
+        results = [known.data(), late.data(), both["c"], never.data()]
+        never.initialize(mx.init.Constant(context.rank), force_reinit=True)  # this rank's own affair
+        return [list(each.asnumpy()) for each in [*results, never.data()]]
+
+    for rank, results in enumerate(ranks(2).run(rank_body)):
+        assert results == [[1.0] * 2, [2.0] * 2, [0.0], [2.0] * 3, [float(rank)] * 3]

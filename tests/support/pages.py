@@ -1,0 +1,42 @@
+"""The documentation as tests need it: pages that scripts write, and programs that pages show."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def generated(page: str) -> str:
+    """What ``docs/generate_<page>.py`` would write now."""
+    spec = importlib.util.spec_from_file_location(f"generate_{page}", ROOT / f"docs/generate_{page}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(ROOT / "docs"))  # as if it were run as a program
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.pop(0)
+    text: str = module.text()
+    return text
+
+
+def readme_program(containing: str) -> str:
+    """The one program of the README that has a text in it."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    (found,) = [block for block in blocks if containing in block]
+    return str(found)
+
+
+def run_readme_program(containing: str) -> None:
+    """Run it as a job of one process, in this one, which has the framework loaded."""
+    module: dict[str, Any] = {"__name__": "readme"}
+    try:
+        exec(compile(readme_program(containing), "README.md", "exec"), module)
+    finally:
+        module["hvd"].shutdown()
