@@ -19,8 +19,8 @@ TENSORFLOW ?= tensorflow-cpu==2.21.0 keras==3.15.1 jax==0.10.2
 TF_KERAS ?= tf_keras==2.21.0
 VENV_PYGLOO ?= .venv-pygloo
 READY_PYGLOO := $(VENV_PYGLOO)/.ready
-PYGLOO ?= pygloo==0.2.1 numpy==1.23.5
-FRONTENDS_PYGLOO ?= numpy
+PYGLOO ?= pygloo==0.2.1
+FRONTENDS_PYGLOO ?= numpy,mxnet
 TESTS_PYGLOO ?= $(addprefix tests/contract/test_,gloo.py pygloo.py frontend.py frontend_objects.py frontend_reducer.py \
     timeline.py) tests/unit/test_gloo_provider.py tests/unit/test_front_end_modules.py
 PROCESSES_PYGLOO ?= tests/processes/test_hosts_pygloo.py tests/processes/test_worlds.py
@@ -62,10 +62,10 @@ test-main: $(READY)
 # the contracts all run that concern tensors, on data planes that treat memory differently; on Gloo and on a segment of
 # shared memory a sample, since what becomes of a tensor there does not depend on the framework.
 test-tensorflow: $(READY_TF)
-	HVDGLOO_TEST_FRONTENDS=tensorflow $(VENV_TF)/bin/python -m pytest $(TESTS_TF) \
+	HVDGLOO_TEST_FRONTENDS=tensorflow $(VENV_TF)/bin/python -m pytest -n 2 --dist loadfile $(TESTS_TF) \
 	    -k "(tensorflow or keras) and (not (gloo or segment) or test_frontend_objects or test_frontend_adjoints)"
 
-# Without torch. pygloo has wheels for CPython 3.8 to 3.10 only.
+# Without torch, with numpy and MXNet. pygloo has wheels for CPython 3.8 to 3.10 only.
 test-pygloo:
 ifeq ($(PYTHON310),)
 	@echo "test-pygloo: skipped, for lack of Python 3.10 (on the PATH, of pyenv or uv, or as PYTHON310=...)"
@@ -87,7 +87,7 @@ test-mxnet:
 	fi
 
 test-with-mxnet: $(READY_MXNET)
-	HVDGLOO_TEST_FRONTENDS=mxnet $(VENV_MXNET)/bin/python -m pytest $(TESTS_MXNET) \
+	HVDGLOO_TEST_FRONTENDS=mxnet $(VENV_MXNET)/bin/python -m pytest -n 2 $(TESTS_MXNET) \
 	    -k "mxnet and not gloo and not segment"
 
 # With the torch that is installed on a machine with a GPU, which this environment sees.
@@ -136,7 +136,8 @@ $(READY_PYGLOO): setup.cfg setup.py Makefile
 	@echo "Making $(VENV_PYGLOO), without torch."
 	rm -rf $(VENV_PYGLOO)
 	$(PYTHON310) -m venv $(VENV_PYGLOO)
-	$(VENV_PYGLOO)/bin/python -m pip install --quiet --editable ".[pygloo,test]" $(PYGLOO)
+	$(VENV_PYGLOO)/bin/python -m pip install --quiet --editable ".[pygloo,test]" $(PYGLOO) $(MXNET_BESIDE)
+	$(VENV_PYGLOO)/bin/python -m pip install --quiet --no-deps $(MXNET)
 	touch $@
 
 # MXNet comes without its dependencies: of these only numpy and requests serve, and graphviz would be an ancient one.

@@ -29,6 +29,7 @@ TENSORFLOW = (
     "PartialDistributedGradientTape", "DistributedOptimizer", "BroadcastGlobalVariablesHook", "SyncBatchNormalization",
     "Compression", "rank_op", "local_rank_op", "size_op", "local_size_op", "process_set_included_op",
 )  # fmt: skip
+DATA = ("TfDataServiceConfig", "tf_data_service", "send_to_data_service", "compute_worker_fn")
 KERAS = (
     "DistributedOptimizer", "PartialDistributedOptimizer", "load_model", "allreduce", "allgather", "broadcast",
     "reducescatter", "broadcast_object", "allgather_object", "broadcast_global_variables", "Compression",
@@ -44,6 +45,7 @@ def text() -> str:
     return page(
         HEAD,
         ("`hvdgloo.tensorflow`", "hvdgloo.tensorflow", TENSORFLOW),
+        ("`hvdgloo.tensorflow.data`", "hvdgloo.tensorflow.data", DATA),
         ("`hvdgloo.keras`", "hvdgloo.keras", KERAS),
         ("`hvdgloo.keras.callbacks`", "hvdgloo.keras.callbacks", CALLBACKS),
     )

@@ -16,6 +16,7 @@
     │   ├── ConnectError                       two ranks could not be connected with each other
     │   └── BackendError                       a data plane (Gloo, NCCL, ...) failed
     ├── EagerExecutionError (RuntimeError)     this is for graphs of TensorFlow 1
+    ├── DataServiceError (RuntimeError)        a tf.data service did not start, was lost, or has ended
     ├── WaitTimeoutError (TimeoutError)        a wait ended at the deadline its caller chose
     ├── HostsUpdatedInterrupt (RuntimeError)   elastic training: the set of hosts changed
     ├── MissingDependencyError (ImportError)   an optional package is not installed
@@ -124,6 +125,10 @@ class BackendError(HorovodInternalError):
 
 class EagerExecutionError(HvdglooError, RuntimeError):
     """This is for graphs of TensorFlow 1, and the program runs eagerly."""
+
+
+class DataServiceError(HvdglooError, RuntimeError):
+    """A tf.data service (``hvdgloo.tensorflow.data``) did not start in time, was lost, or has ended."""
 
 
 class WaitTimeoutError(HvdglooError, TimeoutError):

@@ -28,6 +28,7 @@ from hvdgloo.errors import InvalidArgumentError, MissingDependencyError
 from hvdgloo.gradients import Options as CommonOptions
 from hvdgloo.gradients import label
 from hvdgloo.reducer import check_passes
+from hvdgloo.shells import shell_class
 from hvdgloo.types import ReduceOp
 
 logger = logging.getLogger(__name__)
@@ -217,24 +218,17 @@ def _accumulate(optimizer: Any, passes: int) -> None:
     optimizer.gradient_accumulation_steps = passes
 
 
-_classes: dict[type, type] = {}
-"""Plain class to its distributed one, so that two wrapped optimizers of one class have one class too."""
-
-
 def _class_of(base: type) -> type:
-    if base not in _classes:
-        missing = [name for name in ("_clip_gradients", "_backend_apply_gradients") if not hasattr(base, name)]
-        if missing:
-            raise MissingDependencyError(
-                f"Keras {keras.__version__} has no Optimizer.{missing[0]}, which hvdgloo needs; docs/compatibility.md "
-                "tells the versions that work"
-            )
-        # By its public name, a class is found on every backend.
-        public = getattr(keras.optimizers, base.__name__, None)
-        module = "keras.optimizers" if public is not None and issubclass(base, public) else base.__module__
-        names = {"__module__": module, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-        _classes[base] = type(base.__name__, (Distributed, base), names)
-    return _classes[base]
+    missing = [name for name in ("_clip_gradients", "_backend_apply_gradients") if not hasattr(base, name)]
+    if missing:
+        raise MissingDependencyError(
+            f"Keras {keras.__version__} has no Optimizer.{missing[0]}, which hvdgloo needs; docs/compatibility.md "
+            "tells the versions that work"
+        )
+    # By its public name, a class is found on every backend.
+    public = getattr(keras.optimizers, base.__name__, None)
+    is_public = public is not None and issubclass(base, public)
+    return shell_class(Distributed, base, "keras.optimizers" if is_public else None)
 
 
 def _prepare() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.keras.distributed import FINITE, Options, check_op
 from hvdgloo.reducer import check_passes
+from hvdgloo.shells import shell_class
 from hvdgloo.types import ReduceOp
 
 _NO_PASSES = (
@@ -80,8 +81,7 @@ def wrap(optimizer: Any, options: Options) -> Any:
     check_op(options)
     state = _State(options)
     _prepare()
-    kind: Any = type(optimizer)
-    optimizer.__class__ = _class_of(kind)
+    optimizer.__class__ = shell_class(DistributedLegacy, type(optimizer))
     object.__setattr__(optimizer, "_hvd", state)
     return optimizer
 
@@ -147,9 +147,3 @@ def _alike(sync: Any, pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
         first = tf.convert_to_tensor(reduced[shared[0]])
         reduced[shared[0]] = tf.where(everywhere, first, tf.cast(float("nan"), first.dtype))
     return [(gradient, variable) for gradient, (_, variable) in zip(reduced, pairs, strict=True)]
-
-
-@functools.cache
-def _class_of(base: Any) -> type:
-    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    return type(base.__name__, (DistributedLegacy, base), names)

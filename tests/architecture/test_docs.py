@@ -208,5 +208,5 @@ def _worker_variables() -> set[str]:
 
 def _options() -> set[str]:
     launcher = {option for action in build_parser()._actions for option in action.option_strings}
-    source = Path(rendezvous_cli.__file__).read_text(encoding="utf-8")
-    return launcher | set(re.findall(r'"(--[a-z-]+)"', source))
+    others = (Path(rendezvous_cli.__file__), ROOT / "hvdgloo/tensorflow/data/compute_worker.py")
+    return launcher | {option for path in others for option in re.findall(r'"(--[a-z-]+)"', path.read_text("utf-8"))}

@@ -155,6 +155,12 @@ EXPORTS = {
         "rank_op",
         "size_op",
     },
+    "hvdgloo.tensorflow.data": {
+        "TfDataServiceConfig",
+        "compute_worker_fn",
+        "send_to_data_service",
+        "tf_data_service",
+    },
     "hvdgloo.keras": KERAS,
     "hvdgloo.tensorflow.keras": KERAS,
     "hvdgloo.keras.callbacks": CALLBACKS,

@@ -759,8 +759,10 @@ def custom_step(model: Any) -> Callable[[], Any]:
         return lambda: tf.function(optimizer.apply)(gradients)  # type: ignore[no-any-return]
     import jax
 
-    values = [v.value for v in model.trainable_variables]
-    state = [v.value for v in optimizer.variables]
+    # Copies: fit gives the variables' own arrays away.
+    values, state = (
+        [jax.numpy.array(v.value) for v in each] for each in (model.trainable_variables, optimizer.variables)
+    )
     return lambda: jax.block_until_ready(jax.jit(optimizer.stateless_apply)(state, values, values))
 
 

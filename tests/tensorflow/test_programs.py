@@ -178,7 +178,7 @@ except hvd.HorovodInternalError as error:
 """
 
 LEGACY = """
-import threading
+import sys, threading
 import numpy as np
 import tensorflow as tf
 import hvdgloo.tensorflow as hvd
@@ -296,6 +296,7 @@ if hvd.rank() == 0:
     threading.Thread(target=lambda: never(tf.ones(2)), daemon=True).start()
     started.wait()
 hvd.broadcast_object("so far", name="so far")
+assert "torch" not in sys.modules  # it is not needed
 print("end", hvd.rank(), flush=True)
 """
 

@@ -232,6 +232,13 @@ MORE |= {
             "name, device_dense, device_sparse, compression, sparse_as_dense, op, gradient_predivide_factor, groups"
         ),
     },
+    "hvdgloo.tensorflow.data.compute_service": {
+        "TfDataServiceConfig": ("dispatchers, workers_per_dispatcher, dispatcher_side, addresses, key, timeout=60"),
+        "tf_data_service": "compute_config, rank",
+        "send_to_data_service": ("dataset, compute_config, rank, size=None, reuse_dataset=False, round_robin=False"),
+        "compute_worker_fn": "compute_config",
+    },
+    "hvdgloo.tensorflow.data.compute_worker": {"main": "dispatchers, dispatcher_side, configfile, timeout"},
     "hvdgloo.keras": KERAS | {"PartialDistributedOptimizer": KERAS["DistributedOptimizer"]},
     "hvdgloo.tensorflow.keras": TF_KERAS,
     "hvdgloo.keras.callbacks": CALLBACKS,
