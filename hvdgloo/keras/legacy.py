@@ -15,7 +15,6 @@ from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.keras.distributed import FINITE, Options, check_op
 from hvdgloo.reducer import check_passes
 from hvdgloo.shells import shell_class
-from hvdgloo.types import ReduceOp
 
 _NO_PASSES = (
     "backward_passes_per_step= does not go with a LossScaleOptimizer of tf_keras; accumulate gradients in the training "
@@ -40,10 +39,9 @@ class DistributedLegacy:
         if passes is None:
             return plain(together, *args, **kwargs)
         trained = [variable for gradient, variable in pairs if gradient is not None]
-        with importlib.import_module("tensorflow").init_scope():  # there is no making of variables in a branch
-            make = self.build if hasattr(self, "build") else self._create_all_weights  # type: ignore[attr-defined]
-            make(trained)
-        return passes.apply_gradients(lambda: plain(together, *args, **kwargs))
+        # There is no making of variables in a branch.
+        make = self.build if hasattr(self, "build") else self._create_all_weights  # type: ignore[attr-defined]
+        return passes.apply_gradients(lambda: plain(together, *args, **kwargs), lambda: make(trained))
 
     def register_local_var(self, variable: Any) -> None:
         """Leave a variable's gradient to this rank alone."""
@@ -121,29 +119,14 @@ def _reducing(plain: Any) -> Any:
             return plain(self, grads_and_vars, *args, **kwargs)
         if state.passes is not None:
             raise InvalidArgumentError(_NO_PASSES)
-        reduced = _alike(state.sync, list(grads_and_vars))
+        pairs = list(grads_and_vars)
+        variables = [variable for _, variable in pairs]
+        reduced = state.sync.reduce_alike([gradient for gradient, _ in pairs], variables, FINITE)
         state.is_reduced = True
         try:
-            return plain(self, reduced, *args, **kwargs)
+            return plain(self, list(zip(reduced, variables, strict=True)), *args, **kwargs)
         finally:
             state.is_reduced = False
 
     apply_gradients.hvdgloo = True  # type: ignore[attr-defined]
     return apply_gradients
-
-
-def _alike(sync: Any, pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-    """Reduced gradients, of which some are not finite on all ranks if any given one is not on any rank."""
-    tf = importlib.import_module("tensorflow")
-    given = [gradient for gradient, _ in pairs if gradient is not None]
-    adds = sync.options.op in (ReduceOp.AVERAGE, ReduceOp.SUM)
-    shared = [
-        at for at, (gradient, variable) in enumerate(pairs) if gradient is not None and not sync.is_local(variable)
-    ]
-    reduced = sync.reduce([gradient for gradient, _ in pairs], [variable for _, variable in pairs])
-    if shared and not (adds and len(shared) == len(given)):
-        finite = [tf.reduce_all(tf.math.is_finite(getattr(g, "values", g))) for g in given]
-        everywhere = sync.agree(tf.reduce_all(finite), FINITE)
-        first = tf.convert_to_tensor(reduced[shared[0]])
-        reduced[shared[0]] = tf.where(everywhere, first, tf.cast(float("nan"), first.dtype))
-    return [(gradient, variable) for gradient, (_, variable) in zip(reduced, pairs, strict=True)]

@@ -74,11 +74,12 @@ class LocalGradientAggregationHelper:
         chosen = iter(tf.cond(self._is_last, reduce, lambda: [tf.identity(s) for s in sums]))
         return [None if g is None else next(chosen) for g in dense]
 
-    def apply_gradients(self, apply_grads_closure: Callable[[], Any]) -> Any:
+    def apply_gradients(self, apply_grads_closure: Callable[[], Any], prepare: Callable[[], Any] = lambda: None) -> Any:
         """Step, in the last pass only.
 
         Args:
             apply_grads_closure: makes the step, and its operator in a graph.
+            prepare: makes variables that the step needs, of which it can make none itself in a branch of a graph.
 
         Returns:
             an operator that steps or does not; eagerly, whether it did.
@@ -88,6 +89,9 @@ class LocalGradientAggregationHelper:
         """
         if self._is_last is None:
             raise InvalidArgumentError("apply_gradients() comes after compute_gradients() if gradients are to add up")
+
+        with tf.init_scope():
+            prepare()
 
         def stepped() -> Any:
             done = apply_grads_closure()

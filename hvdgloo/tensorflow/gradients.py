@@ -90,6 +90,27 @@ class GradientSync:
                 results[index] = gradient
         return results
 
+    def reduce_alike(self, gradients: Sequence[Any], variables: Sequence[Any], name: str) -> list[Any]:
+        """``reduce``, after which some gradient is not finite on any rank, if a given one is not on one of them.
+
+        For whoever decides by that whether to step. Sums are so by themselves.
+
+        Args:
+            gradients, variables: as for ``reduce``.
+            name: what matches the ranks' calls.
+        """
+        given = [gradient for gradient in gradients if gradient is not None]
+        pairs = enumerate(zip(gradients, variables, strict=True))
+        shared = [at for at, (gradient, of) in pairs if gradient is not None and not self.is_local(of)]
+        reduced = self.reduce(gradients, variables)
+        adds = self.options.op in (ReduceOp.AVERAGE, ReduceOp.SUM)
+        if shared and not (adds and len(shared) == len(given)):
+            finite = [tf.reduce_all(tf.math.is_finite(getattr(g, "values", g))) for g in given]
+            everywhere = self.agree(tf.reduce_all(finite), name)
+            first = tf.convert_to_tensor(reduced[shared[0]])
+            reduced[shared[0]] = tf.where(everywhere, first, tf.cast(float("nan"), first.dtype))
+        return reduced
+
     def agree(self, holds: Any, name: str) -> Any:
         """Whether a boolean tensor holds on all ranks; ``name`` is what matches their calls."""
         if not self.active:

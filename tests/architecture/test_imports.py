@@ -61,7 +61,6 @@ FRAMEWORKS = frozenset({"torch", "tensorflow", "mxnet", "keras", "jax"})
 
 FRAMEWORK_EXCEPTIONS = {
     ("hvdgloo.keras.on_jax", "jax"): "Keras on JAX",
-    ("hvdgloo.keras.on_tensorflow", "tensorflow"): "Keras on TensorFlow",
     ("hvdgloo.keras.on_torch", "torch"): "Keras on torch",
     ("hvdgloo.runner.check_build", "torch"): "--check-build asks torch whether it was built with NCCL",
 }
