@@ -28,7 +28,7 @@ PROCESSES_PYGLOO ?= tests/processes/test_hosts_pygloo.py tests/processes/test_wo
 PYTHON310 ?= $(shell for python in python3.10 "$$(pyenv prefix 3.10 2>/dev/null)/bin/python3.10" \
     $$HOME/.pyenv/versions/3.10*/bin/python3.10 "$$(uv python find 3.10 2>/dev/null)"; do \
     "$$python" -c "import ensurepip" 2>/dev/null && command -v "$$python" && break; done)
-TESTS_TF ?= tests/tensorflow tests/contract tests/architecture tests/unit/test_horovod_surface.py
+TESTS_TF ?= tests/contract tests/architecture tests/unit/test_horovod_surface.py
 
 VENV_MXNET ?= .venv-mxnet
 READY_MXNET := $(VENV_MXNET)/.ready
@@ -62,7 +62,8 @@ test-main: $(READY)
 # the contracts all run that concern tensors, on data planes that treat memory differently; on Gloo and on a segment of
 # shared memory a sample, since what becomes of a tensor there does not depend on the framework.
 test-tensorflow: $(READY_TF)
-	HVDGLOO_TEST_FRONTENDS=tensorflow $(VENV_TF)/bin/python -m pytest -n 2 --dist loadfile $(TESTS_TF) \
+	HVDGLOO_TEST_FRONTENDS=tensorflow $(VENV_TF)/bin/python -m pytest tests/tensorflow
+	HVDGLOO_TEST_FRONTENDS=tensorflow $(VENV_TF)/bin/python -m pytest -n 2 $(TESTS_TF) \
 	    -k "(tensorflow or keras) and (not (gloo or segment) or test_frontend_objects or test_frontend_adjoints)"
 
 # Without torch, with numpy and MXNet. pygloo has wheels for CPython 3.8 to 3.10 only.

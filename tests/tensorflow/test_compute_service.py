@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import stat
 import sys
@@ -30,14 +29,13 @@ from hvdgloo.tensorflow.data import (
     tf_data_service,
 )
 from hvdgloo.tensorflow.data import reader as readers
-from tests.support.launching import Launcher, launcher_in, wait_for
+from tests.support.launching import Launcher, launcher_in
 
 TRAINING = """
 import sys
 import tensorflow as tf
 import horovod.tensorflow as hvd
 from horovod.tensorflow.data.compute_service import TfDataServiceConfig, tf_data_service
-from hvdgloo.errors import DataServiceError
 
 hvd.init()
 rank, size = hvd.rank(), hvd.size()
@@ -56,18 +54,10 @@ try:
 
         turns = numbers.repeat().send_to_data_service(config, rank, size, round_robin=True).take(4)
         parts = hvd.allgather_object([int(x) for x in turns])
-        if config.workers_per_dispatcher == 1:
-            assert parts == [[0, 1, 2, 3]] * 2, parts
-        else:
-            assert len(set(parts[0] + parts[1])) == 8, parts
+        assert parts == [[0, 1, 2, 3]] * 2, parts
         hvd.barrier()
 
         print("done", rank, flush=True)
-        if sys.argv[2] == "lost":
-            for x in tf.data.Dataset.range(10**12).send_to_data_service(config, rank):
-                pass
-except DataServiceError as error:
-    print("error:", error, flush=True)
 finally:
     config.compute_client(verbose=2).shutdown()
 """
@@ -83,26 +73,13 @@ def launcher(tmp_path: Path) -> Iterator[Launcher]:
 
 def test_dispatchers_of_the_compute_job_until_the_training_job_shuts_it_down(launcher: Launcher) -> None:
     compute = launcher.start(*COMPUTE, "--dispatchers", "2", env=QUIET)
-    training = ("-np", "2", "--as-horovod", launcher.script(TRAINING), "service.json", "shut down")
+    training = ("-np", "2", "--as-horovod", launcher.script(TRAINING), "service.json")
     done = launcher.run(*training, env=QUIET, timeout=50)
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(line.partition(">:")[2] for line in done.stdout.splitlines()) == ["done 0", "done 1"]
     out, err = compute.communicate(timeout=15)
     assert compute.returncode == 0, out + err
     assert not (launcher.folder / "service.json").exists()
-
-
-def test_dispatchers_of_the_training_job_until_the_compute_job_is_killed(launcher: Launcher) -> None:
-    compute = launcher.start(*COMPUTE, "--dispatcher-side", "training", "--timeout", "12", env=QUIET)
-    with (launcher.folder / "out").open("wb") as out:
-        command = ("-np", "2", "--as-horovod", launcher.script(TRAINING), "service.json", "lost")
-        training = launcher.start(*command, env=QUIET, stdout=out)
-    said = (launcher.folder / "out").read_text
-    wait_for(lambda: said().count("done") == 2 or training.poll() is not None, 45, "both ranks read")
-    assert training.poll() is None, training.communicate()
-    os.killpg(compute.pid, signal.SIGKILL)
-    error = "error: the data service is lost, see what the compute job printed: rendezvous server"
-    wait_for(lambda: said().count(error) == 2, 24, "the readers' error")
 
 
 def shut_down(service: Service) -> None:
