@@ -75,7 +75,7 @@ else
 test-pygloo: $(READY_PYGLOO)
 	HVDGLOO_TEST_FRONTENDS=$(FRONTENDS_PYGLOO) HVDGLOO_TEST_BACKENDS=gloo,hierarchical \
 	    $(VENV_PYGLOO)/bin/python -m pytest -n 2 $(TESTS_PYGLOO) \
-	    -k "gloo or hierarchical or shm or front_end"
+	    -k "(gloo or hierarchical or shm or front_end) and not (mxnet and (hierarchical or shm))"
 	$(VENV_PYGLOO)/bin/python -m pytest $(PROCESSES_PYGLOO)
 endif
 
