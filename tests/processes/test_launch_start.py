@@ -296,6 +296,7 @@ def test_thread_affinity(launcher: Launcher) -> None:
         hvd.init()
         threads = [thread for thread in threading.enumerate() if thread.name.startswith("hvdgloo-")]
         print([sorted(os.sched_getaffinity(thread.native_id)) for thread in threads])
+        hvd.barrier()  # the other rank's end would end the threads of this one
         """
     )
     done = launcher.run("-np", "2", "--thread-affinity", f"{core},{core}", script, timeout=50)
