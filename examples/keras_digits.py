@@ -62,7 +62,7 @@ def main() -> None:
 
     # (1) Find the other processes and get a rank.
     hvd.init()
-    keras.utils.set_random_seed(args.seed)
+    keras.utils.set_random_seed(args.seed + hvd.rank())  # dropout and shuffling differ; weights are broadcast, see (5)
 
     # (2) Each rank trains on its own part of the data; all take the same number of steps.
     (images, digits), test = load_data()

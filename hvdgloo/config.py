@@ -410,7 +410,7 @@ class Config:
         yaml="params.gloo_provider",
         parse=_one_of("auto", *GLOO_PROVIDERS),
         help="which installed package carries Gloo: auto takes torch if rank 0 has it, else pygloo, which there is for "
-        "Python 3.8 to 3.10 only. Rank 0's choice holds for all",
+        "Python 3.10 and before only. Rank 0's choice holds for all",
     )
     shm_segment: int = _setting(
         4 * 1024 * 1024,

@@ -96,6 +96,7 @@ def diagnose(
     connections: Sequence[Finding] = (),
     *,
     one_machine: Severity = Severity.STOP,
+    gloo_provider: str = "auto",
 ) -> list[Finding]:
     """All findings, the worst first.
 
@@ -104,12 +105,13 @@ def diagnose(
         cwd: where workers would run.
         connections: what was found between the hosts.
         one_machine: what it means for the job if hosts are the same machine.
+        gloo_provider: the job's setting.
     """
     rules: tuple[Callable[[Sequence[Visit]], Iterable[Finding]], ...] = (
         _unreachable,
         lambda visits: _required(visits, cwd),
         _requirements,
-        _gloo,
+        lambda visits: _gloo(visits, gloo_provider),
         _frameworks,
         lambda visits: _python(visits, launcher),
         _processors,
@@ -195,19 +197,26 @@ def _requirements(visits: Sequence[Visit]) -> Iterator[Finding]:
         )
 
 
-def _gloo(visits: Sequence[Visit]) -> Iterator[Finding]:
-    """All ranks take Gloo from the package that rank 0 has, which is on the first host."""
+def _gloo(visits: Sequence[Visit], setting: str) -> Iterator[Finding]:
+    """All ranks take Gloo from the package that rank 0 has, which is on the first host; those of one host need none."""
+    seen = list(_seen(visits))
+    if len(visits) < 2 or not seen:
+        return
+    if setting != "auto":
+        lacking = _where(visits, lambda _, facts: setting not in facts.packages)
+        if lacking:
+            text = f"{setting} is not installed, through which hosts are to exchange tensors (--gloo-provider)"
+            yield Finding(Severity.STOP, _names(lacking), text, f"{_pip(lacking)} 'hvdgloo[{setting}]'")
+        return
     lacking = _where(visits, lambda _, facts: not _providers(facts))
     if lacking:
         yield Finding(
             Severity.STOP,
             _names(lacking),
-            "neither torch nor pygloo is installed, through which workers exchange tensors (whatever framework they "
-            "use)",
-            f"{_pip(lacking)} 'hvdgloo[torch]'",
+            "neither torch nor pygloo is installed, through which hosts exchange tensors (whatever framework they use)",
+            f"{_pip(lacking)} 'hvdgloo[torch]', or with Python 3.10 'hvdgloo[pygloo]' on all hosts",
         )
-    seen = list(_seen(visits))
-    if not seen or not _providers(seen[0][1]):
+    if not _providers(seen[0][1]):
         return
     chosen = _providers(seen[0][1])[0]
     others = _where(visits, lambda _, facts: _providers(facts) and chosen not in _providers(facts))

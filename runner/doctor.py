@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import TextIO
 
+from hvdgloo.config import Config
 from hvdgloo.errors import ConfigError, JobFailedError, LaunchError
 from hvdgloo.rendezvous.identity import host_identity
 from hvdgloo.runner.console import Console
@@ -61,7 +62,8 @@ def run(
     launcher = examine(spec.environ, Require(spec.cwd))
     # A template may lead into several containers that look like one machine, and is let.
     one_machine = Severity.WARNING if spec.reach.agent_command else Severity.STOP
-    findings = diagnose(visits, launcher, spec.cwd, round_.connections, one_machine=one_machine)
+    provider = Config.from_env(spec.environ).gloo_provider
+    findings = diagnose(visits, launcher, spec.cwd, round_.connections, one_machine=one_machine, gloo_provider=provider)
     report = as_json(visits, findings) if json else as_text(visits, findings, width)
     return report, all_well(findings)
 

@@ -107,6 +107,17 @@ class TestRules:
         assert f"{first} is not installed, through which h1" in finding.text
         assert finding.mend == f"/opt/python -m pip install 'hvdgloo[{first}]'"
 
+    def test_ranks_of_one_host_need_neither(self) -> None:
+        assert found(visit("h1", packages=with_gloo_from())) == []
+
+    def test_the_package_that_the_job_asks_for_is_looked_for(self) -> None:
+        both, one = with_gloo_from("torch", "pygloo"), with_gloo_from("pygloo")
+        visits = [visit("h1", packages=both), visit("h2", packages=one)]
+        assert diagnose(visits, FACTS, "/", gloo_provider="pygloo") == []
+        (finding,) = diagnose(visits, FACTS, "/", gloo_provider="torch")
+        assert (finding.severity, finding.hosts) == (Severity.STOP, ("h2",))
+        assert "torch is not installed, through which hosts are to exchange tensors (--gloo-provider)" in finding.text
+
     def test_what_all_hosts_have_can_be_chosen(self) -> None:
         both = with_gloo_from("torch", "pygloo")
         finding = only(visit("h1", packages=both), visit("h2", packages=with_gloo_from("pygloo")))

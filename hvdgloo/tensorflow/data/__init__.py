@@ -2,7 +2,7 @@
 
 ::
 
-    hvdgloo-run -np 4 -- python -m hvdgloo.tensorflow.data.compute_worker service.json --dispatchers 2
+    hvdgloo-run -np 4 -- python -m hvdgloo.tensorflow.data.compute_worker service.json
     hvdgloo-run -np 2 -- python train.py service.json
 
 In the training program::
