@@ -26,7 +26,7 @@ variable. Where Horovod has a variable for the same thing, that is read if ours 
 absent.
 
 A value that cannot be used is an error (`hvdgloo.errors.ConfigError`) that names the variable, flag or key, the value,
-and the form it should have.
+and the form it should have. A variable `HVDGLOO_*` that is no setting, probably a mistyped one, is named in a warning.
 
 Rank 0 decides for all ranks how tensors are ordered and fused: the fusion threshold, group fusion, the cycle time, the
 cache's capacity and the stall times are read on rank 0 alone. All other settings are each worker's own.

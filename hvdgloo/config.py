@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import ipaddress
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from hvdgloo.errors import ConfigError
+from hvdgloo.spelling import suggestions
 
 T = TypeVar("T")
 
@@ -21,6 +23,10 @@ _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off", ""})
 GLOO_PROVIDERS = ("torch", "pygloo")
 """The packages that carry Gloo, the better one first."""
+_TOLD = frozenset(f"HVDGLOO_{name}" for name in ("SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE"))
+"""Variables by which a launcher tells the user's program its place; no setting reads them."""
+_NOT_OURS = re.compile(r"HVDGLOO_(TEST_\w+|\w+_SERVICE_(HOST|PORT\w*)|\w+_PORT_[0-9]+_\w+)=.*|\w+_PORT=[a-z]+://.*")
+"""Of tests, and of a Kubernetes service named hvdgloo-something, which shows itself to every container."""
 LOG_LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
 
 
@@ -544,10 +550,7 @@ class Config:
         Raises:
             ConfigError: naming the variable, its value and the form it should have.
         """
-        if environ is None:
-            import os
-
-            environ = os.environ
+        environ = _environ() if environ is None else environ
         values: dict[str, Any] = {}
         for name, setting in settings().items():
             variable = next((v for v in (setting.env, *setting.fallback) if environ.get(v, "") != ""), None)
@@ -626,6 +629,30 @@ def without_place(environ: Mapping[str, str]) -> dict[str, str]:
     ours = {setting.env for setting in places}
     ours |= {name for setting in places for name in setting.fallback if name.startswith("HOROVOD_")}
     return {name: value for name, value in environ.items() if name not in ours}
+
+
+def _environ() -> Mapping[str, str]:
+    import os
+
+    return os.environ
+
+
+def unknown_variables(environ: Mapping[str, str] | None = None) -> list[str]:
+    """A line for each variable that looks like a setting and is none: most probably a mistyped one.
+
+    Args:
+        environ: what to look at; by default the process's environment.
+    """
+    environ = _environ() if environ is None else environ
+    known = {setting.env for setting in settings().values()}
+    lines = []
+    for name in sorted(environ):
+        if not name.startswith("HVDGLOO_") or name in known | _TOLD or _NOT_OURS.fullmatch(f"{name}={environ[name]}"):
+            continue
+        close = suggestions(name.removeprefix("HVDGLOO_"), [own.removeprefix("HVDGLOO_") for own in known], limit=1)
+        hint = f"did you mean HVDGLOO_{close[0]}?" if close else "docs/configuration.md lists them all"
+        lines.append(f"there is no setting {name}, so it has no effect; {hint}")
+    return lines
 
 
 def environment_names() -> Iterable[str]:

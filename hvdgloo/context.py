@@ -24,7 +24,7 @@ from typing import Any
 
 from hvdgloo import aftermath
 from hvdgloo.backends.local import LocalGroup
-from hvdgloo.config import Config, format_endpoint, parse_endpoint
+from hvdgloo.config import Config, format_endpoint, parse_endpoint, unknown_variables
 from hvdgloo.engine.connect import Handshake, listen
 from hvdgloo.engine.engine import Engine, EngineSettings
 from hvdgloo.errors import (
@@ -443,6 +443,9 @@ def init(
             configure_logging(config, config.rank)
             context = Context.open(config, ranks, process_sets)
             configure_logging(config, context.rank)
+            if context.local_rank == 0:
+                for line in unknown_variables():
+                    logger.warning("%s", line)
             aftermath.install(context.rank)
             _pin(context)
             try:

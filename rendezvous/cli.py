@@ -9,7 +9,6 @@ know whether workers will be started again. Nothing that workers do can keep it 
 from __future__ import annotations
 
 import argparse
-import difflib
 import ipaddress
 import math
 import os
@@ -31,6 +30,7 @@ from hvdgloo.errors import ConfigError
 from hvdgloo.rendezvous.app import Refused
 from hvdgloo.rendezvous.auth import generate_secret, status_token
 from hvdgloo.rendezvous.server import RendezvousServer
+from hvdgloo.spelling import suggestions
 from hvdgloo.version import __version__
 
 PROGRAM = "hvdgloo-rendezvous"
@@ -116,7 +116,7 @@ class _Parser(argparse.ArgumentParser):
         options, unknown = self.parse_known_args(args, namespace)
         if unknown:
             known = [name for action in self._actions for name in action.option_strings]
-            close = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1, cutoff=0.5)
+            close = suggestions(unknown[0].partition("=")[0], known, limit=1)
             hint = f"; did you mean {close[0]}?" if close else ""
             self.error(f"unknown argument {unknown[0]}{hint}")
         if options.np is None and not options.status_token:

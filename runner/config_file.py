@@ -15,7 +15,7 @@ from hvdgloo.config import parse_value, settings
 from hvdgloo.errors import ConfigError
 from hvdgloo.runner.flags import Parser
 from hvdgloo.runner.options import CONTROLLER, is_boolean, to_variable
-from hvdgloo.runner.spelling import suggestions
+from hvdgloo.spelling import suggestions
 
 _IGNORED = {
     "params": {"hierarchical_allreduce", "hierarchical_allgather", "torus_allreduce"},

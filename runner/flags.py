@@ -17,7 +17,7 @@ from hvdgloo.errors import ConfigError
 from hvdgloo.runner import options
 from hvdgloo.runner.reach import add_environment_flags, add_reach_flags
 from hvdgloo.runner.spec import GRACE_AFTER_FAILURE, GRACE_AFTER_SIGNAL, HEARTBEAT_TIMEOUT
-from hvdgloo.runner.spelling import suggestions
+from hvdgloo.spelling import suggestions
 
 PROGRAM = "hvdgloo-run"
 

@@ -18,6 +18,7 @@ PARTS = {
     "hvdgloo.config": "bottom",
     "hvdgloo.topology": "bottom",
     "hvdgloo.machine": "bottom",
+    "hvdgloo.spelling": "bottom",
     "hvdgloo.version": "bottom",
     "hvdgloo.data": "bottom",
     "hvdgloo.as_horovod": "bottom",

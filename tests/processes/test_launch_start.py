@@ -286,6 +286,14 @@ def test_help_version_and_build_table(launcher: Launcher) -> None:
     assert "    [ ] MPI" in table
 
 
+def test_a_mistyped_variable_is_told_once_for_each_host(launcher: Launcher) -> None:
+    script = launcher.script("import hvdgloo.numpy as hvd; hvd.init()")
+    done = launcher.run("-np", "2", script, timeout=50, env={"HVDGLOO_CYCEL_TIME": "1"})
+    assert done.returncode == 0
+    assert done.stderr.count("there is no setting HVDGLOO_CYCEL_TIME, so it has no effect") == 1
+    assert "did you mean HVDGLOO_CYCLE_TIME?" in done.stderr
+
+
 def test_thread_affinity(launcher: Launcher) -> None:
     pytest.importorskip("torch")
     core = min(os.sched_getaffinity(0))

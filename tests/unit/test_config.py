@@ -20,9 +20,12 @@ from hvdgloo.config import (
     parse_endpoint,
     read_secret_file,
     settings,
+    unknown_variables,
     without_place,
 )
 from hvdgloo.errors import ConfigError
+from hvdgloo.runner.command import worker_environment
+from hvdgloo.runner.spec import Host, assign
 
 SECRET = "ab" * 16
 
@@ -339,3 +342,35 @@ def test_a_launcher_gives_its_workers_places_of_their_own_and_nothing_else_is_lo
     user_s = {"SHELL": "sh", "HVDGLOO_CYCLE_TIME": "3", "JOB_COMPLETION_INDEX": "1", "HVDGLOO_PORT_RANGE": "1-2"}
     place = {"HVDGLOO_SECRET_FILE": "/f", "HVDGLOO_RANK": "1", "HOROVOD_RANK": "1", "HVDGLOO_ADDRESS": "127.0.0.1"}
     assert without_place({**user_s, **place}) == user_s
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("HVDGLOO_FUSION_TRESHOLD", "did you mean HVDGLOO_FUSION_THRESHOLD?"),
+        ("HVDGLOO_LOGLEVEL", "did you mean HVDGLOO_LOG_LEVEL?"),
+        ("HVDGLOO_RENDEZVOUS_PORT", "did you mean"),
+        ("HVDGLOO_VERBOSE", "docs/configuration.md"),
+    ],
+)
+def test_a_variable_that_is_no_setting_is_told(name: str, hint: str) -> None:
+    (line,) = unknown_variables({name: "29400", "PATH": "/bin"})
+    assert name in line
+    assert hint in line
+
+
+def test_variables_that_others_set_are_not_told() -> None:
+    slot = assign([Host("localhost", 1)], 1)[0]
+    given = worker_environment(
+        slot, job_id="", epoch=0, rendezvous=("h", 1), secret=b"", address="127.0.0.1", master=("h", 1)
+    )
+    kubernetes = {
+        "HVDGLOO_RENDEZVOUS_SERVICE_HOST": "10.0.0.1",
+        "HVDGLOO_RENDEZVOUS_SERVICE_PORT": "29400",
+        "HVDGLOO_RENDEZVOUS_SERVICE_PORT_HTTP": "29400",
+        "HVDGLOO_RENDEZVOUS_PORT": "tcp://10.0.0.1:29400",
+        "HVDGLOO_RENDEZVOUS_PORT_29400_TCP": "tcp://10.0.0.1:29400",
+        "HVDGLOO_RENDEZVOUS_PORT_29400_TCP_ADDR": "10.0.0.1",
+    }
+    every = dict.fromkeys(environment_names(), "1")
+    assert unknown_variables({**given, **kubernetes, **every, "HVDGLOO_TEST_FRONTENDS": "numpy"}) == []

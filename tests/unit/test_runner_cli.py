@@ -11,7 +11,7 @@ from hvdgloo.errors import ConfigError
 from hvdgloo.runner import config_file, options
 from hvdgloo.runner.flags import build_parser, split
 from hvdgloo.runner.spec import HEARTBEAT_TIMEOUT
-from hvdgloo.runner.spelling import suggestions
+from hvdgloo.spelling import suggestions
 
 HOROVODRUN_FLAGS = """
     -v --version -np --num-proc -cb --check-build --disable-cache --start-timeout --network-interfaces

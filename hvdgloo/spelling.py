@@ -1,4 +1,4 @@
-"""What a mistyped flag or key was probably meant to be. Pure."""
+"""What a mistyped flag, key or variable was probably meant to be. Pure."""
 
 from __future__ import annotations
 
