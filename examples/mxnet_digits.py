@@ -2,7 +2,7 @@
 
     hvdgloo-run -np 2 examples/mxnet_digits.py
 
-The data are the 1,797 images of 8 x 8 pixels that scikit-learn ships, so nothing is downloaded; of scikit-learn it takes
+The data are the 1,797 images of 8 x 8 pixels that scikit-learn ships, so nothing is downloaded; of scikit-learn take
 version 1.3.2, the last one for MXNet's old numpy. What makes this program distributed is marked (1) to (6); without
 those lines it is an ordinary Gluon program, and run without hvdgloo-run it is a job of one process.
 """

@@ -2,7 +2,7 @@
 
     hvdgloo-run -np 2 examples/mxnet_module_digits.py
 
-The data are the 1,797 images of 8 x 8 pixels that scikit-learn ships, so nothing is downloaded; of scikit-learn it takes
+The data are the 1,797 images of 8 x 8 pixels that scikit-learn ships, so nothing is downloaded; of scikit-learn take
 version 1.3.2, the last one for MXNet's old numpy. What makes this program distributed is marked (1) to (5).
 """
 
