@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,8 +21,6 @@ __all__ = [
     "LearningRateWarmupCallback",
     "MetricAverageCallback",
 ]
-
-logger = logging.getLogger(__name__)
 
 Multiplier = float | Callable[[float], float]
 
@@ -215,7 +212,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         initial_lr: the learning rate after the warm-up; usually one process's times the number of ranks.
         warmup_epochs: how many epochs it takes.
         momentum_correction, steps_per_epoch: as for ``LearningRateScheduleCallback``.
-        verbose: 1 to log the learning rate when the warm-up has ended.
+        verbose: 1 to print the learning rate when the warm-up has ended.
 
     Programs of Horovod 0.19 pass ``(warmup_epochs=5, ..., initial_lr=None)``: a call that names ``initial_lr``, or
     whose first argument is a whole number which no number follows, is understood so.
@@ -252,7 +249,9 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         """Called by Keras."""
         super().on_epoch_end(epoch, logs)
         if epoch == self.warmup_epochs - 1 and self.verbose > 0:
-            logger.info("epoch %d: the learning rate is warm: %g", epoch + 1, float(_learning_rate(self.model)))
+            rate = float(_learning_rate(self.model))
+            # Beside Keras's own progress, and like it no matter of log levels.
+            print(f"\nEpoch {epoch + 1}: the warm-up has ended at a learning rate of {rate:g}", flush=True)  # noqa: T201
 
     def _warm(self, epoch: float) -> float:
         # The rate is that of the batch's end, so that the last batch of the warm-up has the full one.

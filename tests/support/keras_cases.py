@@ -9,6 +9,8 @@ of them does for itself. After all cases the last rank is killed in the middle o
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import logging
 import os
@@ -461,7 +463,8 @@ def callbacks() -> None:
     model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.08, momentum=0.9)), loss="mse")
     seen = Seen()
     size = hvd.size()
-    with tempfile.TemporaryDirectory() as folder:
+    printed = io.StringIO()
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(printed):
         best = hvd.callbacks.BestModelCheckpoint(monitor="loss")
         best.filepath = str(Path(folder) / "best.keras")
         history = model.fit(
@@ -474,7 +477,7 @@ def callbacks() -> None:
             callbacks=[
                 hvd.callbacks.BroadcastGlobalVariablesCallback(0),
                 hvd.callbacks.MetricAverageCallback(),
-                hvd.callbacks.LearningRateWarmupCallback(0.08, warmup_epochs=2),
+                hvd.callbacks.LearningRateWarmupCallback(0.08, warmup_epochs=2, verbose=1),
                 hvd.callbacks.LearningRateScheduleCallback(0.08, 0.5, start_epoch=2),
                 best,
                 seen,
@@ -489,6 +492,7 @@ def callbacks() -> None:
     warm = [0.08 / size * ((i + 1) / BATCHES * (size - 1) / 2 + 1) for i in range(2 * BATCHES)]
     expected_rates = [*warm, *[0.08] * BATCHES, *[0.04] * BATCHES]
     np.testing.assert_allclose(seen.rates, expected_rates, rtol=1e-5)
+    assert printed.getvalue().strip() == "Epoch 2: the warm-up has ended at a learning rate of 0.08"
     np.testing.assert_allclose(history["lr"], [warm[BATCHES - 1], 0.08, 0.08, 0.04], rtol=1e-5)
 
 
