@@ -84,6 +84,7 @@ def allgather_object(
         HorovodInternalError: some rank could not pickle its object. On that rank, whatever pickling raised.
     """
     gather = gathering(process_set)
+    ranks = frontend.context.engine.process_sets[gather.process_set]
     label = frontend.automatic_name("allgather_object", gather.process_set) if name is None else name
     payload, failure = _pack(frontend, obj, _purpose(label, frontend.rank()))
     count = payload.size if failure is None else _UNPICKLABLE
@@ -92,10 +93,11 @@ def allgather_object(
         raise failure
     unpicklable = np.flatnonzero(counts == _UNPICKLABLE)
     if unpicklable.size:
-        raise HorovodInternalError(f"rank {unpicklable[0]} could not pickle the object {label}; its own error says why")
+        rank = ranks[unpicklable[0]]
+        raise HorovodInternalError(f"rank {rank} could not pickle the object {label}; its own error says why")
     together = frontend.start_array(gather, payload, f"{label}.t")()
     pieces = np.split(together, np.cumsum(counts)[:-1])
-    return [_unpack(frontend, piece, _purpose(label, rank)) for rank, piece in enumerate(pieces)]
+    return [_unpack(frontend, piece, _purpose(label, rank)) for rank, piece in zip(ranks, pieces, strict=True)]
 
 
 def _purpose(label: str, rank: int) -> str:

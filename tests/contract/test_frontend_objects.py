@@ -13,6 +13,7 @@ from hvdgloo import objects
 from hvdgloo.backends.base import Backend, Work
 from hvdgloo.context import Context
 from hvdgloo.errors import AuthenticationError, HorovodInternalError, InvalidArgumentError
+from hvdgloo.process_sets import ProcessSet
 from hvdgloo.types import Buffer
 from tests.support.frameworks import Framework
 from tests.support.world import World
@@ -50,6 +51,25 @@ def test_allgather_object_is_in_rank_order(world: MakeWorld, framework: Framewor
         result = objects.allgather_object(frontend, [context.rank] * (1000 * context.rank), name="lists")
         assert result == [[rank] * (1000 * rank) for rank in range(SIZE)]
         assert objects.allgather_object(frontend, None if context.rank else "first") == ["first", None, None]
+
+    world(SIZE).run(rank_body)
+
+
+def test_objects_within_a_process_set(world: MakeWorld, framework: Framework) -> None:
+    def generator() -> Any:
+        yield 1
+
+    def rank_body(context: Context) -> None:
+        frontend = framework.frontend(context)
+        last = frontend.add_process_set(ProcessSet([1, 2]))
+        if context.rank == 0:
+            return
+        mine = f"rank {context.rank}"
+        assert objects.allgather_object(frontend, mine, process_set=last) == ["rank 1", "rank 2"]
+        assert objects.broadcast_object(frontend, mine, 2, process_set=last) == "rank 2"
+        with pytest.raises(TypeError if context.rank == 2 else HorovodInternalError, match="pickle") as caught:
+            objects.allgather_object(frontend, generator() if context.rank == 2 else 1, process_set=last)
+        assert context.rank == 2 or "rank 2 could not pickle" in str(caught.value)
 
     world(SIZE).run(rank_body)
 
