@@ -63,6 +63,29 @@ def is_half(dtype: DType) -> bool:
     return dtype in (DType.FLOAT16, DType.BFLOAT16)
 
 
+def to_ordered(values: Array, op: ReduceOp) -> Array:
+    """Integers in the order of float32 or float64 values, for a MIN or MAX of integers; there NaN wins, as it must.
+
+    Bits of floats are sign and magnitude; those of negative numbers are turned round into the two's complement's order.
+    """
+    bits = values.view(f"i{values.itemsize}")
+    extreme = np.iinfo(bits.dtype).min if op is ReduceOp.MIN else np.iinfo(bits.dtype).max  # both mean NaN
+    ordered: Array = np.where(np.isnan(values), extreme, _turned(bits))
+    return ordered
+
+
+def from_ordered(ordered: Array) -> Array:
+    """The inverse of ``to_ordered``."""
+    values: Array = _turned(ordered).view(f"f{ordered.itemsize}")
+    return values
+
+
+def _turned(bits: Array) -> Array:
+    """Its own inverse."""
+    turned: Array = bits ^ ((bits >> (8 * bits.itemsize - 1)) & np.iinfo(bits.dtype).max)
+    return turned
+
+
 def divisor_of(factor: float) -> int:
     """The whole number that a factor is the reciprocal of; 0 if it is none.
 

@@ -24,8 +24,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from hvdgloo.backends import kernels, pygloo_helper
 from hvdgloo.backends.base import RendezvousStore, Work, first_line, get_all, gloo_unconnected
@@ -253,7 +255,7 @@ class PyglooBackend:
         except (OSError, system.Unsupported) as error:
             raise gloo_unconnected(rank, address, f"the helper process of pygloo cannot be started: {error}") from error
         try:
-            self._helper.send(Order(sys.path, rank, size, address, self._helper.nbytes).encode())
+            self._helper.send(Order(_path(), rank, size, address, self._helper.nbytes).encode())
             self._connect(store, prefix, connect_timeout, cancelled)
         except BackendError as error:
             self.close()
@@ -396,6 +398,9 @@ class PyglooBackend:
     def _reduced(self, buffer: Buffer, op: ReduceOp) -> Iterator[Piece]:
         dtype = buffer.dtype
         wide = _WIDER.get(dtype, dtype)
+        if dtype.is_floating and op in (ReduceOp.MIN, ReduceOp.MAX):
+            yield from self._extremes(buffer, op)
+            return
         kind = Type.Uint8 if dtype is DType.BOOL else _WIRE_TYPES[wide]
         combine = (_BOOL_OPS if dtype is DType.BOOL else _OPS)[op]
         for begin, count in _cut(buffer.count, PIECE // wide.itemsize):
@@ -405,6 +410,15 @@ class PyglooBackend:
                 yield Piece(command, _load(part.address, part.nbytes), _store(part.address, part.nbytes))
             else:
                 yield Piece(command, _widen(part, wide), _narrow(part, wide))
+
+    @staticmethod
+    def _extremes(buffer: Buffer, op: ReduceOp) -> Iterator[Piece]:
+        """Of floats, as integers in the same order: pygloo's comparisons lose NaN, in a part of the ranks' blocks."""
+        kind, itemsize = (Type.Int64, 8) if buffer.dtype is DType.FLOAT64 else (Type.Int32, 4)
+        for begin, count in _cut(buffer.count, PIECE // itemsize):
+            part = buffer.part(begin * buffer.dtype.itemsize, count * buffer.dtype.itemsize)
+            command = Command(Verb.ALLREDUCE, kind, _OPS[op], count=count)
+            yield Piece(command, *_ordered(part, op, itemsize))
 
     def _gathered(self, source: Buffer, target: Buffer, nbytes: Sequence[int]) -> Iterator[Piece]:
         """What all ranks have goes at once; the rest of longer blocks is broadcast."""
@@ -448,6 +462,11 @@ class PyglooBackend:
                 for begin, count in _cut(received[peer], PIECE)
             ]
             yield from sends + receives if self._rank < peer else receives + sends
+
+
+def _path() -> list[str]:
+    """Where modules are found; of anything but text Python takes no notice either."""
+    return [entry for entry in sys.path if isinstance(entry, str)]
 
 
 def rounds(rank: int, size: int) -> list[int]:
@@ -509,3 +528,18 @@ def _narrow(part: Buffer, wide: DType) -> Callable[[int], object]:
         part.array()[:] = narrow.astype(part.dtype.numpy_dtype, copy=False)
 
     return store
+
+
+def _ordered(part: Buffer, op: ReduceOp, itemsize: int) -> tuple[Callable[[int], object], Callable[[int], object]]:
+    def integers(slot: int) -> npt.NDArray[Any]:
+        return array_at(slot, part.count * itemsize).view(f"i{itemsize}")
+
+    def load(slot: int) -> None:
+        values = kernels.widen(part.array(), part.dtype) if kernels.is_half(part.dtype) else part.array()
+        integers(slot)[:] = kernels.to_ordered(values, op)
+
+    def store(slot: int) -> None:
+        values = kernels.from_ordered(integers(slot))
+        part.array()[:] = kernels.narrow(values, part.dtype) if kernels.is_half(part.dtype) else values
+
+    return load, store

@@ -95,6 +95,28 @@ def test_allreduce_of_booleans(world: MakeWorld, framework: Framework, op: Reduc
     world(SIZE).run(rank_body)
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("op", [ReduceOp.MIN, ReduceOp.MAX], ids=lambda op: op.name.lower())
+def test_what_is_no_number_on_one_rank_is_none_in_the_extremes(
+    world: MakeWorld, framework: Framework, op: ReduceOp, dtype: DType
+) -> None:
+    """Programs look for overflows in this way. Each rank has NaN somewhere, in each part of a long tensor."""
+    framework.tensor(0, dtype)
+    count = 2000 * SIZE
+    signs = np.where(np.arange(count) % 4 < 2, -1.0, 1.0)  # of numbers and of NaN
+    expected = REDUCTIONS[op](np.stack([signs * (rank + 1) for rank in range(SIZE)]))
+    expected[: SIZE * 100 : 100] = expected[-SIZE * 100 :: 100] = np.nan
+
+    def rank_body(context: Context) -> None:
+        values = signs * (context.rank + 1)
+        for start in (0, count - SIZE * 100):
+            values[start + context.rank * 100] = np.copysign(np.nan, (-1.0) ** context.rank)
+        result = framework.frontend(context).allreduce(framework.tensor(values, dtype), op=op)
+        same(framework, result, expected, dtype)
+
+    world(SIZE).run(rank_body)
+
+
 @pytest.mark.parametrize("dtype", [*FLOATS, DType.INT32], ids=str)
 def test_factors_apply_before_and_after(world: MakeWorld, framework: Framework, dtype: DType) -> None:
     framework.tensor(0, dtype)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -85,6 +86,16 @@ def test_the_workers_threads_go_on_while_a_collective_waits_for_a_late_peer(conn
     finish(begin(late)[1])
     waiting.join(10)
     assert array.tolist() == [2.0] * 100
+
+
+def test_a_folder_that_is_no_text_is_left_out_of_the_helper_s_path(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [Path("/nowhere"), *sys.path])  # Python leaves it out, too
+    one, other = connect(2)
+    works = [begin(one)[1], begin(other)[1]]
+    for work in works:
+        finish(work)
 
 
 def test_a_helper_that_dies_is_an_error_on_both_sides_at_once(connect: Connect) -> None:

@@ -189,3 +189,15 @@ def test_a_buffers_array_is_its_memory() -> None:
     array = np.frombuffer(memory, np.int32)
     Buffer.of_array(array).array()[1] = 7
     assert list(memory) == [1, 7, 3]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("op", [ReduceOp.MIN, ReduceOp.MAX], ids=lambda op: op.name.lower())
+def test_integers_are_in_the_order_of_the_floats_that_they_stand_for(op: ReduceOp, dtype: Any) -> None:
+    special = SPECIAL.astype(dtype)
+    assert kernels.from_ordered(kernels.to_ordered(special, op)).tobytes() == special.tobytes()
+    ordered = kernels.to_ordered(np.unique(special), op)
+    assert (np.diff(ordered.astype(object)) > 0).all()
+    nans = kernels.to_ordered(np.array([np.nan, -np.nan], dtype), op)
+    assert (nans < ordered.min() if op is ReduceOp.MIN else nans > ordered.max()).all()
+    assert np.isnan(kernels.from_ordered(nans)).all()
