@@ -56,7 +56,7 @@ class TensorFlowFrontend(Frontend[Tensor]):
         if not in_graph(tensors):
             return super().apply(operation, tensors, name, grouped=grouped)
         group = len(tensors) > 1 if grouped is None else grouped
-        given = [tf.convert_to_tensor(tensor) for tensor in tensors]
+        given = [_tensor_here(tensor) for tensor in tensors]
         for tensor in given:
             self.adapter.describe(tensor)  # raises for types that cannot be sent
         adjoint = ADJOINTS[operation.collective, operation.op]
@@ -97,7 +97,7 @@ class TensorFlowFrontend(Frontend[Tensor]):
         if not in_graph([tensor, splits]):
             return super().alltoall(tensor, splits, name, process_set)
         operation = exchanging(process_set)
-        received, counts = self._exchange_in_graph(operation, tf.convert_to_tensor(tensor), splits, name)
+        received, counts = self._exchange_in_graph(operation, _tensor_here(tensor), splits, name)
         return received if splits is None else (received, counts)
 
     alltoall.__doc__ = Frontend.alltoall.__doc__
@@ -113,7 +113,7 @@ class TensorFlowFrontend(Frontend[Tensor]):
         self, operation: Operation, tensor: Tensor, splits: Any, name: str | None
     ) -> tuple[Tensor, Tensor]:
         label = self._graph_name(operation, [tensor], name)
-        chosen = [] if splits is None else [tf.cast(tf.convert_to_tensor(splits), tf.int32)]
+        chosen = [] if splits is None else [tf.convert_to_tensor(splits)]
         counts: list[Tensor] = []
 
         def forward(inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -220,23 +220,53 @@ def _in_order() -> Iterator[list[Tensor]]:
             yield made
             return
         turn = _turn()
-        with tf.control_dependencies([turn.read_value()]):
+        with tf.control_dependencies([tf.raw_ops.ReadVariableOp(resource=turn, dtype=tf.int64)]):
             yield made
         with tf.control_dependencies(made):
-            turn.assign(0)
+            tf.raw_ops.AssignVariableOp(resource=turn, value=tf.constant(0, tf.int64))
 
 
 _lock = threading.Lock()
 _turns: list[Any] = []
 
 
-def _turn() -> Any:
-    """The variable by which all our operators are put in order. It is made late: TensorFlow begins to run with it."""
+def _turn() -> Tensor:
+    """The handle of the variable by which all our operators are put in order, in the current graph.
+
+    The variable is made late: TensorFlow begins to run with it.
+    """
     with _lock:
         if not _turns:
             with tf.init_scope(), tf.device("/cpu:0"):
                 _turns.append(tf.Variable(0, trainable=False, name="hvdgloo_turn", dtype=tf.int64))
-        return _turns[0]
+    return _captured(_turns[0].handle, tf.compat.v1.get_default_graph())
+
+
+def _captured(handle: Tensor, graph: Any) -> Tensor:
+    """A handle in a function's graph.
+
+    In a branch or a loop it comes by way of what is around it, and in their gradients from the branch or loop itself, if
+    that has it: TensorFlow finds nothing else there, and of two ways for one tensor it would forget one.
+    """
+    known = handle
+    if graph.is_control_flow_graph:
+        forward = getattr(graph, "_forward_graph", None)
+        known = None if forward is None else _captured_before(handle, forward)
+        known = _captured(handle, graph.outer_graph) if known is None else known
+    with graph.as_default():
+        return graph.capture(known)
+
+
+def _captured_before(handle: Tensor, graph: Any) -> Tensor | None:
+    """A handle in a graph that is complete; None if it has not got it."""
+    known = _captured_before(handle, graph.outer_graph) if graph.is_control_flow_graph else handle
+    return next((internal for external, internal in graph.captures if external is known), None)
+
+
+def _tensor_here(value: Any) -> Tensor:
+    """A value as a tensor of the current graph. A gradient that has one of another besides forgets one of them."""
+    tensor = tf.convert_to_tensor(value)
+    return tf.compat.v1.get_default_graph().capture(tensor) if is_ordered() else tensor
 
 
 def _shape_after(operation: Operation, tensor: Tensor) -> Any:

@@ -346,6 +346,61 @@ def test_numbers_that_a_graph_asks_for_each_time(ranks: Ranks) -> None:
     ranks(2).run(rank_body)
 
 
+def _branch(body: Callable[[Any], Any], x: Any) -> Any:
+    return tf.cond(tf.reduce_sum(x) > -1e9, lambda: body(x), lambda: 2.0 * body(x))
+
+
+def _case(body: Callable[[Any], Any], x: Any) -> Any:
+    return tf.switch_case(tf.cast(tf.size(x) > 0, tf.int32), [lambda: 2.0 * body(x), lambda: body(x)])
+
+
+def _loop(body: Callable[[Any], Any], x: Any) -> Any:
+    return tf.while_loop(lambda i, y: i < 2, lambda i, y: (i + 1, y + body(x) / 2.0), [0, tf.constant(0.0, x.dtype)])[1]
+
+
+def _branch_of_loop(body: Callable[[Any], Any], x: Any) -> Any:
+    return _loop(lambda inner: _branch(body, inner), x)
+
+
+def _loop_of_branch(body: Callable[[Any], Any], x: Any) -> Any:
+    return _branch(lambda inner: _branch_of_loop(body, inner), x)
+
+
+@pytest.mark.parametrize("within", [_branch, _case, _loop, _branch_of_loop, _loop_of_branch])
+def test_gradients_within_branches_and_loops(ranks: Ranks, within: Callable[..., Any]) -> None:
+    def rank_body(context: Context) -> None:
+        frontend = frontend_of(context)
+
+        def body(x: Any) -> Any:
+            every = [
+                frontend.allreduce(x, op=ReduceOp.SUM),
+                frontend.allreduce(x * x, op=ReduceOp.MAX),
+                frontend.allgather(x),
+                frontend.broadcast(x, 0),
+                frontend.reducescatter(x, op=ReduceOp.SUM),
+                frontend.alltoall(x),
+                frontend.alltoall(x * x, [1, 2])[0],
+            ]
+            return tf.add_n([tf.reduce_sum(each**2) for each in every])
+
+        value = np.array([1.0, 2.0, -3.0, 1.5]) * (1.0 + context.rank)
+        expected = differentiate("function", True, body, value, np.float64(1))
+        got = differentiate("function", True, lambda x: within(body, x), value, np.float64(1))
+        np.testing.assert_allclose(got, expected)
+
+    ranks(2).run(rank_body)
+
+
+def test_splits_that_are_no_whole_numbers(ranks: Ranks) -> None:
+    def rank_body(context: Context) -> None:
+        frontend = frontend_of(context)
+        for way in WAYS:
+            with pytest.raises((InvalidArgumentError, tf.errors.OpError), match="splits are"):
+                run(way, lambda x: frontend.alltoall(x, [1.7, 1.2])[0], np.ones(3))
+
+    ranks(2).run(rank_body)
+
+
 def test_wrong_calls_are_refused_while_the_graph_is_made(ranks: Ranks) -> None:
     frontend = frontend_of(ranks(1).contexts[0])
     with pytest.raises(InvalidArgumentError, match="complex128"):
