@@ -7,7 +7,7 @@ own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -91,6 +91,9 @@ class ProcessSet:
         members = "all ranks" if self._ranks is None else ", ".join(map(str, self._ranks))
         return f"ProcessSet(id {self.process_set_id}: {members})"
 
+    def __reduce__(self) -> tuple[Callable[[tuple[int, ...] | None], ProcessSet], tuple[tuple[int, ...] | None]]:
+        return _of_ranks, (self._ranks,)
+
     def _registered(self) -> tuple[int, list[int]]:
         """This process's global rank, and the members."""
         if self._ranks is None:
@@ -108,6 +111,19 @@ class ProcessSet:
 
 global_process_set = ProcessSet._global()
 """All ranks of the job."""
+
+
+def _of_ranks(ranks: tuple[int, ...] | None) -> ProcessSet:
+    """A set from a pickle: registered if this process's job has one with these ranks."""
+    if ranks is None:
+        return global_process_set
+    made = ProcessSet(ranks)
+    if context.is_initialized():
+        job = context.current()
+        for number, members in job.engine.process_sets.items():
+            if members == ranks:
+                made._number, made._context = number, job
+    return made
 
 
 def process_set_id(process_set: ProcessSet) -> int:

@@ -18,11 +18,11 @@ import mxnet as mx
 from mxnet import autograd
 from mxnet.base import _LIB, MXNetError, check_call
 from mxnet.ndarray.sparse import BaseSparseNDArray
-from mxnet.util import np_shape
 
 from hvdgloo.adapters import Tape
 from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.mxnet import recording
+from hvdgloo.mxnet.shapes import numpy_shapes
 from hvdgloo.types import Buffer, DType, TensorSpec
 
 Tensor = Any
@@ -64,7 +64,7 @@ class MXNetAdapter:
     def export(self, tensor: Tensor, *, writable: bool = False) -> Buffer:
         if not self.owns(tensor):
             raise InvalidArgumentError(
-                f"expected an array of MXNet, not {type(tensor).__name__}; mx.nd.array makes one of numbers and lists"
+                f"expected an array of MXNet, not {type(tensor).__name__}; {_instead_of(tensor)}"
             )
         if isinstance(tensor, BaseSparseNDArray):
             raise InvalidArgumentError(
@@ -79,7 +79,7 @@ class MXNetAdapter:
         return Buffer(address.value or 0, spec, owner)
 
     def allocate(self, spec: TensorSpec, like: Tensor) -> Tensor:
-        with np_shape(True):
+        with numpy_shapes():
             made = mx.nd.empty(spec.shape, mx.cpu(), spec.dtype.numpy_dtype)
             return made.as_np_ndarray() if isinstance(like, mx.np.ndarray) else made
 
@@ -87,12 +87,12 @@ class MXNetAdapter:
         if not in_place:
             return result.as_in_context(target.context)
         if result is not target:
-            with autograd.pause(), np_shape(True):
+            with autograd.pause(), numpy_shapes():
                 result.copyto(target)
         return target
 
     def cast(self, tensor: Tensor, dtype: DType) -> Tensor:
-        with np_shape(True):
+        with numpy_shapes():
             return tensor.astype(dtype.numpy_dtype)
 
     def fence(self, tensors: Sequence[Tensor]) -> Callable[[], None] | None:
@@ -120,6 +120,12 @@ class MXNetAdapter:
     @staticmethod
     def _is_on_host(tensor: Tensor) -> bool:
         return tensor.context.device_type in _ON_HOST
+
+
+def _instead_of(value: object) -> str:
+    if isinstance(value, mx.sym.Symbol):
+        return "a block that calls a collective must not be hybridized, nor must one around it"
+    return "mx.nd.array makes one of numbers and lists"
 
 
 def _settle(tensor: Tensor, *, written: bool) -> None:

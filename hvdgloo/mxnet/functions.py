@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from types import MethodType
 from typing import Any, TypeVar
 
 import mxnet as mx
@@ -30,7 +31,7 @@ def broadcast_parameters(params: Any, root_rank: int = 0, prefix: str | None = N
         prefix: begins the names in messages.
 
     Raises:
-        InvalidArgumentError: (a ValueError) ``params`` is no dict, or has values that are neither.
+        InvalidArgumentError: (a ValueError) ``params`` is no dict, or has values that are neither or are sparse.
     """
     _broadcast_parameters(_frontend, params, root_rank, prefix or "")
 
@@ -41,6 +42,7 @@ def _broadcast_parameters(frontend: Frontend[Tensor], params: Any, root_rank: in
             "params must be net.collect_params() or a dict of names to arrays, such as module.get_params()[0]; got "
             f"{type(params).__name__}"
         )
+    require_dense(value for value in params.values() if isinstance(value, mx.gluon.Parameter))
     named: list[tuple[str, Tensor]] = []
     for name, value in sorted(params.items()):
         label = f"{prefix}{name}"
@@ -58,6 +60,16 @@ def _broadcast_parameters(frontend: Frontend[Tensor], params: Any, root_rank: in
     frontend.broadcast_all_(named, root_rank)
 
 
+def require_dense(parameters: Iterable[Any]) -> None:
+    """Refuse Gluon's parameters that are sparse: (a ValueError) InvalidArgumentError. Their gradients may be."""
+    for parameter in parameters:
+        if parameter._stype != "default":
+            raise InvalidArgumentError(
+                f"parameter {parameter.name!r} is {parameter._stype}: sparse parameters need a kvstore, which hvdgloo "
+                "does without; use stype='default'"
+            )
+
+
 def _arrays_of(parameter: Any, label: str) -> list[tuple[str, Tensor]]:
     """A parameter's arrays, one for each device, with names."""
     arrays = parameter.list_data()
@@ -65,12 +77,12 @@ def _arrays_of(parameter: Any, label: str) -> list[tuple[str, Tensor]]:
 
 
 def _broadcast_once_initialized(frontend: Frontend[Tensor], parameter: Any, root_rank: int, label: str) -> None:
-    def initialize(*args: Any, **kwargs: Any) -> None:
+    def initialize(parameter: Any, *args: Any, **kwargs: Any) -> None:
         del parameter._init_impl  # once; and what was asked for before is forgotten
         parameter._init_impl(*args, **kwargs)
         frontend.broadcast_all_(_arrays_of(parameter, label), root_rank)
 
-    parameter._init_impl = initialize
+    parameter._init_impl = MethodType(initialize, parameter)  # of which a deep copy is the copied parameter's
 
 
 def broadcast_object(

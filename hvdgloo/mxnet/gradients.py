@@ -35,11 +35,11 @@ class GradientSync:
     Args:
         frontend: where collectives are submitted.
         options: how.
-        label: begins the gradients' names; the same on all ranks.
+        label: begins the gradients' names; the same on all ranks. Of those that may be reduced at a time each has its
+            own, see ``reserved``.
 
     Raises:
         InvalidArgumentError: (a ValueError) an option cannot be used.
-        NotInitializedError: before ``init()``.
     """
 
     def __init__(self, frontend: Frontend[Tensor], options: Options, label: str) -> None:
@@ -49,8 +49,23 @@ class GradientSync:
         self._frontend = frontend
         self._options = options
         self._reducers: dict[tuple[Hashable, ...], GradientReducer[Tensor]] = {}
-        (self._label,) = frontend.reserve_names([label])
+        self._label = label
         self._reducer(())  # raises for what cannot be used
+
+    @classmethod
+    def reserved(cls, frontend: Frontend[Tensor], options: Options, label: str) -> GradientSync:
+        """One whose label gets a number behind it if it was reserved before in this job.
+
+        Raises:
+            InvalidArgumentError: (a ValueError) an option cannot be used.
+            NotInitializedError: before ``init()``.
+        """
+        (own,) = frontend.reserve_names([label])
+        return cls(frontend, options, own)
+
+    def __reduce__(self) -> tuple[type[GradientSync], tuple[Frontend[Tensor], Options, str]]:
+        # With its label: ranks that do not all load it must not number later ones otherwise than those that do.
+        return GradientSync, (self._frontend, self._options, self._label)
 
     @property
     def active(self) -> bool:

@@ -270,7 +270,8 @@ def alltoall(
 
     Args:
         tensor: first dimensions may differ between ranks, others may not.
-        splits: how many rows go to each rank: integers, shape (set size,). None divides the rows evenly.
+        splits: how many rows go to each rank: integers, shape (set size,). None divides the rows evenly. Whole numbers
+            in an array of floats, MXNet's default, will do.
         name: what matches the ranks' calls.
         priority: accepted for programs that pass it.
         process_set: the ranks that take part.

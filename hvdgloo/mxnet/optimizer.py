@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import warnings
 from collections.abc import Sequence
@@ -10,9 +11,10 @@ from typing import Any
 import mxnet as mx
 
 from hvdgloo.compression import Compressor, NoneCompressor
-from hvdgloo.errors import InvalidArgumentError
+from hvdgloo.errors import InvalidArgumentError, MismatchError
 from hvdgloo.frontend import Frontend
 from hvdgloo.mxnet.adapter import Tensor
+from hvdgloo.mxnet.functions import require_dense
 from hvdgloo.mxnet.gradients import GradientSync, Options
 from hvdgloo.mxnet.mpi_ops import _frontend
 from hvdgloo.process_sets import ProcessSet, global_process_set
@@ -51,8 +53,15 @@ class Distributed:
         """``update``, with weights of float16 kept as float32 if the optimizer does that."""
         self._update(self._plain.update_multi_precision, index, weight, grad, state)
 
+    def __copy__(self) -> Any:
+        return _distributed(copy.copy(self._plain), self._sync)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _distributed(copy.deepcopy(self._plain, memo), self._sync)
+
     def __reduce__(self) -> Any:
-        return _itself, (self._plain,)
+        # As itself: ``gluon.Trainer.load_states`` trains on with whatever comes out.
+        return _distributed, (self._plain, self._sync)
 
     def _update(self, step: Any, index: Any, weight: Any, grad: Any, state: Any) -> None:
         if not isinstance(index, (list, tuple)):
@@ -70,8 +79,11 @@ class Distributed:
             step(index[part], weight[part], grad[part], state[part])
 
 
-def _itself(optimizer: Any) -> Any:
-    return optimizer
+def _distributed(plain: Any, sync: GradientSync) -> Any:
+    shell = object.__new__(shell_class(Distributed, type(plain)))
+    shell.__dict__ = plain.__dict__
+    shell._plain, shell._sync = plain, sync
+    return shell
 
 
 def wrap(frontend: Frontend[Tensor], optimizer: Any, options: Options) -> Any:
@@ -80,11 +92,7 @@ def wrap(frontend: Frontend[Tensor], optimizer: Any, options: Options) -> Any:
         raise InvalidArgumentError(f"expected an mx.optimizer.Optimizer, not {type(optimizer).__name__}")
     if isinstance(optimizer, Distributed):
         raise InvalidArgumentError("the optimizer is distributed already; wrap it once")
-    shell = object.__new__(shell_class(Distributed, type(optimizer)))
-    shell.__dict__ = optimizer.__dict__
-    shell._plain = optimizer
-    shell._sync = GradientSync(frontend, options, "gradient")
-    return shell
+    return _distributed(optimizer, GradientSync.reserved(frontend, options, "gradient"))
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name; it makes an instance of a class of its own
@@ -107,7 +115,10 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name; it makes an instance o
         compression: ``Compression.fp16`` sends float32 and float64 gradients as float16.
 
     Returns:
-        an instance of the optimizer's own class. Pickling it gives the plain optimizer.
+        an instance of the optimizer's own class. Its copies are distributed as well, and so is what is loaded from its
+        pickle, such as a file of ``gluon.Trainer.save_states``: loading needs hvdgloo, and its process set registered;
+        updating needs ``init()``. The plain optimizer, which has the same state, is the one to pickle for programs
+        without hvdgloo.
 
     Raises:
         InvalidArgumentError: (a ValueError) not an optimizer, or an option that cannot be used.
@@ -121,8 +132,8 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
     """A Gluon trainer that steps on gradients averaged over all ranks; without a kvstore.
 
     ``step(batch_size)`` gets the batch size of this rank. ``allreduce_grads()`` and ``update()`` work as in a plain
-    trainer. With ``ignore_stale_grad=True`` a parameter is updated on all ranks if it has a new gradient on one: the
-    others add zeros.
+    trainer. With ``ignore_stale_grad=True``, on both ways, a parameter is updated on all ranks if it has a new gradient
+    on one: the others add zeros. ``save_states()`` saves the plain optimizer, for any trainer.
 
     Args:
         params: ``net.collect_params()``, on one device.
@@ -130,7 +141,8 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         optimizer_params: for an optimizer that is given by its name.
         compression: ``Compression.fp16`` sends float32 and float64 gradients as float16.
         gradient_predivide_factor: splits the average's division: by this before the sum, by size / this after it.
-        prefix: begins the names of gradients in messages.
+        prefix: begins the names of gradients in messages. They end in the parameter's number, counted from 0 in order
+            of names (of a list: in its order).
         num_groups: how many groups of gradients to send as one each; 0 sends every gradient by itself.
         process_set: the ranks that share gradients.
 
@@ -158,12 +170,10 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
             warnings.warn(text, stacklevel=2)
             optimizer = optimizer._plain
         options = Options(compression, gradient_predivide_factor, num_groups, process_set)
-        self._sync = GradientSync(_frontend, options, f"{prefix or ''}gradient")
+        self._sync = GradientSync.reserved(_frontend, options, f"{prefix or ''}gradient")
+        self._joining: list[Tensor] = []
         super().__init__(params, optimizer, optimizer_params, kvstore=None)
-        if self._contains_sparse_weight:
-            raise InvalidArgumentError(
-                "sparse parameters need a kvstore, which hvdgloo does without; use stype='default'"
-            )
+        require_dense(self._params)
         if len(self._contexts or ()) > 1:
             raise InvalidArgumentError(
                 f"parameters are on {len(self._contexts)} devices; start a rank for each device, with ctx=one device"
@@ -185,19 +195,61 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
             self._share_freshness()
         super().step(batch_size, ignore_stale_grad)
 
+    def allreduce_grads(self) -> None:
+        """Average all gradients over the ranks, for ``update()``: to clip them in between, for instance.
+
+        A gradient that is new on another rank and not on this one is zeros before it is averaged.
+
+        Raises:
+            InvalidArgumentError: (a ValueError) a gradient is sparse.
+            HorovodInternalError: gradients could not be averaged.
+        """
+        if self._sync.active:
+            self._share_freshness()
+        super().allreduce_grads()
+
+    def load_states(self, fname: str) -> None:
+        """Load what ``save_states`` has written: the optimizer, its state, and its options.
+
+        Args:
+            fname: a file of this trainer's or of ``gluon.Trainer``'s. Of a ``DistributedOptimizer`` in it the plain one
+                is taken: this trainer averages, with its own options.
+        """
+        super().load_states(fname)
+        loaded: Any = self.optimizer
+        if isinstance(loaded, Distributed):
+            self._optimizer = loaded._plain
+            for updater in self._updaters:
+                updater.optimizer = loaded._plain
+
     def _allreduce_grads(self) -> None:
         trained = self._trained()
-        self._sync.reduce({index: self._params[index].list_grad()[0] for index in trained})
+        try:
+            self._sync.reduce({index: self._params[index].list_grad()[0] for index in trained})
+        except MismatchError as error:
+            # Numbers name gradients, since parameters' names tell what else a rank has built.
+            number = error.name.rpartition(".")[2].partition("+")[0]
+            here = self._params[int(number)].name
+            raise MismatchError(f"{error} (on this rank {number} is {here})", name=error.name) from error
+
+    def _update(self, ignore_stale_grad: bool = False) -> None:
+        joining, self._joining = self._joining, []
+        if ignore_stale_grad:
+            for array in joining:
+                array._fresh_grad = True
+        super()._update(ignore_stale_grad)
 
     def _share_freshness(self) -> None:
-        """Have all ranks step with the same parameters: those whose gradient is new on any of them."""
+        """Have all ranks average the same gradients, those that are new on any of them, and step with them if stale
+        ones are to be ignored."""
         trained = self._trained()
         data = [self._params[index].list_data()[0] for index in trained]
         fresh = self._sync.anywhere([bool(array._fresh_grad) for array in data])
+        self._joining = []
         for index, array, anywhere in zip(trained, data, fresh, strict=True):
             if anywhere and not array._fresh_grad:
                 self._params[index].list_grad()[0][:] = 0
-                array._fresh_grad = True
+                self._joining.append(array)
 
     def _trained(self) -> Sequence[int]:
         return [index for index, parameter in enumerate(self._params) if parameter.grad_req != "null"]

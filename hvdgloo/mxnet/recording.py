@@ -19,9 +19,9 @@ from typing import Any
 
 from mxnet.base import _LIB, MXCallbackList, NDArrayHandle, c_handle_array, check_call
 from mxnet.ndarray import NDArray
-from mxnet.util import np_shape
 
 from hvdgloo.errors import HvdglooError
+from hvdgloo.mxnet.shapes import numpy_shapes
 
 _log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ def _on_backward(outputs: int, inputs: int, handles: Any, requests: Any, is_trai
     # All are ours to free, whether they are used or not.
     arrays = [NDArray(ctypes.cast(handles[i], NDArrayHandle), writable=i >= outputs) for i in range(outputs + inputs)]
     try:
-        with np_shape(True):
+        with numpy_shapes():
             gradients = _nodes[number][0](arrays[:outputs])
             for target, gradient, request in zip(arrays[outputs:], gradients, requests[:inputs], strict=True):
                 if request == _NOTHING or target.size == 0:

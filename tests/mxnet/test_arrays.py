@@ -129,6 +129,57 @@ def test_what_cannot_be_sent_is_refused(ranks: Ranks) -> None:
     with pytest.raises(InvalidArgumentError, match="cannot be sent; the types that can are uint8, int8, int32"):
         frontend.allreduce(half)
 
+    class Block(mx.gluon.HybridBlock):  # type: ignore[misc]
+        def hybrid_forward(self, F: Any, x: Any) -> Any:  # noqa: N803 - Gluon's name
+            return frontend.allreduce(x)
+
+    block = Block()
+    assert block(mx.nd.ones((2,))).asnumpy().tolist() == [1.0, 1.0]
+    block.hybridize()
+    with pytest.raises(
+        InvalidArgumentError, match="not Symbol; a block that calls a collective must not be hybridized"
+    ):
+        block(mx.nd.ones((2,)))
+
+
+@pytest.mark.parametrize("wrong", [[0.5, 1.5], [float("nan"), 1.0], [float("inf"), 0.0], [2.0**24, 0.0]], ids=str)
+def test_splits_may_be_whole_floats(ranks: Ranks, wrong: list[float]) -> None:
+    """MXNet makes them of integers; none that may have been rounded in the making."""
+
+    def rank_body(context: Context) -> None:
+        frontend, x = frontend_of(context), mx.nd.array([1.0, 2.0, 3.0])
+        for kind in ("float32", "float16", "int64"):
+            rows, counts = frontend.alltoall(x, mx.nd.array([1, 2], dtype=kind))
+            assert counts.asnumpy().tolist() == [1 + context.rank] * 2
+            assert len(rows) == 2 * (1 + context.rank)
+        with pytest.raises(InvalidArgumentError, match=r"whole numbers of rows; got .* dtype='int32'"):
+            frontend.alltoall(x, mx.nd.array(wrong))
+
+    ranks(2).run(rank_body)
+
+
+def test_shapes_of_numpys_are_not_told_to_the_users_log(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(mx.util, "_set_np_shape_logged", False)
+    caplog.set_level("INFO")
+    frontend = frontend_of(ranks(1).contexts[0])
+    x = mx.nd.ones((2,))
+    x.attach_grad()
+    for active in (False, True):
+        mx.util.set_np_shape(active)
+        caplog.clear()
+        mx.util._set_np_shape_logged = False
+        try:
+            with autograd.record():
+                loss = frontend.allreduce(x).sum()
+            loss.backward()
+            mx.nd.waitall()
+            assert mx.util.is_np_shape() is active
+        finally:
+            mx.util.set_np_shape(False)
+        assert [record for record in caplog.records if record.name == "root"] == []
+
 
 def test_an_array_whose_computation_failed_raises_that(ranks: Ranks) -> None:
     frontend = frontend_of(ranks(1).contexts[0])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +11,9 @@ import mxnet as mx
 import numpy as np
 import pytest
 
+import hvdgloo.mxnet as hvd
 from hvdgloo.context import Context
-from hvdgloo.errors import DuplicateNameError, InvalidArgumentError
+from hvdgloo.errors import DuplicateNameError, InvalidArgumentError, NotInitializedError
 from hvdgloo.mxnet.adapter import MXNetAdapter
 from hvdgloo.mxnet.compression import Compression
 from hvdgloo.mxnet.frontend import MXNetFrontend
@@ -165,6 +168,47 @@ def test_one_state(ranks: Ranks) -> None:
         wrap(frontend, optimizer, Options())
 
 
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+@pytest.mark.parametrize("make", [mx.optimizer.SGD, mx.optimizer.Adam])
+def test_copies_are_distributed(
+    ranks: Ranks, copied: Callable[[Any], Any], make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the same options, and a state of their own."""
+    narrowed = []
+    compress = Compression.fp16.compress
+    monkeypatch.setattr(Compression.fp16, "compress", lambda tensor: (narrowed.append(tensor), compress(tensor))[1])
+
+    def rank_body(context: Context) -> list[np.ndarray]:
+        optimizer = wrap(frontend_of(context), make(learning_rate=0.25), Options(compression=Compression.fp16))
+        made = copied(optimizer)
+        optimizer.set_learning_rate(0.0)
+        assert (made.learning_rate, type(made)) == (0.25, type(optimizer))
+        return train(made, lambda step: gradients(context.rank, step, "float32"))
+
+    def average(step: int) -> list[np.ndarray]:
+        return [np.mean(each, axis=0) for each in zip(*(gradients(r, step, "float32") for r in range(2)), strict=True)]
+
+    expected = train(make(learning_rate=0.25), average)
+    for result in ranks(2).run(rank_body):
+        for got, wanted in zip(result, expected, strict=True):
+            np.testing.assert_allclose(got, wanted, atol=1e-5)
+    assert len(narrowed) == 2 * STEPS * len(SHAPES)
+
+
+def test_a_loaded_one_does_not_train_alone_for_want_of_init() -> None:
+    hvd.init()
+    try:
+        pickled = pickle.dumps(hvd.DistributedOptimizer(mx.optimizer.SGD(learning_rate=0.5)))
+    finally:
+        hvd.shutdown()
+    loaded = pickle.loads(pickled)
+    assert loaded.learning_rate == 0.5
+    weight = mx.nd.zeros((1,))
+    with pytest.raises(NotInitializedError):
+        loaded.update(0, weight, mx.nd.ones((1,)), None)
+    assert weight.asscalar() == 0.0
+
+
 def test_a_gradient_that_cannot_be_sent_leaves_the_others_at_rest(ranks: Ranks) -> None:
     def rank_body(context: Context) -> list[float]:
         optimizer = wrap(frontend_of(context), mx.optimizer.SGD(learning_rate=1.0), Options())
@@ -202,3 +246,17 @@ def test_parameters_that_are_not_initialised_are_broadcast_once_they_are(ranks: 
 
     for rank, results in enumerate(ranks(2).run(rank_body)):
         assert results == [[1.0] * 2, [2.0] * 2, [0.0], [2.0] * 3, [float(rank)] * 3]
+
+
+def test_a_deep_copy_of_a_net_that_awaits_its_shapes_gets_its_own_values(ranks: Ranks) -> None:
+    def rank_body(context: Context) -> list[list[float]]:
+        late = mx.gluon.Parameter("late", shape=(0,), allow_deferred_init=True)
+        late.initialize(mx.init.Constant(context.rank + 1.0))
+        _broadcast_parameters(frontend_of(context), {"late": late}, 1, "")
+        nets = [*copy.deepcopy([late]), late]
+        for number, parameter in enumerate(nets):
+            parameter.shape = (number + 1,)
+            parameter._finish_deferred_init()
+        return [list(parameter.data().asnumpy()) for parameter in nets]
+
+    assert ranks(2).run(rank_body) == [[[2.0], [2.0] * 2]] * 2

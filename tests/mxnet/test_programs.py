@@ -43,8 +43,10 @@ assert allgather(x[: me + 1], "rows", 0).asnumpy().tolist() == [1.0, 2.0, 4.0]
 assert [t.shape[0] for t in hvd.grouped_allgather([x, x[:1]])] == [4, 2]
 assert broadcast(x, 1, "b", 0).asnumpy().tolist() == [2.0, 4.0]
 assert broadcast_(y, root_rank=0) is y
-received, counts = hvd.alltoall(x, mx.nd.array([1, 1], dtype="int32"))
-assert counts.asnumpy().tolist() == [1, 1] and hvd.alltoall(x).shape == (2,)
+for splits in (mx.nd.array([1, 1], dtype="int32"), mx.nd.array([1, 1])):  # float32 by default
+    received, counts = hvd.alltoall(x, splits)
+    assert counts.asnumpy().tolist() == [1, 1] and counts.dtype == np.int32
+assert hvd.alltoall(x).shape == (2,)
 assert hvd.reducescatter(x, hvd.Sum).asnumpy().tolist() == [[3.0], [6.0]][me]
 assert hvd.grouped_reducescatter([x], priority=2)[0].shape == (1,)
 handle = hvd.allreduce_async_(y, name="asynchronous")
@@ -113,20 +115,81 @@ assert both[0] == both[1]
 # A parameter that has a new gradient on one rank alone steps on both.
 for p in net.collect_params().values():
     p.zero_grad()
-left, right = gluon.nn.Dense(1, in_units=6), gluon.nn.Dense(1, in_units=6)
-for side in (left, right):
-    side.initialize(mx.init.One())
-params = dict(left.collect_params().items()) | dict(right.collect_params().items())
-trainer = hvd.DistributedTrainer(params, "sgd", {"learning_rate": 1.0})
-for step in range(2):
-    with autograd.record():
-        loss = (left if me == 0 else right)(mx.nd.array(data[:4])).sum()
-    loss.backward()
-    trainer.step(1, ignore_stale_grad=True)
-for side in (left, right):
-    np.testing.assert_allclose(side.weight.data().asnumpy()[0], 1 - data[:4].sum(axis=0), atol=1e-5)
-everyone = hvd.allgather_object([w.tobytes() for side in (left, right) for w in weights_of(side)])
-assert everyone[0] == everyone[1]
+
+def in_two_parts(trainer):
+    trainer.allreduce_grads()
+    trainer.update(1, ignore_stale_grad=True)
+
+for update in (lambda trainer: trainer.step(1, ignore_stale_grad=True), in_two_parts):
+    left, right = gluon.nn.Dense(1, in_units=6), gluon.nn.Dense(1, in_units=6)
+    for side in (left, right):
+        side.initialize(mx.init.One())
+    params = dict(left.collect_params().items()) | dict(right.collect_params().items())
+    trainer = hvd.DistributedTrainer(params, "sgd", {"learning_rate": 1.0})
+    for step in range(2):
+        with autograd.record():
+            loss = (left if me == 0 else right)(mx.nd.array(data[:4])).sum()
+        loss.backward()
+        update(trainer)
+    for side in (left, right):
+        np.testing.assert_allclose(side.weight.data().asnumpy()[0], 1 - data[:4].sum(axis=0), atol=1e-5)
+    everyone = hvd.allgather_object([w.tobytes() for side in (left, right) for w in weights_of(side)])
+    assert everyone[0] == everyone[1]
+
+# Without ignore_stale_grad a stale gradient is told, as in a plain trainer.
+with autograd.record():
+    loss = (left if me == 0 else right)(mx.nd.array(data[:4])).sum()
+loss.backward()
+trainer.allreduce_grads()
+try:
+    trainer.update(1)
+except UserWarning as error:
+    assert (right if me == 0 else left).bias.name in str(error), error
+else:
+    raise AssertionError("a stale gradient was stepped with")
+
+# gluon.Trainer goes on averaging with what it loads, also with an optimizer that takes weights one at a time.
+def with_gluons_trainer(optimizer, states=None, made=gluon.Trainer, wrapped=hvd.DistributedOptimizer, **options):
+    net = gluon.nn.Dense(1, in_units=1, use_bias=False)
+    net.initialize(mx.init.Zero())
+    trainer = made(net.collect_params(), wrapped(optimizer), **options)
+    for step in range(2):
+        if step == 1:
+            trainer.save_states("saved.%d" % me)
+            trainer.load_states(states or "saved.%d" % me)
+        with autograd.record():
+            loss = net(mx.nd.ones((1, 1)) * (me + 1)).sum()
+        loss.backward()
+        trainer.step(1)
+    return net.weight.data().asscalar(), trainer.optimizer
+
+half = hvd.Compression.fp16
+last, loaded = with_gluons_trainer(mx.optimizer.SGD(learning_rate=1.0), kvstore=None)
+assert last == -3.0 and type(loaded).__name__ == "SGD"
+last, _ = with_gluons_trainer(
+    mx.optimizer.Adam(), wrapped=lambda plain: hvd.DistributedOptimizer(plain, compression=half), kvstore=None
+)
+everyone = hvd.allgather_object(last)
+assert everyone[0] == everyone[1] != 0, everyone
+# Its file suits DistributedTrainer, which averages by itself.
+os.rename("saved.%d" % me, "kept.%d" % me)
+last, loaded = with_gluons_trainer(
+    mx.optimizer.Adam(), "kept.%d" % me, made=hvd.DistributedTrainer, wrapped=lambda plain: plain
+)
+assert type(loaded) is mx.optimizer.Adam, type(loaded)
+# With process sets, as long as there is one of these ranks.
+apart = hvd.DistributedOptimizer(mx.optimizer.SGD(learning_rate=1.0), process_set=only)
+pickled = pickle.dumps(apart)
+weight = mx.nd.zeros((1,))
+pickle.loads(pickled).update(0, weight, mx.nd.ones((1,)) * (me + 1), None)
+assert weight.asscalar() == -1.0 - me
+hvd.remove_process_set(only)
+try:
+    pickle.loads(pickled)
+except ValueError as error:
+    assert "not registered" in str(error), error
+else:
+    raise AssertionError("loaded without its process set")
 
 # What a trainer cannot do it says.
 embedding = gluon.nn.Embedding(4, 2, sparse_grad=True)
@@ -137,15 +200,29 @@ with autograd.record():
 loss.backward()
 devices = gluon.nn.Dense(1, in_units=1)
 devices.initialize(ctx=[mx.cpu(0), mx.cpu(1)])
+rows = {"rows": gluon.Parameter("rows", shape=(4, 2), stype="row_sparse")}
+rows["rows"].initialize()
+broken = gluon.nn.Dense(1, in_units=me + 1, prefix="broken%d_" % me)
+broken.initialize()
+misshapen = hvd.DistributedTrainer(broken.collect_params(), "sgd", prefix="misshapen.")
+with autograd.record():
+    loss = broken(mx.nd.ones((1, me + 1))).sum()
+loss.backward()
+grouped = hvd.DistributedTrainer(broken.collect_params(), "sgd", prefix="grouped.", num_groups=1)
 for wrong, text in [
     (lambda: trainer.step(1), "row_sparse array cannot be sent"),
     (lambda: hvd.DistributedTrainer(devices.collect_params(), "sgd"), "start a rank for each device"),
     (lambda: hvd.DistributedTrainer(left.collect_params(), "sgd", num_groups=-1), "num_groups"),
     (lambda: hvd.DistributedOptimizer("sgd"), "expected an mx.optimizer.Optimizer"),
+    (lambda: hvd.broadcast_parameters(rows), "parameter 'rows' is row_sparse: sparse parameters need a kvstore"),
+    (lambda: hvd.DistributedTrainer(rows, "sgd"), "parameter 'rows' is row_sparse: sparse parameters need a kvstore"),
+    (lambda: hvd.alltoall(x, mx.nd.array([0.5, 1.5])), "dtype='int32'"),
+    (lambda: misshapen.step(1), f"(on this rank 1 is broken{me}_weight)"),
+    (lambda: grouped.step(1), f"(on this rank 0 is broken{me}_bias)"),
 ]:
     try:
         wrong()
-    except ValueError as error:
+    except (ValueError, hvd.HorovodInternalError) as error:
         assert text in str(error), error
         continue
     raise AssertionError(text)
@@ -163,7 +240,7 @@ def module(distributed, rows, kvstore=None):
     if distributed:
         plain, optimizer = optimizer, hvd.DistributedOptimizer(optimizer)
         assert isinstance(optimizer, mx.optimizer.Adam) and type(optimizer).__name__ == "Adam"
-        assert type(pickle.loads(pickle.dumps(optimizer))) is mx.optimizer.Adam
+        assert type(pickle.loads(pickle.dumps(optimizer))) is type(optimizer)
         optimizer.set_learning_rate(0.04)
         assert plain.learning_rate == 0.04
     else:

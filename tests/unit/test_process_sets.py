@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -37,6 +40,19 @@ def test_a_set_that_is_not_registered() -> None:
     for question in (some.rank, some.included, lambda: process_set_id(some)):
         with pytest.raises(ValueError, match="not registered"):
             question()
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+def test_copies_are_registered_where_a_set_of_their_ranks_is(copied: Callable[[ProcessSet], ProcessSet]) -> None:
+    assert copied(global_process_set) is global_process_set
+    assert copied(ProcessSet([1, 0])).process_set_id is None
+    context.init()
+    try:
+        assert copied(ProcessSet([0])).process_set_id == 0
+        lone = copied(ProcessSet([1]))
+        assert (lone.ranks, lone.process_set_id) == ([1], None)
+    finally:
+        context.shutdown()
 
 
 def test_ranks_may_come_from_numpy() -> None:

@@ -1,0 +1,32 @@
+"""Shapes with zero rows, and of scalars, which MXNet's legacy semantics does not know."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from mxnet.base import _LIB, check_call
+
+_OFF, _ON = 0, 1
+
+
+@contextmanager
+def numpy_shapes() -> Iterator[None]:
+    """This thread makes arrays with numpy's shapes meanwhile.
+
+    As ``mx.util.np_shape``, whose first use tells the user's log about a switch that the user has not touched.
+    """
+    was_on = _switch(_ON)
+    try:
+        yield
+    finally:
+        if not was_on:
+            _switch(_OFF)
+
+
+def _switch(semantics: int) -> bool:
+    """Whether numpy's semantics was on before."""
+    before = ctypes.c_int()
+    check_call(_LIB.MXSetIsNumpyShape(ctypes.c_int(semantics), ctypes.byref(before)))
+    return bool(before.value)
