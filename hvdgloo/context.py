@@ -508,11 +508,29 @@ class _Handler(logging.StreamHandler):  # type: ignore[type-arg] # which Python 
     def __init__(self) -> None:
         super().__init__(sys.stderr)
 
+    def emit(self, record: logging.LogRecord) -> None:
+        """Show it, unless the root logger does so already: its handlers may come and go at any time."""
+        if not _root_shows(record):
+            super().emit(record)
+
+
+def _root_shows(record: logging.LogRecord) -> bool:
+    """Whether the root logger writes hvdgloo's record to the terminal, as it does after ``logging.basicConfig()``."""
+    if not logging.getLogger("hvdgloo").propagate:
+        return False
+    return any(
+        isinstance(handler, logging.StreamHandler)
+        and handler.stream in (sys.stderr, sys.stdout)
+        and record.levelno >= handler.level
+        for handler in logging.getLogger().handlers
+    )
+
 
 def configure_logging(config: Config, rank: int | None) -> None:
     """Show hvdgloo's messages on stderr as ``[time: LEVEL file:line] [rank]: text``.
 
-    A program that has attached handlers of its own to the ``hvdgloo`` logger keeps them, and gets no other.
+    A program that has attached handlers of its own to the ``hvdgloo`` logger keeps them, and gets no other. Where the
+    root logger writes to the terminal (``logging.basicConfig()``, which importing MXNet calls), it shows them instead.
     """
     logging.addLevelName(_TRACE, "TRACE")
     log = logging.getLogger("hvdgloo")
