@@ -441,6 +441,7 @@ def init(
             _owner = os.getpid()
             config = Config.from_env()
             configure_logging(config, config.rank)
+            aftermath.install(config.rank)
             context = Context.open(config, ranks, process_sets)
             configure_logging(config, context.rank)
             if context.local_rank == 0:
@@ -498,6 +499,7 @@ def current() -> Context:
     """
     context = _current
     if context is None:
+        aftermath.install()  # as init() would have done: what is wrong is in the program, and not as deep as here
         raise NotInitializedError
     return context
 
