@@ -24,7 +24,7 @@ from hvdgloo.runner.display import StartDisplay
 from hvdgloo.runner.environment import for_other_hosts
 from hvdgloo.runner.frames import CHUNK, Hello, Require, Spawn
 from hvdgloo.runner.gathering import check_machines
-from hvdgloo.runner.hosts import place, shortlist
+from hvdgloo.runner.hosts import place, remark_on_load, shortlist
 from hvdgloo.runner.meeting import Meeting, open_meeting
 from hvdgloo.runner.nics import Address
 from hvdgloo.runner.outcome import Failure, Outcome, blame
@@ -143,6 +143,7 @@ def launch(
                 slots = place(hosts, hellos, spec)
                 hosts, hellos = supervisor.keep(_hosts_in_use(slots))
                 _expect(console, spec, len(slots))
+                _say_crowded(console, hosts, hellos)
                 network = discover(supervisor, spec, hellos)
             _say_server(console, spec, hosts, network.placement)
             with open_meeting(supervisor, spec, hosts, network.placement, job_id) as meeting:
@@ -321,6 +322,12 @@ def _spawns(
         stdin = slot.rank == spec.stdin_rank
         spawns[slot.host].append(Spawn(slot.rank, commands[slot.host], env, stdin=stdin, task=task))
     return spawns
+
+
+def _say_crowded(console: Console, hosts: Sequence[Host], hellos: Sequence[Hello]) -> None:
+    remark = remark_on_load(hosts, [hello.cores for hello in hellos])
+    if remark:
+        console.notice(remark)
 
 
 def _say_server(console: Console, spec: LaunchSpec, hosts: Sequence[Host], placement: Placement) -> None:
