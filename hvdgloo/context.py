@@ -34,7 +34,7 @@ from hvdgloo.errors import (
     RendezvousError,
 )
 from hvdgloo.machine import usable_cores
-from hvdgloo.planes import Planes, plane_settings
+from hvdgloo.planes import Planes, idle_provider, plane_settings
 from hvdgloo.rendezvous import MemoryStore, Registration, RendezvousClient, WorkerInfo, host_identity
 from hvdgloo.topology import Topology
 
@@ -245,6 +245,8 @@ def _join(
         for sock in links.values():
             sock.close()
         raise
+    if rank == 0 and (idle := idle_provider(config.gloo_provider)):
+        logger.warning("%s", idle)
     engine = Engine(
         rank,
         topology,

@@ -8,12 +8,14 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import hvdgloo.run
+from hvdgloo.config import GLOO_PROVIDERS
 from tests.support.launching import Launcher, clean_environment, launcher_in
 
 DUMP = "import json, os, sys; print(json.dumps([dict(os.environ), sys.argv, sys.executable, os.getcwd()]))"
@@ -295,13 +297,18 @@ def test_help_version_and_build_table(launcher: Launcher) -> None:
     table = launcher.run("--check-build").stdout
     assert table.startswith("hvdgloo v")
     assert "    [X] Gloo" in table
+    assert "    [X] Shared memory" in table
     assert "    [ ] MPI" in table
 
 
-def test_a_mistyped_variable_is_told_once_for_each_host(launcher: Launcher) -> None:
+def test_settings_without_effect_are_told_once(launcher: Launcher) -> None:
     script = launcher.script("import hvdgloo.numpy as hvd; hvd.init()")
-    done = launcher.run("-np", "2", script, timeout=50, env={"HVDGLOO_CYCEL_TIME": "1"})
+    absent = next((package for package in GLOO_PROVIDERS if find_spec(package) is None), "auto")
+    done = launcher.run("-np", "2", "--gloo-provider", absent, script, timeout=50, env={"HVDGLOO_CYCEL_TIME": "1"})
     assert done.returncode == 0
+    assert done.stderr.count(f"HVDGLOO_GLOO_PROVIDER={absent} (--gloo-provider) has no effect here") == (
+        absent != "auto"
+    )
     assert done.stderr.count("there is no setting HVDGLOO_CYCEL_TIME, so it has no effect") == 1
     assert "did you mean HVDGLOO_CYCLE_TIME?" in done.stderr
 
