@@ -528,7 +528,8 @@ class Config:
         flag="--log-level",
         yaml="logging.level",
         parse=_log_level,
-        help="the least severe messages that are shown: " + ", ".join(LOG_LEVELS),
+        help="the least severe messages that are shown: " + ", ".join(LOG_LEVELS) + "; where the program's root logger "
+        "writes to the terminal (logging.basicConfig), it shows them, in its own format",
     )
     log_hide_time: bool = _setting(
         False,

@@ -34,7 +34,7 @@ from hvdgloo.errors import (
     RendezvousError,
 )
 from hvdgloo.machine import usable_cores
-from hvdgloo.planes import Planes, plane_settings
+from hvdgloo.planes import Planes, idle_provider, plane_settings
 from hvdgloo.rendezvous import MemoryStore, Registration, RendezvousClient, WorkerInfo, host_identity
 from hvdgloo.topology import Topology
 
@@ -245,6 +245,8 @@ def _join(
         for sock in links.values():
             sock.close()
         raise
+    if rank == 0 and (idle := idle_provider(config.gloo_provider)):
+        logger.warning("%s", idle)
     engine = Engine(
         rank,
         topology,
@@ -441,6 +443,7 @@ def init(
             _owner = os.getpid()
             config = Config.from_env()
             configure_logging(config, config.rank)
+            aftermath.install(config.rank)
             context = Context.open(config, ranks, process_sets)
             configure_logging(config, context.rank)
             if context.local_rank == 0:
@@ -498,6 +501,7 @@ def current() -> Context:
     """
     context = _current
     if context is None:
+        aftermath.install()  # as init() would have done: what is wrong is in the program, and not as deep as here
         raise NotInitializedError
     return context
 
@@ -508,11 +512,29 @@ class _Handler(logging.StreamHandler):  # type: ignore[type-arg] # which Python 
     def __init__(self) -> None:
         super().__init__(sys.stderr)
 
+    def emit(self, record: logging.LogRecord) -> None:
+        """Show it, unless the root logger does so already: its handlers may come and go at any time."""
+        if not _root_shows(record):
+            super().emit(record)
+
+
+def _root_shows(record: logging.LogRecord) -> bool:
+    """Whether the root logger writes hvdgloo's record to the terminal, as it does after ``logging.basicConfig()``."""
+    if not logging.getLogger("hvdgloo").propagate:
+        return False
+    return any(
+        isinstance(handler, logging.StreamHandler)
+        and handler.stream in (sys.stderr, sys.stdout)
+        and record.levelno >= handler.level
+        for handler in logging.getLogger().handlers
+    )
+
 
 def configure_logging(config: Config, rank: int | None) -> None:
     """Show hvdgloo's messages on stderr as ``[time: LEVEL file:line] [rank]: text``.
 
-    A program that has attached handlers of its own to the ``hvdgloo`` logger keeps them, and gets no other.
+    A program that has attached handlers of its own to the ``hvdgloo`` logger keeps them, and gets no other. Where the
+    root logger writes to the terminal (``logging.basicConfig()``, which importing MXNet calls), it shows them instead.
     """
     logging.addLevelName(_TRACE, "TRACE")
     log = logging.getLogger("hvdgloo")

@@ -21,6 +21,7 @@ from hvdgloo.types import Buffer, ReduceOp
 logger = logging.getLogger(__name__)
 
 _HOW = "pip install 'hvdgloo[torch]', whatever framework trains, or with Python 3.10 'hvdgloo[pygloo]' on all hosts"
+_INSTALL = {"torch": "pip install 'hvdgloo[torch]'", "pygloo": "pip install 'hvdgloo[pygloo]' (Python 3.10)"}
 
 
 def plane_settings(config: Config) -> dict[str, Any]:
@@ -77,7 +78,7 @@ class Planes:
         """
         prefix, place = f"{self._prefix}{number}/", members.index(self._rank)
         wanted = self._decided["cpu_operations"]
-        reason = "HVDGLOO_CPU_OPERATIONS=gloo"
+        reason = ""
         if wanted != "gloo":
             if len(members) == 1:
                 return LocalGroup(1).backend(0)
@@ -86,10 +87,8 @@ class Planes:
                 return backend
             if wanted == "shm":
                 raise ConfigError(f"HVDGLOO_CPU_OPERATIONS=shm asks for shared memory, but {reason}")
-        try:
-            flat = self._gloo(prefix, place, len(members), cancelled)
-        except MissingDependencyError as error:
-            raise MissingDependencyError(f"{error} (shared memory does without, but {reason})") from error
+        self._require_gloo(members, reason)
+        flat = self._gloo(prefix, place, len(members), cancelled)
         layout = layout_of([self._topology.workers[member].host for member in members], place)
         if wanted == "gloo" or layout is None or not self._decided["hierarchical_thresholds"][0]:
             return flat
@@ -121,18 +120,33 @@ class Planes:
             timeout=self._config.connect_timeout,
         )
 
-    def _gloo(self, prefix: str, place: int, size: int, cancelled: Callable[[], bool] | None) -> Backend:
-        provider, here = self._decided["gloo_provider"], self._topology.describe(self._rank)
+    def _require_gloo(self, members: Sequence[int], reason: str) -> None:
+        """Refuse to go on without the package that carries Gloo.
+
+        Args:
+            reason: why the members cannot share memory, if they were to.
+        """
+        provider, without = self._decided["gloo_provider"], ""
+        if provider and importlib.util.find_spec(provider) is not None:
+            return
+        if not share_a_host(self._topology, members):
+            need = "ranks on several hosts need Gloo"
+        elif reason:
+            need = f"ranks that cannot share memory need Gloo ({reason})"
+        else:
+            need = "HVDGLOO_CPU_OPERATIONS=gloo (--cpu-operations gloo) asks for Gloo"
+            without = "leave --cpu-operations away to share memory, or "
         if not provider:
             raise MissingDependencyError(
-                f"ranks on several hosts need Gloo, and where rank 0 runs neither torch nor pygloo is installed; {_HOW}"
+                f"{need}, and where rank 0 runs neither torch nor pygloo is installed; {without}{_HOW}"
             )
-        if importlib.util.find_spec(provider) is None:
-            raise MissingDependencyError(
-                f"{here} does not have {provider}, through which rank 0 has decided to use Gloo (--gloo-provider); "
-                f"{_HOW}"
-            )
-        timeout = self._config.connect_timeout
+        raise MissingDependencyError(
+            f"{need}, and {self._topology.describe(self._rank)} does not have {provider}, through which rank 0 has "
+            f"decided to use it (--gloo-provider); {without}{how_to_have(provider, self._config.gloo_provider)}"
+        )
+
+    def _gloo(self, prefix: str, place: int, size: int, cancelled: Callable[[], bool] | None) -> Backend:
+        provider, timeout = self._decided["gloo_provider"], self._config.connect_timeout
         return gloo_backend(provider, self._store, prefix, place, size, self._address, timeout, cancelled)
 
     def _hierarchy(
@@ -225,6 +239,30 @@ def gloo_provider(setting: str) -> str:
     if setting != "auto":
         return setting
     return next((package for package in GLOO_PROVIDERS if importlib.util.find_spec(package) is not None), "")
+
+
+def how_to_have(provider: str, setting: str) -> str:
+    """What to do on a rank where the package that is to carry Gloo is missing; the other one may be there.
+
+    Args:
+        setting: this rank's own.
+    """
+    other = next((package for package in GLOO_PROVIDERS if importlib.util.find_spec(package) is not None), "")
+    if not other:
+        return _INSTALL[provider]
+    if setting == provider:
+        return f"leave --gloo-provider (HVDGLOO_GLOO_PROVIDER) away, as {other} is installed, or {_INSTALL[provider]}"
+    return f"run with --gloo-provider {other}, if all hosts have it as this one has, or {_INSTALL[provider]}"
+
+
+def idle_provider(setting: str) -> str:
+    """What to say on a rank that has all its planes, and not the package that the user chose for Gloo; else empty."""
+    if setting == "auto" or importlib.util.find_spec(setting) is not None:
+        return ""
+    return (
+        f"HVDGLOO_GLOO_PROVIDER={setting} (--gloo-provider) has no effect here: the ranks of one host share memory and "
+        f"need no Gloo. {setting} is not installed; on several hosts this would be an error"
+    )
 
 
 def gloo_backend(

@@ -1,12 +1,14 @@
 """``hvdgloo-run --check-build``: what can be used on this machine, in the layout that Horovod's users know.
 
 Nothing is compiled here, so "built" means: our part for it is there, and so is the package that it needs. The packages
-that carry Gloo are told besides; of several the first is used, unless ``--gloo-provider`` chooses.
+that carry Gloo are told besides; of several the first is used, unless ``--gloo-provider`` chooses. Shared memory, which
+Horovod does not have, is a row of its own: on one host nothing else is needed.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
 
 from hvdgloo.config import GLOO_PROVIDERS
 from hvdgloo.version import __version__
@@ -18,7 +20,14 @@ def build_table() -> str:
     """What ``--check-build`` prints."""
     frameworks = {name: _there(f"hvdgloo.{module}") and _there(module) for name, module in _FRAMEWORKS.items()}
     providers = {package: _there(package) for package in GLOO_PROVIDERS}
-    operations = {"NCCL": _nccl(), "DDL": False, "CCL": False, "MPI": False, "Gloo": any(providers.values())}
+    operations = {
+        "NCCL": _nccl(),
+        "DDL": False,
+        "CCL": False,
+        "MPI": False,
+        "Gloo": any(providers.values()),
+        "Shared memory (between ranks of one host)": hasattr(os, "memfd_create"),
+    }
     blocks: tuple[tuple[str, dict[str, bool]], ...] = (
         (f"hvdgloo v{__version__}:", {}),
         ("Available Frameworks:", frameworks),

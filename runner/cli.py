@@ -22,7 +22,7 @@ from hvdgloo.runner import config_file, options
 from hvdgloo.runner.command import resolve_command, resolve_elsewhere
 from hvdgloo.runner.config_file import FileContent
 from hvdgloo.runner.environment import working_directory
-from hvdgloo.runner.flags import PROGRAM, Parser, build_parser, judge_known_flags, split
+from hvdgloo.runner.flags import PROGRAM, Parser, build_parser, judge_known_flags, misplaced, split
 from hvdgloo.runner.inventory import take_inventory
 from hvdgloo.runner.reach import exports_from, reach_from
 from hvdgloo.runner.spec import LaunchSpec, Network
@@ -161,6 +161,8 @@ def command_line(
         environ, hosts=arguments.hosts, hostfile=arguments.hostfile, np=arguments.np, slurm=not arguments.no_slurm
     )
     notices += () if doctor else inventory.notices
+    if arguments.np is None and not doctor:
+        notices += filter(None, [misplaced(command, parser.spellings("np"))])
     reach = inventory.completed(reach_from(arguments, Config.from_env(environ).connect_timeout))
     directory = arguments.output_filename
     cwd = working_directory(environ)

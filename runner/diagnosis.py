@@ -200,13 +200,23 @@ def _requirements(visits: Sequence[Visit]) -> Iterator[Finding]:
 def _gloo(visits: Sequence[Visit], setting: str) -> Iterator[Finding]:
     """All ranks take Gloo from the package that rank 0 has, which is on the first host; those of one host need none."""
     seen = list(_seen(visits))
-    if len(visits) < 2 or not seen:
+    if not seen:
         return
     if setting != "auto":
         lacking = _where(visits, lambda _, facts: setting not in facts.packages)
-        if lacking:
+        if lacking and len(visits) < 2:
+            yield Finding(
+                Severity.WARNING,
+                _names(lacking),
+                f"{setting} is not installed, which --gloo-provider names; ranks of one host need no Gloo, so it has "
+                "no effect here",
+                f"leave --gloo-provider away, or {_pip(lacking)} 'hvdgloo[{setting}]' for jobs on several hosts",
+            )
+        elif lacking:
             text = f"{setting} is not installed, through which hosts are to exchange tensors (--gloo-provider)"
             yield Finding(Severity.STOP, _names(lacking), text, f"{_pip(lacking)} 'hvdgloo[{setting}]'")
+        return
+    if len(visits) < 2:
         return
     lacking = _where(visits, lambda _, facts: not _providers(facts))
     if lacking:

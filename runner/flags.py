@@ -8,6 +8,7 @@ in a configuration file (``yaml=``). To add one is one call in ``build_parser``.
 from __future__ import annotations
 
 import argparse
+import shlex
 import shutil
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -198,6 +199,10 @@ class Parser(argparse.ArgumentParser):
                 usable = dest in from_file and dest not in silenced
                 setattr(given, dest, from_file[dest] if usable else defaults.get(dest))
         return given
+
+    def spellings(self, dest: str) -> Sequence[str]:
+        """All names of a flag."""
+        return next(action.option_strings for action in self._actions if action.dest == dest)
 
     def doctor_help(self) -> str:
         """The help of ``hvdgloo-run doctor``."""
@@ -400,6 +405,21 @@ def split(argv: Sequence[str], values: Mapping[str, int]) -> tuple[list[str], li
             raise ConfigError(_unknown(flag, values))
         position += 1 if equals else 1 + values[flag]
     return list(argv[:position]), list(argv[position:])
+
+
+def misplaced(command: Sequence[str], spellings: Sequence[str]) -> str:
+    """What to say about one of the launcher's flags with a value that stands behind the program; empty if none does.
+
+    Args:
+        spellings: of that flag.
+    """
+    for position, word in enumerate(command):
+        flag, equals, _ = word.partition("=")
+        if flag in spellings:
+            own = [word] if equals else [word, *command[position + 1 : position + 2]]
+            before = shlex.join([PROGRAM, *own, *command[:position]])
+            return f"{flag} stands behind the program, so it is the program's own; for {PROGRAM} write {before}"
+    return ""
 
 
 def _unknown(flag: str, values: Mapping[str, int]) -> str:

@@ -20,6 +20,7 @@ MOST_WORKERS = 65536
 
 _LEAST_LIMIT = 256
 _PER_CORE = 32
+_CROWD_PER_CORE = 8
 
 _USER = r"(?:(?P<user>[^\s:,@\[\]]+)@)?"
 _ITEM = re.compile(_USER + r"(?P<name>\[[0-9A-Fa-f:.]+(?:%[\w.-]+)?\]|[^\s:,@\[\]]+)(?::(?P<slots>[0-9]+))?")
@@ -223,3 +224,21 @@ def check_load(host: str, workers: int, cores: int) -> None:
             f"{workers} processes would run on host {host}, which has {cores} cores; at most {most} are started there "
             f"({_PER_CORE} for each core, and {_LEAST_LIMIT} on any host)"
         )
+
+
+def remark_on_load(hosts: Sequence[Host], cores: Sequence[int]) -> str:
+    """What to say about hosts with far more workers than cores, most likely by mistake; empty if there is none.
+
+    Args:
+        hosts: with slots that are all used.
+        cores: of each host.
+    """
+    crowded = [(host, has) for host, has in zip(hosts, cores, strict=True) if (host.slots or 1) > _CROWD_PER_CORE * has]
+    if not crowded:
+        return ""
+    host, has = max(crowded, key=lambda pair: (pair[0].slots or 1) / pair[1])
+    others = f" (and likewise on {len(crowded) - 1} more)" if len(crowded) > 1 else ""
+    return (
+        f"{host.slots} workers on {has} core{'' if has == 1 else 's'} of {host.name}{others}: they start one after the "
+        "other, and every step is slow; one for each core is plenty"
+    )

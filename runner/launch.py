@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from typing import Protocol, TextIO
 
 from hvdgloo.errors import JobFailedError
 from hvdgloo.rendezvous.server import raise_descriptor_limit
+from hvdgloo.runner.advice import advise
 from hvdgloo.runner.command import interface_variables, needs, thread_defaults, worker_environment
 from hvdgloo.runner.console import Console
 from hvdgloo.runner.discovery import discover
@@ -22,7 +24,7 @@ from hvdgloo.runner.display import StartDisplay
 from hvdgloo.runner.environment import for_other_hosts
 from hvdgloo.runner.frames import CHUNK, Hello, Require, Spawn
 from hvdgloo.runner.gathering import check_machines
-from hvdgloo.runner.hosts import place, shortlist
+from hvdgloo.runner.hosts import place, remark_on_load, shortlist
 from hvdgloo.runner.meeting import Meeting, open_meeting
 from hvdgloo.runner.nics import Address
 from hvdgloo.runner.outcome import Failure, Outcome, blame
@@ -63,11 +65,13 @@ class Report:
         outcome: how.
         slots: where its workers were.
         last_lines: the end of what the first worker that failed printed.
+        advice: what to do about them, in a line; empty if that is not known.
     """
 
     outcome: Outcome
     slots: tuple[Slot, ...]
     last_lines: tuple[str, ...] = ()
+    advice: str = ""
 
     def summary(self) -> str:
         """What the command line prints last; empty after success."""
@@ -81,7 +85,7 @@ class Report:
         text = f"the job failed: {describe_failure(first)}"
         if self.last_lines:
             text += "\nIts last lines were:\n" + "\n".join(f"  {line}" for line in self.last_lines)
-        return text
+        return f"{text}\n{self.advice}" if self.advice else text
 
     def error(self) -> JobFailedError:
         """The same as an exception."""
@@ -139,6 +143,7 @@ def launch(
                 slots = place(hosts, hellos, spec)
                 hosts, hellos = supervisor.keep(_hosts_in_use(slots))
                 _expect(console, spec, len(slots))
+                _say_crowded(console, hosts, hellos)
                 network = discover(supervisor, spec, hellos)
             _say_server(console, spec, hosts, network.placement)
             with open_meeting(supervisor, spec, hosts, network.placement, job_id) as meeting:
@@ -156,7 +161,10 @@ def launch(
             console.drain(signal_came)
         outcome.first = blame(outcome, {slot.rank: slot.hostname for slot in slots}, console.tail)
         first = outcome.first
-        return Report(outcome, slots, console.tail(first.rank) if first and first.rank is not None else ())
+        if first is None or first.rank is None:
+            return Report(outcome, slots)
+        lines = console.tail(first.rank)
+        return Report(outcome, slots, lines, _advice(spec, spawner, hosts[slots[first.rank].host], lines))
 
 
 def describe_failure(failure: Failure) -> str:
@@ -269,6 +277,14 @@ def _command(spec: LaunchSpec, spawner: Spawner, host: Host) -> tuple[str, ...]:
     return spec.command if spec.remote_command is None or spawner.is_local(host) else spec.remote_command
 
 
+def _advice(spec: LaunchSpec, spawner: Spawner, host: Host, lines: Sequence[str]) -> str:
+    if spec.function is not None:
+        return ""  # its program and its interpreter are the calling ones
+    here = spawner.is_local(host)
+    python, option = (sys.executable, "") if here else (spec.reach.python, "--remote-python")
+    return advise(lines, _command(spec, spawner, host), python, option=option)
+
+
 def _base_environment(spec: LaunchSpec, spawner: Spawner, host: Host) -> Mapping[str, str]:
     """What is sent to a host of the user's variables."""
     if spawner.is_local(host):
@@ -306,6 +322,12 @@ def _spawns(
         stdin = slot.rank == spec.stdin_rank
         spawns[slot.host].append(Spawn(slot.rank, commands[slot.host], env, stdin=stdin, task=task))
     return spawns
+
+
+def _say_crowded(console: Console, hosts: Sequence[Host], hellos: Sequence[Hello]) -> None:
+    remark = remark_on_load(hosts, [hello.cores for hello in hellos])
+    if remark:
+        console.notice(remark)
 
 
 def _say_server(console: Console, spec: LaunchSpec, hosts: Sequence[Host], placement: Placement) -> None:

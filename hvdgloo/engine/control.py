@@ -466,7 +466,10 @@ def _abort_error(message: Abort, describe: Callable[[int], str]) -> HorovodInter
     if message.kind == "peer":
         return PeerLostError(message.text, rank=message.rank)
     if message.kind == "stall":
-        return StallError(f"stalled for longer than the stall shutdown time\n{message.text}")
+        return StallError(
+            "stalled for longer than the stall shutdown time (rank 0 has warned where the late ranks are): "
+            f"{message.text}"
+        )
     return BackendError(message.text)
 
 

@@ -310,7 +310,7 @@ class Coordinator:
         self._told = report.stacks
         dead_line = min(operation.since for operation in overdue) + rules.stall_shutdown_time
         if rules.stall_shutdown_time and now >= dead_line:
-            self._abort("stall", stall.report(overdue, now, self._describe, report.stacks))
+            self._abort("stall", stall.verdict(overdue, now, self._describe))
             return
         self._next_stall_check = now + rules.stall_warning_time
         if rules.stall_shutdown_time:

@@ -1,4 +1,5 @@
-"""When one rank fails and others with it, one traceback is printed: the one that says why (pain 22)."""
+"""When one rank fails and others with it, one traceback is printed: the one that says why (pain 22). The program's own
+line is in the launcher's summary of it."""
 
 from __future__ import annotations
 
@@ -44,3 +45,44 @@ def test_one_traceback(launcher: Launcher, level: str, tracebacks: int) -> None:
         echo = next(line for line in workers if line.startswith("[0]<stderr>:Stopped with another rank"))
         assert "worker.py:8 in step, " in echo
     assert "the job failed: rank 1 on host localhost exited with status 1" in done.stderr
+
+
+MISMATCH = """
+import numpy as np
+import hvdgloo.numpy as hvd
+
+hvd.init()
+hvd.allreduce(np.ones(3 + hvd.rank()), name="uneven")
+"""
+
+
+def test_the_summary_has_the_error_and_the_program_s_own_line(launcher: Launcher) -> None:
+    done = launcher.run("-np", "2", launcher.script(MISMATCH), timeout=50)
+    assert done.returncode == 1
+    _, _, summary = done.stderr.partition("hvdgloo-run: Its last lines were:\n")
+    assert 'hvd.allreduce(np.ones(3 + hvd.rank()), name="uneven")' in summary, done.stderr
+    assert "hvdgloo.errors.MismatchError: allreduce.uneven: ranks disagree about its shape" in summary
+
+
+STALL = """
+import signal
+import numpy as np
+import hvdgloo.numpy as hvd
+
+hvd.init()
+if hvd.rank() == 1:
+    signal.pause()
+hvd.allreduce(np.ones(3), name="once.more")
+"""
+
+
+def test_the_summary_of_a_stall_names_the_tensor_and_who_is_missing(launcher: Launcher) -> None:
+    times = ("--stall-check-warning-time-seconds", "0.2", "--stall-check-shutdown-time-seconds", "0.4")
+    done = launcher.run("-np", "2", *times, launcher.script(STALL), timeout=50)
+    assert done.returncode == 1
+    _, _, summary = done.stderr.partition("hvdgloo-run: Its last lines were:\n")
+    last = summary.splitlines()[-1]
+    assert "hvdgloo.errors.StallError: stalled for longer than the stall shutdown time" in last, done.stderr
+    assert "allreduce.once.more: for " in last
+    assert "missing on rank 1 (host localhost, pid " in last
+    assert 'hvd.allreduce(np.ones(3), name="once.more")' in summary

@@ -53,6 +53,18 @@ time.sleep(120)
 """
 
 
+@pytest.mark.parametrize(
+    ("module", "advice"),
+    [("horovod", "add --as-horovod before it"), ("no_such_module", f"the workers run with {sys.executable}: install ")],
+)
+def test_a_missing_module_ends_with_what_to_do(launcher: Launcher, module: str, advice: str) -> None:
+    done = launcher.run("-np", "1", "python", launcher.script(f"import {module}"))
+    assert done.returncode == 1
+    error, said = done.stderr.splitlines()[-2:]
+    assert error == f"hvdgloo-run:   ModuleNotFoundError: No module named '{module}'"
+    assert advice in said
+
+
 def start_fertile(launcher: Launcher, *arguments: str) -> subprocess.Popen[bytes]:
     process = launcher.start("-np", "2", *arguments, launcher.script(FERTILE))
     launcher.file("ready0")

@@ -8,12 +8,14 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import hvdgloo.run
+from hvdgloo.config import GLOO_PROVIDERS
 from tests.support.launching import Launcher, clean_environment, launcher_in
 
 DUMP = "import json, os, sys; print(json.dumps([dict(os.environ), sys.argv, sys.executable, os.getcwd()]))"
@@ -31,7 +33,9 @@ def dumps(done: subprocess.CompletedProcess[str]) -> dict[int, Any]:
 
 
 def test_every_worker_knows_its_place(launcher: Launcher) -> None:
-    found = dumps(launcher.run("-np", "3", launcher.script(DUMP), "--lr", "1e-3", "-np", "7"))
+    done = launcher.run("-np", "3", launcher.script(DUMP), "--lr", "1e-3", "-np", "7")
+    assert "behind the program" not in done.stderr
+    found = dumps(done)
     ports = set()
     for rank, (environ, argv, _, cwd) in found.items():
         assert argv == ["worker.py", "--lr", "1e-3", "-np", "7"]
@@ -195,9 +199,11 @@ def test_without_a_number_all_slots_are_taken(launcher: Launcher) -> None:
 
 
 def test_without_hosts_and_gpus_one_process_is_started_and_that_is_said(launcher: Launcher) -> None:
-    done = launcher.run(launcher.script(DUMP), env={"CUDA_VISIBLE_DEVICES": ""})
+    done = launcher.run(launcher.script(DUMP), "-np", "2", env={"CUDA_VISIBLE_DEVICES": ""})
     assert sorted(dumps(done)) == [0]
     assert "starting 1 process (there is no GPU)" in done.stderr or "one for each" in done.stderr
+    assert "-np stands behind the program" in done.stderr
+    assert "write hvdgloo-run -np 2 worker.py\n" in done.stderr
 
 
 def test_pain_28_threads_share_the_cores_and_the_user_s_choice_stays(launcher: Launcher) -> None:
@@ -218,6 +224,14 @@ def test_pain_28_threads_share_the_cores_and_the_user_s_choice_stays(launcher: L
     )  # fmt: skip
     if os.cpu_count() != 1:
         assert dumps(pinned)[0][0]["OMP_NUM_THREADS"] == "1"
+
+
+def test_many_more_workers_than_cores_are_remarked_on(launcher: Launcher) -> None:
+    core = ("taskset", "-c", str(min(os.sched_getaffinity(0))))
+    for workers, remarks in ((8, 0), (9, 1)):
+        done = launcher.run("-np", str(workers), "--", "true", wrapper=core)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.count(f"{workers} workers on 1 core of localhost: ") == remarks, done.stderr
 
 
 def test_flags_and_files_set_the_workers_variables(launcher: Launcher) -> None:
@@ -283,13 +297,18 @@ def test_help_version_and_build_table(launcher: Launcher) -> None:
     table = launcher.run("--check-build").stdout
     assert table.startswith("hvdgloo v")
     assert "    [X] Gloo" in table
+    assert "    [X] Shared memory" in table
     assert "    [ ] MPI" in table
 
 
-def test_a_mistyped_variable_is_told_once_for_each_host(launcher: Launcher) -> None:
+def test_settings_without_effect_are_told_once(launcher: Launcher) -> None:
     script = launcher.script("import hvdgloo.numpy as hvd; hvd.init()")
-    done = launcher.run("-np", "2", script, timeout=50, env={"HVDGLOO_CYCEL_TIME": "1"})
+    absent = next((package for package in GLOO_PROVIDERS if find_spec(package) is None), "auto")
+    done = launcher.run("-np", "2", "--gloo-provider", absent, script, timeout=50, env={"HVDGLOO_CYCEL_TIME": "1"})
     assert done.returncode == 0
+    assert done.stderr.count(f"HVDGLOO_GLOO_PROVIDER={absent} (--gloo-provider) has no effect here") == (
+        absent != "auto"
+    )
     assert done.stderr.count("there is no setting HVDGLOO_CYCEL_TIME, so it has no effect") == 1
     assert "did you mean HVDGLOO_CYCLE_TIME?" in done.stderr
 

@@ -26,7 +26,7 @@ from hvdgloo.engine.messages import (
     Submit,
 )
 from hvdgloo.engine.negotiation import Waiting
-from hvdgloo.engine.stall import missing_ranks, overdue, report
+from hvdgloo.engine.stall import missing_ranks, overdue, report, verdict
 from hvdgloo.types import Collective, DType, TensorSpec
 
 TIMEOUT = 20.0
@@ -528,7 +528,7 @@ class TestStalls:
         assert (when, destination) == (1000.0 + 150.0, EVERYONE)
         assert isinstance(abort, Abort)
         assert abort.kind == "stall"
-        assert "stack of 1" in abort.text
+        assert abort.text == "a: for 150 s, submitted by rank 0, missing on rank 1 (h1, pid 101)"
         assert job.coordinator.over
         assert len(job.warned()) == 3
 
@@ -566,6 +566,17 @@ class TestReport:
         assert "R1 is here:\n    line one\n    line two\n" in text
         assert "R2 does not answer." in text
         assert "Usual causes" in text
+
+    def test_an_error_s_text_stays_short(self) -> None:
+        operations = [self.waiting(f"t{i}", i, (0,), (i % 3 + 1, 4)) for i in range(6)]
+        operations += [self.waiting(f"u{i}", 20, (0,), (5 + i,)) for i in range(4)]
+        assert verdict(operations, 30.0, lambda rank: f"R{rank}").splitlines() == [
+            "t0, t3: for 30 s, submitted by rank 0, missing on ranks 1, 4",
+            "  t1, t4: for 29 s, submitted by rank 0, missing on ranks 2, 4",
+            "  t2, t5: for 28 s, submitted by rank 0, missing on ranks 3, 4",
+            "  u0: for 10 s, submitted by rank 0, missing on R5",
+            "  and 3 more, which other ranks have not submitted",
+        ]
 
     def test_a_rank_that_got_on_is_told_anew(self) -> None:
         operations = [self.waiting("a", 0, (0,), (1, 2, 3))]

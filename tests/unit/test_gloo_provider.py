@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ from hvdgloo.backends.pygloo import rounds
 from hvdgloo.backends.pygloo_helper import Command, Op, Type, Verb
 from hvdgloo.config import Config
 from hvdgloo.errors import MissingDependencyError
-from hvdgloo.planes import Planes, gloo_provider, plane_settings
+from hvdgloo.planes import Planes, gloo_provider, idle_provider, plane_settings
 from hvdgloo.rendezvous import MemoryStore
 from hvdgloo.runner.check_build import build_table
 from hvdgloo.topology import Host, Topology, Worker
@@ -46,34 +47,82 @@ def test_torch_comes_first_unless_somebody_chooses(
     assert basics.gloo_built() == bool(packages)
 
 
-def _open(config: Config, decided: Config) -> None:
-    """What rank 1, on the second host, does after rank 0 has decided."""
+def _open(config: Config, decided: Config, hosts: int = 2) -> None:
+    """What rank 1, on the last host, does after rank 0 has decided."""
     topology = Topology(
         0,
-        (Host("h1", "one"), Host("h2", "two")),
-        tuple(Worker(rank, rank, 0, 7, "127.0.0.1", 0) for rank in range(2)),
+        (Host("h1", "one"), Host("h2", "two"))[:hosts],
+        tuple(Worker(rank, rank % hosts, rank // hosts, 7, "127.0.0.1", 0) for rank in range(2)),
     )
     planes = Planes(config, plane_settings(decided), topology, 1, MemoryStore(), "t/", "127.0.0.1")
     planes.open(0, range(2))
 
 
+def _refused(config: Config, decided: Config, hosts: int = 2) -> str:
+    with pytest.raises(MissingDependencyError) as raised:
+        _open(config, decided, hosts)
+    return str(raised.value)
+
+
 def test_a_rank_without_what_was_chosen_names_itself(installed: set[str]) -> None:
-    installed.add("torch")
-    text = r"rank 1.*h2.* does not have pygloo, through which rank 0 has decided .*\(--gloo-provider\); pip install"
-    with pytest.raises(MissingDependencyError, match=text):
-        _open(Config(), Config(gloo_provider="pygloo"))
+    text = _refused(Config(), Config(gloo_provider="pygloo"))
+    assert re.search(
+        r"rank 1 .*h2.* does not have pygloo, through which rank 0 has decided .*\(--gloo-provider\);", text
+    )
+    assert text.endswith("; pip install 'hvdgloo[pygloo]' (Python 3.10)")
+
+
+@pytest.mark.parametrize(("wanted", "other"), [("pygloo", "torch"), ("torch", "pygloo")])
+def test_the_setting_is_to_be_left_away_where_the_other_package_is_there(
+    installed: set[str], wanted: str, other: str
+) -> None:
+    installed.add(other)
+    text = _refused(Config(gloo_provider=wanted), Config(gloo_provider=wanted))
+    assert f"leave --gloo-provider (HVDGLOO_GLOO_PROVIDER) away, as {other} is installed, or pip install" in text
+    assert f"'hvdgloo[{wanted}]'" in text
+    assert f"'hvdgloo[{other}]'" not in text
 
 
 def test_its_own_setting_does_not_count(installed: set[str]) -> None:
     installed.add("torch")
-    with pytest.raises(MissingDependencyError, match="does not have pygloo"):
-        _open(Config(gloo_provider="torch"), Config(gloo_provider="pygloo"))
+    text = _refused(Config(gloo_provider="torch"), Config(gloo_provider="pygloo"))
+    assert "does not have pygloo" in text
+    assert "; run with --gloo-provider torch, if all hosts have it as this one has, or pip install" in text
 
 
 def test_without_either_both_ways_to_install_are_named(installed: set[str]) -> None:
-    text = r"neither torch nor pygloo is installed; pip install 'hvdgloo\[torch\]'.*'hvdgloo\[pygloo\]'.*several hosts"
-    with pytest.raises(MissingDependencyError, match=text):
-        _open(Config(), Config())
+    text = _refused(Config(), Config())
+    assert text.startswith("ranks on several hosts need Gloo, and where rank 0 runs neither torch nor pygloo is ")
+    assert re.search(r"installed; pip install 'hvdgloo\[torch\]'.*'hvdgloo\[pygloo\]'", text)
+
+
+@pytest.mark.parametrize("provider", ["auto", "torch"])
+def test_on_one_host_the_setting_that_asks_for_gloo_is_what_to_leave_away(installed: set[str], provider: str) -> None:
+    text = _refused(Config(), Config(cpu_operations="gloo", gloo_provider=provider), hosts=1)
+    assert text.startswith("HVDGLOO_CPU_OPERATIONS=gloo (--cpu-operations gloo) asks for Gloo, and ")
+    assert "; leave --cpu-operations away to share memory, or pip install" in text
+    assert "several hosts" not in text
+
+
+def test_on_several_hosts_leaving_it_away_would_not_help(installed: set[str]) -> None:
+    text = _refused(Config(), Config(cpu_operations="gloo"))
+    assert text.startswith("ranks on several hosts need Gloo")
+    assert "--cpu-operations" not in text
+
+
+def test_ranks_that_cannot_share_memory_are_told_why(installed: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Planes, "_shared_memory", lambda *_: (None, "no memfd_create"))
+    text = _refused(Config(), Config(), hosts=1)
+    assert text.startswith("ranks that cannot share memory need Gloo (no memfd_create), and where rank 0 runs neither")
+
+
+def test_a_choice_without_effect_is_remarked_on(installed: set[str]) -> None:
+    assert idle_provider("auto") == ""
+    said = idle_provider("pygloo")
+    assert said.startswith("HVDGLOO_GLOO_PROVIDER=pygloo (--gloo-provider) has no effect here")
+    assert "pygloo is not installed" in said
+    installed.add("pygloo")
+    assert idle_provider("pygloo") == ""
 
 
 @pytest.mark.parametrize("package", ["torch", "pygloo"])
@@ -82,7 +131,7 @@ def test_check_build_shows_which(installed: set[str], package: str) -> None:
         installed.add(package)
     table = build_table()
     here = "X" if package == "pygloo" else " "
-    assert f"    [{here}] Gloo\n" in table
+    assert f"    [{here}] Gloo\n    [X] Shared memory (between ranks of one host)\n" in table
     assert table.endswith(f"Available Gloo Providers:\n    [ ] torch\n    [{here}] pygloo\n")
 
 

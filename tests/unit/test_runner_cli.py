@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from hvdgloo.config import Config, settings
 from hvdgloo.errors import ConfigError
 from hvdgloo.runner import config_file, options
-from hvdgloo.runner.flags import build_parser, split
+from hvdgloo.runner.flags import build_parser, misplaced, split
 from hvdgloo.runner.spec import HEARTBEAT_TIMEOUT
 from hvdgloo.spelling import suggestions
 
@@ -77,6 +78,22 @@ class TestFlags:
     )
     def test_where_the_command_begins(self, argv: list[str], flags: list[str], command: list[str]) -> None:
         assert split(argv, build_parser().values) == (flags, command)
+
+    @pytest.mark.parametrize(
+        ("command", "right"),
+        [
+            (["t.py", "-np", "2"], "-np stands behind the program,.* write hvdgloo-run -np 2 t.py$"),
+            (
+                ["-m", "t", "--lr", "1", "--num-proc=2", "x"],
+                "--num-proc .* write hvdgloo-run --num-proc=2 -m t --lr 1$",
+            ),
+            (["python", "t.py", "-np"], "write hvdgloo-run -np python t.py$"),
+            (["t.py", "--epochs", "2", "-n", "3"], "^$"),
+            ([], "^$"),
+        ],
+    )
+    def test_a_number_of_workers_behind_the_program(self, command: list[str], right: str) -> None:
+        assert re.search(right, misplaced(command, build_parser().spellings("np")))
 
     def test_values_that_look_like_flags(self) -> None:
         given = build_parser().given(

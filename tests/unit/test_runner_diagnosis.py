@@ -110,6 +110,14 @@ class TestRules:
     def test_ranks_of_one_host_need_neither(self) -> None:
         assert found(visit("h1", packages=with_gloo_from())) == []
 
+    def test_a_choice_that_has_no_effect_on_one_host_is_remarked_on(self) -> None:
+        visits = [visit("h1", packages=with_gloo_from("torch"))]
+        assert diagnose(visits, FACTS, "/", gloo_provider="torch") == []
+        (finding,) = diagnose(visits, FACTS, "/", gloo_provider="pygloo")
+        assert (finding.severity, finding.hosts) == (Severity.WARNING, ("h1",))
+        assert "pygloo is not installed, which --gloo-provider names" in finding.text
+        assert "it has no effect here" in finding.text
+
     def test_the_package_that_the_job_asks_for_is_looked_for(self) -> None:
         both, one = with_gloo_from("torch", "pygloo"), with_gloo_from("pygloo")
         visits = [visit("h1", packages=both), visit("h2", packages=one)]

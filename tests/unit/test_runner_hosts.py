@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hvdgloo.errors import ConfigError
 from hvdgloo.runner import ways
 from hvdgloo.runner.frames import Hello
-from hvdgloo.runner.hosts import check_load, parse_hosts, place, read_hostfile, shortlist
+from hvdgloo.runner.hosts import check_load, parse_hosts, place, read_hostfile, remark_on_load, shortlist
 from hvdgloo.runner.inventory import take_inventory
 from hvdgloo.runner.launch import _host_environment
 from hvdgloo.runner.nics import Address
@@ -206,6 +206,13 @@ class TestHowManyWhere:
         check_load("a", 4096, 128)
         with pytest.raises(ConfigError, match="257 processes would run on host a, which has 2 cores; at most 256"):
             check_load("a", 257, 2)
+
+    def test_many_more_workers_than_cores_are_worth_a_word(self) -> None:
+        assert remark_on_load([Host("a", 16), Host("b", 1)], [2, 1]) == ""
+        assert remark_on_load([Host("a", 100)], [2]).startswith("100 workers on 2 cores of a: ")
+        assert remark_on_load([Host("a", 9), Host("b", 90), Host("c", 1)], [1, 2, 2]).startswith(
+            "90 workers on 2 cores of b (and likewise on 1 more): "
+        )
 
 
 @pytest.mark.parametrize(("cores", "machine", "threads"), [(64, 64, None), (4, 64, "4"), (4, 0, "4")])

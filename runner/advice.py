@@ -1,0 +1,31 @@
+"""What to add to a failed worker's last lines, where they are a newcomer's usual mistake. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+_NO_MODULE = re.compile(r"ModuleNotFoundError: No module named '(\w+)'$")
+
+
+def advise(lines: Sequence[str], argv: Sequence[str], python: str, *, option: str = "") -> str:
+    """One line that says what to do; empty if that is not known.
+
+    Args:
+        lines: the last ones that the worker printed.
+        argv: what was executed.
+        python: the interpreter that the launcher takes by itself on the worker's host.
+        option: of the launcher, that names another interpreter there; empty if that is the one it runs with itself.
+    """
+    found = _NO_MODULE.match(lines[-1]) if lines else None
+    if found is None:
+        return ""
+    module = found[1]
+    if module == "horovod":
+        return "to run a program of Horovod's as it is, add --as-horovod before it; or have it import hvdgloo instead"
+    if argv[0] != python:
+        return ""
+    other = (
+        f"name the interpreter that has it with {option}" if option else "start hvdgloo-run from the one that has it"
+    )
+    return f"the workers run with {python}: install {module} in its environment, or {other}"

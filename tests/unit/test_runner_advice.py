@@ -1,0 +1,57 @@
+"""What the launcher adds to a failed worker's last lines."""
+
+from __future__ import annotations
+
+import pytest
+
+from hvdgloo.runner.advice import advise
+from hvdgloo.runner.launch import Report
+from hvdgloo.runner.outcome import Failure, Outcome
+
+PYTHON = "/env/bin/python"
+
+
+def missing(module: str) -> list[str]:
+    return ['  File "train.py", line 1, in <module>', f"ModuleNotFoundError: No module named '{module}'"]
+
+
+def test_a_program_of_horovod_s_needs_a_flag_whatever_runs_it() -> None:
+    for argv in ([PYTHON, "train.py"], ["/bin/sh", "train.sh"]):
+        advice = advise(missing("horovod"), argv, PYTHON)
+        assert "--as-horovod" in advice
+        assert "import hvdgloo" in advice
+        assert PYTHON not in advice
+
+
+def test_the_interpreter_that_lacks_a_module_is_named() -> None:
+    advice = advise(missing("torch"), [PYTHON, "train.py"], PYTHON)
+    assert advice.startswith(f"the workers run with {PYTHON}: install torch in its environment, ")
+    assert advice.endswith("or start hvdgloo-run from the one that has it")
+    assert advise(missing("torch"), [PYTHON, "train.py"], PYTHON, option="--remote-python").endswith(
+        "or name the interpreter that has it with --remote-python"
+    )
+
+
+@pytest.mark.parametrize(
+    ("lines", "argv"),
+    [
+        ([], [PYTHON, "train.py"]),
+        (["ValueError: No module named 'torch'"], [PYTHON, "train.py"]),
+        ([*missing("torch"), "the program has caught it"], [PYTHON, "train.py"]),
+        (missing("torch.nn.later"), [PYTHON, "train.py"]),
+        (missing("torch"), ["/usr/bin/python3", "train.py"]),
+    ],
+    ids=["silent", "another error", "not the last line", "part of a package", "not our interpreter"],
+)
+def test_where_nothing_is_known_nothing_is_said(lines: list[str], argv: list[str]) -> None:
+    assert advise(lines, argv, PYTHON) == ""
+
+
+def test_it_ends_the_summary() -> None:
+    outcome = Outcome(Failure(0, "h1", 1, "exited with status 1"))
+    assert Report(outcome, (), ("last",), "do this").summary().splitlines() == [
+        "the job failed: rank 0 on host h1 exited with status 1",
+        "Its last lines were:",
+        "  last",
+        "do this",
+    ]
