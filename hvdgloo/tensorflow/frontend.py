@@ -245,8 +245,8 @@ def _turn() -> Tensor:
 def _captured(handle: Tensor, graph: Any) -> Tensor:
     """A handle in a function's graph.
 
-    In a branch or a loop it comes by way of what is around it, and in their gradients from the branch or loop itself, if
-    that has it: TensorFlow finds nothing else there, and of two ways for one tensor it would forget one.
+    In a branch or a loop it comes by way of what is around it, and in their gradients from the branch or loop itself,
+    if that has it: TensorFlow finds nothing else there, and of two ways for one tensor it would forget one.
     """
     known = handle
     if graph.is_control_flow_graph:

@@ -17,13 +17,14 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvdgloo.adapters import Tape
 from hvdgloo.core import Pending
 from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.gradients import Options, check, label, make_reducer, named_groups
 from hvdgloo.operations import Operation, gathering
 from hvdgloo.process_sets import process_set_id
 from hvdgloo.tensorflow import sparse
-from hvdgloo.tensorflow.adapter import Tensor
+from hvdgloo.tensorflow.adapter import Tensor, record
 from hvdgloo.tensorflow.frontend import TensorFlowFrontend, effect, in_graph, is_ordered, operator, unique_in_graph
 from hvdgloo.types import Collective, ReduceOp
 
@@ -59,12 +60,14 @@ class GradientSync:
         """Whether its gradient is left to this rank alone."""
         return id(inner(variable)) in self._local
 
-    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any], *, differentiable: bool = False) -> list[Any]:
         """The reduced gradients, in order.
 
         Args:
             gradients: of each variable a tensor, a ``tf.IndexedSlices`` or None, alike on all ranks. None is written.
             variables: what they are the gradients of.
+            differentiable: the results have gradients in turn, which all ranks then ask for alike; not if any of these
+                is sparse.
 
         Returns:
             new tensors, on every rank the same; None where None was given. Those of local variables are this rank's,
@@ -85,7 +88,8 @@ class GradientSync:
             shared.append(index)
         if shared:
             chosen = [results[index] for index in shared]
-            reduced = self._reduce(chosen, [variables[index] for index in shared])
+            reduce = self._reduce_differentiably if differentiable else self._reduce
+            reduced = reduce(chosen, [variables[index] for index in shared])
             for index, gradient in zip(shared, reduced, strict=True):
                 results[index] = gradient
         return results
@@ -129,6 +133,20 @@ class GradientSync:
         if sparse.is_sparse(gradient):
             return tf.IndexedSlices(gradient.values / size, gradient.indices, gradient.dense_shape)
         return gradient / tf.cast(size, gradient.dtype)
+
+    def _reduce_differentiably(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        if any(sparse.is_sparse(gradient) for gradient in gradients):
+            return self._reduce(gradients, variables)
+
+        def forward(given: Sequence[Tensor]) -> list[Tensor]:
+            return self._reduce(given, variables)
+
+        def backward(tape: Tape[Tensor], arriving: Sequence[Tensor]) -> list[Tensor]:
+            if self.options.op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+                raise InvalidArgumentError("only what was reduced with op=Average or Sum can be differentiated again")
+            return self._reduce(arriving, variables)  # such a reduction is its own adjoint
+
+        return record(forward, backward, gradients, keep=False)
 
     def _reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         begin = self._label(gradients, variables)

@@ -31,13 +31,14 @@ class DistributedTape:
         """``tf.GradientTape.gradient``, reduced over the ranks.
 
         Returns:
-            new tensors in the structure of ``sources``, the same on every rank; None where there is no gradient.
+            new tensors in the structure of ``sources``, the same on every rank; None where there is no gradient. Where
+            an outer tape records, they can be differentiated again, unless some gradient is sparse.
 
         Raises:
             HorovodInternalError: a reduction failed.
         """
         gradients = super().gradient(target, sources, output_gradients, unconnected_gradients)  # type: ignore[misc]
-        flat = self._hvd.reduce(tf.nest.flatten(gradients), tf.nest.flatten(sources))
+        flat = self._hvd.reduce(tf.nest.flatten(gradients), tf.nest.flatten(sources), differentiable=True)
         return tf.nest.pack_sequence_as(sources, flat)
 
     def register_local_source(self, source: Any) -> None:

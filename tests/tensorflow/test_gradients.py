@@ -539,6 +539,38 @@ DIRECTIONS = np.array([[3.0, 1.0, 0.5], [1.0, -2.0, 4.0]], np.float32)
 
 
 @way
+@pytest.mark.parametrize("op", [ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.MAX], ids=lambda op: op.name.lower())
+def test_gradients_of_gradients(ranks: Ranks, way: str, op: ReduceOp) -> None:
+    """As for a gradient penalty: an outer tape around the distributed one."""
+
+    def rank_body(context: Context) -> None:
+        frontend, weights = frontend_of(context), [tf.Variable(2.0), tf.Variable([1.0, 3.0])]
+        own = context.rank + 1.0
+
+        def step(factor: Any) -> Any:
+            with tf.GradientTape() as outer:
+                with tapes.wrap(frontend, tf.GradientTape(), Options(op=op)) as inner:
+                    loss = factor * (weights[0] ** 3 + tf.reduce_sum(weights[1] ** 3))
+                first = inner.gradient(loss, weights)
+                penalty = factor * tf.add_n([tf.reduce_sum(each**2) for each in first])
+            return first, outer.gradient(penalty, weights)
+
+        if op is ReduceOp.MAX:
+            with pytest.raises((InvalidArgumentError, tf.errors.OpError), match="op=Average or Sum"):
+                compiled(way, step)(tf.constant(own))
+            return
+        first, second = compiled(way, step)(tf.constant(own))
+        factor = 2.0 if op is ReduceOp.AVERAGE else 6.0  # of ranks 1, 2, 3: the mean, or the sum
+        for got, again, weight in zip(first, second, weights, strict=True):
+            value = weight.numpy()
+            np.testing.assert_allclose(got, factor * 3 * value**2)
+            # d penalty / d first, reduced in turn, times d gradient / d weight, which is this rank's
+            np.testing.assert_allclose(again, factor * 2 * (factor * 3 * value**2) * own * 6 * value)
+
+    ranks(SIZE).run(rank_body)
+
+
+@way
 def test_adasum_of_a_tapes_gradients(ranks: Ranks, way: str) -> None:
     def rank_body(context: Context) -> None:
         frontend, weight = frontend_of(context), tf.Variable(tf.zeros(3))
