@@ -396,6 +396,8 @@ def _numbers(value: Any) -> Array | None:
     """A metric's number or numbers, None if it is something else."""
     try:
         array = array_of(value)
+    except InvalidArgumentError:
+        raise
     except ValueError:  # rows of different lengths
         return None
     return array.astype(np.float64) if array.dtype.kind in "biuf" else None
