@@ -112,6 +112,20 @@ def divided(groups: Groups, members: Sequence[T], identity: Callable[[Any], int]
     return [group for group in chosen if group]
 
 
+def layers_in(local_layers: Any) -> list[Any]:
+    """The layers that an argument ``local_layers`` means: none, one or several.
+
+    Raises:
+        InvalidArgumentError: (a ValueError) something has no trainable variables.
+    """
+    layers: Any = [] if local_layers is None else local_layers
+    several = list(layers) if isinstance(layers, Iterable) and not hasattr(layers, "trainable_variables") else [layers]
+    for layer in several:
+        if not hasattr(layer, "trainable_variables"):
+            raise InvalidArgumentError(f"local_layers are layers, with trainable_variables; got {type(layer).__name__}")
+    return several
+
+
 def named_groups(
     groups: Groups, names: Sequence[str], members: Sequence[Any], identity: Callable[[Any], int] = id
 ) -> list[list[str]]:

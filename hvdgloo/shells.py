@@ -5,18 +5,21 @@ Programs ask ``isinstance``, and checkpoints and logs show the class's name.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
-_classes: dict[tuple[type, type], type[Any]] = {}
+_classes: dict[tuple[type, type, Hashable], type[Any]] = {}
 
 
-def shell_class(mixin: type, base: type, module: str | None = None) -> type[Any]:
-    """The class that is ``mixin`` first and ``base`` otherwise; one for each pair, so that equals have equal types.
+def shell_class(mixin: type, base: type, module: str | None = None, options: Hashable = None) -> type[Any]:
+    """The class that is ``mixin`` first and ``base`` otherwise; equal arguments give one class.
 
     Args:
         module: where it claims to be from, if not where ``base`` is from.
+        options: what the class knows as ``_hvd_options``, for those of its methods that have no instance.
     """
-    if (mixin, base) not in _classes:
+    if (mixin, base, options) not in _classes:
         names = {"__module__": module or base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-        _classes[mixin, base] = type(base.__name__, (mixin, base), names)
-    return _classes[mixin, base]
+        known = {} if options is None else {"_hvd_options": options}
+        _classes[mixin, base, options] = type(base.__name__, (mixin, base), names | known)
+    return _classes[mixin, base, options]

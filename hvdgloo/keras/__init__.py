@@ -24,7 +24,10 @@ except ModuleNotFoundError as error:
         ) from error
     if missing != "keras":
         raise
-    raise MissingDependencyError("hvdgloo.keras needs Keras 3: pip install 'hvdgloo[keras]'") from error
+    raise MissingDependencyError(
+        "hvdgloo.keras needs Keras 3: pip install 'hvdgloo[keras]'; and a backend for it: pip install one of "
+        "tensorflow, torch and jax, and name it by KERAS_BACKEND unless it is tensorflow"
+    ) from error
 
 from hvdgloo.basics import (
     ccl_built,

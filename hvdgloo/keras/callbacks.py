@@ -10,8 +10,9 @@ import keras
 import numpy as np
 
 from hvdgloo import objects
-from hvdgloo.errors import InvalidArgumentError
+from hvdgloo.errors import InvalidArgumentError, MismatchError
 from hvdgloo.keras.functions import _frontend, array_of, broadcast_weights
+from hvdgloo.numpy.adapter import Array
 from hvdgloo.types import ReduceOp
 
 __all__ = [
@@ -49,6 +50,9 @@ class BroadcastGlobalVariablesCallback(_ForTfKeras, keras.callbacks.Callback):  
         root_rank: global rank of the source.
         device: accepted for programs that pass it.
         local_variables: variables that each rank keeps for itself.
+
+    Raises:
+        MismatchError: when training begins, on all ranks: their models are built, and not the same.
     """
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Sequence[Any] | None = None) -> None:
@@ -61,29 +65,42 @@ class BroadcastGlobalVariablesCallback(_ForTfKeras, keras.callbacks.Callback):  
         """Called by Keras."""
         if self._done:
             return
-        variables = self._variables()
-        shapes = [tuple(variable.shape) for variable in variables]
-        if all(others == shapes for others in objects.allgather_object(_frontend, shapes)):
-            broadcast_weights(variables, self.root_rank)
+        weights, state = self._weights(), self._state()
+        is_built = bool(weights) and all(layer.built for layer in self.model.layers)
+        mine = is_built, [(_name(weight), tuple(weight.shape)) for weight in weights], [tuple(v.shape) for v in state]
+        everyone = objects.allgather_object(_frontend, mine)
+        if all(built for built, _, _ in everyone):
+            _check_models([described for _, described, _ in everyone])
+        shapes = [([shape for _, shape in described], of_state) for _, described, of_state in everyone]
+        if all(others == shapes[0] for others in shapes):
+            broadcast_weights([*weights, *state], self.root_rank)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Called by Keras."""
         if not self._done:
-            broadcast_weights(self._variables(), self.root_rank)
+            broadcast_weights([*self._weights(), *self._state()], self.root_rank)
             self._done = True
 
-    def _variables(self) -> list[Any]:
-        model = self.model
-        state = getattr(getattr(model, "optimizer", None), "variables", ())
-        if callable(state):  # as in tf_keras
-            state = state()
-        return [variable for variable in [*model.weights, *state] if id(variable) not in self._local]
+    def _weights(self) -> list[Any]:
+        try:
+            weights = self.model.weights
+        except ValueError:  # so tf_keras says that the model is not built
+            return []
+        return self._shared(weights)
+
+    def _state(self) -> list[Any]:
+        state = getattr(getattr(self.model, "optimizer", None), "variables", ())
+        return self._shared(state() if callable(state) else state)  # it is callable in tf_keras
+
+    def _shared(self, variables: Sequence[Any]) -> list[Any]:
+        return [variable for variable in variables if id(variable) not in self._local]
 
 
 class MetricAverageCallback(_ForTfKeras, keras.callbacks.Callback):  # type: ignore[misc]
-    """Replaces the metrics of an epoch by their averages over all ranks.
+    """Replaces the metrics of an epoch by their averages over all ranks; of arrays, element by element.
 
-    Callbacks that look at metrics come after it in the list: they then decide alike on all ranks.
+    What is not numbers of one shape on all ranks stays as it is on all. Callbacks that look at metrics come after it in
+    the list: they then decide alike on all ranks.
 
     Args:
         device: accepted for programs that pass it.
@@ -96,10 +113,14 @@ class MetricAverageCallback(_ForTfKeras, keras.callbacks.Callback):  # type: ign
         """Called by Keras."""
         if not logs:
             return
-        names = sorted(logs)
-        values = np.array([float(logs[name]) for name in names], np.float64)
-        averages = _frontend.allreduce(values, op=ReduceOp.AVERAGE, name=f"metrics.{'.'.join(names)}")
-        logs.update(zip(names, averages.tolist(), strict=True))
+        label = f"metrics.{'.'.join(sorted(logs))}"
+        values = {name: array for name in sorted(logs) if (array := _numbers(logs[name])) is not None}
+        shapes = {name: array.shape for name, array in values.items()}
+        everyone = objects.allgather_object(_frontend, shapes, label)
+        names = [name for name in values if all(others.get(name) == shapes[name] for others in everyone)]
+        averages = _frontend.grouped_allreduce([values[name] for name in names], op=ReduceOp.AVERAGE, name=label)
+        for name, average in zip(names, averages, strict=True):
+            logs[name] = average if average.shape else float(average)
 
 
 class LearningRateScheduleCallback(_ForTfKeras, keras.callbacks.Callback):  # type: ignore[misc]
@@ -108,7 +129,7 @@ class LearningRateScheduleCallback(_ForTfKeras, keras.callbacks.Callback):  # ty
     Args:
         initial_lr: the learning rate that is multiplied.
         multiplier: a function of the epoch (of fractions of it, if not ``staircase``); or a number, which stands for
-            ``multiplier ** (epoch - start_epoch)``.
+            ``multiplier ** (epoch - start_epoch)``; without an ``initial_lr`` it is a constant factor.
         start_epoch, end_epoch: the first epoch, and the first after the last (None: no end).
         staircase: change it once an epoch, and not with every batch.
         momentum_correction: while it changes, scale the momentum likewise (Goyal et al., 2017), where the optimizer's
@@ -117,7 +138,7 @@ class LearningRateScheduleCallback(_ForTfKeras, keras.callbacks.Callback):  # ty
 
     Programs of Horovod 0.19 pass ``(multiplier, start_epoch, ..., initial_lr=None)``: a call whose first argument is a
     function, or which names ``initial_lr``, or which has but one argument, is understood so; without an ``initial_lr``
-    the optimizer's learning rate counts.
+    the optimizer's learning rate counts, and a number is a constant factor of it, as it was there.
 
     Raises:
         InvalidArgumentError: (a ValueError) there is no multiplier.
@@ -151,6 +172,7 @@ class LearningRateScheduleCallback(_ForTfKeras, keras.callbacks.Callback):  # ty
         self.momentum_correction: bool = given.get("momentum_correction", True)
         self.steps_per_epoch: int | None = given.get("steps_per_epoch")
         self._multiplier: Multiplier = multiplier
+        self._is_constant = self.initial_lr is None
         self._epoch = 0
         self._momentum: Any = None
 
@@ -192,6 +214,8 @@ class LearningRateScheduleCallback(_ForTfKeras, keras.callbacks.Callback):  # ty
         """What the learning rate is multiplied with at a time, counted in epochs."""
         if callable(self._multiplier):
             return float(self._multiplier(epoch))
+        if self._is_constant:
+            return float(self._multiplier)
         return float(self._multiplier ** (epoch - self.start_epoch))
 
     def _adjust(self, epoch: float) -> None:
@@ -337,6 +361,46 @@ def _bind(new: Sequence[str], old: Sequence[str], args: Sequence[Any], kwargs: A
             raise TypeError(f"unknown argument {name!r}" if name not in order else f"{name} is given twice")
         given[name] = value
     return given
+
+
+def _name(variable: Any) -> str:
+    return str(getattr(variable, "path", variable.name))  # tf_keras's variables have no path
+
+
+def _check_models(models: Sequence[Sequence[tuple[str, Any]]]) -> None:
+    """Whether the weights of all ranks' models, by name and shape, can be one model's.
+
+    Raises:
+        MismatchError: they cannot; it is the same on all ranks.
+    """
+    first = models[0]
+    for rank, other in enumerate(models):
+        for (name, shape), (_, others) in zip(first, other, strict=False):
+            if shape != others:
+                raise MismatchError(
+                    f"ranks have different models: {name} has the shape {shape} on rank 0 and {others} on rank {rank}; "
+                    "build the same one on all",
+                    name=name,
+                )
+        if len(other) != len(first):
+            longer = max(first, other, key=len)
+            name, shape = longer[min(len(first), len(other))]
+            raise MismatchError(
+                f"ranks have different models: {len(first)} weights on rank 0 and {len(other)} on rank {rank}, which "
+                f"{'lacks' if longer is first else 'alone has'} {name} with the shape {shape}; build the same on all",
+                name=name,
+            )
+
+
+def _numbers(value: Any) -> Array | None:
+    """A metric's number or numbers, None if it is something else."""
+    try:
+        array = array_of(value)
+    except InvalidArgumentError:
+        raise
+    except ValueError:  # rows of different lengths
+        return None
+    return array.astype(np.float64) if array.dtype.kind in "biuf" else None
 
 
 def _learning_rate(model: Any) -> Any:

@@ -20,7 +20,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import keras
 
@@ -67,6 +67,7 @@ class Distributed:
     """What an optimizer has besides, once it is distributed. ``DistributedOptimizer`` makes them."""
 
     _hvd: _State
+    _hvd_options: ClassVar[Options]
 
     def build(self, variables: Any) -> None:
         """Make the state for some variables."""
@@ -109,21 +110,35 @@ class Distributed:
         if self.built:  # type: ignore[attr-defined]
             _track(self)
 
+    def __deepcopy__(self, memo: Any) -> Any:
+        """What Keras makes of a copy, which has no state yet; as distributed as this one."""
+        plain: Any = super()
+        rebuild, given = plain.__reduce__()
+        return _distribute(rebuild(*given), self._hvd.options, self._hvd.local_layers)
+
+    def __copy__(self) -> Any:
+        return self.__deepcopy__({})
+
     @classmethod
     def from_config(cls, config: Any, **kwargs: Any) -> Any:
-        """The plain optimizer of a configuration, which knows nothing of ranks."""
-        return cls.__bases__[1].from_config(config, **kwargs)  # type: ignore[attr-defined]
+        """The optimizer of a configuration, distributed as this class's are; what is local is to be told anew.
+
+        Keras itself asks the plain class for it, whose name is in what it saves.
+        """
+        plain = cls.__bases__[1].from_config(config, **kwargs)  # type: ignore[attr-defined]
+        return _distribute(plain, cls._hvd_options)
 
 
 class _State:
     """What is distributed about an optimizer; no part of what Keras tracks and saves."""
 
-    def __init__(self, options: Options, factor: float) -> None:
+    def __init__(self, options: Options, local_layers: Sequence[Any]) -> None:
+        passes = options.backward_passes_per_step
         self.options = options
-        self.factor = factor
+        self.factor = 1.0 if passes == 1 or options.average_aggregated_gradients else float(passes)
         self.sync = open_sync(options)
         self.variables: list[Any] = []
-        self.local_layers: list[Any] = []
+        self.local_layers = list(local_layers)
         self.is_reduced = False  # the gradients under way, by the LossScaleOptimizer around this one
         self.is_alike = False  # and all of them are
 
@@ -184,10 +199,13 @@ def wrap(optimizer: Any, options: Options) -> Any:
     check_op(options)
     if passes > 1:
         _accumulate(optimizer, passes)
-    factor = 1.0 if passes == 1 or options.average_aggregated_gradients else float(passes)
-    state = _State(options, factor)
+    return _distribute(optimizer, options)
+
+
+def _distribute(optimizer: Any, options: Options, local_layers: Sequence[Any] = ()) -> Any:
+    state = _State(options, local_layers)
     _prepare()
-    optimizer.__class__ = _class_of(type(optimizer))
+    optimizer.__class__ = _class_of(type(optimizer), options)
     object.__setattr__(optimizer, "_hvd", state)  # Keras would track, and save, what it sees
     if optimizer.built:
         _track(optimizer)
@@ -199,11 +217,6 @@ def _track(optimizer: Any) -> None:
         optimizer._hvd.add_local(*layer.trainable_variables)
     changes = bool(optimizer.gradient_accumulation_steps or optimizer.loss_scale_factor)
     optimizer._hvd.sync.track(optimizer._trainable_variables, changes=changes)
-
-
-def is_distributed(optimizer: Any) -> bool:
-    """Whether an optimizer, or the one inside of a LossScaleOptimizer, reduces its gradients."""
-    return isinstance(getattr(optimizer, "inner_optimizer", optimizer), Distributed)
 
 
 def _accumulate(optimizer: Any, passes: int) -> None:
@@ -218,7 +231,26 @@ def _accumulate(optimizer: Any, passes: int) -> None:
     optimizer.gradient_accumulation_steps = passes
 
 
-def _class_of(base: type) -> type:
+def saved_as(saving: Any, mixin: type, base: type, options: Options, module: str | None = None) -> type:
+    """The class of distributed optimizers that Keras saves as those of ``base``.
+
+    Args:
+        saving: the module of Keras, or of tf_keras, that knows the names under which classes have been registered.
+        mixin, base, module: as for ``shell_class``.
+        options: what optimizers of its ``from_config`` have; not groups of variables, which are those of one model.
+    """
+    groups = options.groups if isinstance(options.groups, int) else None
+    made = shell_class(mixin, base, module, replace(options, groups=groups, local_variables=()))
+    registered = saving.get_registered_name(base)
+    package, is_registered, name = registered.rpartition(">")
+    if is_registered and saving.get_registered_name(made) != registered:
+        register, found = saving.register_keras_serializable(package, name), saving.get_registered_object(registered)
+        register(made)
+        register(found or base)  # the name goes on to mean what it did
+    return made
+
+
+def _class_of(base: type, options: Options) -> type:
     missing = [name for name in ("_clip_gradients", "_backend_apply_gradients") if not hasattr(base, name)]
     if missing:
         raise MissingDependencyError(
@@ -227,8 +259,8 @@ def _class_of(base: type) -> type:
         )
     # By its public name, a class is found on every backend.
     public = getattr(keras.optimizers, base.__name__, None)
-    is_public = public is not None and issubclass(base, public)
-    return shell_class(Distributed, base, "keras.optimizers" if is_public else None)
+    is_public = public is not None and issubclass(base, public) and base.__module__.startswith("keras.")
+    return saved_as(keras.saving, Distributed, base, options, "keras.optimizers" if is_public else None)
 
 
 def _prepare() -> None:
@@ -238,8 +270,8 @@ def _prepare() -> None:
         scaling.check_finite = _agreeing(scaling.check_finite)
         scaling.apply = _reducing(scaling.apply)
         scaling.stateless_apply = _reducing_stateless(scaling.stateless_apply)
-    if keras.backend.backend() == "tensorflow" and not hasattr(keras.Model.make_train_function, "hvdgloo"):
-        keras.Model.make_train_function = _without_xla(keras.Model.make_train_function)
+    if keras.backend.backend() == "tensorflow":
+        train_without_xla(keras.Model, Distributed)
     prepare = getattr(importlib.import_module(f"hvdgloo.keras.on_{keras.backend.backend()}"), "prepare", None)
     if prepare is not None:
         prepare()
@@ -315,10 +347,16 @@ def _complete(optimizer: Any, sync: Sync, gradients: Any, given: Any) -> tuple[l
     return sync.complete(gradients, variables) if len(gradients) == len(variables) else gradients, given
 
 
-def _without_xla(plain: Any) -> Any:
+def train_without_xla(models: Any, mixin: type) -> None:
+    """Have models whose optimizer, or the one inside of it, derives from ``mixin`` train without XLA, and say so."""
+    if not hasattr(models.make_train_function, "hvdgloo"):
+        models.make_train_function = _without_xla(models.make_train_function, mixin)
+
+
+def _without_xla(plain: Any, mixin: type) -> Any:
     @functools.wraps(plain)
     def make_train_function(self: Any, force: bool = False) -> Any:
-        if self.jit_compile and is_distributed(self.optimizer):
+        if self.jit_compile and isinstance(getattr(self.optimizer, "inner_optimizer", self.optimizer), mixin):
             logger.warning("XLA cannot compile collectives: %s trains without it (jit_compile=False)", self.name)
             self.jit_compile = False
         return plain(self, force)

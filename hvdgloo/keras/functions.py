@@ -7,6 +7,7 @@ backend's own front-end, ``hvdgloo.tensorflow`` or ``hvdgloo.torch``.
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from hvdgloo import context, objects
 from hvdgloo.compression import Compressor, NoneCompressor
-from hvdgloo.errors import EagerExecutionError
+from hvdgloo.errors import EagerExecutionError, InvalidArgumentError
 from hvdgloo.frontend import Frontend
 from hvdgloo.keras import distributed
 from hvdgloo.keras.compression import Compression
@@ -38,6 +39,13 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+_VALUES = (
+    "hvdgloo.keras's collectives take values: inside of a step, use those of hvdgloo.tensorflow or hvdgloo.torch (with "
+    "JAX, call them outside of it), or give them a tensor that has been detached"
+)
 
 _frontend: Frontend[Array] = Frontend(NumpyAdapter(), context.current, module=__name__)
 
@@ -63,6 +71,9 @@ def allreduce(
 
     Returns:
         a numpy array.
+
+    Raises:
+        InvalidArgumentError: (a ValueError) the value is part of a step under way; so do the other functions here.
     """
     if average is not None and op is None:
         average, op = None, ReduceOp.AVERAGE if average else ReduceOp.SUM
@@ -131,28 +142,47 @@ def load_model(
     """A saved model, whose optimizer is distributed; whether it was when it was saved makes no difference.
 
     Args:
-        filepath: of a ``.keras`` or ``.h5`` file.
+        filepath: of a ``.keras`` file; or of an ``.h5`` file, of which Keras 3 does not read the optimizer's state, so
+            that it begins anew, with a warning.
         custom_optimizers: classes of optimizers that Keras cannot find by itself.
         custom_objects: other names in the file, as for ``keras.models.load_model``.
         compression: for ``DistributedOptimizer``.
         legacy_opts: accepted for programs that pass it.
     """
-    names = {optimizer.__name__: optimizer for optimizer in custom_optimizers or ()} | (custom_objects or {})
-    model = keras.models.load_model(filepath, custom_objects=names)
+    model = keras.models.load_model(filepath, custom_objects=names_in_file(custom_optimizers, custom_objects))
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None:
         if optimizer.built and not optimizer._trainable_variables and model.trainable_variables:
             # So Keras 3 leaves it after reading an .h5 file: with state for no variables at all, and it cannot step.
             model.optimizer = optimizer = type(optimizer).from_config(optimizer.get_config())
+            logger.warning(
+                "Keras does not read an optimizer's state from %s: %s begins anew; save as .keras to keep it",
+                filepath,
+                type(optimizer).__name__,
+            )
         distributed.wrap(optimizer, Options(compression=compression))
     return model
 
 
+def names_in_file(custom_optimizers: Sequence[type] | None, custom_objects: dict[str, Any] | None) -> dict[str, Any]:
+    """What ``load_model``'s arguments say that names in a file stand for."""
+    return {optimizer.__name__: optimizer for optimizer in custom_optimizers or ()} | (custom_objects or {})
+
+
 def array_of(value: Any) -> Array:
-    """A number, an array, a tensor or a variable of Keras's backend, as an array."""
+    """A number, an array, a tensor or a variable of Keras's backend, as an array.
+
+    Raises:
+        InvalidArgumentError: (a ValueError) it is symbolic, or has a gradient that would be lost.
+    """
     if isinstance(value, (np.ndarray, np.generic)) or not hasattr(value, "shape"):
         return np.asarray(value)
     inner = value.value if isinstance(value, keras.Variable) else value
+    if getattr(inner, "grad_fn", None) is not None:
+        raise InvalidArgumentError(_VALUES)
     # Variables of Keras and of TensorFlow do not speak numpy 2's protocol, and are asked directly.
     known = keras.backend.backend() == "tensorflow" and hasattr(inner, "numpy")
-    return np.asarray(inner.numpy() if known else keras.ops.convert_to_numpy(inner))
+    try:
+        return np.asarray(inner.numpy() if known else keras.ops.convert_to_numpy(inner))
+    except (NotImplementedError, AttributeError, TypeError, ValueError) as error:  # one for each kind of symbol
+        raise InvalidArgumentError(_VALUES) from error

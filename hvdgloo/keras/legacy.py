@@ -9,12 +9,12 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, ClassVar
 
 from hvdgloo.errors import InvalidArgumentError
-from hvdgloo.keras.distributed import FINITE, Options, check_op
+from hvdgloo.keras.distributed import FINITE, Options, check_op, saved_as, train_without_xla
 from hvdgloo.reducer import check_passes
-from hvdgloo.shells import shell_class
 
 _NO_PASSES = (
     "backward_passes_per_step= does not go with a LossScaleOptimizer of tf_keras; accumulate gradients in the training "
@@ -26,6 +26,7 @@ class DistributedLegacy:
     """What an optimizer of tf_keras has besides, once it is distributed."""
 
     _hvd: _State
+    _hvd_options: ClassVar[Options]
 
     def apply_gradients(self, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
         """The plain optimizer's step, on the gradients of all ranks; with several passes per step after the last."""
@@ -54,8 +55,12 @@ class DistributedLegacy:
 
     @classmethod
     def from_config(cls, config: Any, **kwargs: Any) -> Any:
-        """The plain optimizer of a configuration, which knows nothing of ranks."""
-        return cls.__bases__[1].from_config(config, **kwargs)  # type: ignore[attr-defined]
+        """The optimizer of a configuration, distributed as this class's are; what is local is to be told anew.
+
+        tf_keras itself asks the plain class for it, whose name is in what it saves.
+        """
+        plain = cls.__bases__[1].from_config(config, **kwargs)  # type: ignore[attr-defined]
+        return wrap(plain, cls._hvd_options)
 
 
 def is_legacy(optimizer: Any) -> bool:
@@ -79,19 +84,37 @@ def wrap(optimizer: Any, options: Options) -> Any:
     check_op(options)
     state = _State(options)
     _prepare()
-    optimizer.__class__ = shell_class(DistributedLegacy, type(optimizer))
+    keras = importlib.import_module("tf_keras")
+    optimizer.__class__ = saved_as(keras.saving, DistributedLegacy, type(optimizer), options)
     object.__setattr__(optimizer, "_hvd", state)
     return optimizer
+
+
+def load_model(filepath: Any, names: dict[str, Any], options: Options) -> Any:
+    """A model that tf_keras has saved, whose optimizer is distributed.
+
+    Args:
+        filepath: of a ``.keras`` or ``.h5`` file, or of a SavedModel's folder.
+        names: what names in it stand for.
+        options: of the optimizer.
+    """
+    model = importlib.import_module("tf_keras").models.load_model(filepath, custom_objects=names)
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None:
+        wrap(optimizer, options)
+    return model
 
 
 class _State:
     """What is distributed about an optimizer; no part of what tf_keras tracks and saves."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, local_variables: Iterable[Any] = ()) -> None:
         gradients = importlib.import_module("hvdgloo.tensorflow.gradients")
         aggregation = importlib.import_module("hvdgloo.tensorflow.gradient_aggregation")
         frontend = importlib.import_module("hvdgloo.tensorflow.mpi_ops")._frontend
         self.sync = gradients.GradientSync(frontend, options)
+        for variable in local_variables:
+            self.sync.register_local_source(variable)
         self.passes: Any = None
         if options.backward_passes_per_step > 1:
             self.passes = aggregation.LocalGradientAggregationHelper(
@@ -101,10 +124,18 @@ class _State:
             )
         self.is_reduced = False  # the gradients under way, by the LossScaleOptimizer around this one
 
+    def __deepcopy__(self, memo: Any) -> _State:
+        return _State(self.sync.options, self.sync.local_sources)
+
 
 def _prepare() -> None:
-    """Have LossScaleOptimizers look at the gradients of all ranks, once: all ranks skip a step, or none."""
-    known = importlib.import_module("tf_keras").mixed_precision.LossScaleOptimizer
+    """Change what tf_keras does for distributed optimizers alone, once.
+
+    LossScaleOptimizers look at the gradients of all ranks: all skip a step, or none.
+    """
+    keras = importlib.import_module("tf_keras")
+    train_without_xla(keras.Model, DistributedLegacy)
+    known = keras.mixed_precision.LossScaleOptimizer
     for name in ("LossScaleOptimizer", "LossScaleOptimizerV3"):
         kind = getattr(sys.modules[known.__module__], name, None)
         if kind is not None and not hasattr(kind.apply_gradients, "hvdgloo"):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from hvdgloo.compression import Compressor, NoneCompressor
-from hvdgloo.errors import InvalidArgumentError
-from hvdgloo.gradients import Groups, whichever
+from hvdgloo.gradients import Groups, layers_in, whichever
 from hvdgloo.keras import distributed, legacy
 from hvdgloo.keras.distributed import Options
 from hvdgloo.process_sets import ProcessSet, global_process_set
@@ -52,7 +50,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         scale_local_gradients: divide gradients of ``register_local_var(variable)`` by the number of ranks.
 
     Returns:
-        the optimizer, of a class that has the same name and derives from its own. What is saved is the plain optimizer.
+        the optimizer, of a class that has the same name and derives from its own. So are its copies, and what its class
+        makes ``from_config``. What is saved is the plain optimizer; it is also what Keras gives to copies of a compiled
+        model, and puts into copies of a LossScaleOptimizer: distribute these again.
 
     Raises:
         InvalidArgumentError: (a ValueError) no such optimizer, one that is distributed already, or an option that
@@ -114,12 +114,7 @@ def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
         process_set,
         scale_local_gradients,
     )
-    layers: Any = [] if local_layers is None else local_layers
-    if hasattr(layers, "trainable_variables") or not isinstance(layers, Iterable):
-        layers = [layers]
     stepping = getattr(made, "inner_optimizer", made)
-    for layer in layers:
-        if not hasattr(layer, "trainable_variables"):
-            raise InvalidArgumentError(f"local_layers are layers, with trainable_variables; got {type(layer).__name__}")
+    for layer in layers_in(local_layers):
         stepping.register_local_layer(layer)
     return made

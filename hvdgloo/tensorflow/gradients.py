@@ -56,6 +56,11 @@ class GradientSync:
         """Leave a variable's gradient to this rank alone."""
         self._local[id(inner(variable))] = variable
 
+    @property
+    def local_sources(self) -> list[Any]:
+        """The variables whose gradients are left to this rank alone."""
+        return list(self._local.values())
+
     def is_local(self, variable: Any) -> bool:
         """Whether its gradient is left to this rank alone."""
         return id(inner(variable)) in self._local

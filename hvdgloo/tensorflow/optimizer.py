@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdgloo.compression import Compressor, NoneCompressor
-from hvdgloo.gradients import Groups, Options, whichever
+from hvdgloo.gradients import Groups, Options, layers_in, whichever
 from hvdgloo.process_sets import ProcessSet, global_process_set
 from hvdgloo.tensorflow import tape
 from hvdgloo.tensorflow.adapter import Tensor
@@ -106,8 +106,9 @@ def PartialDistributedGradientTape(  # noqa: N802 - likewise
         process_set,
         scale_local_gradients,
     )
-    for variable in tape.variables_of(local_layers):
-        made.register_local_source(variable)
+    for layer in layers_in(local_layers):
+        for variable in layer.trainable_variables:
+            made.register_local_source(variable)
     return made
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import tensorflow as tf
@@ -57,20 +56,3 @@ def wrap(frontend: TensorFlowFrontend, tape: Any, options: Options) -> Any:
     shell.__dict__ = tape.__dict__
     shell._hvd = GradientSync(frontend, options)
     return shell
-
-
-def variables_of(layers: Any) -> list[Any]:
-    """The trainable variables of a layer or of several.
-
-    Raises:
-        InvalidArgumentError: (a ValueError) something has no trainable variables.
-    """
-    if layers is None:
-        return []
-    several = layers if isinstance(layers, Iterable) and not hasattr(layers, "trainable_variables") else [layers]
-    found = []
-    for layer in several:
-        if not hasattr(layer, "trainable_variables"):
-            raise InvalidArgumentError(f"local_layers are layers, with trainable_variables; got {type(layer).__name__}")
-        found += list(layer.trainable_variables)
-    return found

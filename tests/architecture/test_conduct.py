@@ -25,7 +25,7 @@ READS_ENVIRONMENT = {
     "hvdgloo.runner.ways": "srun gets the launcher's environment",
 }
 
-PRINTS: dict[str, str] = {}
+PRINTS = {"hvdgloo.keras.callbacks": "verbose=1 of the warm-up, beside Keras's own progress"}
 
 UNPICKLES = {
     ("hvdgloo.objects", "_unpack"): "unsealed in the same expression; a job of one process reads only what it wrote",

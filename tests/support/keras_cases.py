@@ -10,6 +10,7 @@ of them does for itself. After all cases the last rank is killed in the middle o
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import json
 import logging
@@ -20,9 +21,9 @@ import tempfile
 import time
 import traceback
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -30,8 +31,10 @@ import keras
 import numpy as np
 
 import hvdgloo.keras as hvd
+from hvdgloo.errors import InvalidArgumentError, MismatchError
 
 BACKEND = keras.backend.backend()
+E = TypeVar("E", bound=Exception)
 CASES: dict[str, Callable[[], None]] = {}
 ALONE: dict[str, list[np.ndarray]] = {}
 BATCH, BATCHES = 12, 4
@@ -99,6 +102,15 @@ def trained_as_one(
         assert np.abs(expected - start).max() > 4 * tolerance, "nothing was learnt"
     same_everywhere(model, process_set)
     return model
+
+
+def raised(kind: type[E], function: Callable[[], Any]) -> E:
+    """What a function raises, which must be of a kind."""
+    try:
+        function()
+    except kind as error:
+        return error
+    raise AssertionError("no error")
 
 
 def counted(function: Callable[[], Any]) -> tuple[Any, int]:
@@ -289,21 +301,28 @@ def mixed_precision_trains() -> None:
         keras.config.set_dtype_policy(policy)
 
 
-@case
-def with_jit_compile_it_trains() -> None:
+@contextlib.contextmanager
+def logged() -> Iterator[list[str]]:
+    """What the front-end logs meanwhile."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("hvdgloo.keras")
     logger.addHandler(handler)
     try:
+        yield said
+    finally:
+        logger.removeHandler(handler)
+
+
+@case
+def with_jit_compile_it_trains() -> None:
+    with logged() as said:
         if BACKEND != "torch":  # whose compiler is another matter
             trained_as_one(lambda: keras.optimizers.SGD(0.05), jit_compile=True)
         # JAX compiles all the same: there the callback is a part of what XLA compiles.
         assert len(said) == (BACKEND == "tensorflow"), said
         assert all("trains without it (jit_compile=False)" in line for line in said)
-    finally:
-        logger.removeHandler(handler)
     trained_as_one(lambda: keras.optimizers.SGD(0.05), jit_compile="auto")
 
 
@@ -429,13 +448,18 @@ def what_is_saved_is_plain_and_is_loaded_distributed() -> None:
                 assert '"module": "keras.optimizers", "class_name": "Adam"' in config
             plain = keras.models.load_model(file)
             assert type(plain.optimizer) is type(keras.optimizers.Adam())
-            again = hvd.load_model(file)
+            with logged() as said:
+                again = hvd.load_model(file)
             assert type(again.optimizer).__name__ == "Adam"
             assert type(again.optimizer) is type(model.optimizer)
             for got, expected in zip(again.get_weights(), model.get_weights(), strict=True):
                 np.testing.assert_array_equal(got, expected)
             per = BATCH // hvd.size()
             if name.endswith(".h5"):  # of which Keras 3 does not read the optimizer's state
+                assert len(plain.optimizer.variables) == 2  # the count of steps and the learning rate
+                assert [line.partition(": ")[2] for line in said] == ["Adam begins anew; save as .keras to keep it"], (
+                    said
+                )
                 again.train_on_batch(own(X)[:per], own(Y)[:per])
                 same_everywhere(again)
                 continue
@@ -445,8 +469,105 @@ def what_is_saved_is_plain_and_is_loaded_distributed() -> None:
             again.train_on_batch(own(X)[:per], own(Y)[:per])
             for got, expected in zip(again.get_weights(), plain.get_weights(), strict=True):
                 np.testing.assert_allclose(got, expected, atol=1e-5)
-    again = type(model.optimizer).from_config(model.optimizer.get_config())
-    assert type(again) is type(keras.optimizers.Adam())
+
+
+@keras.saving.register_keras_serializable(package="mine", name="Slow")
+class Registered(keras.optimizers.SGD):  # type: ignore[misc]
+    pass
+
+
+class Adam(keras.optimizers.Adam):  # type: ignore[misc]
+    """The program's own, under the name of Keras's."""
+
+
+@case
+def what_is_saved_is_what_the_plain_optimizer_would_have_saved() -> None:
+    for kind in (Registered, Adam):
+        saved = keras.saving.serialize_keras_object(kind(0.1, name="mine"))
+        assert keras.saving.serialize_keras_object(hvd.DistributedOptimizer(kind(0.1, name="mine"))) == saved
+        model = dense()
+        model.compile(optimizer=hvd.DistributedOptimizer(kind(0.1)), loss=keras.losses.MeanSquaredError())
+        with tempfile.TemporaryDirectory() as folder, keras.saving.custom_object_scope({"Adam": Adam}):
+            # Of an .h5 file, Keras takes what has its own names for its own.
+            for name in ("model.keras", "model.h5") if kind is Registered else ("model.keras",):
+                model.save(Path(folder) / name)
+                assert type(keras.models.load_model(Path(folder) / name).optimizer) is kind
+    assert keras.saving.get_registered_object("mine>Slow") is Registered
+
+
+@case
+def copies_are_distributed() -> None:
+    for options in ({}, {"compression": hvd.Compression.fp16}, {"backward_passes_per_step": 2}, {"groups": 2}):
+        first = hvd.DistributedOptimizer(keras.optimizers.SGD(0.05), **options)
+        local = dense().layers[0]
+        first.register_local_layer(local)
+        made = type(first).from_config(first.get_config())
+        copies = [made, copy.deepcopy(first), copy.copy(first), type(made).from_config(made.get_config())]
+        for other in copies:
+            assert type(other) is type(first)
+            assert other._hvd.options == first._hvd.options, other._hvd.options
+            assert other._hvd.factor == first._hvd.factor
+            assert other._hvd is not first._hvd
+        assert [other._hvd.local_layers for other in copies] == [[], [local], [local], []]
+    lists = hvd.DistributedOptimizer(keras.optimizers.SGD(0.05), groups=[dense().trainable_variables])
+    made = type(lists).from_config(lists.get_config())  # whose groups are not those of another model
+    trained_as_one(lambda: keras.optimizers.SGD(0.05), lambda _: copy.deepcopy(made))
+
+
+@case
+def different_models_are_an_error_and_not_a_wait() -> None:
+    def wide(units: int, layers: int = 1) -> Any:
+        middle = [keras.layers.Dense(units, name=f"middle_{i}") for i in range(layers)]
+        return keras.Sequential([keras.Input((4,)), *middle, keras.layers.Dense(3, name="end")], name="model")
+
+    def fit(model: Any) -> None:
+        model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse")
+        callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+        model.fit(own(X), own(Y), batch_size=BATCH // hvd.size(), verbose=0, callbacks=callbacks)
+
+    rank = hvd.rank()
+    for model, said in (
+        (wide(8 + (rank == 1)), "model/middle_0/kernel has the shape (4, 8) on rank 0 and (4, 9) on rank 1"),
+        (
+            wide(3, 1 + (rank == 1)),
+            "4 weights on rank 0 and 6 on rank 1, which alone has model/end/kernel with the shape (3, 3)",
+        ),
+        (
+            wide(3, 2 - (rank == 1)),
+            "6 weights on rank 0 and 4 on rank 1, which lacks model/end/kernel with the shape (3, 3)",
+        ),
+    ):
+        error = raised(MismatchError, lambda model=model: fit(model))
+        assert said in str(error), error
+        assert error.name.endswith("/kernel")
+    # Only one rank's optimizer has state, as after loading a checkpoint.
+    model = dense()
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9))
+    if rank == 0:
+        optimizer.build(model.trainable_variables)
+    model.compile(optimizer=optimizer, loss="mse")
+    callback = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    callback.set_model(model)
+    callback.on_train_begin()
+
+
+@case
+def metrics_that_are_no_numbers() -> None:
+    rank, mean = hvd.rank(), (hvd.size() - 1) / 2
+    logs = {
+        "array": np.array([[rank, 1]], np.int32),
+        "number": keras.ops.convert_to_tensor(1.0 * rank),
+        "text": f"rank {rank}",
+        "only on some": None if rank else 1.0,
+        "of many shapes": np.ones(1 + rank),
+        "ragged": [[1], [1, 2]],
+    }
+    hvd.callbacks.MetricAverageCallback().on_epoch_end(0, logs)
+    assert logs["array"].tolist() == [[mean, 1.0]]
+    assert (logs["number"], type(logs["number"])) == (mean, float)
+    assert (logs["text"], logs["only on some"]) == (f"rank {rank}", None if rank else 1.0)
+    assert logs["of many shapes"].shape == (1 + rank,)
+    assert logs["ragged"] == [[1], [1, 2]]
 
 
 @case
@@ -460,7 +581,8 @@ def callbacks() -> None:
             self.rates.append(float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate)))
 
     model = dense(seed=1 + hvd.rank())
-    model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.08, momentum=0.9)), loss="mse")
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.08, momentum=0.9))
+    model.compile(optimizer=optimizer, loss="mse", metrics=[keras.metrics.F1Score()])
     seen = Seen()
     size = hvd.size()
     printed = io.StringIO()
@@ -489,6 +611,8 @@ def callbacks() -> None:
         np.testing.assert_array_equal(got, expected)
     same_everywhere(model)
     assert len({tuple(losses) for losses in hvd.allgather_object(history["loss"])}) == 1
+    assert np.shape(history["f1_score"]) == (4, 3)
+    assert len({np.asarray(scores).tobytes() for scores in hvd.allgather_object(history["f1_score"])}) == 1
     warm = [0.08 / size * ((i + 1) / BATCHES * (size - 1) / 2 + 1) for i in range(2 * BATCHES)]
     expected_rates = [*warm, *[0.08] * BATCHES, *[0.04] * BATCHES]
     np.testing.assert_allclose(seen.rates, expected_rates, rtol=1e-5)
@@ -527,12 +651,26 @@ def collectives_of_values() -> None:
     assert hvd.broadcast(rank, 1).tolist() == 1
     assert hvd.reducescatter(np.arange(2.0 * size)).tolist() == [2.0 * rank, 2.0 * rank + 1]
     assert hvd.broadcast_object({"a": rank}, 1) == {"a": 1}
-    try:
-        hvd.broadcast_global_variables(0)
-    except RuntimeError:
-        pass
-    else:
-        raise AssertionError("broadcast_global_variables() is for graphs")
+    raised(RuntimeError, lambda: hvd.broadcast_global_variables(0))  # it is for graphs
+
+
+@case
+def collectives_of_what_has_no_value() -> None:
+    class InStep(keras.Model):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense = keras.layers.Dense(3)
+
+        def call(self, x: Any) -> Any:
+            return self.dense(x)
+
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return hvd.allreduce(super().compute_loss(*args, **kwargs))
+
+    model = InStep()
+    model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse")
+    for call in (lambda: model.train_on_batch(X[:2], Y[:2]), lambda: hvd.allgather(keras.Input((4,)))):
+        assert "collectives take values" in str(raised(InvalidArgumentError, call))
 
 
 @case
@@ -547,11 +685,7 @@ def wrong_arguments() -> None:
         ),
         lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(), gradient_predivide_factor=2.0, op=hvd.Sum),
     ):
-        try:
-            call()
-        except ValueError:
-            continue
-        raise AssertionError("no error")
+        raised(ValueError, call)
 
 
 @case

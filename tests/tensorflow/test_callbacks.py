@@ -27,7 +27,9 @@ def half(epoch: float) -> float:
         (lambda: Schedule(0.1, multiplier=half, end_epoch=9), 0.1, 0, 9, 0.5),
         # As in 0.19: the multiplier first, the learning rate last or the optimizer's.
         (lambda: Schedule(half), None, 0, None, 0.5),
-        (lambda: Schedule(0.5), None, 0, None, 0.125),
+        (lambda: Schedule(0.5), None, 0, None, 0.5),
+        (lambda: Schedule(multiplier=0.5, start_epoch=1, end_epoch=7), None, 1, 7, 0.5),
+        (lambda: Schedule(multiplier=0.5, start_epoch=1, initial_lr=None), None, 1, None, 0.5),
         (lambda: Schedule(half, 1, 4), None, 1, 4, 0.5),
         (lambda: Schedule(0.5, 1, initial_lr=0.1), 0.1, 1, None, 0.25),
         (lambda: Schedule(half, 0, None, True, True, None, 0.1), 0.1, 0, None, 0.5),

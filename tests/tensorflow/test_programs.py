@@ -178,7 +178,7 @@ except hvd.HorovodInternalError as error:
 """
 
 LEGACY = """
-import sys, threading
+import copy, sys, threading
 import numpy as np
 import tensorflow as tf
 import hvdgloo.tensorflow as hvd
@@ -240,6 +240,25 @@ for plain in (tf.keras.optimizers.SGD, tf.keras.optimizers.legacy.SGD):
         share = ours.numpy()[0] / 2 if local else 2.0 if options else 1.5
         assert [w.numpy().tolist() for w in weights] == [[0.0, 0.0], [5.0 - share]], (plain, options, local, weights)
 
+# XLA cannot compile collectives: it trains without.
+alone, model = make(), make()
+alone.compile(optimizer=tf.keras.optimizers.SGD(0.1), loss="mse")
+alone.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+model.compile(optimizer=hvd_keras.DistributedOptimizer(tf.keras.optimizers.SGD(0.1)), loss="mse", jit_compile=True)
+model.fit(batches, batches.sum(axis=1, keepdims=True), batch_size=4, shuffle=False, verbose=0)
+assert not model.jit_compile
+for got, expected in zip(model.get_weights(), alone.get_weights()):
+    np.testing.assert_allclose(got, expected, atol=1e-5)
+
+# A model that is built by its first batch.
+tf.keras.utils.set_random_seed(hvd.rank())
+late = tf.keras.Sequential([tf.keras.layers.Dense(2), tf.keras.layers.Dense(1)])
+late.compile(optimizer=hvd_keras.DistributedOptimizer(tf.keras.optimizers.SGD(0.1)), loss="mse")
+sums = batches.sum(axis=1, keepdims=True)
+late.fit(batches, sums, batch_size=4, verbose=0, callbacks=[hvd_keras.callbacks.BroadcastGlobalVariablesCallback(0)])
+everyone = hvd.allgather_object([w.tolist() for w in late.get_weights()])
+assert everyone[0] == everyone[1], everyone
+
 # What was saved is plain, and can be distributed again.
 model.save("saved.h5" if hvd.rank() == 0 else "other.h5")
 hvd.barrier()
@@ -251,6 +270,37 @@ loaded.compile(optimizer=hvd_keras.DistributedOptimizer(loaded.optimizer), loss=
 loaded.fit(batches, batches.sum(axis=1, keepdims=True), batch_size=4, verbose=0)
 everyone = hvd.allgather_object([w.tolist() for w in loaded.get_weights()])
 assert everyone[0] == everyone[1], everyone
+
+# Copies are distributed, and what is saved is what the plain optimizer would have saved.
+class Mine(tf.keras.optimizers.SGD):
+    pass
+class MineToo(tf.keras.optimizers.legacy.SGD):
+    pass
+for kind in (Mine, MineToo):
+    tf.keras.saving.register_keras_serializable(package="mine")(kind)
+    optimizer = hvd_keras.DistributedOptimizer(kind(0.1), compression=hvd.Compression.fp16)
+    local = tf.Variable([1.0])
+    optimizer.register_local_var(local)
+    again = type(optimizer).from_config(optimizer.get_config())
+    assert type(again) is type(optimizer) and again._hvd.sync.options == optimizer._hvd.sync.options
+    if kind is MineToo:  # tf_keras itself cannot copy the others
+        again = copy.deepcopy(optimizer)
+        assert type(again) is type(optimizer) and again._hvd.sync.options is optimizer._hvd.sync.options
+        assert again._hvd is not optimizer._hvd and again._hvd.sync.is_local(local)
+    serialize = tf.keras.saving.serialize_keras_object
+    assert serialize(optimizer) == serialize(kind(0.1)), serialize(optimizer)
+    model = make()
+    model.compile(optimizer=hvd_keras.DistributedOptimizer(kind(0.1)), loss="mse")
+    model.fit(batches, sums, batch_size=4, verbose=0)
+    for name in ("mine.keras", "mine.h5", "mine"):
+        name = f"{hvd.rank()}.{name}"
+        model.save(name)
+        plain, loaded = tf.keras.models.load_model(name), hvd_keras.load_model(name)
+        assert type(plain.optimizer) is kind and type(loaded.optimizer) is type(model.optimizer), name
+        assert int(loaded.optimizer.iterations) == int(plain.optimizer.iterations)
+        loaded.fit(batches, sums, batch_size=4, verbose=0)
+        everyone = hvd.allgather_object([w.tolist() for w in loaded.get_weights()])
+        assert everyone[0] == everyone[1], everyone
 
 # All callbacks, whose momentum is corrected while the learning rate changes.
 class Seen(tf.keras.callbacks.Callback):

@@ -96,7 +96,11 @@ def test_functions_travel_by_reference(hvd: ModuleType) -> None:
     [
         ("torch", "hvdgloo.torch needs PyTorch: pip install 'hvdgloo[torch]'"),
         ("tensorflow", "hvdgloo.tensorflow needs TensorFlow: pip install 'hvdgloo[tensorflow]'"),
-        ("keras", "hvdgloo.keras needs Keras 3: pip install 'hvdgloo[keras]'"),
+        (
+            "keras",
+            "hvdgloo.keras needs Keras 3: pip install 'hvdgloo[keras]'; and a backend for it: pip install one of "
+            "tensorflow, torch and jax, and name it by KERAS_BACKEND unless it is tensorflow",
+        ),
         (
             "mxnet",
             "hvdgloo.mxnet needs MXNet 1.9.1 and a numpy that it works with: pip install mxnet==1.9.1 numpy==1.23.5",

@@ -31,7 +31,6 @@ from hvdgloo.keras import (
     init,
     is_homogeneous,
     is_initialized,
-    load_model,
     local_rank,
     local_size,
     mpi_built,
@@ -48,6 +47,7 @@ from hvdgloo.keras import (
     stop_timeline,
 )
 from hvdgloo.tensorflow.keras import callbacks
+from hvdgloo.tensorflow.keras.functions import load_model
 from hvdgloo.tensorflow.keras.optimizer import DistributedOptimizer
 
 __all__ = [
