@@ -11,12 +11,11 @@ import tensorflow as tf
 from hvdgloo.compression import Compressor, NoneCompressor
 from hvdgloo.gradients import Groups, Options, layers_in, whichever
 from hvdgloo.process_sets import ProcessSet, global_process_set
-from hvdgloo.tensorflow import tape
+from hvdgloo.tensorflow import tape, v1
 from hvdgloo.tensorflow.adapter import Tensor
 from hvdgloo.tensorflow.frontend import unconverted
 from hvdgloo.tensorflow.gradients import GradientSync
 from hvdgloo.tensorflow.mpi_ops import Average, _frontend
-from hvdgloo.tensorflow.v1 import DistributedV1Optimizer
 
 __all__ = ["DistributedGradientTape", "DistributedOptimizer", "PartialDistributedGradientTape"]
 
@@ -132,10 +131,9 @@ def DistributedOptimizer(  # noqa: N802 - likewise
     """An optimizer that steps on gradients reduced over all ranks.
 
     Args:
-        optimizer: a ``tf.compat.v1.train.Optimizer``, which is held and does the stepping; or one of Keras, which
-            is itself distributed from then on: see ``hvdgloo.keras.DistributedOptimizer``.
-        name: of the result's operators; accepted.
-        use_locking, device_dense, device_sparse: accepted for programs that pass them.
+        optimizer: a ``tf.compat.v1.train.Optimizer``, whose state the result shares; or one of Keras, which is itself
+            distributed from then on: see ``hvdgloo.keras.DistributedOptimizer``.
+        name, use_locking, device_dense, device_sparse: accepted for programs that pass them.
         compression: ``Compression.fp16`` and ``Compression.bf16`` send float32 and float64 as float16 or bfloat16.
         sparse_as_dense: send a ``tf.IndexedSlices`` as a dense tensor; without it all ranks' entries are gathered.
         backward_passes_per_step: gradients add up over this many calls before they are reduced and applied.
@@ -161,9 +159,7 @@ def DistributedOptimizer(  # noqa: N802 - likewise
             process_set,
             scale_local_gradients,
         )
-        return DistributedV1Optimizer(
-            _frontend, optimizer, options, backward_passes_per_step, average=average_aggregated_gradients, name=name
-        )
+        return v1.wrap(_frontend, optimizer, options, backward_passes_per_step, average=average_aggregated_gradients)
     keras = importlib.import_module("hvdgloo.tensorflow.keras")
     return keras.DistributedOptimizer(
         optimizer,

@@ -1,4 +1,4 @@
-"""Optimizers of ``tf.compat.v1.train``: the user's is held, and steps on gradients that all ranks share."""
+"""Optimizers of ``tf.compat.v1.train``: the user's, which steps on gradients that all ranks share."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.gradients import Options
 from hvdgloo.reducer import check_passes
+from hvdgloo.shells import shell_class
 from hvdgloo.tensorflow.frontend import TensorFlowFrontend
 from hvdgloo.tensorflow.gradient_aggregation import LocalGradientAggregationHelper
 from hvdgloo.tensorflow.gradients import GradientSync
@@ -18,46 +20,21 @@ from hvdgloo.types import ReduceOp
 GradientsAndVariables = Sequence[tuple[Any, Any]]
 
 
-class DistributedV1Optimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
-    """What ``DistributedOptimizer`` makes of a ``tf.compat.v1.train.Optimizer``; slots and variables are that one's.
+class DistributedV1Optimizer:
+    """What ``DistributedOptimizer`` returns has besides the methods of the user's class."""
 
-    Args:
-        frontend: where collectives are submitted.
-        optimizer: does the stepping.
-        options: how gradients are reduced.
-        passes: in how many calls gradients add up before they are reduced and applied.
-        average: divide what has added up by ``passes``.
-        name: for messages.
-    """
-
-    def __init__(
-        self,
-        frontend: TensorFlowFrontend,
-        optimizer: Any,
-        options: Options,
-        passes: int = 1,
-        *,
-        average: bool = False,
-        name: str | None = None,
-    ) -> None:
-        check_passes(passes)
-        super().__init__(name=name or f"Distributed{type(optimizer).__name__}", use_locking=False)
-        self._held = optimizer
-        self._sync = GradientSync(frontend, options)
-        self._adaptive = options.op == ReduceOp.ADASUM
-        self._accumulation = (
-            LocalGradientAggregationHelper(passes, self._reduce, average_aggregated_gradients=average)
-            if passes > 1
-            else None
-        )
+    __slots__ = ("_accumulation", "_adaptive", "_sync")
+    _sync: GradientSync
+    _adaptive: bool
+    _accumulation: LocalGradientAggregationHelper | None
 
     def register_local_var(self, variable: Any) -> None:
         """Leave a variable's gradient to this rank alone."""
         self._sync.register_local_source(variable)
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
-        """The held optimizer's gradients, reduced; with several passes per step those of the last pass are the sums."""
-        pairs = list(self._held.compute_gradients(*args, **kwargs))
+        """The optimizer's gradients, reduced; with several passes per step those of the last pass are the sums."""
+        pairs = list(super().compute_gradients(*args, **kwargs))  # type: ignore[misc]
         if not pairs:
             return pairs
         gradients, variables = [g for g, _ in pairs], [v for _, v in pairs]
@@ -65,11 +42,12 @@ class DistributedV1Optimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc
         return list(zip(reduce(gradients, variables), variables, strict=True))
 
     def apply_gradients(self, grads_and_vars: GradientsAndVariables, *args: Any, **kwargs: Any) -> Any:
-        """The held optimizer's step; with several passes per step only after the last."""
+        """The optimizer's step; with several passes per step only after the last."""
         pairs = list(grads_and_vars)
+        apply: Callable[..., Any] = super().apply_gradients  # type: ignore[misc]
 
         def step() -> Any:
-            return self._held.apply_gradients(pairs, *args, **kwargs)
+            return apply(pairs, *args, **kwargs)
 
         whole = functools.partial(self._adaptive_step, step, pairs) if self._adaptive and self._sync.active else step
         return whole() if self._accumulation is None else self._accumulation.apply_gradients(whole)
@@ -95,17 +73,35 @@ class DistributedV1Optimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc
         assigned = [v.assign(a + b) for v, a, b in zip(changing, before, combined, strict=True)]
         return None if tf.executing_eagerly() else tf.group(*assigned, *([] if done is None else [done]))
 
-    def get_slot(self, *args: Any, **kwargs: Any) -> Any:
-        """The held optimizer's."""
-        return self._held.get_slot(*args, **kwargs)
 
-    def get_slot_names(self, *args: Any, **kwargs: Any) -> Any:
-        """The held optimizer's."""
-        return self._held.get_slot_names(*args, **kwargs)
+def wrap(
+    frontend: TensorFlowFrontend, optimizer: Any, options: Options, passes: int = 1, *, average: bool = False
+) -> Any:
+    """``DistributedOptimizer`` on a given Frontend.
 
-    def variables(self, *args: Any, **kwargs: Any) -> Any:
-        """The held optimizer's."""
-        return self._held.variables(*args, **kwargs)
+    Args:
+        frontend: where collectives are submitted.
+        optimizer: does the stepping. It and the result have one state: slots, variables, what a checkpoint holds.
+        options: how gradients are reduced.
+        passes: in how many calls gradients add up before they are reduced and applied.
+        average: divide what has added up by ``passes``.
+
+    Raises:
+        InvalidArgumentError: it is distributed already, or an option cannot be used.
+    """
+    if isinstance(optimizer, DistributedV1Optimizer):
+        raise InvalidArgumentError("the optimizer is distributed already; wrap it once")
+    check_passes(passes)
+    shell: Any = object.__new__(shell_class(DistributedV1Optimizer, type(optimizer)))
+    shell.__dict__ = optimizer.__dict__
+    shell._sync = GradientSync(frontend, options)
+    shell._adaptive = options.op == ReduceOp.ADASUM
+    shell._accumulation = (
+        LocalGradientAggregationHelper(passes, shell._reduce, average_aggregated_gradients=average)
+        if passes > 1
+        else None
+    )
+    return shell
 
 
 def _current(variable: Any) -> Any:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,12 +18,11 @@ from hvdgloo.errors import HorovodInternalError, InvalidArgumentError
 from hvdgloo.gradients import Options
 from hvdgloo.keras import optimizer as hvd_keras
 from hvdgloo.tensorflow import tape as tapes
-from hvdgloo.tensorflow import util
+from hvdgloo.tensorflow import util, v1
 from hvdgloo.tensorflow.compression import Compression
 from hvdgloo.tensorflow.gradient_aggregation_eager import LocalGradientAggregationHelperEager
 from hvdgloo.tensorflow.gradients import GradientSync, _Batch
 from hvdgloo.tensorflow.state import broadcast_variables
-from hvdgloo.tensorflow.v1 import DistributedV1Optimizer
 from hvdgloo.types import ReduceOp
 from tests.support.ways import frontend_of, session_config
 from tests.support.world import World
@@ -472,7 +472,7 @@ def test_optimizers_of_tensorflow_1(ranks: Ranks, way: str, passes: int, average
 
         def make() -> Any:
             plain = tf.compat.v1.train.MomentumOptimizer(0.5, 0.0)
-            return DistributedV1Optimizer(frontend, plain, Options(), passes, average=average)
+            return v1.wrap(frontend, plain, Options(), passes, average=average)
 
         if way == "eager":
             weight = tf.Variable([10.0])
@@ -494,6 +494,36 @@ def test_optimizers_of_tensorflow_1(ranks: Ranks, way: str, passes: int, average
                     np.testing.assert_allclose(session.run(weight), [10.0 - change * (call // passes)])
 
     ranks(2).run(rank_body)
+
+
+@pytest.mark.parametrize("kind", ["Momentum", "Adam"])
+def test_a_checkpoint_of_tensorflow_1s_optimizers_is_that_of_the_plain_one(
+    ranks: Ranks, tmp_path: Path, kind: str
+) -> None:
+    """Momenta and Adam's powers come back."""
+    frontend = frontend_of(ranks(1).contexts[0])
+    arguments = {"learning_rate": 0.1} | ({"momentum": 0.9} if kind == "Momentum" else {})
+
+    def make(start: float, *, distributed: bool) -> tuple[Any, Any, Any]:
+        weight, plain = tf.Variable([start, 2 * start]), getattr(tf.compat.v1.train, f"{kind}Optimizer")(**arguments)
+        optimizer = v1.wrap(frontend, plain, Options()) if distributed else plain
+        return weight, optimizer, tf.train.Checkpoint(weight=weight, optimizer=optimizer)
+
+    def step(weight: Any, optimizer: Any) -> list[Any]:
+        optimizer.apply_gradients([(tf.ones(2), weight)])
+        return [np.asarray(v) for v in (weight, *optimizer.variables())]
+
+    weight, optimizer, checkpoint = make(1.0, distributed=True)
+    assert isinstance(optimizer, getattr(tf.compat.v1.train, f"{kind}Optimizer"))
+    step(weight, optimizer)
+    path = checkpoint.write(str(tmp_path / "checkpoint"))
+    expected = step(weight, optimizer)
+    for distributed in (True, False):
+        weight, optimizer, checkpoint = make(7.0, distributed=distributed)
+        status = checkpoint.read(path)
+        for got, value in zip(step(weight, optimizer), expected, strict=True):
+            np.testing.assert_allclose(got, value)
+        status.assert_consumed()
 
 
 def test_variables_by_their_references() -> None:
@@ -603,7 +633,7 @@ def test_adasum_combines_what_a_sessions_optimizers_did(ranks: Ranks, passes: in
                 for name in ("w", "own")
             )
             plain = tf.compat.v1.train.MomentumOptimizer(rate, momentum)
-            optimizer = DistributedV1Optimizer(frontend, plain, Options(op=ReduceOp.ADASUM), passes)
+            optimizer = v1.wrap(frontend, plain, Options(op=ReduceOp.ADASUM), passes)
             optimizer.register_local_var(own)
             count = tf.compat.v1.train.get_or_create_global_step()
             train = optimizer.minimize(tf.reduce_sum((weight + own) * DIRECTIONS[rank]), global_step=count)
@@ -628,7 +658,7 @@ def test_two_optimizers_of_one_shape_in_one_session(ranks: Ranks, passes: int) -
             trains = []
             for factor, weight in zip((1.0, 10.0), weights, strict=True):
                 plain = tf.compat.v1.train.GradientDescentOptimizer(1.0)
-                optimizer = DistributedV1Optimizer(frontend, plain, Options(), passes, average=True)
+                optimizer = v1.wrap(frontend, plain, Options(), passes, average=True)
                 trains.append(optimizer.minimize(tf.reduce_sum(weight * factor * (rank + 1.0)), var_list=[weight]))
             with tf.compat.v1.Session(config=session_config()) as session:
                 session.run(tf.compat.v1.global_variables_initializer())
