@@ -7,7 +7,6 @@ no meaning here: the questions stay, with honest answers.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
@@ -18,7 +17,7 @@ from hvdgloo import context
 from hvdgloo import process_sets as registry
 from hvdgloo.context import Context, is_initialized
 from hvdgloo.errors import InvalidArgumentError
-from hvdgloo.planes import gloo_provider
+from hvdgloo.machine import has_package
 from hvdgloo.process_sets import ProcessSet
 
 __all__ = [
@@ -143,8 +142,8 @@ def gloo_enabled() -> bool:
 
 
 def gloo_built() -> bool:
-    """Whether a package that carries Gloo is installed: torch or pygloo."""
-    return gloo_provider("auto") != ""
+    """Whether jobs can run without MPI: always. ``hvdgloo-run --check-build`` shows which package carries Gloo here."""
+    return True
 
 
 def nccl_built() -> int:
@@ -174,6 +173,6 @@ def rocm_built() -> bool:
 
 def _nccl() -> ModuleType | None:
     """Our part for NCCL, if there is a torch to carry it."""
-    if importlib.util.find_spec("torch") is None:
+    if not has_package("torch"):
         return None
     return importlib.import_module("hvdgloo.backends.nccl")

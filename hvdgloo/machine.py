@@ -1,16 +1,23 @@
-"""What there is on this machine: cores, GPUs, and whether the kernel ran out of memory.
+"""What there is on this machine: cores, GPUs, packages, and whether the kernel ran out of memory.
 
 Nothing here imports a framework: asking torch for the number of GPUs would take longer than starting the job.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 import subprocess
 from collections.abc import Iterator, Mapping
 
 _CGROUPS = "/sys/fs/cgroup"
+
+
+def has_package(name: str) -> bool:
+    """Whether a package can be imported. A folder of that name without code, such as somebody's data, is none."""
+    spec = importlib.util.find_spec(name)
+    return spec is not None and spec.origin is not None
 
 
 def usable_cores() -> int:

@@ -3,7 +3,6 @@ and Gloo alone where memory cannot be shared."""
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ from hvdgloo.backends.hierarchical import HierarchicalBackend, Layout, Threshold
 from hvdgloo.backends.local import LocalGroup
 from hvdgloo.config import GLOO_PROVIDERS, Config
 from hvdgloo.errors import ConfigError, MissingDependencyError
+from hvdgloo.machine import has_package
 from hvdgloo.topology import Topology
 from hvdgloo.types import Buffer, ReduceOp
 
@@ -127,7 +127,7 @@ class Planes:
             reason: why the members cannot share memory, if they were to.
         """
         provider, without = self._decided["gloo_provider"], ""
-        if provider and importlib.util.find_spec(provider) is not None:
+        if provider and has_package(provider):
             return
         if not share_a_host(self._topology, members):
             need = "ranks on several hosts need Gloo"
@@ -238,7 +238,7 @@ def gloo_provider(setting: str) -> str:
     """The package that Gloo is taken from; empty if none is installed."""
     if setting != "auto":
         return setting
-    return next((package for package in GLOO_PROVIDERS if importlib.util.find_spec(package) is not None), "")
+    return next((package for package in GLOO_PROVIDERS if has_package(package)), "")
 
 
 def how_to_have(provider: str, setting: str) -> str:
@@ -247,7 +247,7 @@ def how_to_have(provider: str, setting: str) -> str:
     Args:
         setting: this rank's own.
     """
-    other = next((package for package in GLOO_PROVIDERS if importlib.util.find_spec(package) is not None), "")
+    other = next((package for package in GLOO_PROVIDERS if has_package(package)), "")
     if not other:
         return _INSTALL[provider]
     if setting == provider:
@@ -257,7 +257,7 @@ def how_to_have(provider: str, setting: str) -> str:
 
 def idle_provider(setting: str) -> str:
     """What to say on a rank that has all its planes, and not the package that the user chose for Gloo; else empty."""
-    if setting == "auto" or importlib.util.find_spec(setting) is not None:
+    if setting == "auto" or has_package(setting):
         return ""
     return (
         f"HVDGLOO_GLOO_PROVIDER={setting} (--gloo-provider) has no effect here: the ranks of one host share memory and "

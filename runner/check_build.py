@@ -7,10 +7,10 @@ Horovod does not have, is a row of its own: on one host nothing else is needed.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 
 from hvdgloo.config import GLOO_PROVIDERS
+from hvdgloo.machine import has_package
 from hvdgloo.version import __version__
 
 _FRAMEWORKS = {"TensorFlow": "tensorflow", "PyTorch": "torch", "MXNet": "mxnet"}
@@ -18,8 +18,10 @@ _FRAMEWORKS = {"TensorFlow": "tensorflow", "PyTorch": "torch", "MXNet": "mxnet"}
 
 def build_table() -> str:
     """What ``--check-build`` prints."""
-    frameworks = {name: _there(f"hvdgloo.{module}") and _there(module) for name, module in _FRAMEWORKS.items()}
-    providers = {package: _there(package) for package in GLOO_PROVIDERS}
+    frameworks = {
+        name: has_package(f"hvdgloo.{module}") and has_package(module) for name, module in _FRAMEWORKS.items()
+    }
+    providers = {package: has_package(package) for package in GLOO_PROVIDERS}
     operations = {
         "NCCL": _nccl(),
         "DDL": False,
@@ -41,12 +43,8 @@ def build_table() -> str:
     )
 
 
-def _there(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
-
-
 def _nccl() -> bool:
-    if not (_there("hvdgloo.backends.nccl") and _there("torch")):
+    if not (has_package("hvdgloo.backends.nccl") and has_package("torch")):
         return False
     import torch.distributed
 

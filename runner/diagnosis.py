@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from hvdgloo.config import GLOO_PROVIDERS
+from hvdgloo.config import GLOO_PROVIDERS, Config
 from hvdgloo.errors import HostsUnreachableError, HvdglooError
 from hvdgloo.runner import placement, requirements
 from hvdgloo.runner.examine import Facts
@@ -96,7 +96,7 @@ def diagnose(
     connections: Sequence[Finding] = (),
     *,
     one_machine: Severity = Severity.STOP,
-    gloo_provider: str = "auto",
+    config: Config | None = None,
 ) -> list[Finding]:
     """All findings, the worst first.
 
@@ -105,13 +105,14 @@ def diagnose(
         cwd: where workers would run.
         connections: what was found between the hosts.
         one_machine: what it means for the job if hosts are the same machine.
-        gloo_provider: the job's setting.
+        config: the job's settings; by default there are none.
     """
+    settings = config or Config()
     rules: tuple[Callable[[Sequence[Visit]], Iterable[Finding]], ...] = (
         _unreachable,
         lambda visits: _required(visits, cwd),
         _requirements,
-        lambda visits: _gloo(visits, gloo_provider),
+        lambda visits: _gloo(visits, settings),
         _frameworks,
         lambda visits: _python(visits, launcher),
         _processors,
@@ -197,14 +198,18 @@ def _requirements(visits: Sequence[Visit]) -> Iterator[Finding]:
         )
 
 
-def _gloo(visits: Sequence[Visit], setting: str) -> Iterator[Finding]:
-    """All ranks take Gloo from the package that rank 0 has, which is on the first host; those of one host need none."""
+def _gloo(visits: Sequence[Visit], config: Config) -> Iterator[Finding]:
+    """All ranks take Gloo from the package that rank 0 has, which is on the first host.
+
+    Those of one host need none, if nobody asks for it.
+    """
     seen = list(_seen(visits))
     if not seen:
         return
+    setting, is_needed = config.gloo_provider, len(visits) > 1 or config.cpu_operations == "gloo"
     if setting != "auto":
         lacking = _where(visits, lambda _, facts: setting not in facts.packages)
-        if lacking and len(visits) < 2:
+        if lacking and not is_needed:
             yield Finding(
                 Severity.WARNING,
                 _names(lacking),
@@ -213,19 +218,20 @@ def _gloo(visits: Sequence[Visit], setting: str) -> Iterator[Finding]:
                 f"leave --gloo-provider away, or {_pip(lacking)} 'hvdgloo[{setting}]' for jobs on several hosts",
             )
         elif lacking:
-            text = f"{setting} is not installed, through which hosts are to exchange tensors (--gloo-provider)"
+            text = f"{setting} is not installed, through which ranks are to exchange tensors (--gloo-provider)"
             yield Finding(Severity.STOP, _names(lacking), text, f"{_pip(lacking)} 'hvdgloo[{setting}]'")
         return
-    if len(visits) < 2:
+    if not is_needed:
         return
     lacking = _where(visits, lambda _, facts: not _providers(facts))
     if lacking:
-        yield Finding(
-            Severity.STOP,
-            _names(lacking),
-            "neither torch nor pygloo is installed, through which hosts exchange tensors (whatever framework they use)",
-            f"{_pip(lacking)} 'hvdgloo[torch]', or with Python 3.10 'hvdgloo[pygloo]' on all hosts",
+        install = f"{_pip(lacking)} 'hvdgloo[torch]', or with Python 3.10 'hvdgloo[pygloo]'"
+        why, mend = (
+            ("through which hosts exchange tensors (whatever framework they use)", f"{install} on all hosts")
+            if len(visits) > 1
+            else ("and --cpu-operations gloo asks for Gloo", f"leave that away, or {install}")
         )
+        yield Finding(Severity.STOP, _names(lacking), f"neither torch nor pygloo is installed, {why}", mend)
     if not _providers(seen[0][1]):
         return
     chosen = _providers(seen[0][1])[0]

@@ -62,8 +62,8 @@ def run(
     launcher = examine(spec.environ, Require(spec.cwd))
     # A template may lead into several containers that look like one machine, and is let.
     one_machine = Severity.WARNING if spec.reach.agent_command else Severity.STOP
-    provider = Config.from_env(spec.environ).gloo_provider
-    findings = diagnose(visits, launcher, spec.cwd, round_.connections, one_machine=one_machine, gloo_provider=provider)
+    config = Config.from_env(spec.environ)
+    findings = diagnose(visits, launcher, spec.cwd, round_.connections, one_machine=one_machine, config=config)
     report = as_json(visits, findings) if json else as_text(visits, findings, width)
     return report, all_well(findings)
 

@@ -8,7 +8,6 @@ and its like. ``verbose`` is accepted for programs that pass it.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 import re
 import subprocess
@@ -20,6 +19,7 @@ from typing import Any, TypeVar
 
 from hvdgloo import basics
 from hvdgloo.errors import InvalidArgumentError, MissingDependencyError
+from hvdgloo.machine import has_package
 
 __all__ = [
     "ccl_built",
@@ -58,7 +58,7 @@ _GPU_QUESTIONS = {
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
     """Whether a framework can be used: there is a front-end for it, and the framework is installed."""
     package = _FRONT_ENDS.get(ext_base_name)
-    return package is not None and importlib.util.find_spec(package) is not None
+    return package is not None and has_package(package)
 
 
 def check_extension(ext_name: str, ext_env_var: str = "", pkg_path: str = "", *args: str) -> None:

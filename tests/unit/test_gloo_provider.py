@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from hvdgloo.backends.pygloo import rounds
 from hvdgloo.backends.pygloo_helper import Command, Op, Type, Verb
 from hvdgloo.config import Config
 from hvdgloo.errors import MissingDependencyError
+from hvdgloo.machine import has_package
 from hvdgloo.planes import Planes, gloo_provider, idle_provider, plane_settings
 from hvdgloo.rendezvous import MemoryStore
 from hvdgloo.runner.check_build import build_table
@@ -23,7 +25,9 @@ from hvdgloo.topology import Host, Topology, Worker
 def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """The packages that there are, as far as anybody asks."""
     packages: set[str] = set()
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace() if name in packages else None)
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: SimpleNamespace(origin=f"{name}.py") if name in packages else None
+    )
     return packages
 
 
@@ -44,7 +48,17 @@ def test_torch_comes_first_unless_somebody_chooses(
     installed.update(packages)
     assert gloo_provider(setting) == provider
     assert plane_settings(Config(gloo_provider=setting))["gloo_provider"] == provider
-    assert basics.gloo_built() == bool(packages)
+    assert basics.gloo_built() is True  # a host alone needs no package
+
+
+def test_a_folder_without_code_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torchlike").mkdir()
+    (tmp_path / "torchlike/train.txt").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not has_package("torchlike")
+    (tmp_path / "torchlike/__init__.py").touch()
+    importlib.invalidate_caches()
+    assert has_package("torchlike")
 
 
 def _open(config: Config, decided: Config, hosts: int = 2) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from hvdgloo.config import Config
 from hvdgloo.errors import LaunchError
 from hvdgloo.runner import examine
 from hvdgloo.runner.command import needs
@@ -110,10 +111,21 @@ class TestRules:
     def test_ranks_of_one_host_need_neither(self) -> None:
         assert found(visit("h1", packages=with_gloo_from())) == []
 
+    def test_ranks_of_one_host_that_are_to_use_gloo_need_one(self) -> None:
+        config = Config(cpu_operations="gloo")
+        assert diagnose([visit("h1", packages=with_gloo_from("pygloo"))], FACTS, "/", config=config) == []
+        (finding,) = diagnose([visit("h1", packages=with_gloo_from())], FACTS, "/", config=config)
+        assert finding.severity is Severity.STOP
+        assert "--cpu-operations gloo asks for Gloo" in finding.text
+        assert finding.mend.startswith("leave that away, or /opt/python -m pip install")
+        config = Config(cpu_operations="gloo", gloo_provider="torch")
+        (finding,) = diagnose([visit("h1", packages=with_gloo_from("pygloo"))], FACTS, "/", config=config)
+        assert finding.severity is Severity.STOP
+
     def test_a_choice_that_has_no_effect_on_one_host_is_remarked_on(self) -> None:
         visits = [visit("h1", packages=with_gloo_from("torch"))]
-        assert diagnose(visits, FACTS, "/", gloo_provider="torch") == []
-        (finding,) = diagnose(visits, FACTS, "/", gloo_provider="pygloo")
+        assert diagnose(visits, FACTS, "/", config=Config(gloo_provider="torch")) == []
+        (finding,) = diagnose(visits, FACTS, "/", config=Config(gloo_provider="pygloo"))
         assert (finding.severity, finding.hosts) == (Severity.WARNING, ("h1",))
         assert "pygloo is not installed, which --gloo-provider names" in finding.text
         assert "it has no effect here" in finding.text
@@ -121,10 +133,10 @@ class TestRules:
     def test_the_package_that_the_job_asks_for_is_looked_for(self) -> None:
         both, one = with_gloo_from("torch", "pygloo"), with_gloo_from("pygloo")
         visits = [visit("h1", packages=both), visit("h2", packages=one)]
-        assert diagnose(visits, FACTS, "/", gloo_provider="pygloo") == []
-        (finding,) = diagnose(visits, FACTS, "/", gloo_provider="torch")
+        assert diagnose(visits, FACTS, "/", config=Config(gloo_provider="pygloo")) == []
+        (finding,) = diagnose(visits, FACTS, "/", config=Config(gloo_provider="torch"))
         assert (finding.severity, finding.hosts) == (Severity.STOP, ("h2",))
-        assert "torch is not installed, through which hosts are to exchange tensors (--gloo-provider)" in finding.text
+        assert "torch is not installed, through which ranks are to exchange tensors (--gloo-provider)" in finding.text
 
     def test_what_all_hosts_have_can_be_chosen(self) -> None:
         both = with_gloo_from("torch", "pygloo")
