@@ -17,6 +17,9 @@ import pytest
 
 from tests.support.launching import launcher_in
 
+PATIENCE = 120.0
+"""Seconds for a job of all cases, which takes about 30: it stands for a hundred tests, and machines may be busy."""
+pytestmark = pytest.mark.timeout(PATIENCE)
 PROGRAM = Path(__file__).resolve().parents[1] / "support" / "keras_cases.py"
 RANKS = {"tensorflow": 2, "torch": 3, "jax": 2}
 EQUALITY = ("sgd_is_equal_to_one_process", "adam_is_equal_to_one_process")
@@ -36,7 +39,7 @@ def run_cases(backend: str, size: int, folder: Path, *cases: str) -> Outcome:
     env = {"KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3"}
     with launcher_in(folder) as launcher:
         arguments = ("-np", str(size), "--grace-period", "30", "--", str(PROGRAM), "results", *cases)
-        done = launcher.run(*arguments, env=env, timeout=58)
+        done = launcher.run(*arguments, env=env, timeout=PATIENCE - 10)
     assert done.returncode == (0 if cases else 128 + signal.SIGKILL), done.stdout + done.stderr
     if not cases:  # the rest ended by itself: the launcher would have killed it after 30 s
         assert time.time() - float((folder / "results.died").read_text()) < 20
