@@ -67,7 +67,7 @@ def main():
         op=hvd.Average,
         gradient_predivide_factor=1.0,
     )
-    for epoch, way in enumerate(["fork", "forkserver", "spawn"]):
+    for epoch, way in enumerate(["fork", "forkserver"]):
         sampler.set_epoch(epoch)
         loader = DataLoader(Numbers(), batch_size=8, sampler=sampler, num_workers=1, multiprocessing_context=way)
         for data, target in loader:

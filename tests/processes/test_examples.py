@@ -24,8 +24,11 @@ def launcher(tmp_path: Path) -> Iterator[Launcher]:
 
 def run_digits(launcher: Launcher, *arguments: str, np: int) -> str:
     script = str(EXAMPLES / "torch_digits.py")
-    done = launcher.run("-np", str(np), "--", script, *arguments, timeout=55)
+    # Several tests share the cores: more threads than one would mostly wait for each other.
+    done = launcher.run("-np", str(np), "--", script, *arguments, env={"OMP_NUM_THREADS": "1"}, timeout=55)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert len(re.findall(r"all ranks hold identical parameters", done.stdout)) == 1
+    assert all(line.startswith("[0]") for line in done.stdout.splitlines())
     return done.stdout
 
 
@@ -35,21 +38,19 @@ def accuracy_in(output: str) -> float:
     return float(found[0])
 
 
-@pytest.mark.parametrize("np", [1, 2, 4])
+@pytest.mark.parametrize("np", [1, 3])
 def test_torch_digits_learns_to_read(launcher: Launcher, np: int) -> None:
     output = run_digits(launcher, *(["--epochs", "10"] if np == 1 else []), np=np)
     assert accuracy_in(output) >= 97.0
     assert re.search(r"trained on [1-9]\d* images per second", output)
-    assert len(re.findall(r"all ranks hold identical parameters", output)) == 1
-    assert all(line.startswith("[0]") for line in output.splitlines())
 
 
 def test_torch_digits_goes_on_from_its_checkpoint(launcher: Launcher) -> None:
     import torch
 
     saved = launcher.folder / "deep" / "saved"
-    flags = ["--checkpoint-dir", str(saved), "--batch-size", "64", "--no-progress"]
-    first = run_digits(launcher, *flags, "--epochs", "2", "--fp16-allreduce", np=2)
+    flags = ["--checkpoint-dir", str(saved), "--no-progress"]
+    first = run_digits(launcher, *flags, "--epochs", "2", "--batch-size", "64", "--fp16-allreduce", np=2)
     assert "epoch 2/2" in first
     assert [file.name for file in saved.iterdir()] == ["checkpoint.pt"]
 
@@ -61,8 +62,8 @@ def test_torch_digits_goes_on_from_its_checkpoint(launcher: Launcher) -> None:
     assert plain.param_groups[0]["lr"] == pytest.approx(0.04)
     assert len(plain.state) == len(parameters)
 
-    second = run_digits(launcher, *flags, "--epochs", "3", np=2)
+    second = run_digits(launcher, *flags, "--epochs", "15", np=2)
     assert len(re.findall("resuming after epoch 2", second)) == 1
-    assert "epoch 3/3" in second
-    assert "epoch 2/3" not in second
-    assert "all ranks hold identical parameters" in second
+    assert "epoch 3/15" in second
+    assert "epoch 2/15" not in second
+    assert accuracy_in(second) >= 97.0
