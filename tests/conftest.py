@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -25,6 +26,13 @@ def _require(backend: str) -> None:
         if backend in os.environ.get("HVDGLOO_TEST_BACKENDS", "").split(","):
             pytest.fail(text)
         pytest.skip(text)
+
+
+def pytest_configure() -> None:
+    # A shell's script ignores Ctrl-C in what it starts in the background, and so would all that the tests start.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
