@@ -208,7 +208,9 @@ def test_a_launcher_that_workers_do_not_reach(make_bed: Callable[..., Bed], work
 def test_pain_14_one_way(make_bed: Callable[..., Bed], quick: str) -> None:
     bed = make_bed(["h1", "h2", "h3"])
     bed.block("h3", "h2")
+    begin = time.monotonic()
     text = refused(bed["h1"], "-H", "h2:1,h3:1", quick)
+    took = time.monotonic() - begin
     assert f"  h3 -> h2: {bed['h2'].address} (eth0) timed out after 3 s, " in text
     assert "10.200.1.1 (priv0) has no route (Network is unreachable)" in text
     assert "h2 -> h3" not in text
@@ -216,7 +218,7 @@ def test_pain_14_one_way(make_bed: Callable[..., Bed], quick: str) -> None:
     begin = time.monotonic()
     text = refused(bed["h1"], "-H", "h2:1,h3:1", "--connect-timeout-seconds", "5", quick)
     assert "(eth0) timed out after 0.5 s" in text
-    assert time.monotonic() - begin < 3.0
+    assert time.monotonic() - begin < took
 
 
 def test_pain_14_a_firewall_that_says_no(make_bed: Callable[..., Bed], quick: str) -> None:
