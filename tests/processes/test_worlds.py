@@ -164,7 +164,8 @@ hvd.init(comm=[0, 1] if launched < 2 else [2, 3])
 hvd.allreduce(np.ones(50_000), name=f"world of {launched // 2}")
 """
     with Job(4, HEAD + code, tmp_path, HVDGLOO_TIMELINE=str(trace)) as job:
-        assert [worker.returncode for worker in job.wait()] == [0] * 4
+        ended = job.wait()
+    assert [worker.returncode for worker in ended] == [0] * 4, [worker.stderr for worker in ended]
     assert "world of 0" in trace.read_text()
     assert "world of 1" not in trace.read_text()
     json.loads(trace.read_text())
