@@ -16,7 +16,10 @@ _CGROUPS = "/sys/fs/cgroup"
 
 def has_package(name: str) -> bool:
     """Whether a package can be imported. A folder of that name without code, such as somebody's data, is none."""
-    spec = importlib.util.find_spec(name)
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        return False
     return spec is not None and spec.origin is not None
 
 

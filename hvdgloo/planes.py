@@ -247,7 +247,7 @@ def how_to_have(provider: str, setting: str) -> str:
     Args:
         setting: this rank's own.
     """
-    other = next((package for package in GLOO_PROVIDERS if has_package(package)), "")
+    other = gloo_provider("auto")
     if not other:
         return _INSTALL[provider]
     if setting == provider:

@@ -130,7 +130,7 @@ def examine(environ: Mapping[str, str], required: Require) -> Facts:
         python=platform.python_version(),
         executable=sys.executable,
         packages={"hvdgloo": __version__, **installed(_distributions())},
-        lacking=[module for module in REQUIRED if not _importable(module)],
+        lacking=[module for module in REQUIRED if not machine.has_package(module)],
         torch_cuda=_torch_cuda(),
         cores=machine.usable_cores(),
         machine_cores=os.cpu_count() or 1,
@@ -164,7 +164,9 @@ def _distributions() -> dict[str, str]:
 def installed(distributions: Mapping[str, str]) -> dict[str, str]:
     """The versions of those of ``PACKAGES`` that could be imported."""
     return {
-        module: next(_matching(names, distributions), "") for module, names in PACKAGES.items() if _importable(module)
+        module: next(_matching(names, distributions), "")
+        for module, names in PACKAGES.items()
+        if machine.has_package(module)
     }
 
 
@@ -174,15 +176,6 @@ def _matching(names: Sequence[str], distributions: Mapping[str, str]) -> Iterato
             yield from (version for found, version in distributions.items() if found.startswith(name[:-1]))
         elif name in distributions:
             yield distributions[name]
-
-
-def _importable(module: str) -> bool:
-    try:
-        spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError):
-        return False
-    # A folder of that name without code in it, such as somebody's data, is no package.
-    return spec is not None and spec.origin is not None
 
 
 def _torch_cuda() -> str | None:

@@ -397,10 +397,10 @@ class PyglooBackend:
 
     def _reduced(self, buffer: Buffer, op: ReduceOp) -> Iterator[Piece]:
         dtype = buffer.dtype
-        wide = _WIDER.get(dtype, dtype)
         if dtype.is_floating and op in (ReduceOp.MIN, ReduceOp.MAX):
             yield from self._extremes(buffer, op)
             return
+        wide = _WIDER.get(dtype, dtype)
         kind = Type.Uint8 if dtype is DType.BOOL else _WIRE_TYPES[wide]
         combine = (_BOOL_OPS if dtype is DType.BOOL else _OPS)[op]
         for begin, count in _cut(buffer.count, PIECE // wide.itemsize):
@@ -515,17 +515,14 @@ def _store_blocks(places: Sequence[int], nbytes: int) -> Callable[[int], object]
 
 def _widen(part: Buffer, wide: DType) -> Callable[[int], object]:
     def load(slot: int) -> None:
-        values = kernels.widen(part.array(), part.dtype) if kernels.is_half(part.dtype) else part.array()
-        array_at(slot, part.count * wide.itemsize).view(wide.numpy_dtype)[:] = values
+        array_at(slot, part.count * wide.itemsize).view(wide.numpy_dtype)[:] = _values(part)
 
     return load
 
 
 def _narrow(part: Buffer, wide: DType) -> Callable[[int], object]:
     def store(slot: int) -> None:
-        values = array_at(slot, part.count * wide.itemsize).view(wide.numpy_dtype)
-        narrow = kernels.narrow(values, part.dtype) if kernels.is_half(part.dtype) else values
-        part.array()[:] = narrow.astype(part.dtype.numpy_dtype, copy=False)
+        _assign(part, array_at(slot, part.count * wide.itemsize).view(wide.numpy_dtype))
 
     return store
 
@@ -535,11 +532,19 @@ def _ordered(part: Buffer, op: ReduceOp, itemsize: int) -> tuple[Callable[[int],
         return array_at(slot, part.count * itemsize).view(f"i{itemsize}")
 
     def load(slot: int) -> None:
-        values = kernels.widen(part.array(), part.dtype) if kernels.is_half(part.dtype) else part.array()
-        integers(slot)[:] = kernels.to_ordered(values, op)
+        integers(slot)[:] = kernels.to_ordered(_values(part), op)
 
     def store(slot: int) -> None:
-        values = kernels.from_ordered(integers(slot))
-        part.array()[:] = kernels.narrow(values, part.dtype) if kernels.is_half(part.dtype) else values
+        _assign(part, kernels.from_ordered(integers(slot)))
 
     return load, store
+
+
+def _values(part: Buffer) -> npt.NDArray[Any]:
+    """Numbers to compute with: of half types as float32."""
+    return kernels.widen(part.array(), part.dtype) if kernels.is_half(part.dtype) else part.array()
+
+
+def _assign(part: Buffer, values: npt.NDArray[Any]) -> None:
+    """The inverse of ``_values``; of wider integers the lower bits."""
+    part.array()[:] = kernels.narrow(values, part.dtype) if kernels.is_half(part.dtype) else values
