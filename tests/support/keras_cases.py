@@ -562,7 +562,10 @@ def metrics_that_are_no_numbers() -> None:
         "of many shapes": np.ones(1 + rank),
         "ragged": [[1], [1, 2]],
     }
+    if not rank:
+        logs["missing on others"] = 3.0
     hvd.callbacks.MetricAverageCallback().on_epoch_end(0, logs)
+    assert logs.get("missing on others") == (None if rank else 3.0)
     assert logs["array"].tolist() == [[mean, 1.0]]
     assert (logs["number"], type(logs["number"])) == (mean, float)
     assert (logs["text"], logs["only on some"]) == (f"rank {rank}", None if rank else 1.0)
