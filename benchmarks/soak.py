@@ -167,7 +167,7 @@ def resources() -> tuple[int, int]:
 
 def plane_in_use() -> str:
     """The world's data plane, as ``--plane`` spells it."""
-    from hvdgloo.context import current
+    from hvdgloo._job.process import current
 
     backend: Any = current().engine._groups[0].host.backend
     if backend.name != "shm":

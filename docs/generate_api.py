@@ -59,8 +59,8 @@ SECTIONS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 MORE = (
-    ("hvdgloo.torch.distributed", "Distributed", "What `DistributedOptimizer` returns"),
-    ("hvdgloo.torch.powersgd", "PowerSGD", "`hvd.Compression.powersgd`"),
+    ("hvdgloo.torch._distributed", "Distributed", "What `DistributedOptimizer` returns"),
+    ("hvdgloo.torch._powersgd", "PowerSGD", "`hvd.Compression.powersgd`"),
     ("hvdgloo.torch.elastic", "ElasticSampler", "`hvdgloo.torch.elastic`"),
     ("hvdgloo.data", "AsyncDataLoaderMixin", "`hvdgloo.data`"),
     ("hvdgloo.data", "BaseDataLoader", ""),
@@ -71,7 +71,7 @@ MORE = (
 def text() -> str:
     """The whole page."""
     torch, numpy = importlib.import_module("hvdgloo.torch"), importlib.import_module("hvdgloo.numpy")
-    frontend = importlib.import_module("hvdgloo.frontend").Frontend
+    frontend = importlib.import_module("hvdgloo._collectives.frontend").Frontend
     listed = {name for names in SECTIONS.values() for name in names}
     if listed != set(torch.__all__):
         raise SystemExit(f"SECTIONS and hvdgloo.torch.__all__ differ: {listed ^ set(torch.__all__)}")

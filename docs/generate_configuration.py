@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdgloo.config import Config, Setting, settings
-from hvdgloo.runner.options import twin
+from hvdgloo.runner.cli.setting_flags import twin
 
 TARGET = Path(__file__).with_name("configuration.md")
 

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from hvdgloo._platform.spelling import suggestions
 from hvdgloo.errors import ConfigError
-from hvdgloo.spelling import suggestions
 
 T = TypeVar("T")
 

@@ -18,13 +18,13 @@ from typing import IO, Any, TypeVar
 
 from hvdgloo.config import Config, without_place
 from hvdgloo.errors import ConfigError, JobFailedError, LaunchError, RemoteTraceback
-from hvdgloo.rendezvous.auth import generate_secret
-from hvdgloo.runner import task
-from hvdgloo.runner.environment import working_directory
-from hvdgloo.runner.inventory import take_inventory
+from hvdgloo.rendezvous._auth import generate_secret
+from hvdgloo.runner.job.environment import working_directory
+from hvdgloo.runner.job.host_sources import take_inventory
+from hvdgloo.runner.job.spec import LaunchSpec, Network, Reach
 from hvdgloo.runner.launch import LIBRARY_SIGNALS, Report, launch
-from hvdgloo.runner.spec import LaunchSpec, Network, Reach
-from hvdgloo.runner.template import parse_template
+from hvdgloo.runner.transport.template import parse_template
+from hvdgloo.runner.worker import function_task
 
 __all__ = ["run"]
 
@@ -134,15 +134,15 @@ def run(
     )
     secret = generate_secret()
     spec = LaunchSpec(
-        command=task.command(python),
-        remote_command=task.command(reach.python),
+        command=function_task.command(python),
+        remote_command=function_task.command(reach.python),
         hosts=inventory.hosts,
         np=inventory.np,
         cwd=working_directory(os.environ),
         environ=environ,
         exported=frozenset(env or ()),
         secret=secret,
-        function=task.pack_function(func, args, kwargs or {}, secret),
+        function=function_task.pack_function(func, args, kwargs or {}, secret),
         start_timeout=start_timeout if start_timeout is not None else config.start_timeout,
         grace_period=grace_period,
         output_directory=None if output_filename is None else os.path.abspath(output_filename),
@@ -237,14 +237,14 @@ class _Results:
             self._files[rank] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by __exit__
         self._files[rank].write(data)
 
-    def outcome(self, rank: int) -> task.Outcome | None:
+    def outcome(self, rank: int) -> function_task.Outcome | None:
         """None if the worker ended before it could leave anything."""
         file = self._files.pop(rank, None)
         if file is None:
             return None
         with file:
             file.seek(0)
-            return task.unpack_outcome(file.read(), rank, self._secret)
+            return function_task.unpack_outcome(file.read(), rank, self._secret)
 
 
 def _conclude(report: Report, results: _Results) -> list[Any]:
@@ -293,7 +293,7 @@ def _failure(report: Report, results: _Results) -> BaseException:
     )
 
 
-def _exception(outcome: task.Outcome, rank: int, host: str) -> BaseException | None:
+def _exception(outcome: function_task.Outcome, rank: int, host: str) -> BaseException | None:
     if outcome.exception is None:
         return None
     try:

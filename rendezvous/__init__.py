@@ -10,20 +10,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hvdgloo.rendezvous.auth import generate_secret, seal, unseal
-    from hvdgloo.rendezvous.client import HttpStore, Registration, RendezvousClient
-    from hvdgloo.rendezvous.identity import host_identity
-    from hvdgloo.rendezvous.membership import WorkerInfo
-    from hvdgloo.rendezvous.server import RendezvousServer
-    from hvdgloo.rendezvous.store import MemoryStore, Store
+    from hvdgloo.rendezvous._auth import generate_secret, seal, unseal
+    from hvdgloo.rendezvous._client.client import HttpStore, Registration, RendezvousClient
+    from hvdgloo.rendezvous._identity import host_identity
+    from hvdgloo.rendezvous._server.server import RendezvousServer
+    from hvdgloo.rendezvous._store import MemoryStore, Store
+    from hvdgloo.rendezvous._worker_info import WorkerInfo
 
 _PLACES = {
-    "auth": ("generate_secret", "seal", "unseal"),
-    "client": ("HttpStore", "Registration", "RendezvousClient"),
-    "identity": ("host_identity",),
-    "membership": ("WorkerInfo",),
-    "server": ("RendezvousServer",),
-    "store": ("MemoryStore", "Store"),
+    "_auth": ("generate_secret", "seal", "unseal"),
+    "_client.client": ("HttpStore", "Registration", "RendezvousClient"),
+    "_identity": ("host_identity",),
+    "_worker_info": ("WorkerInfo",),
+    "_server.server": ("RendezvousServer",),
+    "_store": ("MemoryStore", "Store"),
 }
 """Modules of the names below. They are imported when a name is first used: workers and agents do without the web
 server, launchers and agents without a client, and what they do not import does not delay a start."""

@@ -2,7 +2,7 @@
 
 import sys
 
-from hvdgloo.rendezvous.cli import main
+from hvdgloo.rendezvous._cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

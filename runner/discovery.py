@@ -11,18 +11,18 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from hvdgloo._net import ports
 from hvdgloo.errors import ConfigError, LaunchError
-from hvdgloo.rendezvous import ports
-from hvdgloo.rendezvous.identity import host_identity
-from hvdgloo.runner import nics, placement, probe
-from hvdgloo.runner.frames import Hello, Probe, Probed, ProbesEnd, Survey, Surveyed
-from hvdgloo.runner.link import Link
-from hvdgloo.runner.nics import Address
-from hvdgloo.runner.placement import Placement, Reports, Server
-from hvdgloo.runner.probe import LAUNCHER, Answer, Outcome, ProbeListener, Target
-from hvdgloo.runner.progress import Step
-from hvdgloo.runner.spec import LaunchSpec
-from hvdgloo.runner.supervisor import Supervisor
+from hvdgloo.rendezvous._identity import host_identity
+from hvdgloo.runner.console.progress import Step
+from hvdgloo.runner.job.spec import LaunchSpec
+from hvdgloo.runner.network import addressing, interfaces, probe
+from hvdgloo.runner.network.addressing import Placement, Reports, Server
+from hvdgloo.runner.network.interfaces import Address
+from hvdgloo.runner.network.probe import LAUNCHER, Answer, Outcome, ProbeListener, Target
+from hvdgloo.runner.protocol.frames import Hello, Probe, Probed, ProbesEnd, Survey, Surveyed
+from hvdgloo.runner.supervise.agent_link import Link
+from hvdgloo.runner.supervise.supervisor import Supervisor
 
 LOOPBACK = Address("", "127.0.0.1", 8)
 
@@ -108,10 +108,10 @@ class _Discovery:
         self._supervisor = supervisor
         self._network = spec.network
         self._names = [link.host.name for link in supervisor.links]
-        settings = nics.parse_nics(spec.network.nics, [host.name for host in spec.hosts])
+        settings = interfaces.parse_nics(spec.network.nics, [host.name for host in spec.hosts])
         self._rules = [settings.rules(name) for name in self._names]
         here = [rules for rules, hello in zip(self._rules, hellos, strict=True) if is_here(hello)]
-        self._launcher_rules = here[0] if here else nics.Rules(settings.general)
+        self._launcher_rules = here[0] if here else interfaces.Rules(settings.general)
         self._key = probe.probe_key(spec.secret)
         self._surveyed: dict[int, Surveyed] = {}
         self._answers: dict[tuple[int, int, str], Answer] = {}
@@ -120,9 +120,9 @@ class _Discovery:
 
     def run(self) -> Network:
         reports = self.collect()
-        chosen = placement.choose(reports)
+        chosen = addressing.choose(reports)
         if chosen is None:
-            raise placement.explain(reports)
+            raise addressing.explain(reports)
         return Network(chosen, self.master_port)
 
     def collect(self, *, everything: bool = False) -> Reports:
@@ -131,7 +131,7 @@ class _Discovery:
         Args:
             everything: wait for all answers, even for those that can change nothing.
         """
-        launcher = nics.candidates(nics.own_addresses(), self._launcher_rules)
+        launcher = interfaces.candidates(interfaces.own_addresses(), self._launcher_rules)
         listener = ProbeListener(
             self._supervisor.selector,
             self._key,
@@ -181,9 +181,9 @@ class _Discovery:
             LaunchError: there is none.
         """
         addresses = self._addresses(0)
-        fitting = [a for a in addresses if not nics.why_not(a, self._rules[0], alone=True)]
+        fitting = [a for a in addresses if not interfaces.why_not(a, self._rules[0], alone=True)]
         if not fitting:
-            raise LaunchError(nics.explain_none(self._names[0], addresses, self._rules[0], alone=True))
+            raise LaunchError(interfaces.explain_none(self._names[0], addresses, self._rules[0], alone=True))
         return min(fitting, key=lambda a: (a.loopback, a.version))
 
     def _addresses(self, host: int) -> list[Address]:
@@ -194,10 +194,10 @@ class _Discovery:
         unheard = {(LAUNCHER, address): reason for address, reason in listener.failures.items()}
         for host, (name, rules) in enumerate(zip(self._names, self._rules, strict=True)):
             addresses = self._addresses(host)
-            candidates.append(nics.candidates(addresses, rules))
+            candidates.append(interfaces.candidates(addresses, rules))
             unheard |= {(host, address): reason for address, reason in self._surveyed[host].failures.items()}
             if not candidates[-1]:
-                raise LaunchError(nics.explain_none(name, addresses, rules))
+                raise LaunchError(interfaces.explain_none(name, addresses, rules))
             if all((host, a.address) in unheard for a in candidates[-1]) and self._network.port_range:
                 raise ConfigError(f"host {name}: {unheard[host, candidates[-1][0].address]}")
         return Reports(self._names, candidates, launcher, self._answers, unheard)
@@ -206,7 +206,7 @@ class _Discovery:
         """Have all hosts try, until everything was answered or what is missing can change nothing."""
         timeout = probe_timeout(self._network.connect_timeout)
         tries: list[list[Target]] = [[] for _ in self._names]
-        for source, target, address in placement.tried(reports):
+        for source, target, address in addressing.tried(reports):
             listening = listener.ports if target == LAUNCHER else self._surveyed[target].ports
             tries[source].append(Target(target, address.address, listening[address.address]))
         for link, targets in zip(self._supervisor.links, tries, strict=True):
@@ -220,9 +220,9 @@ class _Discovery:
             if everything:
                 continue
             now = time.monotonic()
-            if chosen_at is None and placement.choose(reports) is not None:
+            if chosen_at is None and addressing.choose(reports) is not None:
                 chosen_at = now
-            if chosen_at is not None and (now - chosen_at > _SETTLE_SECONDS or placement.settled(reports)):
+            if chosen_at is not None and (now - chosen_at > _SETTLE_SECONDS or addressing.settled(reports)):
                 return
 
     def _converse(self, done: Callable[[], bool], deadline: float) -> None:

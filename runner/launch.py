@@ -15,25 +15,25 @@ from types import FrameType
 from typing import Protocol, TextIO
 
 from hvdgloo.errors import JobFailedError
-from hvdgloo.rendezvous.server import raise_descriptor_limit
-from hvdgloo.runner.advice import advise
-from hvdgloo.runner.command import interface_variables, needs, thread_defaults, worker_environment
-from hvdgloo.runner.console import Console
+from hvdgloo.rendezvous._server.server import raise_descriptor_limit
+from hvdgloo.runner.console.console import Console
+from hvdgloo.runner.console.startup_view import StartDisplay
 from hvdgloo.runner.discovery import discover
-from hvdgloo.runner.display import StartDisplay
-from hvdgloo.runner.environment import for_other_hosts
-from hvdgloo.runner.frames import CHUNK, Hello, Require, Spawn
-from hvdgloo.runner.gathering import check_machines
-from hvdgloo.runner.hosts import place, remark_on_load, shortlist
-from hvdgloo.runner.meeting import Meeting, open_meeting
-from hvdgloo.runner.nics import Address
-from hvdgloo.runner.outcome import Failure, Outcome, blame
-from hvdgloo.runner.placement import Placement, Server
-from hvdgloo.runner.spawners import Spawner
-from hvdgloo.runner.spec import Host, LaunchSpec, Slot
-from hvdgloo.runner.supervisor import Supervisor
-from hvdgloo.runner.waiting import InitWatch
-from hvdgloo.runner.ways import choose_spawner
+from hvdgloo.runner.job.advice import advise
+from hvdgloo.runner.job.command import interface_variables, needs, thread_defaults, worker_environment
+from hvdgloo.runner.job.environment import for_other_hosts
+from hvdgloo.runner.job.hostlist import place, remark_on_load, shortlist
+from hvdgloo.runner.job.outcome import Failure, Outcome, blame
+from hvdgloo.runner.job.spec import Host, LaunchSpec, Slot
+from hvdgloo.runner.network.addressing import Placement, Server
+from hvdgloo.runner.network.interfaces import Address
+from hvdgloo.runner.protocol.frames import CHUNK, Hello, Require, Spawn
+from hvdgloo.runner.rendezvous_host import Meeting, open_meeting
+from hvdgloo.runner.supervise.init_watch import InitWatch
+from hvdgloo.runner.supervise.retry_policy import check_machines
+from hvdgloo.runner.supervise.supervisor import Supervisor
+from hvdgloo.runner.transport.base import Spawner
+from hvdgloo.runner.transport.select import choose_spawner
 
 COMMAND_LINE_SIGNALS = (
     signal.SIGINT,

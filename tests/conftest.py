@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hvdgloo.planes import gloo_provider
+from hvdgloo._backends.select import gloo_provider
 from tests.support import frameworks
 from tests.support.hosts import Bed, HostSpec, available
 from tests.support.world import World

@@ -5,8 +5,7 @@ Here those errors are exceptions, and no function returns such a number.
 
 from __future__ import annotations
 
-from hvdgloo import context
-from hvdgloo.basics import (
+from hvdgloo._collectives.basics import (
     ccl_built,
     cuda_built,
     ddl_built,
@@ -23,6 +22,7 @@ from hvdgloo.basics import (
     start_timeline,
     stop_timeline,
 )
+from hvdgloo._job import process
 
 __all__ = [
     "HOROVOD_PROCESS_SET_ERROR_DYNAMIC",
@@ -58,4 +58,4 @@ HOROVOD_PROCESS_SET_ERROR_EXISTING_SET = -6
 
 def _get_process_set_ids_and_ranks() -> dict[int, list[int]]:
     """Every registered process set, as ``mpi_ops._basics`` tells it to programs that look."""
-    return {number: list(ranks) for number, ranks in context.current().engine.process_sets.items()}
+    return {number: list(ranks) for number, ranks in process.current().engine.process_sets.items()}

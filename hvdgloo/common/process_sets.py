@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from hvdgloo import context, process_sets
-from hvdgloo.process_sets import ProcessSet, global_process_set
+from hvdgloo._collectives import process_sets
+from hvdgloo._collectives.process_sets import ProcessSet, global_process_set
+from hvdgloo._job import process
 
 __all__ = ["ProcessSet", "add_process_set", "global_process_set", "remove_process_set"]
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     """As ``hvd.add_process_set``."""
-    return process_sets.add(context.current(), process_set)
+    return process_sets.add(process.current(), process_set)
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
     """As ``hvd.remove_process_set``."""
-    return process_sets.remove(context.current(), process_set)
+    return process_sets.remove(process.current(), process_set)

@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from hvdgloo import basics
+from hvdgloo._collectives import basics
+from hvdgloo._platform.machine import has_package
 from hvdgloo.errors import InvalidArgumentError, MissingDependencyError
-from hvdgloo.machine import has_package
 
 __all__ = [
     "ccl_built",

@@ -29,7 +29,7 @@ except ModuleNotFoundError as error:
         "tensorflow, torch and jax, and name it by KERAS_BACKEND unless it is tensorflow"
     ) from error
 
-from hvdgloo.basics import (
+from hvdgloo._collectives.basics import (
     ccl_built,
     cuda_built,
     ddl_built,
@@ -46,10 +46,11 @@ from hvdgloo.basics import (
     start_timeline,
     stop_timeline,
 )
+from hvdgloo._collectives.process_sets import ProcessSet, global_process_set
 from hvdgloo.errors import HorovodInternalError
 from hvdgloo.keras import callbacks
-from hvdgloo.keras.compression import Compression
-from hvdgloo.keras.functions import (
+from hvdgloo.keras._compression import Compression
+from hvdgloo.keras._functions import (
     _frontend,
     allgather,
     allgather_object,
@@ -60,8 +61,7 @@ from hvdgloo.keras.functions import (
     load_model,
     reducescatter,
 )
-from hvdgloo.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer
-from hvdgloo.process_sets import ProcessSet, global_process_set
+from hvdgloo.keras._optimizer import DistributedOptimizer, PartialDistributedOptimizer
 from hvdgloo.types import ReduceOp
 
 __all__ = [

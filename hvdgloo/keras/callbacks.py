@@ -9,10 +9,10 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdgloo import objects
+from hvdgloo._collectives import objects
 from hvdgloo.errors import InvalidArgumentError, MismatchError
-from hvdgloo.keras.functions import _frontend, array_of, broadcast_weights
-from hvdgloo.numpy.adapter import Array
+from hvdgloo.keras._functions import _frontend, array_of, broadcast_weights
+from hvdgloo.numpy._adapter import Array
 from hvdgloo.types import ReduceOp
 
 __all__ = [

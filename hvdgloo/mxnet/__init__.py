@@ -8,7 +8,7 @@
     trainer = hvd.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 0.01 * hvd.size()})
 
 and each rank trains on its own part of the data. Programs of the Module API take ``DistributedOptimizer``. The
-collectives are documented where they are defined, once for all frameworks: ``hvdgloo.frontend.Frontend``.
+collectives are documented where they are defined, once for all frameworks: ``hvdgloo._collectives.frontend.Frontend``.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ except (ModuleNotFoundError, AttributeError) as error:
         f"Python 3.10 or 3.11 (here is numpy {numpy.__version__}: {str(error).splitlines()[0]})"
     ) from error
 
-from hvdgloo import context
+from hvdgloo._collectives.process_sets import ProcessSet, global_process_set
+from hvdgloo._job import process
 from hvdgloo.errors import HorovodInternalError
+from hvdgloo.mxnet._optimizer import DistributedOptimizer, DistributedTrainer
 from hvdgloo.mxnet.compression import Compression
 from hvdgloo.mxnet.functions import allgather_object, broadcast_object, broadcast_parameters
 from hvdgloo.mxnet.mpi_ops import (
@@ -90,10 +92,8 @@ from hvdgloo.mxnet.mpi_ops import (
     stop_timeline,
     synchronize,
 )
-from hvdgloo.mxnet.optimizer import DistributedOptimizer, DistributedTrainer
-from hvdgloo.process_sets import ProcessSet, global_process_set
 
-context.shut_down_first_at_exit()  # MXNet waits for gradients under way
+process.shut_down_first_at_exit()  # MXNet waits for gradients under way
 
 __all__ = [
     "Adasum",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hvdgloo.compression import Compressor, NoneCompressor, narrow, widen
-from hvdgloo.mxnet.adapter import MXNetAdapter, Tensor
+from hvdgloo._collectives.compression import Compressor, NoneCompressor, narrow, widen
+from hvdgloo.mxnet._adapter import MXNetAdapter, Tensor
 from hvdgloo.types import DType
 
 __all__ = ["Compression", "Compressor", "FP16Compressor", "NoneCompressor"]

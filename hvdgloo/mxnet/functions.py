@@ -8,12 +8,12 @@ from typing import Any, TypeVar
 
 import mxnet as mx
 
-from hvdgloo import objects
+from hvdgloo._collectives import objects
+from hvdgloo._collectives.frontend import Frontend
+from hvdgloo._collectives.process_sets import ProcessSet, global_process_set
 from hvdgloo.errors import InvalidArgumentError
-from hvdgloo.frontend import Frontend
-from hvdgloo.mxnet.adapter import Tensor
+from hvdgloo.mxnet._adapter import Tensor
 from hvdgloo.mxnet.mpi_ops import _frontend
-from hvdgloo.process_sets import ProcessSet, global_process_set
 
 __all__ = ["allgather_object", "broadcast_object", "broadcast_parameters"]
 
@@ -88,10 +88,10 @@ def _broadcast_once_initialized(frontend: Frontend[Tensor], parameter: Any, root
 def broadcast_object(
     obj: T, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> T:
-    """The Python object of one rank, on all: see ``hvdgloo.objects.broadcast_object``."""
+    """The Python object of one rank, on all: see ``hvdgloo._collectives.objects.broadcast_object``."""
     return objects.broadcast_object(_frontend, obj, root_rank, name, process_set)
 
 
 def allgather_object(obj: T, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[T]:
-    """Every rank's Python object, in rank order: see ``hvdgloo.objects.allgather_object``."""
+    """Every rank's Python object, in rank order: see ``hvdgloo._collectives.objects.allgather_object``."""
     return objects.allgather_object(_frontend, obj, name, process_set)

@@ -1,8 +1,9 @@
 """The collectives on MXNet's arrays, bound to this process's job, under the names that Horovod's programs use.
 
-Each is a method of ``hvdgloo.frontend.Frontend``, whose docstring says what it promises. Those here have Horovod's
-parameters for MXNet, of which ``priority`` is accepted: a call returns when its result is there, so there is nothing
-to put in order. Several tensors go together in a ``grouped_*`` call, or under way at a time with the ``*_async`` ones.
+Each is a method of ``hvdgloo._collectives.frontend.Frontend``, whose docstring says what it promises. Those here have
+Horovod's parameters for MXNet, of which ``priority`` is accepted: a call returns when its result is there, so there is
+nothing to put in order. Several tensors go together in a ``grouped_*`` call, or one after another with the
+``*_async`` ones.
 """
 
 from __future__ import annotations
@@ -10,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hvdgloo import context
-from hvdgloo.basics import (
+from hvdgloo._collectives.basics import (
     ccl_built,
     cuda_built,
     ddl_built,
@@ -28,10 +28,11 @@ from hvdgloo.basics import (
     start_timeline,
     stop_timeline,
 )
+from hvdgloo._collectives.process_sets import ProcessSet, global_process_set
+from hvdgloo._job import process
 from hvdgloo.common import basics as _basics  # noqa: F401 - programs look here for what is behind the functions
-from hvdgloo.mxnet.adapter import MXNetAdapter, Tensor
-from hvdgloo.mxnet.frontend import MXNetFrontend
-from hvdgloo.process_sets import ProcessSet, global_process_set
+from hvdgloo.mxnet._adapter import MXNetAdapter, Tensor
+from hvdgloo.mxnet._frontend import MXNetFrontend
 from hvdgloo.types import ReduceOp
 
 __all__ = [
@@ -100,7 +101,7 @@ Min = ReduceOp.MIN
 Max = ReduceOp.MAX
 Product = ReduceOp.PRODUCT
 
-_frontend = MXNetFrontend(MXNetAdapter(), context.current, module=__name__)
+_frontend = MXNetFrontend(MXNetAdapter(), process.current, module=__name__)
 
 rank = _frontend.rank
 size = _frontend.size

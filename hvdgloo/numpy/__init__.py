@@ -1,15 +1,15 @@
 """The numpy front-end: ``import hvdgloo.numpy as hvd``.
 
 The collectives on arrays, for programs without a framework; numpy records no gradients, so there is no optimizer here.
-They are documented where they are defined, once for all frameworks: ``hvdgloo.frontend.Frontend``.
+They are documented where they are defined, once for all frameworks: ``hvdgloo._collectives.frontend.Frontend``.
 """
 
 from __future__ import annotations
 
 from typing import TypeVar
 
-from hvdgloo import context, objects
-from hvdgloo.basics import (
+from hvdgloo._collectives import objects
+from hvdgloo._collectives.basics import (
     ccl_built,
     cuda_built,
     ddl_built,
@@ -26,11 +26,12 @@ from hvdgloo.basics import (
     start_timeline,
     stop_timeline,
 )
+from hvdgloo._collectives.frontend import Frontend
+from hvdgloo._collectives.process_sets import ProcessSet, global_process_set
+from hvdgloo._job import process
 from hvdgloo.errors import HorovodInternalError
-from hvdgloo.frontend import Frontend
-from hvdgloo.numpy.adapter import Array, NumpyAdapter
-from hvdgloo.numpy.compression import Compression
-from hvdgloo.process_sets import ProcessSet, global_process_set
+from hvdgloo.numpy._adapter import Array, NumpyAdapter
+from hvdgloo.numpy._compression import Compression
 from hvdgloo.types import ReduceOp
 
 __all__ = [
@@ -107,7 +108,7 @@ Min = ReduceOp.MIN
 Max = ReduceOp.MAX
 Product = ReduceOp.PRODUCT
 
-_frontend: Frontend[Array] = Frontend(NumpyAdapter(), context.current, module=__name__)
+_frontend: Frontend[Array] = Frontend(NumpyAdapter(), process.current, module=__name__)
 
 rank = _frontend.rank
 size = _frontend.size
@@ -150,10 +151,10 @@ remove_process_set = _frontend.remove_process_set
 def broadcast_object(
     obj: T, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> T:
-    """The Python object of one rank, on all: see ``hvdgloo.objects.broadcast_object``."""
+    """The Python object of one rank, on all: see ``hvdgloo._collectives.objects.broadcast_object``."""
     return objects.broadcast_object(_frontend, obj, root_rank, name, process_set)
 
 
 def allgather_object(obj: T, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[T]:
-    """Every rank's Python object, in rank order: see ``hvdgloo.objects.allgather_object``."""
+    """Every rank's Python object, in rank order: see ``hvdgloo._collectives.objects.allgather_object``."""
     return objects.allgather_object(_frontend, obj, name, process_set)

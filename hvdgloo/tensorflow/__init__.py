@@ -16,7 +16,8 @@
 
 and after the first step ``hvd.broadcast_variables(model.variables, root_rank=0)``, likewise the optimizer's; each rank
 trains on its own part of the data. The collectives are documented where they are defined, once for all frameworks:
-``hvdgloo.frontend.Frontend``. Programs of ``model.fit`` take ``hvdgloo.tensorflow.keras`` or ``hvdgloo.keras``.
+``hvdgloo._collectives.frontend.Frontend``. Programs of ``model.fit`` take ``hvdgloo.tensorflow.keras`` or
+``hvdgloo.keras``.
 """
 
 from __future__ import annotations
@@ -30,8 +31,15 @@ except ModuleNotFoundError as error:
         raise
     raise MissingDependencyError("hvdgloo.tensorflow needs TensorFlow: pip install 'hvdgloo[tensorflow]'") from error
 
+from hvdgloo._collectives.process_sets import ProcessSet, global_process_set
 from hvdgloo.errors import HorovodInternalError
-from hvdgloo.process_sets import ProcessSet, global_process_set
+from hvdgloo.tensorflow._optimizer import (
+    DistributedGradientTape,
+    DistributedOptimizer,
+    PartialDistributedGradientTape,
+    _make_allreduce_grads_fn,  # noqa: F401 - programs look here
+)
+from hvdgloo.tensorflow._session import BroadcastGlobalVariablesHook
 from hvdgloo.tensorflow.compression import Compression
 from hvdgloo.tensorflow.functions import (
     allgather_object,
@@ -88,13 +96,6 @@ from hvdgloo.tensorflow.mpi_ops import (
     start_timeline,
     stop_timeline,
 )
-from hvdgloo.tensorflow.optimizer import (
-    DistributedGradientTape,
-    DistributedOptimizer,
-    PartialDistributedGradientTape,
-    _make_allreduce_grads_fn,  # noqa: F401 - programs look here
-)
-from hvdgloo.tensorflow.session import BroadcastGlobalVariablesHook
 from hvdgloo.tensorflow.sync_batch_norm import SyncBatchNormalization
 
 __all__ = [

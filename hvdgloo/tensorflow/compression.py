@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hvdgloo.compression import Compressor, NoneCompressor, narrow, widen
-from hvdgloo.tensorflow.adapter import Tensor, TensorFlowAdapter
+from hvdgloo._collectives.compression import Compressor, NoneCompressor, narrow, widen
+from hvdgloo.tensorflow._adapter import Tensor, TensorFlowAdapter
 from hvdgloo.types import DType
 
 __all__ = ["BF16Compressor", "Compression", "Compressor", "FP16Compressor", "NoneCompressor"]

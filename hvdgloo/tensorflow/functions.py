@@ -7,11 +7,11 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
-from hvdgloo import objects
+from hvdgloo._collectives import objects
+from hvdgloo._collectives.process_sets import ProcessSet, global_process_set
 from hvdgloo.errors import EagerExecutionError
-from hvdgloo.process_sets import ProcessSet, global_process_set
-from hvdgloo.tensorflow import state
-from hvdgloo.tensorflow.frontend import unconverted
+from hvdgloo.tensorflow import _state as state
+from hvdgloo.tensorflow._frontend import unconverted
 from hvdgloo.tensorflow.mpi_ops import _frontend
 
 __all__ = [
@@ -68,7 +68,7 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> T:
-    """The Python object of one rank, on all: see ``hvdgloo.objects.broadcast_object``.
+    """The Python object of one rank, on all: see ``hvdgloo._collectives.objects.broadcast_object``.
 
     ``session`` is accepted for programs that pass it: nothing needs one.
     """
@@ -92,5 +92,5 @@ def broadcast_object_fn(
 def allgather_object(
     obj: T, session: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[T]:
-    """Every rank's Python object, in rank order: see ``hvdgloo.objects.allgather_object``."""
+    """Every rank's Python object, in rank order: see ``hvdgloo._collectives.objects.allgather_object``."""
     return objects.allgather_object(_frontend, obj, name, process_set)

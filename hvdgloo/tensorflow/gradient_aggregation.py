@@ -7,8 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvdgloo._training.reducer import check_passes
 from hvdgloo.errors import InvalidArgumentError
-from hvdgloo.reducer import check_passes
 
 __all__ = ["LocalGradientAggregationHelper"]
 

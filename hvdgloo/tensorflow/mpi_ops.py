@@ -1,8 +1,8 @@
 """The collectives of TensorFlow's front-end, under the names and with the parameters that Horovod's programs use.
 
-Each is a method of ``hvdgloo.frontend.Frontend``, whose docstring says what it promises. Here are only the parameters
-that TensorFlow's programs pass besides: ``device_dense`` and ``device_sparse`` (there is one place where collectives
-run), and ``ignore_name_scope`` (names do not depend on scopes).
+Each is a method of ``hvdgloo._collectives.frontend.Frontend``, whose docstring says what it promises. Here are only
+the parameters that TensorFlow's programs pass besides: ``device_dense`` and ``device_sparse`` (there is one place where
+collectives run), and ``ignore_name_scope`` (names do not depend on scopes).
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdgloo import context
-from hvdgloo.basics import (
+from hvdgloo._collectives.basics import (
     ccl_built,
     cuda_built,
     ddl_built,
@@ -30,15 +29,16 @@ from hvdgloo.basics import (
     start_timeline,
     stop_timeline,
 )
+from hvdgloo._collectives.compression import Compressor, NoneCompressor
+from hvdgloo._collectives.operation import resolve_op
+from hvdgloo._collectives.process_sets import ProcessSet, global_process_set
+from hvdgloo._job import process
 from hvdgloo.common import basics as _basics  # noqa: F401 - programs look here for what is behind the functions
-from hvdgloo.compression import Compressor, NoneCompressor
 from hvdgloo.errors import InvalidArgumentError
-from hvdgloo.operations import resolve_op
-from hvdgloo.process_sets import ProcessSet, global_process_set
-from hvdgloo.tensorflow import state
-from hvdgloo.tensorflow.adapter import Tensor, TensorFlowAdapter
-from hvdgloo.tensorflow.frontend import TensorFlowFrontend, unconverted
-from hvdgloo.tensorflow.sparse import is_sparse, sparse_allreduce
+from hvdgloo.tensorflow import _state as state
+from hvdgloo.tensorflow._adapter import Tensor, TensorFlowAdapter
+from hvdgloo.tensorflow._frontend import TensorFlowFrontend, unconverted
+from hvdgloo.tensorflow._sparse import is_sparse, sparse_allreduce
 from hvdgloo.types import ReduceOp
 
 __all__ = [
@@ -97,7 +97,7 @@ Min = ReduceOp.MIN
 Max = ReduceOp.MAX
 Product = ReduceOp.PRODUCT
 
-_frontend = TensorFlowFrontend(TensorFlowAdapter(), context.current, module=__name__)
+_frontend = TensorFlowFrontend(TensorFlowAdapter(), process.current, module=__name__)
 
 rank = _frontend.rank
 size = _frontend.size

@@ -11,9 +11,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvdgloo._collectives.operation import Operation
 from hvdgloo.errors import InvalidArgumentError, MissingDependencyError
-from hvdgloo.operations import Operation
-from hvdgloo.tensorflow.frontend import TensorFlowFrontend
+from hvdgloo.tensorflow._frontend import TensorFlowFrontend
 from hvdgloo.tensorflow.mpi_ops import _frontend
 from hvdgloo.types import Collective, ReduceOp
 

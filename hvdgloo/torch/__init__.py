@@ -9,7 +9,7 @@
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 
 and each rank trains on its own part of the data. The collectives are documented where they are defined, once for all
-frameworks: ``hvdgloo.frontend.Frontend``.
+frameworks: ``hvdgloo._collectives.frontend.Frontend``.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ except ModuleNotFoundError as error:
         raise
     raise MissingDependencyError("hvdgloo.torch needs PyTorch: pip install 'hvdgloo[torch]'") from error
 
+from hvdgloo._collectives.process_sets import ProcessSet, global_process_set
 from hvdgloo.errors import HorovodInternalError
-from hvdgloo.process_sets import ProcessSet, global_process_set
 from hvdgloo.torch import elastic  # noqa: F401 - programs write hvd.elastic.ElasticSampler, and import only hvd
 from hvdgloo.torch.compression import Compression
 from hvdgloo.torch.functions import (

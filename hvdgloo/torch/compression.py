@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from hvdgloo.compression import Compressor, NoneCompressor, narrow, widen
-from hvdgloo.torch.adapter import TorchAdapter
-from hvdgloo.torch.powersgd import PowerSGD
+from hvdgloo._collectives.compression import Compressor, NoneCompressor, narrow, widen
+from hvdgloo.torch._adapter import TorchAdapter
+from hvdgloo.torch._powersgd import PowerSGD
 from hvdgloo.types import DType
 
 __all__ = ["BF16Compressor", "Compression", "Compressor", "FP16Compressor", "NoneCompressor", "PowerSGD"]

@@ -6,9 +6,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from hvdgloo import objects
-from hvdgloo.process_sets import ProcessSet, global_process_set
-from hvdgloo.torch import state
+from hvdgloo._collectives import objects
+from hvdgloo._collectives.process_sets import ProcessSet, global_process_set
+from hvdgloo.torch import _state as state
 from hvdgloo.torch.mpi_ops import _frontend
 
 __all__ = [
@@ -56,10 +56,10 @@ def broadcast_optimizer_state(
 def broadcast_object(
     obj: T, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> T:
-    """The Python object of one rank, on all: see ``hvdgloo.objects.broadcast_object``."""
+    """The Python object of one rank, on all: see ``hvdgloo._collectives.objects.broadcast_object``."""
     return objects.broadcast_object(_frontend, obj, root_rank, name, process_set)
 
 
 def allgather_object(obj: T, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[T]:
-    """Every rank's Python object, in rank order: see ``hvdgloo.objects.allgather_object``."""
+    """Every rank's Python object, in rank order: see ``hvdgloo._collectives.objects.allgather_object``."""
     return objects.allgather_object(_frontend, obj, name, process_set)

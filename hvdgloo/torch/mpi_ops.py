@@ -1,7 +1,7 @@
 """The collectives on torch tensors, bound to this process's job; ``hvdgloo.torch`` exports them.
 
 The module has the name under which Horovod's programs know it. They are documented where they are defined, once for all
-frameworks: ``hvdgloo.frontend.Frontend``.
+frameworks: ``hvdgloo._collectives.frontend.Frontend``.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from hvdgloo import context
-from hvdgloo.basics import (
+from hvdgloo._collectives.basics import (
     ccl_built,
     cuda_built,
     ddl_built,
@@ -29,12 +28,13 @@ from hvdgloo.basics import (
     start_timeline,
     stop_timeline,
 )
+from hvdgloo._collectives.frontend import Frontend
+from hvdgloo._collectives.process_sets import ProcessSet, global_process_set
+from hvdgloo._job import process
 from hvdgloo.common import basics as _basics  # noqa: F401 - programs look here for what is behind the functions
 from hvdgloo.common.util import get_average_backwards_compatibility_fun
-from hvdgloo.frontend import Frontend
-from hvdgloo.process_sets import ProcessSet, global_process_set
-from hvdgloo.torch.adapter import TorchAdapter
-from hvdgloo.torch.sparse import start_sparse_allreduce
+from hvdgloo.torch._adapter import TorchAdapter
+from hvdgloo.torch._sparse import start_sparse_allreduce
 from hvdgloo.types import ReduceOp
 
 __all__ = [
@@ -107,7 +107,7 @@ Product = ReduceOp.PRODUCT
 
 handle_average_backwards_compatibility = get_average_backwards_compatibility_fun(sys.modules[__name__])
 
-_frontend: Frontend[torch.Tensor] = Frontend(TorchAdapter(), context.current, module=__name__)
+_frontend: Frontend[torch.Tensor] = Frontend(TorchAdapter(), process.current, module=__name__)
 
 rank = _frontend.rank
 size = _frontend.size

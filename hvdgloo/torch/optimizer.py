@@ -1,13 +1,13 @@
-"""``DistributedOptimizer``, where Horovod's programs look for it; how it works is in ``hvdgloo.torch.distributed``."""
+"""``DistributedOptimizer``, where Horovod's programs look for it; how it works is in ``hvdgloo.torch._distributed``."""
 
 from __future__ import annotations
 
 import torch
 
-from hvdgloo.compression import Compressor
-from hvdgloo.gradients import Groups, whichever
-from hvdgloo.process_sets import ProcessSet, global_process_set
-from hvdgloo.torch import distributed
+from hvdgloo._collectives.compression import Compressor
+from hvdgloo._collectives.process_sets import ProcessSet, global_process_set
+from hvdgloo._training.options import Groups, whichever
+from hvdgloo.torch import _distributed as distributed
 from hvdgloo.torch.compression import Compression
 from hvdgloo.torch.mpi_ops import Average, _frontend
 
@@ -49,7 +49,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name; it makes an instance o
         process_set: the ranks that share gradients.
 
     Returns:
-        an instance of the optimizer's own class, with the methods of ``hvdgloo.torch.distributed.Distributed`` besides.
+        an instance of the optimizer's own class, with the methods of ``hvdgloo.torch._distributed.Distributed``.
         Its state dict is that of the plain optimizer, and either loads the other's. A parameter without a gradient
         counts as zeros. Copying it deeply gives another distributed optimizer, pickling it the plain one.
 

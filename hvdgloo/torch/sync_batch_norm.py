@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hvdgloo.frontend import Frontend
+from hvdgloo._collectives.frontend import Frontend
 from hvdgloo.torch.mpi_ops import _frontend
 from hvdgloo.types import ReduceOp
 

@@ -15,24 +15,30 @@ from tests.architecture.source import ROOT, Module, dotted, everything, function
 
 READS_ENVIRONMENT = {
     "hvdgloo.config": "the one reader of settings",
-    "hvdgloo.backends.gloo": "TORCH_GLOO_LAZY_INIT can be told to torch in no other way",
-    "hvdgloo.backends.nccl": "TORCH_NCCL_ASYNC_ERROR_HANDLING and its like can be told to torch in no other way",
+    "hvdgloo._backends.gloo": "TORCH_GLOO_LAZY_INIT can be told to torch in no other way",
+    "hvdgloo._backends.nccl": "TORCH_NCCL_ASYNC_ERROR_HANDLING and its like can be told to torch in no other way",
     "hvdgloo.common.util": "env() sets variables for programs, and puts them back",
     "hvdgloo.run": "workers get this process's environment, and the variables that run(env=...) adds",
-    "hvdgloo.runner.cli": "workers get this process's environment, and the variables that flags and files set",
-    "hvdgloo.runner.agent": "CUDA_VISIBLE_DEVICES says how many GPUs the host offers",
-    "hvdgloo.runner.spawners": "a local agent gets the launcher's environment",
-    "hvdgloo.runner.ways": "srun gets the launcher's environment",
+    "hvdgloo.runner.cli.main": "workers get this process's environment, and the variables that flags and files set",
+    "hvdgloo.runner.agent.agent": "CUDA_VISIBLE_DEVICES says how many GPUs the host offers",
+    "hvdgloo.runner.transport.local": "a local agent gets the launcher's environment",
+    "hvdgloo.runner.transport.select": "srun gets the launcher's environment",
 }
 
 PRINTS = {"hvdgloo.keras.callbacks": "verbose=1 of the warm-up, beside Keras's own progress"}
 
 UNPICKLES = {
-    ("hvdgloo.objects", "_unpack"): "unsealed in the same expression; a job of one process reads only what it wrote",
-    ("hvdgloo.runner.task", "unpack_outcome"): "unsealed in the same expression",
-    ("hvdgloo.runner.task", "main"): "unsealed two lines above",
-    ("hvdgloo.runner.task", "_call"): "part of what main() unsealed",
-    ("hvdgloo.runner.task", "_pickled"): "made by this very process, to see whether it can be read back",
+    (
+        "hvdgloo._collectives.objects",
+        "_unpack",
+    ): "unsealed in the same expression; a lone process reads only what it wrote",
+    ("hvdgloo.runner.worker.function_task", "unpack_outcome"): "unsealed in the same expression",
+    ("hvdgloo.runner.worker.function_task", "main"): "unsealed two lines above",
+    ("hvdgloo.runner.worker.function_task", "_call"): "part of what main() unsealed",
+    (
+        "hvdgloo.runner.worker.function_task",
+        "_pickled",
+    ): "made by this process, to see whether it can be read back",
     ("hvdgloo.run", "_conclude"): "part of what unpack_outcome() unsealed",
     ("hvdgloo.run", "_exception"): "part of what unpack_outcome() unsealed",
 }
@@ -131,9 +137,9 @@ def test_the_rendezvous_and_the_engine_know_no_pickle() -> None:
     """Pain 30: what listens on the network never unpickles, not even what is signed."""
     wires = (
         "hvdgloo.rendezvous",
-        "hvdgloo.engine",
-        "hvdgloo.backends",
-        "hvdgloo.runner.frames",
+        "hvdgloo._engine",
+        "hvdgloo._backends",
+        "hvdgloo.runner.protocol.frames",
         "hvdgloo.runner.agent",
     )
     assert [

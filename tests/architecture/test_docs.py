@@ -14,13 +14,12 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from hvdgloo.config import environment_names, settings
-from hvdgloo.rendezvous import cli as rendezvous_cli
-from hvdgloo.runner import config_file
-from hvdgloo.runner.cli import build_parser
-from hvdgloo.runner.command import interface_variables, worker_environment
-from hvdgloo.runner.nics import Address
-from hvdgloo.runner.options import IGNORED_FLAGS, REFUSED_FLAGS
-from hvdgloo.runner.spec import Host, assign
+from hvdgloo.rendezvous import _cli as rendezvous_cli
+from hvdgloo.runner.cli.main import build_parser, config_file
+from hvdgloo.runner.cli.setting_flags import IGNORED_FLAGS, REFUSED_FLAGS
+from hvdgloo.runner.job.command import interface_variables, worker_environment
+from hvdgloo.runner.job.spec import Host, assign
+from hvdgloo.runner.network.interfaces import Address
 from tests.support.frameworks import need
 from tests.support.pages import ROOT, generated
 

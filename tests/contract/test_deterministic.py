@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from hvdgloo.context import Context
-from hvdgloo.frontend import Frontend
-from hvdgloo.numpy.adapter import NumpyAdapter
+from hvdgloo._collectives.frontend import Frontend
+from hvdgloo._job.context import Context
+from hvdgloo.numpy._adapter import NumpyAdapter
 from hvdgloo.types import ReduceOp
 from tests.support.world import World
 

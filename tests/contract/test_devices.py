@@ -18,17 +18,17 @@ torch = pytest.importorskip("torch")
 
 from torch import Tensor, nn  # noqa: E402
 
-from hvdgloo.backends import cuda  # noqa: E402
-from hvdgloo.backends.base import Backend, Plane  # noqa: E402
-from hvdgloo.backends.cuda import DeviceMemory, Gpu, PinnedMemory, obstacle  # noqa: E402
-from hvdgloo.backends.local import LocalGroup  # noqa: E402
-from hvdgloo.context import Context  # noqa: E402
+from hvdgloo._backends import cuda  # noqa: E402
+from hvdgloo._backends.base import Backend, Plane  # noqa: E402
+from hvdgloo._backends.cuda import DeviceMemory, Gpu, PinnedMemory, obstacle  # noqa: E402
+from hvdgloo._backends.local import LocalGroup  # noqa: E402
+from hvdgloo._collectives.frontend import Frontend  # noqa: E402
+from hvdgloo._collectives.process_sets import ProcessSet  # noqa: E402
+from hvdgloo._job.context import Context  # noqa: E402
 from hvdgloo.errors import BackendError, HorovodInternalError, MismatchError  # noqa: E402
-from hvdgloo.frontend import Frontend  # noqa: E402
-from hvdgloo.process_sets import ProcessSet  # noqa: E402
 from hvdgloo.rendezvous import MemoryStore  # noqa: E402
-from hvdgloo.torch.adapter import TorchAdapter  # noqa: E402
-from hvdgloo.torch.distributed import Options, wrap  # noqa: E402
+from hvdgloo.torch._adapter import TorchAdapter  # noqa: E402
+from hvdgloo.torch._distributed import Options, wrap  # noqa: E402
 from hvdgloo.torch.sync_batch_norm import SyncBatchNorm  # noqa: E402
 from hvdgloo.types import Buffer, ReduceOp  # noqa: E402
 from tests.support.world import World  # noqa: E402

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdgloo.backends.kernels import narrow_bfloat16, widen_bfloat16
-from hvdgloo.context import Context
-from hvdgloo.engine.handle import Handle
-from hvdgloo.engine.messages import Request
+from hvdgloo._backends.kernels import narrow_bfloat16, widen_bfloat16
+from hvdgloo._engine.handle import Handle
+from hvdgloo._engine.messages import Request
+from hvdgloo._job.context import Context
 from hvdgloo.errors import (
     DuplicateNameError,
     HorovodInternalError,

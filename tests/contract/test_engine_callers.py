@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdgloo.context import Context
-from hvdgloo.engine.control import Control
-from hvdgloo.engine.handle import Handle
+from hvdgloo._collectives.frontend import Frontend
+from hvdgloo._engine.control import Control
+from hvdgloo._engine.handle import Handle
+from hvdgloo._job.context import Context
 from hvdgloo.errors import PeerLostError
-from hvdgloo.frontend import Frontend
-from hvdgloo.numpy.adapter import NumpyAdapter
+from hvdgloo.numpy._adapter import NumpyAdapter
 from hvdgloo.types import ReduceOp
 from tests.support.world import World
 

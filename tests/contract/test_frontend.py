@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdgloo.context import Context
+from hvdgloo._collectives.frontend import Frontend
+from hvdgloo._collectives.process_sets import ProcessSet
+from hvdgloo._job.context import Context
 from hvdgloo.errors import (
     DuplicateNameError,
     HorovodInternalError,
@@ -20,8 +22,6 @@ from hvdgloo.errors import (
     MismatchError,
     NotInitializedError,
 )
-from hvdgloo.frontend import Frontend
-from hvdgloo.process_sets import ProcessSet
 from hvdgloo.types import DType, ReduceOp, TensorSpec
 from tests.support.frameworks import Framework
 from tests.support.world import World

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdgloo.adapters import Tape
-from hvdgloo.adjoints import ADJOINTS
-from hvdgloo.context import Context
+from hvdgloo._collectives.adapter import Tape
+from hvdgloo._collectives.adjoints import ADJOINTS
+from hvdgloo._collectives.operation import Operation
+from hvdgloo._job.context import Context
 from hvdgloo.errors import InvalidArgumentError
-from hvdgloo.operations import Operation
 from hvdgloo.types import Collective, ReduceOp
 from tests.support.frameworks import Framework
 from tests.support.world import World

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdgloo import objects
-from hvdgloo.backends.base import Backend, Work
-from hvdgloo.context import Context
+from hvdgloo._backends.base import Backend, Work
+from hvdgloo._collectives import objects
+from hvdgloo._collectives.process_sets import ProcessSet
+from hvdgloo._job.context import Context
 from hvdgloo.errors import AuthenticationError, HorovodInternalError, InvalidArgumentError
-from hvdgloo.process_sets import ProcessSet
 from hvdgloo.types import Buffer
 from tests.support.frameworks import Framework
 from tests.support.world import World

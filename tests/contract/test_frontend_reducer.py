@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdgloo.context import Context
+from hvdgloo._job.context import Context
+from hvdgloo._training.reducer import GradientReducer
 from hvdgloo.errors import GradientsInFlightError, HorovodInternalError, InvalidArgumentError
-from hvdgloo.reducer import GradientReducer
 from hvdgloo.types import DType, ReduceOp
 from tests.support.frameworks import Framework
 from tests.support.world import World

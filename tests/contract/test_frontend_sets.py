@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdgloo.context import Context
+from hvdgloo._collectives.process_sets import ProcessSet, global_process_set
+from hvdgloo._job.context import Context
 from hvdgloo.errors import InvalidArgumentError, MismatchError
-from hvdgloo.process_sets import ProcessSet, global_process_set
 from hvdgloo.types import DType, ReduceOp
 from tests.support.frameworks import Framework
 from tests.support.world import World

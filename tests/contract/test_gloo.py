@@ -11,10 +11,10 @@ from typing import TypeVar
 import numpy as np
 import pytest
 
-from hvdgloo.backends import kernels, pygloo
-from hvdgloo.backends.base import Backend, Work
+from hvdgloo._backends import kernels, pygloo
+from hvdgloo._backends.base import Backend, Work
+from hvdgloo._backends.select import gloo_backend
 from hvdgloo.errors import BackendError
-from hvdgloo.planes import gloo_backend
 from hvdgloo.rendezvous import MemoryStore
 from hvdgloo.types import Buffer, DType, ReduceOp
 

@@ -20,9 +20,9 @@ import numpy as np
 import psutil
 import pytest
 
-from hvdgloo.backends import pygloo_helper
-from hvdgloo.backends.base import Work
-from hvdgloo.backends.pygloo import PIECE, PyglooBackend
+from hvdgloo._backends import pygloo_helper
+from hvdgloo._backends.base import Work
+from hvdgloo._backends.pygloo import PIECE, PyglooBackend
 from hvdgloo.errors import BackendError, ConnectError, RendezvousTimeoutError
 from hvdgloo.rendezvous import MemoryStore
 from hvdgloo.types import Buffer, ReduceOp
@@ -214,7 +214,7 @@ WORKER = """
 import json, os, signal, sys, time
 import numpy as np
 import hvdgloo.numpy as hvd
-from hvdgloo.context import current
+from hvdgloo._job.process import current
 
 def mark(name, text):
     path = os.path.join(os.environ["JOB_FOLDER"], name)

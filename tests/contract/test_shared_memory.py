@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from hvdgloo.backends import kernels
-from hvdgloo.backends.base import Work
-from hvdgloo.backends.shm import limits, system
-from hvdgloo.backends.shm.backend import ShmBackend, Unsupported
-from hvdgloo.backends.shm.meeting import common_ancestor
+from hvdgloo._backends import kernels
+from hvdgloo._backends.base import Work
+from hvdgloo._backends.shm import limits, system
+from hvdgloo._backends.shm.backend import ShmBackend, Unsupported
+from hvdgloo._backends.shm.meeting import common_ancestor
 from hvdgloo.errors import BackendError, ConnectError
 from hvdgloo.rendezvous import MemoryStore
 from hvdgloo.types import Buffer, DType, ReduceOp
@@ -185,8 +185,8 @@ def test_every_type_and_operation(
             pytest.skip("torch computes half types only")
         pytest.importorskip("torch")
     else:
-        monkeypatch.setattr("hvdgloo.backends.shm.fold._torch_halves", None)
-        monkeypatch.setattr("hvdgloo.backends.shm.fold.sys.modules", {})
+        monkeypatch.setattr("hvdgloo._backends.shm.fold._torch_halves", None)
+        monkeypatch.setattr("hvdgloo._backends.shm.fold.sys.modules", {})
     group = ranks(3)
     counts = [1, 40_000, 3]
     factors = (1.0, 1.0) if dtype is DType.BOOL else (2.0, 0.5)

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdgloo.context import Context
-from hvdgloo.engine.timeline import Timeline
+from hvdgloo._collectives.frontend import Frontend
+from hvdgloo._collectives.process_sets import ProcessSet
+from hvdgloo._engine.timeline import Timeline
+from hvdgloo._job.context import Context
 from hvdgloo.errors import ConfigError, MismatchError
-from hvdgloo.frontend import Frontend
-from hvdgloo.numpy.adapter import NumpyAdapter
-from hvdgloo.process_sets import ProcessSet
-from hvdgloo.runner import timeline as merging
+from hvdgloo.numpy._adapter import NumpyAdapter
+from hvdgloo.runner.cli import trace_merge as merging
 from hvdgloo.types import ReduceOp
 from tests.support.world import World
 

@@ -8,10 +8,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from hvdgloo.context import Context  # noqa: E402
+from hvdgloo._collectives.frontend import Frontend  # noqa: E402
+from hvdgloo._job.context import Context  # noqa: E402
 from hvdgloo.errors import InvalidArgumentError  # noqa: E402
-from hvdgloo.frontend import Frontend  # noqa: E402
-from hvdgloo.torch.adapter import TorchAdapter  # noqa: E402
+from hvdgloo.torch._adapter import TorchAdapter  # noqa: E402
 from hvdgloo.torch.compression import Compression  # noqa: E402
 from hvdgloo.types import ReduceOp  # noqa: E402
 from tests.support.world import World  # noqa: E402

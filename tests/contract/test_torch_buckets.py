@@ -13,13 +13,13 @@ torch = pytest.importorskip("torch")
 
 from torch import Tensor, nn  # noqa: E402
 
-from hvdgloo.backends.shm.resident import Resident  # noqa: E402
-from hvdgloo.context import Context  # noqa: E402
-from hvdgloo.frontend import Frontend  # noqa: E402
-from hvdgloo.torch.adapter import TorchAdapter  # noqa: E402
-from hvdgloo.torch.buckets import plan  # noqa: E402
+from hvdgloo._backends.shm.resident import Resident  # noqa: E402
+from hvdgloo._collectives.frontend import Frontend  # noqa: E402
+from hvdgloo._job.context import Context  # noqa: E402
+from hvdgloo.torch._adapter import TorchAdapter  # noqa: E402
+from hvdgloo.torch._buckets import plan  # noqa: E402
+from hvdgloo.torch._distributed import Distributed, Options, wrap  # noqa: E402
 from hvdgloo.torch.compression import Compression  # noqa: E402
-from hvdgloo.torch.distributed import Distributed, Options, wrap  # noqa: E402
 from hvdgloo.types import Buffer, ReduceOp  # noqa: E402
 from tests.support.world import World  # noqa: E402
 
@@ -40,7 +40,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def everything_resident(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small tensors, too, are looked for in the segment."""
-    monkeypatch.setattr("hvdgloo.backends.shm.backend.RESIDENT_FROM", 1)
+    monkeypatch.setattr("hvdgloo._backends.shm.backend.RESIDENT_FROM", 1)
 
 
 def random(*shape: int, seed: int) -> Tensor:
@@ -441,7 +441,7 @@ class TestArena:
             raise OSError(12, "no room")
 
         with World(2, "shm-segment") as world:
-            monkeypatch.setattr("hvdgloo.backends.shm.limits.check_room", no_room)
+            monkeypatch.setattr("hvdgloo._backends.shm.limits.check_room", no_room)
             assert world.contexts[0].engine.allocate(0, 1 << 16) is None
             monkeypatch.undo()
             assert world.contexts[0].engine.allocate(0, 1 << 16) is not None

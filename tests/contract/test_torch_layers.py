@@ -10,15 +10,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from hvdgloo.context import Context  # noqa: E402
+from hvdgloo._collectives.frontend import Frontend  # noqa: E402
+from hvdgloo._collectives.process_sets import global_process_set  # noqa: E402
+from hvdgloo._job.context import Context  # noqa: E402
 from hvdgloo.data import AsyncDataLoaderMixin, BaseDataLoader, data_loader_base  # noqa: E402
 from hvdgloo.errors import InvalidArgumentError, MismatchError  # noqa: E402
-from hvdgloo.frontend import Frontend  # noqa: E402
-from hvdgloo.process_sets import global_process_set  # noqa: E402
 from hvdgloo.torch import SyncBatchNorm, mpi_ops  # noqa: E402
-from hvdgloo.torch.adapter import TorchAdapter  # noqa: E402
+from hvdgloo.torch._adapter import TorchAdapter  # noqa: E402
+from hvdgloo.torch._sparse import start_sparse_allreduce  # noqa: E402
 from hvdgloo.torch.elastic import ElasticSampler  # noqa: E402
-from hvdgloo.torch.sparse import start_sparse_allreduce  # noqa: E402
 from hvdgloo.types import ReduceOp  # noqa: E402
 from tests.support.launching import wait_for  # noqa: E402
 from tests.support.world import World  # noqa: E402

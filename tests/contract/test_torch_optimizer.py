@@ -17,12 +17,12 @@ torch = pytest.importorskip("torch")
 
 from torch import Tensor, nn  # noqa: E402
 
-from hvdgloo.context import Context  # noqa: E402
+from hvdgloo._collectives.frontend import Frontend  # noqa: E402
+from hvdgloo._job.context import Context  # noqa: E402
 from hvdgloo.errors import HorovodInternalError, InvalidArgumentError  # noqa: E402
-from hvdgloo.frontend import Frontend  # noqa: E402
-from hvdgloo.torch.adapter import TorchAdapter  # noqa: E402
+from hvdgloo.torch._adapter import TorchAdapter  # noqa: E402
+from hvdgloo.torch._distributed import Distributed, Options, wrap  # noqa: E402
 from hvdgloo.torch.compression import Compression  # noqa: E402
-from hvdgloo.torch.distributed import Distributed, Options, wrap  # noqa: E402
 from hvdgloo.types import ReduceOp  # noqa: E402
 from tests.support.world import World  # noqa: E402
 

@@ -12,12 +12,12 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 
-from hvdgloo.context import Context  # noqa: E402
+from hvdgloo._collectives.frontend import Frontend  # noqa: E402
+from hvdgloo._job.context import Context  # noqa: E402
 from hvdgloo.errors import InvalidArgumentError  # noqa: E402
-from hvdgloo.frontend import Frontend  # noqa: E402
-from hvdgloo.torch.adapter import TorchAdapter  # noqa: E402
-from hvdgloo.torch.distributed import Options, wrap  # noqa: E402
-from hvdgloo.torch.state import broadcast_optimizer_state, broadcast_parameters  # noqa: E402
+from hvdgloo.torch._adapter import TorchAdapter  # noqa: E402
+from hvdgloo.torch._distributed import Options, wrap  # noqa: E402
+from hvdgloo.torch._state import broadcast_optimizer_state, broadcast_parameters  # noqa: E402
 from tests.support.world import World  # noqa: E402
 
 MakeWorld = Callable[..., World]

@@ -14,10 +14,10 @@ torch = pytest.importorskip("torch")
 from torch import Tensor, nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-from hvdgloo.context import Context  # noqa: E402
-from hvdgloo.frontend import Frontend  # noqa: E402
-from hvdgloo.torch.adapter import TorchAdapter  # noqa: E402
-from hvdgloo.torch.state import broadcast_optimizer_state  # noqa: E402
+from hvdgloo._collectives.frontend import Frontend  # noqa: E402
+from hvdgloo._job.context import Context  # noqa: E402
+from hvdgloo.torch._adapter import TorchAdapter  # noqa: E402
+from hvdgloo.torch._state import broadcast_optimizer_state  # noqa: E402
 from tests.contract.test_torch_optimizer import (  # noqa: E402
     INPUTS,
     STEPS,

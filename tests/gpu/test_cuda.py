@@ -19,8 +19,8 @@ device = torch.device("cuda", 0)
 torch.cuda.set_device(device)
 
 def planes():
-    from hvdgloo import context
-    return [backend.name for backend in context.current().engine._groups[0].backends]
+    from hvdgloo._job import process
+    return [backend.name for backend in process.current().engine._groups[0].backends]
 """
 
 COLLECTIVES = """

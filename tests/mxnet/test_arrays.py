@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from mxnet import autograd
 
-from hvdgloo.context import Context
+from hvdgloo._job.context import Context
 from hvdgloo.errors import HorovodInternalError, InvalidArgumentError
-from hvdgloo.mxnet.adapter import MXNetAdapter
-from hvdgloo.mxnet.frontend import MXNetFrontend
+from hvdgloo.mxnet._adapter import MXNetAdapter
+from hvdgloo.mxnet._frontend import MXNetFrontend
 from hvdgloo.types import ReduceOp
 from tests.support.world import World
 

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 
 import hvdgloo.mxnet as hvd
-from hvdgloo.context import Context
+from hvdgloo._collectives.process_sets import ProcessSet
+from hvdgloo._job.context import Context
 from hvdgloo.errors import DuplicateNameError, InvalidArgumentError, NotInitializedError
-from hvdgloo.mxnet.adapter import MXNetAdapter
+from hvdgloo.mxnet._adapter import MXNetAdapter
+from hvdgloo.mxnet._frontend import MXNetFrontend
+from hvdgloo.mxnet._gradients import Options
+from hvdgloo.mxnet._optimizer import wrap
 from hvdgloo.mxnet.compression import Compression
-from hvdgloo.mxnet.frontend import MXNetFrontend
 from hvdgloo.mxnet.functions import _broadcast_parameters
-from hvdgloo.mxnet.gradients import Options
-from hvdgloo.mxnet.optimizer import wrap
-from hvdgloo.process_sets import ProcessSet
 from tests.support.world import World
 
 Ranks = Callable[..., World]

@@ -274,7 +274,7 @@ for what, call in (("trainer", lambda: trainer.step(4)), ("later", lambda: hvd.a
 
 
 WAITING = """
-import hvdgloo.context  # before MXNet, whose end waits for all that it has to compute
+import hvdgloo._job.process  # before MXNet, whose end waits for all that it has to compute
 import mxnet as mx
 from mxnet import autograd
 import hvdgloo.mxnet as hvd

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hvdgloo.planes import gloo_provider
+from hvdgloo._backends.select import gloo_provider
 from tests.support.job import Job
 
 pytestmark = pytest.mark.skipif(not gloo_provider("auto"), reason="several processes need torch or pygloo")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdgloo.planes import gloo_provider
+from hvdgloo._backends.select import gloo_provider
 from tests.support.hosts import Bed
 
 pytestmark = pytest.mark.skipif(not gloo_provider("auto"), reason="hosts need Gloo, and that needs torch or pygloo")
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not gloo_provider("auto"), reason="hosts need Gl
 WORKER = """
 import numpy as np
 import hvdgloo.numpy as hvd
-from hvdgloo.context import current
+from hvdgloo._job.process import current
 
 some = hvd.ProcessSet([0, 1, 2])
 hvd.init(process_sets=[some])

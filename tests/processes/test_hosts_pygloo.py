@@ -15,7 +15,7 @@ WORKER = """
 import sys
 import numpy as np
 import hvdgloo.numpy as hvd
-from hvdgloo.context import current
+from hvdgloo._job.process import current
 
 hvd.init()
 rank, size = hvd.rank(), hvd.size()

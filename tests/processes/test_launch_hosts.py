@@ -19,10 +19,11 @@ from typing import Any
 import pytest
 
 from hvdgloo.errors import LaunchError
+from hvdgloo.runner.job.spec import Host, LaunchSpec
 from hvdgloo.runner.launch import Report, launch
-from hvdgloo.runner.link import Link
-from hvdgloo.runner.spawners import AgentStream, LocalSpawner, LocalStream
-from hvdgloo.runner.spec import Host, LaunchSpec
+from hvdgloo.runner.supervise.agent_link import Link
+from hvdgloo.runner.transport.base import AgentStream
+from hvdgloo.runner.transport.local import LocalSpawner, LocalStream
 from tests.support.launching import clean_environment, wait_for
 
 AGENT = f"exec {sys.executable} -m hvdgloo.runner.agent"
@@ -122,7 +123,7 @@ def test_what_a_login_shell_prints_is_shown_and_not_parsed(tmp_path: Path) -> No
 
 
 def test_another_version_is_refused(tmp_path: Path) -> None:
-    program = "import os, hvdgloo.runner.agent as agent; agent.__version__ = '0.0.1'; os._exit(agent.main())"
+    program = "import os, hvdgloo.runner.agent.agent as agent; agent.__version__ = '0.0.1'; os._exit(agent.main())"
     with pytest.raises(LaunchError, match=r"b: it has hvdgloo 0\.0\.1, the launcher has"):
         job("pass", tmp_path, {"b": f'exec {sys.executable} -c "{program}"'})
 
@@ -177,7 +178,7 @@ def test_forty_workers_on_one_machine(tmp_path: Path) -> None:
 
 SWEEPS_FOR_LONG = f"""exec {sys.executable} -c '
 import os
-from hvdgloo.runner import agent, sweep
+from hvdgloo.runner.agent import agent; from hvdgloo.runner.processes import reaper as sweep
 def end_abandoned(job_id, grace, rest):
     rest(9.0)
     return {{4242}}
@@ -203,15 +204,15 @@ def test_pain_24_a_sweep_that_takes_long_shows_life_and_tells_what_is_left(tmp_p
 
 BREAKS_AT_ITS_END = f"""exec {sys.executable} -c '
 import os
-from hvdgloo.runner import agent, sweep
+from hvdgloo.runner.agent import agent; from hvdgloo.runner.processes import reaper as sweep
 sweep.end_all = lambda *_, **__: os._exit(7)
 os._exit(agent.main())'"""
 
 
 TWO_GPUS = f"""exec {sys.executable} -c '
 import os
-from hvdgloo import machine
-from hvdgloo.runner import agent
+from hvdgloo._platform import machine
+from hvdgloo.runner.agent import agent
 machine.visible_gpus = lambda _: 2
 os._exit(agent.main())'"""
 
@@ -238,8 +239,8 @@ class KeptBySystem(LocalStream):
 
 
 def test_a_command_that_cannot_be_killed_keeps_nobody_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hvdgloo.runner.link._END_TIME", 0.1)
-    monkeypatch.setattr("hvdgloo.runner.link._KILL_TIME", 0.1)
+    monkeypatch.setattr("hvdgloo.runner.supervise.agent_link._END_TIME", 0.1)
+    monkeypatch.setattr("hvdgloo.runner.supervise.agent_link._KILL_TIME", 0.1)
     pipe = subprocess.PIPE
     stream = KeptBySystem(["sleep", "100"], stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, start_new_session=True)
     try:

@@ -465,9 +465,9 @@ def test_a_server_beside_the_agent_that_dies_is_the_failure(bed: Bed, outside: L
     job = outside.start("--agent-command", reach(bed, tmp_path), "-H", "h1:1,h2:1", path)
 
     wait_for(lambda: running(bed["h2"], path), 20, "the workers")
-    (process,) = running(bed["h1"], "hvdgloo.rendezvous.beside")
+    (process,) = running(bed["h1"], "hvdgloo.rendezvous._server.sidecar")
     # Pain 30: nothing secret on its command line.
-    assert process.cmdline()[1:] == ["-m", "hvdgloo.rendezvous.beside"]
+    assert process.cmdline()[1:] == ["-m", "hvdgloo.rendezvous._server.sidecar"]
     process.kill()
     _, err = job.communicate(timeout=20)
     assert job.returncode == 1
@@ -482,7 +482,7 @@ def test_pain_24_a_server_beside_the_agent_ends_with_a_launcher_that_is_killed(
     path = str(outside.folder / script)
     job = outside.start("--agent-command", reach(bed, tmp_path), "-H", "h1:1,h2:1", path)
     wait_for(lambda: running(bed["h2"], path), 20, "the workers")
-    assert running(bed["h1"], "hvdgloo.rendezvous.beside")
+    assert running(bed["h1"], "hvdgloo.rendezvous._server.sidecar")
     job.kill()
     wait_for(lambda: not bed["h1"].processes() and not bed["h2"].processes(), 5, "the end of everything")
     assert bed["h1"].listening() == set()

@@ -18,7 +18,7 @@ WORKER = """\
 import json, os, socket, psutil
 import numpy as np
 import hvdgloo.numpy as hvd
-from hvdgloo import context
+from hvdgloo._job import process
 
 hvd.init()
 hvd.allreduce(np.ones(3), op=hvd.Sum)
@@ -28,7 +28,7 @@ if hvd.rank() == 0:
     socket.create_server((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))).close()
 print("FOUND " + json.dumps({
     "gloo": gloo,
-    "ours": [context.current().topology.workers[0].port, int(os.environ["MASTER_PORT"]),
+    "ours": [process.current().topology.workers[0].port, int(os.environ["MASTER_PORT"]),
              int(os.environ["HVDGLOO_RENDEZVOUS"].rpartition(":")[2])],
 }))
 """

@@ -27,7 +27,7 @@ os.execv(sys.argv[1], sys.argv[1:])
 # The launcher with less patience: what takes 15 s otherwise.
 HASTY = """
 import sys
-from hvdgloo.runner import cli, supervisor
+from hvdgloo.runner.cli import main as cli; from hvdgloo.runner.supervise import supervisor
 supervisor.END_TIME = 1.0
 sys.exit(cli.main(sys.argv[4:]))
 """

@@ -24,7 +24,7 @@ TRAIN = """
 import json, os, time
 import torch
 import hvdgloo.torch as hvd
-from hvdgloo.context import current
+from hvdgloo._job.process import current
 
 hvd.init()
 total = hvd.allreduce(torch.tensor([float(hvd.rank() + 1)]), op=hvd.Sum, name="total").item()
@@ -43,7 +43,7 @@ while not os.path.exists("enough"):
 # Registers like hvd.init(), without importing torch.
 REGISTER = """
 import os, sys
-from hvdgloo import context
+from hvdgloo._job import join
 from hvdgloo.config import Config
 from hvdgloo.rendezvous import RendezvousClient, WorkerInfo, host_identity
 config = Config.from_env()
@@ -51,7 +51,7 @@ context.configure_logging(config, None)
 client = RendezvousClient(
     config.rendezvous, config.secret, connect_timeout=config.connect_timeout, secret_source=config.secret_source
 )
-address = context._reach(client, config)
+address = join._reach(client, config)
 info = WorkerInfo(None, config.index, os.uname().nodename, host_identity(), address, 1, os.getpid())
 print(client.register(0, info, timeout=config.start_timeout).rank)
 """

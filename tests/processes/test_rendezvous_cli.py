@@ -21,8 +21,8 @@ import requests
 from hvdgloo.config import read_secret_file
 from hvdgloo.errors import AuthenticationError
 from hvdgloo.rendezvous import RendezvousClient
-from hvdgloo.rendezvous.app import Refused
-from hvdgloo.rendezvous.cli import _Strangers
+from hvdgloo.rendezvous._cli import _Strangers
+from hvdgloo.rendezvous._server.service import Refused
 from tests.support.rendezvous import Task, info, until
 
 COMMAND = [sys.executable, "-m", "hvdgloo.rendezvous"]
@@ -267,7 +267,7 @@ def test_its_output_may_go_nowhere() -> None:
 def test_options_that_cannot_be_used(
     arguments: list[str], text: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hvdgloo.rendezvous.cli import main
+    from hvdgloo.rendezvous._cli import main
 
     monkeypatch.delenv("HVDGLOO_SECRET", raising=False)
     monkeypatch.delenv("HVDGLOO_SECRET_FILE", raising=False)
@@ -280,7 +280,7 @@ def test_options_that_cannot_be_used(
 
 
 def test_a_port_that_is_taken(capfd: pytest.CaptureFixture[str]) -> None:
-    from hvdgloo.rendezvous.cli import main
+    from hvdgloo.rendezvous._cli import main
 
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]

@@ -320,7 +320,7 @@ def test_host_identity() -> None:
 
 
 def test_host_identity_tells_network_namespaces_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hvdgloo.rendezvous import identity
+    from hvdgloo.rendezvous import _identity as identity
 
     here = identity.host_identity()
     for changed in [("_network_namespace", "net:[1]"), ("_boot_id", "other")]:

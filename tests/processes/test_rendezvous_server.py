@@ -18,7 +18,9 @@ import pytest
 import requests
 
 from hvdgloo.errors import ConfigError, RendezvousTimeoutError
-from hvdgloo.rendezvous import RendezvousClient, RendezvousServer, auth, wire
+from hvdgloo.rendezvous import RendezvousClient, RendezvousServer
+from hvdgloo.rendezvous import _auth as auth
+from hvdgloo.rendezvous import _wire as wire
 from tests.support.rendezvous import SECRET, RawClient, Task, info, read_answer, until
 
 
@@ -310,7 +312,7 @@ class TestOthersAreUnharmed:
             assert time.monotonic() - started < 1
 
     def test_a_slow_body_ends_at_its_deadline(self, raw: RawClient, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("hvdgloo.rendezvous.app.BODY_TIMEOUT", 0.3)
+        monkeypatch.setattr("hvdgloo.rendezvous._server.service.BODY_TIMEOUT", 0.3)
         with raw.connect() as sock:
             sock.sendall(raw.head("PUT", "/v1/kv/s/slow", b"x" * 100) + b"x")
             refused(read_answer(sock), 408, "did not arrive within")
@@ -319,7 +321,7 @@ class TestOthersAreUnharmed:
     def test_a_slow_head_ends_at_its_deadline(
         self, server: RendezvousServer, raw: RawClient, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("hvdgloo.rendezvous.front.HEAD_TIMEOUT", 0.2)
+        monkeypatch.setattr("hvdgloo.rendezvous._server.http_front.HEAD_TIMEOUT", 0.2)
         with raw.connect() as slow, raw.connect() as silent:
             slow.sendall(b"GET / HTTP/1.1\r\n")
             refused(read_answer(slow), 408, "no whole request head")

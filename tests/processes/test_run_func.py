@@ -390,15 +390,19 @@ def _descriptors() -> int:
 
 def test_pain_30_a_function_is_unpickled_only_after_its_seal_was_checked(tmp_path: Path) -> None:
     """A task that is given bytes which were not sealed with its secret ends without looking into them."""
-    from hvdgloo.runner import task
+    from hvdgloo.runner.worker import function_task
 
     trap = tmp_path / "sprung"
     bomb = pickle.dumps((["x"], _Bomb(str(trap))))
-    for payload in (bomb, b"\0" * 32 + bomb, task.pack_function(int, (), {}, b"another secret of 32 bytes......")):
+    for payload in (
+        bomb,
+        b"\0" * 32 + bomb,
+        function_task.pack_function(int, (), {}, b"another secret of 32 bytes......"),
+    ):
         (tmp_path / "function").write_bytes(payload)
         with open(tmp_path / "function", "rb") as function, open(tmp_path / "outcome", "wb") as outcome:
             done = subprocess.run(
-                [*task.command(sys.executable), str(function.fileno()), str(outcome.fileno())],
+                [*function_task.command(sys.executable), str(function.fileno()), str(outcome.fileno())],
                 pass_fds=(function.fileno(), outcome.fileno()),
                 env={**clean_environment(), "HVDGLOO_SECRET": "ab" * 32, "HVDGLOO_RANK": "0"},
                 capture_output=True,

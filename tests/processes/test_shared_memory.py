@@ -48,7 +48,7 @@ def check_everything():
 """
 
 HOW = """
-from hvdgloo.context import current
+from hvdgloo._job.process import current
 backend = current().engine._groups[0].host.backend
 print(backend.name, getattr(backend, "is_direct", None))
 """
@@ -76,7 +76,7 @@ hvd.init()
 rank = hvd.rank()
 hvd.allreduce(np.ones(1_000_000), op=hvd.Sum, name="x")
 if rank == 1:
-    from hvdgloo.backends.shm import fold
+    from hvdgloo._backends.shm import fold
     fold.Folder.fold = lambda *_: (mark("stopped"), os.kill(os.getpid(), signal.SIGSTOP))
 mark(f"ready.{rank}")
 try:
@@ -171,7 +171,7 @@ def test_where_memory_may_not_be_read_it_goes_through_the_segment(tmp_path: Path
         + EVERYTHING
         + """
 import ctypes
-from hvdgloo.backends.shm import backend as shm
+from hvdgloo._backends.shm import backend as shm
 libc = ctypes.CDLL(None)
 if os.getuid() == 0:
     class Header(ctypes.Structure):
@@ -206,8 +206,8 @@ def test_what_cannot_share_memory_uses_gloo_and_says_so_once(tmp_path: Path, fau
         + """
 import resource
 import torch
-import hvdgloo.backends.gloo
-from hvdgloo.backends.shm import backend as shm, meeting, system
+import hvdgloo._backends.gloo
+from hvdgloo._backends.shm import backend as shm, meeting, system
 
 def limit(which, value):
     real = meeting.Meeting.meet

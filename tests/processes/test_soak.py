@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdgloo.planes import gloo_provider
+from hvdgloo._backends.select import gloo_provider
 from tests.support.hosts import Bed
 from tests.support.launching import clean_environment
 

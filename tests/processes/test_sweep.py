@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from hvdgloo.runner import sweep
-from hvdgloo.runner.frames import Spawn
-from hvdgloo.runner.process import WorkerProcess
+from hvdgloo.runner.processes import reaper
+from hvdgloo.runner.processes.worker import WorkerProcess
+from hvdgloo.runner.protocol.frames import Spawn
 from tests.support.launching import Launcher, launcher_in, wait_for
 
 GRACE = 3.0
@@ -43,7 +43,7 @@ def start() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
 
 ATTENDS = """
 import signal
-from hvdgloo.runner import sweep
+from hvdgloo.runner.processes import reaper as sweep
 sign = sweep.attend({job!r})
 print("up", flush=True)
 signal.pause()
@@ -60,7 +60,7 @@ def test_pain_24_an_agent_that_hangs_gets_the_default_grace_period_and_is_ended(
     agent = start(ATTENDS.format(job=job))
     worker = start(WAITS, HVDGLOO_JOB_ID=job)
     agent.send_signal(signal.SIGSTOP)
-    program = f"from hvdgloo.runner import sweep; print(sweep.end_abandoned({job!r}, {GRACE}))"
+    program = f"from hvdgloo.runner.processes import reaper as sweep; print(sweep.end_abandoned({job!r}, {GRACE}))"
     started = time.monotonic()
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=15)
     assert done.stdout == "set()\n", done.stderr
@@ -82,7 +82,7 @@ def test_an_agent_that_ends_in_time_is_waited_for_and_not_killed(start: Callable
         time.sleep(seconds)
 
     started = time.monotonic()
-    assert sweep.end_abandoned(job, 10.0, rest) == set()
+    assert reaper.end_abandoned(job, 10.0, rest) == set()
     assert time.monotonic() - started < 5
     assert agent.returncode == -signal.SIGTERM
     assert len(rests) >= 3
@@ -97,7 +97,7 @@ def test_a_sign_that_another_user_shows_is_nobody_s(start: Callable[..., subproc
     job = os.urandom(16).hex()
     stranger = start(FOREIGN.format(job=job))
     started = time.monotonic()
-    assert sweep.end_abandoned(job, 30.0) == set()
+    assert reaper.end_abandoned(job, 30.0) == set()
     assert time.monotonic() - started < 5
     assert stranger.poll() is None
 
@@ -109,7 +109,7 @@ def test_a_long_grace_period_still_ends_in_sigkill(start: Callable[..., subproce
     def find() -> set[int]:
         return set() if worker.poll() is not None else {worker.pid}
 
-    assert sweep.end_all(find, grace=0.5, limit=0.2) == set()
+    assert reaper.end_all(find, grace=0.5, limit=0.2) == set()
     assert worker.wait(0) == -signal.SIGKILL
 
 
@@ -166,10 +166,10 @@ def test_pain_23_a_job_that_leaves_behind_what_cannot_be_killed_has_succeeded(la
 
 REUSED = """
 import os, signal, subprocess, sys, time
-from hvdgloo.runner.frames import Spawn
-from hvdgloo.runner.process import WorkerProcess
-from hvdgloo.runner.remote import CommandStream
-from hvdgloo.runner.spawners import LocalStream
+from hvdgloo.runner.protocol.frames import Spawn
+from hvdgloo.runner.processes.worker import WorkerProcess
+from hvdgloo.runner.processes.bootstrap import CommandStream
+from hvdgloo.runner.transport.local import LocalStream
 
 def worker():
     made = WorkerProcess(Spawn(0, ["true"], {}), dict(os.environ), "/", None)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdgloo.planes import gloo_provider
+from hvdgloo._backends.select import gloo_provider
 from tests.support.job import Job
 
 pytestmark = pytest.mark.skipif(not gloo_provider("auto"), reason="several processes need torch or pygloo")
@@ -126,10 +126,10 @@ except hvd.HorovodInternalError as error:
 @pytest.mark.parametrize(
     ("operations", "where"),
     [
-        ("torch", "hvdgloo.backends.gloo.GlooStore.set"),
-        ("pygloo", "hvdgloo.backends.pygloo.PyglooBackend._connect"),
-        ("shm", "hvdgloo.backends.shm.meeting.Meeting._join"),
-        ("shm", "hvdgloo.backends.shm.meeting.Meeting._map"),
+        ("torch", "hvdgloo._backends.gloo.GlooStore.set"),
+        ("pygloo", "hvdgloo._backends.pygloo.PyglooBackend._connect"),
+        ("shm", "hvdgloo._backends.shm.meeting.Meeting._join"),
+        ("shm", "hvdgloo._backends.shm.meeting.Meeting._map"),
     ],
 )
 def test_a_rank_that_dies_while_a_set_is_connected_keeps_nobody_waiting(

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdgloo.context import Context
-from hvdgloo.frontend import Frontend
+from hvdgloo._collectives.frontend import Frontend
+from hvdgloo._job.context import Context
 from hvdgloo.types import DType
 
 NAMES = ("numpy", "torch", "tensorflow", "mxnet")
@@ -57,8 +57,8 @@ class Framework:
 
 
 def _numpy() -> Framework:
-    from hvdgloo.numpy.adapter import NumpyAdapter
-    from hvdgloo.numpy.compression import Compression
+    from hvdgloo.numpy._adapter import NumpyAdapter
+    from hvdgloo.numpy._compression import Compression
 
     def tensor(values: Any, dtype: DType) -> np.ndarray:
         if dtype is DType.BFLOAT16:
@@ -74,7 +74,7 @@ def _numpy() -> Framework:
 def _torch() -> Framework:
     import torch
 
-    from hvdgloo.torch.adapter import TorchAdapter
+    from hvdgloo.torch._adapter import TorchAdapter
     from hvdgloo.torch.compression import Compression
 
     def tensor(values: Any, dtype: DType) -> torch.Tensor:
@@ -90,9 +90,9 @@ def _torch() -> Framework:
 def _tensorflow() -> Framework:
     import tensorflow as tf
 
-    from hvdgloo.tensorflow.adapter import TensorFlowAdapter
+    from hvdgloo.tensorflow._adapter import TensorFlowAdapter
+    from hvdgloo.tensorflow._frontend import TensorFlowFrontend
     from hvdgloo.tensorflow.compression import Compression
-    from hvdgloo.tensorflow.frontend import TensorFlowFrontend
 
     def tensor(values: Any, dtype: DType) -> Any:
         return tf.cast(tf.constant(np.asarray(values)), dtype.value)
@@ -116,9 +116,9 @@ def need(name: str) -> Any:
 def _mxnet() -> Framework:
     mx = need("mxnet")
 
-    from hvdgloo.mxnet.adapter import MXNetAdapter
+    from hvdgloo.mxnet._adapter import MXNetAdapter
+    from hvdgloo.mxnet._frontend import MXNetFrontend
     from hvdgloo.mxnet.compression import Compression
-    from hvdgloo.mxnet.frontend import MXNetFrontend
 
     def tensor(values: Any, dtype: DType) -> Any:
         if dtype in (DType.INT16, DType.BFLOAT16):

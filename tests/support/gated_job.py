@@ -15,15 +15,16 @@ import sys
 from pathlib import Path
 
 from hvdgloo.errors import HvdglooError
-from hvdgloo.runner.frames import PREAMBLE
+from hvdgloo.runner.job.spec import Host, LaunchSpec, Reach
 from hvdgloo.runner.launch import launch
-from hvdgloo.runner.spawners import AgentStream, LocalSpawner, LocalStream
-from hvdgloo.runner.spec import Host, LaunchSpec, Reach
+from hvdgloo.runner.protocol.frames import PREAMBLE
+from hvdgloo.runner.transport.base import AgentStream
+from hvdgloo.runner.transport.local import LocalSpawner, LocalStream
 
 _PYTHON = (
     f"import os; os.write(1, {PREAMBLE!r}); "
     "gate = {gate!r}; os.path.exists(gate) and open(gate).read(); "
-    "from hvdgloo.runner import agent; os._exit(agent.main(b''))"
+    "from hvdgloo.runner.agent import agent; os._exit(agent.main(b''))"
 )
 _SHELL = """
 cd "$1"

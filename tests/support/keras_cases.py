@@ -116,7 +116,7 @@ def raised(kind: type[E], function: Callable[[], Any]) -> E:
 def counted(function: Callable[[], Any]) -> tuple[Any, int]:
     """What a function returns, and how many allreduces of gradients, and of what ranks agree about them before a step,
     this rank submitted meanwhile."""
-    from hvdgloo.engine.engine import Engine
+    from hvdgloo._engine.engine import Engine
 
     plain, calls = Engine.submit, []
 
@@ -393,9 +393,9 @@ def communication_hides_behind_the_backward_pass() -> None:
     """Also under mixed precision. Layers of a known length each, and a data plane on which gradients take as long."""
     if BACKEND == "jax":  # whose compiled step has all gradients before it calls us
         return
-    from hvdgloo import context
+    from hvdgloo._job import process
 
-    (plane,) = context.current().engine._groups[0].backends
+    (plane,) = process.current().engine._groups[0].backends
     names = [name for name in ("allreduce", "allreduce_several") if hasattr(plane, name)]
 
     def slow(plain: Any) -> Any:

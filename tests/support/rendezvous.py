@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 from hvdgloo.config import parse_endpoint
-from hvdgloo.rendezvous import WorkerInfo, auth
+from hvdgloo.rendezvous import WorkerInfo
+from hvdgloo.rendezvous import _auth as auth
 
 T = TypeVar("T")
 SECRET = bytes(range(32))

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdgloo.context import Context
-from hvdgloo.tensorflow.adapter import TensorFlowAdapter
-from hvdgloo.tensorflow.frontend import TensorFlowFrontend
+from hvdgloo._job.context import Context
+from hvdgloo.tensorflow._adapter import TensorFlowAdapter
+from hvdgloo.tensorflow._frontend import TensorFlowFrontend
 
 WAYS = ("eager", "function", "session")
 

@@ -16,14 +16,15 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from hvdgloo.backends.base import Backend, Plane
-from hvdgloo.backends.local import LocalGroup
-from hvdgloo.backends.shm.backend import ShmBackend
+from hvdgloo._backends.base import Backend, Plane
+from hvdgloo._backends.local import LocalGroup
+from hvdgloo._backends.select import Planes, gloo_backend, gloo_provider, plane_settings
+from hvdgloo._backends.shm.backend import ShmBackend
+from hvdgloo._engine.engine import Engine
+from hvdgloo._job.context import Context
+from hvdgloo._job.settings import engine_settings
+from hvdgloo._net.handshake import Handshake, listen
 from hvdgloo.config import Config
-from hvdgloo.context import Context, engine_settings
-from hvdgloo.engine.connect import Handshake, listen
-from hvdgloo.engine.engine import Engine
-from hvdgloo.planes import Planes, gloo_backend, gloo_provider, plane_settings
 from hvdgloo.rendezvous import MemoryStore
 from hvdgloo.topology import Host, Topology, Worker
 

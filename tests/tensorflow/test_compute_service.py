@@ -28,7 +28,7 @@ from hvdgloo.tensorflow.data import (
     send_to_data_service,
     tf_data_service,
 )
-from hvdgloo.tensorflow.data import reader as readers
+from hvdgloo.tensorflow.data import _reader as readers
 from tests.support.launching import Launcher, launcher_in
 
 TRAINING = """

@@ -13,16 +13,17 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvdgloo.context import Context
+from hvdgloo._job.context import Context
+from hvdgloo._training.options import Options
 from hvdgloo.errors import HorovodInternalError, InvalidArgumentError
-from hvdgloo.gradients import Options
-from hvdgloo.keras import optimizer as hvd_keras
-from hvdgloo.tensorflow import tape as tapes
-from hvdgloo.tensorflow import util, v1
+from hvdgloo.keras import _optimizer as hvd_keras
+from hvdgloo.tensorflow import _tape as tapes
+from hvdgloo.tensorflow import _v1 as v1
+from hvdgloo.tensorflow import util
+from hvdgloo.tensorflow._gradients import GradientSync, _Batch
+from hvdgloo.tensorflow._state import broadcast_variables
 from hvdgloo.tensorflow.compression import Compression
 from hvdgloo.tensorflow.gradient_aggregation_eager import LocalGradientAggregationHelperEager
-from hvdgloo.tensorflow.gradients import GradientSync, _Batch
-from hvdgloo.tensorflow.state import broadcast_variables
 from hvdgloo.types import ReduceOp
 from tests.support.ways import frontend_of, session_config
 from tests.support.world import World

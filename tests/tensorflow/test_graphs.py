@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvdgloo.context import Context
+from hvdgloo._collectives.operation import Operation
+from hvdgloo._job.context import Context
+from hvdgloo._platform.error_tokens import mark, recall
 from hvdgloo.errors import HorovodInternalError, InvalidArgumentError, MismatchError, PeerLostError
-from hvdgloo.foreign import mark, recall
-from hvdgloo.operations import Operation
+from hvdgloo.tensorflow._sparse import SparseReductionError, sparse_allreduce
 from hvdgloo.tensorflow.compression import Compression
-from hvdgloo.tensorflow.sparse import SparseReductionError, sparse_allreduce
 from hvdgloo.types import Collective, ReduceOp
 from tests.support.ways import WAYS, frontend_of, gradients, run
 from tests.support.world import World
@@ -209,7 +209,7 @@ def test_indexed_slices_are_gathered(ranks: Ranks, way: str, op: ReduceOp) -> No
 
 
 def frontend_set() -> Any:
-    from hvdgloo.process_sets import global_process_set
+    from hvdgloo._collectives.process_sets import global_process_set
 
     return global_process_set
 

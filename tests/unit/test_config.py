@@ -24,8 +24,8 @@ from hvdgloo.config import (
     without_place,
 )
 from hvdgloo.errors import ConfigError
-from hvdgloo.runner.command import worker_environment
-from hvdgloo.runner.spec import Host, assign
+from hvdgloo.runner.job.command import worker_environment
+from hvdgloo.runner.job.spec import Host, assign
 
 SECRET = "ab" * 16
 

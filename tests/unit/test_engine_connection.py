@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from hvdgloo.engine.connection import MAX_FRAME, Connection, frame
-from hvdgloo.engine.messages import Bye, Execute, Failed, Message, Ping, Request, Stacks, Submit
+from hvdgloo._engine.connection import MAX_FRAME, Connection, frame
+from hvdgloo._engine.messages import Bye, Execute, Failed, Message, Ping, Request, Stacks, Submit
 from hvdgloo.types import Collective, DType, TensorSpec
 
 MESSAGES: list[Message] = [

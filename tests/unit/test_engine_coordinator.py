@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from hvdgloo.engine.coordinator import EVERYONE, INQUEST_SECONDS, STACKS_SECONDS, Coordinator, Rules, ping_interval
-from hvdgloo.engine.messages import (
+from hvdgloo._engine.coordinator import EVERYONE, INQUEST_SECONDS, STACKS_SECONDS, Coordinator, Rules, ping_interval
+from hvdgloo._engine.messages import (
     Abort,
     AskStacks,
     Bye,
@@ -25,8 +25,8 @@ from hvdgloo.engine.messages import (
     Stacks,
     Submit,
 )
-from hvdgloo.engine.negotiation import Waiting
-from hvdgloo.engine.stall import missing_ranks, overdue, report, verdict
+from hvdgloo._engine.negotiation import Waiting
+from hvdgloo._engine.stall import missing_ranks, overdue, report, verdict
 from hvdgloo.types import Collective, DType, TensorSpec
 
 TIMEOUT = 20.0

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdgloo.backends import kernels
-from hvdgloo.engine import executor
-from hvdgloo.engine.executor import QUICK_BYTES, Executor
-from hvdgloo.engine.fusion import LONE_BYTES
-from hvdgloo.engine.messages import Request, Response
-from hvdgloo.engine.operation import Operation
-from hvdgloo.engine.planes import DEPTH, Group
+from hvdgloo._backends import kernels
+from hvdgloo._engine import executor
+from hvdgloo._engine.executor import QUICK_BYTES, Executor
+from hvdgloo._engine.fusion import LONE_BYTES
+from hvdgloo._engine.messages import Request, Response
+from hvdgloo._engine.operation import Operation
+from hvdgloo._engine.planes import DEPTH, Group
 from hvdgloo.errors import BackendError, PeerLostError
 from hvdgloo.types import Buffer, Collective, DType, ReduceOp, TensorSpec
 

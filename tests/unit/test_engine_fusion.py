@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdgloo.engine.fusion import LONE_BYTES, Bucket, Part, plan
-from hvdgloo.engine.messages import Request, Response
-from hvdgloo.engine.negotiation import agree
+from hvdgloo._engine.fusion import LONE_BYTES, Bucket, Part, plan
+from hvdgloo._engine.messages import Request, Response
+from hvdgloo._engine.negotiation import agree
 from hvdgloo.types import Collective, DType, ReduceOp, TensorSpec
 
 LIMIT = 64 << 20

@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from hvdgloo.engine.handle import Handle
+from hvdgloo._engine.handle import Handle
 from hvdgloo.errors import PeerLostError, WaitTimeoutError
 from hvdgloo.types import Buffer
 

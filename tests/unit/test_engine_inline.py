@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hvdgloo.backends.kernels import narrow_bfloat16
-from hvdgloo.engine import inline
-from hvdgloo.engine.member import Member
-from hvdgloo.engine.messages import Execute, Request, Response, Submit, decode, encode
-from hvdgloo.engine.negotiation import Negotiator
-from hvdgloo.engine.operation import Operation
+from hvdgloo._backends.kernels import narrow_bfloat16
+from hvdgloo._engine import inline
+from hvdgloo._engine.member import Member
+from hvdgloo._engine.messages import Execute, Request, Response, Submit, decode, encode
+from hvdgloo._engine.negotiation import Negotiator
+from hvdgloo._engine.operation import Operation
 from hvdgloo.types import Buffer, Collective, DType, ReduceOp, TensorSpec
 
 VALUES = np.array([1.5, -2.0], np.float32)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdgloo.engine.messages import (
+from hvdgloo._engine.messages import (
     Abort,
     AskStacks,
     Bye,

@@ -16,11 +16,11 @@ import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hvdgloo.engine.handle import Handle
-from hvdgloo.engine.member import Member
-from hvdgloo.engine.messages import Execute, Request, Resend, Submit, decode, encode
-from hvdgloo.engine.negotiation import Negotiator
-from hvdgloo.engine.operation import Operation
+from hvdgloo._engine.handle import Handle
+from hvdgloo._engine.member import Member
+from hvdgloo._engine.messages import Execute, Request, Resend, Submit, decode, encode
+from hvdgloo._engine.negotiation import Negotiator
+from hvdgloo._engine.operation import Operation
 from hvdgloo.errors import MismatchError, PeerLostError
 from hvdgloo.types import Buffer, Collective, DType, TensorSpec
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdgloo.engine.member import Member
-from hvdgloo.engine.messages import Execute, Request, Resend, Response, Submit, decode, encode
-from hvdgloo.engine.negotiation import Negotiator, Waiting, agree, format_ranks
-from hvdgloo.engine.operation import Operation
+from hvdgloo._engine.member import Member
+from hvdgloo._engine.messages import Execute, Request, Resend, Response, Submit, decode, encode
+from hvdgloo._engine.negotiation import Negotiator, Waiting, agree, format_ranks
+from hvdgloo._engine.operation import Operation
 from hvdgloo.errors import (
     DuplicateNameError,
     HorovodInternalError,

@@ -18,7 +18,7 @@ import cloudpickle
 import numpy as np
 import pytest
 
-from hvdgloo.frontend import Frontend
+from hvdgloo._collectives.frontend import Frontend
 from tests.support.frameworks import need
 
 

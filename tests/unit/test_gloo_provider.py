@@ -9,15 +9,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from hvdgloo import basics
-from hvdgloo.backends.pygloo import rounds
-from hvdgloo.backends.pygloo_helper import Command, Op, Type, Verb
+from hvdgloo._backends.pygloo import rounds
+from hvdgloo._backends.pygloo_helper import Command, Op, Type, Verb
+from hvdgloo._backends.select import Planes, gloo_provider, idle_provider, plane_settings
+from hvdgloo._collectives import basics
+from hvdgloo._platform.machine import has_package
 from hvdgloo.config import Config
 from hvdgloo.errors import MissingDependencyError
-from hvdgloo.machine import has_package
-from hvdgloo.planes import Planes, gloo_provider, idle_provider, plane_settings
 from hvdgloo.rendezvous import MemoryStore
-from hvdgloo.runner.check_build import build_table
+from hvdgloo.runner.cli.build_report import build_table
 from hvdgloo.topology import Host, Topology, Worker
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdgloo.backends import kernels
-from hvdgloo.backends.base import Work
-from hvdgloo.backends.hierarchical import HierarchicalBackend, Layout, Thresholds, layout_of
-from hvdgloo.backends.local import LocalBackend, LocalGroup
+from hvdgloo._backends import kernels
+from hvdgloo._backends.base import Work
+from hvdgloo._backends.hierarchical import HierarchicalBackend, Layout, Thresholds, layout_of
+from hvdgloo._backends.local import LocalBackend, LocalGroup
 from hvdgloo.errors import BackendError
 from hvdgloo.types import Buffer, DType, ReduceOp
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from hvdgloo.compression import NoneCompressor
-from hvdgloo.process_sets import global_process_set
+from hvdgloo._collectives.compression import NoneCompressor
+from hvdgloo._collectives.process_sets import global_process_set
 from hvdgloo.types import ReduceOp
 from tests.support.frameworks import need
 
@@ -227,7 +227,7 @@ MORE |= {
     "hvdgloo.tensorflow.gradient_aggregation_eager": {
         "LocalGradientAggregationHelperEager": "backward_passes_per_step, allreduce_func",
     },
-    "hvdgloo.tensorflow.optimizer": {
+    "hvdgloo.tensorflow._optimizer": {
         "_make_allreduce_grads_fn": (
             "name, device_dense, device_sparse, compression, sparse_as_dense, op, gradient_predivide_factor, groups"
         ),

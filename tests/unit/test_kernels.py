@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdgloo.backends import kernels
+from hvdgloo._backends import kernels
 from hvdgloo.types import Buffer, DType, ReduceOp
 
 HALVES = [DType.FLOAT16, DType.BFLOAT16]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hvdgloo.errors import InvalidArgumentError
-from hvdgloo.numpy.adapter import NumpyAdapter
+from hvdgloo.numpy._adapter import NumpyAdapter
 from hvdgloo.types import DType, TensorSpec
 
 adapter = NumpyAdapter()

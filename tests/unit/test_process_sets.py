@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdgloo import context
+from hvdgloo._collectives.process_sets import ProcessSet, global_process_set, process_set_id
+from hvdgloo._job import process
 from hvdgloo.errors import InvalidArgumentError, NotInitializedError
-from hvdgloo.process_sets import ProcessSet, global_process_set, process_set_id
 
 
 def test_the_global_set() -> None:
@@ -22,13 +22,13 @@ def test_the_global_set() -> None:
     for question in (global_process_set.size, global_process_set.rank, global_process_set.included):
         with pytest.raises(NotInitializedError):
             question()
-    context.init()
+    process.init()
     try:
         assert global_process_set.ranks == [0]
         assert (global_process_set.size(), global_process_set.rank()) == (1, 0)
         assert global_process_set.included()
     finally:
-        context.shutdown()
+        process.shutdown()
     assert "all ranks" in repr(global_process_set)
 
 
@@ -46,13 +46,13 @@ def test_a_set_that_is_not_registered() -> None:
 def test_copies_are_registered_where_a_set_of_their_ranks_is(copied: Callable[[ProcessSet], ProcessSet]) -> None:
     assert copied(global_process_set) is global_process_set
     assert copied(ProcessSet([1, 0])).process_set_id is None
-    context.init()
+    process.init()
     try:
         assert copied(ProcessSet([0])).process_set_id == 0
         lone = copied(ProcessSet([1]))
         assert (lone.ranks, lone.process_set_id) == ([1], None)
     finally:
-        context.shutdown()
+        process.shutdown()
 
 
 def test_ranks_may_come_from_numpy() -> None:

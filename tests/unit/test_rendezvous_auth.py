@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdgloo.errors import AuthenticationError
-from hvdgloo.rendezvous import auth, generate_secret, seal, unseal
+from hvdgloo.rendezvous import _auth as auth
+from hvdgloo.rendezvous import generate_secret, seal, unseal
 
 SECRET = bytes(range(32))
 SIGNER = auth.Signer(SECRET)

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdgloo.rendezvous.membership import Membership, NotAcceptedError, WorkerInfo
+from hvdgloo.rendezvous._server.membership import Membership, NotAcceptedError
+from hvdgloo.rendezvous._worker_info import WorkerInfo
 
 HOSTS = (("h1", 2), ("h2", 1))
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdgloo.rendezvous import wire
+from hvdgloo.rendezvous import _wire as wire
 
 KEYS = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hvdgloo.runner.advice import advise
+from hvdgloo.runner.job.advice import advise
+from hvdgloo.runner.job.outcome import Failure, Outcome
 from hvdgloo.runner.launch import Report
-from hvdgloo.runner.outcome import Failure, Outcome
 
 PYTHON = "/env/bin/python"
 

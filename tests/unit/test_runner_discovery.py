@@ -6,9 +6,10 @@ import sys
 
 import pytest
 
-from hvdgloo.rendezvous import host_identity, ports
+from hvdgloo._net import ports
+from hvdgloo.rendezvous import host_identity
 from hvdgloo.runner.discovery import is_here, probe_timeout
-from hvdgloo.runner.frames import PROTOCOL, Hello
+from hvdgloo.runner.protocol.frames import PROTOCOL, Hello
 from hvdgloo.version import __version__
 
 

@@ -11,8 +11,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from hvdgloo.errors import LaunchError
-from hvdgloo.runner.channel import Channel
-from hvdgloo.runner.frames import (
+from hvdgloo.runner.protocol.channel import Channel
+from hvdgloo.runner.protocol.frames import (
     KINDS,
     PREAMBLE,
     Beat,

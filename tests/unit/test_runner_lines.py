@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdgloo.runner.lines import MAX_LINE, Lines, Screen
+from hvdgloo.runner.console.lines import MAX_LINE, Lines, Screen
 
 A, B = (0, 1), (1, 1)
 
@@ -90,7 +90,7 @@ def test_a_prompt_goes_on_where_it_stopped_and_is_never_torn() -> None:
 
 class TestWriter:
     def test_more_than_memory_waits_on_disk_and_comes_out_in_order(self) -> None:
-        from hvdgloo.runner.writer import MEMORY, Writer
+        from hvdgloo.runner.console.writer import MEMORY, Writer
         from tests.support.launching import wait_for
 
         class Gate:
@@ -124,7 +124,7 @@ class TestWriter:
         os.close(gate.write_end)
 
     def test_a_target_that_fails_is_given_up_and_reported_once(self) -> None:
-        from hvdgloo.runner.writer import Writer
+        from hvdgloo.runner.console.writer import Writer
 
         class Broken:
             def write(self, data: bytes) -> None:
@@ -142,7 +142,7 @@ class TestWriter:
     def test_descriptors_that_do_not_block_are_waited_for(self, size: int) -> None:
         import threading
 
-        from hvdgloo.runner.writer import DescriptorTarget
+        from hvdgloo.runner.console.writer import DescriptorTarget
 
         read, write = os.pipe()
         os.set_blocking(write, False)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from hvdgloo.runner.probe import (
+from hvdgloo.runner.network.probe import (
     LAUNCHER,
     Answer,
     Outcome,

@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdgloo.runner.console import Console, Window
-from hvdgloo.runner.display import SHOW_AFTER, StartDisplay
-from hvdgloo.runner.frames import STDOUT
-from hvdgloo.runner.lines import Screen
-from hvdgloo.runner.progress import MENDS, Backoff, Missing, Progress, Step, describe_missing, seconds
-from hvdgloo.runner.waiting import Arrivals, InitWatch
+from hvdgloo.runner.console.console import Console, Window
+from hvdgloo.runner.console.lines import Screen
+from hvdgloo.runner.console.progress import MENDS, Backoff, Missing, Progress, Step, describe_missing, seconds
+from hvdgloo.runner.console.startup_view import SHOW_AFTER, StartDisplay
+from hvdgloo.runner.protocol.frames import STDOUT
+from hvdgloo.runner.supervise.init_watch import Arrivals, InitWatch
 
 
 class Surface:

@@ -7,20 +7,20 @@ from pathlib import Path
 import pytest
 
 from hvdgloo.errors import ConfigError
-from hvdgloo.runner.command import needs, resolve_elsewhere
-from hvdgloo.runner.environment import (
+from hvdgloo.runner.agent.preflight import lacking
+from hvdgloo.runner.job.command import needs, resolve_elsewhere
+from hvdgloo.runner.job.environment import (
     for_other_hosts,
     is_host_specific,
     parse_exports,
     read_env_file,
     working_directory,
 )
-from hvdgloo.runner.frames import Lacking, Require
-from hvdgloo.runner.reasons import Cause, Ending, Retry
-from hvdgloo.runner.remote import agent_argv
-from hvdgloo.runner.requirements import judge, lacking
-from hvdgloo.runner.spec import Host, Reach
-from hvdgloo.runner.template import diagnose, fill_in, parse_template
+from hvdgloo.runner.job.spec import Host, Reach
+from hvdgloo.runner.processes.bootstrap import agent_argv
+from hvdgloo.runner.protocol.frames import Lacking, Require
+from hvdgloo.runner.transport.failures import Cause, Ending, Retry, preflight_failure
+from hvdgloo.runner.transport.template import diagnose, fill_in, parse_template
 
 AGENT = agent_argv("/opt/py")
 
@@ -218,20 +218,20 @@ class TestRequirements:
         (tmp_path / "tool").touch(mode=0o755)
         required = Require(str(tmp_path), ["train.py"], ["./tool", "sh"], "")
         assert lacking(required, {"PATH": "/bin"}) == Lacking()
-        assert judge(lacking(required, {"PATH": "/bin"}), str(tmp_path)) is None
+        assert preflight_failure(lacking(required, {"PATH": "/bin"}), str(tmp_path)) is None
 
     def test_what_is_not(self, tmp_path: Path) -> None:
         (tmp_path / "plain").touch(mode=0o644)
         found = lacking(Require(str(tmp_path), ["train.py"], ["./plain", "no-such-tool"], "/bin"), {})
         assert found.things == ("file train.py", "program ./plain", "program no-such-tool")
-        diagnosis = judge(found, "/data")
+        diagnosis = preflight_failure(found, "/data")
         assert diagnosis is not None
         assert diagnosis.cause is Cause.PROGRAM
         assert diagnosis.text.startswith("there is no file train.py and no program ./plain and no program no-such-tool")
 
     def test_pain_19_no_working_directory(self, tmp_path: Path) -> None:
         gone = str(tmp_path / "gone")
-        diagnosis = judge(lacking(Require(gone, ["train.py"]), {}), gone)
+        diagnosis = preflight_failure(lacking(Require(gone, ["train.py"]), {}), gone)
         assert diagnosis is not None
         assert (diagnosis.cause, diagnosis.retry) == (Cause.DIRECTORY, Retry.NEVER)
         assert f"there is no working directory {gone}; hvdgloo-run copies no files" in diagnosis.text

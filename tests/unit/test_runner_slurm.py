@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdgloo.errors import ConfigError
-from hvdgloo.runner import srun
-from hvdgloo.runner.inventory import take_inventory
-from hvdgloo.runner.reasons import Cause, Ending, Retry
-from hvdgloo.runner.slurm import expand, find_allocation
-from hvdgloo.runner.spec import Host, Reach
-from hvdgloo.runner.ways import choose_spawner
+from hvdgloo.runner.job.host_sources import take_inventory
+from hvdgloo.runner.job.slurm import expand, find_allocation
+from hvdgloo.runner.job.spec import Host, Reach
+from hvdgloo.runner.transport import srun
+from hvdgloo.runner.transport.failures import Cause, Ending, Retry
+from hvdgloo.runner.transport.select import choose_spawner
 
 JOB = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "n[1-2]"}
 

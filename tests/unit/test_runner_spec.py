@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdgloo import machine
+from hvdgloo._platform import machine
 from hvdgloo.config import Config
-from hvdgloo.runner.command import thread_defaults, worker_environment
-from hvdgloo.runner.outcome import Failure, Outcome, blame, describe_loss, describe_status
-from hvdgloo.runner.spec import Host, assign
+from hvdgloo.runner.job.command import thread_defaults, worker_environment
+from hvdgloo.runner.job.outcome import Failure, Outcome, blame, describe_loss, describe_status
+from hvdgloo.runner.job.spec import Host, assign
 
 
 class TestSlots:

@@ -12,10 +12,10 @@ import sys
 
 import pytest
 
-from hvdgloo.runner.reasons import Cause, Ending, Retry
-from hvdgloo.runner.remote import agent_argv
-from hvdgloo.runner.spec import Host, Reach
-from hvdgloo.runner.ssh import diagnose, ssh_argv
+from hvdgloo.runner.job.spec import Host, Reach
+from hvdgloo.runner.processes.bootstrap import agent_argv
+from hvdgloo.runner.transport.failures import Cause, Ending, Retry
+from hvdgloo.runner.transport.ssh import diagnose, ssh_argv
 from hvdgloo.version import __version__
 
 HOST = Host("h2", 2)

@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from hvdgloo.errors import InvalidArgumentError  # noqa: E402
-from hvdgloo.torch.adapter import TorchAdapter  # noqa: E402
+from hvdgloo.torch._adapter import TorchAdapter  # noqa: E402
 from hvdgloo.types import DType, TensorSpec  # noqa: E402
 
 adapter = TorchAdapter()

@@ -12,10 +12,10 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-from hvdgloo import context
+from hvdgloo._job import process
 from hvdgloo.errors import ConfigError, DataServiceError
 from hvdgloo.rendezvous import RendezvousServer, generate_secret
-from hvdgloo.rendezvous.auth import derive
+from hvdgloo.rendezvous._auth import derive
 from hvdgloo.tensorflow.data.compute_service import TfDataServiceConfig, compute_worker_fn
 from hvdgloo.tensorflow.functions import broadcast_object
 from hvdgloo.tensorflow.mpi_ops import barrier
@@ -34,7 +34,7 @@ def main(dispatchers: int, dispatcher_side: str, configfile: str, timeout: float
         ConfigError: (a ValueError) a value that cannot be used; the number of processes is no multiple of dispatchers.
         DataServiceError: as of ``compute_worker_fn``.
     """
-    job = context.init()
+    job = process.init()
     if dispatchers < 1 or job.size % dispatchers:
         raise ConfigError(
             f"the compute job has {job.size} processes, which cannot be divided evenly among {dispatchers} dispatchers"

@@ -47,8 +47,8 @@ from hvdgloo.keras import (
     stop_timeline,
 )
 from hvdgloo.tensorflow.keras import callbacks
-from hvdgloo.tensorflow.keras.functions import load_model
-from hvdgloo.tensorflow.keras.optimizer import DistributedOptimizer
+from hvdgloo.tensorflow.keras._functions import load_model
+from hvdgloo.tensorflow.keras._optimizer import DistributedOptimizer
 
 __all__ = [
     "Adasum",

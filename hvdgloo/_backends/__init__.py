@@ -1,0 +1,1 @@
+"""Data planes: how bytes move between ranks, by Gloo, NCCL, shared memory, or threads of one process."""

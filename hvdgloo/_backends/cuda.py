@@ -1,0 +1,233 @@
+"""How CUDA tensors travel: over NCCL if every member of a process set has a GPU of its own, else by host memory.
+
+Through host memory means: fused on the GPU, copied to page-locked memory, exchanged by whatever carries CPU tensors,
+and copied back. What happens is decided by all members alike, when they first have CUDA tensors to exchange.
+
+All of it runs on the data thread, on a CUDA stream of its own: the tensors' producers are waited for by that stream
+(``TensorAdapter.fence``), never by the thread that submitted them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import torch
+
+from hvdgloo._backends import nccl
+from hvdgloo._backends.base import Backend, Done, Plane, RendezvousStore, Work, wait_for
+from hvdgloo._backends.memory import HostMemory
+from hvdgloo._backends.process_group import tensor_of
+from hvdgloo.errors import BackendError
+from hvdgloo.types import Buffer, DType, TensorSpec
+
+logger = logging.getLogger(__name__)
+
+_REPORT_BYTES = 256
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What a rank tells the others about the GPU that it uses.
+
+    Attributes:
+        identity: the same for the same GPU only; empty without one.
+        nccl: the version code of NCCL; 0 without it.
+    """
+
+    identity: str = ""
+    nccl: int = 0
+
+    @classmethod
+    def of(cls, device: torch.device | None) -> Gpu:
+        """This process's."""
+        if device is None:
+            return cls()
+        if device.type != "cuda":  # ranks of a test
+            return cls(str(device))
+        properties = torch.cuda.get_device_properties(device)
+        uuid = getattr(properties, "uuid", None) or f"{socket.gethostname()}:{device.index}"
+        return cls(str(uuid), nccl.version())
+
+
+def obstacle(gpus: Sequence[Gpu], ranks: Sequence[int]) -> str:
+    """What keeps these ranks from using NCCL among them, as a clause; empty if nothing does."""
+    seen: dict[str, int] = {}
+    for gpu, rank in zip(gpus, ranks, strict=True):
+        if not gpu.identity:
+            return f"rank {rank} has no GPU"
+        if not gpu.nccl:
+            return f"the torch of rank {rank} comes without NCCL"
+        if gpu.nccl != gpus[0].nccl:
+            return f"rank {ranks[0]} has version {gpus[0].nccl} of NCCL and rank {rank} {gpu.nccl}"
+        if gpu.identity in seen:
+            return f"ranks {seen[gpu.identity]} and {rank} use the same GPU, which NCCL refuses"
+        seen[gpu.identity] = rank
+    return ""
+
+
+def open_planes(
+    host: Backend,
+    example: Buffer,
+    *,
+    store: RendezvousStore,
+    prefix: str,
+    ranks: Sequence[int],
+    rank: int,
+    local_rank: int,
+    operations: str,
+    timeout: float,
+) -> tuple[Plane, Plane]:
+    """The planes for a process set's CUDA tensors; see ``planes.OpenDevice``. Called by all members at once.
+
+    Args:
+        host: the set's backend for CPU tensors.
+        example: one of this rank's tensors, perhaps a stand-in of a rank that has joined.
+        store, prefix: see ``NcclBackend``.
+        ranks: the members' global ranks; this process is ``ranks[rank]``.
+        local_rank: its number on its host, which tells its GPU if ``example`` does not.
+        operations: "auto", "nccl" or "gloo", the same on all ranks.
+        timeout: seconds that the members wait for each other.
+
+    Raises:
+        BackendError: NCCL was asked for and cannot be used.
+        ConnectError: the ranks cannot be connected with each other.
+    """
+    device = _device(example, local_rank)
+    if device is not None and device.type == "cuda":
+        _use_own_stream(device)
+    staged = Plane(host, HostMemory() if device is None else PinnedMemory(device))
+    if operations == "gloo":
+        return staged, staged
+    gpus = _exchange(host, Gpu.of(device), rank, len(ranks), timeout)
+    reason = obstacle(gpus, ranks)
+    if not reason:
+        assert device is not None
+        backend = nccl.NcclBackend(store, prefix, rank, len(ranks), device, timeout)
+        return Plane(backend, DeviceMemory(device)), staged
+    if operations == "nccl":
+        raise BackendError(
+            f"HVDGLOO_GPU_OPERATIONS=nccl, but {reason}. Give each rank a GPU of its own "
+            "(torch.cuda.set_device(hvd.local_rank()) before the first tensor is put there), or leave the setting out "
+            "to send CUDA tensors through host memory"
+        )
+    if rank == 0:
+        logger.warning("CUDA tensors are sent through host memory, not over NCCL: %s", reason)
+    return staged, staged
+
+
+def _use_own_stream(device: torch.device) -> None:
+    """Give this thread a stream of its own on a GPU, if it has none yet."""
+    if torch.cuda.current_stream(device) == torch.cuda.default_stream(device):
+        torch.cuda.set_stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+
+
+def _device(example: Buffer, local_rank: int) -> torch.device | None:
+    """The GPU that this rank uses: its tensor's if it has one there."""
+    if isinstance(example.owner, torch.Tensor):
+        return example.owner.device
+    if not torch.cuda.is_available():
+        return None
+    return torch.device("cuda", local_rank % torch.cuda.device_count())
+
+
+def _exchange(host: Backend, own: Gpu, rank: int, size: int, timeout: float) -> list[Gpu]:
+    """Every member's GPU."""
+    text = json.dumps(asdict(own)).encode().ljust(_REPORT_BYTES)
+    source = Buffer.of_array(np.frombuffer(bytearray(text), np.uint8))
+    target = Buffer.of_array(np.empty(_REPORT_BYTES * size, np.uint8))
+    work = host.allgather(source, target, [_REPORT_BYTES] * size)
+    wait_for(work, timeout, "the ranks did not tell each other their GPUs")
+    reports = target.array().tobytes()
+    return [Gpu(**json.loads(reports[at : at + _REPORT_BYTES])) for at in range(0, len(reports), _REPORT_BYTES)]
+
+
+class DeviceMemory:
+    """A GPU's memory, all work on which is ordered on the current stream.
+
+    Args:
+        device: the GPU. (A CPU will do as well, which is how this is tested without one.)
+    """
+
+    in_order = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def holds(self, buffer: Buffer) -> bool:
+        owner = buffer.owner
+        return isinstance(owner, torch.Tensor) and buffer.device != "cpu" and owner.device == self._device
+
+    def empty(self, nbytes: int) -> Buffer:
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        return Buffer(memory.data_ptr(), TensorSpec(DType.UINT8, (nbytes,), "cuda"), memory)
+
+    def pack(self, target: Buffer, sources: Sequence[Buffer]) -> None:
+        views, kind = _views(sources, target.dtype)
+        torch.cat([view.to(self._device, non_blocking=True) for view in views], out=tensor_of(target, kind))
+
+    def unpack(self, source: Buffer, pieces: Iterable[tuple[Buffer, int, int]]) -> None:
+        _distribute(tensor_of(source, DType.UINT8), pieces)
+
+    def mark(self) -> Work:
+        return nccl.Passed(self._device) if self._device.type == "cuda" else Done()
+
+
+class PinnedMemory:
+    """Page-locked host memory, which a GPU reads and writes at full speed.
+
+    Args:
+        device: the GPU whose tensors are staged there.
+    """
+
+    in_order = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def holds(self, buffer: Buffer) -> bool:
+        return buffer.device == "cpu"
+
+    def empty(self, nbytes: int) -> Buffer:
+        memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        return Buffer(memory.data_ptr(), TensorSpec(DType.UINT8, (nbytes,)), memory)
+
+    def pack(self, target: Buffer, sources: Sequence[Buffer]) -> None:
+        views, kind = _views(sources, target.dtype)
+        # Fused on the GPU: many small copies to the host would cost more than all of them at once.
+        whole = views[0] if len(views) == 1 else torch.cat([view.to(self._device) for view in views])
+        tensor_of(target, kind).copy_(whole, non_blocking=True)
+        self._settle()
+
+    def unpack(self, source: Buffer, pieces: Iterable[tuple[Buffer, int, int]]) -> None:
+        _distribute(tensor_of(source, DType.UINT8).to(self._device, non_blocking=True), pieces)
+        self._settle()
+
+    def mark(self) -> Work:
+        return Done()
+
+    def _settle(self) -> None:
+        """Copies to and from the host are not ordered with what the host does."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+
+def _views(sources: Sequence[Buffer], wanted: DType) -> tuple[list[torch.Tensor], DType]:
+    """Flat tensors over the sources, of the wanted element type if all have it, else of bytes."""
+    kind = wanted if all(source.dtype is wanted for source in sources) else DType.UINT8
+    return [tensor_of(source, kind) for source in sources], kind
+
+
+def _distribute(whole: torch.Tensor, pieces: Iterable[tuple[Buffer, int, int]]) -> None:
+    """Copy bytes to where they belong; see ``Memory.unpack``."""
+    targets, parts = [], []
+    begin = 0
+    for buffer, offset, nbytes in pieces:
+        targets.append(tensor_of(buffer, DType.UINT8)[offset : offset + nbytes])
+        parts.append(whole[begin : begin + nbytes])
+        begin += nbytes
+    torch._foreach_copy_(targets, parts)  # all in one kernel

@@ -1,0 +1,171 @@
+"""Collectives in terms of what torch's process groups have in common, whichever library carries them.
+
+None of these groups becomes torch's default group, so a user's own torch.distributed is untouched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from hvdgloo._backends.base import Several, Work
+from hvdgloo.types import Buffer, DType, ReduceOp, TensorSpec
+
+TORCH_DTYPES: dict[DType, torch.dtype] = {dtype: getattr(torch, dtype.value) for dtype in DType}
+
+_OPS = {
+    ReduceOp.SUM: dist.ReduceOp.SUM,
+    ReduceOp.MIN: dist.ReduceOp.MIN,
+    ReduceOp.MAX: dist.ReduceOp.MAX,
+    ReduceOp.PRODUCT: dist.ReduceOp.PRODUCT,
+}
+# Bools are 0 and 1: their "or" is a maximum, their "and" a minimum.
+_BOOL_OPS = {
+    ReduceOp.SUM: dist.ReduceOp.MAX,
+    ReduceOp.MAX: dist.ReduceOp.MAX,
+    ReduceOp.MIN: dist.ReduceOp.MIN,
+    ReduceOp.PRODUCT: dist.ReduceOp.MIN,
+}
+
+
+def tensor_of(buffer: Buffer, dtype: DType | None = None) -> torch.Tensor:
+    """A flat tensor over the same memory.
+
+    Args:
+        dtype: another element type to see the bytes as.
+    """
+    kind = TORCH_DTYPES[dtype or buffer.dtype]
+    owner = buffer.owner
+    if isinstance(owner, torch.Tensor) and not owner.is_cpu:
+        flat = torch.empty(0, dtype=kind, device=owner.device)
+        if not buffer.nbytes:
+            return flat
+        storage = owner.untyped_storage()
+        begin = (buffer.address - storage.data_ptr()) // kind.itemsize
+        flat.set_(storage, begin, (buffer.nbytes // kind.itemsize,), (1,))
+        return flat
+    array = buffer.array()
+    if (dtype or buffer.dtype) is not buffer.dtype or buffer.dtype is DType.BFLOAT16:
+        return torch.from_numpy(array.view(np.uint8)).view(kind)
+    return torch.from_numpy(array)
+
+
+class ProcessGroupBackend:
+    """The collectives of a ``torch.distributed`` process group.
+
+    Args:
+        rank, size: within the group.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+        self._group: Any = None
+        self._options: dict[Any, Any] = {}
+
+    def _work(self, what: str, work: Any, keep: object, finish: Callable[[], object] | None = None) -> Work:
+        """An operation that the group has begun.
+
+        Args:
+            what: it is, for messages.
+            work: the group's own.
+            keep: what must live until it has ended.
+            finish: what is to be done after it.
+        """
+        raise NotImplementedError
+
+    def allreduce(self, buffer: Buffer, op: ReduceOp) -> Work:
+        what = f"allreduce of {buffer.nbytes} bytes"
+        if buffer.dtype is DType.INT16:  # neither Gloo nor NCCL has 16-bit integers
+            narrow = tensor_of(buffer)
+            wide = narrow.to(torch.int32)
+            return self._work(what, self._allreduce(wide, _OPS[op]), buffer, lambda: narrow.copy_(wide))
+        if buffer.dtype is DType.BOOL:
+            return self._work(what, self._allreduce(tensor_of(buffer, DType.UINT8), _BOOL_OPS[op]), buffer)
+        return self._work(what, self._allreduce(tensor_of(buffer), _OPS[op]), buffer)
+
+    def allgather(self, source: Buffer, target: Buffer, nbytes: Sequence[int]) -> Work:
+        largest, total = max(nbytes), sum(nbytes)
+        own, whole = tensor_of(source, DType.UINT8), tensor_of(target, DType.UINT8)
+        keep = (source, target)
+        if all(size == largest for size in nbytes):
+            return self._work("allgather", self._group._allgather_base(whole, own), keep)
+        if largest * self._size > 2 * total:
+            return self._gather_by_broadcasts(source, target, nbytes)
+        padded_own = own.new_empty(largest)
+        padded_own[: len(own)] = own
+        padded = own.new_empty(largest * self._size)
+
+        def finish() -> None:
+            blocks = [padded[rank * largest : rank * largest + size] for rank, size in enumerate(nbytes)]
+            torch.cat(blocks, out=whole)
+
+        return self._work("allgather", self._group._allgather_base(padded, padded_own), keep, finish)
+
+    def broadcast(self, buffer: Buffer, root: int) -> Work:
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        options.rootTensor = 0
+        work = self._group.broadcast([tensor_of(buffer, DType.UINT8)], options)
+        return self._work(f"broadcast of {buffer.nbytes} bytes", work, buffer)
+
+    def alltoall(
+        self,
+        source: Buffer,
+        target: Buffer,
+        sent: Sequence[int],
+        received: Sequence[int],
+        *,
+        finish: Callable[[], object] | None = None,
+    ) -> Work:
+        """See ``Backend``; ``finish`` is called once everything has come."""
+        own, whole = tensor_of(source, DType.UINT8)[: sum(sent)], tensor_of(target, DType.UINT8)
+        work = self._group.alltoall_base(whole, own, list(received), list(sent))
+        return self._work("alltoall", work, (source, target), finish)
+
+    def reducescatter(self, source: Buffer, target: Buffer, nbytes: Sequence[int], op: ReduceOp) -> Work:
+        # Gloo's own would move all of it to all ranks. In rank order, so that results do not depend on the timing.
+        own = tensor_of(source, DType.UINT8)
+        blocks = own.new_empty(nbytes[self._rank] * self._size)
+        work = self._group.alltoall_base(blocks, own, [nbytes[self._rank]] * self._size, list(nbytes))
+
+        def finish() -> None:
+            if target.nbytes:
+                out = tensor_of(target)
+                _sum(blocks.view(out.dtype).view(self._size, -1), out)
+
+        return self._work("reducescatter", work, (source, target), finish)
+
+    def _allreduce(self, tensor: torch.Tensor, op: Any) -> Any:
+        options = self._options.get(op)
+        if options is None:
+            options = self._options[op] = dist.AllreduceOptions()
+            options.reduceOp = op
+        return self._group.allreduce([tensor], options)
+
+    def _gather_by_broadcasts(self, source: Buffer, target: Buffer, nbytes: Sequence[int]) -> Work:
+        """One broadcast per rank that has anything: padding to the largest block would more than double the bytes."""
+        works: list[Work] = []
+        begin = 0
+        for root, size in enumerate(nbytes):
+            if size:
+                spec = TensorSpec(DType.UINT8, (size,), target.device)
+                block = Buffer(target.address + begin, spec, target.owner)
+                if root == self._rank:
+                    tensor_of(block).copy_(tensor_of(source, DType.UINT8))
+                works.append(self.broadcast(block, root))
+                begin += size
+        return Several(works)
+
+
+def _sum(rows: torch.Tensor, out: torch.Tensor) -> None:
+    """Add rows in order; half types are accumulated in float32 and rounded once."""
+    half = out.dtype in (torch.float16, torch.bfloat16)
+    total = rows[0].float() if half else out.copy_(rows[0])
+    for row in rows[1:]:
+        total += row
+    if half:
+        out.copy_(total)

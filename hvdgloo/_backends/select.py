@@ -1,0 +1,297 @@
+"""Which data plane a process set gets: shared memory on one host, Gloo on several, both where hosts have several ranks,
+and Gloo alone where memory cannot be shared."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from hvdgloo._backends.base import Backend, Plane, RendezvousStore, wait_for
+from hvdgloo._backends.hierarchical import HierarchicalBackend, Layout, Thresholds, layout_of
+from hvdgloo._backends.local import LocalGroup
+from hvdgloo._platform.machine import has_package
+from hvdgloo.config import GLOO_PROVIDERS, Config
+from hvdgloo.errors import ConfigError, MissingDependencyError
+from hvdgloo.topology import Topology
+from hvdgloo.types import Buffer, ReduceOp
+
+logger = logging.getLogger(__name__)
+
+_HOW = "pip install 'hvdgloo[torch]', whatever framework trains, or with Python 3.10 'hvdgloo[pygloo]' on all hosts"
+_INSTALL = {"torch": "pip install 'hvdgloo[torch]'", "pygloo": "pip install 'hvdgloo[pygloo]' (Python 3.10)"}
+
+
+def plane_settings(config: Config) -> dict[str, Any]:
+    """The settings that all ranks must have from rank 0, for ``Planes``."""
+    return {
+        "cpu_operations": config.cpu_operations,
+        "gpu_operations": config.gpu_operations,
+        "gloo_provider": gloo_provider(config.gloo_provider),
+        "hierarchical_thresholds": (config.hierarchical_threshold, config.hierarchical_distribution_threshold),
+        "shm_segment": config.shm_segment,
+        "shm_direct": reads_in_place(config.shm_direct),
+    }
+
+
+class Planes:
+    """Opens the data planes of one rank's process sets.
+
+    Args:
+        config: of this rank.
+        decided: rank 0's ``plane_settings``.
+        topology, rank: of the world that the sets are part of.
+        store: of the rendezvous, for meeting the others.
+        prefix: of this world's keys in it, never used before.
+        address: this host's IP address that other hosts reach.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        decided: Mapping[str, Any],
+        topology: Topology,
+        rank: int,
+        store: RendezvousStore,
+        prefix: str,
+        address: str,
+    ) -> None:
+        self._config, self._decided = config, decided
+        self._topology, self._rank = topology, rank
+        self._store, self._prefix, self._address = store, prefix, address
+
+    def open(self, number: int, members: Sequence[int], cancelled: Callable[[], bool] | None = None) -> Backend:
+        """Connect this rank with a set's other members, which do the same.
+
+        Args:
+            number: of the set, never used before, the same on all ranks.
+            members: ranks in ascending order.
+            cancelled: asked now and then whether to give up.
+
+        Raises:
+            ConfigError: shared memory was demanded, and cannot be had.
+            ConnectError, RendezvousError: the members could not be connected.
+            MissingDependencyError: Gloo is needed, and the package that carries it is not installed.
+            BackendError: it was cancelled.
+        """
+        prefix, place = f"{self._prefix}{number}/", members.index(self._rank)
+        wanted = self._decided["cpu_operations"]
+        reason = ""
+        if wanted != "gloo":
+            if len(members) == 1:
+                return LocalGroup(1).backend(0)
+            backend, reason = self._shared_memory(prefix, members, place, cancelled)
+            if backend is not None:
+                return backend
+            if wanted == "shm":
+                raise ConfigError(f"HVDGLOO_CPU_OPERATIONS=shm asks for shared memory, but {reason}")
+        self._require_gloo(members, reason)
+        flat = self._gloo(prefix, place, len(members), cancelled)
+        layout = layout_of([self._topology.workers[member].host for member in members], place)
+        if wanted == "gloo" or layout is None or not self._decided["hierarchical_thresholds"][0]:
+            return flat
+        try:
+            return self._hierarchy(prefix, members, layout, flat, cancelled)
+        except BaseException:
+            flat.close()
+            raise
+
+    def open_device(self, number: int, members: Sequence[int], host: Backend, example: Buffer) -> Sequence[Plane]:
+        """The data planes of a set's CUDA tensors, which need torch; see ``cuda.open_planes``.
+
+        Args:
+            number, members: as in ``open``.
+            host: what that has returned.
+            example: one of this rank's tensors.
+        """
+        from hvdgloo._backends import cuda
+
+        return cuda.open_planes(
+            host,
+            example,
+            store=self._store,
+            prefix=f"{self._prefix}{number}/nccl/",
+            ranks=members,
+            rank=members.index(self._rank),
+            local_rank=self._topology.workers[self._rank].local_rank,
+            operations=self._decided["gpu_operations"],
+            timeout=self._config.connect_timeout,
+        )
+
+    def _require_gloo(self, members: Sequence[int], reason: str) -> None:
+        """Refuse to go on without the package that carries Gloo.
+
+        Args:
+            reason: why the members cannot share memory, if they were to.
+        """
+        provider, without = self._decided["gloo_provider"], ""
+        if provider and has_package(provider):
+            return
+        if not share_a_host(self._topology, members):
+            need = "ranks on several hosts need Gloo"
+        elif reason:
+            need = f"ranks that cannot share memory need Gloo ({reason})"
+        else:
+            need = "HVDGLOO_CPU_OPERATIONS=gloo (--cpu-operations gloo) asks for Gloo"
+            without = "leave --cpu-operations away to share memory, or "
+        if not provider:
+            raise MissingDependencyError(
+                f"{need}, and where rank 0 runs neither torch nor pygloo is installed; {without}{_HOW}"
+            )
+        raise MissingDependencyError(
+            f"{need}, and {self._topology.describe(self._rank)} does not have {provider}, through which rank 0 has "
+            f"decided to use it (--gloo-provider); {without}{how_to_have(provider, self._config.gloo_provider)}"
+        )
+
+    def _gloo(self, prefix: str, place: int, size: int, cancelled: Callable[[], bool] | None) -> Backend:
+        provider, timeout = self._decided["gloo_provider"], self._config.connect_timeout
+        return gloo_backend(provider, self._store, prefix, place, size, self._address, timeout, cancelled)
+
+    def _hierarchy(
+        self,
+        prefix: str,
+        members: Sequence[int],
+        layout: Layout,
+        flat: Backend,
+        cancelled: Callable[[], bool] | None,
+    ) -> Backend:
+        """The plane of a set with several ranks on some of its hosts; ``flat`` if memory cannot be shared on all."""
+        begin = sum(layout.sizes[: layout.host])
+        here = members[begin : begin + layout.sizes[layout.host]]
+        local: Backend | None = None
+        reason, cross = "", None
+        if len(here) > 1:
+            local, reason = self._shared_memory(f"{prefix}host{layout.host}/", here, layout.place, cancelled)
+        try:
+            possible = np.array([local is not None or len(here) == 1], np.int32)
+            agreed = flat.allreduce(Buffer.of_array(possible), ReduceOp.MIN)
+            wait_for(agreed, self._config.connect_timeout, "the ranks did not agree on their data plane")
+            if not possible[0]:
+                if layout.rank == 0:
+                    logger.warning("ranks of one host do not share memory everywhere: %s", reason or "see their output")
+                if local is not None:
+                    local.close()
+                return flat
+            if layout.place < layout.owners:
+                across = f"{prefix}across{layout.place}/"
+                cross = self._gloo(across, layout.host, len(layout.sizes), cancelled)
+            thresholds = Thresholds(*self._decided["hierarchical_thresholds"])
+            return HierarchicalBackend(layout, local, cross, flat, thresholds)
+        except BaseException:
+            if local is not None:
+                local.close()
+            raise
+
+    def _shared_memory(
+        self, prefix: str, members: Sequence[int], place: int, cancelled: Callable[[], bool] | None
+    ) -> tuple[Backend | None, str]:
+        """The plane, or why there is none."""
+        if not share_a_host(self._topology, members):
+            return None, "the ranks are on several hosts"
+        assert self._config.secret is not None
+
+        from hvdgloo._backends.shm.backend import DIRECT_FROM, ShmBackend, Unsupported
+
+        try:
+            backend = ShmBackend(
+                self._store,
+                prefix,
+                place,
+                len(members),
+                self._config.secret,
+                lambda member: self._topology.describe(members[member]),
+                connect_timeout=self._config.connect_timeout,
+                limit=int(self._decided["shm_segment"]),
+                direct_from=DIRECT_FROM if self._decided["shm_direct"] else None,
+                cancelled=cancelled,
+            )
+        except Unsupported as error:
+            if place == 0 and self._decided["cpu_operations"] == "auto":
+                logger.warning("no shared memory between ranks %s, but Gloo: %s", _ranges(members), error)
+            return None, str(error)
+        if place == 0:
+            how = "large tensors are read in place" if backend.is_direct else "tensors pass through a segment"
+            logger.info("shared memory between ranks %s; %s", _ranges(members), how)
+        return backend, ""
+
+
+def reads_in_place(setting: str) -> bool:
+    """Whether to read other ranks' tensors where they lie: it pays only where memory comes in large pages by itself."""
+    if setting != "auto":
+        return setting == "1"
+    try:
+        with open("/sys/kernel/mm/transparent_hugepage/enabled", encoding="ascii") as file:
+            return "[always]" in file.read()
+    except OSError:
+        return False
+
+
+def share_a_host(topology: Topology, members: Sequence[int]) -> bool:
+    """True if all members say that they can share memory; a host may have been listed under several names."""
+    identities = {topology.hosts[topology.workers[member].host].identity for member in members}
+    return len(identities) == 1 and "" not in identities
+
+
+def gloo_provider(setting: str) -> str:
+    """The package that Gloo is taken from; empty if none is installed."""
+    if setting != "auto":
+        return setting
+    return next((package for package in GLOO_PROVIDERS if has_package(package)), "")
+
+
+def how_to_have(provider: str, setting: str) -> str:
+    """What to do on a rank where the package that is to carry Gloo is missing; the other one may be there.
+
+    Args:
+        setting: this rank's own.
+    """
+    other = gloo_provider("auto")
+    if not other:
+        return _INSTALL[provider]
+    if setting == provider:
+        return f"leave --gloo-provider (HVDGLOO_GLOO_PROVIDER) away, as {other} is installed, or {_INSTALL[provider]}"
+    return f"run with --gloo-provider {other}, if all hosts have it as this one has, or {_INSTALL[provider]}"
+
+
+def idle_provider(setting: str) -> str:
+    """What to say on a rank that has all its planes, and not the package that the user chose for Gloo; else empty."""
+    if setting == "auto" or has_package(setting):
+        return ""
+    return (
+        f"HVDGLOO_GLOO_PROVIDER={setting} (--gloo-provider) has no effect here: the ranks of one host share memory and "
+        f"need no Gloo. {setting} is not installed; on several hosts this would be an error"
+    )
+
+
+def gloo_backend(
+    provider: str,
+    store: RendezvousStore,
+    prefix: str,
+    rank: int,
+    size: int,
+    address: str,
+    connect_timeout: float,
+    cancelled: Callable[[], bool] | None = None,
+) -> Backend:
+    """The data plane between hosts; see ``GlooBackend``.
+
+    Args:
+        provider: the package that carries Gloo, which is installed: "torch" or "pygloo".
+    """
+    if provider == "pygloo":
+        from hvdgloo._backends.pygloo import PyglooBackend
+
+        return PyglooBackend(store, prefix, rank, size, address, connect_timeout, cancelled)
+
+    from hvdgloo._backends.gloo import GlooBackend
+
+    return GlooBackend(store, prefix, rank, size, address, connect_timeout, cancelled)
+
+
+def _ranges(members: Sequence[int]) -> str:
+    """Ascending ranks for messages: the whole range if nothing is left out."""
+    if list(members) == list(range(members[0], members[-1] + 1)) and len(members) > 1:
+        return f"{members[0]} to {members[-1]}"
+    return ", ".join(map(str, members))

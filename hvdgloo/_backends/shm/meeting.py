@@ -1,0 +1,385 @@
+"""How the ranks of a set come to share memory, and agree on how to use it.
+
+Rank 0 of the set makes the memory and waits at an abstract Unix socket (unix(7)), which belongs to a network namespace
+and leaves nothing behind; the others learn its random name from the rendezvous. Both sides prove that they know the
+job's secret before anything is handed over. Then, step by step, all members say whether they can, and rank 0 says what
+holds for all::
+
+    rank 0 -> store    the socket's name, or why there is none
+    member -> rank 0   handshake (``engine.connect``), then settings back
+    rank 0 -> member   descriptors (SCM_RIGHTS): the memory, and pipes where numbers travel through them
+    member -> rank 0   "it is mapped"                         rank 0 -> member   go on
+    member -> rank 0   "who must may read my memory"          rank 0 -> member   go on
+    member -> rank 0   "I have read everybody's memory"       rank 0 -> member   direct, or segment
+
+Whatever one member cannot do, none does: it is ``Unsupported`` on all of them, with the same reason.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hvdgloo._backends.base import RendezvousStore
+from hvdgloo._backends.shm import segment as layout
+from hvdgloo._backends.shm import system
+from hvdgloo._backends.shm.segment import Segment
+from hvdgloo._backends.shm.signals import FutexSignals, PipeSignals, Signals
+from hvdgloo._backends.shm.system import Unsupported
+from hvdgloo._net.handshake import Handshake, receive_exactly
+from hvdgloo.errors import AuthenticationError, BackendError, ConnectError, RendezvousTimeoutError
+
+_TURN = 0.25
+"""Seconds after which a wait looks whether it was cancelled."""
+
+_MESSAGE_SECONDS = 5.0
+"""How long a message may take that has begun."""
+
+_MOST_DESCRIPTORS = 250
+"""That one message carries (SCM_MAX_FD is 253)."""
+
+
+class Met:
+    """What a meeting ends with.
+
+    Attributes:
+        segment, signals: shared with all members.
+        pids: of all ranks of the set, if their memory can be read; else None.
+        direct_from: bytes of a payload that is read in place.
+    """
+
+    def __init__(self, segment: Segment, signals: Signals, pids: list[int] | None, direct_from: int = 0) -> None:
+        self.segment, self.signals, self.pids = segment, signals, pids
+        self.direct_from = direct_from
+
+
+class Meeting:
+    """One rank's part in it.
+
+    Args:
+        store, prefix: where the socket's name is put; the prefix is this set's, and was never used before.
+        rank, size: within the set.
+        handshake: of connections with this purpose.
+        describe: names a rank of the set.
+        timeout: seconds that the others have to come.
+        limit: bytes of data per rank that the segment has at most; rank 0's word counts.
+        arena: bytes per rank for tensors that live in the segment; rank 0's word counts.
+        direct_from: bytes of a payload that is read in place, None for none; rank 0's word counts, as for ``pipes``.
+        pipes: True if numbers travel through pipes.
+        cancelled: asked now and then whether to give up.
+    """
+
+    def __init__(
+        self,
+        store: RendezvousStore,
+        prefix: str,
+        rank: int,
+        size: int,
+        handshake: Handshake,
+        describe: Callable[[int], str],
+        *,
+        timeout: float,
+        limit: int,
+        arena: int,
+        direct_from: int | None,
+        pipes: bool,
+        cancelled: Callable[[], bool],
+    ) -> None:
+        self._store, self._key = store, f"{prefix}shm"
+        self._rank, self._size = rank, size
+        self._handshake, self._describe = handshake, describe
+        self._timeout, self._cancelled = timeout, cancelled
+        self._settings: dict[str, Any] = {
+            "limit": limit,
+            "arena": arena,
+            "direct_from": direct_from,
+            "pipes": pipes,
+        }
+        self._socks: dict[int, socket.socket] = {}
+        self._opened: list[int] = []
+        self._segment: Segment | None = None
+        self._signals: FutexSignals | PipeSignals | None = None
+
+    def meet(self) -> Met:
+        """Take part.
+
+        Raises:
+            Unsupported: some member cannot share memory; raised on all of them.
+            ConnectError: some member did not come, or went away.
+            BackendError: it was cancelled.
+        """
+        try:
+            return self._meet()
+        except BaseException:
+            self._undo()
+            raise
+        finally:
+            for sock in self._socks.values():
+                sock.close()
+
+    def _meet(self) -> Met:
+        descriptors = self._lead() if self._rank == 0 else self._join()
+        pipes = bool(self._settings["pipes"])
+        problem = self._attempt(lambda: self._map(descriptors, pipes))
+        self._agree(problem)
+        segment, signals = self._segment, self._signals
+        assert segment is not None
+        assert signals is not None
+        pids = [segment.word(rank, layout.PID) for rank in range(self._size)]
+        direct_from = self._settings["direct_from"]
+        if direct_from is None:
+            return Met(segment, signals, None)
+        self._attempt(lambda: _permit(pids))
+        self._agree(None)
+        problem = self._attempt(lambda: self._read_everybody(segment, pids))
+        try:
+            self._agree(problem)
+        except Unsupported:
+            return Met(segment, signals, None)
+        return Met(segment, signals, pids, direct_from)
+
+    def _lead(self) -> list[int]:
+        """Rank 0: make everything, and hand it to all."""
+        try:
+            segment_descriptors = self._create()
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        except (OSError, Unsupported, AttributeError) as error:
+            reason = f"{self._describe(0)}: {_text(error)}"
+            self._store.set(self._key, json.dumps({"reason": reason}).encode())
+            raise Unsupported(reason) from error
+        with listener:
+            name = f"hvdgloo-{secrets.token_hex(16)}"
+            listener.bind(f"\0{name}")
+            listener.listen(self._size)
+            self._store.set(self._key, json.dumps({"name": name}).encode())
+            self._socks = self._handshake.accept_all(
+                listener, self._size, self._settings, self._timeout, self._describe, self._cancelled
+            )
+        memory, inboxes, outboxes = segment_descriptors
+        for rank, sock in self._socks.items():
+            sock.setblocking(True)
+            _send_descriptors(sock, [memory, *inboxes[rank : rank + 1], *outboxes])
+        for index, inbox in enumerate(inboxes):
+            if index:
+                self._close(inbox)
+        return [memory, *inboxes[:1], *outboxes]
+
+    def _create(self) -> tuple[int, list[int], list[int]]:
+        """The descriptors of the memory, and of the pipes' ends to read from and to write into."""
+        limit, arena = int(self._settings["limit"]), int(self._settings["arena"])
+        memory = Segment.create_memory(self._size, limit, arena)
+        self._opened.append(memory)
+        inboxes, outboxes = [], []
+        if self._settings["pipes"]:
+            for _ in range(self._size):
+                inbox, outbox = os.pipe()
+                self._opened += [inbox, outbox]
+                inboxes.append(inbox)
+                outboxes.append(outbox)
+        return memory, inboxes, outboxes
+
+    def _join(self) -> list[int]:
+        """Another rank: get everything from rank 0."""
+        told = json.loads(self._read_store())
+        if "reason" in told:
+            raise Unsupported(told["reason"])
+        deadline = time.monotonic() + self._timeout
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socks[0] = sock
+        try:
+            sock.settimeout(self._timeout)
+            sock.connect(f"\0{told['name']}")
+            self._settings.update(self._handshake.introduce(sock, self._rank, deadline))
+        except (OSError, EOFError, ValueError, AuthenticationError) as error:
+            raise self._lost(0, _text(error)) from error
+        count = 1 + (1 + self._size if self._settings["pipes"] else 0)
+        self._wait(sock, 0)
+        descriptors = _receive_descriptors(sock, count)
+        self._opened += descriptors
+        return descriptors
+
+    def _map(self, descriptors: Sequence[int], pipes: bool) -> None:
+        expected = 2 + self._size if pipes else 1
+        if len(descriptors) != expected:
+            raise Unsupported("too few descriptors arrived (the limit on open files is too low: ulimit -n)")
+        limit, arena = int(self._settings["limit"]), int(self._settings["arena"])
+        self._segment = Segment(descriptors[0], self._rank, self._size, limit, arena)
+        self._opened.remove(descriptors[0])
+        if pipes:
+            self._signals = PipeSignals(self._rank, self._size, descriptors[1], descriptors[2:])
+            self._opened = [descriptor for descriptor in self._opened if descriptor not in descriptors]
+        else:
+            self._signals = FutexSignals(self._segment)
+            system.futex_wake(self._segment.word_address(self._rank, layout.PROGRESS))  # is it permitted?
+        # What the others look for in this process's memory.
+        self._nonce = ctypes.create_string_buffer(os.urandom(layout.NONCE_BYTES), layout.NONCE_BYTES)
+        self._segment.nonce(self._rank)[:] = self._nonce.raw
+        self._segment.set_word(layout.ADDRESS, ctypes.addressof(self._nonce))
+        self._segment.set_word(layout.PID, os.getpid())
+
+    def _read_everybody(self, segment: Segment, pids: Sequence[int]) -> None:
+        found = ctypes.create_string_buffer(layout.NONCE_BYTES)
+        here = [(ctypes.addressof(found), layout.NONCE_BYTES)]
+        for rank, pid in enumerate(pids):
+            there = [(segment.word(rank, layout.ADDRESS), layout.NONCE_BYTES)]
+            if system.read_memory(pid, here, there) != layout.NONCE_BYTES or found.raw != bytes(segment.nonce(rank)):
+                # Containers that share a network may number processes each for itself.
+                raise Unsupported(f"process {pid} is not rank {rank}")
+
+    def _attempt(self, action: Callable[[], None]) -> str | None:
+        """Do something; why it could not be done."""
+        try:
+            action()
+        except (OSError, Unsupported) as error:
+            return f"{self._describe(self._rank)}: {_text(error)}"
+        return None
+
+    def _agree(self, problem: str | None) -> None:
+        """Wait until all members have come as far.
+
+        Raises:
+            Unsupported: some member has a problem; the same text on all of them.
+        """
+        if self._rank:
+            self._say(0, problem)
+            problem = self._hear(0)
+        else:
+            heard = [self._hear(rank) for rank in sorted(self._socks)]
+            problem = next((text for text in (problem, *heard) if text is not None), None)
+            for rank in self._socks:
+                self._say(rank, problem)
+        if problem is not None:
+            raise Unsupported(problem)
+
+    def _say(self, rank: int, problem: str | None) -> None:
+        body = json.dumps(problem).encode()
+        try:
+            self._socks[rank].settimeout(_MESSAGE_SECONDS)
+            self._socks[rank].sendall(struct.pack("!I", len(body)) + body)
+        except OSError as error:
+            raise self._lost(rank, _text(error)) from error
+
+    def _hear(self, rank: int) -> str | None:
+        sock = self._socks[rank]
+        self._wait(sock, rank)
+        deadline = time.monotonic() + _MESSAGE_SECONDS
+        try:
+            (length,) = struct.unpack("!I", receive_exactly(sock, 4, deadline))
+            told = json.loads(receive_exactly(sock, length, deadline))
+        except (OSError, EOFError, ValueError) as error:
+            raise self._lost(rank, _text(error)) from error
+        return None if told is None else str(told)
+
+    def _wait(self, sock: socket.socket, rank: int) -> None:
+        """Wait until a peer says something."""
+        poll = select.poll()
+        poll.register(sock, select.POLLIN)
+        deadline = time.monotonic() + self._timeout
+        while not poll.poll(_TURN * 1000):
+            if self._cancelled():
+                raise BackendError("the job ended while its ranks were being connected")
+            if time.monotonic() >= deadline:
+                raise self._lost(rank, f"it said nothing for {self._timeout:g} s")
+
+    def _read_store(self) -> bytes:
+        deadline = time.monotonic() + self._timeout
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                return self._store.get_many([self._key], timeout=max(0.0, min(2 * _TURN, left)))[0]
+            except RendezvousTimeoutError:
+                if left <= 2 * _TURN:
+                    raise
+            if self._cancelled():
+                raise BackendError("the job ended while its ranks were being connected")
+
+    def _lost(self, rank: int, why: str) -> ConnectError:
+        return ConnectError(
+            f"{self._describe(self._rank)} lost {self._describe(rank)} while they were about to share memory: {why}. "
+            "HVDGLOO_CPU_OPERATIONS=gloo does without shared memory",
+            rank=rank,
+        )
+
+    def _close(self, descriptor: int) -> None:
+        os.close(descriptor)
+        self._opened.remove(descriptor)
+
+    def _undo(self) -> None:
+        if self._signals is not None:
+            self._signals.close()
+        if self._segment is not None:
+            self._segment.close()
+        for descriptor in self._opened:
+            os.close(descriptor)
+        self._opened.clear()
+
+
+def _send_descriptors(sock: socket.socket, descriptors: Sequence[int]) -> None:
+    for at in range(0, len(descriptors), _MOST_DESCRIPTORS):
+        socket.send_fds(sock, [b"f"], descriptors[at : at + _MOST_DESCRIPTORS])
+
+
+def _receive_descriptors(sock: socket.socket, count: int) -> list[int]:
+    """Up to ``count`` descriptors, none inheritable; fewer if this process may not have so many."""
+    found: list[int] = []
+    for at in range(0, count, _MOST_DESCRIPTORS):
+        sock.settimeout(_MESSAGE_SECONDS)
+        data, descriptors, _, _ = socket.recv_fds(
+            sock, 1, min(_MOST_DESCRIPTORS, count - at), getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+        )
+        found += descriptors
+        if not data:
+            break
+    for descriptor in found:
+        os.set_inheritable(descriptor, False)
+    return found
+
+
+def _permit(pids: Sequence[int]) -> None:
+    """Where Yama lets a process be read by its ancestors only, permit it to all descendants of the ranks' common one.
+
+    In a job of a launcher that is the launcher's agent. There is no process to name if the ranks have nothing but the
+    system's first process in common; then the segment does.
+    """
+    try:
+        with open("/proc/sys/kernel/yama/ptrace_scope", encoding="ascii") as file:
+            if int(file.read()) != 1:
+                return
+    except (OSError, ValueError):
+        return
+    ancestor = common_ancestor(list(pids), _parent)
+    if ancestor > 1:
+        system.permit_reading_by_descendants_of(ancestor)
+
+
+def common_ancestor(pids: Sequence[int], parent: Callable[[int], int]) -> int:
+    """The nearest process that all descend from, or that is one of them; 0 if there is none."""
+    lines: list[list[int]] = []
+    for pid in pids:
+        line = [pid]
+        while line[-1] > 0:
+            line.append(parent(line[-1]))
+        lines.append(line)
+    return next((pid for pid in lines[0] if all(pid in line for line in lines)), 0)
+
+
+def _parent(pid: int) -> int:
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return int(file.read().rpartition(")")[2].split()[1])  # the name, in brackets, may hold anything
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def _text(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error) or type(error).__name__

@@ -1,0 +1,313 @@
+"""Collectives through the shared segment, in rounds: a payload of any size passes through room of a fixed size.
+
+A rank's room is SLOTS slots; round n uses slot n modulo SLOTS. In each round a rank copies in what others need, tells
+them, and takes out what it needs of theirs; it copies the next round in before it waits for this one's peers, so that
+nobody waits while there is something to do. A slot is written again when every rank has released the round before.
+
+Each collective is a generator that yields what it waits for, or None where it may be interrupted. All ranks count the
+same steps for it, whatever their part in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+
+import numpy as np
+import numpy.typing as npt
+
+from hvdgloo._backends.shm.fold import Array, Folder, Reduction, scale
+from hvdgloo._backends.shm.segment import Segment, array_at
+from hvdgloo._backends.shm.signals import PROGRESS, RELEASED, Signals
+from hvdgloo._backends.shm.tensors import Tensors, cut
+from hvdgloo.types import Buffer
+
+Wait = tuple[int, int, int]
+"""Which number of which rank must have reached which value."""
+
+Steps = Iterator[Wait | None]
+
+SLOTS = 3
+_GRAIN = 64
+
+AT_ONCE_BYTES = 1 << 14
+"""An allreduce of at most this size is computed by every rank for itself: one wait instead of two."""
+
+
+class Course:
+    """How far the ranks have come, in numbers that are the same on all of them between two operations.
+
+    Attributes:
+        steps: that every rank has made.
+        rounds: that every rank has taken part in.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.rounds = 0
+
+
+class Rounds:
+    """One rank's part in collectives through the segment."""
+
+    def __init__(self, segment: Segment, signals: Signals, folder: Folder, course: Course) -> None:
+        self._rank, self._size = segment.rank, segment.size
+        self._segment, self._signals, self._folder, self._course = segment, signals, folder, course
+        # Beginning with the next rank: all of them reading from the same one would be slower.
+        self._peers = [(self._rank + n) % self._size for n in range(1, self._size)]
+        self._capacity = segment.smallest
+        self._may_grow = True
+
+    @property
+    def capacity(self) -> int:
+        """Bytes per rank that are in use."""
+        return self._capacity
+
+    def allreduce(self, source: Tensors, target: Tensors, reduction: Reduction) -> Steps:
+        """Combine all ranks' ``source`` into everybody's ``target``, which may be the same."""
+        yield from self._grow(source.nbytes)
+        slot, course = self._slot_bytes(), self._course
+        if source.nbytes <= min(slot, AT_ONCE_BYTES):
+            yield from self._allreduce_at_once(source, target, reduction)
+            return
+        base, first = course.steps, course.rounds
+        count = -(-source.nbytes // slot)
+        # The steps of a round: copied in (2k, the first one 1), combined (2k + 3).
+        yield from self._free(first)
+        self._copy_slices(source, 0, slot, first, reduction)
+        self._signals.post(PROGRESS, base + 1)
+        for k in range(count):
+            if k + 1 < count:
+                yield from self._free(first + k + 1)
+                self._copy_slices(source, k + 1, slot, first + k + 1, reduction)
+                self._signals.post(PROGRESS, base + 2 * k + 2)
+            yield from self._all(PROGRESS, base + max(1, 2 * k))
+            self._combine_slice(source, target, k, slot, first + k, reduction)
+            self._signals.post(PROGRESS, base + 2 * k + 3)
+            yield from self._take_slices(target, k, slot, first + k, base + 2 * k + 3)
+            self._signals.post(RELEASED, first + k + 1)
+            yield None
+        course.steps, course.rounds = base + 2 * count + 1, first + count
+
+    def _allreduce_at_once(self, source: Tensors, target: Tensors, reduction: Reduction) -> Steps:
+        course = self._course
+        yield from self._free(course.rounds)
+        nbytes, at = source.nbytes, self._slot(course.rounds)
+        mine = self._segment.data(self._rank, at, nbytes)
+        source.copy_to(mine, 0, nbytes)
+        if reduction.prescale != 1.0:
+            scale(mine.view(reduction.dtype.numpy_dtype), reduction.dtype, reduction.prescale)
+        course.steps += 1
+        self._signals.post(PROGRESS, course.steps)
+        yield from self._all(PROGRESS, course.steps)
+        own, out = source.arrays(0, nbytes), target.arrays(0, nbytes)
+        self._folder.fold(lambda rank: self._segment.data(rank, at, nbytes), own, out, reduction)
+        course.rounds += 1
+        self._signals.post(RELEASED, course.rounds)
+
+    def _copy_slices(self, source: Tensors, k: int, slot: int, number: int, reduction: Reduction) -> None:
+        """Copy in what the others reduce of round ``k``: all but this rank's own slice."""
+        begin, end = k * slot, min((k + 1) * slot, source.nbytes)
+        edges, at = cut(end - begin, self._size), self._slot(number)
+        for low, high in ((0, edges[self._rank]), (edges[self._rank + 1], end - begin)):
+            if low < high:
+                room = self._segment.data(self._rank, at + low, high - low)
+                source.copy_to(room, begin + low, begin + high)
+                if reduction.prescale != 1.0:
+                    scale(room.view(reduction.dtype.numpy_dtype), reduction.dtype, reduction.prescale)
+
+    def _combine_slice(
+        self, source: Tensors, target: Tensors, k: int, slot: int, number: int, reduction: Reduction
+    ) -> None:
+        """Reduce this rank's slice, and put the result where the slice was not copied in."""
+        begin, end = k * slot, min((k + 1) * slot, source.nbytes)
+        edges = cut(end - begin, self._size)
+        low, high = edges[self._rank], edges[self._rank + 1]
+        if low == high:
+            return
+        at = self._slot(number) + low
+
+        def fetch(rank: int) -> Array:
+            return self._segment.data(rank, at, high - low)
+
+        own, out = source.arrays(begin + low, begin + high), target.arrays(begin + low, begin + high)
+        self._folder.fold(fetch, own, out, reduction)
+        target.copy_to(self._segment.data(self._rank, at, high - low), begin + low, begin + high)
+
+    def _take_slices(self, target: Tensors, k: int, slot: int, number: int, combined: int) -> Steps:
+        begin, end = k * slot, min((k + 1) * slot, target.nbytes)
+        edges, at = cut(end - begin, self._size), self._slot(number)
+        for peer in self._peers:
+            yield from self._peer(PROGRESS, peer, combined)
+            low, high = edges[peer], edges[peer + 1]
+            if low < high:
+                target.copy_from(self._segment.data(peer, at + low, high - low), begin + low, begin + high)
+
+    def reducescatter(self, source: Buffer, target: Buffer, nbytes: Sequence[int], reduction: Reduction) -> Steps:
+        """Combine all ranks' ``source``; each gets its block of the result."""
+        yield from self._grow(sum(nbytes))
+        piece = self._slot_bytes() // self._size // _GRAIN * _GRAIN
+        begins = list(accumulate(nbytes, initial=0))
+        whole, result = Tensors([source]), Tensors([target])
+
+        def copy_in(k: int, at: int) -> None:
+            for peer in self._peers:
+                low, high = _piece(k, piece, nbytes[peer])
+                if low < high:
+                    room = self._segment.data(self._rank, at + peer * piece, high - low)
+                    whole.copy_to(room, begins[peer] + low, begins[peer] + high)
+
+        def take(k: int, at: int) -> Steps:
+            low, high = _piece(k, piece, nbytes[self._rank])
+            yield from self._all(PROGRESS, base + k + 1)
+            if low < high:
+                own = whole.arrays(begins[self._rank] + low, begins[self._rank] + high)
+                out = result.arrays(low, high)
+                place = at + self._rank * piece
+                self._folder.fold(lambda rank: self._segment.data(rank, place, high - low), own, out, reduction)
+
+        base = self._course.steps
+        yield from self._rounds(-(-max(nbytes) // piece), copy_in, take)
+
+    def allgather(self, source: Buffer, target: Buffer, nbytes: Sequence[int]) -> Steps:
+        """Put all ranks' ``source`` one after another into everybody's ``target``."""
+        yield from self._grow(max(nbytes))
+        piece = self._slot_bytes()
+        begins = list(accumulate(nbytes, initial=0))
+        own, whole = _bytes(source), _bytes(target)
+        in_place = source.address == target.address + begins[self._rank]
+
+        def copy_in(k: int, at: int) -> None:
+            low, high = _piece(k, piece, nbytes[self._rank])
+            if low < high:
+                np.copyto(self._segment.data(self._rank, at, high - low), own[low:high])
+
+        def take(k: int, at: int) -> Steps:
+            low, high = _piece(k, piece, nbytes[self._rank])
+            begin = begins[self._rank]
+            if not in_place:
+                np.copyto(whole[begin + low : begin + high], own[low:high])
+            for peer in self._peers:
+                yield from self._peer(PROGRESS, peer, base + k + 1)
+                low, high = _piece(k, piece, nbytes[peer])
+                begin = begins[peer]
+                np.copyto(whole[begin + low : begin + high], self._segment.data(peer, at, high - low))
+
+        base = self._course.steps
+        yield from self._rounds(-(-max(nbytes) // piece), copy_in, take)
+
+    def broadcast(self, buffer: Buffer, root: int) -> Steps:
+        """Fill everybody's buffer from that of ``root``."""
+        yield from self._grow(buffer.nbytes)
+        piece = self._slot_bytes()
+        whole = _bytes(buffer)
+
+        def copy_in(k: int, at: int) -> None:
+            if self._rank == root:
+                low, high = _piece(k, piece, whole.size)
+                np.copyto(self._segment.data(root, at, high - low), whole[low:high])
+
+        def take(k: int, at: int) -> Steps:
+            if self._rank != root:
+                yield from self._peer(PROGRESS, root, base + k + 1)
+                low, high = _piece(k, piece, whole.size)
+                np.copyto(whole[low:high], self._segment.data(root, at, high - low))
+
+        base = self._course.steps
+        yield from self._rounds(-(-whole.size // piece), copy_in, take)
+
+    def alltoall(self, source: Buffer, target: Buffer, sent: Sequence[int], received: Sequence[int]) -> Steps:
+        """Send every rank a block. Each knows only its own sizes, so the largest is agreed upon first."""
+        largest = 0
+
+        def show_size(k: int, at: int) -> None:
+            self._segment.data(self._rank, at, 8).view(np.uint64)[0] = max(sent)
+
+        def see_sizes(k: int, at: int) -> Steps:
+            nonlocal largest
+            yield from self._all(PROGRESS, base + k + 1)
+            largest = max(int(self._segment.data(rank, at, 8).view(np.uint64)[0]) for rank in range(self._size))
+
+        base = self._course.steps
+        yield from self._rounds(1, show_size, see_sizes)
+        yield from self._grow(largest * self._size)
+        piece = self._slot_bytes() // self._size // _GRAIN * _GRAIN
+        starts, begins = list(accumulate(sent, initial=0)), list(accumulate(received, initial=0))
+        own, whole = _bytes(source), _bytes(target)
+
+        def copy_in(k: int, at: int) -> None:
+            for peer in self._peers:
+                low, high = _piece(k, piece, sent[peer])
+                room = self._segment.data(self._rank, at + peer * piece, high - low)
+                np.copyto(room, own[starts[peer] + low : starts[peer] + high])
+
+        def take(k: int, at: int) -> Steps:
+            low, high = _piece(k, piece, sent[self._rank])
+            start, begin = starts[self._rank], begins[self._rank]
+            np.copyto(whole[begin + low : begin + high], own[start + low : start + high])
+            for peer in self._peers:
+                yield from self._peer(PROGRESS, peer, base + k + 1)
+                low, high = _piece(k, piece, received[peer])
+                theirs = self._segment.data(peer, at + self._rank * piece, high - low)
+                np.copyto(whole[begins[peer] + low : begins[peer] + high], theirs)
+
+        base = self._course.steps
+        yield from self._rounds(-(-largest // piece), copy_in, take)
+
+    def _rounds(self, count: int, copy_in: Callable[[int, int], None], take: Callable[[int, int], Steps]) -> Steps:
+        """Rounds of one step each. ``copy_in`` and ``take`` get the round's number and the slot's offset."""
+        course = self._course
+        base, first = course.steps, course.rounds
+        for k in range(count + 1):
+            if k < count:
+                yield from self._free(first + k)
+                copy_in(k, self._slot(first + k))
+                self._signals.post(PROGRESS, base + k + 1)
+            if k:
+                yield from take(k - 1, self._slot(first + k - 1))
+                self._signals.post(RELEASED, first + k)
+                yield None
+        course.steps, course.rounds = base + count, first + count
+
+    def _grow(self, payload: int) -> Steps:
+        """Get more room if a payload asks for it, as much as all ranks can have."""
+        wanted = min(self._segment.limit, 1 << (max(1, SLOTS * payload) - 1).bit_length())
+        if wanted <= self._capacity or not self._may_grow:
+            return
+        # All of the former rounds have ended for who makes this step: nobody reads a slot any more.
+        self._segment.reserve(wanted)
+        self._course.steps += 1
+        self._signals.post(PROGRESS, self._course.steps)
+        yield from self._all(PROGRESS, self._course.steps)
+        granted = self._segment.granted()
+        self._may_grow = granted >= wanted
+        self._capacity = max(self._capacity, granted)
+
+    def _slot_bytes(self) -> int:
+        return self._capacity // SLOTS // _GRAIN * _GRAIN
+
+    def _slot(self, number: int) -> int:
+        """The offset of a round's slot."""
+        return number % SLOTS * self._slot_bytes()
+
+    def _free(self, number: int) -> Steps:
+        """Wait until a round's slot may be written."""
+        return self._all(RELEASED, number - SLOTS + 1)
+
+    def _all(self, which: int, value: int) -> Steps:
+        for peer in self._peers:
+            if not self._signals.reached(which, peer, value):
+                yield which, peer, value
+
+    def _peer(self, which: int, peer: int, value: int) -> Steps:
+        if not self._signals.reached(which, peer, value):
+            yield which, peer, value
+
+
+def _piece(k: int, piece: int, nbytes: int) -> tuple[int, int]:
+    """Begin and end of the ``k``-th piece of a block."""
+    return min(k * piece, nbytes), min((k + 1) * piece, nbytes)
+
+
+def _bytes(buffer: Buffer) -> npt.NDArray[np.uint8]:
+    return array_at(buffer.address, buffer.nbytes)

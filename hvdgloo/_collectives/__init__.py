@@ -1,0 +1,1 @@
+"""Every collective once, for all frameworks: names, process sets, compression, gradients, objects."""

@@ -1,0 +1,159 @@
+"""The gradient of each collective, stated once for all frameworks.
+
+A rule takes what the forward call left (a Tape) and the gradients that arrived for its outputs on this rank, and gives
+the gradients of its inputs on this rank. Rules call collectives in their turn, so every rank must run them: a tensor
+needs a gradient on all ranks or on none. The linear rules are made of differentiable operations, so second derivatives
+work; those of Min, Max and Product are not, and adapters refuse to differentiate what ``keep`` marks a second time.
+
+With L = the sum of the ranks' losses, x the input of this rank and g the gradients of the outputs:
+
+=============== ===================================================================================
+allreduce       Sum, Average: the same allreduce of g, same factors (exact)
+allreduce       Min, Max: sum of g where x is the extreme, shared among the ranks that tie
+allreduce       Product: sum of g times the product of the other ranks' x (right for zeros too)
+allgather       average of g over the ranks, of which this rank takes its own rows
+broadcast       average of g over the ranks on the root, zero elsewhere
+alltoall        every row of g back to where it came from (exact)
+reducescatter   the ranks' g, one after another; for Sum times size; times the factors
+=============== ===================================================================================
+
+Those of allgather and broadcast are Horovod's factors: 1/size of the exact gradient of L, so exact for the *mean* of
+the ranks' losses, which is what data-parallel training minimises. That of reducescatter is Horovod's too, and is size
+times the exact gradient of L.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy.typing as npt
+
+from hvdgloo._collectives.adapter import Tape, TensorAdapter
+from hvdgloo._collectives.operation import Operation
+from hvdgloo._job.context import Context
+from hvdgloo.errors import InvalidArgumentError
+from hvdgloo.types import Collective, ReduceOp
+
+
+class Collectives(Protocol):
+    """What rules call: the part of ``core.Core`` that computes."""
+
+    adapter: TensorAdapter[Any]
+
+    @property
+    def context(self) -> Context:
+        """The Context that collectives run in."""
+
+    def apply(self, operation: Operation, tensors: Sequence[Any]) -> list[Any]:
+        """One collective, waited for, with its gradient recorded."""
+
+    def exchange(self, operation: Operation, tensor: Any, splits: Sequence[int]) -> list[Any]:
+        """An alltoall: the received rows, and how many came from whom."""
+
+    def gather_integers(self, values: Sequence[int], process_set: int) -> npt.NDArray[Any]:
+        """Every rank's values as an array of shape (ranks, len(values))."""
+
+    def members(self, operation: Operation) -> tuple[int, int]:
+        """How many ranks take part, and this process's place among them."""
+
+    def zeros(self, like: Any) -> Any:
+        """A tensor of zeros of the same shape, type and device."""
+
+
+# Rules compute on tensors of any framework (only *, / and ==, indexing by ranks and rows), hence Any.
+Rule = Callable[[Collectives, Operation, Tape[Any], Sequence[Any]], Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class Adjoint:
+    """A rule, and whether it reads the forward call's inputs and outputs (which must then be kept in memory)."""
+
+    rule: Rule
+    keep: bool = False
+
+
+def _same(frontend: Collectives, operation: Operation, tape: Tape[Any], gradients: Sequence[Any]) -> Sequence[Any]:
+    return frontend.apply(operation, gradients)
+
+
+def _extreme(frontend: Collectives, operation: Operation, tape: Tape[Any], gradients: Sequence[Any]) -> Sequence[Any]:
+    if (operation.prescale, operation.postscale) != (1.0, 1.0):
+        raise InvalidArgumentError(
+            f"the gradient of a {operation.op.name.lower()} allreduce is defined without prescale_factor and "
+            "postscale_factor only; multiply the tensor outside of the call instead"
+        )
+    total = replace(operation, op=ReduceOp.SUM)
+    adapter = frontend.adapter
+    hits = [
+        adapter.cast(x == y, adapter.describe(g).dtype)
+        for x, y, g in zip(tape.inputs, tape.outputs, gradients, strict=True)
+    ]
+    ties = frontend.apply(total, hits)
+    sums = frontend.apply(total, gradients)
+    return [g * hit / tie for g, hit, tie in zip(sums, hits, ties, strict=True)]
+
+
+def _product(frontend: Collectives, operation: Operation, tape: Tape[Any], gradients: Sequence[Any]) -> Sequence[Any]:
+    sums = frontend.apply(replace(operation, op=ReduceOp.SUM, prescale=1.0, postscale=1.0), gradients)
+    ranks, own = frontend.members(operation)
+    gather = replace(operation, collective=Collective.ALLGATHER, op=ReduceOp.SUM, prescale=1.0, postscale=1.0)
+    results = []
+    for x, g in zip(tape.inputs, sums, strict=True):
+        # Dividing the product by x would be cheaper, and wrong where x is zero.
+        (everyone,) = frontend.apply(gather, [x[None]])
+        for index in range(ranks):
+            if index != own:
+                g = g * everyone[index]
+        results.append(g * (operation.postscale * operation.prescale**ranks))
+    return results
+
+
+def _own_rows(frontend: Collectives, operation: Operation, tape: Tape[Any], gradients: Sequence[Any]) -> Sequence[Any]:
+    average = replace(operation, collective=Collective.ALLREDUCE, op=ReduceOp.AVERAGE)
+    reduced = frontend.apply(average, gradients)
+    # Every rank's number of rows, one column per tensor; only this call knows where this rank's own begin.
+    rows = frontend.gather_integers([shape[0] for shape in tape.shapes], operation.process_set)
+    _, own = frontend.members(operation)
+    first = rows[:own].sum(axis=0)
+    return [g[int(a) : int(a) + shape[0]] for g, a, shape in zip(reduced, first, tape.shapes, strict=True)]
+
+
+def _to_root(frontend: Collectives, operation: Operation, tape: Tape[Any], gradients: Sequence[Any]) -> Sequence[Any]:
+    average = replace(operation, collective=Collective.ALLREDUCE, op=ReduceOp.AVERAGE, root=-1)
+    reduced = frontend.apply(average, gradients)
+    if frontend.context.rank == operation.root:
+        return reduced
+    return [frontend.zeros(g) for g in gradients]
+
+
+def send_back(frontend: Collectives, operation: Operation, counts: Any, gradients: Sequence[Any]) -> Sequence[Any]:
+    """The rule of an alltoall, which alone needs to know how many rows came from whom."""
+    splits = [int(n) for n in frontend.adapter.export(counts).array()]
+    return frontend.exchange(operation, gradients[0], splits)[:1]
+
+
+def _gathered(frontend: Collectives, operation: Operation, tape: Tape[Any], gradients: Sequence[Any]) -> Sequence[Any]:
+    ranks, _ = frontend.members(operation)
+    factor = operation.prescale * operation.postscale * (ranks if operation.op is ReduceOp.SUM else 1)
+    gather = replace(operation, collective=Collective.ALLGATHER, op=ReduceOp.SUM, prescale=1.0, postscale=1.0)
+    return [g if factor == 1 else g * factor for g in frontend.apply(gather, gradients)]
+
+
+def _undefined(frontend: Collectives, operation: Operation, tape: Tape[Any], gradients: Sequence[Any]) -> Sequence[Any]:
+    raise InvalidArgumentError("an Adasum allreduce has no gradient; it combines gradients, and is not part of a loss")
+
+
+ADJOINTS: dict[tuple[Collective, ReduceOp], Adjoint] = {
+    (Collective.ALLREDUCE, ReduceOp.SUM): Adjoint(_same),
+    (Collective.ALLREDUCE, ReduceOp.AVERAGE): Adjoint(_same),
+    (Collective.ALLREDUCE, ReduceOp.MIN): Adjoint(_extreme, keep=True),
+    (Collective.ALLREDUCE, ReduceOp.MAX): Adjoint(_extreme, keep=True),
+    (Collective.ALLREDUCE, ReduceOp.PRODUCT): Adjoint(_product, keep=True),
+    (Collective.ALLREDUCE, ReduceOp.ADASUM): Adjoint(_undefined),
+    (Collective.ALLGATHER, ReduceOp.SUM): Adjoint(_own_rows),
+    (Collective.REDUCESCATTER, ReduceOp.SUM): Adjoint(_gathered),
+    (Collective.REDUCESCATTER, ReduceOp.AVERAGE): Adjoint(_gathered),
+    (Collective.BROADCAST, ReduceOp.SUM): Adjoint(_to_root),
+}

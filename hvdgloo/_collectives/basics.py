@@ -1,0 +1,179 @@
+"""The names that every front-end exports and that concern no tensor: start, end, and what this installation can do.
+
+Programs written for Horovod ask what was compiled into it. Nothing is compiled into hvdgloo, and MPI, DDL and CCL have
+no meaning here: the questions stay, with honest answers.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from hvdgloo._collectives import process_sets as registry
+from hvdgloo._collectives.process_sets import ProcessSet
+from hvdgloo._job import process
+from hvdgloo._job.context import Context
+from hvdgloo._job.process import is_initialized
+from hvdgloo._platform.machine import has_package
+from hvdgloo.errors import InvalidArgumentError
+
+__all__ = [
+    "ccl_built",
+    "cuda_built",
+    "ddl_built",
+    "gloo_built",
+    "gloo_enabled",
+    "init",
+    "is_initialized",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "rocm_built",
+    "shutdown",
+    "start_timeline",
+    "stop_timeline",
+]
+
+
+def init(comm: Any = None, process_sets: Any = None) -> None:
+    """Join the job, as the environment describes it; a program that no launcher started is a job of its own.
+
+    Does nothing while initialized.
+
+    Args:
+        comm: None for a world of all processes, or the ranks (of all the job's) that form this process's world, in
+            which they are numbered anew.
+        process_sets: sets to register at once, the same list on all ranks: each a ProcessSet or its ranks. None and
+            "dynamic" mean none; ``add_process_set`` works in any case.
+
+    Raises:
+        ConfigError: a setting is missing or cannot be used.
+        RendezvousError: the rendezvous server cannot be reached, refused, or other workers did not come.
+        ConnectError: ranks cannot be connected with each other.
+        MissingDependencyError: several hosts need Gloo, which torch or pygloo carries.
+        InvalidArgumentError: (a ValueError) comm or process_sets make no sense, or differ between ranks.
+    """
+    sets = _sets(process_sets)
+
+    def register(ctx: Context) -> None:
+        for process_set in sets:
+            registry.add(ctx, process_set)
+
+    process.init(_ranks(comm), [process_set.ranks for process_set in sets], register)
+
+
+def shutdown() -> None:
+    """End this rank's part of the job, and so everybody's collectives. Does nothing when not initialized."""
+    process.shutdown()
+
+
+def _ranks(comm: Any) -> list[int] | None:
+    if comm is None:
+        return None
+    if not isinstance(comm, Iterable) or isinstance(comm, str):
+        raise InvalidArgumentError("comm must be None or a list of ranks; hvdgloo does without MPI communicators")
+    ranks = list(comm)
+    if any(not isinstance(rank, (int, np.integer)) or isinstance(rank, bool) for rank in ranks):
+        raise InvalidArgumentError(f"comm must be None or a list of ranks, whole numbers from 0; got {ranks}")
+    return [int(rank) for rank in ranks] or None
+
+
+def _sets(process_sets: Any) -> list[ProcessSet]:
+    if process_sets is None or (isinstance(process_sets, str) and process_sets.lower() == "dynamic"):
+        return []
+    if isinstance(process_sets, str) or not isinstance(process_sets, Iterable):
+        raise InvalidArgumentError(f'process_sets must be a list of ProcessSets, or "dynamic", not {process_sets!r}')
+    sets = [each if isinstance(each, ProcessSet) else ProcessSet(each) for each in process_sets]
+    for index, process_set in enumerate(sets):
+        if process_set.ranks in [other.ranks for other in sets[:index]]:
+            raise InvalidArgumentError(f"two of the process sets have the same ranks {process_set.ranks}")
+    return sets
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """Trace where the time of collectives goes, from now on; see docs/timeline.md. Nothing happens if a trace is on.
+
+    Args:
+        file_path: overwritten, on rank 0 alone; with ``{rank}`` in it, on every rank that calls this.
+        mark_cycles: also trace when rank 0 orders operations.
+
+    Raises:
+        NotInitializedError: (a ValueError) before ``init()``.
+        ConfigError: (a ValueError) the file cannot be written.
+    """
+    process.current().start_timeline(file_path, mark_cycles)
+
+
+def stop_timeline() -> None:
+    """End the trace; its file is complete then. Nothing happens if there is none.
+
+    Raises:
+        NotInitializedError: (a ValueError) before ``init()``.
+    """
+    process.current().engine.stop_timeline()
+
+
+def mpi_threads_supported() -> bool:
+    """Whether MPI may be used from several threads.
+
+    Raises:
+        InvalidArgumentError: (a ValueError) always: there is no MPI here.
+    """
+    raise InvalidArgumentError("hvdgloo does not use MPI, so it cannot tell whether MPI supports threads")
+
+
+def mpi_enabled() -> bool:
+    """Whether the job runs on MPI: never."""
+    return False
+
+
+def mpi_built() -> bool:
+    """Whether MPI could be used: no."""
+    return False
+
+
+def gloo_enabled() -> bool:
+    """Whether the job runs on Gloo's protocol: once initialised, always."""
+    return is_initialized()
+
+
+def gloo_built() -> bool:
+    """Whether jobs can run without MPI: always. ``hvdgloo-run --check-build`` shows which package carries Gloo here."""
+    return True
+
+
+def nccl_built() -> int:
+    """The version code of the NCCL that torch brings, 22105 for 2.21.5; 0 without it, or without torch."""
+    return nccl.version() if (nccl := _nccl()) is not None else 0
+
+
+def ddl_built() -> bool:
+    """Whether IBM's DDL could be used: no."""
+    return False
+
+
+def ccl_built() -> bool:
+    """Whether Intel's oneCCL could be used: no."""
+    return False
+
+
+def cuda_built() -> bool:
+    """Whether the installed torch was built for CUDA, so that its CUDA tensors can be exchanged."""
+    return (nccl := _nccl()) is not None and nccl.platform() == "cuda"
+
+
+def rocm_built() -> bool:
+    """Whether the installed torch was built for ROCm, whose devices it calls CUDA's."""
+    return (nccl := _nccl()) is not None and nccl.platform() == "rocm"
+
+
+def _nccl() -> ModuleType | None:
+    """Our part for NCCL, if there is a torch to carry it."""
+    if not has_package("torch"):
+        return None
+    return importlib.import_module("hvdgloo._backends.nccl")

@@ -1,0 +1,422 @@
+"""What every collective of every framework goes through: tensors in, a request to the engine, tensors out.
+
+A collective is an ``Operation``; ``Core.start`` runs any Operation on a list of tensors (one tensor is a list of one,
+in place means that the inputs are also the outputs) and returns a ``Pending``; blocking means waiting for it; ``apply``
+does that and records a gradient. The well-known names in ``frontend`` are thin methods over it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from operator import itemgetter
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from hvdgloo._collectives.adapter import Tape, TensorAdapter
+from hvdgloo._collectives.adjoints import ADJOINTS, send_back
+from hvdgloo._collectives.naming import names_of
+from hvdgloo._collectives.operation import Operation
+from hvdgloo._collectives.process_sets import ProcessSet, process_set_id
+from hvdgloo._engine.executor import divide_rows
+from hvdgloo._engine.handle import Handle
+from hvdgloo._engine.messages import Request
+from hvdgloo._job.context import Context
+from hvdgloo.errors import InvalidArgumentError
+from hvdgloo.types import Buffer, Collective, DType, TensorSpec
+
+T = TypeVar("T")
+
+_MOST_REQUESTS = 1 << 14
+"""Named requests that are kept to be recognised."""
+
+
+class Pending(Generic[T]):
+    """A collective under way: the engine's Handle, and what turns its outputs into the user's tensors."""
+
+    __slots__ = ("_finish", "_handle", "_results")
+
+    def __init__(self, handle: Handle, finish: Callable[[], list[T]]) -> None:
+        self._handle = handle
+        self._finish: Callable[[], list[T]] | None = finish
+        self._results: list[T] = []
+
+    def done(self) -> bool:
+        """Whether ``wait`` would return, or raise, at once."""
+        return self._handle.done()
+
+    def wait(self, timeout: float | None = None) -> list[T]:
+        """Block until the collective has ended.
+
+        Args:
+            timeout: seconds; None waits until it ends, which it does at the engine's own deadlines at the latest.
+
+        Returns:
+            the results in the order of the tensors; in an in-place operation those very tensors.
+
+        Raises:
+            WaitTimeoutError: not ended within ``timeout``; it may be waited for again.
+            HorovodInternalError: the collective failed.
+        """
+        self._handle.wait(timeout)
+        finish = self._finish
+        if finish is not None:
+            self._results = finish()
+            self._finish = None
+        return self._results
+
+
+class _Session(Generic[T]):
+    """What a Frontend keeps for one Context: its names, and the numbers that stand for pending operations."""
+
+    def __init__(self, context: Context) -> None:
+        self.names = names_of(context)
+        self.requests: dict[str, tuple[Operation, bool, tuple[TensorSpec, ...], Request]] = {}
+        self.numbers = itertools.count(1)
+        self.pending: dict[int, tuple[Pending[T], Callable[[list[T]], Any]]] = {}
+
+
+class Core(Generic[T]):
+    """The machinery of one framework's collectives on one Context; ``Frontend`` adds the names that users know.
+
+    Args:
+        adapter: the framework's tensors.
+        context: returns the Context to work in, or raises NotInitializedError.
+        module: of a Frontend that a module binds, that module's name: its methods are then pickled by reference.
+    """
+
+    def __init__(self, adapter: TensorAdapter[T], context: Callable[[], Context], *, module: str | None = None) -> None:
+        self.adapter = adapter
+        self._context = context
+        self._module = module
+        self._lock = threading.Lock()
+        self._bound: tuple[Context, _Session[T]] | None = None
+
+    def __reduce__(self) -> tuple[Callable[[str], Core[Any]], tuple[str]]:
+        if self._module is None:
+            raise TypeError("this Frontend belongs to a Context of this process and cannot be pickled")
+        return _frontend_of, (self._module,)
+
+    def start(
+        self,
+        operation: Operation,
+        tensors: Sequence[T],
+        name: str | None = None,
+        *,
+        in_place: bool = False,
+        grouped: bool = False,
+        splits: Sequence[int] = (),
+        waits: bool = False,
+    ) -> Pending[T]:
+        """Hand one collective to the engine, and return at once.
+
+        Args:
+            operation: what to do.
+            tensors: taken together: negotiated, executed and failed as one.
+            name: without the operation's prefix; None for an automatic one.
+            in_place: write the results into ``tensors``, which otherwise are never written.
+            grouped: the names are those of a group's.
+            splits: of an alltoall: rows for each rank. Its results are the received rows and, int32, how many came from
+                each rank.
+            waits: the caller waits for it next.
+        """
+        context, session = self._bind()
+        adapter = self.adapter
+        inputs = [adapter.export(tensor, writable=in_place) for tensor in tensors]
+        request = self._request(session, operation, tuple([buffer.spec for buffer in inputs]), name, grouped=grouped)
+        owners: list[Any]
+        if operation.collective in (Collective.ALLGATHER, Collective.ALLTOALL):
+            owners = [None] * len(inputs)
+
+            def allocate(index: int, spec: TensorSpec) -> Buffer:
+                owners[index] = adapter.allocate(spec, tensors[index])
+                return adapter.export(owners[index], writable=True)
+
+            fence = adapter.fence(tensors)
+            handle = context.engine.submit(request, inputs, allocate=allocate, ready=fence, splits=splits, waits=waits)
+        else:
+            outputs = inputs if in_place else self._outputs(operation, inputs, tensors)
+            owners = [buffer.owner for buffer in outputs]
+            handle = context.engine.submit(request, inputs, outputs, ready=adapter.fence(tensors), waits=waits)
+
+        def finish() -> list[T]:
+            results = [adapter.deliver(r, t, in_place=in_place) for r, t in zip(owners, tensors, strict=True)]
+            if operation.collective is Collective.ALLTOALL:
+                results.append(self._integers(handle.outputs[1].array(), tensors[0]))
+            return results
+
+        return Pending(handle, finish)
+
+    @staticmethod
+    def _request(
+        session: _Session[T], operation: Operation, specs: tuple[TensorSpec, ...], name: str | None, *, grouped: bool
+    ) -> Request:
+        """What the engine is asked for; the very same object as the last time if the program repeats itself, by which
+        the engine recognises what was agreed upon before."""
+        if name is not None:
+            known = session.requests.get(name)
+            if known is not None and known[0] is operation and known[1] is grouped and known[2] == specs:
+                return known[3]
+        prefix = "grouped_" + operation.collective.value if grouped else operation.collective.value
+        request = operation.request(session.names.full(operation.process_set, prefix, name), specs)
+        if name is not None:
+            if len(session.requests) >= _MOST_REQUESTS:
+                session.requests.clear()  # a program that makes up names
+            session.requests[name] = operation, grouped, specs, request
+        return request
+
+    def apply(
+        self,
+        operation: Operation,
+        tensors: Sequence[T],
+        name: str | None = None,
+        *,
+        grouped: bool | None = None,
+    ) -> list[T]:
+        """One collective, waited for, with its gradient recorded where the framework records gradients.
+
+        ``grouped``: as in ``start``; by default, whether there is more than one tensor.
+        """
+        group = len(tensors) > 1 if grouped is None else grouped
+        adjoint = ADJOINTS[operation.collective, operation.op]
+        rules = self._for_gradient(operation, name)
+
+        def forward(inputs: Sequence[T]) -> list[T]:
+            return self.start(operation, inputs, name, grouped=group, waits=True).wait()
+
+        def backward(tape: Tape[T], gradients: Sequence[T]) -> Sequence[T]:
+            return adjoint.rule(rules, operation, tape, gradients)
+
+        return self.adapter.differentiable(forward, backward, tensors, keep=adjoint.keep)
+
+    def exchange(self, operation: Operation, tensor: T, splits: Sequence[int], name: str | None = None) -> list[T]:
+        """An alltoall, waited for, with its gradient recorded: the received rows, and (int32) how many from whom."""
+        counts: list[T] = []
+        rules = self._for_gradient(operation, name)
+
+        def forward(inputs: Sequence[T]) -> list[T]:
+            received, numbers = self.start(operation, inputs, name, splits=splits, waits=True).wait()
+            counts.append(numbers)
+            return [received]
+
+        def backward(tape: Tape[T], gradients: Sequence[T]) -> Sequence[T]:
+            return send_back(rules, operation, counts[0], gradients)
+
+        # Rows that are not sent have no gradient; slicing tells the framework so.
+        total = sum(splits)
+        sent: Any = tensor
+        shape = self.adapter.describe(tensor).shape
+        if shape and total < shape[0]:  # a scalar is refused by the engine
+            sent = sent[:total]
+        return [*self.adapter.differentiable(forward, backward, [sent], keep=False), *counts]
+
+    def _for_gradient(self, operation: Operation, name: str | None) -> Core[T]:
+        """What the gradient of a call runs its collectives on; asked for in the order of the calls."""
+        return self
+
+    def reserve_names(self, names: Sequence[str]) -> list[str]:
+        """Names for tensors that are submitted again and again, such as an optimizer's gradients.
+
+        A name that was reserved before in this job gets a number behind it: two models may both have a ``fc.weight``
+        whose gradients are under way at the same time.
+        """
+        return self._bind()[1].names.reserve(names)
+
+    def gather_integers(self, values: Sequence[int], process_set: int = 0, name: str | None = None) -> npt.NDArray[Any]:
+        """Every rank's ``values`` (int64, the same number on each) as an array of shape (ranks, len(values))."""
+        own = np.asarray(values, dtype=np.int64).reshape(1, -1)
+        operation = Operation(Collective.ALLGATHER, process_set=process_set)
+        return self.start_array(operation, own, name)().reshape(-1, len(values))
+
+    def automatic_name(self, prefix: str, process_set: int = 0) -> str:
+        """The next automatic name of a kind of operation, the same on all ranks that call in the same order."""
+        return self._bind()[1].names.next(process_set, prefix)
+
+    def start_array(
+        self, operation: Operation, array: npt.NDArray[Any], name: str | None = None
+    ) -> Callable[[], npt.NDArray[Any]]:
+        """Start a collective on a plain C-contiguous numpy array, whatever the framework; for the library's own use.
+
+        Returns:
+            what waits for the result and returns it: a new array, or ``array`` itself in a broadcast.
+        """
+        context, session = self._bind()
+        prefix = operation.collective.value
+        full_name = session.names.full(operation.process_set, prefix, name)
+        buffer = Buffer.of_array(array)
+        request = operation.request(full_name, (buffer.spec,))
+        if operation.collective is not Collective.ALLGATHER:
+            handle = context.engine.submit(request, [buffer], [buffer])
+            return lambda: (handle.wait(), array)[1]
+        gathered: list[npt.NDArray[Any]] = []
+
+        def allocate(index: int, spec: TensorSpec) -> Buffer:
+            gathered.append(np.empty(spec.shape, spec.dtype.numpy_dtype))
+            return Buffer.of_array(gathered[-1])
+
+        handle = context.engine.submit(request, [buffer], allocate=allocate)
+        return lambda: (handle.wait(), gathered[0])[1]
+
+    def members(self, operation: Operation) -> tuple[int, int]:
+        """How many ranks take part in an operation, and this process's place among them.
+
+        Raises:
+            InvalidArgumentError: this process is not in the operation's process set.
+        """
+        context = self._context()
+        ranks = context.engine.members_of(operation.process_set, operation.collective.value)
+        return len(ranks), ranks.index(context.rank)
+
+    def sharers(self, process_set: ProcessSet) -> tuple[int, ...]:
+        """The set's ranks, if this process and another one are among them; else none.
+
+        Who has nobody to reduce with trains exactly as without us.
+        """
+        ranks = self.context.engine.process_sets.get(process_set_id(process_set), ())
+        return ranks if len(ranks) > 1 and self.context.rank in ranks else ()
+
+    def is_shared(self, process_set: ProcessSet) -> bool:
+        """Whether this process and another one are in the set."""
+        return bool(self.sharers(process_set))
+
+    def zeros(self, like: T) -> T:
+        """A tensor of zeros of the same shape, type and device."""
+        memory = self.adapter.allocate(replace(self.adapter.describe(like), device="cpu"), like)
+        self.adapter.export(memory, writable=True).array().fill(0)
+        return self.adapter.deliver(memory, like, in_place=False)
+
+    @property
+    def context(self) -> Context:
+        """The Context that collectives run in; raises NotInitializedError without one."""
+        return self._context()
+
+    def _bind(self) -> tuple[Context, _Session[T]]:
+        context = self._context()
+        bound = self._bound
+        if bound is None or bound[0] is not context:
+            with self._lock:
+                bound = self._bound
+                if bound is None or bound[0] is not context:
+                    bound = self._bound = context, _Session(context)
+        return bound
+
+    def _outputs(self, operation: Operation, inputs: Sequence[Buffer], tensors: Sequence[T]) -> list[Buffer]:
+        outputs = []
+        for exported, tensor in zip(inputs, tensors, strict=True):
+            spec = exported.spec
+            if operation.collective is Collective.REDUCESCATTER:
+                spec = replace(spec, shape=self._own_part(operation, spec.shape))
+            elif exported.owner is not tensor:
+                outputs.append(exported)  # a staged input is a private copy already: it can hold the result as well
+                continue
+            outputs.append(self.adapter.export(self.adapter.allocate(spec, tensor), writable=True))
+        return outputs
+
+    def _own_part(self, operation: Operation, shape: tuple[int, ...]) -> tuple[int, ...]:
+        if not shape:
+            return shape  # the engine refuses it
+        size, index = self.members(operation)
+        return divide_rows(shape[0], size)[index], *shape[1:]
+
+    def _integers(self, values: npt.NDArray[Any], like: T) -> T:
+        """A tensor of int32, shape (len(values),)."""
+        memory = self.adapter.allocate(TensorSpec(DType.INT32, values.shape), like)
+        self.adapter.export(memory, writable=True).array()[:] = values
+        return self.adapter.deliver(memory, like, in_place=False)
+
+    # Handles ----------------------------------------------------------------------------------------------------------
+
+    def poll(self, handle: int) -> bool:
+        """Whether ``synchronize(handle)`` would return at once.
+
+        Raises:
+            InvalidArgumentError: (a ValueError) no such operation, or it was synchronized already.
+        """
+        entry = None if self._bound is None else self._bound[1].pending.get(handle)
+        if entry is None:
+            raise InvalidArgumentError(
+                f"there is no pending operation {handle!r}; poll() takes what an *_async function returned, and only "
+                "until synchronize() has been called with it"
+            )
+        return entry[0].done()
+
+    def synchronize(self, handle: int) -> Any:
+        """Wait for an asynchronous operation.
+
+        Returns:
+            its result: a tensor, a list of them for a group, or the pair of an alltoall; None if the handle is unknown
+            or was synchronized.
+        """
+        entry = None if self._bound is None else self._bound[1].pending.pop(handle, None)
+        if entry is None:
+            return None
+        pending, shape = entry
+        return shape(pending.wait())
+
+    def _number(self, pending: Pending[T], shape: Callable[[list[T]], Any] = itemgetter(0)) -> int:
+        """The number that stands for a pending operation; ``shape`` makes of its results what users get."""
+        session = self._bind()[1]
+        number = next(session.numbers)
+        session.pending[number] = (pending, shape)
+        return number
+
+    # Checks -----------------------------------------------------------------------------------------------------------
+
+    def _own(self, tensor: T) -> T:
+        # Compressors and differentiation look at a tensor before ``export`` would refuse it.
+        if not self.adapter.owns(tensor):
+            self.adapter.export(tensor)
+        return tensor
+
+    def _own_group(self, tensors: Sequence[T]) -> list[T]:
+        if not isinstance(tensors, (list, tuple)):
+            raise InvalidArgumentError(f"a group is a list or tuple of tensors, not a {type(tensors).__name__}")
+        return [self._own(tensor) for tensor in tensors]
+
+    def _splits(self, operation: Operation, tensor: T, splits: Any) -> list[int]:
+        """How many rows go to each rank of the operation's set, from what the user gave.
+
+        Raises:
+            InvalidArgumentError: they are no integers, too many or too few, negative, or more than there are; or the
+                rows cannot be divided evenly.
+        """
+        shape = self.adapter.describe(tensor).shape
+        rows = shape[0] if shape else 0
+        size, _ = self.members(operation)
+        if splits is None:
+            if rows % size:
+                raise InvalidArgumentError(
+                    f"{rows} rows cannot be divided evenly among {size} ranks; give splits= with a number for each"
+                )
+            return [rows // size] * size
+        given = self.adapter.export(splits).array() if self.adapter.owns(splits) else np.asarray(splits)
+        if given.ndim != 1 or not np.issubdtype(given.dtype, np.integer):
+            raise InvalidArgumentError(f"splits are integers in one dimension, one for each rank; got {splits!r}")
+        if len(given) != size:
+            raise InvalidArgumentError(f"{len(given)} splits were given for {size} ranks; give one for each")
+        if (given < 0).any():
+            raise InvalidArgumentError(f"splits are numbers of rows and cannot be negative; got {given.tolist()}")
+        if given.sum() > rows:
+            raise InvalidArgumentError(f"splits {given.tolist()} ask for {given.sum()} rows, and there are only {rows}")
+        return [int(n) for n in given]
+
+    def _start_group(
+        self, operation: Operation, tensors: Sequence[T], name: str | None, *, in_place: bool, waits: bool = False
+    ) -> Pending[T]:
+        group = self._own_group(tensors)
+        if not group:
+            nothing = Handle("an empty group")
+            nothing.resolve()
+            return Pending(nothing, list)
+        return self.start(operation, group, name, in_place=in_place, grouped=True, waits=waits)
+
+
+def _frontend_of(module: str) -> Core[Any]:
+    """The Frontend that a front-end's module binds; how its methods are unpickled."""
+    frontend: Core[Any] = importlib.import_module(module)._frontend
+    return frontend

@@ -1,0 +1,473 @@
+"""Every collective once, for all frameworks, under the names that users know.
+
+Horovod has {allreduce, allgather, ...} x {blocking, asynchronous} x {in place, new result} x {one tensor, group} x
+framework. Here each axis is met once, in ``core``; the methods below say which Operation is meant, and theirs are the
+only docstrings.
+
+A framework's package binds one Frontend to the process's Context and exports its methods. Tests and embedders construct
+their own, each with its own Context, which is what allows many ranks in one process.
+
+Adding a collective: a member of ``types.Collective``, its methods here, a row in ``adjoints.ADJOINTS``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy.typing as npt
+
+from hvdgloo._collectives import process_sets
+from hvdgloo._collectives.adapter import TensorAdapter
+from hvdgloo._collectives.compression import Compressor, NoneCompressor
+from hvdgloo._collectives.core import Core, Pending, T
+from hvdgloo._collectives.operation import Operation, broadcasting, exchanging, gathering, reduction, scattering
+from hvdgloo._collectives.process_sets import ProcessSet, global_process_set, process_set_id
+from hvdgloo._engine.messages import Request
+from hvdgloo._job.context import Context
+from hvdgloo.types import Collective, ReduceOp
+
+
+class Frontend(Core[T]):
+    """The collectives of one framework on one Context.
+
+    Args:
+        adapter: the framework's tensors.
+        context: returns the Context to work in, or raises NotInitializedError.
+        module: of a Frontend that a module binds, that module's name: its methods are then pickled by reference.
+
+    All collectives are *collective*: every rank of the process set must call them, with the same name, element type and
+    parameters, in any order. ``name`` is what matches the calls of different ranks; without one, calls of a kind are
+    matched by their order. Common errors, not repeated below:
+
+    Raises:
+        InvalidArgumentError: (a ValueError) this call is wrong in itself; nothing was sent to other ranks.
+        DuplicateNameError: (a ValueError) an operation of the same name has not ended yet.
+        NotInitializedError: (a ValueError and a HorovodInternalError) before ``init()``, after ``shutdown()``.
+        HorovodInternalError: (a RuntimeError) the operation failed on all ranks: they disagree about it (the job stays
+            usable), one of them was lost or shut down, or the data plane failed. Asynchronous forms raise it when they
+            are waited for.
+    """
+
+    # Who and where ----------------------------------------------------------------------------------------------------
+
+    def rank(self) -> int:
+        """This process's number among all, from 0."""
+        return self._context().rank
+
+    def size(self) -> int:
+        """Number of processes in the job."""
+        return self._context().size
+
+    def local_rank(self) -> int:
+        """This process's number among those on its host: which GPU to take, for example."""
+        return self._context().local_rank
+
+    def local_size(self) -> int:
+        """Number of processes on this host."""
+        return self._context().local_size
+
+    def cross_rank(self) -> int:
+        """This host's number among the hosts that have a process with this local rank."""
+        return self._context().cross_rank
+
+    def cross_size(self) -> int:
+        """Number of hosts that have a process with this local rank."""
+        return self._context().cross_size
+
+    def is_homogeneous(self) -> bool:
+        """Whether every host runs the same number of processes."""
+        return self._context().is_homogeneous
+
+    # allreduce --------------------------------------------------------------------------------------------------------
+
+    def allreduce(
+        self,
+        tensor: T,
+        average: bool | None = None,
+        name: str | None = None,
+        compression: Compressor[T] = NoneCompressor,
+        op: int | None = None,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        process_set: ProcessSet = global_process_set,
+    ) -> T:
+        """Combine the ranks' tensors element by element. Differentiable.
+
+        Args:
+            tensor: the same shape and element type on every rank; need not be contiguous.
+            average: deprecated: True for ``op=Average``, False for ``op=Sum``.
+            name: what matches the ranks' calls.
+            compression: how the tensor travels.
+            op: Average (default), Sum, Min, Max or Product. An integers' average is truncated toward zero.
+            prescale_factor: multiplies each rank's tensor before, ...
+            postscale_factor: ... and the result after; integers are truncated toward zero both times.
+            process_set: the ranks that take part.
+
+        Returns:
+            a new tensor of the same shape, type and device.
+        """
+        operation = reduction(average, op, prescale_factor, postscale_factor, process_set)
+        sent, ctx = compression.compress(self._own(tensor))
+        return compression.decompress(self.apply(operation, [sent], name)[0], ctx)
+
+    def allreduce_async(
+        self,
+        tensor: T,
+        average: bool | None = None,
+        name: str | None = None,
+        op: int | None = None,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        process_set: ProcessSet = global_process_set,
+    ) -> int:
+        """``allreduce`` that returns a handle for ``poll`` and ``synchronize``. Records no gradient.
+
+        ``tensor`` must not be written until ``synchronize`` has returned.
+        """
+        operation = reduction(average, op, prescale_factor, postscale_factor, process_set)
+        return self._number(self.start(operation, [tensor], name))
+
+    def allreduce_(
+        self,
+        tensor: T,
+        average: bool | None = None,
+        name: str | None = None,
+        op: int | None = None,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        process_set: ProcessSet = global_process_set,
+    ) -> T:
+        """``allreduce`` in place: the result is written into ``tensor``, which is returned. Records no gradient."""
+        operation = reduction(average, op, prescale_factor, postscale_factor, process_set)
+        return self.start(operation, [tensor], name, in_place=True, waits=True).wait()[0]
+
+    def allreduce_async_(
+        self,
+        tensor: T,
+        average: bool | None = None,
+        name: str | None = None,
+        op: int | None = None,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        process_set: ProcessSet = global_process_set,
+    ) -> int:
+        """``allreduce_`` that returns a handle. ``tensor`` is not to be touched until ``synchronize`` has returned."""
+        operation = reduction(average, op, prescale_factor, postscale_factor, process_set)
+        return self._number(self.start(operation, [tensor], name, in_place=True))
+
+    def grouped_allreduce(
+        self,
+        tensors: Sequence[T],
+        average: bool | None = None,
+        name: str | None = None,
+        compression: Compressor[T] = NoneCompressor,
+        op: int | None = None,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        process_set: ProcessSet = global_process_set,
+    ) -> list[T]:
+        """``allreduce`` of several tensors as one: none is sent before all are ready on all ranks. Differentiable.
+
+        Shapes and types may differ within the group. An empty group returns an empty list and sends nothing.
+        """
+        operation = reduction(average, op, prescale_factor, postscale_factor, process_set)
+        pairs = [compression.compress(tensor) for tensor in self._own_group(tensors)]
+        if not pairs:
+            return []
+        reduced = self.apply(operation, [sent for sent, _ in pairs], name, grouped=True)
+        return [compression.decompress(r, ctx) for r, (_, ctx) in zip(reduced, pairs, strict=True)]
+
+    def grouped_allreduce_async(
+        self,
+        tensors: Sequence[T],
+        average: bool | None = None,
+        name: str | None = None,
+        op: int | None = None,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        process_set: ProcessSet = global_process_set,
+    ) -> int:
+        """``grouped_allreduce`` that returns one handle for the list. Records no gradient."""
+        operation = reduction(average, op, prescale_factor, postscale_factor, process_set)
+        return self._number(self._start_group(operation, tensors, name, in_place=False), list)
+
+    def grouped_allreduce_(
+        self,
+        tensors: Sequence[T],
+        average: bool | None = None,
+        name: str | None = None,
+        op: int | None = None,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        process_set: ProcessSet = global_process_set,
+    ) -> list[T]:
+        """``grouped_allreduce`` in place. Records no gradient."""
+        operation = reduction(average, op, prescale_factor, postscale_factor, process_set)
+        return self._start_group(operation, tensors, name, in_place=True, waits=True).wait()
+
+    def grouped_allreduce_async_(
+        self,
+        tensors: Sequence[T],
+        average: bool | None = None,
+        name: str | None = None,
+        op: int | None = None,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        process_set: ProcessSet = global_process_set,
+    ) -> int:
+        """``grouped_allreduce_`` that returns one handle for the list."""
+        operation = reduction(average, op, prescale_factor, postscale_factor, process_set)
+        return self._number(self._start_group(operation, tensors, name, in_place=True), list)
+
+    # allgather --------------------------------------------------------------------------------------------------------
+
+    def allgather(self, tensor: T, name: str | None = None, process_set: ProcessSet = global_process_set) -> T:
+        """Concatenate the ranks' tensors along their first dimension, in rank order. Differentiable.
+
+        Args:
+            tensor: at least one-dimensional; first dimensions may differ between ranks (and be zero), others may not.
+            name: what matches the ranks' calls.
+            process_set: the ranks that take part.
+
+        Returns:
+            a new tensor, the same on every rank.
+        """
+        return self.apply(gathering(process_set), [self._own(tensor)], name)[0]
+
+    def allgather_async(self, tensor: T, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
+        """``allgather`` that returns a handle. Records no gradient."""
+        return self._number(self.start(gathering(process_set), [tensor], name))
+
+    def grouped_allgather(
+        self, tensors: Sequence[T], name: str | None = None, process_set: ProcessSet = global_process_set
+    ) -> list[T]:
+        """``allgather`` of several tensors as one: none is sent before all are ready on all ranks. Differentiable."""
+        group = self._own_group(tensors)
+        return self.apply(gathering(process_set), group, name, grouped=True) if group else []
+
+    def grouped_allgather_async(
+        self, tensors: Sequence[T], name: str | None = None, process_set: ProcessSet = global_process_set
+    ) -> int:
+        """``grouped_allgather`` that returns one handle for the list. Records no gradient."""
+        return self._number(self._start_group(gathering(process_set), tensors, name, in_place=False), list)
+
+    # alltoall ---------------------------------------------------------------------------------------------------------
+
+    def alltoall(
+        self, tensor: T, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
+    ) -> T | tuple[T, T]:
+        """Send every rank a part of the tensor's rows, and receive its part of each. Differentiable.
+
+        Args:
+            tensor: at least one-dimensional; first dimensions may differ between ranks, others may not.
+            splits: how many rows go to each rank of the set, in order: integers, shape (set size,), whose sum may be
+                less than the tensor's rows (the rest is not sent). None divides the rows evenly.
+            name: what matches the ranks' calls.
+            process_set: the ranks that take part.
+
+        Returns:
+            the rows that came, in order of the ranks that sent them; with ``splits`` also how many came from each
+            (int32, shape (set size,)).
+        """
+        operation = exchanging(process_set)
+        rows = self._splits(operation, self._own(tensor), splits)
+        received, counts = self.exchange(operation, tensor, rows, name)
+        return received if splits is None else (received, counts)
+
+    def alltoall_async(
+        self, tensor: T, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
+    ) -> int:
+        """``alltoall`` that returns a handle, whose result is always the pair. Records no gradient."""
+        operation = exchanging(process_set)
+        rows = self._splits(operation, self._own(tensor), splits)
+        return self._number(self.start(operation, [tensor], name, splits=rows), tuple)
+
+    # reducescatter ----------------------------------------------------------------------------------------------------
+
+    def reducescatter(
+        self,
+        tensor: T,
+        name: str | None = None,
+        compression: Compressor[T] = NoneCompressor,
+        op: int = ReduceOp.AVERAGE,
+        process_set: ProcessSet = global_process_set,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+    ) -> T:
+        """Combine the ranks' tensors element by element, and leave each rank its part of the rows. Differentiable.
+
+        Args:
+            tensor: at least one-dimensional, the same shape and element type on every rank.
+            name: what matches the ranks' calls.
+            compression: how the tensor travels.
+            op: Average or Sum.
+            process_set: the ranks that take part.
+            prescale_factor, postscale_factor: as in ``allreduce``.
+
+        Returns:
+            this rank's rows: of n rows among p ranks, the first n mod p ranks get one more than the others.
+        """
+        operation = scattering(op, prescale_factor, postscale_factor, process_set)
+        sent, ctx = compression.compress(self._own(tensor))
+        return compression.decompress(self.apply(operation, [sent], name)[0], ctx)
+
+    def reducescatter_async(
+        self,
+        tensor: T,
+        name: str | None = None,
+        op: int = ReduceOp.AVERAGE,
+        process_set: ProcessSet = global_process_set,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+    ) -> int:
+        """``reducescatter`` that returns a handle. Records no gradient."""
+        operation = scattering(op, prescale_factor, postscale_factor, process_set)
+        return self._number(self.start(operation, [tensor], name))
+
+    def grouped_reducescatter(
+        self,
+        tensors: Sequence[T],
+        name: str | None = None,
+        compression: Compressor[T] = NoneCompressor,
+        op: int = ReduceOp.AVERAGE,
+        process_set: ProcessSet = global_process_set,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+    ) -> list[T]:
+        """``reducescatter`` of several tensors as one. Differentiable."""
+        operation = scattering(op, prescale_factor, postscale_factor, process_set)
+        pairs = [compression.compress(tensor) for tensor in self._own_group(tensors)]
+        if not pairs:
+            return []
+        reduced = self.apply(operation, [sent for sent, _ in pairs], name, grouped=True)
+        return [compression.decompress(r, ctx) for r, (_, ctx) in zip(reduced, pairs, strict=True)]
+
+    def grouped_reducescatter_async(
+        self,
+        tensors: Sequence[T],
+        name: str | None = None,
+        op: int = ReduceOp.AVERAGE,
+        process_set: ProcessSet = global_process_set,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+    ) -> int:
+        """``grouped_reducescatter`` that returns one handle for the list. Records no gradient."""
+        operation = scattering(op, prescale_factor, postscale_factor, process_set)
+        return self._number(self._start_group(operation, tensors, name, in_place=False), list)
+
+    # broadcast --------------------------------------------------------------------------------------------------------
+
+    def broadcast(
+        self, tensor: T, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+    ) -> T:
+        """The tensor of one rank, on all. Differentiable.
+
+        Args:
+            tensor: the same shape and type on every rank; its values count on the root alone.
+            root_rank: global rank of the source.
+            name: what matches the ranks' calls.
+            process_set: the ranks that take part.
+
+        Returns:
+            a new tensor.
+        """
+        return self.apply(broadcasting(root_rank, process_set), [self._own(tensor)], name)[0]
+
+    def broadcast_async(
+        self, tensor: T, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+    ) -> int:
+        """``broadcast`` that returns a handle. Records no gradient."""
+        return self._number(self.start(broadcasting(root_rank, process_set), [tensor], name))
+
+    def broadcast_(
+        self, tensor: T, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+    ) -> T:
+        """``broadcast`` in place: the other ranks' ``tensor`` is overwritten. Records no gradient."""
+        return self.start(broadcasting(root_rank, process_set), [tensor], name, in_place=True, waits=True).wait()[0]
+
+    def broadcast_async_(
+        self, tensor: T, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+    ) -> int:
+        """``broadcast_`` that returns a handle."""
+        return self._number(self.start(broadcasting(root_rank, process_set), [tensor], name, in_place=True))
+
+    def broadcast_all_(self, named: Iterable[tuple[str, T]], root_rank: int) -> None:
+        """Overwrite many tensors with the root's, each under its own name; all are under way before any is awaited."""
+        operation = broadcasting(root_rank, global_process_set)
+        pending = [self.start(operation, [tensor], name, in_place=True) for name, tensor in named]
+        for broadcast in pending:
+            broadcast.wait()
+
+    # barrier ----------------------------------------------------------------------------------------------------------
+
+    def barrier(self, process_set: ProcessSet = global_process_set) -> None:
+        """Return once every rank has called it."""
+        self.start(Operation(Collective.BARRIER, process_set=process_set_id(process_set)), [], waits=True).wait()
+
+    # join -------------------------------------------------------------------------------------------------------------
+
+    def join(self, device: int = -1) -> int:
+        """Say that this rank has no more data; return when all ranks have said so.
+
+        Until then the others' allreduces go on without it: it adds zeros to their sums, averages still divide by all
+        ranks, and minima, maxima and products are those of the others. Other collectives fail meanwhile. So it is with
+        what a rank submitted before it joined, and the others never will.
+
+        Args:
+            device: accepted for programs that pass it.
+
+        Returns:
+            the rank that came last, the same on all ranks.
+        """
+        handle = self.context.engine.submit(Request("join", Collective.JOIN))
+        handle.wait()
+        return handle.value
+
+    # Process sets -----------------------------------------------------------------------------------------------------
+
+    def add_process_set(self, process_set: ProcessSet | Iterable[int]) -> ProcessSet:
+        """Register a set of ranks. Collective over all ranks of the job, in the same order on each.
+
+        Args:
+            process_set: the set, or its global ranks.
+
+        Returns:
+            the registered set.
+
+        Raises:
+            InvalidArgumentError: (a ValueError) ranks that do not exist, or a set of the same ranks is registered.
+            MismatchError: the ranks disagree about the set.
+        """
+        return process_sets.add(self.context, process_set)
+
+    def remove_process_set(self, process_set: ProcessSet) -> bool:
+        """Forget a registered set. Collective over all ranks of the job.
+
+        Returns:
+            False for a set that is not registered, and for the global one; nothing was done then.
+        """
+        return process_sets.remove(self.context, process_set)
+
+
+class NamedFrontend(Frontend[T]):
+    """A Frontend for one run of a gradient's rule, where nothing orders runs of rules: its calls all have names.
+
+    Args:
+        adapter, context: as for ``Frontend``.
+        label: begins the names; the same on all ranks.
+    """
+
+    def __init__(self, adapter: TensorAdapter[T], context: Callable[[], Context], label: str) -> None:
+        super().__init__(adapter, context)
+        self._label = label
+        self._calls = itertools.count(1)
+
+    def start(self, operation: Operation, tensors: Sequence[T], name: str | None = None, **how: Any) -> Pending[T]:
+        return super().start(operation, tensors, name or f"{self._label}.{next(self._calls)}", **how)
+
+    def start_array(
+        self, operation: Operation, array: npt.NDArray[Any], name: str | None = None
+    ) -> Callable[[], npt.NDArray[Any]]:
+        return super().start_array(operation, array, name or f"{self._label}.{next(self._calls)}")

@@ -1,0 +1,57 @@
+"""Automatic names of tensors, aligned between ranks.
+
+Ranks match their calls by name. A call without one gets the number of calls of its kind so far, which is the same on
+all ranks as long as they make the same calls in the same order, whatever their timing. The counters belong to the
+Context, not to a front-end: two front-ends in one program must not give one name to two tensors, and a re-initialised
+job starts from 1 like a fresh one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+
+from hvdgloo._job.context import Context
+
+
+class Names:
+    """The automatic names of one Context."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counters: defaultdict[tuple[int, str], Iterator[int]] = defaultdict(lambda: itertools.count(1))
+        self._reserved: Counter[str] = Counter()
+
+    def next(self, process_set: int, prefix: str) -> str:
+        """A new name for an operation: counted for each process set and prefix."""
+        with self._lock:
+            return f"{prefix}.noname.{next(self._counters[process_set, prefix])}"
+
+    def restart(self, process_set: int) -> None:
+        """Count from 1 again in a new set: its number may have been another's, of which not all its ranks were."""
+        with self._lock:
+            for counted in [key for key in self._counters if key[0] == process_set]:
+                del self._counters[counted]
+
+    def full(self, process_set: int, prefix: str, name: str | None) -> str:
+        """An operation's whole name: the user's after the prefix, or a new one."""
+        return self.next(process_set, prefix) if name is None else f"{prefix}.{name}"
+
+    def reserve(self, names: Sequence[str]) -> list[str]:
+        """Names for tensors that will be sent again and again; see ``Frontend.reserve_names``."""
+        with self._lock:
+            self._reserved.update(names)
+            return [name if (n := self._reserved[name]) == 1 else f"{name}.{n}" for name in names]
+
+
+_NAMES: weakref.WeakKeyDictionary[Context, Names] = weakref.WeakKeyDictionary()
+_NAMES_LOCK = threading.Lock()
+
+
+def names_of(context: Context) -> Names:
+    """The names of a Context, made at the first call."""
+    with _NAMES_LOCK:
+        return _NAMES.setdefault(context, Names())

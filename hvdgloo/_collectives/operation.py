@@ -1,0 +1,130 @@
+"""A collective and its parameters as one value, and the way from what users write to it."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from dataclasses import dataclass
+
+import numpy as np
+
+from hvdgloo._collectives.process_sets import ProcessSet, process_set_id
+from hvdgloo._engine.messages import Request
+from hvdgloo.errors import InvalidArgumentError
+from hvdgloo.types import Collective, ReduceOp, TensorSpec
+
+REDUCE_OPS = frozenset(ReduceOp)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A collective and its parameters, without tensors and names. The fields are ``Request``'s."""
+
+    collective: Collective
+    op: ReduceOp = ReduceOp.SUM
+    prescale: float = 1.0
+    postscale: float = 1.0
+    root: int = -1
+    process_set: int = 0
+
+    def request(self, name: str, tensors: tuple[TensorSpec, ...]) -> Request:
+        """This operation on some tensors, under the full name ``name``."""
+        return Request(
+            name, self.collective, tensors, self.op, self.prescale, self.postscale, self.root, self.process_set
+        )
+
+
+def resolve_op(average: bool | None, op: int | None) -> ReduceOp:
+    """The reduction that ``average=`` and ``op=`` ask for together.
+
+    Raises:
+        InvalidArgumentError: both are given, or ``op`` is not one of Average, Sum, Adasum, Min, Max, Product.
+    """
+    if average is not None:
+        if op is not None:
+            raise InvalidArgumentError("average= and op= exclude each other; leave average= out, it is deprecated")
+        warnings.warn("average= is deprecated; use op=Average or op=Sum", DeprecationWarning, stacklevel=4)
+        return ReduceOp.AVERAGE if average else ReduceOp.SUM
+    if op is None:
+        return ReduceOp.AVERAGE
+    try:
+        resolved = ReduceOp(op)
+    except ValueError:
+        resolved = None
+    if resolved not in REDUCE_OPS:
+        raise InvalidArgumentError(f"op must be one of Average, Sum, Adasum, Min, Max and Product, not {op!r}")
+    return ReduceOp(op)
+
+
+def reduction(
+    average: bool | None, op: int | None, prescale: float, postscale: float, process_set: ProcessSet
+) -> Operation:
+    """An allreduce, from the arguments that users give.
+
+    Raises:
+        InvalidArgumentError: as ``resolve_op``; factors that are not numbers; a process set that cannot be used.
+    """
+    if average is None and type(op) in _PLAIN and type(prescale) is float and type(postscale) is float:
+        return _plain_reduction(op, prescale, postscale, process_set_id(process_set))
+    factors = _factors(prescale, postscale)
+    return Operation(Collective.ALLREDUCE, resolve_op(average, op), *factors, process_set=process_set_id(process_set))
+
+
+@functools.lru_cache(maxsize=256)
+def _plain_reduction(op: int | None, prescale: float, postscale: float, process_set: int) -> Operation:
+    """The same object for the same arguments, which programs repeat for every tensor."""
+    return Operation(Collective.ALLREDUCE, resolve_op(None, op), prescale, postscale, process_set=process_set)
+
+
+_PLAIN = (ReduceOp, type(None), int)
+"""Types of ``op`` that hash as what they are."""
+
+
+def scattering(op: int, prescale: float, postscale: float, process_set: ProcessSet) -> Operation:
+    """A reducescatter, from the arguments that users give.
+
+    Raises:
+        InvalidArgumentError: op is neither Average nor Sum; otherwise as ``reduction``.
+    """
+    if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+        raise InvalidArgumentError(f"op of a reducescatter must be Average or Sum, not {op!r}")
+    factors = _factors(prescale, postscale)
+    return Operation(Collective.REDUCESCATTER, ReduceOp(op), *factors, process_set=process_set_id(process_set))
+
+
+def _factors(prescale: float, postscale: float) -> tuple[float, float]:
+    try:
+        return float(prescale), float(postscale)
+    except (TypeError, ValueError):
+        raise InvalidArgumentError(
+            f"prescale_factor and postscale_factor are numbers, not {prescale!r} and {postscale!r}"
+        ) from None
+
+
+def exchanging(process_set: ProcessSet) -> Operation:
+    """An alltoall.
+
+    Raises:
+        InvalidArgumentError: the process set cannot be used.
+    """
+    return Operation(Collective.ALLTOALL, process_set=process_set_id(process_set))
+
+
+def gathering(process_set: ProcessSet) -> Operation:
+    """An allgather.
+
+    Raises:
+        InvalidArgumentError: the process set cannot be used.
+    """
+    return Operation(Collective.ALLGATHER, process_set=process_set_id(process_set))
+
+
+def broadcasting(root_rank: int, process_set: ProcessSet) -> Operation:
+    """A broadcast from a global rank.
+
+    Raises:
+        InvalidArgumentError: the root is not a whole number, or the process set cannot be used.
+    """
+    if not isinstance(root_rank, (int, np.integer)) or isinstance(root_rank, bool):
+        raise InvalidArgumentError(f"root_rank is a global rank, a whole number from 0, not {root_rank!r}")
+    return Operation(Collective.BROADCAST, root=int(root_rank), process_set=process_set_id(process_set))

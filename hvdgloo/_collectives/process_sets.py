@@ -1,0 +1,179 @@
+"""Named subsets of the ranks, which every collective can be given.
+
+A set is a description until it is registered (``init(process_sets=...)``, ``add_process_set``), which is a collective
+of all ranks: afterwards it has a number that stands for it in messages, and its members have a process group of their
+own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from hvdgloo._collectives.naming import names_of
+from hvdgloo._engine.messages import Request
+from hvdgloo._job import process
+from hvdgloo._job.context import Context
+from hvdgloo.errors import InvalidArgumentError
+from hvdgloo.types import Collective
+
+
+class ProcessSet:
+    """Some of a job's ranks, among which a collective runs.
+
+    Args:
+        ranks_or_comm: global ranks; they are sorted.
+
+    Raises:
+        InvalidArgumentError: (a ValueError) for members that are not whole numbers, are negative, or occur twice, and
+            for a set without members.
+    """
+
+    mpi_comm = None
+    """There is no MPI communicator; the attribute is for programs that look."""
+
+    def __init__(self, ranks_or_comm: Iterable[int]) -> None:
+        if not isinstance(ranks_or_comm, Iterable):
+            raise InvalidArgumentError(f"a process set is made of ranks, whole numbers from 0; got {ranks_or_comm!r}")
+        given: list[Any] = list(ranks_or_comm)
+        if any(not isinstance(rank, (int, np.integer)) or isinstance(rank, bool) or rank < 0 for rank in given):
+            raise InvalidArgumentError(f"a process set is made of ranks, whole numbers from 0; got {given}")
+        members = [int(rank) for rank in given]
+        if len(set(members)) != len(members):
+            raise InvalidArgumentError(f"a rank occurs twice in the process set {sorted(members)}")
+        if not members:
+            raise InvalidArgumentError("a process set needs at least one rank")
+        self._ranks: tuple[int, ...] | None = tuple(sorted(members))
+        self._number: int | None = None
+        self._context: Context | None = None
+
+    @property
+    def process_set_id(self) -> int | None:
+        """None while the set is not registered; 0 for ``global_process_set``."""
+        if self._ranks is None:
+            return 0
+        return None if self._context is None or self._context.closed else self._number
+
+    @property
+    def ranks(self) -> list[int]:
+        """The members in ascending order. The global set has some between ``init()`` and ``shutdown()`` only."""
+        if self._ranks is None:
+            return list(range(process.current().size)) if process.is_initialized() else []
+        return list(self._ranks)
+
+    def size(self) -> int | None:
+        """Number of members; None while the set is not registered."""
+        return None if self.process_set_id is None else len(self._registered()[1])
+
+    def rank(self) -> int:
+        """This process's place among the members.
+
+        Raises:
+            InvalidArgumentError: the set is not registered, or this process is not a member.
+        """
+        mine, ranks = self._registered()
+        if mine not in ranks:
+            raise InvalidArgumentError(f"rank {mine} is not a member of {self}")
+        return ranks.index(mine)
+
+    def included(self) -> bool:
+        """Whether this process is a member.
+
+        Raises:
+            InvalidArgumentError: the set is not registered.
+        """
+        mine, ranks = self._registered()
+        return mine in ranks
+
+    def __repr__(self) -> str:
+        members = "all ranks" if self._ranks is None else ", ".join(map(str, self._ranks))
+        return f"ProcessSet(id {self.process_set_id}: {members})"
+
+    def __reduce__(self) -> tuple[Callable[[tuple[int, ...] | None], ProcessSet], tuple[tuple[int, ...] | None]]:
+        return _of_ranks, (self._ranks,)
+
+    def _registered(self) -> tuple[int, list[int]]:
+        """This process's global rank, and the members."""
+        if self._ranks is None:
+            return process.current().rank, self.ranks
+        process_set_id(self)
+        assert self._context is not None
+        return self._context.rank, self.ranks
+
+    @classmethod
+    def _global(cls) -> ProcessSet:
+        everyone = cls((0,))
+        everyone._ranks = None
+        return everyone
+
+
+global_process_set = ProcessSet._global()
+"""All ranks of the job."""
+
+
+def _of_ranks(ranks: tuple[int, ...] | None) -> ProcessSet:
+    """A set from a pickle: registered if this process's job has one with these ranks."""
+    if ranks is None:
+        return global_process_set
+    made = ProcessSet(ranks)
+    if process.is_initialized():
+        job = process.current()
+        for number, members in job.engine.process_sets.items():
+            if members == ranks:
+                made._number, made._context = number, job
+    return made
+
+
+def process_set_id(process_set: ProcessSet) -> int:
+    """The number that stands for a set in messages.
+
+    Raises:
+        InvalidArgumentError: for anything but a set that is registered.
+    """
+    if not isinstance(process_set, ProcessSet):
+        raise InvalidArgumentError(
+            f"process_set must be a ProcessSet, not {type(process_set).__name__}; leave it out for all ranks"
+        )
+    number = process_set.process_set_id
+    if number is None:
+        raise InvalidArgumentError(
+            f"{process_set} is not registered (any more); add_process_set() or init(process_sets=[...]) does that"
+        )
+    return number
+
+
+def add(ctx: Context, process_set: ProcessSet | Iterable[int]) -> ProcessSet:
+    """Register a set; see ``Frontend.add_process_set``."""
+    added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    if added.process_set_id is not None:
+        raise InvalidArgumentError(f"{added} is registered already")
+    ranks = tuple(added.ranks)
+    if ranks[-1] >= ctx.size:
+        raise InvalidArgumentError(f"{added} has ranks that do not exist; the job's are 0 to {ctx.size - 1}")
+    known = {members: number for number, members in ctx.engine.process_sets.items()}
+    if ranks in known:
+        raise InvalidArgumentError(f"process set {known[ranks]} has the same ranks {list(ranks)}; use that one")
+    added._number = _negotiate(ctx, Collective.ADD_PROCESS_SET, ranks)
+    added._context = ctx
+    names_of(ctx).restart(added._number)
+    return added
+
+
+def remove(ctx: Context, process_set: ProcessSet) -> bool:
+    """Forget a set; see ``Frontend.remove_process_set``."""
+    if not isinstance(process_set, ProcessSet):
+        raise InvalidArgumentError(f"expected a ProcessSet, not {type(process_set).__name__}")
+    if not process_set.process_set_id:
+        return False
+    _negotiate(ctx, Collective.REMOVE_PROCESS_SET, tuple(process_set.ranks))
+    process_set._context = process_set._number = None
+    return True
+
+
+def _negotiate(ctx: Context, change: Collective, ranks: tuple[int, ...]) -> int:
+    # Numbered, not named after the ranks: so that processes which disagree learn it, and do not wait for each other.
+    handle = ctx.engine.submit(Request(names_of(ctx).next(0, change.value), change, ranks=ranks))
+    handle.wait()
+    return handle.value

@@ -1,0 +1,484 @@
+"""The control thread: sleeps until a submission, a message or a deadline wakes it, and does what the pure parts decide.
+
+An idle job sends nothing and burns nothing. On rank 0 the thread also runs the Coordinator, whose messages to rank 0
+itself take no detour through a socket.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+
+from hvdgloo._engine.connection import Connection, frame
+from hvdgloo._engine.coordinator import EVERYONE, Coordinator, ping_interval
+from hvdgloo._engine.executor import Executor
+from hvdgloo._engine.handle import Handle
+from hvdgloo._engine.member import Member
+from hvdgloo._engine.messages import (
+    Abort,
+    AskStacks,
+    Bye,
+    Drained,
+    End,
+    Execute,
+    Failed,
+    Message,
+    Ping,
+    Pong,
+    Resend,
+    Stacks,
+)
+from hvdgloo._engine.planes import DEPTH
+from hvdgloo.errors import (
+    BackendError,
+    HorovodInternalError,
+    HvdglooError,
+    JobShutdownError,
+    PeerLostError,
+    StallError,
+)
+
+logger = logging.getLogger(__name__)
+
+VERDICT_SECONDS = 3.0
+"""How long a rank whose data plane broke waits for the coordinator to say why."""
+
+_FLUSH_SECONDS = 1.0
+THREAD_PREFIX = "hvdgloo-"
+"""Names of the engine's own threads begin so; their stacks are of no interest to users."""
+
+
+class Control:
+    """Owns the control thread of one rank.
+
+    Args:
+        rank: this rank.
+        links: connected sockets: on rank 0 one for each other rank, elsewhere one for rank 0.
+        coordinator: on rank 0, else None.
+        operation_timeout: seconds after which a silent rank counts as lost.
+        spin_time: seconds that a caller who waits looks for the answer before it goes to sleep; 0 for not at all.
+        on_end: called once, on the thread, with the error that later submissions get.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        links: Mapping[int, socket.socket],
+        member: Member,
+        executor: Executor,
+        coordinator: Coordinator | None,
+        *,
+        operation_timeout: float,
+        spin_time: float,
+        describe: Callable[[int], str],
+        on_end: Callable[[HorovodInternalError], None],
+    ) -> None:
+        self._rank = rank
+        self._member = member
+        self._executor = executor
+        self._coordinator = coordinator
+        self._operation_timeout = operation_timeout
+        self._spin_time = spin_time
+        self._describe = describe
+        self._on_end = on_end
+        self._connections = {peer: Connection(sock) for peer, sock in links.items()}
+        self._wake_out, self._wake_in = os.pipe()
+        os.set_blocking(self._wake_out, False)
+        os.set_blocking(self._wake_in, False)
+        self._to_send: list[Message] = []
+        self._failure: BaseException | None = None
+        self._failure_deadline = 0.0
+        self._heard = time.monotonic()
+        self._pinging_since: float | None = None
+        self._next_ping = 0.0
+        self._ended: HorovodInternalError | None = None
+        self._finished = False
+        self._lock = threading.Lock()
+        # Held by whoever does the thread's work: the thread itself except while it sleeps, or a thread that submits.
+        self._turn_lock = threading.Lock()
+        self._sleeps_until: float | None = None
+        # The thread sleeps in the first, which tells it of the second; who lends a thread takes that out meanwhile.
+        self._selector, self._sockets = selectors.DefaultSelector(), selectors.DefaultSelector()
+        self._selector.register(self._wake_out, selectors.EVENT_READ)
+        self._selector.register(self._sockets, selectors.EVENT_READ)
+        for peer, connection in self._connections.items():
+            self._sockets.register(connection, selectors.EVENT_READ, peer)
+        self._may_wait = True
+        self._thread = threading.Thread(target=self._run, name=f"{THREAD_PREFIX}control-{rank}", daemon=True)
+
+    @property
+    def descriptors(self) -> list[int]:
+        """What a forked child must not keep open."""
+        return [self._wake_in, self._wake_out, *(c.fileno() for c in self._connections.values())]
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def native_id(self) -> int:
+        """The running thread, as the system numbers it."""
+        assert self._thread.native_id is not None
+        return self._thread.native_id
+
+    def join(self, timeout: float) -> bool:
+        """Wait for the thread's end; False if it has not ended within ``timeout`` seconds."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def wake(self) -> None:
+        """Have the thread look around; callable from any thread."""
+        with self._lock:  # so that the descriptor's number is not closed, and reused, meanwhile
+            if self._wake_in >= 0:
+                try:
+                    os.write(self._wake_in, b"\0")
+                except BlockingIOError:
+                    pass  # full: it is awake already
+
+    def submitted(self, awaited: Handle | None) -> None:
+        """An operation was filed; callable from any thread.
+
+        If the control thread sleeps, the caller does at once what it would wake for: a thread switch less on the path
+        of every synchronous operation.
+
+        Args:
+            awaited: what the caller is going to wait for; its thread is at the engine's disposal for a moment, then.
+        """
+        if not self._turn_lock.acquire(blocking=False):
+            self.wake()
+            return
+        try:
+            try:
+                self._may_wait = awaited is not None
+                self._look_around(time.monotonic())
+                if awaited is not None and self._spin_time and not self._finished:
+                    self._spin(awaited)
+            except BaseException as error:
+                # As on the thread itself: what was not said to the end must fail the job, not hang it. A Ctrl-C that
+                # falls just here belongs to the caller.
+                self._end(HorovodInternalError(f"the control plane of rank {self._rank} was interrupted: {error!r}"))
+                if not isinstance(error, Exception):
+                    raise
+                logger.exception("the control plane of rank %d failed", self._rank)
+            deadline = self._deadline()
+            oversleeps = deadline is not None and (self._sleeps_until is None or deadline < self._sleeps_until)
+            must_wake = oversleeps or self._finished or any(c.has_unsent for c in self._connections.values())
+        finally:
+            self._may_wait = True
+            self._turn_lock.release()
+        if must_wake:
+            self.wake()
+
+    def say(self, message: Message) -> None:
+        """Tell the coordinator something; callable from any thread."""
+        with self._lock:
+            self._to_send.append(message)
+        self.wake()
+
+    def data_plane_failed(self, error: BaseException) -> None:
+        """The executor's first failure; callable from any thread."""
+        self._failure = error
+        self._failure_deadline = time.monotonic() + VERDICT_SECONDS
+        expected = isinstance(error, HvdglooError)
+        logger.log(
+            logging.DEBUG if expected else logging.ERROR, "rank %d: an operation failed", self._rank, exc_info=error
+        )
+        self.say(Failed(str(error) if expected else f"{type(error).__name__}: {error}"))
+
+    def room(self) -> None:
+        """The data plane has completed a bucket; callable from any thread."""
+        if self._coordinator is not None and self._coordinator.has_ready:
+            self.wake()
+
+    def close(self) -> None:
+        """Close connections at once, for an engine whose thread did not end by itself."""
+        for connection in list(self._connections.values()):  # the thread may be losing one just now
+            connection.shutdown()
+        self.wake()
+
+    # The thread.
+
+    def _run(self) -> None:
+        try:
+            with self._turn_lock:
+                while not self._finished:
+                    self._turn()
+        except Exception as error:  # a defect of ours must fail the job, not hang it
+            logger.exception("the control thread of rank %d failed", self._rank)
+            self._end(HorovodInternalError(f"the control thread failed: {error!r}"))
+        finally:
+            self._farewell()
+
+    def _turn(self) -> None:
+        self._look_around(time.monotonic())
+        for peer, connection in self._connections.items():
+            if connection.has_unsent:
+                self._sockets.modify(connection, selectors.EVENT_READ | selectors.EVENT_WRITE, peer)
+        if self._finished:
+            return
+        for key, _ in self._sleep():
+            if key.fileobj is self._sockets:
+                self._serve_sockets()
+            else:
+                self._clear_wake()
+
+    def _serve_sockets(self) -> bool:
+        """Read and write what can be; False if there was nothing."""
+        ready = self._sockets.select(0)
+        for key, events in ready:
+            peer: int = key.data
+            if peer not in self._connections:
+                continue
+            connection = self._connections[peer]
+            try:
+                # Read first: who has gone cannot be written to, but may have said why (an Abort) before.
+                if events & selectors.EVENT_READ:
+                    for message in connection.receive():
+                        self._receive(peer, message, time.monotonic())
+                if events & selectors.EVENT_WRITE:
+                    connection.flush()
+                    if not connection.has_unsent:
+                        self._sockets.modify(connection, selectors.EVENT_READ, peer)
+            except (OSError, EOFError, ValueError) as error:
+                self._sockets.unregister(connection)
+                self._lose(peer, str(error) or type(error).__name__, time.monotonic())
+        return bool(ready)
+
+    def _spin(self, awaited: Handle) -> None:
+        """Do the thread's work until an operation has ended, but not for long: the others' answers are near, and to go
+        to sleep and be woken takes longer than they do."""
+        self._selector.unregister(self._sockets)  # or what arrives would wake the thread
+        try:
+            until = time.monotonic() + self._spin_time
+            while not awaited.done() and not self._finished and time.monotonic() < until:
+                if self._serve_sockets() and self._coordinator is not None:
+                    self._conduct(self._coordinator, time.monotonic())
+        finally:
+            self._selector.register(self._sockets, selectors.EVENT_READ)
+
+    def _look_around(self, now: float) -> None:
+        """Everything but reading sockets."""
+        self._speak(now)
+        if self._coordinator is not None:
+            self._conduct(self._coordinator, now)
+        self._tick(now)
+        if self._coordinator is not None:
+            self._deliver(self._coordinator, now)
+
+    def _sleep(self) -> list[tuple[selectors.SelectorKey, int]]:
+        """Wait for a socket, a wake or the next deadline, and let others take a turn meanwhile."""
+        deadline = self._sleeps_until = self._deadline()
+        timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+        self._turn_lock.release()
+        try:
+            return self._selector.select(timeout)
+        finally:
+            self._turn_lock.acquire()
+
+    def _clear_wake(self) -> None:
+        try:
+            os.read(self._wake_out, 4096)
+        except BlockingIOError:
+            pass
+
+    def _speak(self, now: float) -> None:
+        """Send what this rank's other threads have to say."""
+        submission = self._member.drain(idle=self._executor.backlog == 0)
+        if submission is not None:
+            self._to_coordinator(submission, now)
+        if self._to_send:
+            with self._lock:
+                messages, self._to_send = self._to_send, []
+            for message in messages:
+                self._to_coordinator(message, now)
+
+    def _to_coordinator(self, message: Message, now: float) -> None:
+        if self._coordinator is not None:
+            self._coordinator.receive(self._rank, message, now)
+        else:
+            self._send(0, frame(message), now)
+
+    def _send(self, peer: int, framed: bytes, now: float) -> None:
+        connection = self._connections.get(peer)
+        if connection is None:
+            return
+        try:
+            connection.send(framed)
+        except OSError as error:
+            # The reading side will see its end too, and may hold the reason (an Abort) that was sent before.
+            logger.debug("sending to rank %d failed: %s", peer, error)
+
+    def _conduct(self, coordinator: Coordinator, now: float) -> None:
+        """Rank 0: order what is ready if there is room."""
+        if coordinator.has_ready and self._executor.backlog < DEPTH and coordinator.may_release(now):
+            coordinator.release(now)
+        self._deliver(coordinator, now)
+        coordinator.busy = self._executor.backlog > 0
+
+    def _deliver(self, coordinator: Coordinator, now: float) -> None:
+        """Rank 0: do what the coordinator says."""
+        while coordinator.outbox:
+            outbox, coordinator.outbox = coordinator.outbox, []
+            for destination, message in outbox:
+                if destination not in (EVERYONE, self._rank):
+                    self._send(destination, frame(message), now)
+                    continue
+                if destination == EVERYONE and self._connections:
+                    framed = frame(message)
+                    for peer in list(self._connections):
+                        self._send(peer, framed, now)
+                self._receive_verdict(message, now)
+        for text in coordinator.warnings:
+            logger.warning("%s", text)
+        coordinator.warnings.clear()
+
+    def _receive(self, peer: int, message: Message, now: float) -> None:
+        if self._coordinator is not None:
+            self._coordinator.receive(peer, message, now)
+        else:
+            self._heard = now
+            self._receive_verdict(message, now)
+
+    def _receive_verdict(self, message: Message, now: float) -> None:
+        """A message from the coordinator to this rank."""
+        if isinstance(message, Execute):
+            if self._ended is None:
+                self._executor.execute(self._member.accept(message), may_wait=self._may_wait)
+        elif isinstance(message, Resend):
+            self._to_coordinator(self._member.resend(message.signatures), now)
+        elif isinstance(message, Ping):
+            self._to_coordinator(Pong(), now)
+        elif isinstance(message, AskStacks):
+            self._to_coordinator(Stacks(python_stacks()), now)
+        elif isinstance(message, End):
+            self._leave_together(message.rank, message.reason)
+        elif isinstance(message, Abort):
+            self._end(_abort_error(message, self._describe))
+        elif isinstance(message, Bye):
+            self._finished = True
+            self._executor.stop()
+
+    def _leave_together(self, leaver: int, reason: str) -> None:
+        """A rank has left: finish what was ordered before, refuse everything else."""
+        text = "this rank" if leaver == self._rank else self._describe(leaver)
+        if reason:
+            text += f" ended with {reason}, which ends collective operations on all ranks"
+        else:
+            text += " called hvd.shutdown() or exited, which ends collective operations on all ranks"
+        names = self._member.pending_names()
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            text += f"; this rank still waited for {', '.join(names[:3])}{more}, not submitted by all others"
+        error = JobShutdownError(text, rank=leaver)
+        self._ended = error
+        self._on_end(error)
+        self._executor.when_drained(lambda: self.say(Drained()))
+
+    def _lose(self, peer: int, reason: str, now: float) -> None:
+        self._connections.pop(peer).close()
+        if self._coordinator is not None:
+            self._coordinator.lost(peer, f"{reason} (the process died or was killed; see its own output)", now)
+        elif not self._finished:
+            text = f"{self._describe(0)} was lost: {reason} (the process died or was killed; see its own output)"
+            self._end(PeerLostError(text, rank=0, host=None))
+
+    def _end(self, error: HorovodInternalError) -> None:
+        """Everything fails with ``error``, now."""
+        self._finished = True
+        if self._ended is None:
+            self._ended = error
+        self._executor.abort(error)
+        self._on_end(error)
+
+    def _tick(self, now: float) -> None:
+        if self._failure is not None and now >= self._failure_deadline and not self._finished:
+            self._end(BackendError(f"{type(self._failure).__name__}: {self._failure}"))
+        if self._coordinator is not None:
+            self._coordinator.tick(now)
+        elif not self._finished:
+            self._watch_coordinator(now)
+
+    def _watch_coordinator(self, now: float) -> None:
+        """Other ranks: is rank 0 there, while something is pending?"""
+        active = self._member.has_pending or self._executor.backlog or self._ended
+        if self._pinging_since is None:
+            if active:
+                self._pinging_since = now
+                self._next_ping = now + ping_interval(self._operation_timeout)
+            return
+        if now < self._next_ping:
+            return
+        if not active:
+            self._pinging_since = None  # not before, as in Coordinator._watch
+            return
+        self._next_ping = now + ping_interval(self._operation_timeout)
+        silence = now - max(self._heard, self._pinging_since)
+        if silence >= self._operation_timeout:
+            text = (
+                f"{self._describe(0)} was lost: it has not answered for {silence:.0f} s (stopped, swapping, or cut off "
+                "from the network); HVDGLOO_OPERATION_TIMEOUT sets this limit"
+            )
+            self._end(PeerLostError(text, rank=0))
+        else:
+            self._send(0, frame(Ping()), now)
+
+    def _deadline(self) -> float | None:
+        times = []
+        if self._failure is not None:
+            times.append(self._failure_deadline)
+        if self._coordinator is not None:
+            coordinators = self._coordinator.deadline()
+            if coordinators is not None:
+                times.append(coordinators)
+        elif self._pinging_since is not None:
+            times.append(self._next_ping)
+        return min(times, default=None)
+
+    def _farewell(self) -> None:
+        """Let last words reach the peers, then close."""
+        deadline = time.monotonic() + _FLUSH_SECONDS
+        for connection in self._connections.values():
+            try:
+                while connection.has_unsent and time.monotonic() < deadline:
+                    with selectors.DefaultSelector() as selector:
+                        selector.register(connection, selectors.EVENT_WRITE)
+                        selector.select(max(0.0, deadline - time.monotonic()))
+                    connection.flush()
+            except OSError:
+                pass  # the peer is gone
+            connection.close()
+        self._connections.clear()
+        self._sockets.close()
+        self._selector.close()
+        with self._lock:
+            os.close(self._wake_in)
+            os.close(self._wake_out)
+            self._wake_in = self._wake_out = -1
+
+
+def _abort_error(message: Abort, describe: Callable[[int], str]) -> HorovodInternalError:
+    if message.kind == "peer":
+        return PeerLostError(message.text, rank=message.rank)
+    if message.kind == "stall":
+        return StallError(
+            "stalled for longer than the stall shutdown time (rank 0 has warned where the late ranks are): "
+            f"{message.text}"
+        )
+    return BackendError(message.text)
+
+
+def python_stacks() -> str:
+    """The stacks of this process's Python threads, without the engine's own, innermost call last."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    parts = []
+    for ident, stack in sys._current_frames().items():
+        name = names.get(ident, "?")
+        if not name.startswith(THREAD_PREFIX):
+            parts.append(f"thread {name}:\n{''.join(traceback.format_stack(stack)[-12:]).rstrip()}")
+    return "\n".join(parts) or "no Python thread but the engine's"

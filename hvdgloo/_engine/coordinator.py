@@ -1,0 +1,322 @@
+"""Rank 0's side of the control plane: one order for all, and one verdict when something breaks.
+
+Pure: messages and times go in, messages to send come out in ``outbox``; the control thread does the rest. States::
+
+    running  --Leave-->  ending  --all drained, or deadline-->  over
+    running, ending  --a rank lost, a data plane failed, a stall-->  over
+
+A data plane that fails says only that *some* peer went away, so a rank's ``Failed`` opens an inquest: every rank is
+asked for a sign of life, and whoever's connection has ended, or does not answer, is named as the cause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from hvdgloo._engine import stall
+from hvdgloo._engine.messages import (
+    Abort,
+    AskStacks,
+    Bye,
+    Drained,
+    End,
+    Failed,
+    Leave,
+    Message,
+    Ping,
+    Pong,
+    Resend,
+    Stacks,
+    Submit,
+)
+from hvdgloo._engine.negotiation import Negotiator, Waiting, format_ranks
+from hvdgloo._engine.timeline import Timeline
+
+INQUEST_SECONDS = 0.5
+"""How long ranks have to show that they live after one of them reported a broken data plane."""
+
+STACKS_SECONDS = 2.0
+"""How long late ranks have to say what they are doing."""
+
+EVERYONE = -1
+"""As a destination in ``outbox``: all ranks, this one included."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The settings that the coordinator decides by; seconds and counts."""
+
+    operation_timeout: float
+    cache_capacity: int
+    cycle_time: float
+    stall_check: bool
+    stall_warning_time: float
+    stall_shutdown_time: float
+
+
+@dataclass
+class _Inquest:
+    deadline: float
+    rank: int
+    text: str
+    silent: set[int]
+
+
+@dataclass
+class _StallReport:
+    deadline: float
+    overdue: list[Waiting]
+    stacks: dict[int, str | None]
+
+
+class Coordinator:
+    """Decides for ``size`` ranks.
+
+    Args:
+        members: the ranks of each process set by id.
+        describe: a rank with its host and pid, for messages.
+    """
+
+    def __init__(
+        self, size: int, members: Mapping[int, Sequence[int]], rules: Rules, describe: Callable[[int], str]
+    ) -> None:
+        self.outbox: list[tuple[int, Message]] = []
+        self.warnings: list[str] = []
+        self.busy = False
+        self.over = False
+        self._size = size
+        self._rules = rules
+        self._describe = describe
+        self._negotiator = Negotiator(members, rules.cache_capacity)
+        self._heard = [0.0] * size
+        self._watching_since: float | None = None
+        self._next_ping = 0.0
+        self._last_release = float("-inf")
+        self._ticked = float("-inf")
+        self._timeline: Timeline | None = None
+        self._leaver: int | None = None
+        self._undrained: set[int] = set()
+        self._end_deadline = 0.0
+        self._inquest: _Inquest | None = None
+        self._stall: _StallReport | None = None
+        self._next_stall_check: float | None = None
+        self._told: dict[int, str | None] | None = None
+
+    def show(self, timeline: Timeline | None) -> None:
+        """Note arrivals and orders in a timeline from now on, or in none."""
+        self._timeline = timeline
+        self._negotiator.observer = timeline
+
+    @property
+    def has_ready(self) -> bool:
+        """True if operations wait for ``release``."""
+        return self._negotiator.has_ready
+
+    def receive(self, rank: int, message: Message, now: float) -> None:
+        """Take in what a rank said."""
+        self._heard[rank] = now
+        if self.over:
+            return
+        if self._inquest is not None:
+            self._inquest.silent.discard(rank)
+        if isinstance(message, Submit):
+            if self._leaver is not None:
+                return  # it crossed End on its way, and its rank fails these operations when End arrives
+            unknown = self._negotiator.absorb(rank, message, now)
+            if unknown:
+                self.outbox.append((rank, Resend(tuple(unknown))))
+        elif isinstance(message, Ping):
+            self.outbox.append((rank, Pong()))
+        elif isinstance(message, Leave):
+            self._end(rank, message.reason, now)
+        elif isinstance(message, Drained):
+            self._drained(rank)
+        elif isinstance(message, Failed):
+            self._open_inquest(rank, message.text, now)
+        elif isinstance(message, Stacks) and self._stall is not None:
+            self._stall.stacks[rank] = message.text
+
+    def lost(self, rank: int, reason: str, now: float) -> None:
+        """A rank's connection has ended."""
+        if self.over or (self._leaver is not None and rank not in self._undrained):
+            return
+        self._abort("peer", f"{self._describe(rank)} was lost: {reason}", rank)
+
+    def release(self, now: float) -> None:
+        """Order everything that is ready. The control thread calls this when the data plane has room."""
+        if self.over or not self._negotiator.has_ready:
+            return
+        self._last_release = now
+        if self._timeline is not None:
+            self._timeline.cycle(self._timeline.now())
+        self.outbox.append((EVERYONE, self._negotiator.take()))
+
+    def may_release(self, now: float) -> bool:
+        """False while the least delay between two batches has not passed."""
+        return now >= self._last_release + self._rules.cycle_time
+
+    def tick(self, now: float) -> None:
+        """Let time pass: pings, silent ranks, stalls, deadlines."""
+        self._ticked = now
+        if self.over:
+            return
+        if self._inquest is not None and now >= self._inquest.deadline:
+            self._close_inquest(self._inquest)
+        elif self._leaver is not None and now >= self._end_deadline:
+            self._finish()
+        else:
+            self._watch(now)
+            if self._leaver is None:
+                self._check_stall(now)
+
+    def deadline(self) -> float | None:
+        """When ``tick`` has something to do next; None while the job is idle."""
+        if self.over:
+            return None
+        times = []
+        if self._inquest is not None:
+            times.append(self._inquest.deadline)
+        if self._leaver is not None:
+            times.append(self._end_deadline)
+        if self._watching_since is not None:
+            times.append(self._next_ping)
+        if self._stall is not None:
+            times.append(self._stall.deadline)
+        elif self._next_stall_check is not None:
+            times.append(self._next_stall_check)
+        release = self._last_release + self._rules.cycle_time
+        if self._negotiator.has_ready and release > self._ticked:
+            # One that is due already waits for room in the data plane, which wakes the control thread by itself.
+            times.append(release)
+        return min(times, default=None)
+
+    # Ending.
+
+    def _end(self, rank: int, reason: str, now: float) -> None:
+        if self._leaver is not None:
+            return
+        self.release(now)
+        self._leaver = rank
+        self._undrained = set(range(self._size))
+        self._end_deadline = now + self._rules.operation_timeout
+        self._stall = self._next_stall_check = None
+        self.outbox.append((EVERYONE, End(rank, reason)))
+
+    def _drained(self, rank: int) -> None:
+        self._undrained.discard(rank)
+        if self._leaver is not None and not self._undrained:
+            self._finish()
+
+    def _finish(self) -> None:
+        self.over = True
+        self.outbox.append((EVERYONE, Bye()))
+
+    def _abort(self, kind: str, text: str, rank: int = -1) -> None:
+        self.over = True
+        self.outbox.append((EVERYONE, Abort(kind, text, rank)))
+
+    # A broken data plane.
+
+    def _open_inquest(self, rank: int, text: str, now: float) -> None:
+        if self._inquest is None:
+            silent = set(range(1, self._size)) - {rank}
+            self._inquest = _Inquest(now + INQUEST_SECONDS, rank, text, silent)
+            self.outbox.extend((other, Ping()) for other in sorted(silent))
+
+    def _close_inquest(self, inquest: _Inquest) -> None:
+        if inquest.silent:
+            silent = sorted(inquest.silent)
+            who = f"{self._describe(silent[0])} does" if len(silent) == 1 else f"{format_ranks(silent)} do"
+            text = f"{who} not answer, and {self._describe(inquest.rank)} reports: {inquest.text}"
+            self._abort("peer", text, silent[0])
+        else:
+            self._abort("backend", f"{self._describe(inquest.rank)} reports: {inquest.text}", inquest.rank)
+
+    # Signs of life, asked for only while somebody waits.
+
+    @property
+    def _active(self) -> bool:
+        return self._size > 1 and (
+            self.busy or self._negotiator.has_pending or self._negotiator.has_joined or self._leaver is not None
+        )
+
+    def _watch(self, now: float) -> None:
+        if self._watching_since is None:
+            if self._active:
+                self._watching_since = now
+                self._next_ping = now + ping_interval(self._rules.operation_timeout)
+            return
+        if now < self._next_ping:
+            return
+        if not self._active:
+            # Only now: disarmed after each operation, the next one would have to wake the control thread to arm it.
+            self._watching_since = None
+            return
+        self._next_ping = now + ping_interval(self._rules.operation_timeout)
+        for rank in range(1, self._size):
+            silence = now - max(self._heard[rank], self._watching_since)
+            if silence >= self._rules.operation_timeout:
+                self.lost(
+                    rank,
+                    f"it has not answered for {silence:.0f} s (stopped, swapping, or cut off from the network); "
+                    "HVDGLOO_OPERATION_TIMEOUT sets this limit",
+                    now,
+                )
+                if self.over:
+                    return
+        self.outbox.extend((rank, Ping()) for rank in range(1, self._size))
+
+    # Stalls.
+
+    def _check_stall(self, now: float) -> None:
+        rules = self._rules
+        if not rules.stall_check:
+            return
+        if not self._negotiator.has_pending:
+            self._stall = self._told = None
+            if self._next_stall_check is not None and now >= self._next_stall_check:
+                self._next_stall_check = None
+            return
+        if self._stall is not None:
+            answered = all(text is not None for text in self._stall.stacks.values())
+            if answered or now >= self._stall.deadline:
+                self._report_stall(self._stall, now)
+            return
+        if self._next_stall_check is None:
+            self._next_stall_check = now + rules.stall_warning_time
+        if now < self._next_stall_check:
+            return
+        waiting = self._negotiator.waiting()
+        overdue = stall.overdue(waiting, now, rules.stall_warning_time)
+        if not overdue:
+            self._told = None
+            self._next_stall_check = waiting[0].since + rules.stall_warning_time
+            return
+        late = stall.missing_ranks(overdue)
+        self._stall = _StallReport(now + STACKS_SECONDS, overdue, dict.fromkeys(late))
+        self.outbox.extend((rank, AskStacks()) for rank in late)
+
+    def _report_stall(self, report: _StallReport, now: float) -> None:
+        self._stall = None
+        rules = self._rules
+        # As they wait now: some ranks may have come meanwhile, and the next step uses the same names.
+        asked_about = {(operation.name, operation.since) for operation in report.overdue}
+        overdue = [w for w in self._negotiator.waiting() if (w.name, w.since) in asked_about]
+        if not overdue:
+            self._next_stall_check = now
+            return
+        self.warnings.append(stall.report(overdue, now, self._describe, report.stacks, self._told))
+        self._told = report.stacks
+        dead_line = min(operation.since for operation in overdue) + rules.stall_shutdown_time
+        if rules.stall_shutdown_time and now >= dead_line:
+            self._abort("stall", stall.verdict(overdue, now, self._describe))
+            return
+        self._next_stall_check = now + rules.stall_warning_time
+        if rules.stall_shutdown_time:
+            self._next_stall_check = min(self._next_stall_check, dead_line)
+
+
+def ping_interval(operation_timeout: float) -> float:
+    """Seconds between two pings while something is pending: several chances before silence means death."""
+    return min(5.0, operation_timeout / 4)

@@ -1,0 +1,396 @@
+"""The engine of one rank: takes collectives from any thread, agrees on an order with all ranks, executes that order.
+
+It owns two threads, control and data, and knows no framework: tensors arrive as Buffers.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+from hvdgloo._backends.base import Backend, Plane, Sharing
+from hvdgloo._engine.control import THREAD_PREFIX, Control
+from hvdgloo._engine.coordinator import Coordinator, Rules
+from hvdgloo._engine.executor import Executor
+from hvdgloo._engine.handle import Handle
+from hvdgloo._engine.member import Member
+from hvdgloo._engine.messages import REDUCTIONS, Leave, Request
+from hvdgloo._engine.operation import Operation
+from hvdgloo._engine.planes import Group
+from hvdgloo._engine.timeline import Timeline
+from hvdgloo._net.descriptors import bury
+from hvdgloo.errors import HorovodInternalError, InvalidArgumentError, JobShutdownError
+from hvdgloo.topology import Topology
+from hvdgloo.types import Buffer, Collective, DType, ReduceOp, TensorSpec
+
+_ALONG_ROWS = frozenset({Collective.ALLGATHER, Collective.ALLTOALL, Collective.REDUCESCATTER})
+_FLOATS = frozenset({DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32, DType.FLOAT64})
+
+_BATCH = 32
+"""Operations that wait to be told to the others, while earlier ones are being agreed upon: a message for each would
+cost more than all else. The control thread comes when a thread waits, or computes without the interpreter's lock."""
+
+_CLOSE_MARGIN = 5.0
+"""Seconds that closing may take beyond the operation timeout, which bounds what was ordered before."""
+
+
+OpenBackend: TypeAlias = Callable[[int, tuple[int, ...], Callable[[], bool]], Backend]
+OpenDevice: TypeAlias = Callable[[int, tuple[int, ...], Backend, Buffer], Sequence[Plane]]
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What an engine decides by. What shapes plans must be the same on all ranks: ``fusion_threshold``,
+    ``separate_groups`` and ``deterministic``.
+
+    Times are in seconds, thresholds in bytes, the capacity in tensors.
+    """
+
+    fusion_threshold: int
+    inline_threshold: int
+    separate_groups: bool
+    operation_timeout: float
+    cache_capacity: int
+    cycle_time: float
+    stall_check: bool
+    stall_warning_time: float
+    stall_shutdown_time: float
+    spin_time: float = 0.0
+    deterministic: bool = False
+
+
+class Engine:
+    """One rank's engine.
+
+    Args:
+        rank: this rank.
+        topology: of all ranks.
+        links: connected control sockets; see ``Control``.
+        backend: the data plane of the set of all ranks. The engine owns it from now on.
+        settings: see ``EngineSettings``.
+        open_backend: makes the data plane of a process set that is added later, given a number that was never used
+            before (the same on all ranks), the members' global ranks in ascending order, and what tells it to give up;
+            called on the data thread of every member. Without it no sets can be added.
+        open_device: makes the data planes of a process set's CUDA tensors, see ``planes.OpenDevice``, given that number
+            and those ranks (0 for the set of all). Without it there can be none.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        topology: Topology,
+        links: Mapping[int, socket.socket],
+        backend: Backend,
+        settings: EngineSettings,
+        open_backend: OpenBackend | None = None,
+        open_device: OpenDevice | None = None,
+    ) -> None:
+        self.rank = rank
+        self.topology = topology
+        everyone = tuple(range(topology.size))
+        self._open_backend = open_backend
+        self._open_device = open_device
+        self._groups = {0: self._group(0, everyone, backend)}
+        self._sets_added = 0
+        # Sums that travel with the agreement are in rank order, and whether they do depends on who came first.
+        steady = backend.in_rank_order or not settings.deterministic
+        self._member = Member(rank, {0: everyone}, settings.inline_threshold if steady else 0)
+        self._forked = False
+        self._closing = threading.Lock()
+        self._executor = Executor(
+            f"{THREAD_PREFIX}data-{rank}",
+            self._groups,
+            self._open_group,
+            fusion_threshold=settings.fusion_threshold,
+            separate_groups=settings.separate_groups,
+            deterministic=settings.deterministic,
+            operation_timeout=settings.operation_timeout,
+            on_room=self._room,
+            on_failure=self._data_plane_failed,
+        )
+        coordinator = None
+        if rank == 0:
+            rules = Rules(
+                settings.operation_timeout,
+                settings.cache_capacity,
+                settings.cycle_time,
+                settings.stall_check,
+                settings.stall_warning_time,
+                settings.stall_shutdown_time,
+            )
+            coordinator = Coordinator(topology.size, {0: everyone}, rules, topology.describe)
+        self._coordinator = coordinator
+        self._timeline: Timeline | None = None
+        self._control = Control(
+            rank,
+            links,
+            self._member,
+            self._executor,
+            coordinator,
+            operation_timeout=settings.operation_timeout,
+            spin_time=settings.spin_time,
+            describe=topology.describe,
+            on_end=self._end,
+        )
+        self._close_timeout = settings.operation_timeout + _CLOSE_MARGIN
+        self._closed = False
+        _ENGINES.add(self)
+
+    def start(self) -> None:
+        """Start both threads."""
+        self._executor.start()
+        self._control.start()
+
+    def pin(self, core: int) -> None:
+        """Have both threads, which run, use one core only.
+
+        Raises:
+            OSError: this process may not use it, or the system cannot do this.
+        """
+        if not hasattr(os, "sched_setaffinity"):
+            raise OSError("this system pins no threads to cores")
+        for thread in (self._executor, self._control):
+            os.sched_setaffinity(thread.native_id, {core})
+
+    @property
+    def error(self) -> HorovodInternalError | None:
+        """Why nothing may be submitted any more; None while the engine runs."""
+        return self._member.closed
+
+    def submit(
+        self,
+        request: Request,
+        inputs: Sequence[Buffer] = (),
+        outputs: Sequence[Buffer] | None = None,
+        *,
+        allocate: Callable[[int, TensorSpec], Buffer] | None = None,
+        ready: Callable[[], None] | None = None,
+        splits: Sequence[int] = (),
+        waits: bool = False,
+    ) -> Handle:
+        """Take part in a collective. Returns at once; callable from any thread.
+
+        Args:
+            request: what to do; ``request.tensors`` describe ``inputs``.
+            inputs: contiguous memory, not written unless it is also an output. Must stay as it is until the handle
+                has resolved; the Buffers' owners are kept alive meanwhile.
+            outputs: where results go, of the same specs as the inputs (in a reducescatter, of this rank's rows); the
+                very same memory means in place. Not for an allgather or alltoall, whose results' first dimensions are
+                known only later.
+            allocate: for those: called on an engine thread with a tensor's index and the result's spec.
+            ready: called on an engine thread just before the memory is read: waits until it may be.
+            splits: of an alltoall: how many rows go to each rank of the set.
+            waits: the caller is going to wait at once, so its thread may do the engine's work for a moment.
+
+        Returns:
+            a Handle whose outputs are in the order of the tensors; an alltoall has a second one, with the number of
+            rows (int64) that came from each rank of the set.
+
+        Raises:
+            InvalidArgumentError: the request makes no sense on any rank.
+            DuplicateNameError: the name is in flight.
+            HorovodInternalError: the engine has ended; the same error that pending operations got.
+        """
+        if self._forked:
+            raise HorovodInternalError(
+                "this process was forked from a rank of the job and is not a rank itself; collective operations belong "
+                "to the parent (start workers with the 'spawn' method and hvd.init() if they are to be ranks)"
+            )
+        if not self._member.knows(request):
+            self._validate(request)
+        late = request.collective in (Collective.ALLGATHER, Collective.ALLTOALL)
+        results = list(inputs) if late else list(outputs or ())
+        if len(inputs) != len(request.tensors) or len(results) != len(request.tensors):
+            raise InvalidArgumentError(
+                f"{request.name}: {len(request.tensors)} tensors are described, but there are {len(inputs)} inputs and "
+                f"{len(results)} outputs"
+            )
+        operation = Operation(request, inputs, results, allocate, ready, splits)
+        filed, agreeing = self._member.add(operation)
+        if filed == _BATCH or (filed == 1 and not agreeing):
+            self._control.submitted(operation.handle if waits else None)
+        elif filed == 1:
+            self._control.wake()
+        return operation.handle
+
+    def start_timeline(self, path: str, *, clock_offset: float = 0.0, mark_cycles: bool = False) -> None:
+        """Trace operations into a file from now on, until ``stop_timeline`` or the end. Does nothing if one is written.
+
+        Raises:
+            ConfigError: the file cannot be written.
+        """
+        with self._closing:
+            if self._timeline is None and not self._closed and not self._forked:
+                self._show(Timeline(path, self.rank, clock_offset, mark_cycles=mark_cycles))
+
+    def stop_timeline(self) -> None:
+        """End the trace, if there is one; its file is complete then."""
+        if not self._forked:  # a child has no part in it, nor its writer's thread
+            with self._closing:
+                self._stop_timeline()
+
+    def _stop_timeline(self) -> None:
+        timeline = self._timeline
+        if timeline is not None:
+            self._show(None)
+            timeline.close()
+
+    def _show(self, timeline: Timeline | None) -> None:
+        self._timeline = timeline
+        self._member.timeline = self._executor.timeline = timeline
+        if self._coordinator is not None:
+            self._coordinator.show(timeline)
+
+    def close(self, reason: str = "") -> None:
+        """End this rank's part of the job, and so everybody's; waits until what was ordered before has completed.
+
+        Args:
+            reason: the error that this rank ends with, for the others' messages.
+
+        Safe to call twice, from any thread, and in a forked child, where it does nothing.
+        """
+        if self._forked:
+            return
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+            self._control.say(Leave(reason))
+            ended = self._control.join(self._close_timeout)
+            error = JobShutdownError("hvd.shutdown() has been called on this rank", rank=self.rank)
+            if not ended:
+                self._executor.abort(error)
+                self._control.close()
+                self._control.join(_CLOSE_MARGIN)
+            self._end(error)
+            self._executor.stop()
+            ended = self._executor.join(_CLOSE_MARGIN) and not self._executor.is_stuck
+            for group in self._groups.values():
+                for backend in group.backends:
+                    if ended:
+                        backend.close()
+                    else:
+                        backend.abandon()
+            self._stop_timeline()
+
+    def _validate(self, request: Request) -> None:
+        members = self.members_of(request.process_set, request.name)
+        for spec in request.tensors:
+            if request.collective in REDUCTIONS:
+                _check_arithmetic(request, spec)
+            if request.collective in _ALONG_ROWS and not spec.shape:
+                raise InvalidArgumentError(
+                    f"{request.name}: a zero-dimensional tensor has no first dimension for {request.collective.value}; "
+                    "give it one (reshape to (1,))"
+                )
+        if request.collective is Collective.BROADCAST:
+            _check_root(request, members)
+
+    @property
+    def process_sets(self) -> dict[int, tuple[int, ...]]:
+        """The global ranks of every process set by id, 0 being all ranks."""
+        return dict(self._member.sets)
+
+    def members_of(self, process_set: int, what: str) -> tuple[int, ...]:
+        """The global ranks of a process set that this rank is in.
+
+        Args:
+            what: is wanted of it, for messages.
+
+        Raises:
+            InvalidArgumentError: there is no such set, or this rank is not in it.
+        """
+        members = self._member.sets.get(process_set)
+        if members is None:
+            raise InvalidArgumentError(f"{what}: there is no process set {process_set}")
+        if self.rank not in members:
+            raise InvalidArgumentError(
+                f"{what}: rank {self.rank} is not in process set {process_set}, whose ranks are {list(members)}"
+            )
+        return members
+
+    def allocate(self, process_set: int, nbytes: int) -> Any | None:
+        """Memory in which a set's data plane finds tensors without their being copied there; see ``Sharing``.
+
+        Returns:
+            an object with a buffer; None where the data plane has no such memory, or none left.
+        """
+        group = self._groups.get(process_set)
+        backend = None if group is None or self._closed else group.host.backend
+        return backend.allocate(nbytes) if isinstance(backend, Sharing) else None
+
+    def _open_group(self, number: int, ranks: tuple[int, ...]) -> Group | None:
+        self._sets_added += 1
+        if self.rank not in ranks:
+            return None
+        if self._open_backend is None:
+            raise HorovodInternalError("this engine was made without a way to connect further process sets")
+        backend = self._open_backend(self._sets_added, ranks, lambda: self._executor.is_aborted)
+        return self._group(self._sets_added, ranks, backend)
+
+    def _group(self, number: int, ranks: tuple[int, ...], backend: Backend) -> Group:
+        open_device = partial(self._open_device, number, ranks) if self._open_device is not None else None
+        return Group(backend, ranks, ranks.index(self.rank), open_device)
+
+    def _room(self) -> None:
+        self._control.room()
+
+    def _data_plane_failed(self, error: BaseException) -> None:
+        self._control.data_plane_failed(error)
+
+    def _end(self, error: HorovodInternalError) -> None:
+        """Refuse submissions; fail those that were never ordered. The executor answers for the rest."""
+        for operation in self._member.close(error):
+            operation.handle.resolve(error=error)
+
+    def _after_fork_in_child(self) -> None:
+        """A forked child that kept a connection open would hide this rank's death from its peers."""
+        self._forked = True
+        bury(self._control.descriptors)
+        for group in self._groups.values():
+            for backend in group.backends:
+                forget = getattr(backend, "after_fork_in_child", None)
+                if forget is not None:
+                    forget()
+
+
+def _check_arithmetic(request: Request, spec: TensorSpec) -> None:
+    if request.collective is Collective.REDUCESCATTER and request.op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
+        raise InvalidArgumentError(f"{request.name}: a reducescatter knows Sum and Average only")
+    if request.op is ReduceOp.ADASUM and spec.dtype not in _FLOATS:
+        raise InvalidArgumentError(f"{request.name}: Adasum is defined for floating-point tensors, not {spec.dtype}")
+    scales = request.op is ReduceOp.AVERAGE or request.prescale != 1.0 or request.postscale != 1.0
+    if math.isnan(request.prescale) or math.isnan(request.postscale):
+        raise InvalidArgumentError(f"{request.name}: a scale factor is not a number")
+    if spec.dtype is DType.BOOL and scales:
+        raise InvalidArgumentError(
+            f"{request.name}: bool has no average and cannot be scaled; use op=Sum (any), Min (all), or convert it"
+        )
+
+
+def _check_root(request: Request, members: Sequence[int]) -> None:
+    if request.root not in members:
+        where = f"in process set {request.process_set}" if request.process_set else "in the job"
+        ranks = f"{members[0]} to {members[-1]}" if not request.process_set else ", ".join(map(str, members))
+        raise InvalidArgumentError(
+            f"{request.name}: root rank {request.root} does not exist {where}; ranks are {ranks} (a root is a global "
+            "rank in every process set)"
+        )
+
+
+_ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for engine in list(_ENGINES):
+        engine._after_fork_in_child()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,588 @@
+"""The data thread: executes agreed operations in the common order.
+
+A bucket of several tensors is packed into one buffer, handed to the backend, scaled and unpacked. A few buckets are
+under way at once, so that copying one overlaps with transferring the other.
+
+When a bucket fails, the thread keeps its memory and waits: the coordinator finds out why, every rank's backend is then
+aborted, and only when the backend has let go of the memory are the handles failed.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from hvdgloo._backends.base import Done, Plane, Scattered, Several, Work
+from hvdgloo._engine import fusion
+from hvdgloo._engine.fusion import Bucket, Part
+from hvdgloo._engine.messages import REDUCTIONS, SET_CHANGES, Request, Response
+from hvdgloo._engine.operation import Operation
+from hvdgloo._engine.phases import Phases, adaptive_sum, exchange
+from hvdgloo._engine.planes import DEPTH, Group
+from hvdgloo._engine.timeline import Timeline
+from hvdgloo.errors import BackendError, HorovodInternalError
+from hvdgloo.types import Buffer, Collective, DType, ReduceOp, TensorSpec
+
+logger = logging.getLogger(__name__)
+
+Batch = Sequence[tuple[Response, Operation]]
+
+_QUICK = frozenset({Collective.ALLREDUCE, Collective.ALLGATHER, Collective.BROADCAST, Collective.BARRIER})
+
+QUICK_BYTES = 1 << 16
+QUICK_SECONDS = 0.005
+"""A bucket of at most this size may be executed where it was ordered (on the control thread, or that of a caller who
+waits) while the data thread is idle, for at most this time: it saves a thread switch, which is a good part of a small
+operation's latency."""
+
+_LOOK_SECONDS = 0.2
+"""How often a wait for the backend looks whether the job was aborted meanwhile."""
+
+_LET_GO_SECONDS = 0.3
+"""How long the backend has to fail an operation after ``abort``. About once in fifty killed ranks Gloo never ends an
+operation although its connections have all been shut down. Nothing can be written to its memory any more, so its handle
+is failed all the same; memory and process group are never released then."""
+
+_SLOWEST_NETWORK = 1 << 20
+"""Bytes per second that any usable network moves; the operation timeout is extended by the transfer time at this."""
+
+
+@dataclass
+class _UnderWay:
+    """A bucket whose transfer has begun.
+
+    Attributes:
+        buffer: what the plane works on; None if there is nothing.
+        packed: the results are in ``buffer`` and not yet where they belong.
+        times: begun, fenced, sent; only while there is a timeline.
+    """
+
+    bucket: Bucket
+    batch: Batch
+    group: Group
+    plane: Plane
+    work: Work
+    buffer: Buffer | None
+    packed: bool
+    delivered: bool = False
+    times: Sequence[float] = ()
+    nbytes: int = 0
+
+    def __post_init__(self) -> None:
+        self.nbytes = self.buffer.nbytes if self.buffer is not None else 0
+
+
+class Executor:
+    """Owns the data thread.
+
+    Args:
+        name: of the thread.
+        groups: by process set id; the executor adds and removes what ``open_group`` returns.
+        open_group: makes this rank's part of a new process set, from its id and global ranks, on the data thread, while
+            the other members do the same; None if this rank is not in it.
+        fusion_threshold: bytes.
+        deterministic: results must not depend on what happens to be ready at the same time.
+        operation_timeout: seconds that one backend call may take beyond its transfer time.
+        on_room: called after each bucket, on the thread that completed it.
+        on_failure: called once with the first failure.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        groups: dict[int, Group],
+        open_group: Callable[[int, tuple[int, ...]], Group | None],
+        *,
+        fusion_threshold: int,
+        separate_groups: bool,
+        deterministic: bool = False,
+        operation_timeout: float,
+        on_room: Callable[[], None],
+        on_failure: Callable[[BaseException], None],
+    ) -> None:
+        self._groups = groups
+        self._open_group = open_group
+        self._fusion_threshold = fusion_threshold
+        self._separate_groups = separate_groups
+        self._alone = self._depends_on_its_place if deterministic else None
+        self._operation_timeout = operation_timeout
+        self._on_room = on_room
+        self._on_failure = on_failure
+        self._queue: queue.SimpleQueue[tuple[Bucket, Batch] | _UnderWay | Exception | Callable[[], None] | None] = (
+            queue.SimpleQueue()
+        )
+        self._under_way: deque[_UnderWay] = deque()
+        self._unresolved: dict[int, Operation] = {}
+        self._submitted = 0
+        self._completed = 0
+        self._verdict: HorovodInternalError | None = None
+        self._aborted = threading.Event()
+        self._stuck: list[_UnderWay] = []
+        self.timeline: Timeline | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    @property
+    def backlog(self) -> int:
+        """Buckets that were ordered and have not completed."""
+        return self._submitted - self._completed
+
+    @property
+    def is_aborted(self) -> bool:
+        """True after ``abort``."""
+        return self._aborted.is_set()
+
+    @property
+    def is_stuck(self) -> bool:
+        """True if the backend never let go of some operation."""
+        return bool(self._stuck)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def native_id(self) -> int:
+        """The running thread, as the system numbers it."""
+        assert self._thread.native_id is not None
+        return self._thread.native_id
+
+    def execute(self, batch: Batch, *, may_wait: bool = True) -> None:
+        """Queue one batch, or execute it here if it is quick.
+
+        Called in the common order, by whoever does the control thread's work.
+
+        Args:
+            may_wait: this thread may wait for other ranks, for a moment.
+        """
+        if not batch:
+            return
+        if self.timeline is not None:
+            self.timeline.ordered(batch)
+        for _, operation in batch:
+            self._unresolved[id(operation)] = operation
+        buckets = fusion.plan(
+            [response for response, _ in batch],
+            self._fusion_threshold,
+            separate_groups=self._separate_groups,
+            alone=self._alone,
+        )
+        if may_wait and len(buckets) == 1 and self.backlog == 0 and self._is_quick(buckets[0], batch):
+            self._submitted += 1
+            self._execute_here(buckets[0], batch)
+            return
+        for bucket in buckets:
+            self._submitted += 1
+            self._queue.put((bucket, batch))
+
+    def _depends_on_its_place(self, response: Response, tensor: int) -> bool:
+        """Whether a tensor's sums depend on where in a fused buffer it stands."""
+        request = response.request
+        if request.collective not in REDUCTIONS:
+            return False
+        backend = self._groups[request.process_set].host.backend
+        return request.tensors[tensor].device != "cpu" or not backend.in_rank_order
+
+    def _execute_here(self, bucket: Bucket, batch: Batch) -> None:
+        """Do the data thread's work while it has none; it takes over if this bucket turns out to be slow, or fails."""
+        try:
+            under_way = self._begin(bucket, batch)
+            if not under_way.work.completes_within(QUICK_SECONDS):
+                self._queue.put(under_way)
+                return
+            self._complete(under_way)
+        except Exception as error:  # noqa: BLE001 - whatever broke, the data thread reports it
+            self._queue.put(error)
+
+    def _is_quick(self, bucket: Bucket, batch: Batch) -> bool:
+        """True if nothing of it can take long, as far as this rank is concerned."""
+        if bucket.collective not in _QUICK or _is_adasum(bucket, batch):
+            return False
+        if sum(part.nbytes for part in bucket.parts) > QUICK_BYTES:
+            return False
+        if self._groups[batch[0][0].request.process_set].host.backend.blocks:
+            return False
+        return all(batch[part.operation][1].ready is None for part in bucket.parts)
+
+    def when_drained(self, callback: Callable[[], None]) -> None:
+        """Call back on the data thread once all that was queued before has completed."""
+        self._queue.put(callback)
+
+    def stop(self) -> None:
+        """Let the thread end after what is queued."""
+        self._queue.put(None)
+
+    def abort(self, error: HorovodInternalError) -> None:
+        """End everything that is under way or queued with ``error``. Callable from any thread, more than once."""
+        if self._verdict is None:
+            self._verdict = error
+        for group in list(self._groups.values()):
+            for backend in group.backends:
+                backend.abort()
+        self._aborted.set()
+        self._queue.put(None)
+
+    def join(self, timeout: float) -> bool:
+        """Wait for the thread's end; False if it has not ended within ``timeout`` seconds."""
+        if self._thread.ident is None:
+            return True
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    # The data thread.
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception as error:  # noqa: BLE001 - whatever broke, the other ranks must learn of it
+            if not self._aborted.is_set():
+                self._on_failure(error)
+        self._settle()
+
+    def _serve(self) -> None:
+        while not self._aborted.is_set():
+            try:
+                item = self._queue.get(block=not self._under_way)
+            except queue.Empty:
+                self._finish(self._under_way.popleft())
+                continue
+            if isinstance(item, tuple):
+                self._make_room(*item)
+                self._under_way.append(self._begin(*item))
+                if isinstance(self._under_way[-1].work, Phases):
+                    self._drain()
+                continue
+            if isinstance(item, _UnderWay):
+                self._under_way.append(item)
+                continue
+            if isinstance(item, Exception):
+                raise item
+            self._drain()
+            if item is None:
+                return
+            item()
+
+    def _make_room(self, bucket: Bucket, batch: Batch) -> None:
+        """Complete what must have ended before this bucket begins."""
+        if bucket.collective in SET_CHANGES or bucket.collective is Collective.ALLTOALL or _is_adasum(bucket, batch):
+            self._drain()
+        elif len(self._under_way) == DEPTH:
+            self._finish(self._under_way.popleft())
+
+    def _drain(self) -> None:
+        while self._under_way:
+            self._finish(self._under_way.popleft())
+
+    def _settle(self) -> None:
+        """Fail what is left, once the backend has let go of its memory."""
+        if not self._unresolved:
+            return
+        # The control thread aborts with a verdict in a second or two; the limit is for a control thread that is gone.
+        self._aborted.wait(self._operation_timeout)
+        error = self._verdict or HorovodInternalError("the engine ended before this operation did")
+        for under_way in self._under_way:
+            try:
+                if not under_way.work.completes_within(_LET_GO_SECONDS):
+                    self._stuck.append(under_way)
+            except Exception as failure:  # noqa: BLE001 - expected: it was aborted
+                logger.debug("aborted: %s", failure)
+        for operation in list(self._unresolved.values()):
+            operation.handle.resolve(error=error)
+        self._unresolved.clear()
+        self._under_way.clear()
+
+    def _begin(self, bucket: Bucket, batch: Batch) -> _UnderWay:
+        group = self._groups[batch[bucket.parts[0].operation][0].request.process_set]
+        plane = self._plane(bucket, batch, group)
+        timeline = self.timeline
+        begun = timeline.now() if timeline is not None else 0.0
+        self._fence(bucket, batch)
+        fenced = timeline.now() if timeline is not None else 0.0
+        under_way = self._dispatch(bucket, batch, group, plane)
+        if timeline is not None:
+            under_way.times = begun, fenced, timeline.now()
+        if plane.memory.in_order and not isinstance(under_way.work, Phases):
+            self._deliver(under_way)
+            under_way.work = Several([under_way.work, plane.memory.mark()])
+        return under_way
+
+    def _plane(self, bucket: Bucket, batch: Batch, group: Group) -> Plane:
+        part = bucket.parts[0]
+        response, operation = batch[part.operation]
+        if part.tensor < 0 or response.request.tensors[part.tensor].device == "cpu":
+            return group.host
+        device = response.request.tensors[part.tensor].device
+        plane = group.plane(device, operation.inputs[part.tensor], on_host=_is_adasum(bucket, batch))
+        if self._verdict is not None:
+            plane.backend.abort()  # the abort may not have seen it
+        return plane
+
+    @staticmethod
+    def _fence(bucket: Bucket, batch: Batch) -> None:
+        for index in {part.operation for part in bucket.parts}:
+            fence = batch[index][1].ready
+            if fence is not None:
+                fence()
+
+    def _dispatch(self, bucket: Bucket, batch: Batch, group: Group, plane: Plane) -> _UnderWay:
+        if bucket.collective is Collective.ALLREDUCE:
+            return self._begin_allreduce(bucket, batch, group, plane)
+        if bucket.collective is Collective.ALLGATHER:
+            return self._begin_allgather(bucket, batch, group, plane)
+        if bucket.collective is Collective.REDUCESCATTER:
+            return self._begin_reducescatter(bucket, batch, group, plane)
+        if bucket.collective is Collective.BROADCAST:
+            return self._begin_broadcast(bucket, batch, group, plane)
+        response, operation = batch[bucket.parts[0].operation]
+        if bucket.collective is Collective.ALLTOALL:
+            work = Phases(exchange(group.host.backend, plane, operation, len(group.ranks)))
+            return _UnderWay(bucket, batch, group, plane, work, operation.inputs[0], packed=False)
+        if bucket.collective in SET_CHANGES:
+            self._change_sets(response)
+        return _UnderWay(bucket, batch, group, plane, Done(), None, packed=False)  # else agreement was all
+
+    def _change_sets(self, response: Response) -> None:
+        if response.request.collective is Collective.REMOVE_PROCESS_SET:
+            group = self._groups.pop(response.value, None)
+            if group is not None:
+                for backend in group.backends:
+                    backend.close()
+            return
+        opened = self._open_group(response.value, response.request.ranks)
+        if opened is not None:
+            self._groups[response.value] = opened
+            if self._verdict is not None:
+                opened.host.backend.abort()  # the abort did not see it
+
+    def _begin_allreduce(self, bucket: Bucket, batch: Batch, group: Group, plane: Plane) -> _UnderWay:
+        first = bucket.parts[0]
+        request = batch[first.operation][0].request
+        in_place = _holds_all(plane, bucket, batch)
+        if in_place and isinstance(plane.backend, Scattered) and request.op is not ReduceOp.ADASUM:
+            return self._begin_scattered_allreduce(bucket, batch, group, plane, plane.backend)
+        packed = len(bucket.parts) > 1 or not in_place
+        if packed:
+            nbytes = sum(part.nbytes for part in bucket.parts)
+            buffer = self._stage(group, plane, nbytes, request.tensors[first.tensor])
+            plane.memory.pack(buffer, [batch[part.operation][1].inputs[part.tensor] for part in bucket.parts])
+        else:
+            buffer = _place(plane, batch[first.operation][1], first.tensor)
+        work: Work = Done()
+        if buffer.nbytes:
+            if request.prescale != 1.0:
+                plane.backend.scale(buffer, request.prescale)
+            if request.op is ReduceOp.ADASUM:
+                counts = [part.nbytes // buffer.dtype.itemsize for part in bucket.parts]
+                work = Phases(adaptive_sum(plane.backend, buffer, counts, group.rank, len(group.ranks)))
+            else:
+                work = plane.backend.allreduce(buffer, _combining(request.op))
+        return _UnderWay(bucket, batch, group, plane, work, buffer, packed)
+
+    @staticmethod
+    def _begin_scattered_allreduce(
+        bucket: Bucket, batch: Batch, group: Group, plane: Plane, backend: Scattered
+    ) -> _UnderWay:
+        """Nothing is packed, copied or scaled here: the data plane does it all."""
+        request = batch[bucket.parts[0].operation][0].request
+        operations = [batch[part.operation][1] for part in bucket.parts]
+        work = backend.allreduce_several(
+            [operation.inputs[part.tensor] for operation, part in zip(operations, bucket.parts, strict=True)],
+            [operation.outputs[part.tensor] for operation, part in zip(operations, bucket.parts, strict=True)],
+            _combining(request.op),
+            request.prescale,
+            _factor(request, len(group.ranks)),
+        )
+        under_way = _UnderWay(bucket, batch, group, plane, work, None, packed=False)
+        under_way.nbytes = sum(part.nbytes for part in bucket.parts)
+        return under_way
+
+    def _begin_reducescatter(self, bucket: Bucket, batch: Batch, group: Group, plane: Plane) -> _UnderWay:
+        part = bucket.parts[0]
+        response, operation = batch[part.operation]
+        request = response.request
+        source, target = operation.inputs[part.tensor], operation.outputs[part.tensor]
+        packed = not _holds_all(plane, bucket, batch)
+        work: Work = Done()
+        if source.nbytes:
+            rows = divide_rows(source.shape[0], len(group.ranks))
+            row = source.nbytes // source.shape[0]
+            if packed or request.prescale != 1.0:
+                own = target.nbytes if packed else 0
+                staged = self._stage(group, plane, own + source.nbytes, source.spec)
+                if packed:
+                    target = staged.part(0, own)
+                whole = staged.part(own, source.nbytes)
+                plane.memory.pack(whole, [source])
+                source = whole
+            if request.prescale != 1.0:
+                plane.backend.scale(source, request.prescale)
+            work = plane.backend.reducescatter(source, target, [n * row for n in rows], _combining(request.op))
+        return _UnderWay(bucket, batch, group, plane, work, target, packed)
+
+    def _begin_broadcast(self, bucket: Bucket, batch: Batch, group: Group, plane: Plane) -> _UnderWay:
+        first = bucket.parts[0]
+        response, operation = batch[first.operation]
+        root = group.ranks.index(response.request.root)
+        packed = len(bucket.parts) > 1 or not _holds_all(plane, bucket, batch)
+        if packed:
+            nbytes = sum(part.nbytes for part in bucket.parts)
+            buffer = self._stage(group, plane, nbytes, TensorSpec(DType.UINT8, ()))
+            if group.rank == root:
+                plane.memory.pack(buffer, [batch[part.operation][1].inputs[part.tensor] for part in bucket.parts])
+        else:
+            buffer = _place(plane, operation, first.tensor)
+        work: Work = plane.backend.broadcast(buffer, root) if buffer.nbytes else Done()
+        return _UnderWay(bucket, batch, group, plane, work, buffer, packed)
+
+    def _begin_allgather(self, bucket: Bucket, batch: Batch, group: Group, plane: Plane) -> _UnderWay:
+        for part in bucket.parts:
+            response, operation = batch[part.operation]
+            operation.outputs[part.tensor] = _allocate(response, operation, part.tensor)
+        sizes = [_block_sizes(batch[part.operation][0], part.tensor) for part in bucket.parts]
+        totals = [sum(column) for column in zip(*sizes, strict=True)]
+        packed = len(bucket.parts) > 1 or not _holds_all(plane, bucket, batch)
+        first = batch[bucket.parts[0].operation][1]
+        work: Work = Done()
+        target = first.outputs[bucket.parts[0].tensor] if not packed else None
+        if sum(totals):
+            if packed:
+                own = totals[group.rank]
+                staged = self._stage(group, plane, own + sum(totals), TensorSpec(DType.UINT8, ()))
+                source, target = staged.part(0, own), staged.part(own, sum(totals))
+                plane.memory.pack(source, [batch[part.operation][1].inputs[part.tensor] for part in bucket.parts])
+            else:
+                source = first.inputs[bucket.parts[0].tensor]
+                assert target is not None
+            work = plane.backend.allgather(source, target, totals)
+        return _UnderWay(bucket, batch, group, plane, work, target, packed)
+
+    def _stage(self, group: Group, plane: Plane, nbytes: int, like: TensorSpec) -> Buffer:
+        return group.stage(plane, nbytes, like, self._fusion_threshold)
+
+    def _finish(self, under_way: _UnderWay) -> None:
+        deadline = time.monotonic() + self._operation_timeout + under_way.nbytes / _SLOWEST_NETWORK
+        try:
+            while not under_way.work.completes_within(_LOOK_SECONDS):
+                if time.monotonic() >= deadline:
+                    raise BackendError(f"{_describe(under_way)} has not completed within its time")
+                if self._aborted.is_set():
+                    raise BackendError("it did not end when it was aborted")
+        except BaseException:
+            self._under_way.appendleft(under_way)  # some of it may still be on its way
+            raise
+        self._complete(under_way)
+
+    def _complete(self, under_way: _UnderWay) -> None:
+        """Put the results of a bucket whose transfer has ended in their places, and resolve handles."""
+        timeline = self.timeline
+        done = timeline.now() if timeline is not None else 0.0
+        self._deliver(under_way)
+        if timeline is not None and under_way.times:
+            name = f"{under_way.plane.backend.name}_{under_way.bucket.collective.value}".upper()
+            timeline.executed(under_way.bucket, under_way.batch, name, (*under_way.times, done), under_way.packed)
+        for part in under_way.bucket.parts:
+            response, operation = under_way.batch[part.operation]
+            operation.remaining -= 1
+            if not operation.remaining:
+                del self._unresolved[id(operation)]
+                operation.handle.resolve(operation.outputs, value=response.value)
+        self._completed += 1
+        self._on_room()
+
+    def _deliver(self, under_way: _UnderWay) -> None:
+        """Finish a bucket's results and bring them where they belong, once."""
+        buffer = under_way.buffer
+        if under_way.delivered or buffer is None or not buffer.nbytes:
+            return
+        under_way.delivered = True
+        collective = under_way.bucket.collective
+        if collective in REDUCTIONS:
+            request = under_way.batch[under_way.bucket.parts[0].operation][0].request
+            factor = _factor(request, len(under_way.group.ranks))
+            if factor != 1.0:
+                under_way.plane.backend.scale(buffer, factor)
+        if under_way.packed:
+            pieces = _gathered_pieces(under_way) if collective is Collective.ALLGATHER else _pieces(under_way)
+            under_way.plane.memory.unpack(buffer, pieces)
+
+
+def divide_rows(rows: int, size: int) -> list[int]:
+    """How many rows each rank gets of a reducescatter: the first ranks one more where it does not divide evenly."""
+    return [rows // size + (rank < rows % size) for rank in range(size)]
+
+
+def _combining(op: ReduceOp) -> ReduceOp:
+    """What the data plane does of a reduction; dividing comes after."""
+    return ReduceOp.SUM if op is ReduceOp.AVERAGE else op
+
+
+def _factor(request: Request, size: int) -> float:
+    """What a reduction's sums are multiplied by: an average is one."""
+    return request.postscale / size if request.op is ReduceOp.AVERAGE else request.postscale
+
+
+def _is_adasum(bucket: Bucket, batch: Batch) -> bool:
+    return batch[bucket.parts[0].operation][0].request.op is ReduceOp.ADASUM
+
+
+def _describe(under_way: _UnderWay) -> str:
+    """A bucket in a sentence: ``allreduce of 12 tensors (first: allreduce.fc.weight)``."""
+    parts = under_way.bucket.parts
+    first = under_way.batch[parts[0].operation][1].request.name
+    tensors = f"{len(parts)} tensors (first: {first})" if len(parts) > 1 else first
+    return f"{under_way.bucket.collective.value} of {tensors}"
+
+
+def _holds_all(plane: Plane, bucket: Bucket, batch: Batch) -> bool:
+    """True if the plane can work on a bucket's tensors where they are."""
+    holds = plane.memory.holds
+    return all(
+        holds(batch[part.operation][1].inputs[part.tensor]) and holds(batch[part.operation][1].outputs[part.tensor])
+        for part in bucket.parts
+    )
+
+
+def _place(plane: Plane, operation: Operation, tensor: int) -> Buffer:
+    """The output buffer, filled with the input: backends work in place."""
+    source, output = operation.inputs[tensor], operation.outputs[tensor]
+    if source.address != output.address and output.nbytes:
+        plane.memory.pack(output, [source])
+    return output
+
+
+def _allocate(response: Response, operation: Operation, tensor: int) -> Buffer:
+    spec = response.request.tensors[tensor]
+    rows = sum(response.rows[tensor])
+    if operation.allocate is None:
+        raise BackendError(f"{operation.request.name} was submitted without a way to allocate its result")
+    return operation.allocate(tensor, TensorSpec(spec.dtype, (rows, *spec.shape[1:]), spec.device))
+
+
+def _block_sizes(response: Response, tensor: int) -> list[int]:
+    """Bytes that each rank contributes to the gathered tensor."""
+    rows = response.rows[tensor]
+    total = sum(rows)
+    row_bytes = response.sizes[tensor] // total if total else 0
+    return [row_bytes * count for count in rows]
+
+
+def _pieces(under_way: _UnderWay) -> Iterator[tuple[Buffer, int, int]]:
+    """Where a bucket's results belong, one after another."""
+    for part in under_way.bucket.parts:
+        output = under_way.batch[part.operation][1].outputs[part.tensor]
+        yield output, 0, output.nbytes
+
+
+def _gathered_pieces(under_way: _UnderWay) -> Iterator[tuple[Buffer, int, int]]:
+    """The same of gathered tensors: they come rank by rank, of each rank all tensors one after another."""
+    parts: Sequence[Part] = under_way.bucket.parts
+    sizes = [_block_sizes(under_way.batch[part.operation][0], part.tensor) for part in parts]
+    targets = [under_way.batch[part.operation][1].outputs[part.tensor] for part in parts]
+    at = [0] * len(parts)
+    for rank in range(len(under_way.group.ranks)):
+        for index, blocks in enumerate(sizes):
+            yield targets[index], at[index], blocks[rank]
+            at[index] += blocks[rank]

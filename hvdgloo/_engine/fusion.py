@@ -1,0 +1,93 @@
+"""Which operations travel together.
+
+``plan`` is a pure function of the common order, so every rank forms the same buckets without another word. Fusing saves
+the fixed cost of a collective and costs a copy in and out; a tensor that is large enough to amortise that fixed cost
+by itself travels alone, in its own memory.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from hvdgloo._engine.messages import Response
+from hvdgloo.types import Collective
+
+LONE_BYTES = 1 << 22
+"""A tensor of at least this size is not copied into a bucket."""
+
+_FUSIBLE = frozenset({Collective.ALLREDUCE, Collective.ALLGATHER, Collective.BROADCAST})
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One tensor of one operation: ``responses[operation].request.tensors[tensor]``."""
+
+    operation: int
+    tensor: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Tensors that one backend call handles, in order."""
+
+    collective: Collective
+    parts: tuple[Part, ...]
+
+
+class _Open:
+    """A bucket that still takes tensors."""
+
+    def __init__(self, collective: Collective, part: Part) -> None:
+        self.collective = collective
+        self.parts = [part]
+        self.nbytes = part.nbytes
+
+
+def plan(
+    responses: Iterable[Response],
+    limit: int,
+    *,
+    separate_groups: bool = False,
+    alone: Callable[[Response, int], bool] | None = None,
+) -> list[Bucket]:
+    """Divide one batch of agreed operations into buckets.
+
+    Args:
+        responses: without errors, in the common order.
+        limit: the largest fused bucket in bytes; 0 sends each tensor alone.
+        separate_groups: tensors of an explicit group are fused with each other only.
+        alone: whether a tensor of a response is fused with no other.
+
+    Returns:
+        buckets in the order in which they must be executed. Every tensor is in exactly one; an operation without
+        tensors (a barrier) is a bucket of its own with a single part, ``Part(operation, -1, 0)``.
+    """
+    buckets: list[_Open] = []
+    # By process set: a rank plans only for the sets that it is in, so they must not influence each other.
+    accepting: defaultdict[int, dict[str, _Open]] = defaultdict(dict)
+    lone_bytes = min(LONE_BYTES, limit)
+    for operation, response in enumerate(responses):
+        request = response.request
+        if not request.tensors:
+            accepting[request.process_set].clear()  # nothing may overtake a barrier
+            buckets.append(_Open(request.collective, Part(operation, -1, 0)))
+            continue
+        fusible = request.collective in _FUSIBLE
+        apart = f" {operation}" if separate_groups and len(request.tensors) > 1 else ""
+        for tensor, nbytes in enumerate(response.sizes):
+            part = Part(operation, tensor, nbytes)
+            if not fusible or nbytes >= lone_bytes or (alone is not None and alone(response, tensor)):
+                buckets.append(_Open(request.collective, part))
+                continue
+            kind = response.kinds[tensor] + apart
+            bucket = accepting[request.process_set].get(kind)
+            if bucket is None or bucket.nbytes + nbytes > limit:
+                accepting[request.process_set][kind] = bucket = _Open(request.collective, part)
+                buckets.append(bucket)
+            else:
+                bucket.parts.append(part)
+                bucket.nbytes += nbytes
+    return [Bucket(bucket.collective, tuple(bucket.parts)) for bucket in buckets]

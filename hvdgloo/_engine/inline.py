@@ -1,0 +1,65 @@
+"""Tiny allreduces that travel inside the agreement itself.
+
+For a few bytes the agreement is the whole cost of an allreduce: so a rank that has nothing else to do sends a small
+tensor's bytes along, and if all did, the coordinator reduces them and its order to execute carries the result. No data
+plane takes part. If some rank did not (it has several operations under way, which fuse better), all execute as usual.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import numpy as np
+
+from hvdgloo._backends import kernels
+from hvdgloo._engine.messages import Request
+from hvdgloo.types import Buffer, Collective, ReduceOp
+
+
+def suits(request: Request, limit: int) -> bool:
+    """True if a rank may send the tensor of this request along: one in CPU memory, of 1 to ``limit`` bytes."""
+    return (
+        request.collective is Collective.ALLREDUCE
+        and request.op is not ReduceOp.ADASUM
+        and len(request.tensors) == 1
+        and request.tensors[0].device == "cpu"
+        and 0 < request.tensors[0].nbytes <= limit
+    )
+
+
+def payload(source: Buffer) -> bytes:
+    """A tensor's bytes."""
+    return ctypes.string_at(source.address, source.nbytes)
+
+
+def combine(request: Request, payloads: Sequence[bytes], size: int) -> bytes:
+    """The allreduce of payloads, element by element in the order given, factors applied.
+
+    Args:
+        size: of the process set, by which an average divides; members that have joined send no payload.
+
+    Returns:
+        the result's bytes; empty if the payloads are not of the request's size.
+    """
+    spec = request.tensors[0]
+    for data in payloads:
+        if len(data) != spec.nbytes:
+            return b""
+    op, postscale = request.op, request.postscale
+    if op is ReduceOp.AVERAGE:
+        op, postscale = ReduceOp.SUM, postscale / size
+    arrays = [np.frombuffer(data, spec.dtype.numpy_dtype) for data in payloads]
+    if request.prescale != 1.0:
+        arrays = [array.copy() for array in arrays]
+        for array in arrays:
+            kernels.scale(Buffer.of_array(array, spec.dtype), request.prescale)
+    result = kernels.reduce(arrays, spec.dtype, op)
+    if postscale != 1.0:
+        kernels.scale(Buffer.of_array(result, spec.dtype), postscale)
+    return result.tobytes()
+
+
+def deliver(result: bytes, output: Buffer) -> None:
+    """Put a result in its place."""
+    ctypes.memmove(output.address, result, output.nbytes)

@@ -1,0 +1,43 @@
+"""The part of a rank that has joined in what the others go on with: tensors that change nothing.
+
+Zeros do that for a sum, and an average still divides by all ranks. A minimum, a maximum and a product need the largest
+number, the smallest, and one.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hvdgloo._backends.kernels import narrow_bfloat16
+from hvdgloo._engine.messages import Request
+from hvdgloo._engine.operation import Operation
+from hvdgloo.types import Buffer, DType, ReduceOp, TensorSpec
+
+
+def stand_in(request: Request) -> Operation:
+    """An operation of neutral tensors, in memory of its own, whose results nobody reads."""
+    buffers = [_neutral(spec, request.op) for spec in request.tensors]
+    return Operation(request, buffers, buffers, None, None)
+
+
+def _neutral(spec: TensorSpec, op: ReduceOp) -> Buffer:
+    array = np.full(spec.shape, _element(spec.dtype, op), spec.dtype.numpy_dtype)
+    return Buffer.of_array(array, spec.dtype)
+
+
+def _element(dtype: DType, op: ReduceOp) -> object:
+    """What leaves the other operand of ``op`` as it is."""
+    if op is ReduceOp.PRODUCT:
+        return _encoded(1.0, dtype)
+    if op not in (ReduceOp.MIN, ReduceOp.MAX):
+        return 0
+    if dtype is DType.BOOL:
+        return op is ReduceOp.MIN
+    if np.issubdtype(dtype.numpy_dtype, np.integer) and dtype is not DType.BFLOAT16:
+        limits = np.iinfo(dtype.numpy_dtype)
+        return limits.max if op is ReduceOp.MIN else limits.min
+    return _encoded(np.inf if op is ReduceOp.MIN else -np.inf, dtype)
+
+
+def _encoded(value: float, dtype: DType) -> object:
+    return narrow_bfloat16(np.array([value], np.float32))[0] if dtype is DType.BFLOAT16 else value

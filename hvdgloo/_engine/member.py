@@ -1,0 +1,200 @@
+"""Every rank's side of the control plane: what it has submitted, and what the coordinator's numbers stand for.
+
+The queue of pending operations is shared between the threads that submit and the control thread; everything else here
+belongs to the control thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+
+from hvdgloo._engine import inline, joined
+from hvdgloo._engine.messages import Execute, Request, Response, Submit
+from hvdgloo._engine.operation import Operation
+from hvdgloo._engine.timeline import Timeline
+from hvdgloo.errors import DuplicateNameError, HorovodInternalError, InvalidArgumentError, MismatchError
+from hvdgloo.types import Collective
+
+
+class Member:
+    """This rank's pending operations.
+
+    Args:
+        rank: this one.
+        members: the global ranks of each process set by id, at the beginning; 0 is all ranks.
+        inline_threshold: bytes up to which a single operation's tensor travels with its submission.
+
+    Attributes:
+        sets: the process sets as of what has been accepted, of which this rank may be in some.
+        timeline: where the times of operations are noted, if anywhere.
+    """
+
+    def __init__(self, rank: int, members: Mapping[int, Sequence[int]], inline_threshold: int) -> None:
+        self.sets = {number: tuple(ranks) for number, ranks in members.items()}
+        self.timeline: Timeline | None = None
+        self._rank = rank
+        self._joined = False
+        self._inline_threshold = inline_threshold
+        self._lock = threading.Lock()
+        self._pending: dict[tuple[int, str], Operation] = {}
+        self._new: list[Operation] = []
+        self._orphans: list[Operation] = []
+        self._closed: HorovodInternalError | None = None
+        self._numbers: dict[tuple[int, str], tuple[int, Request]] = {}
+        self._responses: dict[int, Response] = {}
+
+    @property
+    def has_pending(self) -> bool:
+        return bool(self._pending)
+
+    def pending_names(self) -> list[str]:
+        """What this rank has submitted and not all others have, in order of submission."""
+        with self._lock:
+            return [name for _, name in self._pending]
+
+    def knows(self, request: Request) -> bool:
+        """True if this very object was agreed upon before, so that nothing can be wrong with it; from any thread."""
+        known = self._numbers.get(request.key)
+        return known is not None and known[1] is request
+
+    @property
+    def closed(self) -> HorovodInternalError | None:
+        """Why nothing may be submitted any more; None while the engine runs."""
+        return self._closed
+
+    def add(self, operation: Operation) -> tuple[int, bool]:
+        """File an operation; callable from any thread.
+
+        Returns:
+            how many were filed since the last ``drain``, this one included, and whether others were drained before that
+            are still to be agreed upon.
+
+        Raises:
+            DuplicateNameError: the name is pending. Nothing of this operation was filed.
+            InvalidArgumentError: the process set does not exist (any more), or this rank is not in it.
+            HorovodInternalError: the engine has ended.
+        """
+        key = operation.request.key
+        if self.timeline is not None:
+            operation.times.append(self.timeline.now())
+        with self._lock:
+            if self._closed is not None:
+                raise self._closed.with_traceback(None)
+            if self._rank not in self.sets.get(key[0], ()):
+                # It was there when the operation was checked, and has been removed since.
+                raise InvalidArgumentError(f"{key[1]}: there is no process set {key[0]} with rank {self._rank}")
+            if key in self._pending:
+                raise DuplicateNameError(
+                    f"{key[1]} is already in flight on this rank; wait for the first one, or give each its own name",
+                    name=key[1],
+                )
+            self._joined = self._joined or operation.request.collective is Collective.JOIN
+            self._pending[key] = operation
+            self._new.append(operation)
+            return len(self._new), len(self._pending) > len(self._new)
+
+    def drain(self, *, idle: bool = True) -> Submit | None:
+        """What was filed since the last call.
+
+        Args:
+            idle: nothing is being executed on this rank.
+        """
+        if not self._new:
+            return None
+        with self._lock:
+            new, self._new = self._new, []
+        numbers: list[int] = []
+        requests: list[Request] = []
+        for operation in new:
+            known = self._numbers.get(operation.request.key)
+            if known is not None and (known[1] is operation.request or known[1] == operation.request):
+                operation.number = known[0]
+                numbers.append(known[0])
+            else:
+                requests.append(operation.request)
+        return Submit(tuple(numbers), tuple(requests), self._payload(new) if idle else b"")
+
+    def _payload(self, new: Sequence[Operation]) -> bytes:
+        # Only of an operation that is all there is. Those of a training step fuse; one by one they would load rank 0.
+        if len(new) > 1 or len(self._pending) > 1 or new[0].ready is not None:
+            return b""
+        if not inline.suits(new[0].request, self._inline_threshold):
+            return b""
+        return inline.payload(new[0].inputs[0])
+
+    def resend(self, numbers: Sequence[int]) -> Submit:
+        """Spell out requests whose numbers the coordinator had forgotten before they arrived."""
+        forgotten = frozenset(numbers)
+        with self._lock:
+            operations = [operation for operation in self._pending.values() if operation.number in forgotten]
+        for operation in operations:
+            operation.number = -1
+        return Submit((), tuple(operation.request for operation in operations), resent=True)
+
+    def accept(self, message: Execute) -> list[tuple[Response, Operation]]:
+        """The operations to execute, in order. Those whose result is known, or is an error, end here."""
+        batch = []
+        results = dict(message.results)
+        with self._lock:
+            agreed = [self._pop(item) for item in message.items]
+            orphans, self._orphans = self._orphans, []
+        for orphan in orphans:
+            text = f"the process set of {orphan.request.name} was removed before all members had submitted it"
+            orphan.handle.resolve(error=InvalidArgumentError(text))
+        # Forgotten last: an operation that was ordered in this message may have been forgotten right after.
+        for number in message.forgotten:
+            self._forget(number)
+        for position, (response, operation) in enumerate(agreed):
+            if operation is None:
+                continue
+            if response.error:
+                operation.handle.resolve(error=MismatchError(response.error, name=operation.request.name))
+            elif position in results:
+                inline.deliver(results[position], operation.outputs[0])
+                if self.timeline is not None:
+                    self.timeline.inlined(response, operation)
+                operation.handle.resolve(operation.outputs)
+            else:
+                batch.append((response, operation))
+        return batch
+
+    def close(self, error: HorovodInternalError) -> list[Operation]:
+        """Refuse further operations with ``error``; returns those that were not ordered, for the caller to fail."""
+        with self._lock:
+            if self._closed is None:
+                self._closed = error
+            pending, self._pending = list(self._pending.values()), {}
+            self._new.clear()
+        return pending
+
+    def _forget(self, number: int) -> None:
+        response = self._responses.pop(number, None)
+        if response is not None and self._numbers.get(response.request.key, (-1,))[0] == number:
+            del self._numbers[response.request.key]
+
+    def _pop(self, item: int | Response) -> tuple[Response, Operation | None]:
+        """An item's Response, and this rank's part in it: None if it is not in the process set."""
+        response = self._responses[item] if isinstance(item, int) else item
+        request = response.request
+        operation = self._pending.pop(request.key, None)
+        if response is item and response.signature >= 0:
+            self._responses[response.signature] = response
+            if operation is not None:
+                self._numbers[request.key] = (response.signature, operation.request)
+        if request.collective is Collective.JOIN:
+            self._joined = False
+        if operation is None and self._joined and self._rank in self.sets[request.process_set]:
+            operation = joined.stand_in(request)
+        if not response.error:
+            self._change_sets(response)
+        return response, operation
+
+    def _change_sets(self, response: Response) -> None:
+        request = response.request
+        if request.collective is Collective.ADD_PROCESS_SET:
+            self.sets[response.value] = request.ranks
+        elif request.collective is Collective.REMOVE_PROCESS_SET:
+            del self.sets[response.value]
+            orphaned = [key for key in self._pending if key[0] == response.value]
+            self._orphans += [self._pending.pop(key) for key in orphaned]

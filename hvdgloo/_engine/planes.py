@@ -1,0 +1,98 @@
+"""A process set as one rank's data thread sees it: its members, and the data planes between them.
+
+The plane of CPU memory exists from the beginning. Those of CUDA memory are opened when the members first have CUDA
+tensors to exchange: only then does each know which GPU it uses. They all come to this at the same place in the common
+order, so the opening may itself exchange something.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from hvdgloo._backends.base import Backend, Memory, Plane
+from hvdgloo._backends.memory import HostMemory
+from hvdgloo.errors import BackendError
+from hvdgloo.types import Buffer, TensorSpec
+
+DEPTH = 2
+"""Buckets under way at once."""
+
+OpenDevice = Callable[[Backend, Buffer], Sequence[Plane]]
+"""The planes for a device's tensors, from the one for CPU memory and a tensor of this rank: the best one, and one on
+that same CPU backend, through which the tensors are staged; these may be one and the same."""
+
+
+class Staging:
+    """Memory for fused buckets: one of DEPTH blocks in turn, each free again when its bucket has completed."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self._blocks: deque[Buffer | None] = deque([None] * DEPTH)
+
+    def take(self, nbytes: int, like: TensorSpec, at_least: int) -> Buffer:
+        """Room for ``nbytes`` of a dtype.
+
+        Args:
+            at_least: how large a new block is made, so that it does for later buckets as well.
+        """
+        block = self._blocks.popleft()
+        if block is None or block.nbytes < nbytes:
+            block = self._memory.empty(max(nbytes, at_least))  # the old one lives as long as its bucket
+        self._blocks.append(block)
+        return Buffer(
+            block.address, TensorSpec(like.dtype, (nbytes // like.dtype.itemsize,), block.device), block.owner
+        )
+
+
+class Group:
+    """One rank's part in a process set.
+
+    Args:
+        backend: its data plane in CPU memory.
+        ranks: its global ranks in ascending order.
+        rank: this process's place among them.
+        open_device: see ``OpenDevice``; called on the data thread.
+    """
+
+    def __init__(
+        self, backend: Backend, ranks: tuple[int, ...], rank: int, open_device: OpenDevice | None = None
+    ) -> None:
+        self.ranks = ranks
+        self.rank = rank
+        self.host = Plane(backend, HostMemory())
+        self._open_device = open_device
+        self._device: Plane | None = None
+        self._staged: Plane | None = None
+        self._staging: dict[int, Staging] = {}
+
+    @property
+    def backends(self) -> list[Backend]:
+        """All that are open, each once."""
+        planes = [self.host, *(plane for plane in (self._device,) if plane is not None)]
+        return list({id(plane.backend): plane.backend for plane in planes}.values())
+
+    def plane(self, device: str, example: Buffer | None, *, on_host: bool = False) -> Plane:
+        """The plane for tensors of one kind of device, opened if it is the first of them.
+
+        Args:
+            example: one of this rank's tensors.
+            on_host: the operation needs its data in CPU memory.
+
+        Raises:
+            BackendError: there can be none.
+        """
+        if device == "cpu" or example is None:
+            return self.host
+        if self._device is None or self._staged is None:
+            if self._open_device is None:
+                raise BackendError(f"there is no way here to exchange tensors of a {device} device")
+            self._device, self._staged = self._open_device(self.host.backend, example)
+        return self._staged if on_host else self._device
+
+    def stage(self, plane: Plane, nbytes: int, like: TensorSpec, at_least: int) -> Buffer:
+        """Room for a fused bucket in a plane's memory; see ``Staging``."""
+        staging = self._staging.get(id(plane))
+        if staging is None:
+            staging = self._staging[id(plane)] = Staging(plane.memory)
+        return staging.take(nbytes, like, at_least)

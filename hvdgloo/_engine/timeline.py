@@ -1,0 +1,304 @@
+"""Where the time goes: a trace in Chrome's event format, for chrome://tracing and ui.perfetto.dev.
+
+Every tensor is a row ("process") of its own, on which the phases of each collective follow and enclose each other::
+
+    NEGOTIATE_ALLREDUCE  (rank 0: a tick for every rank that comes)
+    ALLREDUCE
+        QUEUE  MEMCPY_IN_FUSION_BUFFER  GLOO_ALLREDUCE  MEMCPY_OUT_FUSION_BUFFER
+
+The file is a JSON array that is whole at every moment, also if the process is killed or the disk is full: events are
+put into space that was left before the closing bracket, and when that is used up, a copy with more of it takes the
+file's place. (Who reads it in pieces just while it grows gets some or none of what is new.)
+Events are formatted and written by a thread of their own: the engine only notes times.
+
+Source: "Trace Event Format", the Chromium project's document of that name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from hvdgloo._engine.messages import Request, Response
+from hvdgloo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hvdgloo._engine.fusion import Bucket
+    from hvdgloo._engine.operation import Operation
+
+logger = logging.getLogger(__name__)
+
+_JOIN_SECONDS = 5.0
+_GATHER_SECONDS = 0.2
+_CLOSE = b"\n]\n"
+_PAGE = 4096
+_CAPACITY = 1 << 16
+_COPY = 1 << 20
+_BATCH = 4096
+"""Events that are written at once at most."""
+
+
+class Timeline:
+    """One rank's trace.
+
+    Args:
+        path: of the file, which is overwritten.
+        rank: of the process that writes it.
+        clock_offset: seconds to add to this rank's clock to get rank 0's.
+        mark_cycles: also show when rank 0 orders operations.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+
+    def __init__(self, path: str, rank: int, clock_offset: float = 0.0, *, mark_cycles: bool = False) -> None:
+        self.path = path
+        self.mark_cycles = mark_cycles
+        self._start = time.perf_counter()
+        self._file = -1
+        self._end = self._capacity = 0
+        self._begun = False
+        try:
+            os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+            self._move(_CAPACITY)
+        except OSError as error:
+            raise ConfigError(f"the timeline cannot be written to {path}: {error.strerror or error}") from None
+        self._rows: dict[str, int] = {}
+        self._first_arrival: dict[tuple[int, str], float] = {}
+        self._queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._closed = False
+        epoch = {
+            "start_time_since_epoch_in_micros": int((time.time() + clock_offset) * 1e6),
+            "rank": rank,
+            "clock_offset_in_micros": int(clock_offset * 1e6),
+        }
+        self._write(
+            [
+                _metadata(0, "process_name", {"name": "", **epoch}),
+                _metadata(0, "process_sort_index", {"sort_index": -1}),
+            ]
+        )
+        self._thread = threading.Thread(target=self._run, name="hvdgloo-timeline", daemon=True)
+        self._thread.start()
+
+    # What the engine calls. Times are those of ``now``.
+
+    @staticmethod
+    def now() -> float:
+        """Seconds on the clock that phases are measured by."""
+        return time.perf_counter()
+
+    def ordered(self, batch: Sequence[tuple[Response, Operation]]) -> None:
+        """Operations have been given their place, and wait for the data plane."""
+        now = self.now()
+        for response, operation in batch:
+            if operation.times:
+                for row in _rows(response):
+                    self._negotiated(row, response, operation.times[0], now)
+            operation.times = [operation.times[0] if operation.times else now, now]
+
+    def inlined(self, response: Response, operation: Operation) -> None:
+        """An operation's result came with its order."""
+        now = self.now()
+        if operation.times:
+            (row,) = _rows(response)
+            self._negotiated(row, response, operation.times[0], now)
+            name = response.request.collective.name
+            self.phase(row, name, now, now, _facts(response, 0))
+            self.phase(row, f"INLINE_{name}", now, now)
+
+    def executed(
+        self,
+        bucket: Bucket,
+        batch: Sequence[tuple[Response, Operation]],
+        name: str,
+        times: Sequence[float],
+        packed: bool,
+    ) -> None:
+        """A bucket's results are in place.
+
+        Args:
+            name: of what the backend did.
+            times: when it was begun, its tensors' fences had been waited for, the backend was called, and had done it.
+            packed: its tensors were copied into a buffer and out of it.
+        """
+        now = self.now()
+        begun, fenced, sent, done = times
+        waited = any(batch[part.operation][1].ready is not None for part in bucket.parts)
+        for part in bucket.parts:
+            response, operation = batch[part.operation]
+            row = _rows(response)[max(0, part.tensor)]
+            ordered = operation.times[1] if len(operation.times) > 1 else begun
+            self.phase(row, response.request.collective.name, ordered, now, _facts(response, part.tensor))
+            self.phase(row, "QUEUE", ordered, begun)
+            if waited:
+                self.phase(row, "WAIT_FOR_DATA", begun, fenced)
+            if packed:
+                self.phase(row, "MEMCPY_IN_FUSION_BUFFER", fenced, sent)
+            if part.tensor >= 0:
+                self.phase(row, name, sent, done)
+            if packed:
+                self.phase(row, "MEMCPY_OUT_FUSION_BUFFER", done, now)
+
+    def arrived(self, rank: int, request: Request) -> None:
+        """Rank 0: a rank has submitted something."""
+        at = self.now()
+        for row in _rows(Response(request)):
+            self._first_arrival.setdefault((request.process_set, row), at)
+            self.phase(row, str(rank), at, at)
+
+    def settled(self, request: Request, *, executed_here: bool) -> None:
+        """Rank 0: an operation got its place, or its error."""
+        if not executed_here:
+            for row in _rows(Response(request)):
+                self._first_arrival.pop((request.process_set, row), None)
+
+    def _negotiated(self, row: str, response: Response, submitted: float, now: float) -> None:
+        begin = min(submitted, self._first_arrival.pop((response.request.process_set, row), submitted))
+        self.phase(row, f"NEGOTIATE_{response.request.collective.name}", begin, now)
+
+    def phase(self, tensor: str, name: str, begin: float, end: float, args: Mapping[str, Any] | None = None) -> None:
+        """A phase that has ended."""
+        event = {"name": name, "ph": "X", "ts": self._micros(begin), "dur": round((end - begin) * 1e6, 3)}
+        self._put(event, tensor, args)
+
+    def cycle(self, at: float) -> None:
+        """Rank 0 has ordered what was ready."""
+        if self.mark_cycles and not self._closed:
+            self._queue.put({"name": "CYCLE_START", "ph": "i", "s": "g", "pid": 0, "tid": 0, "ts": self._micros(at)})
+
+    def close(self) -> None:
+        """Write what is left. Later events are dropped; may be called twice."""
+        if not self._closed:
+            self._closed = True
+            self._queue.put(None)
+            self._thread.join(_JOIN_SECONDS)
+
+    def _micros(self, at: float) -> float:
+        return round((at - self._start) * 1e6, 3)
+
+    def _put(self, event: dict[str, Any], tensor: str, args: Mapping[str, Any] | None) -> None:
+        if self._closed:
+            return
+        event["tensor"] = tensor
+        if args:
+            event["args"] = dict(args)
+        self._queue.put(event)
+
+    # The thread.
+
+    def _run(self) -> None:
+        try:
+            while True:
+                batch = [self._queue.get()]
+                # A moment's events at once: fewer writes.
+                until = time.monotonic() + _GATHER_SECONDS
+                while batch[-1] is not None and len(batch) < _BATCH and (left := until - time.monotonic()) > 0:
+                    try:
+                        batch.append(self._queue.get(timeout=left))
+                    except queue.Empty:
+                        break
+                events = [event for event in batch if event is not None]
+                if events:
+                    self._write([written for event in events for written in self._placed(event)])
+                if None in batch:
+                    self._move(self._end)  # without the space that was left
+                    return
+        except OSError as error:
+            logger.warning("the timeline %s ends here: %s", self.path, error)
+            self._closed = True
+        finally:
+            os.close(self._file)
+
+    def _placed(self, event: dict[str, Any]) -> list[dict[str, Any]]:
+        """An event with its row's number, after the row's name if it is new."""
+        tensor = event.pop("tensor", None)
+        if tensor is None:
+            return [event]
+        row = self._rows.get(tensor)
+        new = row is None
+        if row is None:
+            row = self._rows[tensor] = len(self._rows) + 1
+        event.update(pid=row, tid=0)
+        if not new:
+            return [event]
+        return [
+            _metadata(row, "process_name", {"name": tensor}),
+            _metadata(row, "process_sort_index", {"sort_index": row}),
+            event,
+        ]
+
+    def _write(self, events: list[dict[str, Any]]) -> None:
+        """Put events into the space before the closing bracket; no write of several crosses the end of a page.
+
+        A kill, or a full disk, ends a write between two pages, and would leave half an event.
+        """
+        piece = b""
+        for event in events:
+            text = (b",\n" if self._begun else b"") + json.dumps(event, separators=(",", ":")).encode()
+            self._begun = True
+            if piece and (self._end % _PAGE + len(piece) + len(text) > _PAGE):
+                self._put_down(piece)
+                piece = b""
+            piece += text
+        if piece:
+            self._put_down(piece)
+
+    def _put_down(self, piece: bytes) -> None:
+        if self._end % _PAGE + len(piece) > _PAGE:
+            self._end += -self._end % _PAGE  # spaces stay where it would have begun
+        if self._end + len(piece) > self._capacity:
+            self._move(2 * self._capacity + len(piece))
+        try:
+            os.pwrite(self._file, piece, self._end)
+        except OSError:
+            os.pwrite(self._file, b" " * len(piece), self._end)  # what of it has been written
+            raise
+        self._end += len(piece)
+
+    def _move(self, capacity: int) -> None:
+        """Take another file's place, with room for ``capacity`` bytes before the closing bracket."""
+        part = f"{self.path}.part"
+        try:
+            with open(part, "wb") as file:
+                position = 0
+                while self._file >= 0 and position < self._end:
+                    data = os.pread(self._file, min(_COPY, self._end - position), position)
+                    file.write(data)
+                    position += len(data)
+                file.write((b"[" if not self._end else b"") + b" " * (capacity - max(1, self._end)) + _CLOSE)
+            os.replace(part, self.path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(part)
+            raise
+        old, self._file = self._file, os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+        if old >= 0:
+            os.close(old)
+        self._end, self._capacity = max(1, self._end), capacity
+
+
+def _rows(response: Response) -> list[str]:
+    """The names of an operation's rows: one for each tensor."""
+    request = response.request
+    if len(request.tensors) < 2:
+        return [request.name]
+    return [f"{request.name}[{index}]" for index in range(len(request.tensors))]
+
+
+def _facts(response: Response, tensor: int) -> dict[str, Any]:
+    if tensor < 0:
+        return {}
+    spec = response.request.tensors[tensor]
+    return {"dtype": str(spec.dtype), "shape": list(spec.shape), "bytes": response.sizes[tensor]}
+
+
+def _metadata(row: int, name: str, args: Mapping[str, Any]) -> dict[str, Any]:
+    return {"name": name, "ph": "M", "pid": row, "tid": 0, "args": dict(args)}

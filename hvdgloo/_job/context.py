@@ -1,0 +1,91 @@
+"""One rank's membership in a job: settings, topology and engine, opened and closed together.
+
+Front-ends work in the process's only Context, which ``process.current()`` returns; tests and embedders construct their
+own, which is what allows many ranks in one process.
+"""
+
+from __future__ import annotations
+
+from hvdgloo._engine.engine import Engine
+from hvdgloo.config import Config
+from hvdgloo.rendezvous import RendezvousClient
+from hvdgloo.topology import Topology
+
+
+class Context:
+    """One rank of a job.
+
+    Args:
+        config: its settings.
+        topology: of the whole job.
+        rank: this rank.
+        engine: started; the Context owns it from now on.
+        clock_offset: seconds that rank 0's clock is ahead of this host's.
+        job_rank: this rank among all of the job's, if the Context is a world of some of them.
+        client: of the rendezvous server, likewise. It stays connected while the rank is part of the job: the server
+            shows who is.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        topology: Topology,
+        rank: int,
+        engine: Engine,
+        client: RendezvousClient | None = None,
+        clock_offset: float = 0.0,
+        job_rank: int | None = None,
+    ) -> None:
+        self._client = client
+        self.job_rank = rank if job_rank is None else job_rank
+        self.clock_offset = clock_offset
+        self.config = config
+        self.topology = topology
+        self.rank = rank
+        self.engine = engine
+        self.closed = False
+
+    @property
+    def secret(self) -> bytes | None:
+        """The job's secret; None in a job of a single process, which has none."""
+        return self.config.secret
+
+    @property
+    def size(self) -> int:
+        return self.topology.size
+
+    @property
+    def local_rank(self) -> int:
+        return self.topology.workers[self.rank].local_rank
+
+    @property
+    def local_size(self) -> int:
+        return self.topology.local_size(self.rank)
+
+    @property
+    def cross_rank(self) -> int:
+        return self.topology.cross_rank(self.rank)
+
+    @property
+    def cross_size(self) -> int:
+        return self.topology.cross_size(self.rank)
+
+    @property
+    def is_homogeneous(self) -> bool:
+        return self.topology.is_homogeneous
+
+    def start_timeline(self, path: str, mark_cycles: bool = False) -> None:
+        """Trace collectives; on rank 0, or if ``path`` has ``{rank}`` in it, on every rank; see ``Engine``.
+
+        Ranks are those of the whole job, also in a world of some of them: two worlds must not write into one file.
+        """
+        if "{rank}" in path or self.job_rank == 0:
+            own = path.replace("{rank}", str(self.job_rank))
+            self.engine.start_timeline(own, clock_offset=self.clock_offset, mark_cycles=mark_cycles)
+
+    def close(self, reason: str = "") -> None:
+        """End this rank's part of the job; see ``Engine.close``."""
+        self.closed = True
+        self.engine.close(reason)
+        if self._client is not None:
+            self._client.close()

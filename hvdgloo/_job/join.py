@@ -1,0 +1,271 @@
+"""Joining a job: from its settings to a Context whose engine runs.
+
+It takes four requests to the rendezvous server whatever the job's size: a hello, registering (which answers with the
+whole topology), and publishing and reading where the others meet. An epoch's topology is asked for once: ``init()``
+after ``shutdown()`` meets the same ranks again under a new generation number.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import logging
+import os
+import socket
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from hvdgloo._backends.local import LocalGroup
+from hvdgloo._backends.select import Planes, idle_provider, plane_settings
+from hvdgloo._engine.engine import Engine
+from hvdgloo._job.context import Context
+from hvdgloo._job.settings import engine_settings, plan_settings
+from hvdgloo._net.handshake import Handshake, listen
+from hvdgloo.config import Config, format_endpoint, parse_endpoint
+from hvdgloo.errors import ConfigError, InvalidArgumentError, RendezvousError
+from hvdgloo.rendezvous import MemoryStore, Registration, RendezvousClient, WorkerInfo, host_identity
+from hvdgloo.topology import Topology
+
+logger = logging.getLogger(__name__)
+
+
+def join(config: Config, ranks: Sequence[int] | None = None, process_sets: Sequence[Sequence[int]] = ()) -> Context:
+    """Join the job that ``config`` describes, or be one of a single process if it describes none.
+
+    Args:
+        ranks: of the job that form a world of their own, in which they are numbered anew in ascending order; None
+            for all. This process is one of them.
+        process_sets: the ranks of the sets that will be added at once, which must be the same on all ranks.
+
+    Raises:
+        InvalidArgumentError: (a ValueError) ranks that do not exist or without this one; process sets that are not
+            those of rank 0.
+        ConfigError: a setting is missing or cannot be used.
+        RendezvousError: the rendezvous server cannot be reached, refused, or other workers did not come.
+        ConnectError: ranks cannot be connected with each other.
+        MissingDependencyError: several hosts need Gloo, which torch or pygloo carries.
+    """
+    if config.rendezvous is None:
+        topology = Topology.local(1, pid=os.getpid(), name=config.hostname or socket.gethostname())
+        _check_ranks(ranks, 0, 1)
+        alone = LocalGroup(1).backend(0)
+        planes = Planes(config, plane_settings(config), topology, 0, MemoryStore(), "", "127.0.0.1")
+        settings = engine_settings(config)
+        engine = Engine(0, topology, {}, alone, settings, lambda number, ranks, cancelled: alone, planes.open_device)
+        engine.start()
+        return Context(config, topology, 0, engine)
+    if config.secret is None:
+        raise ConfigError(
+            f"HVDGLOO_RENDEZVOUS={config.rendezvous} is set, but neither HVDGLOO_SECRET nor HVDGLOO_SECRET_FILE; "
+            "the server says where its secret file is"
+        )
+    client = RendezvousClient(
+        config.rendezvous,
+        config.secret,
+        connect_timeout=config.connect_timeout,
+        secret_source=config.secret_source,
+    )
+    try:
+        return _connect(config, config.secret, client, ranks, process_sets)
+    except BaseException:
+        client.close()
+        raise
+
+
+_SAY_SO_SECONDS = 3.0
+"""After this time without a server there is a line about it: a wrong address is the likeliest mistake by hand."""
+
+_registrations: dict[tuple[str, int], Registration] = {}
+"""What this process learnt from each server and epoch."""
+
+_generations: Counter[tuple[str, int, str]] = Counter()
+"""How often it has joined each of their worlds."""
+
+
+def _connect(
+    config: Config,
+    secret: bytes,
+    client: RendezvousClient,
+    ranks: Sequence[int] | None,
+    process_sets: Sequence[Sequence[int]],
+) -> Context:
+    assert config.rendezvous is not None
+    sets = [list(members) for members in process_sets]
+    reached_from = _reach(client, config)
+    address = config.address or reached_from
+    job = (config.rendezvous, config.epoch)
+    registration = _registrations.get(job)
+    rank = config.rank if registration is None else registration.rank
+    # Without a launcher any worker may turn out to be rank 0, which is the one that listens. Who will be the first of
+    # a world of some ranks is known after registration only.
+    may_be_first = rank in (None, 0) and ranks is None
+    listener = listen(address, config.port_range) if may_be_first else None
+    try:
+        port = listener.getsockname()[1] if listener is not None else 0
+        if registration is None:
+            info = WorkerInfo(
+                rank=config.rank,
+                index=config.index,
+                host_name=config.hostname or socket.gethostname(),
+                host_identity=host_identity(),
+                address=address,
+                port=port,
+                pid=os.getpid(),
+            )
+            registration = client.register(config.epoch, info, timeout=config.start_timeout)
+            check_addresses(registration.topology, reached_from)
+            _registrations[job] = registration
+        rank, topology, world = _world(registration, ranks)
+        which = (*job, world)
+        generation = _generations[which]
+        _generations[which] += 1
+        first = topology.workers[0]
+        if first.port and not world and generation == 0:
+            endpoint = first.address, first.port
+        else:
+            if rank == 0 and listener is None:
+                listener = listen(address, config.port_range)
+            endpoint = _meet(
+                client, f"{config.epoch}.{generation}{world}", config, address, listener if rank == 0 else None
+            )
+        handshake = Handshake(secret, config.epoch, generation)
+        links, decided = _control_links(handshake, rank, topology, listener, endpoint, config, sets)
+    finally:
+        if listener is not None:
+            listener.close()
+
+    store = client.store("gloo", timeout=config.connect_timeout)
+    planes = Planes(config, decided, topology, rank, store, f"{config.epoch}.{generation}{world}/", address)
+    try:
+        backend = planes.open(0, range(topology.size))
+    except BaseException:
+        for sock in links.values():
+            sock.close()
+        raise
+    if rank == 0 and (idle := idle_provider(config.gloo_provider)):
+        logger.warning("%s", idle)
+    engine = Engine(
+        rank,
+        topology,
+        links,
+        backend,
+        engine_settings(config, decided, topology.local_size(rank)),
+        planes.open,
+        planes.open_device,
+    )
+    engine.start()
+    if decided["process_sets"] != sets:
+        engine.close()  # not before: the others wait for this rank until it is connected
+        raise InvalidArgumentError(
+            f"init(process_sets=...) was called with the sets {sets} on {topology.describe(rank)}, and with "
+            f"{decided['process_sets']} on {topology.describe(0)}; give all ranks the same list"
+        )
+    return Context(config, topology, rank, engine, client, decided["clock_offset"], registration.rank)
+
+
+def _world(registration: Registration, ranks: Sequence[int] | None) -> tuple[int, Topology, str]:
+    """This process's rank among those that form a world, their topology, and a text that tells worlds apart."""
+    size = registration.topology.size
+    _check_ranks(ranks, registration.rank, size)
+    chosen = range(size) if ranks is None else sorted(ranks)
+    if len(chosen) == size:
+        return registration.rank, registration.topology, ""
+    digest = hashlib.sha256(repr(list(chosen)).encode()).hexdigest()[:16]
+    return chosen.index(registration.rank), registration.topology.restricted(chosen), f".{digest}"
+
+
+def _check_ranks(ranks: Sequence[int] | None, rank: int, size: int) -> None:
+    if ranks is None:
+        return
+    if len(set(ranks)) != len(ranks) or not all(0 <= member < size for member in ranks):
+        raise InvalidArgumentError(f"comm={list(ranks)}: ranks are 0 to {size - 1}, each at most once")
+    if rank not in ranks:
+        raise InvalidArgumentError(
+            f"comm={list(ranks)} leaves out this process, which is rank {rank}; each process names the world that it "
+            "is in"
+        )
+
+
+def check_addresses(topology: Topology, reached_from: str) -> None:
+    """Refuse addresses that ranks on other hosts cannot use, before anybody waits for a connection that never comes.
+
+    Args:
+        reached_from: this host's address in the connection to the rendezvous server. If even that is a loopback one,
+            as all ranks' addresses are, then the "hosts" are containers that share one network.
+
+    Raises:
+        ConfigError: naming a rank with a loopback address, or two ranks with addresses of different families.
+    """
+    if len(topology.hosts) == 1:
+        return
+    addresses = [ipaddress.ip_address(worker.address) for worker in topology.workers]
+    loopback = [rank for rank, address in enumerate(addresses) if address.is_loopback]
+    if loopback and (len(loopback) < len(addresses) or not ipaddress.ip_address(reached_from).is_loopback):
+        rank = loopback[0]
+        raise ConfigError(
+            f"{topology.describe(rank)} can be reached at {addresses[rank]} only by ranks on its own host, and there "
+            f"are {len(topology.hosts)} hosts. Set HVDGLOO_ADDRESS there to an address that the others reach, or let "
+            "HVDGLOO_RENDEZVOUS name the server by such an address on its own host, too"
+        )
+    other = next((rank for rank, address in enumerate(addresses) if address.version != addresses[0].version), None)
+    if other is not None:
+        raise ConfigError(
+            f"{topology.describe(0)} has the address {addresses[0]} and {topology.describe(other)} has "
+            f"{addresses[other]}, but all ranks of a job use either IPv4 or IPv6. Set HVDGLOO_ADDRESS, or name the "
+            "rendezvous server by an address of one family everywhere"
+        )
+
+
+def _reach(client: RendezvousClient, config: Config) -> str:
+    """Connect to the server, which may not be there yet; this host's address in that connection."""
+    patience = min(_SAY_SO_SECONDS, config.start_timeout)
+    try:
+        return client.local_address(timeout=patience)
+    except RendezvousError as error:
+        left = config.start_timeout - patience
+        if left <= 0:
+            raise
+        logger.warning("%s. Trying for another %g s (HVDGLOO_START_TIMEOUT)", error, left)
+        return client.local_address(timeout=left)
+
+
+def _meet(
+    client: RendezvousClient, key: str, config: Config, address: str, listener: socket.socket | None
+) -> tuple[str, int]:
+    """Where rank 0 listens this time: ranks and hosts of an epoch are settled, its port is not.
+
+    Args:
+        listener: on rank 0, else None.
+    """
+    store = client.store("control", timeout=config.start_timeout)
+    if listener is None:
+        return parse_endpoint(store.get(key, timeout=config.start_timeout).decode())
+    endpoint = address, listener.getsockname()[1]
+    store.set(key, format_endpoint(*endpoint).encode())
+    return endpoint
+
+
+def _control_links(
+    handshake: Handshake,
+    rank: int,
+    topology: Topology,
+    listener: socket.socket | None,
+    endpoint: tuple[str, int],
+    config: Config,
+    process_sets: list[list[int]],
+) -> tuple[dict[int, socket.socket], dict[str, Any]]:
+    """Connect the control plane.
+
+    Returns:
+        the connections, and what rank 0 decides for all: the settings that ``engine_settings`` takes over,
+        ``process_sets`` to be added at once, those of ``Planes``, and ``clock_offset`` from this host's clock to rank
+        0's.
+    """
+    shared = {**plan_settings(config), "process_sets": process_sets}
+    if rank == 0:
+        assert listener is not None
+        links = handshake.accept_all(listener, topology.size, shared, config.connect_timeout, topology.describe)
+        return links, {**shared, "clock_offset": 0.0}
+    sock, decided = handshake.connect(*endpoint, rank, config.connect_timeout, topology.describe)
+    return {0: sock}, decided

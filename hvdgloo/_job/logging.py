@@ -1,0 +1,58 @@
+"""What a worker's log looks like: hvdgloo's messages on stderr, unless the program shows them itself."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+from hvdgloo.config import Config
+
+_TRACE = 5
+_LEVELS = {"TRACE": _TRACE, "FATAL": logging.CRITICAL}
+
+
+class _Handler(logging.StreamHandler):  # type: ignore[type-arg] # which Python has from 3.11 on
+    """Ours, so that it can be found again; writes to whatever sys.stderr is at the time."""
+
+    def __init__(self) -> None:
+        super().__init__(sys.stderr)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Show it, unless the root logger does so already: its handlers may come and go at any time."""
+        if not _root_shows(record):
+            super().emit(record)
+
+
+def _root_shows(record: logging.LogRecord) -> bool:
+    """Whether the root logger writes hvdgloo's record to the terminal, as it does after ``logging.basicConfig()``."""
+    if not logging.getLogger("hvdgloo").propagate:
+        return False
+    return any(
+        isinstance(handler, logging.StreamHandler)
+        and handler.stream in (sys.stderr, sys.stdout)
+        and record.levelno >= handler.level
+        for handler in logging.getLogger().handlers
+    )
+
+
+def configure_logging(config: Config, rank: int | None) -> None:
+    """Show hvdgloo's messages on stderr as ``[time: LEVEL file:line] [rank]: text``.
+
+    A program that has attached handlers of its own to the ``hvdgloo`` logger keeps them, and gets no other. Where the
+    root logger writes to the terminal (``logging.basicConfig()``, which importing MXNet calls), it shows them instead.
+    """
+    logging.addLevelName(_TRACE, "TRACE")
+    log = logging.getLogger("hvdgloo")
+    others = [handler for handler in log.handlers if not isinstance(handler, _Handler)]
+    log.setLevel(_LEVELS.get(config.log_level, config.log_level))
+    for handler in [handler for handler in log.handlers if isinstance(handler, _Handler)]:
+        log.removeHandler(handler)
+    if others:
+        return
+    handler = _Handler()
+    time = "" if config.log_hide_time else "%(asctime)s.%(msecs)03d: "
+    place = "" if rank is None else f" [{rank}]"
+    handler.setFormatter(
+        logging.Formatter(f"[{time}%(levelname)s %(filename)s:%(lineno)d]{place}: %(message)s", "%Y-%m-%d %H:%M:%S")
+    )
+    log.addHandler(handler)

@@ -1,0 +1,125 @@
+"""The process's only Context: ``init()``, ``shutdown()``, and the end of the interpreter."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+
+from hvdgloo._job import excepthook
+from hvdgloo._job.context import Context
+from hvdgloo._job.join import join
+from hvdgloo._job.logging import configure_logging
+from hvdgloo.config import Config, unknown_variables
+from hvdgloo.errors import NotInitializedError
+
+logger = logging.getLogger(__name__)
+
+_current: Context | None = None
+_lock = threading.Lock()
+
+
+def init(
+    ranks: Sequence[int] | None = None,
+    process_sets: Sequence[Sequence[int]] = (),
+    prepare: Callable[[Context], None] = lambda _: None,
+) -> Context:
+    """Join the job, as the environment describes it; a program that no launcher started is a job of its own.
+
+    Args:
+        ranks, process_sets: see ``join``.
+        prepare: called with a new Context before anybody else gets it.
+
+    Returns:
+        the Context; the same one while initialized.
+
+    Raises:
+        whatever ``join`` and ``prepare`` raise.
+    """
+    global _current, _owner
+    with _lock:
+        if _current is None:
+            _owner = os.getpid()
+            config = Config.from_env()
+            configure_logging(config, config.rank)
+            excepthook.install(config.rank)
+            context = join(config, ranks, process_sets)
+            configure_logging(config, context.rank)
+            if context.local_rank == 0:
+                for line in unknown_variables():
+                    logger.warning("%s", line)
+            excepthook.install(context.rank)
+            _pin(context)
+            try:
+                if config.timeline and config.timeline.upper() != "DYNAMIC":
+                    context.start_timeline(config.timeline, config.timeline_mark_cycles)
+                prepare(context)
+            except BaseException:
+                context.close()
+                raise
+            _current = context
+        return _current
+
+
+def _pin(context: Context) -> None:
+    """Keep the communication threads on the core that the user gave."""
+    if not context.config.thread_affinity:
+        return
+    cores = context.config.thread_affinity.split(",")
+    try:
+        context.engine.pin(int(cores[context.local_rank]))
+    except IndexError:
+        logger.warning("HVDGLOO_THREAD_AFFINITY has no core for local rank %d; it runs on any", context.local_rank)
+    except OSError as error:
+        logger.warning("HVDGLOO_THREAD_AFFINITY: core %s cannot be used: %s", cores[context.local_rank], error)
+
+
+def shutdown(reason: str = "") -> None:
+    """End this rank's part of the job, and so everybody's collectives. Does nothing when not initialized.
+
+    Args:
+        reason: what to tell the other ranks, if this one ends with an error.
+    """
+    global _current
+    with _lock:
+        if _current is not None:
+            context, _current = _current, None
+            context.close(reason)
+
+
+def is_initialized() -> bool:
+    """True between ``init()`` and ``shutdown()`` on this rank."""
+    return _current is not None
+
+
+def current() -> Context:
+    """The process's Context.
+
+    Raises:
+        NotInitializedError: (a ValueError) ``init()`` has not been called.
+    """
+    context = _current
+    if context is None:
+        excepthook.install()  # as init() would have done: what is wrong is in the program, and not as deep as here
+        raise NotInitializedError
+    return context
+
+
+_owner = 0
+"""The process that called ``init()``: a child that it forks inherits the Context, and must not shut the job down."""
+
+
+def _at_exit() -> None:
+    if os.getpid() == _owner:
+        shutdown(excepthook.uncaught())
+
+
+def shut_down_first_at_exit() -> None:
+    """Shut down before whatever was imported so far does so, which may wait for what waits for the other ranks."""
+    atexit.unregister(_at_exit)
+    atexit.register(_at_exit)
+
+
+shut_down_first_at_exit()

@@ -1,0 +1,61 @@
+"""A job's settings as the engine needs them, with rank 0's word on those that must be the same everywhere."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from hvdgloo._backends.select import plane_settings
+from hvdgloo._engine.engine import EngineSettings
+from hvdgloo._platform.machine import usable_cores
+from hvdgloo.config import Config
+
+logger = logging.getLogger(__name__)
+
+_SPIN_SECONDS = 100e-6
+"""How long a blocking call looks for the others' answers before it goes to sleep, where every rank has a core: ranks
+that call at the same time answer each other within that."""
+
+
+def plan_settings(config: Config) -> dict[str, Any]:
+    """The settings that all ranks must have from rank 0."""
+    return {
+        "fusion_threshold": config.fusion_threshold,
+        "separate_groups": config.disable_group_fusion,
+        "deterministic": config.deterministic,
+        **plane_settings(config),
+    }
+
+
+def engine_settings(
+    config: Config, decided: Mapping[str, Any] | None = None, local_size: int | None = None
+) -> EngineSettings:
+    """The engine's part of the settings, with rank 0's word on those that shape plans.
+
+    Args:
+        local_size: ranks on this host. Each has a core of its own to spin on for an answer, or none does.
+    """
+    shutdown_time = config.stall_shutdown_time
+    if 0 < shutdown_time < config.stall_warning_time:
+        logger.warning(
+            "HVDGLOO_STALL_SHUTDOWN_TIME_SECONDS=%g is less than the warning time (%g s) and is ignored",
+            shutdown_time,
+            config.stall_warning_time,
+        )
+        shutdown_time = 0.0
+    shared = plan_settings(config)
+    shared.update({name: value for name, value in (decided or {}).items() if name in shared})
+    return EngineSettings(
+        fusion_threshold=int(shared["fusion_threshold"]),
+        inline_threshold=config.inline_threshold,
+        separate_groups=bool(shared["separate_groups"]),
+        deterministic=bool(shared["deterministic"]),
+        operation_timeout=config.operation_timeout,
+        cache_capacity=config.cache_capacity,
+        cycle_time=config.cycle_time / 1000,
+        stall_check=not config.stall_check_disable,
+        stall_warning_time=config.stall_warning_time,
+        stall_shutdown_time=shutdown_time,
+        spin_time=_SPIN_SECONDS if local_size is not None and 1 < local_size <= usable_cores() else 0.0,
+    )

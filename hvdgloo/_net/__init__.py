@@ -1,0 +1,1 @@
+"""Sockets of the worker and the launcher: listening ports, the authenticated handshake, descriptors after a fork."""

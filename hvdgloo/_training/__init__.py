@@ -1,0 +1,1 @@
+"""What optimizers, tapes and trainers share: reducing a model's gradients in every step."""

@@ -1,1 +1,0 @@
-"""Data planes. Each module imports what it needs only when it is loaded."""

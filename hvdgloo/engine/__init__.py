@@ -1,1 +1,0 @@
-"""The collective engine: negotiation, fusion and execution. See docs/life-of-a-tensor.md."""

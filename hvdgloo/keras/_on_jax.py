@@ -1,0 +1,139 @@
+"""Keras on JAX: gradients leave the compiled step by one ordered callback, and come back reduced."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+from jax.experimental import io_callback
+
+from hvdgloo._platform.error_tokens import ForeignError, recall
+from hvdgloo._training.options import make_reducer, named_groups
+from hvdgloo.errors import HvdglooError
+from hvdgloo.keras._distributed import FINITE, Options, names_of
+from hvdgloo.numpy import _frontend
+from hvdgloo.types import ReduceOp
+
+
+class JaxSync:
+    """See ``hvdgloo.keras._distributed.Sync``."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._local = {id(variable) for variable in options.local_variables}
+        make_reducer(_frontend, options, [])  # raises for what it cannot do
+
+    def track(self, variables: Sequence[Any], *, changes: bool) -> None:
+        """Nothing to do: gradients are sent from where they are computed."""
+
+    def complete(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        return list(gradients)  # a compiled step is the same on all ranks
+
+    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        ranks = self._ranks()
+        if not ranks:
+            return list(gradients)
+        results = list(gradients)
+        shared = [index for index, variable in enumerate(variables) if id(variable) not in self._local]
+        if self._options.scale_local_gradients:
+            for index in set(range(len(results))) - set(shared):
+                results[index] = results[index] / len(ranks)
+        chosen = [variables[index] for index in shared]
+        names = names_of(chosen)
+        reducer = make_reducer(_frontend, self._options, named_groups(self._options.groups, names, chosen))
+
+        def exchange(arrays: Sequence[Any]) -> list[Any]:
+            for name, array in reversed(list(zip(names, arrays, strict=True))):
+                if reducer.is_open(name):
+                    reducer.reset()  # the step before did not come to its end
+                reducer.ready(name, np.asarray(array))
+            reduced = reducer.wait()
+            return [reduced[name] for name in names]
+
+        pairs = [self._options.compression.compress(results[index]) for index in shared]
+        received = _outside(exchange, [sent for sent, _ in pairs])
+        for index, tensor, (_, ctx) in zip(shared, received, pairs, strict=True):
+            results[index] = self._options.compression.decompress(tensor, ctx)
+        return results
+
+    def agree(self, holds: Any) -> Any:
+        if not self._ranks():
+            return holds
+
+        def exchange(arrays: Sequence[Any]) -> list[Any]:
+            flag = np.asarray(arrays[0])
+            process_set = self._options.process_set
+            return [_frontend.allreduce(flag, op=ReduceOp.MIN, name=FINITE, process_set=process_set)]
+
+        (everywhere,) = _outside(exchange, [jnp.asarray(holds).astype(jnp.uint8)])
+        return everywhere.astype(bool)
+
+    def _ranks(self) -> tuple[int, ...]:
+        return _frontend.sharers(self._options.process_set)
+
+
+def _outside(function: Callable[[Sequence[Any]], list[Any]], tensors: Sequence[Any]) -> list[Any]:
+    """``function`` of arrays, which returns arrays like them, called from a compiled step; in the steps' order."""
+
+    def call(*arrays: Any) -> Any:
+        try:
+            return [np.asarray(array) for array in function(arrays)]
+        except HvdglooError as error:
+            raise ForeignError(error) from error
+
+    shapes = [jax.ShapeDtypeStruct(tensor.shape, tensor.dtype) for tensor in tensors]
+    return list(io_callback(call, shapes, *tensors, ordered=True))
+
+
+class JaxFP16Compressor:
+    """Sends float32 and float64 as float16; other types as they are."""
+
+    dtype = "float16"
+
+    @classmethod
+    def compress(cls, tensor: Any) -> tuple[Any, Any]:
+        wide = tensor.dtype in (jnp.float32, jnp.float64)
+        return (tensor.astype(cls.dtype), tensor.dtype) if wide else (tensor, None)
+
+    @staticmethod
+    def decompress(tensor: Any, ctx: Any) -> Any:
+        return tensor if ctx is None else tensor.astype(ctx)
+
+
+class JaxBF16Compressor(JaxFP16Compressor):
+    """Sends float32 and float64 as bfloat16, which keeps float32's range; other types as they are."""
+
+    dtype = "bfloat16"
+
+
+def prepare() -> None:
+    """Have ``fit`` and its like raise our errors: JAX makes one of its own out of what a callback raises."""
+    for name in ("fit", "train_on_batch"):
+        plain = getattr(keras.Model, name)
+        if not hasattr(plain, "hvdgloo"):
+            setattr(keras.Model, name, _translating(plain))
+
+
+def _translating(plain: Any) -> Any:
+    @functools.wraps(plain)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return plain(self, *args, **kwargs)
+        except Exception as error:
+            ours = recall(str(error))
+            if ours is None:
+                raise
+            raise ours from error
+
+    call.hvdgloo = True  # type: ignore[attr-defined]
+    return call
+
+
+def open_sync(options: Options) -> JaxSync:
+    """How gradients are reduced on this backend."""
+    return JaxSync(options)

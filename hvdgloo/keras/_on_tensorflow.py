@@ -1,0 +1,36 @@
+"""Keras on TensorFlow: gradients go the way of ``hvdgloo.tensorflow``'s tape."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hvdgloo.keras._distributed import FINITE, Options
+from hvdgloo.tensorflow._gradients import GradientSync
+from hvdgloo.tensorflow.mpi_ops import _frontend
+
+
+class TensorFlowSync:
+    """See ``hvdgloo.keras._distributed.Sync``."""
+
+    def __init__(self, options: Options) -> None:
+        self._sync = GradientSync(_frontend, options)
+        for variable in options.local_variables:
+            self._sync.register_local_source(variable)
+
+    def track(self, variables: Sequence[Any], *, changes: bool) -> None:
+        """Nothing to do: gradients are sent from where they are computed."""
+
+    def complete(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        return list(gradients)  # a compiled step is the same on all ranks
+
+    def reduce(self, given: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        return self._sync.reduce(given, variables)
+
+    def agree(self, holds: Any) -> Any:
+        return self._sync.agree(holds, FINITE)
+
+
+def open_sync(options: Options) -> TensorFlowSync:
+    """How gradients are reduced on this backend."""
+    return TensorFlowSync(options)

@@ -1,0 +1,209 @@
+"""Keras on torch: hooks hand every gradient to the reducer while the backward pass still runs.
+
+``fit`` gives the optimizer the very gradients that the parameters hold. What is given besides has been changed after
+the backward pass (scaled, clipped, masked): if so on any rank, what the hooks have sent is thrown away on all, and what
+is given is sent, with hooks no more. So gradients are not reduced in place: nobody sees them half reduced. With
+accumulation, or a loss scale of the optimizer's own, there are no hooks to begin with.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from collections.abc import MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from hvdgloo._collectives.operation import Operation
+from hvdgloo._collectives.process_sets import process_set_id
+from hvdgloo._training.options import make_reducer, named_groups
+from hvdgloo.keras._distributed import Options, names_of
+from hvdgloo.torch.mpi_ops import _frontend
+from hvdgloo.types import Collective, ReduceOp
+
+Tensor = torch.Tensor
+
+logger = logging.getLogger(__name__)
+
+# What the gradients that are given have to do with those that hooks have sent; the greatest of the ranks' counts.
+_NOTHING, _SENT, _CHANGED = range(3)
+
+_owners: MutableMapping[Tensor, weakref.ref[TorchSync]] = WeakIdKeyDictionary()
+"""Parameter to a weak reference to the TorchSync whose hook it may have: the latest one, by decision and not by chance
+of garbage collection, which ranks would not share."""
+
+
+class TorchSync:
+    """See ``hvdgloo.keras._distributed.Sync``."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._reducer = make_reducer(_frontend, options, [], options.compression)
+        self._shared: list[Any] = []
+        self._names: dict[int, str] = {}
+        self._local = {id(variable) for variable in options.local_variables}
+        self._hooked: dict[str, Any] = {}
+        self._hooks: list[Any] = []
+        self._sent: dict[str, tuple[Tensor, int]] = {}  # by hooks: gradients, and their versions at the time
+        self._is_new = True  # no step since there are hooks
+
+    @property
+    def active(self) -> bool:
+        """Whether there is anybody to reduce with."""
+        return bool(self._ranks())
+
+    def track(self, variables: Sequence[Any], *, changes: bool) -> None:
+        self._abandon()
+        self._unhook()
+        self._is_new = True
+        self._shared = [v for v in variables if id(v) not in self._local]
+        self._name(names_of(self._shared))
+        if not self.active:
+            return
+        for variable in self._shared:
+            previous = _owners.get(variable.value)
+            owner = None if previous is None else previous()
+            if owner is not None and owner is not self:
+                owner._lose()
+            _owners[variable.value] = weakref.ref(self)
+        if changes:
+            return
+        for variable in self._shared:
+            parameter, name = variable.value, self._names[id(variable)]
+            if parameter.requires_grad and parameter.is_leaf:
+                # The hook must not keep this object alive: the parameter, which holds the hook, may live on without it.
+                ready = functools.partial(_ready, weakref.ref(self), name)
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(ready))
+                self._hooked[name] = parameter
+
+    def ready(self, name: str, gradient: Tensor) -> None:
+        """A backward pass has computed a gradient; from a parameter's hook."""
+        if self._reducer.is_open(name):
+            self._abandon()  # no step followed the backward pass before
+        self._sent[name] = gradient, gradient._version
+        self._reducer.ready(name, gradient)
+
+    def complete(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        results = list(gradients)
+        if not self.active:
+            return results
+        for index, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
+            if gradient is None and id(variable) not in self._local:
+                results[index] = zeros = torch.zeros_like(variable.value, requires_grad=False)
+                name = self._names.get(id(variable))
+                if name in self._hooked and not self._reducer.is_open(name):
+                    self.ready(name, zeros)
+        return results
+
+    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        if not self.active:
+            return list(gradients)
+        results = list(gradients)
+        places: dict[str, int] = {}
+        for index, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
+            name = self._names.get(id(variable))
+            if name is not None:
+                places[name] = index
+            elif self._options.scale_local_gradients:
+                results[index] = gradient / len(self._ranks())
+        reduced = self._reduce({name: gradients[index] for name, index in places.items()})
+        for name, index in places.items():
+            results[index] = reduced[name]
+        return results
+
+    def agree(self, holds: Any) -> Any:
+        if not self.active:
+            return holds
+        flag = torch.as_tensor(holds).to(torch.uint8).reshape(1)
+        name = f"finite.{next(iter(self._names.values()), 'gradients')}"
+        return _frontend.allreduce(flag, op=ReduceOp.MIN, name=name, process_set=self._options.process_set).bool()[0]
+
+    def _reduce(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
+        if self._hooked:
+            hooked = {name: gradient for name, gradient in given.items() if name in self._hooked}
+            reduced = self._from_hooks(changed=not all(self._is_as_sent(name, g) for name, g in hooked.items()))
+            if reduced is not None:
+                return reduced | self._send({name: g for name, g in given.items() if name not in hooked})
+        return self._send(given)
+
+    def _send(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
+        for name, gradient in given.items():
+            self._reducer.ready(name, gradient.detach())
+        return self._reducer.wait()
+
+    def _is_as_sent(self, name: str, gradient: Tensor) -> bool:
+        tensor, version = self._sent.get(name, (None, 0))
+        return tensor is gradient and gradient._version == version
+
+    def _from_hooks(self, *, changed: bool) -> dict[str, Tensor] | None:
+        """What has come of what hooks have sent; None on all ranks if on any this is not what was given to be reduced.
+
+        Then hooks are given up, unless they are so new that they have sent nothing: the first step makes them.
+        """
+        is_first, self._is_new = self._is_new and not self._sent, False
+        state = _NOTHING if is_first else _CHANGED if changed else _SENT
+        most = Operation(Collective.ALLREDUCE, ReduceOp.MAX, process_set=process_set_id(self._options.process_set))
+        asked = _frontend.start(most, [torch.tensor([state], dtype=torch.uint8)], f"changed.{next(iter(self._hooked))}")
+        if is_first and int(asked.wait()[0]) == _NOTHING:
+            return None
+        reduced = self._settle()
+        if int(asked.wait()[0]) == _CHANGED:
+            logger.info(
+                "gradients have been changed since the backward pass computed them (clipped or scaled by the program?)"
+                ": from now on they are sent when there is a step"
+            )
+            self._unhook()
+            return None
+        return reduced
+
+    def _settle(self) -> dict[str, Tensor]:
+        """What has come of the gradients that hooks have sent."""
+        # Other ranks' backward passes may have reached parameters that this one's has not.
+        for name, parameter in self._hooked.items():
+            if not self._reducer.is_open(name):
+                self._reducer.ready(name, torch.zeros_like(parameter, requires_grad=False))
+        self._sent.clear()
+        return self._reducer.wait()
+
+    def _abandon(self) -> None:
+        if not self._sent:
+            return
+        try:
+            self._settle()
+        except Exception:  # noqa: BLE001 - it belonged to a step that has failed and said why
+            self._sent.clear()
+            self._reducer.reset()
+
+    def _lose(self) -> None:
+        """Another optimizer takes these parameters over, and has the hooks; this one sends what it is given."""
+        self._abandon()
+        self._unhook()
+        # The other's gradients may be under way when this one steps.
+        self._name([f"{name}.late" for name in names_of(self._shared)])
+
+    def _unhook(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._hooked = [], {}
+
+    def _name(self, names: Sequence[str]) -> None:
+        self._names = {id(v): name for v, name in zip(self._shared, names, strict=True)}
+        groups = named_groups(self._options.groups, names, self._shared)
+        self._reducer = make_reducer(_frontend, self._options, groups, self._options.compression)
+
+    def _ranks(self) -> tuple[int, ...]:
+        return _frontend.sharers(self._options.process_set)
+
+
+def _ready(sync: weakref.ref[TorchSync], name: str, parameter: Tensor) -> None:
+    alive = sync()
+    if alive is not None and parameter.grad is not None:
+        alive.ready(name, parameter.grad)
+
+
+def open_sync(options: Options) -> TorchSync:
+    """How gradients are reduced on this backend."""
+    return TorchSync(options)

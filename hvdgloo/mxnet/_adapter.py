@@ -1,0 +1,151 @@
+"""MXNet's arrays as the Frontend sees them: classic ones (``mx.nd``) and those of its numpy interface (``mx.np``).
+
+MXNet computes behind the program's back: an array is there at once, its values later. Memory that the engine is given
+must therefore be waited for: until all that writes it has ended, and, if results go into it, all that reads it. That
+happens in the calling thread, not in a fence, since until then the memory may still be in another layout (oneDNN's
+blocks, for convolutions), and even elsewhere. MXNet is asked to compute nothing on it before the collective has ended,
+so what it computes afterwards sees the result.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mxnet as mx
+from mxnet import autograd
+from mxnet.base import _LIB, MXNetError, check_call
+from mxnet.ndarray.sparse import BaseSparseNDArray
+
+from hvdgloo._collectives.adapter import Tape
+from hvdgloo.errors import InvalidArgumentError
+from hvdgloo.mxnet import _recording as recording
+from hvdgloo.mxnet._shapes import numpy_shapes
+from hvdgloo.types import Buffer, DType, TensorSpec
+
+Tensor = Any
+"""An ``mx.nd.NDArray``, of which ``mx.np.ndarray`` is a subclass; MXNet ships no types."""
+
+Forward = Callable[[Sequence[Tensor]], list[Tensor]]
+Backward = Callable[[Tape[Tensor], Sequence[Tensor]], Sequence[Tensor]]
+
+_NOT_MXNETS = (DType.INT16, DType.BFLOAT16)
+_DTYPES: dict[Any, DType] = {
+    # Classic arrays tell their type as numpy's class, others as its dtype.
+    kind: dtype
+    for dtype in DType
+    if dtype not in _NOT_MXNETS
+    for kind in (dtype.numpy_dtype, dtype.numpy_dtype.type)
+}
+_ON_HOST = frozenset({"cpu", "cpu_pinned", "cpu_shared"})
+
+
+class MXNetAdapter:
+    """TensorAdapter for ``mx.nd.NDArray`` and ``mx.np.ndarray``.
+
+    Arrays in the host's memory are shared with the engine; those on a GPU are staged there. Legacy shapes know neither
+    zero rows nor scalars, so whatever makes an array here does it with numpy's.
+    """
+
+    def owns(self, tensor: object) -> bool:
+        return isinstance(tensor, mx.nd.NDArray)
+
+    def describe(self, tensor: Tensor) -> TensorSpec:
+        dtype = _DTYPES.get(tensor.dtype)
+        if dtype is None:
+            names = dict.fromkeys(str(supported) for supported in _DTYPES.values())
+            raise InvalidArgumentError(
+                f"arrays of type {tensor.dtype} cannot be sent; the types that can are {', '.join(names)}"
+            )
+        return _spec(dtype, tensor.shape)
+
+    def export(self, tensor: Tensor, *, writable: bool = False) -> Buffer:
+        if not self.owns(tensor):
+            raise InvalidArgumentError(
+                f"expected an array of MXNet, not {type(tensor).__name__}; {_instead_of(tensor)}"
+            )
+        if isinstance(tensor, BaseSparseNDArray):
+            raise InvalidArgumentError(
+                f"a {tensor.stype} array cannot be sent; tostype('default') gives one that can, and sparse_grad=False "
+                "and grad_stype='default' make gradients that can"
+            )
+        spec = self.describe(tensor)
+        owner = tensor if self._is_on_host(tensor) else tensor.copyto(mx.cpu())
+        _settle(owner, written=writable)
+        address = ctypes.c_void_p()
+        check_call(_LIB.MXNDArrayGetData(owner.handle, ctypes.byref(address)))
+        return Buffer(address.value or 0, spec, owner)
+
+    def allocate(self, spec: TensorSpec, like: Tensor) -> Tensor:
+        with numpy_shapes():
+            made = mx.nd.empty(spec.shape, mx.cpu(), spec.dtype.numpy_dtype)
+            return made.as_np_ndarray() if isinstance(like, mx.np.ndarray) else made
+
+    def deliver(self, result: Tensor, target: Tensor, *, in_place: bool) -> Tensor:
+        if not in_place:
+            return result.as_in_context(target.context)
+        if result is not target:
+            with autograd.pause(), numpy_shapes():
+                result.copyto(target)
+        return target
+
+    def cast(self, tensor: Tensor, dtype: DType) -> Tensor:
+        with numpy_shapes():
+            return tensor.astype(dtype.numpy_dtype)
+
+    def fence(self, tensors: Sequence[Tensor]) -> Callable[[], None] | None:
+        return None  # ``export`` has waited
+
+    def differentiable(
+        self, forward: Forward, backward: Backward, inputs: Sequence[Tensor], *, keep: bool
+    ) -> list[Tensor]:
+        # Integer members of a group have no gradient, on any rank; leaving them out spares every rank their transfer.
+        chosen = [index for index, tensor in enumerate(inputs) if self.describe(tensor).dtype.is_floating]
+        if not chosen or not autograd.is_recording():
+            return forward(inputs)
+        with autograd.pause():
+            outputs = forward(inputs)
+        given, made = [inputs[index] for index in chosen], [outputs[index] for index in chosen]
+        tape: Tape[Tensor] = Tape(
+            tuple(tensor.shape for tensor in given),
+            # Gradients arrive as classic arrays, and the two kinds do not mix.
+            tuple(tensor.detach().as_nd_ndarray() for tensor in given if keep),
+            tuple(tensor.detach().as_nd_ndarray() for tensor in made if keep),
+        )
+        recording.record(given, made, lambda arriving: backward(tape, arriving))
+        return outputs
+
+    @staticmethod
+    def _is_on_host(tensor: Tensor) -> bool:
+        return tensor.context.device_type in _ON_HOST
+
+
+def _instead_of(value: object) -> str:
+    if isinstance(value, mx.sym.Symbol):
+        return "a block that calls a collective must not be hybridized, nor must one around it"
+    return "mx.nd.array makes one of numbers and lists"
+
+
+def _settle(tensor: Tensor, *, written: bool) -> None:
+    """Wait until MXNet has done with an array's memory what the program has asked for so far.
+
+    Raises:
+        HvdglooError: it comes out of the gradient of a collective, which failed with this.
+        MXNetError: computing it failed otherwise.
+    """
+    wait = _LIB.MXNDArrayWaitToWrite if written else _LIB.MXNDArrayWaitToRead
+    try:
+        check_call(wait(tensor.handle))
+    except MXNetError as error:
+        ours = recording.failure_behind(error)
+        if ours is None:
+            raise
+        raise ours from error
+
+
+@functools.lru_cache(maxsize=4096)
+def _spec(dtype: DType, shape: tuple[int, ...]) -> TensorSpec:
+    """The same object for arrays of a kind: a model's gradients come again in every step."""
+    return TensorSpec(dtype, shape)

@@ -1,0 +1,38 @@
+"""The Frontend of MXNet, which runs the gradients of several collectives at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from hvdgloo._collectives.core import Core
+from hvdgloo._collectives.frontend import Frontend, NamedFrontend
+from hvdgloo._collectives.operation import Operation
+from hvdgloo.errors import InvalidArgumentError
+from hvdgloo.mxnet._adapter import Tensor
+
+
+class MXNetFrontend(Frontend[Tensor]):
+    """A Frontend whose gradients are named by their calls' order in the program, whatever that of the backward pass."""
+
+    def _for_gradient(self, operation: Operation, name: str | None) -> Core[Tensor]:
+        # Calls with names may come in any order, so each name is counted by itself.
+        prefix = "gradient" if name is None else f"{name}.gradient"
+        return NamedFrontend(self.adapter, self._context, self.automatic_name(prefix, operation.process_set))
+
+    def _splits(self, operation: Operation, tensor: Tensor, splits: Any) -> list[int]:
+        # MXNet makes float32 of a list of integers unless it is told otherwise.
+        if self.adapter.owns(splits) and self.adapter.describe(splits).dtype.is_floating:
+            splits = _integers(splits)
+        return super()._splits(operation, tensor, splits)
+
+
+def _integers(splits: Tensor) -> Any:
+    given = splits.asnumpy()
+    beyond = 2.0 ** (np.finfo(given.dtype).nmant + 1)  # from where on the type does not hold every integer
+    if not all(number.is_integer() and abs(number) < beyond for number in map(float, given.flat)):
+        raise InvalidArgumentError(
+            f"splits are whole numbers of rows; got {given.tolist()}, and mx.nd.array(splits, dtype='int32') holds them"
+        )
+    return given.astype(np.int64)

@@ -1,0 +1,122 @@
+"""Reducing the gradients of a step: what the trainer and the optimizers call.
+
+MXNet has no hooks that fire while the backward pass runs, but its backward pass runs behind the program's back. So
+gradients are handed over last weight first, in about the order in which they are computed: each is waited for as the
+engine looks at it, and travels while MXNet computes those of earlier layers. All are waited for once, at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+from hvdgloo._collectives.compression import Compressor, NoneCompressor
+from hvdgloo._collectives.frontend import Frontend
+from hvdgloo._collectives.process_sets import ProcessSet, global_process_set, process_set_id
+from hvdgloo._training.options import divided
+from hvdgloo._training.reducer import GradientReducer
+from hvdgloo.errors import InvalidArgumentError
+from hvdgloo.mxnet._adapter import Tensor
+
+
+@dataclass(frozen=True)
+class Options:
+    """How gradients are reduced; the arguments that the trainer and the optimizers share."""
+
+    compression: Compressor[Tensor] = NoneCompressor
+    gradient_predivide_factor: float = 1.0
+    num_groups: int = 0
+    process_set: ProcessSet = global_process_set
+
+
+class GradientSync:
+    """Averages gradients over the ranks, in place; weights are known by what MXNet numbers or names them by.
+
+    Args:
+        frontend: where collectives are submitted.
+        options: how.
+        label: begins the gradients' names; the same on all ranks. Of those that may be reduced at a time each has its
+            own, see ``reserved``.
+
+    Raises:
+        InvalidArgumentError: (a ValueError) an option cannot be used.
+    """
+
+    def __init__(self, frontend: Frontend[Tensor], options: Options, label: str) -> None:
+        groups = options.num_groups
+        if not isinstance(groups, int) or isinstance(groups, bool) or groups < 0:
+            raise InvalidArgumentError(f"num_groups must be a whole number, 0 or more; got {groups!r}")
+        self._frontend = frontend
+        self._options = options
+        self._reducers: dict[tuple[Hashable, ...], GradientReducer[Tensor]] = {}
+        self._label = label
+        self._reducer(())  # raises for what cannot be used
+
+    @classmethod
+    def reserved(cls, frontend: Frontend[Tensor], options: Options, label: str) -> GradientSync:
+        """One whose label gets a number behind it if it was reserved before in this job.
+
+        Raises:
+            InvalidArgumentError: (a ValueError) an option cannot be used.
+            NotInitializedError: before ``init()``.
+        """
+        (own,) = frontend.reserve_names([label])
+        return cls(frontend, options, own)
+
+    def __reduce__(self) -> tuple[type[GradientSync], tuple[Frontend[Tensor], Options, str]]:
+        # With its label: ranks that do not all load it must not number later ones otherwise than those that do.
+        return GradientSync, (self._frontend, self._options, self._label)
+
+    @property
+    def active(self) -> bool:
+        """Whether there is anybody to reduce with."""
+        return self._frontend.is_shared(self._options.process_set)
+
+    def reduce(self, gradients: Mapping[Hashable, Tensor]) -> None:
+        """Overwrite gradients by the ranks' average.
+
+        Args:
+            gradients: by their weights, the same ones in the same order on all ranks; dense.
+
+        Raises:
+            InvalidArgumentError: (a ValueError) one is sparse, or of a type that cannot be sent.
+            HorovodInternalError: a reduction failed.
+        """
+        if not self.active:
+            return
+        keys = tuple(gradients)
+        if keys not in self._reducers:
+            self._reducers[keys] = self._reducer(keys)
+        reducer = self._reducers[keys]
+        try:
+            for key in reversed(keys):
+                reducer.ready(self._name(key), gradients[key])
+        except BaseException:
+            self._abandon(reducer)
+            raise
+        reducer.wait()
+
+    def anywhere(self, flags: Sequence[bool]) -> list[bool]:
+        """Which flags are set on some rank."""
+        process_set = process_set_id(self._options.process_set)
+        everyones = self._frontend.gather_integers([int(flag) for flag in flags], process_set, f"{self._label}.flags")
+        return [bool(count) for count in everyones.sum(axis=0)]
+
+    def _reducer(self, keys: tuple[Hashable, ...]) -> GradientReducer[Tensor]:
+        return GradientReducer(
+            self._frontend,
+            compression=self._options.compression,
+            predivide_factor=self._options.gradient_predivide_factor,
+            groups=divided(self._options.num_groups, [self._name(key) for key in keys]),
+            process_set=self._options.process_set,
+        )
+
+    def _name(self, key: Hashable) -> str:
+        return f"{self._label}.{key}"
+
+    @staticmethod
+    def _abandon(reducer: GradientReducer[Tensor]) -> None:
+        try:
+            reducer.reset()
+        except Exception:  # noqa: BLE001 - memory is at rest, and the first error is the one to tell
+            pass

@@ -1,0 +1,255 @@
+"""``DistributedOptimizer`` for the Module API and loops of one's own, and ``DistributedTrainer`` for Gluon."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import mxnet as mx
+
+from hvdgloo._collectives.compression import Compressor, NoneCompressor
+from hvdgloo._collectives.frontend import Frontend
+from hvdgloo._collectives.process_sets import ProcessSet, global_process_set
+from hvdgloo._training.subclass import shell_class
+from hvdgloo.errors import InvalidArgumentError, MismatchError
+from hvdgloo.mxnet._adapter import Tensor
+from hvdgloo.mxnet._gradients import GradientSync, Options
+from hvdgloo.mxnet.functions import require_dense
+from hvdgloo.mxnet.mpi_ops import _frontend
+
+__all__ = ["DistributedOptimizer", "DistributedTrainer"]
+
+
+class Distributed:
+    """What a distributed optimizer does otherwise than the plain one, which it holds and with which it shares its
+    state."""
+
+    __slots__ = ("_plain", "_sync")  # not in the state, which is the plain optimizer's
+
+    _plain: Any
+    _sync: GradientSync
+
+    @property
+    def aggregate_num(self) -> int:
+        """How many weights MXNet's updater gives to one call: all, so that their gradients travel together."""
+        return sys.maxsize
+
+    def update(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
+        """Average gradients over all ranks, in place, and update their weights with them.
+
+        Args:
+            index: of the weight, or a list of indices; then the others are lists as well.
+            weight, grad, state: as for the plain optimizer.
+
+        Raises:
+            HorovodInternalError: the gradients could not be averaged; no weight was changed.
+        """
+        self._update(self._plain.update, index, weight, grad, state)
+
+    def update_multi_precision(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
+        """``update``, with weights of float16 kept as float32 if the optimizer does that."""
+        self._update(self._plain.update_multi_precision, index, weight, grad, state)
+
+    def __copy__(self) -> Any:
+        return _distributed(copy.copy(self._plain), self._sync)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _distributed(copy.deepcopy(self._plain, memo), self._sync)
+
+    def __reduce__(self) -> Any:
+        # As itself: ``gluon.Trainer.load_states`` trains on with whatever comes out.
+        return _distributed, (self._plain, self._sync)
+
+    def _update(self, step: Any, index: Any, weight: Any, grad: Any, state: Any) -> None:
+        if not isinstance(index, (list, tuple)):
+            self._sync.reduce({index: grad})
+            step(index, weight, grad, state)
+            return
+        self._sync.reduce(dict(zip(index, grad, strict=True)))
+        at_once = self._plain.aggregate_num
+        if at_once <= 0:
+            for each in zip(index, weight, grad, state, strict=True):
+                step(*each)
+            return
+        for first in range(0, len(index), at_once):
+            part = slice(first, first + at_once)
+            step(index[part], weight[part], grad[part], state[part])
+
+
+def _distributed(plain: Any, sync: GradientSync) -> Any:
+    shell = object.__new__(shell_class(Distributed, type(plain)))
+    shell.__dict__ = plain.__dict__
+    shell._plain, shell._sync = plain, sync
+    return shell
+
+
+def wrap(frontend: Frontend[Tensor], optimizer: Any, options: Options) -> Any:
+    """``DistributedOptimizer`` on a given Frontend."""
+    if not isinstance(optimizer, mx.optimizer.Optimizer):
+        raise InvalidArgumentError(f"expected an mx.optimizer.Optimizer, not {type(optimizer).__name__}")
+    if isinstance(optimizer, Distributed):
+        raise InvalidArgumentError("the optimizer is distributed already; wrap it once")
+    return _distributed(optimizer, GradientSync.reserved(frontend, options, "gradient"))
+
+
+def DistributedOptimizer(  # noqa: N802 - Horovod's name; it makes an instance of a class of its own
+    optimizer: Any,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    process_set: ProcessSet = global_process_set,
+    compression: Compressor[Tensor] = NoneCompressor,
+) -> Any:
+    """An optimizer that updates weights with gradients averaged over all ranks.
+
+    For ``Module.fit(kvstore=None, optimizer=...)`` and ``Module.init_optimizer``. Gluon has ``DistributedTrainer``.
+
+    Args:
+        optimizer: a plain optimizer. It is held and does the updating; both have one state from then on. Its
+            ``rescale_grad`` is for this rank's batch: 1 / batch size, not divided by the number of ranks.
+        gradient_predivide_factor: splits the average's division: by this before the sum, by size / this after it.
+        num_groups: how many groups of gradients to send as one each; 0 sends every gradient by itself.
+        process_set: the ranks that share gradients.
+        compression: ``Compression.fp16`` sends float32 and float64 gradients as float16.
+
+    Returns:
+        an instance of the optimizer's own class. Its copies are distributed as well, and so is what is loaded from its
+        pickle, such as a file of ``gluon.Trainer.save_states``: loading needs hvdgloo, and its process set registered;
+        updating needs ``init()``. The plain optimizer, which has the same state, is the one to pickle for programs
+        without hvdgloo.
+
+    Raises:
+        InvalidArgumentError: (a ValueError) not an optimizer, or an option that cannot be used.
+        NotInitializedError: before ``init()``.
+    """
+    options = Options(compression, gradient_predivide_factor, num_groups, process_set)
+    return wrap(_frontend, optimizer, options)
+
+
+class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
+    """A Gluon trainer that steps on gradients averaged over all ranks; without a kvstore.
+
+    ``step(batch_size)`` gets the batch size of this rank. ``allreduce_grads()`` and ``update()`` work as in a plain
+    trainer. With ``ignore_stale_grad=True``, on both ways, a parameter is updated on all ranks if it has a new gradient
+    on one: the others add zeros. ``save_states()`` saves the plain optimizer, for any trainer.
+
+    Args:
+        params: ``net.collect_params()``, on one device.
+        optimizer: its name, or a plain optimizer.
+        optimizer_params: for an optimizer that is given by its name.
+        compression: ``Compression.fp16`` sends float32 and float64 gradients as float16.
+        gradient_predivide_factor: splits the average's division: by this before the sum, by size / this after it.
+        prefix: begins the names of gradients in messages. They end in the parameter's number, counted from 0 in order
+            of names (of a list: in its order).
+        num_groups: how many groups of gradients to send as one each; 0 sends every gradient by itself.
+        process_set: the ranks that share gradients.
+
+    Raises:
+        InvalidArgumentError: (a ValueError) parameters on several devices, sparse parameters, or an option that cannot
+            be used.
+        NotInitializedError: before ``init()``.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer: Any,
+        optimizer_params: Any = None,
+        compression: Compressor[Tensor] = NoneCompressor,
+        gradient_predivide_factor: float = 1.0,
+        prefix: str | None = None,
+        num_groups: int = 0,
+        process_set: ProcessSet = global_process_set,
+    ) -> None:
+        if isinstance(optimizer, Distributed):
+            text = (
+                "DistributedTrainer averages gradients itself, and takes the plain optimizer that the given one holds"
+            )
+            warnings.warn(text, stacklevel=2)
+            optimizer = optimizer._plain
+        options = Options(compression, gradient_predivide_factor, num_groups, process_set)
+        self._sync = GradientSync.reserved(_frontend, options, f"{prefix or ''}gradient")
+        self._joining: list[Tensor] = []
+        super().__init__(params, optimizer, optimizer_params, kvstore=None)
+        require_dense(self._params)
+        if len(self._contexts or ()) > 1:
+            raise InvalidArgumentError(
+                f"parameters are on {len(self._contexts)} devices; start a rank for each device, with ctx=one device"
+            )
+
+    def step(self, batch_size: int, ignore_stale_grad: bool = False) -> None:
+        """Average all gradients over the ranks and update the parameters.
+
+        Args:
+            batch_size: of this rank; gradients are divided by it.
+            ignore_stale_grad: leave parameters alone that no rank has a new gradient for, instead of raising.
+
+        Raises:
+            InvalidArgumentError: (a ValueError) a gradient is sparse.
+            HorovodInternalError: gradients could not be averaged; no parameter was changed.
+            UserWarning: (an exception of MXNet's) a parameter has no new gradient.
+        """
+        if ignore_stale_grad and self._sync.active:
+            self._share_freshness()
+        super().step(batch_size, ignore_stale_grad)
+
+    def allreduce_grads(self) -> None:
+        """Average all gradients over the ranks, for ``update()``: to clip them in between, for instance.
+
+        A gradient that is new on another rank and not on this one is zeros before it is averaged.
+
+        Raises:
+            InvalidArgumentError: (a ValueError) a gradient is sparse.
+            HorovodInternalError: gradients could not be averaged.
+        """
+        if self._sync.active:
+            self._share_freshness()
+        super().allreduce_grads()
+
+    def load_states(self, fname: str) -> None:
+        """Load what ``save_states`` has written: the optimizer, its state, and its options.
+
+        Args:
+            fname: a file of this trainer's or of ``gluon.Trainer``'s. Of a ``DistributedOptimizer`` in it the plain one
+                is taken: this trainer averages, with its own options.
+        """
+        super().load_states(fname)
+        loaded: Any = self.optimizer
+        if isinstance(loaded, Distributed):
+            self._optimizer = loaded._plain
+            for updater in self._updaters:
+                updater.optimizer = loaded._plain
+
+    def _allreduce_grads(self) -> None:
+        trained = self._trained()
+        try:
+            self._sync.reduce({index: self._params[index].list_grad()[0] for index in trained})
+        except MismatchError as error:
+            # Numbers name gradients, since parameters' names tell what else a rank has built.
+            number = error.name.rpartition(".")[2].partition("+")[0]
+            here = self._params[int(number)].name
+            raise MismatchError(f"{error} (on this rank {number} is {here})", name=error.name) from error
+
+    def _update(self, ignore_stale_grad: bool = False) -> None:
+        joining, self._joining = self._joining, []
+        if ignore_stale_grad:
+            for array in joining:
+                array._fresh_grad = True
+        super()._update(ignore_stale_grad)
+
+    def _share_freshness(self) -> None:
+        """Have all ranks average the same gradients, those that are new on any of them, and step with them if stale
+        ones are to be ignored."""
+        trained = self._trained()
+        data = [self._params[index].list_data()[0] for index in trained]
+        fresh = self._sync.anywhere([bool(array._fresh_grad) for array in data])
+        self._joining = []
+        for index, array, anywhere in zip(trained, data, fresh, strict=True):
+            if anywhere and not array._fresh_grad:
+                self._params[index].list_grad()[0][:] = 0
+                self._joining.append(array)
+
+    def _trained(self) -> Sequence[int]:
+        return [index for index, parameter in enumerate(self._params) if parameter.grad_req != "null"]

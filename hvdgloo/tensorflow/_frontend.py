@@ -1,0 +1,276 @@
+"""The Frontend of TensorFlow: ``hvdgloo._collectives.frontend``'s collectives, and what becomes of them in a graph.
+
+Eagerly a collective runs at once. In a graph (a ``tf.function``, or TensorFlow 1's) it becomes an operator that runs
+Python and blocks until the collective has ended; its gradient is another collective, see
+``hvdgloo._collectives.adjoints``.
+
+**Names.** Operators with effects run in a ``tf.function`` in the order in which they were written, so there the names
+of unnamed calls are counted as they run: it does not matter in which order ranks trace their functions, nor how often.
+TensorFlow 1's graphs have no such order; a name is then given as the operator is made, and must be made alike on all
+ranks.
+
+**Order.** TensorFlow puts operators in order that use a common resource, and operators that use none among each other;
+so calls of nested functions, and branches, which use variables of their own, would run beside each other and beside
+what is around them. All our operators therefore read one variable before they run and write it after.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import tensorflow as tf
+
+from hvdgloo._collectives.adapter import Tape
+from hvdgloo._collectives.adjoints import ADJOINTS, send_back
+from hvdgloo._collectives.frontend import Frontend, NamedFrontend
+from hvdgloo._collectives.operation import Operation, exchanging
+from hvdgloo._collectives.process_sets import ProcessSet, global_process_set
+from hvdgloo.tensorflow._adapter import Tensor, record
+from hvdgloo.tensorflow._failures import guarded
+from hvdgloo.types import Collective
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_ALONG_ROWS = frozenset({Collective.ALLGATHER, Collective.ALLTOALL, Collective.REDUCESCATTER})
+_AT_RUN_TIME = frozenset({Collective.ALLGATHER, Collective.ALLTOALL, Collective.BROADCAST})
+"""Whose gradients are taken inside of one operator: they need to know shapes, or must take part in a collective whose
+result they do not use, which TensorFlow 1 would leave out of its graph."""
+
+
+class TensorFlowFrontend(Frontend[Tensor]):
+    """A Frontend whose methods may also be called while a graph is being built."""
+
+    def apply(
+        self,
+        operation: Operation,
+        tensors: Sequence[Tensor],
+        name: str | None = None,
+        *,
+        grouped: bool | None = None,
+    ) -> list[Tensor]:
+        if not in_graph(tensors):
+            return super().apply(operation, tensors, name, grouped=grouped)
+        group = len(tensors) > 1 if grouped is None else grouped
+        given = [_tensor_here(tensor) for tensor in tensors]
+        for tensor in given:
+            self.adapter.describe(tensor)  # raises for types that cannot be sent
+        adjoint = ADJOINTS[operation.collective, operation.op]
+        label = self._graph_name(operation, given, name)
+
+        def forward(inputs: Sequence[Tensor]) -> list[Tensor]:
+            def run(*arrays: Any) -> Any:
+                return self.start(operation, arrays, label, grouped=group, waits=True).wait()
+
+            return operator(run, inputs, [t.dtype for t in inputs], [_shape_after(operation, t) for t in inputs])
+
+        at_run_time = adjoint.keep or operation.collective in _AT_RUN_TIME
+
+        def backward(tape: Tape[Tensor], gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+            if not at_run_time:
+                return adjoint.rule(self, operation, tape, gradients)
+            count = len(gradients)
+            # The inputs serve as such, or to tell their shapes.
+            before = [given[i] for i in range(len(given)) if given[i].dtype.is_floating]
+
+            def run(*arrays: Any) -> Any:
+                arriving, inputs, outputs = arrays[:count], arrays[count : 2 * count], arrays[2 * count :]
+                left = Tape(tuple(a.shape for a in inputs), inputs, outputs)
+                return adjoint.rule(self._named(label), operation, left, arriving)
+
+            every = [*gradients, *before, *tape.outputs]
+            return operator(run, every, [t.dtype for t in gradients], [t.shape for t in before])
+
+        return record(forward, backward, given, keep=adjoint.keep, once=at_run_time)
+
+    def alltoall(
+        self,
+        tensor: Tensor,
+        splits: Any = None,
+        name: str | None = None,
+        process_set: ProcessSet = global_process_set,
+    ) -> Any:
+        if not in_graph([tensor, splits]):
+            return super().alltoall(tensor, splits, name, process_set)
+        operation = exchanging(process_set)
+        received, counts = self._exchange_in_graph(operation, _tensor_here(tensor), splits, name)
+        return received if splits is None else (received, counts)
+
+    alltoall.__doc__ = Frontend.alltoall.__doc__
+
+    def reads(self, read: Callable[[], int]) -> Tensor:
+        """A number that is only known when the graph runs, as int32 without dimensions."""
+        if tf.executing_eagerly():
+            return tf.constant(read(), tf.int32)
+        (value,) = operator(lambda: [np.int32(read())], [], [tf.int32], [()])
+        return value
+
+    def _exchange_in_graph(
+        self, operation: Operation, tensor: Tensor, splits: Any, name: str | None
+    ) -> tuple[Tensor, Tensor]:
+        label = self._graph_name(operation, [tensor], name)
+        chosen = [] if splits is None else [tf.convert_to_tensor(splits)]
+        counts: list[Tensor] = []
+
+        def forward(inputs: Sequence[Tensor]) -> list[Tensor]:
+            def run(array: Any, *rest: Any) -> Any:
+                rows = self._splits(operation, array, rest[0] if rest else None)
+                return self.start(operation, [array[: sum(rows)]], label, splits=rows, waits=True).wait()
+
+            shapes = [_shape_after(operation, tensor), (None,)]
+            received, numbers = operator(run, [*inputs, *chosen], [tensor.dtype, tf.int32], shapes)
+            counts.append(numbers)
+            return [received]
+
+        def backward(tape: Tape[Tensor], gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+            def run(gradient: Any, numbers: Any, array: Any) -> Any:
+                (sent,) = send_back(self._named(label), operation, numbers, [gradient])
+                # Rows that were not sent have no gradient.
+                whole = np.zeros_like(array)
+                whole[: len(sent)] = sent
+                return [whole]
+
+            return operator(run, [gradients[0], counts[0], tensor], [tensor.dtype], [tensor.shape])
+
+        (received,) = record(forward, backward, [tensor], keep=False, once=True)
+        return received, counts[0]
+
+    def _graph_name(self, operation: Operation, tensors: Sequence[Tensor], name: str | None) -> str | None:
+        if name is not None or is_ordered():
+            return name
+        first = "".join(c if c.isalnum() else "_" for c in tensors[0].name)
+        return unique_in_graph(f"{operation.collective.value}_{first}")
+
+    def _named(self, label: str | None) -> Frontend[Tensor]:
+        """What a gradient's rule, as it runs, takes its names from."""
+        return self if label is None else NamedFrontend(self.adapter, self._context, f"{label}.gradient")
+
+
+def unconverted(function: F) -> F:
+    """Decorates what a ``tf.function`` may call: AutoGraph is to rewrite the user's code, not ours."""
+    return cast(F, tf.autograph.experimental.do_not_convert(function))
+
+
+def in_graph(values: Sequence[Any]) -> bool:
+    """Whether a collective of these values belongs into a graph; arrays are what a graph's operator gets as it runs."""
+    return not tf.executing_eagerly() and not any(isinstance(value, np.ndarray) for value in values[:1])
+
+
+def is_ordered() -> bool:
+    """Whether operators with effects run in the order in which they are made.
+
+    Not so in TensorFlow 1's branches and loops: they are functions, too, but nothing orders one and another.
+    """
+    in_function = getattr(tf.compat.v1.get_default_graph(), "building_function", False)
+    return bool(in_function) and tf.compat.v1.executing_eagerly_outside_functions()
+
+
+_counts: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
+
+
+def unique_in_graph(name: str) -> str:
+    """A name that no other operator of the current graph has been given, also in its branches and loops."""
+    graph = tf.compat.v1.get_default_graph()
+    while getattr(graph, "outer_graph", None) is not None:
+        graph = graph.outer_graph
+    used = _counts.setdefault(graph, Counter())
+    used[name] += 1
+    return name if used[name] == 1 else f"{name}.{used[name]}"
+
+
+def operator(
+    function: Callable[..., Any], inputs: Sequence[Tensor], dtypes: Sequence[Any], shapes: Sequence[Any]
+) -> list[Tensor]:
+    """An operator of the current graph that calls ``function`` with arrays; it returns a list of arrays.
+
+    Args:
+        function: raises our errors as they are; see ``failures``.
+        dtypes, shapes: of the outputs.
+    """
+    with _in_order() as made:
+        outputs = tf.numpy_function(guarded(function), list(inputs), list(dtypes), stateful=True)
+        made += outputs
+    for output, shape in zip(outputs, shapes, strict=True):
+        output.set_shape(shape)
+    return list(outputs)
+
+
+def effect(function: Callable[..., Any], inputs: Sequence[Tensor]) -> Any:
+    """An operator that calls ``function`` with arrays and has no output; what it returns is to run before others."""
+
+    def call(*arrays: Any) -> Any:
+        function(*arrays)
+        return np.int32(0)
+
+    with _in_order() as made:
+        made.append(tf.numpy_function(guarded(call), list(inputs), tf.int32, stateful=True))
+    return made[0]
+
+
+@contextmanager
+def _in_order() -> Iterator[list[Tensor]]:
+    """Around an operator on the CPU, whose outputs are put into the list; see **Order** above."""
+    made: list[Tensor] = []
+    with tf.device("/cpu:0"):  # where its arrays are, also if there is a GPU
+        if not is_ordered():
+            yield made
+            return
+        turn = _turn()
+        with tf.control_dependencies([tf.raw_ops.ReadVariableOp(resource=turn, dtype=tf.int64)]):
+            yield made
+        with tf.control_dependencies(made):
+            tf.raw_ops.AssignVariableOp(resource=turn, value=tf.constant(0, tf.int64))
+
+
+_lock = threading.Lock()
+_turns: list[Any] = []
+
+
+def _turn() -> Tensor:
+    """The handle of the variable by which all our operators are put in order, in the current graph.
+
+    The variable is made late: TensorFlow begins to run with it.
+    """
+    with _lock:
+        if not _turns:
+            with tf.init_scope(), tf.device("/cpu:0"):
+                _turns.append(tf.Variable(0, trainable=False, name="hvdgloo_turn", dtype=tf.int64))
+    return _captured(_turns[0].handle, tf.compat.v1.get_default_graph())
+
+
+def _captured(handle: Tensor, graph: Any) -> Tensor:
+    """A handle in a function's graph.
+
+    In a branch or a loop it comes by way of what is around it, and in their gradients from the branch or loop itself,
+    if that has it: TensorFlow finds nothing else there, and of two ways for one tensor it would forget one.
+    """
+    known = handle
+    if graph.is_control_flow_graph:
+        forward = getattr(graph, "_forward_graph", None)
+        known = None if forward is None else _captured_before(handle, forward)
+        known = _captured(handle, graph.outer_graph) if known is None else known
+    with graph.as_default():
+        return graph.capture(known)
+
+
+def _captured_before(handle: Tensor, graph: Any) -> Tensor | None:
+    """A handle in a graph that is complete; None if it has not got it."""
+    known = _captured_before(handle, graph.outer_graph) if graph.is_control_flow_graph else handle
+    return next((internal for external, internal in graph.captures if external is known), None)
+
+
+def _tensor_here(value: Any) -> Tensor:
+    """A value as a tensor of the current graph. A gradient that has one of another besides forgets one of them."""
+    tensor = tf.convert_to_tensor(value)
+    return tf.compat.v1.get_default_graph().capture(tensor) if is_ordered() else tensor
+
+
+def _shape_after(operation: Operation, tensor: Tensor) -> Any:
+    if operation.collective not in _ALONG_ROWS or tensor.shape.rank in (None, 0):
+        return tensor.shape
+    return tf.TensorShape([None]).concatenate(tensor.shape[1:])

@@ -1,0 +1,290 @@
+"""Reducing the gradients of a step: what the tape and all optimizers call.
+
+**Two phases.** In a graph every gradient gets an operator that only hands it to the engine, and one last operator waits
+for all. So they travel while the rest of the backward pass is computed, and no operator blocks a thread that another
+rank's progress depends on. A ``tf.function`` runs operators with effects in the order in which they are made: the last
+variable's gradient, which the backward pass computes first, is made first.
+
+**Names** are made of the gradients' shapes and types and their places in the list. They do not depend on the order in
+which ranks trace their functions, on how often they did, or on what else a rank has built.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvdgloo._collectives.adapter import Tape
+from hvdgloo._collectives.core import Pending
+from hvdgloo._collectives.operation import Operation, gathering
+from hvdgloo._collectives.process_sets import process_set_id
+from hvdgloo._training.options import Options, check, label, make_reducer, named_groups
+from hvdgloo.errors import InvalidArgumentError
+from hvdgloo.tensorflow import _sparse as sparse
+from hvdgloo.tensorflow._adapter import Tensor, record
+from hvdgloo.tensorflow._frontend import TensorFlowFrontend, effect, in_graph, is_ordered, operator, unique_in_graph
+from hvdgloo.types import Collective, ReduceOp
+
+
+class GradientSync:
+    """Reduces lists of gradients over the ranks.
+
+    Args:
+        frontend: where collectives are submitted.
+        options: how.
+
+    Raises:
+        InvalidArgumentError: (a ValueError) an option cannot be used.
+    """
+
+    def __init__(self, frontend: TensorFlowFrontend, options: Options) -> None:
+        self.frontend = frontend
+        self.options = options
+        self._local: dict[int, Any] = {}
+        make_reducer(frontend, options, [])  # raises for what it cannot do
+        check(options.groups)
+
+    @property
+    def active(self) -> bool:
+        """Whether there is anybody to reduce with."""
+        return self.frontend.is_shared(self.options.process_set)
+
+    def register_local_source(self, variable: Any) -> None:
+        """Leave a variable's gradient to this rank alone."""
+        self._local[id(inner(variable))] = variable
+
+    @property
+    def local_sources(self) -> list[Any]:
+        """The variables whose gradients are left to this rank alone."""
+        return list(self._local.values())
+
+    def is_local(self, variable: Any) -> bool:
+        """Whether its gradient is left to this rank alone."""
+        return id(inner(variable)) in self._local
+
+    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any], *, differentiable: bool = False) -> list[Any]:
+        """The reduced gradients, in order.
+
+        Args:
+            gradients: of each variable a tensor, a ``tf.IndexedSlices`` or None, alike on all ranks. None is written.
+            variables: what they are the gradients of.
+            differentiable: the results have gradients in turn, which all ranks then ask for alike; not if any of these
+                is sparse.
+
+        Returns:
+            new tensors, on every rank the same; None where None was given. Those of local variables are this rank's,
+            divided by the number of ranks if ``scale_local_gradients``.
+        """
+        results = list(gradients)
+        if not self.active:
+            return results
+        shared: list[int] = []
+        for index, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
+            if gradient is None:
+                continue
+            if self.is_local(variable):
+                results[index] = self._scale(gradient) if self.options.scale_local_gradients else gradient
+                continue
+            if sparse.is_sparse(gradient) and self.options.sparse_as_dense:
+                results[index] = tf.convert_to_tensor(gradient)
+            shared.append(index)
+        if shared:
+            chosen = [results[index] for index in shared]
+            reduce = self._reduce_differentiably if differentiable else self._reduce
+            reduced = reduce(chosen, [variables[index] for index in shared])
+            for index, gradient in zip(shared, reduced, strict=True):
+                results[index] = gradient
+        return results
+
+    def reduce_alike(self, gradients: Sequence[Any], variables: Sequence[Any], name: str) -> list[Any]:
+        """``reduce``, after which some gradient is not finite on any rank, if a given one is not on one of them.
+
+        For whoever decides by that whether to step. Sums are so by themselves.
+
+        Args:
+            gradients, variables: as for ``reduce``.
+            name: what matches the ranks' calls.
+        """
+        given = [gradient for gradient in gradients if gradient is not None]
+        pairs = enumerate(zip(gradients, variables, strict=True))
+        shared = [at for at, (gradient, of) in pairs if gradient is not None and not self.is_local(of)]
+        reduced = self.reduce(gradients, variables)
+        adds = self.options.op in (ReduceOp.AVERAGE, ReduceOp.SUM)
+        if shared and not (adds and len(shared) == len(given)):
+            finite = [tf.reduce_all(tf.math.is_finite(getattr(g, "values", g))) for g in given]
+            everywhere = self.agree(tf.reduce_all(finite), name)
+            first = tf.convert_to_tensor(reduced[shared[0]])
+            reduced[shared[0]] = tf.where(everywhere, first, tf.cast(float("nan"), first.dtype))
+        return reduced
+
+    def agree(self, holds: Any, name: str) -> Any:
+        """Whether a boolean tensor holds on all ranks; ``name`` is what matches their calls."""
+        if not self.active:
+            return holds
+        number = process_set_id(self.options.process_set)
+        agreement = Operation(Collective.ALLREDUCE, ReduceOp.MIN, process_set=number)
+        (everywhere,) = self.frontend.apply(agreement, [tf.cast(holds, tf.uint8)], name)
+        return tf.cast(everywhere, tf.bool)
+
+    @property
+    def _ranks(self) -> tuple[int, ...]:
+        return self.frontend.sharers(self.options.process_set)
+
+    def _scale(self, gradient: Any) -> Any:
+        size = len(self._ranks)
+        if sparse.is_sparse(gradient):
+            return tf.IndexedSlices(gradient.values / size, gradient.indices, gradient.dense_shape)
+        return gradient / tf.cast(size, gradient.dtype)
+
+    def _reduce_differentiably(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        if any(sparse.is_sparse(gradient) for gradient in gradients):
+            return self._reduce(gradients, variables)
+
+        def forward(given: Sequence[Tensor]) -> list[Tensor]:
+            return self._reduce(given, variables)
+
+        def backward(tape: Tape[Tensor], arriving: Sequence[Tensor]) -> list[Tensor]:
+            if self.options.op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+                raise InvalidArgumentError("only what was reduced with op=Average or Sum can be differentiated again")
+            return self._reduce(arriving, variables)  # such a reduction is its own adjoint
+
+        return record(forward, backward, gradients, keep=False)
+
+    def _reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        begin = self._label(gradients, variables)
+        names = [f"{begin}.{index}" for index in range(len(gradients))]
+        parts: list[list[Tensor]] = []  # of each gradient, what is sent
+        contexts: list[Any] = []
+        for gradient in gradients:
+            if sparse.is_sparse(gradient):
+                sparse.check(self.options.op, postscale=self.options.gradient_predivide_factor)
+                parts.append([gradient.values, gradient.indices])
+                contexts.append(None)
+            else:
+                sent, ctx = self.options.compression.compress(tf.convert_to_tensor(gradient))
+                parts.append([sent])
+                contexts.append(ctx)
+        batch = _Batch(self, names, self._groups(names, gradients, variables))
+        received = _in_graph(batch, parts) if in_graph([None]) else _eagerly(batch, parts)
+        return [
+            sparse.combine(gradient, result, self.options.op, len(self._ranks))
+            if sparse.is_sparse(gradient)
+            else self.options.compression.decompress(result[0], ctx)
+            for gradient, result, ctx in zip(gradients, received, contexts, strict=True)
+        ]
+
+    def _label(self, gradients: Sequence[Any], variables: Sequence[Any]) -> str:
+        described = [
+            (str(v.shape), tf.as_dtype(v.dtype).name, sparse.is_sparse(g))
+            for g, v in zip(gradients, variables, strict=True)
+        ]
+        begin = label(described)
+        # Nothing orders two optimizers in a graph of TensorFlow 1.
+        return begin if not in_graph([None]) or is_ordered() else unique_in_graph(begin)
+
+    def _groups(self, names: Sequence[str], gradients: Sequence[Any], variables: Sequence[Any]) -> list[list[str]]:
+        groups, is_sparse = self.options.groups, [sparse.is_sparse(gradient) for gradient in gradients]
+        if isinstance(groups, int):  # of those that can be
+            dense = [each for each, no in zip(zip(names, variables, strict=True), is_sparse, strict=True) if not no]
+            return named_groups(groups, [name for name, _ in dense], [variable for _, variable in dense])
+        chosen = named_groups(groups, names, variables, lambda variable: id(inner(variable)))
+        apart = {name for name, yes in zip(names, is_sparse, strict=True) if yes}
+        if any(apart.intersection(group) for group in chosen):
+            raise InvalidArgumentError(
+                "a variable whose gradient is a tf.IndexedSlices cannot be in a group; leave it out of groups=, or use "
+                "sparse_as_dense=True"
+            )
+        return chosen
+
+
+class _Batch:
+    """The gradients of one place in a program, of which each step reduces a new set."""
+
+    def __init__(self, sync: GradientSync, names: Sequence[str], groups: Sequence[Sequence[str]]) -> None:
+        self._frontend = sync.frontend
+        self._names = names
+        self._gather = gathering(sync.options.process_set)
+        self._reducer = make_reducer(sync.frontend, sync.options, groups)
+        self._sparse: dict[int, Pending[Tensor]] = {}
+        self._lock = threading.Lock()
+
+    def ready(self, index: int, *tensors: Tensor) -> None:
+        """Hand a gradient to the engine; returns at once."""
+        name = self._names[index]
+        with self._lock:  # TensorFlow 1 orders nothing, and has several threads
+            if self._reducer.is_open(name) or index in self._sparse:
+                self._abandon()  # the step before did not come to its end
+            if len(tensors) == 1:
+                self._reducer.ready(name, tensors[0])
+            else:
+                self._sparse[index] = self._frontend.start(self._gather, tensors, name, grouped=True)
+
+    def wait(self) -> list[list[Tensor]]:
+        """What became of each gradient."""
+        gathering, self._sparse = self._sparse, {}
+        try:
+            reduced = self._reducer.wait()
+        finally:
+            # Also when reducing failed: memory must be at rest before the error leaves.
+            gathered = {index: _settled(pending) for index, pending in gathering.items()}
+        results = []
+        for index, name in enumerate(self._names):
+            if name in reduced:
+                results.append([reduced[name]])
+            else:
+                error = gathered[index]
+                if isinstance(error, Exception):
+                    raise error
+                results.append(gathering[index].wait())
+        return results
+
+    def _abandon(self) -> None:
+        gathering, self._sparse = self._sparse, {}
+        for pending in gathering.values():
+            _settled(pending)
+        try:
+            self._reducer.reset()
+        except Exception:  # noqa: BLE001 - it belonged to a step that has failed and said why
+            pass
+
+
+def _settled(pending: Pending[Tensor]) -> Exception | None:
+    try:
+        pending.wait()
+    except Exception as error:  # noqa: BLE001 - told by whoever asks for the result
+        return error
+    return None
+
+
+def _eagerly(batch: _Batch, parts: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+    for index in reversed(range(len(parts))):
+        batch.ready(index, *parts[index])
+    return batch.wait()
+
+
+def _in_graph(batch: _Batch, parts: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+    sent = []
+    for index in reversed(range(len(parts))):
+
+        def ready(*arrays: Any, index: int = index) -> None:
+            batch.ready(index, *arrays)
+
+        sent.append(effect(ready, parts[index]))
+
+    def wait() -> list[Any]:
+        return [array for arrays in batch.wait() for array in arrays]
+
+    flat = [(tensor, len(tensors) > 1) for tensors in parts for tensor in tensors]
+    shapes = [tf.TensorShape([None]).concatenate(t.shape[1:]) if gathered else t.shape for t, gathered in flat]
+    with tf.control_dependencies(sent):
+        outputs = iter(operator(wait, [], [tensor.dtype for tensor, _ in flat], shapes))
+    return [[next(outputs) for _ in tensors] for tensors in parts]
+
+
+def inner(variable: Any) -> Any:
+    """What is one object for one variable: Keras's variables have TensorFlow's inside."""
+    inside = getattr(variable, "value", None)
+    return variable if inside is None or callable(inside) else inside

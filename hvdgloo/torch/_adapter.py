@@ -1,0 +1,150 @@
+"""torch tensors as the Frontend sees them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from hvdgloo._collectives.adapter import Tape
+from hvdgloo._platform.huge_pages import LARGE_BYTES, advise_large_pages
+from hvdgloo.errors import InvalidArgumentError
+from hvdgloo.types import Buffer, DType, TensorSpec
+
+_DTYPES: dict[torch.dtype, DType] = {getattr(torch, dtype.value): dtype for dtype in DType}
+_TORCH_DTYPES: dict[DType, torch.dtype] = {dtype: torch_dtype for torch_dtype, dtype in _DTYPES.items()}
+
+Forward = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
+Backward = Callable[[Tape[torch.Tensor], Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+
+
+class TorchAdapter:
+    """TensorAdapter for ``torch.Tensor``.
+
+    Contiguous CPU and CUDA tensors are shared with the engine; others are staged in contiguous memory: on the same GPU,
+    or the CPU for other kinds of devices. A CUDA event is the fence of what runs on the tensor's current stream.
+    """
+
+    def is_cuda(self, tensor: torch.Tensor) -> bool:
+        """Whether it is the engine's affair how the tensor gets to the other ranks' GPUs."""
+        return tensor.is_cuda
+
+    def owns(self, tensor: object) -> bool:
+        return isinstance(tensor, torch.Tensor)
+
+    def describe(self, tensor: torch.Tensor) -> TensorSpec:
+        dtype = _DTYPES.get(tensor.dtype)
+        if dtype is None:
+            raise InvalidArgumentError(
+                f"tensors of type {tensor.dtype} cannot be sent; the types that can are "
+                + ", ".join(str(supported) for supported in _DTYPES)
+            )
+        return _spec(dtype, tensor.shape, "cuda" if self.is_cuda(tensor) else "cpu")
+
+    def export(self, tensor: torch.Tensor, *, writable: bool = False) -> Buffer:
+        if not isinstance(tensor, torch.Tensor):
+            raise InvalidArgumentError(f"expected a torch.Tensor, not {type(tensor).__name__}")
+        spec = self.describe(tensor)
+        if tensor.layout is not torch.strided or tensor.is_meta:
+            kind = "meta" if tensor.is_meta else str(tensor.layout)
+            raise InvalidArgumentError(f"a {kind} tensor cannot be sent; tensor.to_dense() gives one that can")
+        on_device = self.is_cuda(tensor)
+        if (tensor.is_cpu or on_device) and tensor.is_contiguous() and not tensor.is_neg():
+            return Buffer(tensor.data_ptr(), spec, tensor)
+        if writable and _overlaps_itself(tensor):
+            raise InvalidArgumentError(
+                "elements of the tensor share memory (it was expanded), so a result cannot be written into it"
+            )
+        staged = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device if on_device else "cpu")
+        staged.copy_(tensor.detach())
+        return Buffer(staged.data_ptr(), spec, staged)
+
+    def allocate(self, spec: TensorSpec, like: torch.Tensor) -> torch.Tensor:
+        # Not empty_like: ``like`` may be a subclass, or in another memory format.
+        device = like.device if spec.device == "cuda" else "cpu"
+        tensor = torch.empty(spec.shape, dtype=_TORCH_DTYPES[spec.dtype], device=device)
+        if spec.nbytes >= LARGE_BYTES and tensor.is_cpu:
+            advise_large_pages(tensor.data_ptr(), spec.nbytes)  # as numpy does by itself
+        return tensor
+
+    def deliver(self, result: torch.Tensor, target: torch.Tensor, *, in_place: bool) -> torch.Tensor:
+        if result.is_cuda:
+            # The engine's thread may have allocated it, on a stream of its own.
+            result.record_stream(torch.cuda.current_stream(result.device))
+        if not in_place:
+            return result.to(target.device)
+        if result is target:
+            # The engine wrote behind autograd's back: a backward pass that saved the old values must be told.
+            if not target.is_inference():
+                torch.autograd.graph.increment_version(target)
+        else:
+            with torch.no_grad():
+                target.copy_(result)
+        return target
+
+    def cast(self, tensor: torch.Tensor, dtype: DType) -> torch.Tensor:
+        return tensor.to(_TORCH_DTYPES[dtype])
+
+    def fence(self, tensors: Sequence[torch.Tensor]) -> Callable[[], None] | None:
+        devices = {tensor.device for tensor in tensors if tensor.is_cuda}
+        if not devices:
+            return None
+        events = [torch.cuda.current_stream(device).record_event() for device in devices]
+
+        def ready() -> None:
+            for event in events:
+                event.wait()  # makes the calling thread's stream wait, not the thread
+
+        return ready
+
+    def differentiable(
+        self, forward: Forward, backward: Backward, inputs: Sequence[torch.Tensor], *, keep: bool
+    ) -> list[torch.Tensor]:
+        if not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)):
+            return forward(inputs)
+        outputs: tuple[torch.Tensor, ...] = _Differentiable.apply(forward, backward, keep, *inputs)  # type: ignore[no-untyped-call]
+        return list(outputs)
+
+
+class _Differentiable(torch.autograd.Function):
+    """A collective as a node of torch's graph; which one, and its gradient, are the arguments."""
+
+    @staticmethod
+    def forward(ctx: Any, forward: Forward, backward: Backward, keep: bool, *inputs: torch.Tensor) -> Any:
+        outputs = tuple(forward(inputs))
+        ctx.rule, ctx.keep = backward, keep
+        ctx.shapes = tuple(tuple(tensor.shape) for tensor in inputs)
+        ctx.floating = [tensor.is_floating_point() for tensor in inputs]
+        ctx.mark_non_differentiable(*(output for output in outputs if not output.is_floating_point()))
+        if keep:
+            ctx.save_for_backward(*inputs, *outputs)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        if ctx.keep and torch.is_grad_enabled():
+            raise InvalidArgumentError("the gradient of a Min, Max or Product allreduce cannot be differentiated again")
+        saved, count = ctx.saved_tensors, len(ctx.shapes)
+        # Integer members of a group have no gradient, on any rank; leaving them out spares every rank their transfer.
+        chosen = [index for index, floating in enumerate(ctx.floating) if floating]
+        tape = Tape(
+            tuple(ctx.shapes[index] for index in chosen),
+            tuple(saved[index] for index in chosen if ctx.keep),
+            tuple(saved[count + index] for index in chosen if ctx.keep),
+        )
+        results: list[torch.Tensor | None] = [None] * count
+        for index, result in zip(chosen, ctx.rule(tape, [gradients[index] for index in chosen]), strict=True):
+            results[index] = result
+        return None, None, None, *results
+
+
+@functools.lru_cache(maxsize=4096)
+def _spec(dtype: DType, shape: torch.Size, device: str) -> TensorSpec:
+    """The same object for tensors of a kind: a model's gradients come again in every step."""
+    return TensorSpec(dtype, tuple(shape), device)
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))

@@ -1,0 +1,220 @@
+"""Gradients that live in a few large tensors, which are what travels.
+
+After its first step an optimizer knows which gradients it has and in which order they become ready. From then on they
+are parts of buckets, in that order: a gradient is written into its part as soon as it is complete, while it is still in
+the cache, and the part takes its place as ``parameter.grad``; a bucket is reduced when all its gradients are there.
+Nothing is packed or unpacked for a transfer. Where ranks share memory the buckets lie in it, and ranks read each
+other's.
+
+The parts are separate tensors over one piece of memory, not views of one tensor: each is saved, copied and versioned by
+itself. Programs may move them elsewhere (``p.grad.data = x``, ``model.to(...)``): so it is looked each time whether a
+part is still where it belongs, and a new one is made if not.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hvdgloo._collectives.frontend import Frontend
+from hvdgloo._collectives.operation import Operation
+from hvdgloo.types import Collective
+
+Tensor = torch.Tensor
+
+_FIRST_BYTES = 1 << 20
+"""The first bucket is small, so that its transfer begins early."""
+
+_ALIGNED = 64
+"""Bytes to a multiple of which parts begin: a cache line, and what vector instructions like best."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients that travel as one tensor.
+
+    Attributes:
+        memory: where it lies.
+        whole: one-dimensional; between the parts there may be a few zeros.
+        offsets: of the parts, in bytes, by the gradients' names in the order in which they become ready.
+    """
+
+    memory: Any
+    whole: Tensor
+    offsets: Mapping[str, int]
+
+    def part(self, name: str, parameter: Tensor) -> Tensor:
+        """A new tensor over the place of a parameter's gradient."""
+        offset, count = self.offsets[name], parameter.numel()
+        flat = torch.frombuffer(self.memory, dtype=self.whole.dtype, count=count, offset=offset)
+        return flat.view(parameter.shape)
+
+    def address(self, name: str) -> int:
+        """Where a part lies."""
+        return self.whole.data_ptr() + self.offsets[name]
+
+
+class Buckets:
+    """The buckets of one optimizer.
+
+    Args:
+        parameters: by name, those whose gradients are in buckets.
+        plan: the names in each bucket, the same on all ranks.
+        frontend, process_set: among whom the buckets travel.
+    """
+
+    def __init__(
+        self,
+        frontend: Frontend[Tensor],
+        process_set: int,
+        parameters: Mapping[str, Tensor],
+        plan: Sequence[Sequence[str]],
+    ) -> None:
+        self.context = frontend.context
+        engine = self.context.engine
+        self.all = [_bucket({name: parameters[name] for name in names}, engine, process_set) for names in plan]
+        self._bucket_of = {name: bucket for bucket in self.all for name in bucket.offsets}
+        self._parts = {name: bucket.part(name, parameters[name]) for name, bucket in self._bucket_of.items()}
+        self._elsewhere: dict[str, Tensor] = {}
+        self._private = _uses_of_a_private_gradient()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._parts
+
+    def suit(self, name: str, parameter: Tensor) -> bool:
+        """Whether a parameter is still what its part was made for."""
+        whole = self._bucket_of[name].whole
+        return parameter.dtype is whole.dtype and parameter.is_cpu
+
+    def adopt(self, name: str, parameter: Tensor) -> Tensor:
+        """The part that has the parameter's gradient, and is the gradient from now on, unless somebody else holds the
+        one that there was: then ``deliver`` copies the result to that."""
+        bucket, part = self._bucket_of[name], self._parts[name]
+        if part.data_ptr() != bucket.address(name) or not part.is_contiguous():
+            part = self._parts[name] = bucket.part(name, parameter)
+        self._elsewhere.pop(name, None)
+        gradient = parameter.grad
+        if gradient is part:
+            return part
+        with torch.no_grad():
+            if gradient is None:
+                part.zero_()
+            else:
+                part.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+        if gradient is None or gradient.is_sparse or (self._private and _uses(gradient) == self._private):
+            if parameter.requires_grad:
+                parameter.grad = part
+        else:
+            self._elsewhere[name] = gradient
+        return part
+
+    def deliver(self) -> None:
+        """Results have come: tell autograd that gradients have changed, and copy those that belong elsewhere."""
+        elsewhere, self._elsewhere = self._elsewhere, {}
+        for part in self._parts.values():
+            torch.autograd.graph.increment_version(part)
+        with torch.no_grad():
+            for name, gradient in elsewhere.items():
+                gradient.copy_(self._parts[name])
+
+    def forget(self) -> None:
+        """Gradients so far are not going to be reduced."""
+        self._elsewhere.clear()
+
+
+def _bucket(parameters: Mapping[str, Tensor], engine: Any, process_set: int) -> Bucket:
+    dtype = next(iter(parameters.values())).dtype
+    size = dtype.itemsize
+    room = [-(-parameter.numel() * size // _ALIGNED) * _ALIGNED for parameter in parameters.values()]
+    memory = engine.allocate(process_set, sum(room))
+    if memory is None:
+        memory = np.empty(sum(room), np.uint8)
+    whole = torch.frombuffer(memory, dtype=dtype)
+    whole.zero_()
+    return Bucket(memory, whole, dict(zip(parameters, accumulate(room, initial=0), strict=False)))
+
+
+def suits(parameter: Tensor) -> bool:
+    """Whether a parameter's dense gradient may be in a bucket."""
+    return parameter.is_cpu and parameter.is_contiguous() and parameter.numel() > 0
+
+
+def plan(parameters: Mapping[str, Tensor], order: Iterable[str], limit: int) -> list[list[str]]:
+    """Divide gradients into buckets of at most ``limit`` bytes (or a single gradient), each of one dtype.
+
+    Args:
+        parameters: by name.
+        order: of the names, as their gradients become ready.
+    """
+    done: list[list[str]] = []
+    filling: dict[torch.dtype, tuple[list[str], int]] = {}
+    for name in order:
+        parameter = parameters[name]
+        nbytes = parameter.numel() * parameter.dtype.itemsize
+        names, so_far = filling.get(parameter.dtype, ([], 0))
+        bound = limit if done else min(limit, _FIRST_BYTES)
+        if names and so_far + nbytes > bound:
+            done.append(names)
+            names, so_far = [], 0
+        names.append(name)
+        filling[parameter.dtype] = names, so_far + nbytes
+    return done + [names for names, _ in filling.values()]
+
+
+def agree(
+    frontend: Frontend[Tensor], process_set: int, names: Sequence[str], planned: Sequence[Sequence[str]], label: str
+) -> list[list[str]]:
+    """The plan of the set's first rank, which holds for all.
+
+    Args:
+        names: of all gradients, in an order that is the same on all ranks.
+        planned: this rank's plan.
+        label: names this exchange.
+    """
+    index = {name: i for i, name in enumerate(names)}
+    # For each place in the common order: bucket and place of the gradient, or -1.
+    places: npt.NDArray[np.int64] = np.full((len(names), 2), -1, np.int64)
+    for number, members in enumerate(planned):
+        for position, name in enumerate(members):
+            places[index[name]] = number, position
+    root = frontend.context.engine.process_sets[process_set][0]
+    operation = Operation(Collective.BROADCAST, root=root, process_set=process_set)
+    agreed = frontend.start_array(operation, places, label)()
+    buckets: dict[int, dict[int, str]] = {}
+    for name, (number, position) in zip(names, agreed.tolist(), strict=True):
+        if number >= 0:
+            buckets.setdefault(number, {})[position] = name
+    return [[members[position] for position in sorted(members)] for _, members in sorted(buckets.items())]
+
+
+_storage_uses = getattr(torch._C, "_storage_Use_Count", None)
+
+
+def _uses(gradient: Tensor) -> tuple[int, ...]:
+    """How many hold a tensor, and how many its memory, as Python and torch count them; nothing where they do not."""
+    if _storage_uses is None or type(gradient) is not Tensor or gradient.requires_grad:
+        return ()
+    return sys.getrefcount(gradient), _storage_uses(gradient.untyped_storage()._cdata)
+
+
+def _uses_of_a_private_gradient() -> tuple[int, ...]:
+    """What ``_uses`` tells of a gradient that only its parameter knows. It differs between versions."""
+    found: list[tuple[int, ...]] = []
+    probe = torch.nn.Parameter(torch.ones(2))
+
+    def hook(parameter: Tensor) -> None:
+        gradient = parameter.grad
+        assert gradient is not None
+        found.append(_uses(gradient))
+
+    probe.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    with torch.enable_grad():
+        (probe * 2).sum().backward()  # type: ignore[no-untyped-call]
+    return found[0]

@@ -1,0 +1,105 @@
+"""State that all ranks must start from: parameters, optimizer state, objects."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hvdgloo._collectives import objects
+from hvdgloo._collectives.frontend import Frontend
+from hvdgloo.errors import InvalidArgumentError
+
+Tensor = torch.Tensor
+
+
+def broadcast_parameters(frontend: Frontend[Tensor], params: Any, root_rank: int) -> None:
+    """Overwrite tensors with the root's, each under its own name; a dict's go by name, a list's in order.
+
+    Raises:
+        InvalidArgumentError: (a ValueError) ``params`` is neither a dict nor a list, or has values that are no tensors.
+    """
+    frontend.broadcast_all_(_named(params), root_rank)
+
+
+def _named(params: Any) -> list[tuple[str, Tensor]]:
+    if isinstance(params, Mapping):
+        pairs = sorted(((str(name), tensor) for name, tensor in params.items()), key=lambda pair: pair[0])
+    elif isinstance(params, (list, tuple)):
+        pairs = [p if isinstance(p, tuple) and len(p) == 2 else (f"parameter.{i}", p) for i, p in enumerate(params)]
+    else:
+        raise InvalidArgumentError(
+            "params must be a dict such as model.state_dict(), or a list of tensors or of (name, tensor) pairs; got "
+            f"{type(params).__name__} (list(...) makes a list of an iterator)"
+        )
+    for name, tensor in pairs:
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+            raise InvalidArgumentError(
+                f"params: {name!r} is a {type(tensor).__name__}, not a tensor; broadcast_object sends other values"
+            )
+    return pairs
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Stands for a tensor in a structure that is sent without its tensors."""
+
+    index: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def broadcast_optimizer_state(frontend: Frontend[Tensor], optimizer: torch.optim.Optimizer, root_rank: int) -> None:
+    """Load the root's state dict into all other ranks' optimizers: its structure as one object, then its tensors.
+
+    Raises:
+        InvalidArgumentError: (a ValueError) not an optimizer, or LBFGS, whose state cannot be sent.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InvalidArgumentError(f"expected a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise InvalidArgumentError(
+            "LBFGS keeps its state in a form that cannot be broadcast; start it anew on all ranks"
+        )
+    is_root = frontend.rank() == root_rank
+    tensors: list[Tensor] = []
+    structure = _take_tensors(optimizer.state_dict(), tensors) if is_root else None
+    # The structure says what there is: ranks whose optimizer has no state yet, or another, create the root's.
+    structure = objects.broadcast_object(frontend, structure, root_rank)
+    if not is_root:
+        slots: list[_Slot] = []
+        _collect_slots(structure, slots)
+        tensors = [torch.empty(slot.shape, dtype=slot.dtype) for slot in slots]
+    label = frontend.automatic_name("broadcast_optimizer_state")
+    frontend.broadcast_all_([(f"{label}.{i}", tensor) for i, tensor in enumerate(tensors)], root_rank)
+    if not is_root:
+        optimizer.load_state_dict(_put_tensors(structure, tensors))
+
+
+def _map(structure: Any, leaf: Any) -> Any:
+    """A structure of dicts, lists and tuples with ``leaf`` applied to all else, in a fixed order."""
+    if isinstance(structure, dict):
+        return {key: _map(value, leaf) for key, value in structure.items()}
+    if type(structure) in (list, tuple):
+        return type(structure)(_map(value, leaf) for value in structure)
+    return leaf(structure)
+
+
+def _take_tensors(structure: Any, tensors: list[Tensor]) -> Any:
+    def take(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        tensors.append(value)
+        return _Slot(len(tensors) - 1, tuple(value.shape), value.dtype)
+
+    return _map(structure, take)
+
+
+def _collect_slots(structure: Any, slots: list[_Slot]) -> None:
+    _map(structure, lambda value: slots.append(value) if isinstance(value, _Slot) else None)
+
+
+def _put_tensors(structure: Any, tensors: list[Tensor]) -> Any:
+    return _map(structure, lambda value: tensors[value.index] if isinstance(value, _Slot) else value)

@@ -1,0 +1,372 @@
+"""``hvdgloo-rendezvous``: the rendezvous by itself, where something else (Kubernetes, Slurm, ...) starts the workers.
+
+It prints what workers need to know, then a line whenever somebody comes or goes. When does it end? By itself only if
+``--once`` asks for it: when all workers have come and have all gone again (they keep a connection while they live, so
+one that dies counts as gone), or when a start has failed. Otherwise SIGINT or SIGTERM end it, since nobody else can
+know whether workers will be started again. Nothing that workers do can keep it from ending.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import math
+import os
+import shutil
+import signal
+import socket
+import stat
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NoReturn
+
+import psutil
+
+from hvdgloo._platform.spelling import suggestions
+from hvdgloo.config import Config, format_endpoint, parse_value, read_secret_file, settings
+from hvdgloo.errors import ConfigError
+from hvdgloo.rendezvous._auth import generate_secret, status_token
+from hvdgloo.rendezvous._server.server import RendezvousServer
+from hvdgloo.rendezvous._server.service import Refused
+from hvdgloo.version import __version__
+
+PROGRAM = "hvdgloo-rendezvous"
+_LOOK_AGAIN = 0.5  # seconds; only --once needs to look at all, for connections that have ended
+_BETWEEN_STRANGERS = 30.0  # seconds between two lines about refused requests
+_BETWEEN_LINES = 0.2  # seconds; a thousand workers that come together make a few lines, not a thousand
+
+_DESCRIPTION = """\
+Hands out ranks to the workers of one job, wherever and by whatever they are started, and keeps the store through which
+they find each other. Workers need two variables, which are printed at the start: HVDGLOO_RENDEZVOUS and
+HVDGLOO_SECRET_FILE (or HVDGLOO_SECRET, the contents of that file).
+"""
+_EPILOG = """\
+The secret is taken from --secret-file, else from HVDGLOO_SECRET or HVDGLOO_SECRET_FILE, else a new one is made.
+Exit status: 0 after SIGINT or SIGTERM, or with --once when the job is over; 1 with --once if not all workers came;
+2 if an option cannot be used or the port is taken.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command. Returns its exit status."""
+    try:
+        with ExitStack() as stack:
+            return _run(_parse(argv), stack)
+    except ConfigError as error:
+        sys.stderr.write(f"{PROGRAM}: error: {error}\n")
+        return 2
+
+
+def _run(options: argparse.Namespace, stack: ExitStack) -> int:
+    secret, secret_place = _secret(options, stack)
+    if options.status_token:
+        _say(status_token(secret))
+        return 0
+    addresses, port = _addresses(options.bind)
+    if port and options.port_range:
+        raise ConfigError("--bind gives a port and --port-range others; leave one of them away")
+    server = RendezvousServer(
+        secret=secret,
+        size=options.np,
+        bind=addresses,
+        port=port,
+        port_range=options.port_range,
+        start_timeout=options.start_timeout,
+    )
+    with _stopped_by_signals() as stopped, server:
+        try:
+            _announce(server, options, secret_place)
+            return _watch(server, options.once)
+        except stopped:
+            _say("stopped by a signal")
+            return 0
+
+
+class _Stopped(BaseException):
+    """SIGINT or SIGTERM has come. Not an Exception, so that nobody on the way takes it for an error."""
+
+
+@contextmanager
+def _stopped_by_signals() -> Iterator[type[BaseException]]:
+    """The first SIGINT or SIGTERM raises what this yields; further ones change nothing, stopping takes a second."""
+
+    def stop(_number: int, _frame: Any) -> NoReturn:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        raise _Stopped
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield _Stopped
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+# Options.
+
+
+class _Parser(argparse.ArgumentParser):
+    """Names the option that was probably meant, before it misses one that was not."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        options, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            known = [name for action in self._actions for name in action.option_strings]
+            close = suggestions(unknown[0].partition("=")[0], known, limit=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            self.error(f"unknown argument {unknown[0]}{hint}")
+        if options.np is None and not options.status_token:
+            self.error("how many workers? Give -np N")
+        return options
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = _Parser(
+        prog=PROGRAM,
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "-np", "--np", "--num-proc", dest="np", type=_positive_int, metavar="N", help="number of workers"
+    )
+    parser.add_argument(
+        "--bind",
+        action="append",
+        metavar="ADDR[:PORT]",
+        help="address to listen on, [ADDR]:PORT for IPv6; may be repeated. By default 127.0.0.1, which only this host "
+        "can reach, and any free port",
+    )
+    parser.add_argument(
+        "--port-range", type=_of_setting("port_range"), metavar="FIRST-LAST", help="take a port of these"
+    )
+    parser.add_argument(
+        "--secret-file", metavar="PATH", help="the job's secret in hexadecimal digits; made (mode 0600) if not there"
+    )
+    parser.add_argument(
+        "--start-timeout",
+        type=_of_setting("start_timeout"),
+        default=Config.start_timeout,
+        metavar="SECONDS",
+        help="from the first worker until those who wait are told who is missing (default: %(default)g)",
+    )
+    parser.add_argument("--once", action="store_true", help="end when all workers have come and gone, or did not come")
+    parser.add_argument(
+        "--status-token",
+        action="store_true",
+        help="print the token that reads the job's page, /v1/status and /metrics (as bearer token, or as the password "
+        "that a browser asks for), and end",
+    )
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
+    return parser.parse_args(argv)  # type: ignore[no-any-return]
+
+
+def _positive_int(text: str) -> int:
+    value = int(text) if text.strip().isdigit() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of workers: expected a whole number, at least 1")
+    return value
+
+
+def _of_setting(name: str) -> Any:
+    """The parser of a Config field, for an option of the same meaning."""
+
+    def parse(text: str) -> Any:
+        try:
+            return parse_value(settings()[name], text, name)
+        except ConfigError as error:
+            raise argparse.ArgumentTypeError(str(error).partition(": ")[2]) from None
+
+    return parse
+
+
+def _addresses(binds: Sequence[str] | None) -> tuple[list[str], int]:
+    """The addresses to listen on, and their port."""
+    addresses, ports = [], set()
+    for text in binds or ["127.0.0.1"]:
+        address, port = _split(text)
+        addresses.append(address)
+        ports.add(port)
+    if len(ports) > 1:
+        raise ConfigError(f"--bind: all addresses have one port, not {' and '.join(map(str, sorted(ports)))}")
+    return addresses, ports.pop()
+
+
+def _split(text: str) -> tuple[str, int]:
+    address, port = text.strip(), "0"
+    try:
+        ipaddress.ip_address(address)
+    except ValueError:  # there is a port, brackets, or a name
+        if not address.endswith("]") and ":" in address:
+            address, _, port = address.rpartition(":")
+        address = address.removeprefix("[").removesuffix("]")
+    if not address or not port.isdigit() or int(port) > 65535:
+        raise ConfigError(f"--bind {text}: expected ADDR, ADDR:PORT or [ADDR]:PORT, with a port up to 65535")
+    return address, int(port)
+
+
+# The secret.
+
+
+def _secret(options: argparse.Namespace, stack: ExitStack) -> tuple[bytes, str]:
+    """The job's secret, and where workers find it, in words for people."""
+    if options.secret_file:
+        path = os.path.abspath(options.secret_file)
+        if os.path.exists(path):
+            return _existing(path), path
+        return _write_secret(path), path
+    config = Config.from_env()
+    if config.secret_file and config.secret:
+        return config.secret, os.path.abspath(config.secret_file)
+    if config.secret:
+        return config.secret, ""
+    if options.status_token:
+        raise ConfigError("--status-token needs the job's secret: give --secret-file")
+    folder = tempfile.mkdtemp(prefix="hvdgloo-rendezvous-")
+    stack.callback(shutil.rmtree, folder, ignore_errors=True)
+    path = os.path.join(folder, "secret")
+    return _write_secret(path), path
+
+
+def _existing(path: str) -> bytes:
+    try:
+        secret = read_secret_file(path)
+        mode = stat.S_IMODE(os.stat(path).st_mode)
+    except (ConfigError, OSError) as error:
+        raise ConfigError(str(error).replace("HVDGLOO_SECRET_FILE=", "--secret-file ")) from None
+    if mode & 0o077:
+        sys.stderr.write(f"{PROGRAM}: warning: others may read {path} (mode {mode:04o}); chmod 600 keeps it secret\n")
+    return secret
+
+
+def _write_secret(path: str) -> bytes:
+    secret = generate_secret()
+    try:
+        # Exclusively: a file or link that somebody put there meanwhile is not written through.
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w", encoding="ascii") as file:
+            file.write(secret.hex() + "\n")
+    except OSError as error:
+        raise ConfigError(f"--secret-file {path}: {error.strerror}") from None
+    return secret
+
+
+# What it prints.
+
+
+def _announce(server: RendezvousServer, options: argparse.Namespace, secret_place: str) -> None:
+    endpoints = [reachable for endpoint in server.endpoints for reachable in _reachable(endpoint)]
+    secret = f"HVDGLOO_SECRET_FILE={secret_place}" if secret_place else "HVDGLOO_SECRET, as this process has it"
+    _say(f"{PROGRAM} {__version__} waits for {options.np} worker{'s' * (options.np > 1)} on {', '.join(endpoints)}")
+    if secret_place:
+        _say(f"The secret is in {secret_place}")
+    _say("Workers need:")
+    _say(f"  HVDGLOO_RENDEZVOUS={endpoints[0]}")
+    _say(f"  {secret}")
+    if all(_is_loopback(endpoint) for endpoint in server.endpoints):
+        _say("Only this host can reach that address; --bind ADDR:PORT chooses one for others.")
+    how = f"{PROGRAM} --status-token"
+    _say(f"Page: http://{endpoints[0]}/ (password: {how}{f' --secret-file {secret_place}' if secret_place else ''})")
+
+
+def _is_loopback(endpoint: str) -> bool:
+    host = endpoint.rpartition(":")[0].strip("[]")
+    return ipaddress.ip_address(host).is_loopback
+
+
+def _reachable(endpoint: str) -> list[str]:
+    """An endpoint as others may use it: all of this host's addresses, if it listens on any."""
+    host, _, port = endpoint.rpartition(":")
+    address = ipaddress.ip_address(host.strip("[]"))
+    if not address.is_unspecified:
+        return [endpoint]
+    families = (socket.AF_INET,) if address.version == 4 else (socket.AF_INET6, socket.AF_INET)
+    found = [
+        format_endpoint(entry.address, int(port))
+        for entries in psutil.net_if_addrs().values()
+        for entry in entries
+        if entry.family in families and "%" not in entry.address
+    ]
+    return sorted(found, key=_is_loopback) or [endpoint]
+
+
+def _watch(server: RendezvousServer, once: bool) -> int:
+    """Tell who comes and goes, until there is a reason to end; returns the exit status."""
+    started, seen, last, failure = time.monotonic(), -1, "", ""
+    strangers = _Strangers()
+    while True:
+        patience = _LOOK_AGAIN if once else 3600.0
+        seen = server.wait_for_change(seen, timeout=min(patience, strangers.due_in(time.monotonic())))
+        time.sleep(_BETWEEN_LINES)
+        stranger = strangers.line(server.refused, time.monotonic())
+        if stranger:
+            sys.stderr.write(f"{PROGRAM}: {stranger}\n")
+            sys.stderr.flush()
+        if server.last_failure != failure:
+            failure = server.last_failure
+            sys.stderr.write(f"{PROGRAM}: {failure}\n")
+            sys.stderr.flush()
+            if once:
+                return 1
+        epoch = server.status()["epochs"][-1]
+        text = _describe(epoch)
+        if text != last and epoch["state"] != "failed":
+            last = text
+            _say(f"[{time.monotonic() - started:7.1f} s] {text}")
+        if once and epoch["state"] == "complete" and not any(worker["connected"] for worker in epoch["workers"]):
+            _say("no worker is connected any more")
+            return 0
+
+
+class _Strangers:
+    """Tells of refused requests: the first at once, further ones now and then, as they may be many."""
+
+    def __init__(self) -> None:
+        self._told = 0
+        self._waiting = False
+        self._next = -math.inf
+
+    def line(self, refused: Refused, now: float) -> str:
+        """What is to be said now, if anything."""
+        new = refused.count - self._told
+        self._waiting = new > 0 and now < self._next
+        if not new or self._waiting:
+            return ""
+        self._told, self._next = refused.count, now + _BETWEEN_STRANGERS
+        requests = "a request" if new == 1 else f"{new} requests"
+        last = "" if new == 1 else ", the last"
+        return f"refused {requests}{last} from {refused.address}: {refused.reason}"
+
+    def due_in(self, now: float) -> float:
+        """Seconds until there is something to say if nothing happens."""
+        return max(0.0, self._next - now) if self._waiting else math.inf
+
+
+def _describe(epoch: dict[str, Any]) -> str:
+    if epoch["state"] != "complete":
+        return str(epoch["summary"])
+    ranks: dict[str, list[int]] = {}
+    for worker in epoch["workers"]:
+        ranks.setdefault(worker["host"], []).append(worker["rank"])
+    placed = ", ".join(
+        f"{host}: {_span(sorted(some))}" for host, some in sorted(ranks.items(), key=lambda i: min(i[1]))
+    )
+    return f"all {epoch['expected']} workers are in ({placed})"
+
+
+def _span(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
+
+
+def _say(line: str) -> None:
+    try:
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read our output has gone; workers still need us. At exit Python would flush, and complain.
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115

@@ -1,0 +1,491 @@
+"""The worker's side: RendezvousClient, and HttpStore, a Store behind it.
+
+Built on ``http.client`` and not on ``requests``: it heeds no proxy variables (a proxy cannot reach a job's inner
+addresses, but is often configured where jobs run), costs a fraction, and leaves to us what a rendezvous needs: one
+deadline for a whole call, the local address of the connection, and the decision what may be repeated.
+
+**Deadlines.** Every call has one, and it covers connecting, waiting and repeating. A wait is made of requests of at
+most ``MAX_POLL`` seconds, each told to the server, so its answer names who or what is missing; for an answer that is on
+its way at the deadline, a moment longer is waited.
+
+**Repeating.** Connecting is repeated while the server is not there yet. A request that was sent and got no answer is
+repeated, under a signature of its own, only if doing it twice is doing it once: everything but ``delete``. A worker
+that registers stays through a restart of the server, which has forgotten nothing that the worker still needs.
+
+**Forks.** A forked child gets connections and an id of its own when it first calls.
+"""
+
+from __future__ import annotations
+
+import http.client
+import itertools
+import json
+import math
+import os
+import random
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+from urllib.parse import quote
+
+from hvdgloo.config import format_endpoint, parse_endpoint
+from hvdgloo.errors import (
+    AuthenticationError,
+    ConfigError,
+    RendezvousError,
+    RendezvousRefusedError,
+    RendezvousTimeoutError,
+)
+from hvdgloo.rendezvous import _auth as auth
+from hvdgloo.rendezvous import _wire as wire
+from hvdgloo.rendezvous._client.connection import HttpConnection
+from hvdgloo.rendezvous._store import MAX_SCOPE_BYTES, check_key, describe_keys
+from hvdgloo.rendezvous._worker_info import WorkerInfo
+from hvdgloo.topology import Topology
+
+MAX_POLL = 45.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
+
+
+@dataclass(frozen=True)
+class Registration:
+    """The answer to a worker: its rank, and who is where."""
+
+    rank: int
+    topology: Topology
+
+
+@dataclass(frozen=True)
+class _Answer:
+    status: int
+    body: bytes
+    signed: bool
+
+    @property
+    def details(self) -> dict[str, Any]:
+        """The JSON object of a refusal; of something else, a made-up one."""
+        try:
+            details = json.loads(self.body)
+        except ValueError:
+            details = None
+        if not isinstance(details, dict):
+            details = {"reason": self.body[:200].decode("latin-1").strip() or "no reason given"}
+        return details
+
+    @property
+    def reason(self) -> str:
+        return str(self.details.get("reason", "no reason given"))
+
+
+class RendezvousClient:
+    """Talks to one rendezvous server. Any thread may call; concurrent calls use a connection each.
+
+    Args:
+        server: ``host:port``, IPv6 addresses in brackets.
+        secret: of the job.
+        connect_timeout: seconds for which a server that cannot be reached is tried again; it may start later than
+            its workers.
+        secret_source: where the secret came from, for messages.
+
+    Raises:
+        ConfigError: ``server`` has another form.
+    """
+
+    _idle: list[HttpConnection]
+    _hello_lock: threading.Lock
+    _run: str
+
+    def __init__(
+        self, server: str, secret: bytes, *, connect_timeout: float = 30.0, secret_source: str = "HVDGLOO_SECRET"
+    ) -> None:
+        try:
+            self._host, self._port = parse_endpoint(server)
+        except ValueError as error:
+            raise ConfigError(f"rendezvous server {server!r}: {error}") from None
+        self.server = format_endpoint(self._host, self._port)
+        self.connect_timeout = connect_timeout
+        self._secret_source = secret_source
+        self._signer = auth.Signer(secret)
+        self._closed = False
+        self._reset()
+
+    # What a worker calls.
+
+    def register(self, epoch: int, worker: WorkerInfo, *, timeout: float) -> Registration:
+        """Take part in an epoch, and wait until all its workers have come.
+
+        The same client may call again, and gets the same answer.
+
+        Args:
+            epoch: the generation of the membership.
+            worker: who calls.
+            timeout: seconds.
+
+        Raises:
+            RendezvousTimeoutError: not all came, with how many and which did.
+            RendezvousRefusedError: no such epoch, or the place is another worker's.
+            AuthenticationError: server and worker have different secrets.
+            RendezvousError: the server cannot be reached.
+        """
+        body = json.dumps(worker.to_dict(), separators=(",", ":")).encode()
+        answer = self._wait("POST", f"/v1/epochs/{epoch}/workers", body, timeout, pending=202, follow=True)
+        if answer.status == 202:
+            raise self._timed_out(
+                f"/v1/epochs/{epoch}/workers",
+                f"epoch {epoch} did not start within {timeout:g} s: {answer.reason}. Look at what the missing workers "
+                "printed; if they only need longer, raise the start timeout",
+            )
+        data = json.loads(answer.body)
+        return Registration(int(data["rank"]), Topology.from_dict(data["topology"]))
+
+    def store(self, scope: str, *, timeout: float = 30.0) -> HttpStore:
+        """The store of a scope.
+
+        Args:
+            scope: a name; keys of different scopes never meet.
+            timeout: seconds that calls without a timeout of their own may take.
+
+        Raises:
+            ValueError: the scope's name cannot be used.
+        """
+        return HttpStore(self, scope, timeout)
+
+    def status(self, *, timeout: float = 10.0) -> dict[str, Any]:
+        """The job as the server sees it: the JSON of ``/v1/status``."""
+        status: dict[str, Any] = json.loads(self._call("GET", "/v1/status", b"", timeout).body)
+        return status
+
+    def local_address(self, *, timeout: float = 30.0) -> str:
+        """The IP address of this end of a connection to the server: an address at which this host is reached.
+
+        Waits for the server until ``timeout`` and not ``connect_timeout``: it may be started much later.
+        """
+        if not self._local_address or self._pid != os.getpid():
+            self._run_id(time.monotonic() + timeout, patient=True)
+        return self._local_address
+
+    def close(self) -> None:
+        """Close all connections. Further calls raise RendezvousError. May be repeated."""
+        if self._pid != os.getpid():
+            self._reset()
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+
+    def __enter__(self) -> RendezvousClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # What HttpStore calls.
+
+    def _wait(
+        self,
+        method: str,
+        path: str,
+        body: bytes,
+        timeout: float,
+        *,
+        pending: int,
+        query: str = "",
+        follow: bool = False,
+    ) -> _Answer:
+        """A call that the server holds back until there is something to answer.
+
+        Args:
+            follow: once the server has been there, wait for it until the deadline and say the same to another one at
+                its place, which has the same secret.
+
+        Returns:
+            the answer; one with status ``pending`` if the deadline came first.
+        """
+        deadline = time.monotonic() + timeout
+        while True:
+            poll = min(MAX_POLL, max(0.0, deadline - time.monotonic()))
+            target = f"{path}?{query}timeout={poll:.3f}"
+            patience = min(2.0, 0.25 + timeout / 10)
+            patient = follow and bool(self._run)
+            answer = self._answer(method, target, body, deadline, patience=patience, repeat=True, patient=patient)
+            if follow and answer.status == 401 and answer.details.get("restarted") and time.monotonic() < deadline:
+                self._run = ""
+                time.sleep(_FIRST_PAUSE)
+                continue
+            if answer.status != pending or time.monotonic() >= deadline - 0.001:
+                return self._checked(answer, path, allow=pending)
+
+    def _call(self, method: str, target: str, body: bytes, timeout: float, *, repeat: bool = True) -> _Answer:
+        answer = self._answer(method, target, body, time.monotonic() + timeout, patience=0.0, repeat=repeat)
+        return self._checked(answer, target)
+
+    def _timed_out(self, route: str, text: str) -> RendezvousTimeoutError:
+        return RendezvousTimeoutError(f"rendezvous server {self.server}: {text}", server=self.server, route=route)
+
+    # One request, repeated where that is safe.
+
+    def _answer(
+        self,
+        method: str,
+        target: str,
+        body: bytes,
+        deadline: float,
+        *,
+        patience: float,
+        repeat: bool,
+        patient: bool = False,
+    ) -> _Answer:
+        pause = _FIRST_PAUSE
+        while True:
+            run = self._run_id(deadline, patient=patient)
+            try:
+                answer = self._exchange(method, target, body, run, deadline, patience, patient=patient)
+            except _Unanswered as failure:
+                if not repeat or time.monotonic() + pause >= deadline:
+                    raise self._unreachable(target, failure.cause) from failure.cause
+            else:
+                again = answer.status == 503 and answer.details.get("busy")  # too many wait already
+                if not again or time.monotonic() + pause >= deadline:
+                    return answer
+            time.sleep(pause * random.uniform(0.5, 1.0))
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _run_id(self, deadline: float, *, patient: bool = False) -> str:
+        """The server's run id: one hello at the first call, whichever thread makes it."""
+        if self._pid != os.getpid():
+            self._reset()
+        with self._hello_lock:
+            if not self._run:
+                pause = _FIRST_PAUSE
+                while True:
+                    try:
+                        answer = self._exchange("GET", "/v1/hello", b"", "", deadline, 0.0, patient=patient)
+                        break
+                    except _Unanswered as failure:
+                        if time.monotonic() + pause >= deadline:
+                            raise self._unreachable("/v1/hello", failure.cause) from failure.cause
+                    time.sleep(pause)
+                    pause = min(2 * pause, _LONGEST_PAUSE)
+                self._run = str(json.loads(self._checked(answer, "/v1/hello").body)["run"])
+        return self._run
+
+    def _exchange(
+        self,
+        method: str,
+        target: str,
+        body: bytes,
+        run: str,
+        deadline: float,
+        patience: float,
+        *,
+        patient: bool = False,
+    ) -> _Answer:
+        """Send one request and read its answer.
+
+        Args:
+            patience: seconds after the deadline in which an answer that is on its way may come.
+            patient: connecting may take until the deadline, and not only ``connect_timeout``.
+
+        Raises:
+            _Unanswered: the connection failed on the way.
+            RendezvousTimeoutError: nothing came until the deadline.
+            RendezvousError: the server cannot be reached.
+        """
+        with self._lock:
+            counter = next(self._counter)
+        credentials = self._signer.sign(method, target, auth.digest(body), run, self._client, counter)
+        connection = self._take(deadline, target, patient)
+        keep = False
+        try:
+            status, data, signature, keep = connection.request(
+                method, target, credentials.header(), body, deadline + patience
+            )
+        except TimeoutError as error:
+            raise self._timed_out(
+                target, "no answer until the deadline; is the server's process stopped, or its host overloaded?"
+            ) from error
+        except (OSError, http.client.HTTPException) as error:
+            raise _Unanswered(error) from error
+        finally:
+            if keep:
+                self._give(connection)
+            else:
+                connection.close()
+        signed = bool(signature) and self._signer.verify_answer(
+            signature, run, self._client, counter, status, auth.digest(data)
+        )
+        return _Answer(status, data, signed)
+
+    def _checked(self, answer: _Answer, target: str, *, allow: int = 0) -> _Answer:
+        """The answer, if it is the server's own and a good one."""
+        route = target.partition("?")[0]
+        where = f"rendezvous server {self.server}, {route}"
+        if answer.status == 401:
+            hint = (
+                "" if answer.details.get("restarted") else f" ({self._secret_source} must hold the server's own secret)"
+            )
+            raise AuthenticationError(f"{where}: {answer.reason}{hint}")
+        # What is refused before the signature could be read carries none itself; it can do no more than fail a call.
+        if not answer.signed and (answer.status < 400 or answer.status in (allow, 404, 409, 504)):
+            raise AuthenticationError(
+                f"{where}: the answer (status {answer.status}) is not signed with this job's secret; "
+                "something else may be listening there"
+            )
+        if answer.status in (200, 204, allow):
+            return answer
+        if answer.status == 503:
+            raise RendezvousError(f"{where}: {answer.reason}", server=self.server, route=route)
+        if answer.status == 504:
+            raise self._timed_out(route, answer.reason)
+        raise RendezvousRefusedError(
+            f"{where}: refused with status {answer.status}: {answer.reason}",
+            server=self.server,
+            route=route,
+            status=answer.status,
+            reason=answer.reason,
+        )
+
+    # Connections.
+
+    def _reset(self) -> None:
+        """Begin as a new client. What a parent process had is its own, and left alone."""
+        self._pid = os.getpid()
+        self._client = auth.generate_id()
+        self._counter = itertools.count()
+        self._idle = []
+        self._run = ""
+        self._local_address = ""
+        self._lock = threading.Lock()
+        self._hello_lock = threading.Lock()
+
+    def _take(self, deadline: float, target: str, patient: bool) -> HttpConnection:
+        while True:
+            with self._lock:
+                if self._closed:
+                    raise RendezvousError("this rendezvous client is closed", server=self.server, route=target)
+                connection = self._idle.pop() if self._idle else None
+            if connection is None:
+                usual = time.monotonic() + self.connect_timeout
+                return self._connect(deadline if patient else min(deadline, usual), target)
+            if not connection.stale():
+                return connection
+            connection.close()
+
+    def _give(self, connection: HttpConnection) -> None:
+        with self._lock:
+            if not self._closed:
+                self._idle.append(connection)
+                return
+        connection.close()
+
+    def _connect(self, deadline: float, target: str) -> HttpConnection:
+        """A new connection, tried until the deadline."""
+        pause = _FIRST_PAUSE
+        while True:
+            try:
+                connection = HttpConnection(self._host, self._port, deadline)
+            except OSError as error:
+                if time.monotonic() + pause >= deadline:
+                    raise self._unreachable(target, error) from error
+            else:
+                self._local_address = connection.local_address
+                return connection
+            time.sleep(pause * random.uniform(0.5, 1.0))
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _unreachable(self, target: str, cause: BaseException) -> RendezvousError:
+        what = "cannot be reached" if isinstance(cause, OSError) else "does not speak HTTP as expected"
+        reason = getattr(cause, "strerror", None) or str(cause) or type(cause).__name__
+        route = target.partition("?")[0]
+        return RendezvousError(
+            f"rendezvous server {self.server} {what} ({route}): {reason}. Is it running, is the address right, and "
+            "does no firewall stand between?",
+            server=self.server,
+            route=route,
+        )
+
+
+class _Unanswered(Exception):  # noqa: N818 - never leaves this module
+    """The connection failed before an answer had come."""
+
+    def __init__(self, cause: BaseException) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
+class HttpStore:
+    """A Store on the server; made by ``RendezvousClient.store``. Any thread may call."""
+
+    def __init__(self, client: RendezvousClient, scope: str, timeout: float) -> None:
+        check_key(scope, "scope", MAX_SCOPE_BYTES)
+        if not (timeout > 0 and math.isfinite(timeout)):
+            raise ValueError(f"a store's timeout must be a number of seconds greater than 0, not {timeout}")
+        self.scope = scope
+        self.timeout = timeout
+        self._client = client
+        self._path = f"/v1/kv/{quote(scope, safe='')}"
+
+    def set(self, key: str, value: bytes, *, timeout: float | None = None) -> None:
+        """Put ``value`` under ``key``. Errors as of ``get``; RendezvousRefusedError for a value that is too large."""
+        self._client._call("PUT", self._of(key), bytes(value), self._seconds(timeout))
+
+    def set_many(self, items: Mapping[str, bytes], *, timeout: float | None = None) -> None:
+        """Set several keys in one request."""
+        for key in items:
+            check_key(key)
+        if items:
+            self._client._call("POST", f"{self._path}?op=set", wire.pack_items(items), self._seconds(timeout))
+
+    def get(self, key: str, *, timeout: float | None = None) -> bytes:
+        """The value of ``key``, as soon as it is there.
+
+        Raises:
+            RendezvousTimeoutError: it was not set within ``timeout`` seconds.
+            RendezvousError: the server cannot be reached, or refuses.
+        """
+        target, seconds = self._of(key), self._seconds(timeout)
+        answer = self._client._wait("GET", target, b"", seconds, pending=404)
+        if answer.status == 404:
+            raise self._missing([key], seconds)
+        return answer.body
+
+    def get_many(self, keys: Sequence[str], *, timeout: float | None = None) -> list[bytes]:
+        """The values of all ``keys`` in their order, as soon as all are there: one request. Errors as of ``get``."""
+        for key in keys:
+            check_key(key)
+        if not keys:
+            return []
+        seconds = self._seconds(timeout)
+        answer = self._client._wait("POST", self._path, wire.pack_keys(keys), seconds, pending=404, query="op=get&")
+        if answer.status == 404:
+            raise self._missing(list(answer.details.get("missing", keys)), seconds)
+        values = wire.unpack_values(answer.body)
+        if len(values) != len(keys):
+            raise RendezvousError(
+                f"rendezvous server {self._client.server} gave {len(values)} values for {len(keys)} keys",
+                server=self._client.server,
+                route=self._path,
+            )
+        return values
+
+    def delete(self, key: str, *, timeout: float | None = None) -> bool:
+        """Remove ``key``; True if it was there. Not repeated by itself if the connection breaks."""
+        answer = self._client._call("DELETE", self._of(key), b"", self._seconds(timeout), repeat=False)
+        return bool(json.loads(answer.body)["deleted"])
+
+    def _of(self, key: str) -> str:
+        return f"{self._path}/{quote(check_key(key), safe='')}"
+
+    def _seconds(self, timeout: float | None) -> float:
+        return self.timeout if timeout is None else timeout
+
+    def _missing(self, keys: Sequence[str], seconds: float) -> RendezvousTimeoutError:
+        return self._client._timed_out(
+            self._path, f"{describe_keys(keys)} not set within {seconds:g} s in scope {self.scope!r}"
+        )

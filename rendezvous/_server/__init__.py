@@ -1,0 +1,1 @@
+"""The HTTP service: membership, the key-value store, and what serves them."""

@@ -1,0 +1,471 @@
+"""The server's front: sockets, request heads and threads, around cheroot's HTTP parser and WSGI gateway.
+
+cheroot by itself gives a connection to a thread of a fixed pool as soon as it is accepted, and the thread then waits
+for the client to speak. Whoever opens connections and says little would so occupy all threads, and a job's long polls
+need them. Here one thread owns the quiet connections, and three rules hold:
+
+* A connection takes a thread only when a whole request head has arrived (or is too long to be one). So clients that are
+  slow or silent cost a descriptor each and, when descriptors become scarce, the oldest of them is closed.
+* Only a request whose signature was verified may make its thread wait: for the body, within a deadline, or in a long
+  poll. While a thread polls, this module watches the connection, and reports a client that hangs up.
+* A request that is refused with its body unread ends the connection: the refusal is sent, what still comes is thrown
+  away for a moment (closing at once would make the kernel discard the refusal), then it is closed.
+
+The pool's threads are made when they are needed, up to a limit that its user sets.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import selectors
+import socket
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from cheroot import server as cheroot_server
+from cheroot import wsgi
+
+from hvdgloo.rendezvous._server.streams import MAX_HEAD, WRITE_TIMEOUT, Reader, Writer
+from hvdgloo.rendezvous._server.thread_pool import ThreadPool
+
+logger = logging.getLogger(__name__)
+
+HEAD_TIMEOUT = 10.0
+LINGER_TIMEOUT = 2.0
+_STOP_GRACE = 0.5
+_MOST_DISCARDED = 64 * 1024 * 1024
+_ACCEPTS_AT_ONCE = 64
+
+WSGIApplication = Callable[[dict[str, Any], Callable[..., Any]], Any]
+
+
+class _HeaderReader(cheroot_server.HeaderReader):
+    """Drops headers with underscores, which WSGI could not tell from those with dashes."""
+
+    def _allow_header(self, key_name: bytes) -> bool:
+        return b"_" not in key_name
+
+
+class _Request(cheroot_server.HTTPRequest):
+    """One request; what cheroot itself refuses is answered as JSON, like everything else."""
+
+    header_reader = _HeaderReader()
+
+    def simple_response(self, status: str, msg: str = "") -> None:
+        status = str(status)
+        body = json.dumps({"error": status[4:], "reason": msg or status[4:]}).encode()
+        self.close_connection = True
+        self.conn.must_linger = True
+        self.conn.wfile.write(
+            f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+            "Connection: close\r\n\r\n".encode("latin-1")
+            + body
+        )
+
+    def send_headers(self) -> None:
+        if self.conn.ending or self.chunked_read or getattr(self.rfile, "remaining", 0) != 0:
+            # cheroot would read the rest of a body that nobody wants, and wait for it.
+            self.close_connection = True
+            self.conn.must_linger = True
+        super().send_headers()
+
+
+class Connection(cheroot_server.HTTPConnection):
+    """One client's connection. In the hands of the front's thread while quiet, of a pool's thread while served."""
+
+    RequestHandlerClass = _Request
+
+    def __init__(self, front: Front, sock: socket.socket, address: Any) -> None:
+        self._writer = Writer(sock)
+        super().__init__(front, sock, self._make_file)
+        self.remote_addr, self.remote_port = address[:2]
+        self.ssl_env = {}
+        self.must_linger = False
+        self.ending = False
+        self.registered = False
+        self.on_hang_up: Callable[[], None] | None = None
+        self.on_close: Callable[[], None] | None = None
+        self.discarded = 0
+
+    def _make_file(self, sock: socket.socket, mode: str, _size: int) -> Reader | Writer:
+        return Reader(sock, self._writer.flush) if "r" in mode else self._writer
+
+    def end_after_answer(self) -> None:
+        """Serve no further request on this connection."""
+        self.ending = True
+
+    def communicate(self) -> bool:
+        keep = bool(super().communicate())  # type: ignore[no-untyped-call]
+        self.wfile.flush()
+        return keep
+
+    def close(self) -> None:
+        on_close, self.on_close = self.on_close, None
+        if on_close is not None:
+            on_close()
+        self.rfile.close()
+        self.wfile.close()
+        try:
+            # Tells the peer even if a forked child holds a copy of the descriptor.
+            self.socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # the peer was faster
+        self.socket.close()
+
+
+class Front(cheroot_server.HTTPServer):
+    """Serves a WSGI application on several listening sockets.
+
+    cheroot's server only in what its parser and gateway ask of one; threads and sockets are this class's own.
+
+    Args:
+        application: found as ``environ["hvdgloo.connection"]`` is the Connection, for ``watch``.
+        listeners: bound sockets, listening or not; closed by ``stop``.
+        threads: most threads; long polls must stay below it.
+        max_connections: most connections; above it the longest quiet one is closed.
+        max_body: most bytes of a request's body.
+    """
+
+    max_request_header_size = MAX_HEAD
+
+    def __init__(
+        self,
+        application: WSGIApplication,
+        listeners: Sequence[socket.socket],
+        *,
+        threads: int,
+        max_connections: int,
+        max_body: int,
+    ) -> None:
+        super().__init__(listeners[0].getsockname()[:2], _Gateway, server_name="hvdgloo-rendezvous")
+        # cheroot files every server there for ever.
+        logging.statistics.pop(f"Cheroot HTTPServer {id(self)}", None)  # type: ignore[attr-defined]
+        self.software = "hvdgloo-rendezvous"
+        self.ready = False
+        self.max_request_body_size = max_body
+        self.wsgi_app = application
+        self.pool = ThreadPool("hvdgloo-rendezvous", threads)
+        self.max_connections = max_connections
+        self._listeners = list(listeners)
+        self._selector = selectors.DefaultSelector()
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        # Guards the selector and the tables below: pool threads give connections back.
+        self._lock = threading.Lock()
+        self._connections: set[Connection] = set()
+        # Quiet connections by why they are, the longest quiet first; those that have a deadline with it.
+        self._reading: OrderedDict[Connection, float] = OrderedDict()
+        self._idle: OrderedDict[Connection, float] = OrderedDict()
+        self._lingering: OrderedDict[Connection, float] = OrderedDict()
+        self._thread: threading.Thread | None = None
+        self._accept_again = 0.0
+
+    # The life of the server.
+
+    def start(self) -> None:
+        """Listen, and serve on threads of its own."""
+        for listener in self._listeners:
+            listener.setblocking(False)
+            listener.listen(1024)
+            self._selector.register(listener, selectors.EVENT_READ)
+        self._wake_reader.setblocking(False)
+        self._wake_writer.setblocking(False)
+        self._selector.register(self._wake_reader, selectors.EVENT_READ)
+        self.ready = True
+        started = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(started,), name="hvdgloo-rendezvous-front", daemon=True)
+        self._thread.start()
+        started.wait(10)
+
+    def stop(self) -> None:
+        """Close everything, within a second; answers that are being given are completed if that is quick."""
+        if not self.ready:
+            return
+        self.ready = False
+        self._wake()
+        if self._thread is not None:
+            self._thread.join(5)
+        self.pool.stop(_STOP_GRACE)
+        with self._lock:
+            connections, self._connections = self._connections, set()
+            for connection in connections:
+                connection.close()
+        if self.pool.alive:  # their sockets are closed now, so they end
+            self.pool.stop(_STOP_GRACE)
+        for listener in self._listeners:
+            listener.close()
+        self._selector.close()
+        self._wake_reader.close()
+        self._wake_writer.close()
+
+    # What pool threads call.
+
+    @contextmanager
+    def watch(self, connection: Connection, on_hang_up: Callable[[], None]) -> Iterator[None]:
+        """While a pool's thread waits for something else: call ``on_hang_up`` if the client goes away."""
+        with self._lock:
+            connection.on_hang_up = on_hang_up
+            self._register(connection)
+        try:
+            yield
+        finally:
+            with self._lock:
+                connection.on_hang_up = None
+                self._unregister(connection)
+
+    def put_conn(self, connection: Connection) -> None:
+        """A request has been served and its connection stays open."""
+        if connection.rfile.has_data() and connection.rfile.has_head():
+            self._dispatch(connection)
+            return
+        begun = connection.rfile.has_data()
+        with self._lock:
+            if connection in self._connections:
+                table = self._reading if begun else self._idle
+                table[connection] = time.monotonic() + HEAD_TIMEOUT
+                connection.socket.setblocking(False)
+                self._register(connection)
+        if begun:
+            self._wake()  # for its deadline
+
+    def error_log(self, msg: str = "", level: int = 20, traceback: bool = False) -> None:
+        logger.log(level, "%s", msg, exc_info=traceback)
+
+    @property
+    def can_add_keepalive_connection(self) -> bool:
+        return bool(self.ready)
+
+    def _serve(self, connection: Connection) -> None:
+        """One request, on a thread of the pool."""
+        keep = False
+        try:
+            keep = connection.communicate()
+        except OSError as error:
+            logger.debug("connection from %s: %s", connection.remote_addr, error)
+        except Exception:
+            logger.exception("a request could not be served")
+        if keep and self.ready:
+            self.put_conn(connection)
+        elif connection.must_linger and self.ready:
+            self._linger(connection)
+        else:
+            self._close(connection)
+
+    def _linger(self, connection: Connection) -> None:
+        try:
+            connection.socket.shutdown(socket.SHUT_WR)
+        except OSError:
+            self._close(connection)
+            return
+        with self._lock:
+            if connection in self._connections:
+                connection.socket.setblocking(False)
+                self._lingering[connection] = time.monotonic() + LINGER_TIMEOUT
+                self._register(connection)
+        self._wake()
+
+    def _wake(self) -> None:
+        try:
+            self._wake_writer.send(b"x")
+        except OSError:
+            pass  # it is full, so the front wakes anyway; or closed
+
+    # The front's own thread.
+
+    def _run(self, started: threading.Event) -> None:
+        started.set()
+        while self.ready:
+            try:
+                for key, _ in self._selector.select(self._patience()):
+                    self._handle(key)
+                self._expire(time.monotonic())
+            except Exception:  # one connection's trouble must not end the service
+                logger.exception("the rendezvous server's front")
+
+    def _patience(self) -> float | None:
+        """Seconds until something expires, if nothing happens before."""
+        with self._lock:
+            deadlines = [next(iter(table.values())) for table in (self._reading, self._lingering) if table]
+        if self._accept_again:
+            deadlines.append(self._accept_again)
+        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else 60.0
+
+    def _handle(self, key: selectors.SelectorKey) -> None:
+        if isinstance(key.data, Connection):
+            self._readable(key.data)
+        elif key.fileobj is self._wake_reader:
+            self._wake_reader.recv(4096)
+        elif isinstance(key.fileobj, socket.socket):
+            self._accept(key.fileobj)
+
+    def _readable(self, connection: Connection) -> None:
+        with self._lock:
+            if not connection.registered:
+                return  # a pool's thread took it back meanwhile
+            if connection.on_hang_up is not None:
+                self._peek(connection)
+                return
+            try:
+                data = connection.socket.recv(64 * 1024)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if connection in self._lingering:
+                connection.discarded += len(data)
+                if not data or connection.discarded > _MOST_DISCARDED:
+                    self._drop(connection)
+                return
+            connection.rfile.feed(data)
+            if not data:
+                self._drop(connection)
+                return
+            if not connection.rfile.has_head():
+                if self._idle.pop(connection, None) is not None:
+                    self._reading[connection] = time.monotonic() + HEAD_TIMEOUT
+                return
+            self._forget(connection)
+        self._dispatch(connection)
+
+    def _dispatch(self, connection: Connection) -> None:
+        connection.socket.settimeout(WRITE_TIMEOUT)
+        self.pool.submit(lambda: self._serve(connection))
+
+    @staticmethod
+    def _gone(connection: Connection) -> bool:
+        try:
+            return not connection.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def _peek(self, connection: Connection) -> None:
+        """A watched connection is readable: its client hung up, or sends its next request early."""
+        callback = connection.on_hang_up
+        gone = self._gone(connection)
+        self._unregister(connection)
+        if gone and callback is not None:
+            callback()
+
+    def _accept(self, listener: socket.socket) -> None:
+        for _ in range(_ACCEPTS_AT_ONCE):
+            if len(self._connections) >= self.max_connections and not self._evict():
+                self._pause()
+                return
+            try:
+                sock, address = listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM) and not self._evict():
+                    self._pause()
+                    return
+                continue
+            self._welcome(sock, address)
+
+    def _welcome(self, sock: socket.socket, address: Any) -> None:
+        sock.setblocking(False)
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            keep_alive(sock)
+        except OSError:
+            sock.close()  # reset already
+            return
+        connection = Connection(self, sock, address)
+        with self._lock:
+            self._connections.add(connection)
+            self._reading[connection] = time.monotonic() + HEAD_TIMEOUT
+            self._register(connection)
+
+    def _evict(self) -> bool:
+        """Close the connection that has been quiet longest: strangers first, then those that have been served."""
+        with self._lock:
+            for table in (self._lingering, self._reading, self._idle):
+                if table:
+                    self._drop(next(iter(table)))
+                    return True
+        return False
+
+    def _pause(self) -> None:
+        """Descriptors are used up by connections that are being served: accept again in a moment."""
+        self._accept_again = time.monotonic() + 0.05
+        for listener in self._listeners:
+            self._selector.unregister(listener)
+
+    def _expire(self, now: float) -> None:
+        if self._accept_again and now >= self._accept_again:
+            self._accept_again = 0.0
+            for listener in self._listeners:
+                self._selector.register(listener, selectors.EVENT_READ)
+        with self._lock:
+            while self._lingering and next(iter(self._lingering.values())) <= now:
+                self._drop(next(iter(self._lingering)))
+            while self._reading and next(iter(self._reading.values())) <= now:
+                connection = next(iter(self._reading))
+                self._say_too_slow(connection)
+                self._drop(connection)
+
+    @staticmethod
+    def _say_too_slow(connection: Connection) -> None:
+        if not connection.rfile.has_data():
+            return
+        body = json.dumps(
+            {"error": "Request Timeout", "reason": f"no whole request head within {HEAD_TIMEOUT:g} s"}
+        ).encode()
+        try:
+            connection.socket.send(
+                b"HTTP/1.1 408 Request Timeout\r\nContent-Type: application/json\r\nConnection: close\r\n"
+                b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
+            )
+        except OSError:
+            pass  # it does not listen either
+
+    # The selector and the tables; called with the lock held, except _close.
+
+    def _register(self, connection: Connection) -> None:
+        if not connection.registered and connection.socket.fileno() >= 0:
+            self._selector.register(connection.socket, selectors.EVENT_READ, connection)
+            connection.registered = True
+
+    def _unregister(self, connection: Connection) -> None:
+        if connection.registered:
+            connection.registered = False
+            self._selector.unregister(connection.socket)
+
+    def _forget(self, connection: Connection) -> None:
+        """Take a connection out of the quiet ones."""
+        self._unregister(connection)
+        for table in (self._reading, self._idle, self._lingering):
+            table.pop(connection, None)
+
+    def _drop(self, connection: Connection) -> None:
+        self._forget(connection)
+        self._connections.discard(connection)
+        connection.close()
+
+    def _close(self, connection: Connection) -> None:
+        with self._lock:
+            self._drop(connection)
+
+
+class _Gateway(wsgi.Gateway_10):
+    """cheroot's WSGI gateway, plus the connection for ``Front.watch``."""
+
+    def get_environ(self) -> dict[str, Any]:  # type: ignore[override]
+        environ: dict[str, Any] = super().get_environ()  # type: ignore[no-untyped-call]
+        environ["hvdgloo.connection"] = self.req.conn
+        return environ
+
+
+def keep_alive(sock: socket.socket) -> None:
+    """Have the kernel notice a dead peer within two minutes, where it lets us say so."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4)):
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -1,0 +1,261 @@
+"""Workers in, ranks and topology out. Pure: no clock, no lock, no socket.
+
+An epoch is one generation of the job's membership. Its Membership knows who should come, takes in who does, and once
+all are there says who has which rank. Two ways:
+
+* **with a launcher** the slots are known: ``hosts`` says how many workers each host has, and each worker brings its
+  rank.
+* **without one** only the number is known. Workers of one host identity form a host. Hosts are in order of their first
+  worker's arrival, and so are the workers of a host; if workers bring an index, the lower index goes first instead.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hvdgloo.rendezvous._worker_info import WorkerInfo
+from hvdgloo.topology import Host, Topology, Worker, fill
+
+
+class NotAcceptedError(Exception):
+    """A worker cannot be taken in; the text is the reason. ``taken``: its place is another worker's."""
+
+    def __init__(self, reason: str, *, taken: bool = False) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.taken = taken
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A worker that has been taken in: who (client id), what it says, and which arrival it was."""
+
+    client: str
+    info: WorkerInfo
+    arrival: int
+
+
+class Membership:
+    """Who belongs to one epoch.
+
+    Args:
+        epoch: its number.
+        size: how many workers should come, without a launcher.
+        hosts: (name, slots) in order, with a launcher. Exactly one of ``size`` and ``hosts`` is given.
+
+    Raises:
+        ValueError: neither or both are given, or there is no slot.
+    """
+
+    def __init__(self, epoch: int, *, size: int | None = None, hosts: Sequence[tuple[str, int]] | None = None) -> None:
+        if (size is None) == (hosts is None):
+            raise ValueError("an epoch needs either the number of workers (size) or the hosts with their slots (hosts)")
+        self.epoch = epoch
+        self.hosts = None if hosts is None else tuple((str(name), int(slots)) for name, slots in hosts)
+        if self.hosts is not None:
+            if any(slots < 1 for _, slots in self.hosts):
+                raise ValueError("every host of an epoch needs at least one slot")
+            size = sum(slots for _, slots in self.hosts)
+        if size is None or size < 1:
+            raise ValueError(f"an epoch needs at least one worker, not {size}")
+        self.size = size
+        self._places = self._fill()
+        self._seats: dict[str, Seat] = {}
+        self._slots: dict[int, str] = {}  # rank or index to the client that has it
+        self._arrivals = 0
+
+    @property
+    def arrived(self) -> int:
+        return len(self._seats)
+
+    @property
+    def complete(self) -> bool:
+        return len(self._seats) == self.size
+
+    @property
+    def seats(self) -> tuple[Seat, ...]:
+        """All workers that are in, in order of arrival."""
+        return tuple(self._seats.values())
+
+    def join(self, client: str, info: WorkerInfo) -> None:
+        """Take a worker in. The same client may say the same again.
+
+        Raises:
+            NotAcceptedError: it brings no rank where ranks are known, a rank out of range, one that another client
+                has, or the epoch is full.
+        """
+        seat = self._seats.get(client)
+        if seat is not None:
+            if seat.info != info:
+                raise NotAcceptedError("this client has registered before, and as another worker", taken=True)
+            return
+        slot = self._slot(info)
+        if slot is not None and slot in self._slots:
+            other = self._seats[self._slots[slot]].info
+            what = "rank" if info.rank is not None else "index"
+            raise NotAcceptedError(
+                f"{what} {slot} of epoch {self.epoch} is taken by pid {other.pid} on host {other.host_name}; "
+                "two workers were started for one place, or this one was started again",
+                taken=True,
+            )
+        if self.complete:
+            raise NotAcceptedError(f"epoch {self.epoch} is complete: {self.summary()}", taken=True)
+        self._seats[client] = Seat(client, info, self._arrivals)
+        self._arrivals += 1
+        if slot is not None:
+            self._slots[slot] = client
+
+    def leave(self, client: str) -> bool:
+        """Forget a worker that went away before all were there; False if it had not come, or it is too late."""
+        if self.complete or client not in self._seats:
+            return False
+        del self._seats[client]
+        self._slots = {slot: other for slot, other in self._slots.items() if other != client}
+        return True
+
+    def clear(self) -> None:
+        """Forget everybody, to gather anew."""
+        self._seats.clear()
+        self._slots.clear()
+
+    def missing_ranks(self) -> list[int]:
+        """The ranks that have not come; empty without a launcher, which nobody can tell then."""
+        return [] if self.hosts is None else [rank for rank in range(self.size) if rank not in self._slots]
+
+    def arrived_by_host(self) -> dict[str, int]:
+        """Host name to number of its workers that are in, hosts in order; hosts that nobody came from have 0.
+
+        Without a launcher, hosts of one name and several identities are told apart by the start of the identity.
+        """
+        if self.hosts is not None:
+            counts = Counter(self._places[rank][0] for rank in self._slots)
+            return _summed((name, counts[host]) for host, (name, _) in enumerate(self.hosts))
+        identities: dict[str, str] = {}
+        for seat in self.seats:
+            identities.setdefault(seat.info.host_identity, seat.info.host_name)
+        names = Counter(identities.values())
+        counts_by_identity = Counter(seat.info.host_identity for seat in self.seats)
+        return {
+            name if names[name] == 1 else f"{name} [{identity[:6]}]": counts_by_identity[identity]
+            for identity, name in identities.items()
+        }
+
+    def summary(self) -> str:
+        """How many workers are in, from which hosts, and which ranks are missing: for errors and for people."""
+        expected = _summed(self.hosts) if self.hosts is not None else {}
+        parts = [
+            f"{name} {arrived} of {expected[name]}" if name in expected else f"{name} {arrived}"
+            for name, arrived in self.arrived_by_host().items()
+        ]
+        text = f"{self.arrived} of {self.size} workers are in"
+        if parts:
+            text += f" (hosts: {_abbreviated(parts)})"
+        missing = self.missing_ranks()
+        if missing:
+            text += f"; missing: rank {_ranges(missing)}"
+        return text
+
+    def topology(self) -> tuple[Topology, dict[str, int]]:
+        """The answer, once ``complete``.
+
+        Returns:
+            the topology, and the rank of each client.
+
+        Raises:
+            ValueError: workers without a launcher brought ranks that do not fill hosts one after the other.
+        """
+        if not self.complete:
+            raise ValueError(f"epoch {self.epoch} is not complete: {self.summary()}")
+        groups = self._groups()
+        hosts: list[Host] = []
+        workers: list[Worker] = []
+        ranks: dict[str, int] = {}
+        for index, (name, seats) in enumerate(groups):
+            identities = {seat.info.host_identity for seat in seats}
+            addresses = tuple(dict.fromkeys(seat.info.address for seat in seats))
+            # Workers that a launcher put on one host and that say different things about it share no memory.
+            hosts.append(Host(name, identities.pop() if len(identities) == 1 else "", addresses))
+            for local_rank, seat in enumerate(seats):
+                rank, info = len(workers), seat.info
+                if info.rank is not None and info.rank != rank:
+                    raise ValueError(
+                        f"rank {info.rank} is on host {info.host_name}, but ranks must fill hosts one after the other: "
+                        f"by that order it would be rank {rank}. Number the workers of each host consecutively, or "
+                        "leave their ranks away and let the rendezvous server choose"
+                    )
+                workers.append(Worker(rank, index, local_rank, info.pid, info.address, info.port))
+                ranks[seat.client] = rank
+        return Topology(self.epoch, tuple(hosts), tuple(workers)), ranks
+
+    def _fill(self) -> list[tuple[int, int]]:
+        if self.hosts is None:
+            return []
+        names, slots = [name for name, _ in self.hosts], [count for _, count in self.hosts]
+        return fill(names, slots, self.size)
+
+    def _slot(self, info: WorkerInfo) -> int | None:
+        """The worker's own claim to a place: a rank, an index, or none."""
+        if self.hosts is not None and info.rank is None:
+            raise NotAcceptedError(
+                f"a launcher knows the ranks of epoch {self.epoch}, but this worker brings none (HVDGLOO_RANK)"
+            )
+        if info.rank is not None and info.rank >= self.size:
+            raise NotAcceptedError(f"rank {info.rank} does not exist: epoch {self.epoch} has {self.size} workers")
+        kind = _claim(info)
+        for seat in self._seats.values():
+            if _claim(seat.info) != kind:
+                raise NotAcceptedError(
+                    f"this worker brings {kind}, but others bring {_claim(seat.info)}: set HVDGLOO_RANK, or "
+                    "HVDGLOO_INDEX, for all workers or for none"
+                )
+            break  # all that are in agree, so one of them speaks for all
+        return info.rank if info.rank is not None else info.index
+
+    def _groups(self) -> list[tuple[str, list[Seat]]]:
+        """Hosts in order: name, and its workers in order."""
+        if self.hosts is not None:
+            by_host: list[tuple[str, list[Seat]]] = [(name, []) for name, _ in self.hosts]
+            for rank, (host, _) in enumerate(self._places):
+                by_host[host][1].append(self._seats[self._slots[rank]])
+            return by_host
+        ordered = sorted(self.seats, key=_order)
+        by_identity: dict[str, list[Seat]] = {}
+        for seat in ordered:
+            by_identity.setdefault(seat.info.host_identity, []).append(seat)
+        return [(seats[0].info.host_name, seats) for seats in by_identity.values()]
+
+
+def _claim(info: WorkerInfo) -> str:
+    return "a rank" if info.rank is not None else "an index" if info.index is not None else "neither rank nor index"
+
+
+def _order(seat: Seat) -> int:
+    claim = seat.info.rank if seat.info.rank is not None else seat.info.index
+    return seat.arrival if claim is None else claim
+
+
+def _summed(pairs: Any) -> dict[str, int]:
+    """Add up what has the same name: a host may be listed twice."""
+    totals: dict[str, int] = {}
+    for name, count in pairs:
+        totals[name] = totals.get(name, 0) + count
+    return totals
+
+
+def _abbreviated(parts: Sequence[str], show: int = 16) -> str:
+    more = len(parts) - show
+    return ", ".join(parts[:show]) + (f" and {more} more" if more > 0 else "")
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers in short: ``0, 3-7, 12``."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1] = [parts[-1][0], number]
+        else:
+            parts.append([number])
+    return _abbreviated(["-".join(map(str, part)) for part in parts])

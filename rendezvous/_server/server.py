@@ -1,0 +1,224 @@
+"""RendezvousServer: the service with its sockets and threads, as a context manager.
+
+Listening comes before serving: a launcher tells its workers the port and lets them start, then imports the web server
+(which takes longer than everything else that a launcher does) while they import their frameworks. Who comes earlier
+waits in the listener's queue.
+"""
+
+from __future__ import annotations
+
+import logging
+import resource
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from hvdgloo._net import ports
+from hvdgloo.config import format_endpoint
+from hvdgloo.errors import ConfigError
+from hvdgloo.rendezvous import _auth as auth
+from hvdgloo.rendezvous._server.epochs import Epochs
+
+if TYPE_CHECKING:
+    from hvdgloo.rendezvous._server.http_front import Front
+    from hvdgloo.rendezvous._server.service import Refused, Service
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY = 256 * 1024 * 1024
+_SPARE_THREADS = 32  # for requests that do not wait
+_OTHER_DESCRIPTORS = 256  # that the process needs for itself
+
+
+class RendezvousServer:
+    """Hands out ranks and topology, and keeps the store through which workers find each other.
+
+    Use it as a context manager, or call ``start`` and ``stop``, before that ``listen`` if the endpoint is needed early.
+    Epoch 0 is open from the start.
+
+    Args:
+        secret: of the job; whoever knows it takes part.
+        size: number of workers, when nobody knows yet where they will be: ranks then go by host in order of first
+            arrival, or by ``WorkerInfo.index`` if workers bring one.
+        hosts: (name, slots) in order, when a launcher knows: ranks fill hosts in this order, and workers bring theirs.
+            Exactly one of ``size`` and ``hosts`` is given.
+        bind: IP addresses to listen on, all at one port.
+        port: 0 takes any free one.
+        port_range: (first, last): the first free one of these, instead of ``port``.
+        start_timeout: seconds from an epoch's first worker until all who wait are told who is missing.
+
+    Raises:
+        ConfigError: no such address here, the port is taken, or no worker is expected.
+    """
+
+    def __init__(
+        self,
+        *,
+        secret: bytes,
+        size: int | None = None,
+        hosts: Sequence[tuple[str, int]] | None = None,
+        bind: Sequence[str] = ("127.0.0.1",),
+        port: int = 0,
+        port_range: tuple[int, int] | None = None,
+        start_timeout: float = 120.0,
+    ) -> None:
+        if not bind:
+            raise ConfigError("a rendezvous server needs at least one address to listen on")
+        self._secret = secret
+        self._epochs = Epochs(start_timeout)
+        self._bind = tuple(dict.fromkeys(bind))
+        self._port_range = (port, port) if port_range is None and port else port_range
+        self._listeners: list[socket.socket] = []
+        self._bound: list[Any] = []
+        self._service: Service | None = None
+        self._front: Front | None = None
+        self._threads = _SPARE_THREADS
+        self._open(0, size, hosts)
+
+    def listen(self) -> RendezvousServer:
+        """Bind and listen: ``endpoint`` is known from now on, and who connects waits for ``start``. Returns itself."""
+        if self._bound:
+            raise RuntimeError("this rendezvous server listens already, or has done so")
+        self._listeners = ports.listen(self._bind, self._port_range)
+        self._bound = [listener.getsockname() for listener in self._listeners]
+        return self
+
+    def start(self) -> RendezvousServer:
+        """Listen, unless it does so already, and serve on daemon threads. Returns itself."""
+        if self._front is not None:
+            raise RuntimeError("this rendezvous server has been started before")
+        if not self._bound:
+            self.listen()
+        from hvdgloo.rendezvous._server.http_front import Front
+        from hvdgloo.rendezvous._server.service import Service, create_app
+
+        self._service = Service(
+            self._secret, self._epochs, max_polls=lambda: self._threads - _SPARE_THREADS // 2, watch=self._watch
+        )
+        self._front = Front(
+            create_app(self._service),
+            self._listeners,
+            threads=self._threads,
+            max_connections=raise_descriptor_limit(self._connections),
+            max_body=MAX_BODY,
+        )
+        self._front.start()
+        logger.info("the rendezvous server listens on %s", ", ".join(self.endpoints))
+        return self
+
+    def stop(self) -> None:
+        """End within a second: waiting workers get a clear error, then everything is closed. May be repeated."""
+        if self._service is not None:
+            self._service.close("the rendezvous server is being stopped")
+        if self._front is not None:
+            self._front.stop()
+        for listener in self._listeners:
+            listener.close()
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """``host:port`` of each address that it listens on; IPv6 addresses in brackets."""
+        if not self._bound:
+            raise RuntimeError("this rendezvous server does not listen yet")
+        return tuple(format_endpoint(*listener[:2]) for listener in self._bound)
+
+    @property
+    def endpoint(self) -> str:
+        """The first of ``endpoints``."""
+        return self.endpoints[0]
+
+    @property
+    def token(self) -> str:
+        """The bearer token that reads status, metrics and page, and does nothing else. Not for logs."""
+        return auth.status_token(self._secret)
+
+    def status(self) -> dict[str, Any]:
+        """The same as ``GET /v1/status``."""
+        return self._serving.status()
+
+    @property
+    def requests_served(self) -> int:
+        """How many requests were let in since the start, the clients' hellos included."""
+        return self._serving.requests_served
+
+    @property
+    def refused(self) -> Refused:
+        """Requests that were turned away at the gate for their signature."""
+        return self._serving.refused
+
+    def wait_for_change(self, seen: int = -1, *, timeout: float) -> int:
+        """Wait until workers have come or gone, or an epoch has failed; see ``Epochs.wait_for_change``."""
+        return self._epochs.wait_for_change(seen, timeout)
+
+    @property
+    def last_failure(self) -> str:
+        """Why the last start that failed did, as its workers were told; empty if none has."""
+        return self._epochs.last_failure()
+
+    def open_epoch(
+        self, epoch: int, *, size: int | None = None, hosts: Sequence[tuple[str, int]] | None = None
+    ) -> None:
+        """Let workers register for another generation of the membership.
+
+        Epoch 0 is open from the start. Further ones are for elastic jobs, whose launcher will open one at each change
+        of their hosts; a job of fixed size has none.
+
+        Raises:
+            ConfigError: it is open already, or has no workers.
+        """
+        self._open(epoch, size, hosts)
+
+    def __enter__(self) -> RendezvousServer:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    @property
+    def _serving(self) -> Service:
+        if self._service is None:
+            raise RuntimeError("this rendezvous server has not been started")
+        return self._service
+
+    def _open(self, epoch: int, size: int | None, hosts: Sequence[tuple[str, int]] | None) -> None:
+        try:
+            self._epochs.open(epoch, size=size, hosts=hosts)
+        except ValueError as error:
+            raise ConfigError(f"rendezvous: {error}") from None
+        workers = size if size is not None else sum(slots for _, slots in hosts or ())
+        # Each worker may wait in one request, and in one more of an epoch that is ending.
+        self._threads = max(self._threads, 2 * workers + _SPARE_THREADS)
+        if self._front is not None:
+            self._front.pool.limit = self._threads
+            self._front.max_connections = raise_descriptor_limit(self._connections)
+
+    @property
+    def _connections(self) -> int:
+        return 2 * self._threads + 256
+
+    def _watch(self, connection: Any, on_hang_up: Callable[[], None]) -> AbstractContextManager[None]:
+        if self._front is None:
+            raise RuntimeError("no request is served before the server was started")
+        return self._front.watch(connection, on_hang_up)
+
+
+def raise_descriptor_limit(wanted: int) -> int:
+    """How many connections there may be: ``wanted``, or what the system's limit on descriptors leaves.
+
+    The soft limit is raised if it is too low: it is 1,024 on many systems, and a launcher needs descriptors too.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = wanted + _OTHER_DESCRIPTORS
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        new = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (new, hard))
+            soft = new
+        except (OSError, ValueError):
+            pass  # macOS refuses more than its kernel's limit; then it stays as it is
+        wanted = min(wanted, max(16, soft - _OTHER_DESCRIPTORS))
+    return wanted

@@ -1,0 +1,499 @@
+"""The Flask application: routes over stores and epochs, behind a gate that knows the job's secret.
+
+The gate is plain WSGI and comes first: it verifies a request's signature from its head alone, takes the counter, reads
+the body within a deadline and a size limit, and checks the digest. Flask sees only what passed. Whatever is refused is
+refused with a 4xx and a JSON object ``{"error": ..., "reason": ...}``; after the gate, answers are signed.
+
+====================================  ==============================================================================
+``GET /v1/hello``                     the run id; signed for the empty run
+``POST /v1/epochs/<e>/workers``       a WorkerInfo as JSON, ``?timeout=s``; 200 rank and topology, 202 not yet, 404 no
+                                      such epoch, 409 the place is taken, 504 the epoch failed
+``PUT /v1/kv/<scope>/<key>``          set a value; 204
+``GET /v1/kv/<scope>/<key>``          ``?timeout=s`` waits; 200 the value, 404 not there
+``DELETE /v1/kv/<scope>/<key>``       200 ``{"deleted": true or false}``
+``POST /v1/kv/<scope>?op=set``        several items (``hvdgloo.rendezvous._wire``); 204
+``POST /v1/kv/<scope>?op=get``        several keys, ``&timeout=s`` waits for all; 200 their values, 404 ``missing``
+``GET /v1/status /metrics /``         JSON, Prometheus, a page; also with the status token
+====================================  ==============================================================================
+
+Keys may hold slashes, and percent signs mean what they say: routes match the request target as it was sent, undecoded,
+and only the scope and key are decoded, once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+from urllib.parse import unquote_to_bytes
+
+from flask import Flask, Response, render_template, request
+from werkzeug.exceptions import HTTPException
+
+from hvdgloo.errors import AuthenticationError
+from hvdgloo.rendezvous import _auth as auth
+from hvdgloo.rendezvous import _wire as wire
+from hvdgloo.rendezvous._server.epochs import (
+    EpochFailedError,
+    Epochs,
+    NotAcceptedError,
+    NotYet,
+    StoppingError,
+    UnknownEpochError,
+)
+from hvdgloo.rendezvous._server.metrics import Metrics
+from hvdgloo.rendezvous._server.streams import SLOWEST_RATE
+from hvdgloo.rendezvous._store import MAX_SCOPE_BYTES, MemoryStore, check_key
+from hvdgloo.rendezvous._worker_info import WorkerInfo
+from hvdgloo.version import __version__
+
+MAX_POLL = 50.0  # seconds; below the idle timeouts of common load balancers
+BODY_TIMEOUT = 10.0
+MAX_CLIENTS = 1 << 17
+_READ_ONLY = frozenset({"/", "/v1/status", "/metrics"})
+_BROWSER_CHALLENGE = 'Basic realm="hvdgloo: the status token is the password", charset="UTF-8"'
+
+Environ = dict[str, Any]
+StartResponse = Callable[..., Any]
+
+
+class Refusal(Exception):  # noqa: N818 - an answer rather than an error
+    """A request gets this status and reason."""
+
+    def __init__(self, status: int, reason: str, **facts: Any) -> None:
+        super().__init__(reason)
+        self.status = status
+        self.reason = reason
+        self.facts = facts
+
+    def body(self) -> bytes:
+        return json.dumps({"error": HTTPStatus(self.status).phrase, "reason": self.reason, **self.facts}).encode()
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Requests that were turned away because nobody of the job had signed them.
+
+    Attributes:
+        count: how many.
+        address, reason: the last one's.
+    """
+
+    count: int = 0
+    address: str = ""
+    reason: str = ""
+
+
+class Service:
+    """What the routes work on: one server's stores, epochs and clients.
+
+    Args:
+        secret: of the job.
+        epochs: where workers gather.
+        max_polls: how many requests may wait at a time; further ones are told to come again.
+        watch: context manager that calls back when a connection's client hangs up.
+    """
+
+    def __init__(
+        self,
+        secret: bytes,
+        epochs: Epochs,
+        *,
+        max_polls: Callable[[], int],
+        watch: Callable[[Any, Callable[[], None]], AbstractContextManager[None]],
+    ) -> None:
+        self.signer = auth.Signer(secret)
+        self.token = auth.status_token(secret)
+        self.run = auth.generate_id()
+        self.epochs = epochs
+        self.metrics = Metrics(self.epochs.workers_in, self.counts)
+        self._max_polls = max_polls
+        self._watch = watch
+        self._lock = threading.Lock()
+        self._stores: dict[str, MemoryStore] = {}
+        self._windows: dict[str, auth.ReplayWindow] = {}
+        self._connected: Counter[str] = Counter()
+        self._polls = 0
+        self._stopping = ""
+        self.requests_served = 0
+        self.refused = Refused()
+        self._started = time.monotonic()
+
+    def store(self, scope: str) -> MemoryStore:
+        """The store of a scope; scopes come into being when they are first used."""
+        with self._lock:
+            if self._stopping:
+                raise StoppingError(self._stopping)
+            store = self._stores.get(scope)
+            if store is None:
+                store = self._stores[scope] = MemoryStore()
+            return store
+
+    def take_counter(self, client: str, counter: int) -> None:
+        """
+        Raises:
+            Refusal: the counter was used before; or there are more clients than any job has.
+        """
+        with self._lock:
+            window = self._windows.get(client)
+            if window is None:
+                if len(self._windows) >= MAX_CLIENTS:
+                    raise Refusal(503, f"this server has seen {MAX_CLIENTS} clients and can tell no more apart")
+                window = self._windows[client] = auth.ReplayWindow()
+            if not window.use(counter):
+                raise Refusal(401, "this request was received before: a repetition needs a signature of its own")
+
+    @contextmanager
+    def poll(self, connection: Any, on_hang_up: Callable[[], None]) -> Iterator[None]:
+        """Around a wait on a thread of the pool.
+
+        Raises:
+            Refusal: so many wait already that other requests would find no thread.
+        """
+        with self._lock:
+            if self._polls >= self._max_polls():
+                raise Refusal(503, f"{self._polls} requests are waiting already; ask again in a moment", busy=True)
+            self._polls += 1
+        try:
+            with self._watch(connection, on_hang_up):
+                yield
+        finally:
+            with self._lock:
+                self._polls -= 1
+
+    def note_served(self, method: str, route: str, status: int, seconds: float) -> None:
+        """Count a request that was let in."""
+        with self._lock:
+            self.requests_served += 1
+        self.metrics.served(method, route, status, seconds)
+
+    def note_refused(self, address: str, reason: str) -> None:
+        """Somebody who does not know the job's secret, or an old one, knocks."""
+        with self._lock:
+            self.refused = Refused(self.refused.count + 1, address, reason)
+        self.epochs.wake()
+
+    def note_client(self, connection: Any, client: str) -> None:
+        """A connection has proved to be a client's: the client is there until the last of them ends."""
+        if connection.on_close is None:
+            with self._lock:
+                self._connected[client] += 1
+            connection.on_close = lambda: self._client_left(client)
+
+    def _client_left(self, client: str) -> None:
+        with self._lock:
+            self._connected[client] -= 1
+            if self._connected[client]:
+                return
+            del self._connected[client]
+        self.epochs.client_left(client)
+
+    def close(self, reason: str) -> None:
+        """Let every request that waits end with a clear error."""
+        with self._lock:
+            self._stopping = reason
+            stores = list(self._stores.values())
+        self.epochs.close(reason)
+        for store in stores:
+            store.close(reason)
+
+    @property
+    def stopping(self) -> str:
+        return self._stopping
+
+    def counts(self) -> dict[str, int]:
+        """Scopes, keys, bytes, clients and waiting requests, at this moment."""
+        with self._lock:
+            sizes = [store.size() for store in self._stores.values()]
+            return {
+                "scopes": len(sizes),
+                "keys": sum(keys for keys, _ in sizes),
+                "bytes": sum(size for _, size in sizes),
+                "clients": len(self._windows),
+                "connected_clients": len(self._connected),
+                "waiting_requests": self._polls,
+            }
+
+    def status(self) -> dict[str, Any]:
+        """The job as JSON values: what ``/v1/status`` answers."""
+        return {
+            "version": __version__,
+            "run": self.run,
+            "uptime_s": round(time.monotonic() - self._started, 3),
+            "start_timeout_s": self.epochs.start_timeout,
+            "epochs": self.epochs.status(self._connected.__contains__),
+            "store": self.counts(),
+        }
+
+
+def create_app(service: Service) -> Callable[[Environ, StartResponse], Any]:
+    """The WSGI application: the gate, and Flask behind it."""
+    flask = Flask("hvdgloo.rendezvous", static_folder=None)
+    flask.url_map.merge_slashes = False
+    flask.url_map.redirect_defaults = False
+    _add_routes(flask, service)
+    _add_error_handlers(flask)
+    flask.after_request(lambda response: _finish(service, response))
+    return Gate(service, flask.wsgi_app)
+
+
+class Gate:
+    """Lets through only requests that the job's members, or for reading its state the token's holders, have made."""
+
+    def __init__(self, service: Service, application: Callable[[Environ, StartResponse], Any]) -> None:
+        self._service = service
+        self._application = application
+
+    def __call__(self, environ: Environ, start_response: StartResponse) -> Any:
+        started = time.perf_counter()
+        try:
+            self._admit(environ)
+            # Only what the client sent is routed: cheroot has decoded PATH_INFO once, which would lose "%2F".
+            environ["PATH_INFO"] = environ["REQUEST_URI"].partition("?")[0]
+            environ["hvdgloo.started"] = started
+            return self._application(environ, start_response)
+        except Refusal as refusal:
+            return self._refuse(refusal, environ, start_response)
+
+    def _admit(self, environ: Environ) -> None:
+        length = self._length(environ)
+        method, target = environ["REQUEST_METHOD"], environ["REQUEST_URI"]
+        header = environ.get("HTTP_AUTHORIZATION", "")
+        path = target.partition("?")[0]
+        if path in _READ_ONLY and not header.startswith(auth.SCHEME):
+            if method not in ("GET", "HEAD") or not auth.bearer_matches(header, self._service.token):
+                raise Refusal(401, "the job's state is shown to its members and to those who have the status token")
+            environ["hvdgloo.body"] = self._body(environ, length)
+            return
+        try:
+            credentials = auth.Credentials.parse(header)
+            self._service.signer.verify(method, target, credentials)
+        except AuthenticationError as error:
+            raise Refusal(401, str(error)) from None
+        hello = path == "/v1/hello"
+        if credentials.run != ("" if hello else self._service.run):
+            raise Refusal(
+                401, "the request was signed for another run of the server; it has been restarted since", restarted=True
+            )
+        if not hello:
+            self._service.take_counter(credentials.client, credentials.counter)
+        self._service.note_client(environ["hvdgloo.connection"], credentials.client)
+        environ["hvdgloo.credentials"] = credentials
+        body = self._body(environ, length)
+        if auth.digest(body) != credentials.digest:
+            raise Refusal(401, "the body is not the one that was signed")
+        environ["hvdgloo.body"] = body
+
+    @staticmethod
+    def _length(environ: Environ) -> int:
+        """The body's length. cheroot has refused what is no number, and what exceeds the limit."""
+        if environ["wsgi.input_terminated"]:
+            raise Refusal(411, "chunked bodies are not taken: send a Content-Length")
+        length = int(environ.get("CONTENT_LENGTH") or 0)
+        if length < 0:
+            raise Refusal(400, "a body's length cannot be negative")
+        return length
+
+    @staticmethod
+    def _body(environ: Environ, length: int) -> bytes:
+        if not length:
+            return b""
+        patience = BODY_TIMEOUT + length / SLOWEST_RATE
+        environ["hvdgloo.connection"].rfile.allow(patience)
+        try:
+            body: bytes = environ["wsgi.input"].read(length)
+        except TimeoutError:
+            raise Refusal(408, f"the body's {length} bytes did not arrive within {patience:.0f} s") from None
+        if len(body) != length:
+            raise Refusal(400, f"the body ended after {len(body)} of {length} bytes")
+        return body
+
+    def _refuse(self, refusal: Refusal, environ: Environ, start_response: StartResponse) -> list[bytes]:
+        self._service.metrics.refused(refusal.status)
+        body = refusal.body()
+        headers = [("Content-Type", "application/json"), ("Content-Length", str(len(body))), ("Connection", "close")]
+        if refusal.status == 401:
+            browser = environ["REQUEST_URI"].partition("?")[0] in _READ_ONLY
+            if not browser or environ.get("HTTP_AUTHORIZATION"):  # a browser asks first what it shall bring
+                self._service.note_refused(environ.get("REMOTE_ADDR", ""), refusal.reason)
+            headers.append(("WWW-Authenticate", _BROWSER_CHALLENGE if browser else auth.SCHEME))
+        # A stranger gets one request per connection, so many at once cost it as many connections.
+        environ["hvdgloo.connection"].end_after_answer()
+        start_response(f"{refusal.status} {HTTPStatus(refusal.status).phrase}", headers)
+        return [] if environ["REQUEST_METHOD"] == "HEAD" else [body]
+
+
+def _add_routes(flask: Flask, service: Service) -> None:
+    @flask.get("/v1/hello")
+    def hello() -> Response:
+        return _json({"run": service.run, "version": __version__})
+
+    @flask.post("/v1/epochs/<int:epoch>/workers")
+    def register(epoch: int) -> Response:
+        try:
+            info = WorkerInfo.from_dict(json.loads(_body()))
+        except (ValueError, RecursionError) as error:
+            raise Refusal(400, f"the body is not a worker: {error}") from None
+        placed = service.epochs.register(
+            epoch,
+            request.environ["hvdgloo.credentials"].client,
+            info,
+            timeout=_timeout(),
+            watch=lambda hang_up: service.poll(request.environ["hvdgloo.connection"], hang_up),
+        )
+        if isinstance(placed, NotYet):
+            return _json({"reason": placed.summary}, 202)
+        # The topology is the same for all and may be long: its text is put in as it is.
+        return _raw_json(b'{"rank":%d,"topology":%s}' % (placed.rank, placed.topology))
+
+    @flask.post("/v1/kv/<scope>")
+    def many(scope: str) -> Response:
+        store = service.store(_scope(scope))
+        op = request.args.get("op", "")
+        try:
+            if op == "set":
+                store.set_many(wire.unpack_items(_body()))
+                return Response(status=204)
+            if op == "get":
+                keys = [check_key(key) for key in wire.unpack_keys(_body())]
+                return _bytes(wire.pack_values(_wait(service, store, keys)))
+        except ValueError as error:
+            raise Refusal(400, str(error)) from None
+        raise Refusal(400, "the query must say op=set or op=get")
+
+    @flask.route("/v1/kv/<scope>/<path:key>", methods=["GET", "PUT", "DELETE"])
+    def one(scope: str, key: str) -> Response:
+        store, name = service.store(_scope(scope)), _decoded(key, "key")
+        if request.method == "PUT":
+            store.set(name, _body())
+            return Response(status=204)
+        if request.method == "DELETE":
+            return _json({"deleted": store.delete(name)})
+        return _bytes(_wait(service, store, [name])[0])
+
+    @flask.get("/v1/status")
+    def status() -> Response:
+        return _json(service.status())
+
+    @flask.get("/metrics")
+    def metrics() -> Response:
+        return Response(service.metrics.text(), content_type=service.metrics.content_type)
+
+    @flask.get("/")
+    def page() -> Response:
+        response = Response(render_template("job.html", status=service.status()))
+        response.headers["Content-Security-Policy"] = "default-src 'none'; style-src 'unsafe-inline'"
+        response.headers["Refresh"] = "2"
+        return response
+
+
+def _add_error_handlers(flask: Flask) -> None:
+    def answer(kind: type[Exception], status: Callable[[Any], int], reason: Callable[[Any], str] = str) -> None:
+        flask.register_error_handler(
+            kind, lambda error: _raw_json(Refusal(status(error), reason(error)).body(), status(error))
+        )
+
+    answer(NotAcceptedError, lambda error: 409 if error.taken else 400)
+    answer(UnknownEpochError, lambda _: 404)
+    answer(EpochFailedError, lambda _: 504)
+    answer(StoppingError, lambda _: 503)
+    answer(HTTPException, lambda error: error.code or 500, _plain)
+    flask.register_error_handler(Refusal, lambda refusal: _raw_json(refusal.body(), refusal.status))
+
+
+def _plain(error: HTTPException) -> str:
+    if error.code == 404:
+        return f"there is no such route: {request.method} {request.environ['PATH_INFO'][:200]}"
+    return error.description or error.name
+
+
+def _wait(service: Service, store: MemoryStore, keys: Sequence[str]) -> list[bytes]:
+    """The values of all keys, after waiting as long as the query allows."""
+    timeout = _timeout()
+    deadline = time.monotonic() + timeout
+    while True:
+        values = store.peek_many(keys)
+        if values is not None:
+            return values
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
+            missing = store.missing(keys)
+            raise Refusal(404, f"{len(missing)} of {len(keys)} keys are not there", missing=missing[:8])
+        waiter = store.waiter(keys)
+        try:
+            with service.poll(request.environ["hvdgloo.connection"], waiter.release):
+                if not waiter.wait(remaining):
+                    continue
+        finally:
+            store.forget(waiter)
+        if service.stopping:
+            raise StoppingError(service.stopping)
+        if waiter.position < len(keys):
+            raise Refusal(400, "the client hung up")  # nobody reads this
+
+
+def _finish(service: Service, response: Response) -> Response:
+    """Sign the answer and count it."""
+    environ = request.environ
+    credentials = environ.get("hvdgloo.credentials")
+    if credentials is not None:
+        response.headers[auth.ANSWER_HEADER] = service.signer.sign_answer(
+            credentials.run,
+            credentials.client,
+            credentials.counter,
+            response.status_code,
+            auth.digest(response.get_data()),
+        )
+    response.headers["Cache-Control"] = "no-store"
+    rule = request.url_rule.rule if request.url_rule else "none"
+    service.note_served(request.method, rule, response.status_code, time.perf_counter() - environ["hvdgloo.started"])
+    return response
+
+
+def _body() -> bytes:
+    body: bytes = request.environ["hvdgloo.body"]
+    return body
+
+
+def _timeout() -> float:
+    text = request.args.get("timeout", "0")
+    try:
+        timeout = float(text)
+    except ValueError:
+        timeout = math.nan
+    if not 0 <= timeout < math.inf:
+        raise Refusal(400, "timeout must be a number of seconds, 0 or more")
+    return min(timeout, MAX_POLL)
+
+
+def _decoded(text: str, what: str, limit: int | None = None) -> str:
+    try:
+        decoded = unquote_to_bytes(text.encode("latin-1")).decode("utf-8")
+        return check_key(decoded, what) if limit is None else check_key(decoded, what, limit)
+    except UnicodeError:
+        raise Refusal(400, f"the {what} is not UTF-8") from None
+    except ValueError as error:
+        raise Refusal(400, str(error)) from None
+
+
+def _scope(text: str) -> str:
+    return _decoded(text, "scope", MAX_SCOPE_BYTES)
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return _raw_json(json.dumps(value).encode(), status)
+
+
+def _raw_json(body: bytes, status: int = 200) -> Response:
+    return Response(body, status=status, content_type="application/json")
+
+
+def _bytes(body: bytes) -> Response:
+    return Response(body, content_type="application/octet-stream")

@@ -1,0 +1,227 @@
+"""The key-value store through which processes find each other.
+
+A ``Store`` holds bytes under text keys, and lets a reader wait for keys that are not there yet: that wait is the whole
+rendezvous. ``MemoryStore`` is the store of one process; the server keeps one for each scope, and tests and
+single-process jobs use it directly. ``hvdgloo.rendezvous.HttpStore`` is the same thing seen through the server.
+
+Waiting costs nothing per key and wakes nobody in vain: each waiter is filed under *one* key that it lacks, and whoever
+sets that key moves the waiter on to the next one it lacks, or releases it. With a condition variable, N workers that
+wait for N keys would be woken N x N times.
+"""
+
+from __future__ import annotations
+
+import _thread
+import time
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from hvdgloo.errors import RendezvousError, RendezvousTimeoutError
+
+MAX_KEY_BYTES = 1024
+MAX_SCOPE_BYTES = 255
+
+
+class Store(Protocol):
+    """What Gloo, the engine and the runner need of a store. Keys are text, values are bytes."""
+
+    def set(self, key: str, value: bytes) -> None:
+        """Put ``value`` under ``key``, replacing what was there, and wake those who wait for it."""
+
+    def set_many(self, items: Mapping[str, bytes]) -> None:
+        """Set several keys at once; nobody sees only some of them."""
+
+    def get(self, key: str, *, timeout: float) -> bytes:
+        """The value of ``key``, waiting up to ``timeout`` seconds until it is there.
+
+        Raises:
+            RendezvousTimeoutError: nobody has set it by then.
+        """
+
+    def get_many(self, keys: Sequence[str], *, timeout: float) -> list[bytes]:
+        """The values of all ``keys`` in their order, waiting up to ``timeout`` seconds until all are there.
+
+        Raises:
+            RendezvousTimeoutError: naming the keys that are missing.
+        """
+
+    def delete(self, key: str) -> bool:
+        """Remove ``key``; True if it was there."""
+
+
+def check_key(key: str, what: str = "key", limit: int = MAX_KEY_BYTES) -> str:
+    """Return ``key`` if it can be one.
+
+    Slashes are welcome, doubled ones too (torch makes such keys). Segments "." and ".." are not: HTTP clients and
+    proxies rewrite paths that hold them, so that the key which arrives is another one.
+
+    Raises:
+        ValueError: saying what is wrong with it.
+    """
+    try:
+        size = len(key.encode())
+    except UnicodeEncodeError:
+        raise ValueError(f"a {what} must be text that can be written in UTF-8") from None
+    if not 0 < size <= limit:
+        raise ValueError(f"a {what} must have 1 to {limit} bytes, this one has {size}")
+    if any(character < " " or character == "\x7f" for character in key):
+        raise ValueError(f"a {what} must not hold control characters")
+    if key.startswith(".") or "/." in key:  # nearly always False, and then the split is saved
+        for segment in key.split("/"):
+            if segment in (".", ".."):
+                raise ValueError(f"a {what} must not hold a segment {segment!r}")
+    return key
+
+
+class Latch:
+    """Something that happens once, waited for by one thread and caused by another.
+
+    A bare lock: a tenth of a ``threading.Event``'s cost, and a server of a large job makes thousands.
+    """
+
+    __slots__ = ("_lock",)
+
+    def __init__(self) -> None:
+        self._lock = _thread.allocate_lock()
+        self._lock.acquire()
+
+    def release(self) -> None:
+        """Let the waiting thread go on. Calling it again changes nothing."""
+        try:
+            self._lock.release()
+        except RuntimeError:
+            pass  # it was released before
+
+    def wait(self, timeout: float) -> bool:
+        """Wait up to ``timeout`` seconds; False if nothing happened by then. Only one thread may wait, and once."""
+        if timeout > 0:
+            return self._lock.acquire(timeout=min(timeout, _thread.TIMEOUT_MAX))
+        return self._lock.acquire(blocking=False)
+
+
+class Waiter(Latch):
+    """One reader's wait for some keys of a MemoryStore."""
+
+    __slots__ = ("keys", "position")
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        super().__init__()
+        self.keys = keys
+        self.position = 0  # every key before this one was there when it was looked at
+
+
+class MemoryStore:
+    """A Store in this process's memory; all methods may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = _thread.allocate_lock()
+        self._values: dict[str, bytes] = {}
+        self._waiters: dict[str, list[Waiter]] = {}
+        self._closed = ""
+
+    def set(self, key: str, value: bytes) -> None:
+        self.set_many({key: value})
+
+    def set_many(self, items: Mapping[str, bytes]) -> None:
+        for key in items:
+            check_key(key)
+        with self._lock:
+            # An immutable copy: a caller that reuses its bytearray must not change what is stored.
+            self._values.update((key, bytes(value)) for key, value in items.items())
+            for key in items:
+                for waiter in self._waiters.pop(key, ()):
+                    self._advance(waiter)
+
+    def get(self, key: str, *, timeout: float) -> bytes:
+        return self.get_many([key], timeout=timeout)[0]
+
+    def get_many(self, keys: Sequence[str], *, timeout: float) -> list[bytes]:
+        deadline = time.monotonic() + timeout
+        while True:
+            found = self.peek_many(keys)
+            if found is not None:
+                return found
+            waiter = self.waiter(keys)
+            arrived = waiter.wait(deadline - time.monotonic())
+            self.forget(waiter)
+            if self._closed:
+                raise RendezvousError(self._closed)
+            if not arrived:
+                raise RendezvousTimeoutError(f"{describe_keys(self.missing(keys))} not set within {timeout:g} s")
+
+    def delete(self, key: str) -> bool:
+        check_key(key)
+        with self._lock:
+            return self._values.pop(key, None) is not None
+
+    def peek_many(self, keys: Sequence[str]) -> list[bytes] | None:
+        """The values of all ``keys`` if all are there now, else None."""
+        values = self._values
+        with self._lock:
+            try:
+                return [values[key] for key in keys]
+            except KeyError:
+                pass
+        for key in keys:
+            check_key(key)
+        return None
+
+    def missing(self, keys: Sequence[str]) -> list[str]:
+        """Those of ``keys`` that are not there."""
+        with self._lock:
+            return [key for key in keys if key not in self._values]
+
+    def waiter(self, keys: Sequence[str]) -> Waiter:
+        """A Waiter that is released once all ``keys`` have been there, or the store is closed.
+
+        A key may have been deleted again by the time the waiter's thread runs, so look again with ``peek_many``. Give
+        the waiter back with ``forget``.
+        """
+        waiter = Waiter(keys)
+        with self._lock:
+            if self._closed:
+                waiter.release()
+            else:
+                self._advance(waiter)
+        return waiter
+
+    def forget(self, waiter: Waiter) -> None:
+        """Stop waiting; releases nothing."""
+        with self._lock:
+            if waiter.position < len(waiter.keys):
+                key = waiter.keys[waiter.position]
+                others = self._waiters.get(key, [])
+                if waiter in others:
+                    others.remove(waiter)
+                    if not others:
+                        del self._waiters[key]
+
+    def close(self, reason: str) -> None:
+        """Release everybody who waits; ``get`` and ``get_many`` then raise RendezvousError(reason)."""
+        with self._lock:
+            self._closed = reason
+            waiters = [waiter for some in self._waiters.values() for waiter in some]
+            self._waiters.clear()
+        for waiter in waiters:
+            waiter.release()
+
+    def size(self) -> tuple[int, int]:
+        """How many keys there are, and how many bytes their values have."""
+        with self._lock:
+            return len(self._values), sum(map(len, self._values.values()))
+
+    def _advance(self, waiter: Waiter) -> None:
+        """File the waiter under the next key that it lacks, or release it. Called with the lock held."""
+        keys, values = waiter.keys, self._values
+        while waiter.position < len(keys) and keys[waiter.position] in values:
+            waiter.position += 1
+        if waiter.position == len(keys):
+            waiter.release()
+        else:
+            self._waiters.setdefault(keys[waiter.position], []).append(waiter)
+
+
+def describe_keys(keys: Sequence[str], show: int = 8) -> str:
+    """Some keys as an error names them: ``3 of the keys: a, b, c``."""
+    listed = ", ".join(keys[:show]) + (f" and {len(keys) - show} more" if len(keys) > show else "")
+    return f"key {listed} was" if len(keys) == 1 else f"{len(keys)} keys ({listed}) were"

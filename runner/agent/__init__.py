@@ -1,0 +1,1 @@
+"""On each host: ``python -m hvdgloo.runner.agent`` starts the workers, watches them, and ends them."""

@@ -1,0 +1,502 @@
+"""What runs on each host of a job: ``python -m hvdgloo.runner.agent``, frames on its standard input and output.
+
+It starts this host's workers, hands on their output, and ends them all when the job is over, when it is told to, or
+when the launcher is lost: a stream that ends, or is silent for too long, is an order to die.
+
+There are two processes. The **warden** forks before anything else, adopts every orphan below it, and waits: when the
+agent proper ends, in whatever way, it ends what is left of the job and closes the stream.
+
+The agent proper has one thread and one selector; nothing in it blocks. A worker's pipe is read only as far ahead as the
+launcher has given credit for, so a blocked terminal costs bounded memory here, while frames and heartbeats go on.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import selectors
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import FrameType
+from typing import IO, Any
+
+from hvdgloo._platform import machine
+from hvdgloo.errors import LaunchError
+from hvdgloo.runner.agent import watchdog
+from hvdgloo.runner.agent.preflight import lacking
+from hvdgloo.runner.agent.probes import Scout
+from hvdgloo.runner.agent.watchdog import Mark
+from hvdgloo.runner.processes import reaper
+from hvdgloo.runner.processes.worker import WorkerProcess
+from hvdgloo.runner.protocol import heartbeat
+from hvdgloo.runner.protocol.channel import Channel
+from hvdgloo.runner.protocol.frames import (
+    CHUNK,
+    PREAMBLE,
+    PROTOCOL,
+    STDERR,
+    STDOUT,
+    Beat,
+    Blob,
+    Bye,
+    Credit,
+    Dying,
+    Examine,
+    Examined,
+    Exited,
+    Finish,
+    Frame,
+    Hello,
+    Output,
+    Require,
+    Result,
+    Signal,
+    Spawn,
+    Spawned,
+    SpawnFailed,
+    Start,
+    Stdin,
+    StdinTaken,
+    Stop,
+    Suspend,
+    Sweep,
+)
+from hvdgloo.runner.protocol.heartbeat import Silence
+from hvdgloo.version import __version__
+
+LEFTOVER_GRACE = 1.0
+"""Seconds that background processes get between SIGTERM and SIGKILL once the workers have ended."""
+
+DRAIN_TIME = 2.0
+"""Seconds to wait for the end of a pipe whose writers are all dead; longer only where a stranger holds it open."""
+
+_RESULT_MARK = 1024 * 1024  # results are read from their files only while fewer bytes than this wait to be sent
+
+
+class Agent:
+    """The agent proper.
+
+    Args:
+        channel: to the launcher.
+        mark: shared with the warden, which finds the job's id in it.
+        environ: the agent's own environment, for finding GPUs.
+    """
+
+    def __init__(self, channel: Channel, mark: Mark, environ: dict[str, str]) -> None:
+        self._channel = channel
+        self._mark = mark
+        self._environ = environ
+        self._warden = os.getppid()
+        self._selector = selectors.DefaultSelector()
+        self._wakeup, self._waker = socket.socketpair()
+        self._workers: dict[int, WorkerProcess] = {}
+        self._by_pid: dict[int, WorkerProcess] = {}
+        self._blob: IO[bytes] | None = None
+        self._start: Start | None = None
+        self._memory = machine.MemoryWatch()
+        self._scout = Scout(self._selector, channel.send, environ)
+        self._last_beat = time.monotonic()
+        self._silence = Silence(heartbeat.FIRST, self._last_beat)
+        self._sign: socket.socket | None = None
+        self._abandoned: Sweep | None = None
+        self._suspended = False
+        self._stop_deadline: float | None = None
+        self._order_to_die = ""
+        self._finish = False
+        self._writes_registered = False
+        self._handlers: dict[type[Frame], Callable[[Any], None]] = {
+            Require: self._on_require,
+            Start: self._on_start,
+            Blob: self._on_blob,
+            Spawn: self._on_spawn,
+            Stdin: self._on_stdin,
+            Credit: self._on_credit,
+            Signal: self._on_signal,
+            Stop: self._on_stop,
+            Suspend: self._on_suspend,
+            Finish: self._on_finish,
+            Sweep: self._on_sweep,
+            Examine: self._on_examine,
+            Beat: lambda _: None,
+            **self._scout.handlers,
+        }
+
+    # The loop.
+
+    def run(self) -> None:
+        """Serve until the job is over on this host."""
+        self._watch_signals()
+        self._selector.register(self._wakeup, selectors.EVENT_READ, self._on_wakeup)
+        self._selector.register(self._channel.receive_fd, selectors.EVENT_READ, self._on_readable)
+        self._channel.send(self._hello())
+        while not self._over():
+            self._turn(self._patience())
+            self._reap()
+            self._send_results()
+            self._scout.tick()
+            self._keep_time()
+        self._end()
+
+    def _over(self) -> bool:
+        """Every worker has ended, and so have the processes around them that were promised time to."""
+        if not (self._finish or self._order_to_die):
+            return False
+        if any(worker.running or not self._told(worker) for worker in self._workers.values()):
+            return False
+        if self._stop_deadline is None or time.monotonic() >= self._stop_deadline:
+            return True
+        return not any(worker.group_lives() for worker in self._workers.values())
+
+    def _told(self, worker: WorkerProcess) -> bool:
+        return worker.reported or bool(self._order_to_die)
+
+    def _patience(self) -> float:
+        deadline = self._last_beat + self._silence.step
+        if not self._order_to_die:
+            deadline = min(deadline, self._silence.deadline)
+        if self._scout.deadline is not None:
+            deadline = min(deadline, self._scout.deadline)
+        left = max(0.0, deadline - time.monotonic())
+        # What ends inside a worker's process group is seen by looking, unless it was adopted here.
+        return left if self._stop_deadline is None else min(left, 0.05)
+
+    def _keep_time(self) -> None:
+        now = time.monotonic()
+        if self._channel.lost:
+            self._die("the launcher has ended")
+        elif self._suspended:
+            self._silence.heard(now)
+        elif self._silence.over(now):
+            self._die(f"the launcher has been silent for {self._silence.timeout:g} s")
+        if now - self._last_beat >= self._silence.step:
+            self._last_beat = now
+            self._channel.beat()
+        if self._stop_deadline is not None and now >= self._stop_deadline:
+            for worker in self._workers.values():
+                if worker.running:
+                    worker.signal_group(signal.SIGKILL)
+
+    def _watch_writes(self) -> None:
+        wanted = self._channel.pending > 0 and not self._channel.lost
+        if wanted != self._writes_registered:
+            if wanted:
+                self._selector.register(self._channel.send_fd, selectors.EVENT_WRITE, self._channel.flush)
+            else:
+                self._selector.unregister(self._channel.send_fd)
+            self._writes_registered = wanted
+
+    def _watch_signals(self) -> None:
+        self._wakeup.setblocking(False)
+        self._waker.setblocking(False)
+        signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, _ignore)
+        # Someone who ends the agent, or the end of the warden, ends the job here.
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(signum, self._on_deadly_signal)
+
+    def _on_deadly_signal(self, signum: int, _frame: FrameType | None) -> None:
+        orphaned = os.getppid() != self._warden
+        self._die("its warden was killed" if orphaned else f"it received {signal.Signals(signum).name}")
+
+    def _on_wakeup(self) -> None:
+        try:
+            self._wakeup.recv(4096)
+        except BlockingIOError:
+            pass
+
+    # Frames.
+
+    def _on_readable(self) -> None:
+        frames = self._channel.receive()
+        self._silence.heard(time.monotonic())
+        if self._channel.ended:
+            self._selector.unregister(self._channel.receive_fd)
+        for frame in frames:
+            self._handlers[type(frame)](frame)  # type: ignore[index]  # no preamble, hence no Noise
+
+    def _hello(self) -> Hello:
+        from hvdgloo.rendezvous._identity import host_identity
+
+        return Hello(
+            PROTOCOL,
+            __version__,
+            socket.gethostname(),
+            host_identity(),
+            os.getpid(),
+            machine.usable_cores(),
+            machine.visible_gpus(self._environ),
+            self._scout.port,
+            os.cpu_count() or 0,
+        )
+
+    def _on_require(self, required: Require) -> None:
+        self._channel.send(lacking(required, self._environ))
+
+    def _on_start(self, start: Start) -> None:
+        self._start = start
+        self._silence = Silence(start.heartbeat_timeout, time.monotonic())
+        self._sign = reaper.attend(start.job_id)
+        self._mark.write(start.job_id)
+
+    def _on_blob(self, blob: Blob) -> None:
+        if self._blob is None:
+            self._blob = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - for as long as the agent lives
+        self._blob.write(blob.data)
+
+    def _on_spawn(self, spawn: Spawn) -> None:
+        assert self._start is not None, "the launcher sends Start first"
+        if self._order_to_die:
+            return
+        try:
+            worker = WorkerProcess(spawn, self._worker_environment(), self._start.cwd, self._blob)
+        except OSError as error:
+            missing = error.errno in (errno.ENOENT, errno.ENOTDIR)
+            self._channel.send(SpawnFailed(spawn.rank, str(error), 127 if missing else 126))
+            return
+        self._workers[worker.rank] = self._by_pid[worker.pid] = worker
+        for stream in (STDOUT, STDERR):
+            self._read_from(worker, stream)
+        self._channel.send(Spawned(worker.rank, worker.pid))
+
+    def _worker_environment(self) -> Mapping[str, str]:
+        assert self._start is not None
+        if not self._start.inherit:
+            return self._start.env
+        return {**self._environ, "PWD": self._start.cwd, **self._start.env}
+
+    def _on_signal(self, frame: Signal) -> None:
+        for worker in self._workers.values():
+            worker.signal_group(frame.signum)
+
+    def _on_stop(self, stop: Stop) -> None:
+        deadline = time.monotonic() + stop.grace
+        if self._stop_deadline is None or deadline < self._stop_deadline:
+            self._stop_deadline = deadline
+        for worker in self._workers.values():
+            worker.signal_group(stop.signum)
+
+    def _on_suspend(self, frame: Suspend) -> None:
+        self._suspended = frame.suspended
+
+    def _on_examine(self, frame: Examine) -> None:
+        asked = time.time()
+        from hvdgloo.runner.agent.facts import examine
+
+        facts = examine(self._environ, frame)
+        self._channel.send(Examined(facts.to_json(), asked, time.time()))
+
+    def _on_finish(self, _: Finish) -> None:
+        self._finish = True
+
+    def _on_sweep(self, frame: Sweep) -> None:
+        self._abandoned = frame
+        self._finish = True
+
+    def _die(self, reason: str) -> None:
+        if self._order_to_die:
+            return
+        self._order_to_die = reason
+        self._channel.send(Dying(reason))
+        self._on_stop(Stop(signal.SIGTERM, self._start.grace if self._start else 0.0))
+
+    # Workers' input and output.
+
+    def _read_from(self, worker: WorkerProcess, stream: int) -> None:
+        self._selector.register(worker.streams[stream], selectors.EVENT_READ, partial(self._on_output, worker, stream))
+
+    def _on_output(self, worker: WorkerProcess, stream: int) -> None:
+        if worker.paused:
+            return  # both of its pipes had something, and the first used up the credit
+        data = worker.read(stream)
+        if data is None:
+            return
+        if not data:
+            self._selector.unregister(worker.streams[stream])
+            worker.streams.pop(stream).close()
+            return
+        if self._channel.lost:
+            return  # read on, so that workers do not stop at a full pipe while they have time to save their work
+        worker.unacknowledged += len(data)
+        self._channel.send(Output(worker.rank, stream, data))
+        if not worker.may_be_read:
+            worker.paused = True
+            for pipe in worker.streams.values():
+                self._selector.unregister(pipe)
+
+    def _on_credit(self, credit: Credit) -> None:
+        worker = self._workers[credit.rank]
+        worker.unacknowledged -= credit.amount
+        if worker.paused and worker.may_be_read:
+            worker.paused = False
+            for stream in worker.streams:
+                self._read_from(worker, stream)
+
+    def _on_stdin(self, frame: Stdin) -> None:
+        worker = self._workers.get(frame.rank)
+        if worker is None or worker.stdin is None:
+            return
+        if not frame.data:
+            worker.close_stdin()
+            return
+        self._write_stdin(worker, memoryview(frame.data), registered=False)
+
+    def _write_stdin(self, worker: WorkerProcess, data: memoryview, *, registered: bool) -> None:
+        assert worker.stdin is not None
+        if registered:
+            self._selector.unregister(worker.stdin)
+        try:
+            data = data[os.write(worker.stdin.fileno(), data) :]
+        except BlockingIOError:
+            pass
+        except OSError:
+            worker.close_stdin()  # it does not read any more; what comes is dropped
+            return
+        if data:
+            self._selector.register(
+                worker.stdin, selectors.EVENT_WRITE, partial(self._write_stdin, worker, data, registered=True)
+            )
+        else:
+            self._channel.send(StdinTaken(worker.rank))
+
+    # Ends.
+
+    def _reap(self) -> None:
+        """Collect workers that have ended, and adopted orphans."""
+        ended: list[WorkerProcess] = []
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                break
+            if pid == 0:
+                break
+            worker = self._by_pid.pop(pid, None)
+            if worker is not None:
+                worker.ended(status)
+                ended.append(worker)
+        for worker in self._workers.values():
+            worker.group_lives()
+        # Of several that ended since the last look, the one that a signal ended is the cause more likely than those
+        # that noticed its loss and gave up.
+        for worker in sorted(ended, key=lambda worker: (worker.status or 0) >= 0):
+            if worker.result is not None:
+                worker.result.seek(0)
+            else:
+                self._tell_end(worker)
+
+    def _tell_end(self, worker: WorkerProcess) -> None:
+        assert worker.status is not None
+        worker.reported = True
+        by_kernel = worker.status == -signal.SIGKILL and not worker.killed_by_us and self._memory.kill_happened()
+        self._channel.send(Exited(worker.rank, worker.status, by_kernel))
+
+    def _send_results(self) -> None:
+        for worker in self._workers.values():
+            if worker.running or worker.reported or worker.result is None:
+                continue
+            while self._channel.pending < _RESULT_MARK and not self._channel.lost:
+                data = worker.result.read(4 * CHUNK)
+                if not data:
+                    self._tell_end(worker)
+                    break
+                self._channel.send(Result(worker.rank, data))
+
+    def _end(self) -> None:
+        """End what is left of the job, hand on its last words, say good-bye."""
+        self._scout.close()
+        grace = 0.0 if self._order_to_die or self._stop_deadline is not None else LEFTOVER_GRACE
+        left = reaper.end_all(self._leftovers, grace=grace, reap=self._reap, rest=self._serve)
+        if self._abandoned is not None:
+            left |= reaper.end_abandoned(self._abandoned.job_id, self._abandoned.grace, self._serve)
+        self._drain()
+        self._channel.send(Bye(sorted(left)))
+        self._flush_out()
+        for worker in self._workers.values():
+            worker.close()
+        if self._sign is not None:
+            self._sign.close()
+
+    def _serve(self, seconds: float) -> None:
+        """Go on with what the launcher is promised, signs of life above all, for so many seconds."""
+        until = time.monotonic() + seconds
+        while True:
+            self._turn(max(0.0, until - time.monotonic()))
+            self._keep_time()
+            if time.monotonic() >= until:
+                return
+
+    def _turn(self, patience: float) -> None:
+        """Do what is to be done about the descriptors that are ready; wait for one if none is."""
+        self._watch_writes()
+        for key, _ in self._selector.select(patience):
+            key.data()
+
+    def _leftovers(self) -> set[int]:
+        job_id = self._start.job_id if self._start else ""
+        ours = {os.getpid(), os.getppid()}
+        return (reaper.descendants(os.getpid()) | reaper.processes_of(job_id)) - ours
+
+    def _drain(self) -> None:
+        """Hand on what the workers' pipes still hold, as fast as the launcher gives credit."""
+        quiet_since = time.monotonic()
+        while any(worker.streams for worker in self._workers.values()) and not self._order_to_die:
+            before = self._output_position()
+            self._turn(0.05)
+            now = time.monotonic()
+            self._keep_time()
+            waiting_for_credit = any(not worker.may_be_read for worker in self._workers.values())
+            if self._output_position() != before or waiting_for_credit:
+                quiet_since = now
+            elif now - quiet_since > DRAIN_TIME:
+                return
+
+    def _output_position(self) -> tuple[int, int]:
+        workers = self._workers.values()
+        return sum(w.unacknowledged for w in workers), sum(len(w.streams) for w in workers)
+
+    def _flush_out(self) -> None:
+        while self._channel.pending and not self._channel.lost and not self._order_to_die:
+            self._turn(min(0.5, self._silence.step))
+            self._keep_time()
+
+
+def _ignore(_signum: int, _frame: FrameType | None) -> None:
+    """A handler that does nothing, so that the signal still wakes the selector."""
+
+
+def main(preamble: bytes = PREAMBLE) -> int:
+    """Be the warden, and fork the agent proper.
+
+    Args:
+        preamble: empty if it has been written already, by what imported this module.
+    """
+    mark = Mark()
+    reaper.become_subreaper()
+    parent = os.getpid()
+    agent = os.fork()
+    if agent:
+        os.close(0)
+        return min(255, watchdog.watch(agent, mark))
+    reaper.die_with_parent(signal.SIGTERM)
+    if os.getppid() != parent:
+        return 1
+    reaper.become_subreaper()
+    # Nothing else shall get at the stream by accident: descriptors 0 and 1 become /dev/null and standard error.
+    receive, send = os.dup(0), os.dup(1)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    os.dup2(2, 1)
+    try:
+        channel = Channel(receive, send)
+        channel.send_bytes(preamble)
+        Agent(channel, mark, dict(os.environ)).run()
+    except LaunchError as error:
+        sys.stderr.write(f"agent: {error}\n")
+        return 1
+    return 0

@@ -1,0 +1,249 @@
+"""What ``hvdgloo-run doctor`` learns about a host: its agent looks round, and sends what it has found.
+
+Frameworks are found without being imported: that would take seconds, and one that crashes at import would take the
+agent with it. Nothing here judges; ``doctor`` does, which knows all hosts.
+"""
+
+from __future__ import annotations
+
+import getpass
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from hvdgloo._platform import machine
+from hvdgloo.runner.agent import preflight
+from hvdgloo.runner.processes.bootstrap import REQUIRED
+from hvdgloo.runner.protocol.frames import Require
+from hvdgloo.version import __version__
+
+PACKAGES: Mapping[str, tuple[str, ...]] = {
+    "torch": ("torch",),
+    "pygloo": ("pygloo",),
+    "tensorflow": (
+        "tensorflow",
+        "tensorflow-cpu",
+        "tensorflow-gpu",
+        "tensorflow-intel",
+        "tensorflow-macos",
+        "tensorflow-rocm",
+        "intel-tensorflow",
+        "tf-nightly",
+        "tf-nightly-cpu",
+    ),
+    "keras": ("keras", "keras-nightly"),
+    "mxnet": ("mxnet", "mxnet-*"),
+    "numpy": ("numpy",),
+    "pyspark": ("pyspark", "pyspark-client"),
+}
+"""What is imported, and the names under which it can be installed."""
+
+_SHM = "/dev/shm"
+_NVIDIA_TIME = 10.0
+_TORCH_CUDA = re.compile(r"^cuda\b[^=\n]*=\s*(?:['\"](?P<version>[\d.]+)['\"]|None)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A device as nvidia-smi lists it. ``memory`` is all that it has, in bytes."""
+
+    name: str
+    memory: int
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A host as its agent sees it. Sizes are in bytes; what cannot be found out is None, or empty.
+
+    Attributes:
+        hostname, user, system, processor: of the machine.
+        python, executable: the interpreter that runs the agent, and workers.
+        packages: what is imported to version; one without metadata has an empty version, an absent one is not there.
+        lacking: those of ``REQUIRED`` that are not there.
+        torch_cuda: the CUDA version that torch was built for; None if it was built without.
+        cores, machine_cores: that may be used after affinity and control groups; and that there are.
+        memory, memory_limit: of the machine; of the control groups around this process.
+        shm_size, shm_free: of /dev/shm.
+        gpus, visible_gpus, driver: NVIDIA's.
+        open_files, open_files_most: the soft and the hard limit.
+        directory, missing: what workers would need and is not there: ``frames.Lacking``.
+    """
+
+    hostname: str = ""
+    user: str = ""
+    system: str = ""
+    processor: str = ""
+    python: str = ""
+    executable: str = ""
+    packages: Mapping[str, str] = field(default_factory=dict)
+    lacking: Sequence[str] = ()
+    torch_cuda: str | None = None
+    cores: int = 1
+    machine_cores: int = 1
+    memory: int | None = None
+    memory_limit: int | None = None
+    shm_size: int | None = None
+    shm_free: int | None = None
+    gpus: Sequence[Gpu] = ()
+    visible_gpus: int = 0
+    driver: str = ""
+    open_files: int | None = None
+    open_files_most: int | None = None
+    directory: str = ""
+    missing: Sequence[str] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """As it travels, and as ``--json`` shows it."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Facts:
+        known = {f.name for f in fields(cls)}
+        values = {name: value for name, value in data.items() if name in known}
+        return cls(**{**values, "gpus": tuple(Gpu(**gpu) for gpu in data.get("gpus", ()))})
+
+
+def examine(environ: Mapping[str, str], required: Require) -> Facts:
+    """Look round.
+
+    Args:
+        environ: the agent's own, for finding GPUs and programs.
+        required: what workers would need.
+    """
+    absent = preflight.lacking(required, environ)
+    soft, hard = (_finite(limit) for limit in resource.getrlimit(resource.RLIMIT_NOFILE))
+    shm_size, shm_free = _space(_SHM)
+    gpus, driver = _nvidia()
+    return Facts(
+        hostname=platform.node(),
+        user=_user(),
+        system=f"{platform.system()} {platform.release()}",
+        processor=platform.machine(),
+        python=platform.python_version(),
+        executable=sys.executable,
+        packages={"hvdgloo": __version__, **installed(_distributions())},
+        lacking=[module for module in REQUIRED if not machine.has_package(module)],
+        torch_cuda=_torch_cuda(),
+        cores=machine.usable_cores(),
+        machine_cores=os.cpu_count() or 1,
+        memory=_memory(),
+        memory_limit=machine.memory_limit(),
+        shm_size=shm_size,
+        shm_free=shm_free,
+        gpus=gpus,
+        visible_gpus=machine.visible_gpus(environ),
+        driver=driver,
+        open_files=soft,
+        open_files_most=hard,
+        directory=absent.directory,
+        missing=absent.things,
+    )
+
+
+# Python and packages.
+
+
+def _distributions() -> dict[str, str]:
+    """Names, as package indices normalise them, and versions of all that is installed."""
+    found: dict[str, str] = {}
+    for distribution in importlib.metadata.distributions():
+        name = distribution.metadata["Name"]
+        if name:  # a folder that a failed installation left behind has none
+            found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), distribution.version)
+    return found
+
+
+def installed(distributions: Mapping[str, str]) -> dict[str, str]:
+    """The versions of those of ``PACKAGES`` that could be imported."""
+    return {
+        module: next(_matching(names, distributions), "")
+        for module, names in PACKAGES.items()
+        if machine.has_package(module)
+    }
+
+
+def _matching(names: Sequence[str], distributions: Mapping[str, str]) -> Iterator[str]:
+    for name in names:
+        if name.endswith("*"):
+            yield from (version for found, version in distributions.items() if found.startswith(name[:-1]))
+        elif name in distributions:
+            yield distributions[name]
+
+
+def _torch_cuda() -> str | None:
+    """torch writes it down in a file that need not be run."""
+    try:
+        spec = importlib.util.find_spec("torch")
+    except (ImportError, ValueError):
+        return None
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        with open(os.path.join(os.path.dirname(spec.origin), "version.py"), encoding="utf-8") as file:
+            found = _TORCH_CUDA.search(file.read())
+    except (OSError, UnicodeDecodeError):
+        return None
+    return found["version"] if found is not None else None
+
+
+# The machine.
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())  # a container's user that has no name
+
+
+def _finite(limit: int) -> int | None:
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def _space(path: str) -> tuple[int | None, int | None]:
+    """Size and free space of a file system."""
+    try:
+        status = os.statvfs(path)
+    except OSError:
+        return None, None
+    return status.f_frsize * status.f_blocks, status.f_frsize * status.f_bavail
+
+
+def _memory() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (OSError, ValueError):
+        return None
+
+
+def _nvidia() -> tuple[tuple[Gpu, ...], str]:
+    """The GPUs that NVIDIA's driver knows, and its version."""
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"],
+            capture_output=True,
+            timeout=_NVIDIA_TIME,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return (), ""
+    return parse_nvidia(done.stdout.decode("utf-8", "replace")) if done.returncode == 0 else ((), "")
+
+
+def parse_nvidia(text: str) -> tuple[tuple[Gpu, ...], str]:
+    """What ``nvidia-smi --query-gpu=name,memory.total,driver_version`` prints."""
+    gpus, driver = [], ""
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.rsplit(",", 2)]
+        if len(cells) == 3:
+            name, memory, driver = cells
+            gpus.append(Gpu(name, int(memory) * 1024 * 1024 if memory.isdigit() else 0))
+    return tuple(gpus), driver

@@ -1,0 +1,33 @@
+"""What must be on a host before its workers can start: working directory, script, program. Asked, and looked up there.
+
+Without this look they would fail one after the other, each with a traceback of its own; with it all hosts that lack
+something are told in one report, and no worker has started anywhere.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+
+from hvdgloo.runner.protocol.frames import Lacking, Require
+
+
+def lacking(required: Require, environ: Mapping[str, str]) -> Lacking:
+    """What is not on this host.
+
+    Args:
+        environ: of this host's agent.
+    """
+    if not os.path.isdir(required.cwd):
+        return Lacking(required.cwd)
+    if not os.access(required.cwd, os.X_OK):
+        return Lacking(required.cwd, ("permission to enter it",))
+    path = required.search_path or environ.get("PATH")
+    files = [f"file {name}" for name in required.files if not os.path.isfile(os.path.join(required.cwd, name))]
+    programs = [f"program {name}" for name in required.programs if not _is_program(name, required.cwd, path)]
+    return Lacking("", (*files, *programs))
+
+
+def _is_program(name: str, cwd: str, path: str | None) -> bool:
+    return shutil.which(os.path.join(cwd, name) if os.sep in name else name, path=path) is not None

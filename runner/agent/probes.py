@@ -1,0 +1,225 @@
+"""The agent's part in finding out who reaches whom: it reports addresses, answers probes, tries others; and where the
+launcher is out of the workers' reach, it keeps the rendezvous server.
+
+It lives in the agent's selector, and nothing here blocks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import astuple
+from typing import IO, Any
+
+from hvdgloo._net import ports
+from hvdgloo.errors import ConfigError
+from hvdgloo.runner.network import interfaces
+from hvdgloo.runner.network.probe import Answer, ProbeListener, Prober, Target
+from hvdgloo.runner.processes.bootstrap import agent_environment
+from hvdgloo.runner.protocol.frames import (
+    CHUNK,
+    AskServed,
+    Frame,
+    Probe,
+    Probed,
+    ProbesEnd,
+    Serve,
+    Served,
+    Survey,
+    Surveyed,
+)
+
+_BATCH_SECONDS = 0.02  # answers that come together travel together
+
+
+class Scout:
+    """One host's scout.
+
+    Args:
+        selector: the agent's.
+        send: to the launcher.
+        environ: the agent's own environment.
+
+    Attributes:
+        handlers: what it does about which frame.
+    """
+
+    def __init__(
+        self, selector: selectors.BaseSelector, send: Callable[[Frame], None], environ: Mapping[str, str]
+    ) -> None:
+        self._selector = selector
+        self._send = send
+        self._environ = environ
+        self._port = ports.hold_free_port()
+        self._key = b""
+        self._listener: ProbeListener | None = None
+        self._prober: Prober | None = None
+        self._answers: list[tuple[Target, Answer]] = []
+        self._next_batch = 0.0
+        self._server: _ServerBeside | None = None
+        self.handlers: dict[type[Frame], Callable[[Any], None]] = {
+            Survey: self._on_survey,
+            Probe: self._on_probe,
+            ProbesEnd: self._on_probes_end,
+            Serve: self._on_serve,
+            AskServed: self._on_ask_served,
+        }
+
+    @property
+    def port(self) -> int:
+        """Held for ``MASTER_PORT``."""
+        return self._port.port
+
+    @property
+    def deadline(self) -> float | None:
+        """When ``tick`` is to be called at the latest."""
+        times = [self._next_batch] if self._answers else []
+        if self._prober is not None and self._prober.deadline is not None:
+            times.append(self._prober.deadline)
+        return min(times, default=None)
+
+    def tick(self) -> None:
+        """Give up probes that take too long, and send what came of others."""
+        if self._prober is None:
+            return
+        self._prober.tick()
+        now = time.monotonic()
+        if self._answers and (self._prober.done or now >= self._next_batch):
+            answers = [
+                (astuple(target), (*astuple(answer)[1:], answer.outcome.value)) for target, answer in self._answers
+            ]
+            self._send(Probed(answers))
+            self._answers.clear()
+            self._next_batch = now + _BATCH_SECONDS
+
+    def close(self) -> None:
+        """Let go of everything: the job is over. May be repeated."""
+        self._on_probes_end(ProbesEnd())
+        if self._server is not None:
+            self._server.close()
+        self._port.close()
+
+    def _on_survey(self, survey: Survey) -> None:
+        port_range = None if survey.port_range is None else (survey.port_range[0], survey.port_range[1])
+        failure = ""
+        if port_range is not None:
+            self._port.close()
+            try:
+                self._port = ports.hold_free_port(port_range)
+            except ConfigError as error:
+                failure = str(error)
+        addresses = interfaces.own_addresses()
+        listening: dict[str, int] = {}
+        failures: dict[str, str] = {}
+        if survey.listen:
+            self._key = bytes.fromhex(survey.key)
+            wanted = [a.address for a in interfaces.candidates(addresses, interfaces.Rules(survey.rules))]
+            self._listener = ProbeListener(self._selector, self._key, survey.host, wanted, port_range)
+            listening, failures = self._listener.ports, self._listener.failures
+        self._send(Surveyed([astuple(a) for a in addresses], listening, failures, self.port, failure))
+
+    def _on_probe(self, probe: Probe) -> None:
+        targets = [Target(*target) for target in probe.targets]
+        self._prober = Prober(self._selector, self._key, targets, probe.timeout, self._on_answer)
+
+    def _on_answer(self, target: Target, answer: Answer) -> None:
+        self._answers.append((target, answer))
+
+    def _on_probes_end(self, _: ProbesEnd) -> None:
+        if self._prober is not None:
+            self._prober.close()
+            self._prober = None
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+        self._answers.clear()
+
+    def _on_serve(self, serve: Serve) -> None:
+        environ = {**agent_environment(self._environ), "HVDGLOO_JOB_ID": serve.job_id}
+        try:
+            self._server = _ServerBeside(self._selector, serve.request, environ, self._on_served)
+        except OSError as error:
+            self._on_served({"error": f"it could not be started: {error}"})
+
+    def _on_ask_served(self, ask: AskServed) -> None:
+        if self._server is not None:
+            self._server.ask(ask.asked)
+
+    def _on_served(self, message: Mapping[str, Any]) -> None:
+        self._send(Served(message))
+
+
+class _ServerBeside:
+    """The rendezvous server as a child of the agent; see ``hvdgloo.rendezvous._server.sidecar``.
+
+    Args:
+        request: what it is told.
+        environ: its environment.
+        tell: receives each message of its, and its end as ``{"error": ...}``.
+
+    Raises:
+        OSError: at construction, if it cannot be started.
+    """
+
+    def __init__(
+        self,
+        selector: selectors.BaseSelector,
+        request: Mapping[str, Any],
+        environ: Mapping[str, str],
+        tell: Callable[[Mapping[str, Any]], None],
+    ) -> None:
+        self._selector = selector
+        self._tell = tell
+        self._buffer = b""
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "hvdgloo.rendezvous._server.sidecar"],
+            env=environ,
+            cwd="/",  # a json.py of the user's must not be imported
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._stdin: IO[bytes] = self._process.stdin
+        self._stdout: IO[bytes] | None = self._process.stdout
+        os.set_blocking(self._stdout.fileno(), False)
+        selector.register(self._stdout, selectors.EVENT_READ, self._on_readable)
+        # A thousand hosts fit into a pipe, which is empty.
+        self._stdin.write(json.dumps(request).encode("ascii") + b"\n")
+
+    def ask(self, number: int) -> None:
+        """Have it say who has come."""
+        with contextlib.suppress(OSError, ValueError):  # it has ended, which is told elsewhere
+            self._stdin.write(json.dumps(number).encode("ascii") + b"\n")
+
+    def close(self) -> None:
+        """Order it to end. The agent collects it, and sweeps up if it does not."""
+        if not self._stdin.closed:
+            self._stdin.close()
+        if self._stdout is not None:
+            self._selector.unregister(self._stdout)
+            self._stdout.close()
+            self._stdout = None
+        self._process.returncode = self._process.poll() or 0
+
+    def _on_readable(self) -> None:
+        if self._stdout is None:
+            return
+        try:
+            data = os.read(self._stdout.fileno(), CHUNK)
+        except BlockingIOError:
+            return
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        for line in lines:
+            self._tell(json.loads(line))
+        if not data:
+            self.close()
+            self._tell({"error": "it has ended"})

@@ -1,0 +1,53 @@
+"""The agent's parent, which outlives it: it ends what the agent has left, and only then lets go of the stream.
+
+So the launcher sees the end of the stream only when the host is clean, even if someone kills the agent.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+
+from hvdgloo.runner.processes import reaper
+
+_MARK_BYTES = 128
+_SECOND_LIMIT = 1.0  # seconds for what the agent itself could not kill before
+
+
+class Mark:
+    """The job's id, which the agent learns after the warden has forked it. Shared by the two."""
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, _MARK_BYTES)
+
+    def write(self, job_id: str) -> None:
+        self._memory[: len(job_id)] = job_id.encode("ascii")
+
+    def read(self) -> str:
+        return self._memory[:].rstrip(b"\0").decode("ascii")
+
+
+def watch(agent: int, mark: Mark) -> int:
+    """Wait for the agent proper, end what is left of its job, and return the status to exit with."""
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(signum, lambda number, _: reaper.signal_all([agent], number))
+    pid = 0
+    while pid != agent:
+        pid, status = os.waitpid(-1, 0)
+    reaper.end_all(
+        lambda: (reaper.descendants(os.getpid()) | reaper.processes_of(mark.read())) - {os.getpid()},
+        grace=0.0,
+        limit=_SECOND_LIMIT if status == 0 else reaper.LIMIT,
+        reap=_reap_all,
+    )
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else 128 - code  # as a shell would have it: this crosses ssh
+
+
+def _reap_all() -> None:
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        pass

@@ -1,0 +1,51 @@
+"""``hvdgloo-run --check-build``: what can be used on this machine, in the layout that Horovod's users know.
+
+Nothing is compiled here, so "built" means: our part for it is there, and so is the package that it needs. The packages
+that carry Gloo are told besides; of several the first is used, unless ``--gloo-provider`` chooses. Shared memory, which
+Horovod does not have, is a row of its own: on one host nothing else is needed.
+"""
+
+from __future__ import annotations
+
+import os
+
+from hvdgloo._platform.machine import has_package
+from hvdgloo.config import GLOO_PROVIDERS
+from hvdgloo.version import __version__
+
+_FRAMEWORKS = {"TensorFlow": "tensorflow", "PyTorch": "torch", "MXNet": "mxnet"}
+
+
+def build_table() -> str:
+    """What ``--check-build`` prints."""
+    frameworks = {
+        name: has_package(f"hvdgloo.{module}") and has_package(module) for name, module in _FRAMEWORKS.items()
+    }
+    providers = {package: has_package(package) for package in GLOO_PROVIDERS}
+    operations = {
+        "NCCL": _nccl(),
+        "DDL": False,
+        "CCL": False,
+        "MPI": False,
+        "Gloo": any(providers.values()),
+        "Shared memory (between ranks of one host)": hasattr(os, "memfd_create"),
+    }
+    blocks: tuple[tuple[str, dict[str, bool]], ...] = (
+        (f"hvdgloo v{__version__}:", {}),
+        ("Available Frameworks:", frameworks),
+        ("Available Controllers:", {"MPI": False, "Gloo": True}),
+        ("Available Tensor Operations:", operations),
+        ("Available Gloo Providers:", providers),
+    )
+    return "\n".join(
+        f"{title}\n" + "".join(f"    [{'X' if there else ' '}] {name}\n" for name, there in rows.items())
+        for title, rows in blocks
+    )
+
+
+def _nccl() -> bool:
+    if not (has_package("hvdgloo._backends.nccl") and has_package("torch")):
+        return False
+    import torch.distributed
+
+    return bool(torch.distributed.is_available() and torch.distributed.is_nccl_available())

@@ -1,0 +1,149 @@
+"""``--config-file``: YAML with the layout of Horovod's, and keys for the launcher's own flags.
+
+A key is ``section.name``, or a name alone at the top. One that stands for a field of ``Config`` becomes the text of the
+field's variable; one that stands for a flag of the launcher becomes that flag's value. Flags on the command line win.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hvdgloo._platform.spelling import suggestions
+from hvdgloo.config import parse_value, settings
+from hvdgloo.errors import ConfigError
+from hvdgloo.runner.cli.flags import Parser
+from hvdgloo.runner.cli.setting_flags import CONTROLLER, is_boolean, to_variable
+
+_IGNORED = {
+    "params": {"hierarchical_allreduce", "hierarchical_allgather", "torus_allreduce"},
+    "autotune": {
+        "enabled", "log_file", "warmup_samples", "steps_per_sample", "bayes_opt_max_samples", "gaussian_process_noise",
+    },
+    "library_options": {"mpi_threads_disable", "num_nccl_streams"},
+}  # fmt: skip
+"""Horovod's keys that have no effect."""
+
+
+@dataclass
+class FileContent:
+    """What a configuration file says.
+
+    Attributes:
+        environ: variables of workers.
+        flags: values of the launcher's own flags, by ``dest``.
+        ignored: keys that have no effect here.
+    """
+
+    environ: dict[str, str] = field(default_factory=dict)
+    flags: dict[str, Any] = field(default_factory=dict)
+    ignored: list[str] = field(default_factory=list)
+
+
+def read(path: str, parser: Parser) -> FileContent:
+    """Read a configuration file.
+
+    Raises:
+        ConfigError: it cannot be read, or naming the key that is unknown or has a value that cannot be used.
+    """
+    content = FileContent()
+    fields = {setting.yaml: name for name, setting in settings().items() if setting.yaml is not None}
+    for key, value in _flat(_load(path)):
+        source = f"{path}: {key}"
+        if key == "controller":
+            if str(value).lower() != "gloo":
+                raise ConfigError(f"{source}: {value!r}: {CONTROLLER.replace('--gloo', 'gloo')}")
+        elif key == "logging.with_timestamp":
+            content.environ[settings()["log_hide_time"].env] = _inverse(_text(value), source)
+        elif key in fields:
+            variable, text = _setting(fields[key], value, source)
+            content.environ[variable] = text
+        elif key in parser.keys:
+            action = parser.keys[key]
+            content.flags[action.dest] = _flag(action, value, source)
+        elif _is_ignored(key):
+            content.ignored.append(key)
+        else:
+            close = suggestions(key, [*fields, *parser.keys], limit=1)
+            raise ConfigError(f"{source}: there is no such setting" + (f"; did you mean {close[0]}?" if close else ""))
+    return content
+
+
+def _setting(name: str, value: Any, source: str) -> tuple[str, str]:
+    """The variable that a field's key sets, and its text."""
+    setting = settings()[name]
+    text = _text(value)
+    if (setting.yaml or "").endswith(".enabled") and (setting.flag or "").startswith("--no-"):
+        text = _inverse(text, source)
+    elif is_boolean(name):
+        parse_value(setting, text, source)
+    return setting.env, to_variable(setting, text, source)
+
+
+def _flag(action: argparse.Action, value: Any, source: str) -> Any:
+    """The value that a flag of the launcher would have."""
+    if action.nargs == 0:
+        if not isinstance(value, bool):
+            raise ConfigError(f"{source}: {value!r} cannot be used: expected true or false")
+        return value
+    items = [_text(item) for item in value] if isinstance(value, list) else [_text(value)]
+    # Only argparse itself names the class of flags that may be repeated, and that name is private.
+    if isinstance(action, argparse._AppendAction):
+        return [_typed(action, item, source) for item in items]
+    return _typed(action, ",".join(items), source)
+
+
+def _typed(action: argparse.Action, text: str, source: str) -> Any:
+    value: Any = text
+    if action.type is not None:
+        assert callable(action.type)
+        try:
+            value = action.type(text)
+        except (argparse.ArgumentTypeError, ValueError) as error:
+            raise ConfigError(f"{source}: {error}") from None
+    if action.choices is not None and value not in action.choices:
+        raise ConfigError(f"{source}: {text!r} is none of {', '.join(map(str, action.choices))}")
+    return value
+
+
+def _load(path: str) -> Mapping[str, Any]:
+    import yaml  # some milliseconds that most jobs do without
+
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = yaml.safe_load(file)
+    except OSError as error:
+        raise ConfigError(f"--config-file {path}: {error.strerror}") from None
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"--config-file {path}: {error}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"--config-file {path}: expected sections with settings in them")
+    return content
+
+
+def _flat(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for section, value in content.items():
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                if inner is not None:
+                    yield f"{section}.{key}", inner
+        elif value is not None:
+            yield str(section), value
+
+
+def _is_ignored(key: str) -> bool:
+    section, _, name = key.partition(".")
+    return name in _IGNORED.get(section, ())
+
+
+def _text(value: Any) -> str:
+    return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+def _inverse(text: str, source: str) -> str:
+    value = parse_value(settings()["log_hide_time"], text, source)
+    return "0" if value else "1"

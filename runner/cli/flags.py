@@ -1,0 +1,458 @@
+"""The flags of ``hvdgloo-run``: what there is, in which group ``--help`` shows it, and where the command begins.
+
+They are those of ``horovodrun`` and some more. A flag that sets a worker's variable is generated from the fields of
+``Config`` (``options``); the launcher's own are declared here, each once: its names, its help, and the key that it has
+in a configuration file (``yaml=``). To add one is one call in ``build_parser``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import shutil
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+from hvdgloo._platform.spelling import suggestions
+from hvdgloo.errors import ConfigError
+from hvdgloo.runner.cli import setting_flags
+from hvdgloo.runner.cli.reach import add_environment_flags, add_reach_flags
+from hvdgloo.runner.job.spec import GRACE_AFTER_FAILURE, GRACE_AFTER_SIGNAL, HEARTBEAT_TIMEOUT
+
+PROGRAM = "hvdgloo-run"
+
+GROUPS = {
+    "job": "what to run",
+    "hosts": "hosts",
+    "reach": "how hosts are reached",
+    "environment": "what workers find there",
+    "network": "network",
+    "output": "output",
+    "time": "time limits",
+    "tuning": "fusion and negotiation",
+    "stalls": "stalls",
+    "log": "the workers' own messages",
+    "doctor": "for hvdgloo-run doctor",
+    "information": "information",
+    "horovod": "accepted from horovodrun",
+}
+"""Groups of ``--help`` in their order: name here, and title."""
+
+ALTERNATIVES: tuple[tuple[str, ...], ...] = (("hosts", "hostfile"),)
+"""Flags (by their ``dest``) of which one may be given. One on the command line also silences the others in a file."""
+
+_SECTIONS = {
+    "as_horovod": "job",
+    "network": "network",
+    "timeouts": "time",
+    "library_options.gloo_timeout_seconds": "time",
+    "library_options.thread_affinity": "tuning",
+    "library_options.cpu_operations": "tuning",
+    "library_options.shm_segment_mb": "tuning",
+    "library_options.shm_direct": "tuning",
+    "params": "tuning",
+    "stall_check": "stalls",
+    "logging": "log",
+    "timeline": "log",
+}
+"""Section, or single key, of the configuration file to the group that shows a setting's flag."""
+
+_ELSEWHERE = {
+    "-n": "-np",
+    "-c": "-np",
+    "--np": "-np",
+    "--nproc": "-np",
+    "--nproc-per-node": "-np",
+    "--nproc_per_node": "-np",
+    "--host": "--hosts",
+    "-machinefile": "--hostfile",
+    "--machinefile": "--hostfile",
+    "--port": "--ssh-port",
+}
+"""What mpirun and torchrun call some flags, to what they are called here."""
+
+_DESCRIPTION = """\
+Start the workers of a training job on one or many hosts, watch over them, and
+leave nothing behind.
+"""
+
+_KNOWN = """\
+--autotune-..., --hierarchical-..., --torus-allreduce, --tcp, --mpi-args,
+--mpi-threads-disable, --binding-args, --num-nccl-streams and --disable-cache
+have no effect, which is said in a line;
+--mpi, --jsrun and the flags of jobs that grow and shrink (--min-np, --max-np,
+--host-discovery-script, ...) are refused."""
+
+_EPILOG = """\
+The command is a Python file (run by this interpreter), -m and a module, or any
+program. Everything after it belongs to it. Examples:
+
+  hvdgloo-run -np 4 train.py --epochs 90
+  hvdgloo-run -H h1:2,h2:2 python train.py
+  hvdgloo-run -np 2 -m package.train
+  hvdgloo-run doctor -H h1:2,h2:2     is everything there that the job needs?
+  hvdgloo-run timeline merge all.json trace.*.json    ranks' traces in one file
+
+Exit status: 0 if all workers succeeded, else that of the first one that failed
+(128+N if signal N ended it); 1 if the job could not be started; 2 if the
+command line, or a file that it names, cannot be used.
+
+Ctrl-C is passed on to the workers, which then have the grace period to end;
+Ctrl-C again kills them at once. Ctrl-Z stops the launcher alone: the workers go
+on, and their output waits for fg or bg.
+"""
+
+
+_DOCTOR_GROUPS = ("hosts", "reach", "environment", "network", "doctor")
+
+_DOCTOR_DESCRIPTION = f"""\
+usage: {PROGRAM} doctor [options] [command ...]
+
+Look whether the hosts of a job are ready for it, and say what to mend. Nothing
+is started but an agent on each host, which looks round and ends. All options of
+a job may be given; these matter here:
+"""
+
+_DOCTOR_EPILOG = """\
+The command is looked for on every host, and not run. Examples:
+
+  hvdgloo-run doctor                  is this machine ready?
+  hvdgloo-run doctor -H h1:4,h2:4 train.py
+  hvdgloo-run doctor --hostfile cluster.txt --json
+
+Exit status: 0 if a job can start (there may be warnings), 1 if something that
+was found will stop it, 2 if the command line cannot be used.
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    """Knows, besides what argparse does, how many values each flag takes and which keys a file may have.
+
+    Attributes:
+        values: each spelling of a flag, and the number of its values.
+        keys: ``section.key`` or ``key`` in a configuration file, and the flag that it stands for.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[str, int] = {}
+        self.keys: dict[str, argparse.Action] = {}
+        super().__init__(
+            prog=PROGRAM,
+            usage=f"{PROGRAM} [options] [--] command ...\n       {PROGRAM} doctor [options]",
+            description=_DESCRIPTION,
+            epilog=_EPILOG,
+            formatter_class=_Formatter,
+            allow_abbrev=False,
+            add_help=False,
+        )
+        self._titled = {
+            name: self.add_argument_group(title, _KNOWN if name == "horovod" else None)
+            for name, title in GROUPS.items()
+        }
+
+    def adder(self, group: str) -> setting_flags.AddArgument:
+        """A function like ``add_argument`` for one of ``GROUPS``, with ``yaml=`` for a key in a file."""
+
+        def add(*flags: str, yaml: str | None = None, **how: Any) -> argparse.Action:
+            action = self._titled[group].add_argument(*flags, **how)
+            takes = action.nargs if isinstance(action.nargs, int) else 1
+            self.values.update(dict.fromkeys(action.option_strings, takes))
+            if yaml is not None:
+                self.keys[yaml] = action
+            return action
+
+        return add
+
+    def given(self, flags: Sequence[str]) -> argparse.Namespace:
+        """What the command line gives; None for every flag that it does not."""
+        absent = argparse.Namespace(**{action.dest: None for action in self._actions})
+        return self.parse_args(list(self._joined(flags)), absent)
+
+    def _joined(self, flags: Sequence[str]) -> Iterator[str]:
+        """``--ssh-args -v`` as ``--ssh-args=-v``: argparse would take the value for a flag."""
+        rest = iter(flags)
+        for word in rest:
+            value = next(rest, None) if self.values.get(word) == 1 else None
+            yield word if value is None else f"{word}={value}"
+
+    def complete(self, given: argparse.Namespace, from_file: Mapping[str, Any]) -> argparse.Namespace:
+        """The same with what a file adds, and defaults for the rest.
+
+        Args:
+            from_file: values by ``dest``.
+
+        Raises:
+            ConfigError: two flags that exclude each other.
+        """
+        spellings = {action.dest: action.option_strings[-1] for action in self._actions if action.option_strings}
+        silenced: set[str] = set()
+        for alternatives in ALTERNATIVES:
+            chosen = [dest for dest in alternatives if getattr(given, dest) is not None]
+            if len(chosen) > 1:
+                raise ConfigError(f"give either {' or '.join(spellings[dest] for dest in chosen)}, not both")
+            if chosen:
+                silenced.update(alternatives)
+        defaults = {action.dest: action.default for action in self._actions}
+        for dest, value in vars(given).items():
+            if value is None:
+                usable = dest in from_file and dest not in silenced
+                setattr(given, dest, from_file[dest] if usable else defaults.get(dest))
+        return given
+
+    def spellings(self, dest: str) -> Sequence[str]:
+        """All names of a flag."""
+        return next(action.option_strings for action in self._actions if action.dest == dest)
+
+    def doctor_help(self) -> str:
+        """The help of ``hvdgloo-run doctor``."""
+        formatter = self._get_formatter()
+        formatter.add_text(_DOCTOR_DESCRIPTION)
+        for name in _DOCTOR_GROUPS:
+            formatter.start_section(GROUPS[name])
+            formatter.add_arguments(self._titled[name]._group_actions)
+            formatter.end_section()
+        formatter.add_text(_DOCTOR_EPILOG)
+        return formatter.format_help()
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Names a flag's value once, and stays readable on wide terminals."""
+
+    def __init__(self, prog: str) -> None:
+        width = min(shutil.get_terminal_size().columns, 100) - 2
+        super().__init__(prog, max_help_position=26, width=width)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        # Neither --ssh-args nor a path is to be torn apart.
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False, break_long_words=False)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings or action.nargs == 0:
+            return super()._format_action_invocation(action)
+        value = self._format_args(action, self._get_default_metavar_for_optional(action))
+        return f"{', '.join(action.option_strings)} {value}"
+
+
+def build_parser() -> Parser:
+    """All flags, in groups as ``--help`` shows them."""
+    parser = Parser()
+    _add_job_flags(parser.adder("job"))
+    _add_host_flags(parser.adder("hosts"))
+    add_reach_flags(parser.adder("reach"))
+    add_environment_flags(parser.adder("environment"))
+    _add_network_flags(parser.adder("network"))
+    _add_output_flags(parser.adder("output"))
+    setting_flags.add_setting_flags(lambda key: parser.adder(_SECTIONS.get(key) or _SECTIONS[key.partition(".")[0]]))
+    _add_time_flags(parser.adder("time"))
+    _add_doctor_flags(parser.adder("doctor"))
+    _add_information_flags(parser.adder("information"))
+    _add_known_flags(parser)
+    return parser
+
+
+def _add_job_flags(add: setting_flags.AddArgument) -> None:
+    add(
+        "-np",
+        "--num-proc",
+        dest="np",
+        type=positive,
+        metavar="N",
+        yaml="num_proc",
+        help="number of worker processes (default: all slots of the hosts; without hosts one for each GPU, else one)",
+    )
+    add("--config-file", metavar="FILE", help="a YAML file with settings; flags win over it")
+    add(
+        "--stdin",
+        type=natural,
+        metavar="RANK",
+        help="give this rank the launcher's standard input, for a debugger; all others have none",
+    )
+    add("--verbose", action="store_true", yaml="verbose", help="say what is being done")
+
+
+def _add_host_flags(add: setting_flags.AddArgument) -> None:
+    add(
+        "-H",
+        "--hosts",
+        metavar="HOST:SLOTS,...",
+        yaml="hosts",
+        help="hosts and how many workers each may run: h1:4,user@h2:4,[fd00::7]:4; without :SLOTS one for each GPU, "
+        "else one",
+    )
+    add(
+        "-hostfile",
+        "--hostfile",
+        metavar="FILE",
+        yaml="hostfile",
+        help="the same in a file, a line for each host: 'h1 slots=4' or 'h1:4'; # begins a comment",
+    )
+
+
+def _add_network_flags(add: setting_flags.AddArgument) -> None:
+    add(
+        "--nics",
+        "--network-interfaces",
+        action="append",
+        metavar="NIC,NETWORK,^NIC,HOST=NIC,...",
+        yaml="network.nics",
+        help="addresses that the hosts may use among each other: names of network interfaces (eth*), networks "
+        "(10.0.0.0/8), and ^ before what is not to be used; HOST= before what concerns one host. By default all that "
+        "are found to work",
+    )
+    add("--network-interface", action="append", help=argparse.SUPPRESS)
+
+
+def _add_output_flags(add: setting_flags.AddArgument) -> None:
+    add(
+        "--output-filename",
+        metavar="DIRECTORY",
+        yaml="output.filename",
+        help="also write what each rank prints, byte for byte, to DIRECTORY/rank.<rank>/stdout and stderr",
+    )
+    add(
+        "-prefix-timestamp",
+        "--prefix-output-with-timestamp",
+        dest="timestamps",
+        action="store_true",
+        yaml="output.prefix_with_timestamp",
+        help="begin every line with the time",
+    )
+
+
+def _add_time_flags(add: setting_flags.AddArgument) -> None:
+    add(
+        "--grace-period",
+        type=seconds,
+        metavar="SECONDS",
+        yaml="timeouts.grace_seconds",
+        help="time between asking workers to end and killing them "
+        f"(default: {GRACE_AFTER_FAILURE:g} after a failure, {GRACE_AFTER_SIGNAL:g} after a signal)",
+    )
+    add(
+        "--heartbeat-timeout",
+        type=seconds,
+        default=HEARTBEAT_TIMEOUT,
+        metavar="SECONDS",
+        yaml="timeouts.heartbeat_seconds",
+        help=f"silence after which a host counts as lost (default: {HEARTBEAT_TIMEOUT:g})",
+    )
+
+
+def _add_doctor_flags(add: setting_flags.AddArgument) -> None:
+    add("--json", action="store_true", help="print what was found as JSON instead of a table")
+
+
+def _add_information_flags(add: setting_flags.AddArgument) -> None:
+    add("-h", "--help", action="help", help="show this help, and exit")
+    add("-v", "--version", action="store_true", help="show the version, and exit")
+    add("-cb", "--check-build", action="store_true", help="show what can be used on this machine, and exit")
+
+
+def _add_known_flags(parser: Parser) -> None:
+    """Horovod's other flags, so that they are not taken for mistakes."""
+    add = parser.adder("horovod")
+    hidden = argparse.SUPPRESS
+    add("--gloo", action="store_true", help="the only controller, and the default")
+    for flag, count, _ in (*setting_flags.IGNORED_FLAGS, *setting_flags.REFUSED_FLAGS):
+        if flag in parser.values:
+            continue  # it has become a setting
+        if count == 0:
+            add(flag, dest=flag, action="store_true", help=hidden)
+        else:
+            add(flag, dest=flag, nargs=count, help=hidden)
+
+
+def judge_known_flags(arguments: argparse.Namespace) -> list[str]:
+    """A line for each of Horovod's flags that was given and has no effect, or another name now.
+
+    Raises:
+        ConfigError: one was given without which the job would be another one.
+    """
+    given = vars(arguments)
+    for flag, _, reason in setting_flags.REFUSED_FLAGS:
+        if given.get(flag):
+            raise ConfigError(f"{flag}: {reason}")
+    notices = [f"{flag}: {reason}" for flag, _, reason in setting_flags.IGNORED_FLAGS if given.get(flag)]
+    if given.get("network_interface"):
+        notices.append("--network-interface is deprecated and means --nics")
+    return notices
+
+
+# Where the command begins.
+
+
+def split(argv: Sequence[str], values: Mapping[str, int]) -> tuple[list[str], list[str]]:
+    """The launcher's own flags, and the command.
+
+    The command begins after ``--``, with ``-m``, or with the first word that is neither a flag nor a flag's value.
+
+    Raises:
+        ConfigError: a flag that does not exist, with the one that may have been meant.
+    """
+    position = 0
+    while position < len(argv):
+        word = argv[position]
+        if word == "--":
+            return list(argv[:position]), list(argv[position + 1 :])
+        if word == "-m" or not word.startswith("-") or word == "-":
+            break
+        flag, equals, _ = word.partition("=")
+        if flag not in values:
+            raise ConfigError(_unknown(flag, values))
+        position += 1 if equals else 1 + values[flag]
+    return list(argv[:position]), list(argv[position:])
+
+
+def misplaced(command: Sequence[str], spellings: Sequence[str]) -> str:
+    """What to say about one of the launcher's flags with a value that stands behind the program; empty if none does.
+
+    Args:
+        spellings: of that flag.
+    """
+    for position, word in enumerate(command):
+        flag, equals, _ = word.partition("=")
+        if flag in spellings:
+            own = [word] if equals else [word, *command[position + 1 : position + 2]]
+            before = shlex.join([PROGRAM, *own, *command[:position]])
+            return f"{flag} stands behind the program, so it is the program's own; for {PROGRAM} write {before}"
+    return ""
+
+
+def _unknown(flag: str, values: Mapping[str, int]) -> str:
+    close = [_ELSEWHERE[flag]] if flag in _ELSEWHERE else suggestions(flag, values)
+    if values.get(flag[:2]) == 1 and flag[2:].isdigit():
+        close = [f"{flag[:2]} {flag[2:]}"]
+    hint = f"; did you mean {' or '.join(close)}?" if close else f"; {PROGRAM} --help lists them all"
+    return f"there is no option {flag}{hint} (the command's own options come after it)"
+
+
+# Values.
+
+
+def positive(text: str) -> int:
+    """A whole number from 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, at least 1")
+    return int(text)
+
+
+def natural(text: str) -> int:
+    """A rank."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a rank")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    """A number of seconds, from 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1e9:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return value

@@ -1,0 +1,196 @@
+"""``hvdgloo-run``: the command line, to a LaunchSpec.
+
+The flags are those of ``horovodrun``, so that scripts keep working: what has a meaning here means the same, what has
+none is accepted with a line that says so, and what would make it another job is refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TextIO
+
+from hvdgloo.config import Config, without_place
+from hvdgloo.errors import ConfigError, HvdglooError, JobFailedError, LaunchError
+from hvdgloo.rendezvous._auth import generate_secret
+from hvdgloo.runner.cli import config_file, setting_flags
+from hvdgloo.runner.cli.config_file import FileContent
+from hvdgloo.runner.cli.flags import PROGRAM, Parser, build_parser, judge_known_flags, misplaced, split
+from hvdgloo.runner.cli.reach import exports_from, reach_from
+from hvdgloo.runner.console.writer import is_broken_pipe
+from hvdgloo.runner.job.command import resolve_command, resolve_elsewhere
+from hvdgloo.runner.job.environment import working_directory
+from hvdgloo.runner.job.host_sources import take_inventory
+from hvdgloo.runner.job.spec import LaunchSpec, Network
+from hvdgloo.version import __version__
+
+USAGE_ERROR = 2
+
+_WIDTH, _WIDEST = 100, 120  # of reports: in a file, and on a terminal at most
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """What was asked for, and what is to be said about it."""
+
+    spec: LaunchSpec
+    notices: tuple[str, ...] = ()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    stdout, stderr = sys.stdout or _nowhere(), sys.stderr or _nowhere()
+    try:
+        return _run(sys.argv[1:] if argv is None else list(argv), stdout, stderr)
+    except JobFailedError as error:
+        return _complain(stderr, error, error.exit_code)
+    except ConfigError as error:
+        return _complain(stderr, error, USAGE_ERROR)
+    except HvdglooError as error:
+        return _complain(stderr, error, 1)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+def _complain(stderr: TextIO, error: Exception, status: int) -> int:
+    stderr.write("".join(f"{PROGRAM}: {line}\n" for line in str(error).splitlines()))
+    return status
+
+
+def _nowhere() -> TextIO:
+    return open(os.devnull, "w")
+
+
+def _run(argv: Sequence[str], stdout: TextIO, stderr: TextIO) -> int:
+    if argv[:2] == ["timeline", "merge"]:
+        from hvdgloo.runner.cli import trace_merge
+
+        return _print(trace_merge.main(argv[1:]) + "\n", stdout, stderr)
+    parser = build_parser()
+    flags, command, doctor = split_all(argv, parser.values)
+    if doctor and not {"-h", "--help"}.isdisjoint(flags):
+        return _print(parser.doctor_help(), stdout, stderr)
+    given = parser.given(flags)
+    if given.json and not doctor:
+        raise ConfigError(f"--json is for {PROGRAM} doctor")
+    if given.version:
+        return _print(f"{__version__}\n", stdout, stderr)
+    if given.check_build:
+        from hvdgloo.runner.cli.build_report import build_table
+
+        return _print(build_table(), stdout, stderr)
+    line = command_line(parser, given, command, doctor=doctor)
+    for notice in line.notices:
+        stderr.write(f"{PROGRAM}: {notice}\n")
+    stderr.flush()
+    # The launcher's heavier half; --help and a mistyped flag do without it.
+    if doctor:
+        from hvdgloo.runner.doctor.doctor import run
+
+        found, well = run(line.spec, stderr=stderr, width=_width(stdout), json=bool(given.json))
+        return _print(found, stdout, stderr) or int(not well)
+    from hvdgloo.runner.launch import launch
+
+    report = launch(line.spec, stdout=stdout, stderr=stderr)
+    summary = report.summary()
+    if summary:
+        # All output is out; if nobody reads it any more, that is no news here.
+        try:
+            stderr.write("".join(f"{PROGRAM}: {text}\n" for text in summary.splitlines()))
+            stderr.flush()
+        except OSError:
+            pass
+    return report.outcome.exit_code
+
+
+def _print(text: str, stdout: TextIO, stderr: TextIO) -> int:
+    """Write it, and return the exit status: a reader that is gone (``| head``) is no reason for a traceback."""
+    try:
+        stdout.write(text)
+        stdout.flush()
+        return 0
+    except OSError as error:
+        # What is still buffered would fail again when the interpreter ends.
+        if stdout is sys.stdout:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())
+        if is_broken_pipe(error):
+            return 128 + signal.SIGPIPE
+        return _complain(stderr, LaunchError(f"standard output cannot be written: {error.strerror}"), 1)
+
+
+def _width(stdout: TextIO) -> int:
+    return min(shutil.get_terminal_size().columns, _WIDEST) if stdout.isatty() else _WIDTH
+
+
+def split_all(argv: Sequence[str], values: Mapping[str, int]) -> tuple[list[str], list[str], bool]:
+    """Flags, command, and whether the job is only to be examined: ``doctor`` may stand before or after the flags.
+
+    A program that is called so is run by ``-- doctor``.
+    """
+    flags, command = split(argv, values)
+    if argv[len(flags) : len(flags) + 1] != ["doctor"]:
+        return flags, command, False
+    more, command = split(command[1:], values)
+    return flags + more, command, True
+
+
+def command_line(
+    parser: Parser, given: argparse.Namespace, command: Sequence[str], *, doctor: bool = False
+) -> CommandLine:
+    """From the flags that were given to a job.
+
+    Args:
+        doctor: no command is needed, and what is said about starting processes is left out.
+
+    Raises:
+        ConfigError: a value that cannot be used, or there is no such command.
+    """
+    notices = judge_known_flags(given)
+    content = FileContent() if given.config_file is None else config_file.read(given.config_file, parser)
+    notices += [f"{given.config_file}: {key} has no effect here" for key in content.ignored]
+    arguments = parser.complete(given, content.flags)
+    environ = {**os.environ, **content.environ, **setting_flags.from_flags(arguments)}
+    exports = exports_from(arguments, environ)
+    environ = without_place({**environ, **exports})
+    inventory = take_inventory(
+        environ, hosts=arguments.hosts, hostfile=arguments.hostfile, np=arguments.np, slurm=not arguments.no_slurm
+    )
+    notices += () if doctor else inventory.notices
+    if arguments.np is None and not doctor:
+        notices += filter(None, [misplaced(command, parser.spellings("np"))])
+    reach = inventory.completed(reach_from(arguments, Config.from_env(environ).connect_timeout))
+    directory = arguments.output_filename
+    cwd = working_directory(environ)
+    config = Config.from_env(environ)
+    spec = LaunchSpec(
+        command=()
+        if doctor and not command
+        else resolve_command(
+            command, python=sys.executable, cwd=cwd, search_path=environ.get("PATH"), module_path=sys.path
+        ),
+        hosts=inventory.hosts,
+        np=inventory.np,
+        cwd=cwd,
+        environ=environ,
+        secret=generate_secret(),
+        start_timeout=config.start_timeout,
+        grace_period=arguments.grace_period,
+        heartbeat_timeout=arguments.heartbeat_timeout,
+        output_directory=None if directory is None else os.path.abspath(directory),
+        timestamps=arguments.timestamps,
+        stdin_rank=arguments.stdin,
+        verbose=arguments.verbose,
+        reach=reach,
+        exported=frozenset(exports),
+        export_all=arguments.export == "all",
+        remote_command=resolve_elsewhere(command, python=reach.python) if command else None,
+        network=Network(
+            (*(arguments.nics or ()), *(arguments.network_interface or ())), config.port_range, config.connect_timeout
+        ),
+    )
+    return CommandLine(spec, tuple(notices))

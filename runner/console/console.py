@@ -1,0 +1,302 @@
+"""What becomes of the workers' output: prefixed lines here, byte-exact files there, and the last lines for a summary.
+
+The supervisor calls ``output`` with whatever arrives and never waits: two writer threads do, one for the console and
+one for the files.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import sys
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TextIO
+
+from hvdgloo.errors import LaunchError
+from hvdgloo.runner.console.lines import Lines, Screen
+from hvdgloo.runner.console.writer import DescriptorTarget, FileTarget, Target, TextTarget, Writer, is_broken_pipe
+from hvdgloo.runner.job.outcome import named_culprit
+from hvdgloo.runner.protocol.frames import STDERR, STDOUT
+
+BACKLOG = 256 * 1024 * 1024
+"""Bytes of unwritten output beyond which workers are given no more credit."""
+
+TAIL = 10
+"""Lines of each worker that are kept for the summary."""
+
+_TAIL_WIDTH = 400
+_IDLE = 0.1  # seconds after which an unfinished line is shown where that is wanted
+_STREAM_NAMES = {STDOUT: "stdout", STDERR: "stderr"}
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+@dataclass(frozen=True)
+class Window:
+    """The terminal that the launcher's own lines are drawn on, as it is now."""
+
+    width: int
+    height: int
+
+
+class Console:
+    """Where output goes.
+
+    Args:
+        stdout, stderr: receive the workers' lines; launcher's own notices go to ``stderr``.
+        timestamps: precede every line with the time.
+        interactive: the rank whose unfinished lines (prompts) are shown at once.
+        quiet: no notices.
+
+    Attributes:
+        on_broken: called, from another thread, when nobody reads ``stdout`` or ``stderr`` any more.
+    """
+
+    def __init__(
+        self,
+        *,
+        stdout: TextIO,
+        stderr: TextIO,
+        timestamps: bool = False,
+        interactive: int | None = None,
+        quiet: bool = False,
+    ) -> None:
+        self._timestamps = timestamps
+        self._interactive = interactive
+        self._quiet = quiet
+        self.on_broken: Callable[[], None] = lambda: None
+        self._lines: dict[tuple[int, int], Lines] = {}
+        self._unfinished: dict[tuple[int, int], float] = {}
+        self._tails: defaultdict[int, deque[str]] = defaultdict(partial(deque, maxlen=TAIL))
+        same = _same_file(stdout, stderr)
+        screen = Screen(terminal=_is_terminal(stdout))
+        self._screens = {STDOUT: screen, STDERR: screen if same else Screen(terminal=_is_terminal(stderr))}
+        self._terminal = _descriptor(stderr)
+        self._files: Writer | None = None
+        self._file_list: list[FileTarget] = []
+        self._file_index: dict[tuple[int, int], int] = {}
+        # Where both lead to one place, one thread writes them and lines keep their order; else neither waits for the
+        # other: `hvdgloo-run ... | less` still shows errors.
+        out = Writer("hvdgloo-stdout", [_target(stdout)], lambda _, error: self._console_failed(STDOUT, error))
+        err = (
+            out
+            if same
+            else Writer("hvdgloo-stderr", [_target(stderr)], lambda _, error: self._console_failed(STDERR, error))
+        )
+        self._writers = {STDOUT: out, STDERR: err}
+
+    # From the supervisor.
+
+    def expect(self, size: int, directory: str | None = None) -> None:
+        """Prepare for the output of so many workers.
+
+        Args:
+            directory: for per-rank files, or None.
+
+        Raises:
+            LaunchError: the directory cannot be written to.
+        """
+        files = _open_files(directory, size)
+        self._files = Writer("hvdgloo-files", list(files.values()), self._file_failed) if files else None
+        self._file_list = list(files.values())
+        self._file_index = {source: index for index, source in enumerate(files)}
+
+    def output(self, rank: int, stream: int, data: bytes) -> None:
+        """Take bytes that a worker wrote."""
+        source = (rank, stream)
+        if self._files is not None:
+            self._files.put(self._file_index[source], data)
+        lines = self._lines.setdefault(source, Lines())
+        self._emit(source, lines.feed(data))
+        self._unfinished.pop(source, None)
+        if lines.rest and self._shows_unfinished(source, lines):
+            self._unfinished[source] = time.monotonic() + _IDLE
+
+    def notice(self, text: str) -> None:
+        """Say something in the launcher's own name."""
+        if not self._quiet:
+            self.always(text)
+
+    def always(self, text: str) -> None:
+        """Say it even if notices are switched off."""
+        line = f"hvdgloo-run: {text}\n".encode("utf-8", "surrogateescape")
+        self._draw(STDERR, self._screens[STDERR].line((-1, STDERR), b"", line))
+
+    def window(self) -> Window | None:
+        """Where ``below`` can draw; None where it cannot: no terminal, one that is others' at present, or quiet."""
+        if self._quiet or not self._screens[STDERR].terminal or self._terminal is None:
+            return None
+        try:
+            if os.tcgetpgrp(self._terminal) != os.getpgrp():
+                return None  # we are in the background of a shell, which writes here
+        except OSError:
+            pass  # it controls no session, so there is no background either
+        try:
+            size = os.get_terminal_size(self._terminal)
+        except OSError:
+            return None
+        return Window(size.columns or 80, size.lines or 24)
+
+    def below(self, lines: Sequence[str]) -> None:
+        """Keep these lines below everything else on the terminal, until others replace them. None takes them away."""
+        screen = self._screens[STDERR]
+        lifted = screen.lift()
+        screen.below = tuple(line.encode("utf-8", "replace") for line in lines)
+        data = lifted + screen.lower()
+        if data:
+            self._put(STDERR, data)
+
+    def wait_until_written(self, timeout: float) -> None:
+        """Give the console's writers a moment."""
+        for writer in {*self._writers.values()}:
+            writer.wait_until_written(timeout)
+
+    def tick(self) -> float | None:
+        """Show unfinished lines whose time has come; the time of the next one, on the monotonic clock."""
+        now = time.monotonic()
+        for source, when in list(self._unfinished.items()):
+            if when <= now:
+                del self._unfinished[source]
+                lines = self._lines[source]
+                screen = self._screens[source[1]]
+                bar = source[0] != self._interactive
+                self._draw(source[1], screen.partial(source, self._prefix(source), lines.rest, bar=bar))
+        return min(self._unfinished.values(), default=None)
+
+    @property
+    def congested(self) -> bool:
+        """So much waits to be written that workers should wait too."""
+        return sum(writer.backlog for writer in self._all_writers()) > BACKLOG
+
+    def tail(self, rank: int) -> tuple[str, ...]:
+        """The last lines of a worker, of both streams in the order of their arrival."""
+        return tuple(self._tails[rank])
+
+    def culprit(self, rank: int) -> int | None:
+        """The rank that a worker's last line blames."""
+        return named_culprit(self._tails[rank])
+
+    def finish(self) -> None:
+        """No more output comes: write the unfinished lines."""
+        for source, lines in self._lines.items():
+            if rest := lines.finish():
+                self._emit(source, [rest])
+        self._unfinished.clear()
+
+    def drain(self, give_up: Callable[[], bool]) -> None:
+        """Wait until everything is written, as any program waits for its terminal; ``give_up`` may end that."""
+        for writer in self._all_writers():
+            while not writer.wait_until_written(0.1):
+                if give_up():
+                    return
+
+    def close(self) -> None:
+        """End the threads."""
+        for writer in self._all_writers():
+            writer.close()
+        for file in self._file_list:
+            file.close()
+
+    # Inside.
+
+    def _all_writers(self) -> set[Writer]:
+        return {*self._writers.values(), *([self._files] if self._files is not None else [])}
+
+    def _emit(self, source: tuple[int, int], lines: Sequence[bytes]) -> None:
+        if not lines:
+            return
+        rank, stream = source
+        prefix, screen = self._prefix(source), self._screens[stream]
+        self._draw(stream, b"".join([screen.line(source, prefix, line) for line in lines]))
+        for line in lines[-TAIL:]:
+            text = _ESCAPES.sub("", line.decode("utf-8", "replace")).rstrip()
+            if text and not line.endswith(b"\r"):
+                self._tails[rank].append(text[:_TAIL_WIDTH])
+
+    def _prefix(self, source: tuple[int, int]) -> bytes:
+        when = time.asctime() if self._timestamps else ""
+        return f"{when}[{source[0]}]<{_STREAM_NAMES[source[1]]}>:".encode()
+
+    def _draw(self, stream: int, data: bytes) -> None:
+        """Write what a Screen gave, with our own lines out of its way."""
+        screen = self._screens[stream]
+        self._put(stream, screen.lift() + data + screen.lower())
+
+    def _put(self, stream: int, data: bytes) -> None:
+        self._writers[stream].put(0, data)
+
+    def _shows_unfinished(self, source: tuple[int, int], lines: Lines) -> bool:
+        """A prompt is shown at once; so is a bar, but only where it can be erased again."""
+        is_bar = lines.redrawn or lines.rest.endswith(b"\r")
+        return source[0] == self._interactive or (is_bar and self._screens[source[1]].terminal)
+
+    def _console_failed(self, stream: int, error: Exception) -> None:
+        if is_broken_pipe(error) or isinstance(error, ValueError):
+            self.on_broken()
+        elif stream == STDOUT and self._writers[STDERR] is not self._writers[STDOUT]:
+            text = f"hvdgloo-run: standard output cannot be written any more: {error}\n"
+            self._put(STDERR, text.encode("utf-8", "replace"))
+
+    def _file_failed(self, index: int, error: Exception) -> None:
+        rank, stream = list(self._file_index)[index]
+        text = f"hvdgloo-run: rank {rank}'s {_STREAM_NAMES[stream]} is no longer written to its file: {error}\n"
+        # Straight to the writer: this is the other writer's thread, and the screen belongs to the supervisor's.
+        self._put(STDERR, text.encode("utf-8", "replace"))
+
+
+def rank_folder(directory: str, rank: int, size: int) -> str:
+    """``rank.<rank>`` with as many digits as the highest rank has, so that names sort."""
+    return os.path.join(directory, f"rank.{rank:0{len(str(size - 1))}d}")
+
+
+def _open_files(directory: str | None, size: int) -> dict[tuple[int, int], FileTarget]:
+    files: dict[tuple[int, int], FileTarget] = {}
+    if directory is None:
+        return files
+    try:
+        for rank in range(size):
+            folder = rank_folder(directory, rank, size)
+            os.makedirs(folder, exist_ok=True)
+            for stream, name in _STREAM_NAMES.items():
+                files[rank, stream] = FileTarget(os.path.join(folder, name))
+    except OSError as error:
+        for file in files.values():
+            file.close()
+        raise LaunchError(f"--output-filename {directory}: {error}") from error
+    return files
+
+
+def _descriptor(stream: TextIO) -> int | None:
+    try:
+        return stream.fileno()
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def _target(stream: TextIO) -> Target:
+    descriptor = _descriptor(stream)
+    # A stream in the place of sys.stdout may borrow the real one's descriptor and mean to be written itself.
+    if descriptor is None or stream not in (sys.__stdout__, sys.__stderr__):
+        return TextTarget(stream)
+    stream.flush()
+    return DescriptorTarget(descriptor)
+
+
+def _is_terminal(stream: TextIO) -> bool:
+    descriptor = _descriptor(stream)
+    return descriptor is not None and os.isatty(descriptor)
+
+
+def _same_file(one: TextIO, other: TextIO) -> bool:
+    first, second = _descriptor(one), _descriptor(other)
+    if first is None or second is None:
+        return one is other
+    if not os.path.sameopenfile(first, second):
+        return False
+    # A regular file that was opened twice has two positions, and both must be written.
+    regular = stat.S_ISREG(os.fstat(first).st_mode)
+    return not regular or os.lseek(first, 0, os.SEEK_CUR) == os.lseek(second, 0, os.SEEK_CUR)

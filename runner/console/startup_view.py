@@ -1,0 +1,130 @@
+"""What a user sees of a start: a live list on a terminal, plain lines in a log, nothing where all goes quickly.
+
+On a terminal the list appears only after a while, is drawn anew when a host gets on and once a second, and vanishes
+when all are ready. It stands below whatever is printed meanwhile. Its lines are cut to the terminal's present width
+every time, so a window may change its size; and it is taken away before Ctrl-Z stops the launcher.
+
+In a log there is a line after some seconds, and then more and more rarely; with ``--verbose`` one for every step of
+every host.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from hvdgloo.runner.console.console import Window
+from hvdgloo.runner.console.progress import Backoff, Progress, Step, first_report, seconds
+
+SHOW_AFTER = 2.0
+"""Seconds of start-up after which the list appears."""
+
+_REDRAW = 1.0  # seconds between two drawings where only the time has changed
+_CALM = 0.1  # seconds between two drawings at least
+
+
+class Surface(Protocol):
+    """What the display needs of a Console."""
+
+    def notice(self, text: str) -> None: ...
+    def window(self) -> Window | None: ...
+    def below(self, lines: Sequence[str]) -> None: ...
+    def wait_until_written(self, timeout: float) -> None: ...
+
+
+class StartDisplay:
+    """Shows how far the hosts have come, until all are ready or ``close``.
+
+    Args:
+        hosts: their names, in order.
+        surface: where to.
+        environ: says whether the terminal knows colours (TERM, NO_COLOR).
+        verbose: lines instead of a list, and one for each step.
+        doing: what is done with the hosts.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        hosts: Sequence[str],
+        surface: Surface,
+        *,
+        environ: Mapping[str, str],
+        verbose: bool = False,
+        doing: str = "starting on",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        now = clock()
+        self._surface = surface
+        self._verbose = verbose
+        self._clock = clock
+        self._progress = Progress(hosts, now, doing)
+        self._dumb = environ.get("TERM", "") in ("", "dumb")
+        self._colour = not environ.get("NO_COLOR")
+        self._lines = Backoff(now, first_report(verbose))
+        self._next_drawing = now + SHOW_AFTER
+        self._last_drawing = now
+        self._shown = False
+        self._said = False
+        self._closed = False
+
+    def __enter__(self) -> StartDisplay:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def step(self, host: str, step: Step, detail: str = "") -> None:
+        """A host has got on."""
+        now = self._clock()
+        if not self._progress.step(host, step, now, detail) or self._closed:
+            return
+        if self._verbose:
+            more = f" ({detail})" if detail else ""
+            self._surface.notice(f"{host}: {step.value} after {seconds(self._progress.elapsed(now))}{more}")
+        if self._shown:
+            self._next_drawing = min(self._next_drawing, self._last_drawing + _CALM)
+
+    def tick(self) -> float | None:
+        """Show what is due; the time at which to be called again."""
+        if self._closed or not self._progress.waiting:
+            self._hide()
+            return None
+        now = self._clock()
+        window = None if self._verbose or self._dumb else self._surface.window()
+        if window is not None:
+            if now >= self._next_drawing:
+                self._draw(now, window)
+            return self._next_drawing
+        self._hide()
+        if self._lines.due(now):
+            self._surface.notice(self._progress.line(now))
+            self._said = True
+        return self._lines.next
+
+    def suspend(self) -> None:
+        """The launcher is about to be stopped: leave the terminal to others. What is due later appears anew."""
+        self._hide()
+        self._surface.wait_until_written(0.5)
+
+    def close(self) -> None:
+        """The start is over, in whatever way."""
+        self._closed = True
+        self._hide()
+        if self._said and not self._progress.waiting:
+            # Who was told that something is waited for is told that it has come.
+            self._surface.notice(f"all hosts are ready after {seconds(self._progress.elapsed(self._clock()))}")
+
+    def _draw(self, now: float, window: Window) -> None:
+        # The last row stays free: that is where the cursor is.
+        rows = self._progress.screen(now, window.width, max(1, window.height - 1), colour=self._colour)
+        self._surface.below(rows)
+        self._shown = True
+        self._last_drawing = now
+        self._next_drawing = now + _REDRAW
+
+    def _hide(self) -> None:
+        if self._shown:
+            self._shown = False
+            self._surface.below([])

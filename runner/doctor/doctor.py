@@ -1,0 +1,189 @@
+"""``hvdgloo-run doctor``: what a job would meet on its hosts, without starting one.
+
+Agents are started in the same way as for a job, look round (``examine``), try each other's addresses, and end. What
+they found is judged by ``diagnosis`` and shown by ``doctor_report``.
+"""
+
+from __future__ import annotations
+
+import secrets
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import TextIO
+
+from hvdgloo.config import Config
+from hvdgloo.errors import ConfigError, JobFailedError, LaunchError
+from hvdgloo.rendezvous._identity import host_identity
+from hvdgloo.runner.agent.facts import Facts, examine
+from hvdgloo.runner.console.console import Console
+from hvdgloo.runner.console.startup_view import StartDisplay
+from hvdgloo.runner.discovery import explore
+from hvdgloo.runner.doctor.report import all_well, as_json, as_text
+from hvdgloo.runner.doctor.rules import (
+    Finding,
+    Severity,
+    Visit,
+    addresses_reached,
+    compare_clocks,
+    diagnose,
+    unconnected,
+)
+from hvdgloo.runner.job.spec import Host, LaunchSpec
+from hvdgloo.runner.launch import COMMAND_LINE_SIGNALS, passed_on, required_on
+from hvdgloo.runner.network.addressing import Reports
+from hvdgloo.runner.protocol.frames import Examine, Examined, Hello, Require
+from hvdgloo.runner.protocol.heartbeat import Silence
+from hvdgloo.runner.supervise.agent_link import Link
+from hvdgloo.runner.supervise.supervisor import Supervisor
+from hvdgloo.runner.transport.base import Spawner
+from hvdgloo.runner.transport.select import choose_spawner
+
+
+def run(
+    spec: LaunchSpec, *, stderr: TextIO, width: int = 100, json: bool = False, spawner: Spawner | None = None
+) -> tuple[str, bool]:
+    """Look at all hosts of a job.
+
+    Args:
+        spec: the job; its command may be empty.
+        stderr: for what is to be said meanwhile.
+        width: of the report's lines.
+        json: report as JSON.
+        spawner: how agents are started; by default chosen from the hosts.
+
+    Returns:
+        the report, and whether a job can start.
+
+    Raises:
+        JobFailedError: a signal came first.
+    """
+    spawner = spawner or choose_spawner(spec.hosts, spec.reach)
+    with _agents(spec, spawner, stderr) as supervisor:
+        round_ = _Round(supervisor.gather_usable())
+        _look_round(supervisor, spec, spawner, round_)
+        _try_addresses(supervisor, spec, round_)
+    visits = [_visit(host, round_) for host in spec.hosts]
+    launcher = examine(spec.environ, Require(spec.cwd))
+    # A template may lead into several containers that look like one machine, and is let.
+    one_machine = Severity.WARNING if spec.reach.agent_command else Severity.STOP
+    config = Config.from_env(spec.environ)
+    findings = diagnose(visits, launcher, spec.cwd, round_.connections, one_machine=one_machine, config=config)
+    report = as_json(visits, findings) if json else as_text(visits, findings, width)
+    return report, all_well(findings)
+
+
+@dataclass
+class _Answer:
+    """What one agent found, and this machine's clock when it was asked and when it had answered."""
+
+    hello: Hello
+    sent: float
+    received: float = 0.0
+    examined: Examined | None = None
+
+
+@dataclass
+class _Round:
+    """What has been learned so far."""
+
+    problems: Mapping[Host, str]
+    answers: dict[Host, _Answer] = field(default_factory=dict)
+    addresses: Mapping[str, Sequence[tuple[str, str]]] = field(default_factory=dict)
+    connections: list[Finding] = field(default_factory=list)
+
+
+@contextmanager
+def _agents(spec: LaunchSpec, spawner: Spawner, stderr: TextIO) -> Iterator[Supervisor]:
+    """What starts agents, with what a user sees of that."""
+    console = Console(stdout=stderr, stderr=stderr)
+    try:
+        names = [host.name for host in spec.hosts]
+        display = StartDisplay(names, console, environ=spec.environ, verbose=spec.verbose, doing="looking at")
+        observer = _Observer(console, display)
+        supervisor = Supervisor(spec, spawner, spec.hosts, secrets.token_hex(16), observer)
+        console.on_broken = partial(supervisor.interrupt, signal.SIGPIPE)
+        with passed_on(COMMAND_LINE_SIGNALS, supervisor.interrupt), supervisor, display:
+            yield supervisor
+    finally:
+        console.close()
+
+
+class _Observer:
+    """Shows how far hosts have come. There are no workers."""
+
+    congested = False
+
+    def __init__(self, console: Console, display: StartDisplay) -> None:
+        self.output = console.output
+        self.notice = console.notice
+        self.culprit = console.culprit
+        self.step = display.step
+        self.suspend = display.suspend
+        self.tick = display.tick
+
+    def result(self, rank: int, data: bytes) -> None:
+        raise AssertionError("no task was started")
+
+
+def _look_round(supervisor: Supervisor, spec: LaunchSpec, spawner: Spawner, round_: _Round) -> None:
+    """Have each agent examine its host."""
+
+    def on_examined(link: Link, frame: Examined) -> None:
+        answer = round_.answers[link.host]
+        answer.received, answer.examined = time.time(), frame
+
+    supervisor.handlers[Examined] = on_examined
+    for link in supervisor.links:
+        assert link.hello is not None
+        round_.answers[link.host] = _Answer(link.hello, time.time())
+        # An agent that waits for a driver or a file system says nothing meanwhile.
+        link.silence = Silence(spec.start_timeout, time.monotonic())
+        link.channel.send(Examine(**asdict(required_on(spec, spawner, link.host))))
+    supervisor.converse(
+        lambda: all(link.gone or round_.answers[link.host].examined for link in supervisor.links),
+        time.monotonic() + spec.start_timeout,
+    )
+
+
+def _try_addresses(supervisor: Supervisor, spec: LaunchSpec, round_: _Round) -> None:
+    """Have the hosts reach for each other, as they do before a job that is on several of them."""
+    links = supervisor.links
+    able = [answer.examined is not None and not answer.examined.facts["lacking"] for answer in round_.answers.values()]
+    if len(able) < 2 or not all(able):
+        return
+    try:
+        reports = explore(supervisor, spec, [link.hello for link in links if link.hello is not None])
+    except JobFailedError:
+        raise
+    except (LaunchError, ConfigError) as error:
+        round_.connections.append(unconnected(error, [link.host.name for link in links]))
+        return
+    here = any(answer.hello.identity == host_identity() for answer in round_.answers.values())
+    round_.addresses, found = addresses_reached(_without_launcher(reports) if here else reports)
+    round_.connections += found
+
+
+def _without_launcher(reports: Reports) -> Reports:
+    """It is one of the hosts, and shows as that."""
+    return Reports(reports.names, reports.candidates, (), reports.answers, reports.unheard)
+
+
+def _visit(host: Host, round_: _Round) -> Visit:
+    answer = round_.answers.get(host)
+    slots = host.slots
+    if answer is None or answer.examined is None:
+        problem, _, mend = round_.problems.get(host, "its agent did not say what it found").partition("; ")
+        return Visit(host.name, slots or 1, problem=problem, mend=mend)
+    examined = answer.examined
+    return Visit(
+        host.name,
+        slots if slots is not None else max(1, answer.hello.gpus),
+        facts=Facts.from_json(examined.facts),
+        clock=compare_clocks(answer.sent, examined.asked, examined.answered, answer.received),
+        identity=answer.hello.identity,
+        addresses=round_.addresses.get(host.name, ()),
+    )

@@ -1,0 +1,185 @@
+"""What a worker is given: its argv and its environment. Data until the last moment; no shell sees any of it."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+
+from hvdgloo.config import format_endpoint
+from hvdgloo.errors import ConfigError
+from hvdgloo.runner.job.spec import Slot
+from hvdgloo.runner.network.interfaces import Address
+
+THREAD_VARIABLES = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "NUMEXPR_NUM_THREADS",
+    "VECLIB_MAXIMUM_THREADS",
+)
+_OWN_INTERPRETER = ("python", "python3")
+
+
+def resolve_command(
+    command: Sequence[str], *, python: str, cwd: str, search_path: str | None, module_path: Sequence[str]
+) -> tuple[str, ...]:
+    """The argv that a command means.
+
+    ``train.py ...`` and ``-m package.module ...`` are run by ``python``, the interpreter that hvdgloo is installed for;
+    so is a command that begins with the bare word ``python`` or ``python3``. Anything else is a program, looked up like
+    a shell does.
+
+    Args:
+        module_path: where ``-m`` looks, besides ``cwd``.
+
+    Raises:
+        ConfigError: there is no such file, module or program, or no command at all.
+    """
+    if not command:
+        raise ConfigError("there is no command to run; write for example: hvdgloo-run -np 2 train.py")
+    program, arguments = command[0], tuple(command[1:])
+    if program == "-m":
+        return (python, "-m", *_module(arguments, [cwd, *module_path]), *arguments[1:])
+    if program.endswith(".py"):
+        _require_file(program, cwd)
+        return (python, program, *arguments)
+    if program in _OWN_INTERPRETER:
+        _check_script(arguments, cwd)
+        return (python, *arguments)
+    return (_executable(program, cwd, search_path), *arguments)
+
+
+def resolve_elsewhere(command: Sequence[str], *, python: str) -> tuple[str, ...]:
+    """The argv that a command means on another host, whose interpreter and search path may be others."""
+    program = command[0]
+    if program == "-m" or program.endswith(".py"):
+        return (python, *command)
+    return (python, *command[1:]) if program in _OWN_INTERPRETER else tuple(command)
+
+
+def needs(argv: Sequence[str], python: str) -> tuple[Sequence[str], Sequence[str]]:
+    """The files and programs that must be where workers run, as far as an argv shows them.
+
+    Args:
+        python: our own interpreter there, which is there if an agent is.
+    """
+    if not argv:
+        return (), ()
+    if argv[0] == python:
+        return [word for word in argv[1:2] if word.endswith(".py")], ()
+    return (), [argv[0]]
+
+
+def _module(arguments: Sequence[str], path: Sequence[str]) -> tuple[str]:
+    if not arguments:
+        raise ConfigError("-m needs the name of a module; write for example: hvdgloo-run -np 2 -m package.train")
+    top = arguments[0].partition(".")[0]
+    finders = (importlib.machinery.BuiltinImporter, importlib.machinery.FrozenImporter)
+    if not any(finder.find_spec(top) for finder in finders) and not importlib.machinery.PathFinder.find_spec(
+        top, list(path)
+    ):
+        raise ConfigError(f"there is no module named {top!r}, neither in {path[0]} nor among the installed packages")
+    return (arguments[0],)
+
+
+def _check_script(arguments: Sequence[str], cwd: str) -> None:
+    """``python train.py``: a script that is the first argument must be there."""
+    if arguments and arguments[0].endswith(".py"):
+        _require_file(arguments[0], cwd)
+
+
+def _require_file(path: str, cwd: str) -> None:
+    if not os.path.isfile(os.path.join(cwd, path)):
+        raise ConfigError(f"there is no file {path} in {cwd}")
+
+
+def _executable(program: str, cwd: str, search_path: str | None) -> str:
+    if os.sep in program:
+        path = os.path.join(cwd, program)
+        if not os.path.isfile(path):
+            raise ConfigError(f"there is no program {program} in {cwd}")
+        if not os.access(path, os.X_OK):
+            raise ConfigError(f"{program} is not executable; chmod +x it, or name the interpreter that runs it")
+        return program
+    found = shutil.which(program, path=search_path)
+    if found is None:
+        hint = f"; did you mean ./{program}?" if os.path.exists(os.path.join(cwd, program)) else ""
+        raise ConfigError(f"there is no program {program} in the search path{hint}")
+    return found
+
+
+def worker_environment(
+    slot: Slot,
+    *,
+    job_id: str,
+    epoch: int,
+    rendezvous: tuple[str, int],
+    secret: bytes,
+    address: str,
+    master: tuple[str, int],
+) -> dict[str, str]:
+    """What one worker finds in its environment besides the user's own.
+
+    Three families: hvdgloo's names, the Horovod names that mean something here, and those that torch.distributed's
+    ``env://`` reads.
+
+    Args:
+        rendezvous: address and port of the server.
+        address: at which this worker is reached.
+        master: an address of rank 0's host and a free port there, for the user's own torch.distributed.
+    """
+    places = {
+        "RANK": slot.rank,
+        "SIZE": slot.size,
+        "LOCAL_RANK": slot.local_rank,
+        "LOCAL_SIZE": slot.local_size,
+        "CROSS_RANK": slot.cross_rank,
+        "CROSS_SIZE": slot.cross_size,
+        "HOSTNAME": slot.hostname,
+    }
+    return {
+        **{f"{family}_{name}": str(value) for name, value in places.items() for family in ("HVDGLOO", "HOROVOD")},
+        "HVDGLOO_RENDEZVOUS": format_endpoint(*rendezvous),
+        "HVDGLOO_SECRET": secret.hex(),
+        "HVDGLOO_JOB_ID": job_id,
+        "HVDGLOO_EPOCH": str(epoch),
+        "HVDGLOO_ADDRESS": address,
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo",
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": rendezvous[0],
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(rendezvous[1]),
+        "RANK": str(slot.rank),
+        "WORLD_SIZE": str(slot.size),
+        "LOCAL_RANK": str(slot.local_rank),
+        "LOCAL_WORLD_SIZE": str(slot.local_size),
+        "MASTER_ADDR": master[0],
+        "MASTER_PORT": str(master[1]),
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def interface_variables(address: Address) -> dict[str, str]:
+    """For libraries that choose a network interface by its name: the one that the job uses on this host.
+
+    Gloo would take an interface's first address, which for IPv6 is the link-local one: there it is not told.
+    """
+    if not address.nic:
+        return {}
+    names = {"HOROVOD_GLOO_IFACE": address.nic, "NCCL_SOCKET_IFNAME": f"={address.nic}"}
+    if address.version == 6:
+        return {**names, "NCCL_SOCKET_FAMILY": "AF_INET6"}
+    return {**names, "GLOO_SOCKET_IFNAME": address.nic}
+
+
+def thread_defaults(cores: int, local_size: int, environ: Mapping[str, str], *, machine_cores: int) -> dict[str, str]:
+    """Numbers of threads that keep the workers of a host from fighting over its cores.
+
+    What the user has set stays, and so do libraries that follow it: with OMP_NUM_THREADS given, nothing is added. A
+    single worker that may use the whole machine needs no limit either.
+    """
+    if "OMP_NUM_THREADS" in environ or (local_size == 1 and cores == machine_cores):
+        return {}
+    threads = str(max(1, cores // local_size))
+    return {name: threads for name in THREAD_VARIABLES if name not in environ}

@@ -1,0 +1,244 @@
+"""From what the user says about hosts to a list of them. Pure, except that a host file is read.
+
+A host may come without a number of slots: then it has one for each GPU that its agent reports, else one. Until the
+agents have answered, it counts for one.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from hvdgloo.errors import ConfigError
+from hvdgloo.runner.job.spec import Host, LaunchSpec, Slot, assign
+from hvdgloo.runner.protocol.frames import Hello
+
+MOST_WORKERS = 65536
+"""Of one job. Nobody has more; who asks for more has typed something else than he meant."""
+
+_LEAST_LIMIT = 256
+_PER_CORE = 32
+_CROWD_PER_CORE = 8
+
+_USER = r"(?:(?P<user>[^\s:,@\[\]]+)@)?"
+_ITEM = re.compile(_USER + r"(?P<name>\[[0-9A-Fa-f:.]+(?:%[\w.-]+)?\]|[^\s:,@\[\]]+)(?::(?P<slots>[0-9]+))?")
+_FILE_WORD = re.compile(r"(?P<key>[A-Za-z_-]+)\s*=\s*(?P<value>\S+)")
+_IGNORED_WORDS = frozenset({"max_slots", "max-slots"})
+
+
+@dataclass(frozen=True)
+class _Mention:
+    """A host, and where it was found."""
+
+    host: Host
+    where: str
+
+
+def parse_hosts(text: str) -> tuple[Host, ...]:
+    """``name:slots,user@name:slots,[IPv6 address]:slots,...``
+
+    Raises:
+        ConfigError: naming the item that cannot be understood, or the host that comes twice.
+    """
+    items = [item.strip() for item in text.split(",")]
+    mentions = []
+    for number, item in enumerate(items, start=1):
+        where = f"--hosts {text}" + (f", item {number}" if len(items) > 1 else "")
+        if not item:
+            raise ConfigError(f"{where} is empty; write for example: h1:4,h2:4")
+        mentions.append(_Mention(_parse_item(item, where), where))
+    return _merged(mentions)
+
+
+def read_hostfile(path: str) -> tuple[Host, ...]:
+    """One host per line: ``name slots=4``, ``name:4`` or ``name``; ``#`` begins a comment.
+
+    ``max_slots`` is understood and has no meaning here.
+
+    Raises:
+        ConfigError: the file cannot be read, or naming the line that cannot be understood.
+    """
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            lines = file.read().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
+        raise ConfigError(f"--hostfile {path}: {reason}") from None
+    mentions = list(_parse_lines(lines, f"--hostfile {path}"))
+    if not mentions:
+        raise ConfigError(f"--hostfile {path}: there are no hosts in it; write for example: h1 slots=4")
+    return _merged(mentions)
+
+
+def _parse_lines(lines: Sequence[str], source: str) -> Iterable[_Mention]:
+    for number, line in enumerate(lines, start=1):
+        words = line.partition("#")[0].split(maxsplit=1)
+        if words:
+            where = f"{source}, line {number}"
+            host = _parse_item(_bracketed(words[0]), where)
+            yield _Mention(_with_words(host, words[1] if len(words) > 1 else "", where), where)
+
+
+def _bracketed(name: str) -> str:
+    """In a file an IPv6 address may stand without brackets: slots have words of their own there."""
+    try:
+        return f"[{name}]" if ipaddress.ip_address(name).version == 6 else name
+    except ValueError:
+        return name
+
+
+def _with_words(host: Host, text: str, where: str) -> Host:
+    """What follows a host in a line of a file: ``slots=4 max_slots=8``."""
+    rest = text
+    while rest:
+        match = _FILE_WORD.match(rest)
+        if match is None or (match["key"] != "slots" and match["key"] not in _IGNORED_WORDS):
+            raise ConfigError(f"{where}: {rest!r} is not understood; write for example: {host.name} slots=4")
+        if match["key"] == "slots":
+            if host.slots is not None:
+                raise ConfigError(f"{where}: host {host.name} has two numbers of slots")
+            host = replace(host, slots=_slots(match["value"], host.name, where))
+        rest = rest[match.end() :].strip()
+    return host
+
+
+def _parse_item(item: str, where: str) -> Host:
+    match = _ITEM.fullmatch(item)
+    if match is None or match["name"].startswith("-") or (match["user"] or "").startswith("-"):
+        hint = "; an IPv6 address stands in brackets" if item.count(":") > 1 and "[" not in item else ""
+        raise ConfigError(f"{where}: {item!r} is not a host with a number of slots; write for example: h1:4,h2:4{hint}")
+    name = match["name"].strip("[]")
+    slots = None if match["slots"] is None else _slots(match["slots"], name, where)
+    return Host(name, slots, match["user"] or "")
+
+
+def _slots(text: str, name: str, where: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise ConfigError(f"{where}: {text!r} is not a number of slots; write for example: {name} slots=4")
+    if int(text[:12]) < 1:
+        raise ConfigError(f"{where}: host {name} has no slots; leave it out, or give it at least one")
+    return int(text[:12])
+
+
+def _merged(mentions: Iterable[_Mention]) -> tuple[Host, ...]:
+    """Each host once. One that is mentioned several times without slots has as many (as batch systems write it)."""
+    found: dict[str, list[_Mention]] = {}
+    for mention in mentions:
+        found.setdefault(mention.host.name, []).append(mention)
+    return tuple(_merge(same) for same in found.values())
+
+
+def _merge(mentions: Sequence[_Mention]) -> Host:
+    first = mentions[0].host
+    if len(mentions) == 1:
+        return first
+    if any(mention.host != Host(first.name, None, first.user) for mention in mentions):
+        raise ConfigError(
+            f"{mentions[1].where}: host {first.name} is given twice (first in {mentions[0].where}); give it once, "
+            "with all its slots"
+        )
+    return replace(first, slots=len(mentions))
+
+
+# Before and after the agents have answered.
+
+
+def shortlist(hosts: Sequence[Host], np: int | None) -> tuple[Host, ...]:
+    """The hosts that can be needed: the first ones that have ``np`` slots, all if it is not given.
+
+    Raises:
+        ConfigError: they have fewer slots; the text has both numbers.
+    """
+    if np is None:
+        return tuple(hosts)
+    if np > MOST_WORKERS:
+        raise ConfigError(f"-np {np}: a job has at most {MOST_WORKERS} processes")
+    known = [host.slots for host in hosts if host.slots is not None]
+    if len(known) == len(hosts) and sum(known) < np:
+        raise too_few(hosts, np)
+    chosen: list[Host] = []
+    for host in hosts:
+        if sum(host.slots or 1 for host in chosen) >= np:
+            break
+        chosen.append(host)
+    return tuple(chosen)
+
+
+def too_few(hosts: Sequence[Host], np: int) -> ConfigError:
+    """The error that says so. Slots are known."""
+    total = sum(host.slots or 1 for host in hosts)
+    listed = ", ".join(map(str, hosts[:16])) + (f" and {len(hosts) - 16} more hosts" if len(hosts) > 16 else "")
+    share = -(-np // len(hosts))
+    example = ",".join(f"{host.name}:{share}" for host in hosts[:3]) + (",..." if len(hosts) > 3 else "")
+    return ConfigError(
+        f"{np} processes were asked for, but there are only {total} slots ({listed}); give more slots (-H {example}) "
+        "or a smaller -np"
+    )
+
+
+def with_slots(hosts: Sequence[Host], gpus: Sequence[int]) -> tuple[Host, ...]:
+    """The same hosts, all with a number of slots.
+
+    Args:
+        gpus: what each host's agent has found.
+    """
+    return tuple(
+        host if host.slots is not None else replace(host, slots=max(1, found))
+        for host, found in zip(hosts, gpus, strict=True)
+    )
+
+
+def place(hosts: Sequence[Host], hellos: Sequence[Hello], spec: LaunchSpec) -> tuple[Slot, ...]:
+    """Every worker's place, once the agents have said what there is.
+
+    Raises:
+        ConfigError: fewer slots than workers, or more workers than a host can bear.
+    """
+    known = with_slots(hosts, [hello.gpus for hello in hellos])
+    total = sum(host.slots or 0 for host in known)
+    np = total if spec.np is None else spec.np
+    if np > MOST_WORKERS:
+        raise ConfigError(f"{np} slots are given; a job has at most {MOST_WORKERS} processes (-np)")
+    if total < np:
+        raise too_few(known, np)
+    spec.check_stdin(np)
+    slots = assign(known, np)
+    cores = {host.name: hello.cores for host, hello in zip(known, hellos, strict=True)}
+    for slot in slots:
+        if slot.local_rank == 0:
+            check_load(slot.hostname, slot.local_size, cores[slot.hostname])
+    return slots
+
+
+def check_load(host: str, workers: int, cores: int) -> None:
+    """Refuse what would only bring a host to its knees.
+
+    Raises:
+        ConfigError: more workers than it can start in a reasonable time.
+    """
+    most = max(_LEAST_LIMIT, _PER_CORE * cores)
+    if workers > most:
+        raise ConfigError(
+            f"{workers} processes would run on host {host}, which has {cores} cores; at most {most} are started there "
+            f"({_PER_CORE} for each core, and {_LEAST_LIMIT} on any host)"
+        )
+
+
+def remark_on_load(hosts: Sequence[Host], cores: Sequence[int]) -> str:
+    """What to say about hosts with far more workers than cores, most likely by mistake; empty if there is none.
+
+    Args:
+        hosts: with slots that are all used.
+        cores: of each host.
+    """
+    crowded = [(host, has) for host, has in zip(hosts, cores, strict=True) if (host.slots or 1) > _CROWD_PER_CORE * has]
+    if not crowded:
+        return ""
+    host, has = max(crowded, key=lambda pair: (pair[0].slots or 1) / pair[1])
+    others = f" (and likewise on {len(crowded) - 1} more)" if len(crowded) > 1 else ""
+    return (
+        f"{host.slots} workers on {has} core{'' if has == 1 else 's'} of {host.name}{others}: they start one after the "
+        "other, and every step is slow; one for each core is plenty"
+    )

@@ -1,0 +1,186 @@
+"""A job, described: frozen values that command line and ``hvdgloo.run.run`` build and ``launch`` carries out."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from hvdgloo import topology
+from hvdgloo.errors import ConfigError
+from hvdgloo.runner.network.interfaces import parse_nics
+
+GRACE_AFTER_FAILURE = 3.0
+GRACE_AFTER_SIGNAL = 30.0
+HEARTBEAT_TIMEOUT = 5.0
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host as the user gave it, and how many workers it may run.
+
+    Attributes:
+        slots: None if the host itself is to say: one for each of its GPUs, else one.
+        user: to log in as; empty if none was given.
+    """
+
+    name: str
+    slots: int | None = None
+    user: str = ""
+
+    def __str__(self) -> str:
+        return self.name if self.slots is None else f"{self.name}:{self.slots}"
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How other hosts than this one are reached.
+
+    Attributes:
+        python: the interpreter there.
+        connect_timeout: seconds that one attempt to connect may take.
+        silence: seconds without a sign of life after which a connection that is up counts as lost.
+        wait_for_hosts: try hosts that are not up again and again, until the start timeout; None leaves it to the way.
+        ssh_port, ssh_identity_file, ssh_args: for the system's ssh; what is not given is ssh's own configuration's.
+        agent_command: the words of a template; empty for ssh.
+        slurm_job: of whose allocation the nodes ``slurm_nodes`` are: srun leads there.
+    """
+
+    python: str = sys.executable
+    connect_timeout: float = 30.0
+    silence: float = HEARTBEAT_TIMEOUT
+    wait_for_hosts: bool | None = None
+    ssh_port: int | None = None
+    ssh_identity_file: str | None = None
+    ssh_args: tuple[str, ...] = ()
+    agent_command: tuple[str, ...] = ()
+    slurm_job: str = ""
+    slurm_nodes: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Network:
+    """How hosts reach each other.
+
+    Attributes:
+        nics: the user's words on which addresses to use, in the form of ``--nics``.
+        port_range: first and last port for listeners of ours.
+        connect_timeout: seconds that connecting two processes may take; probes take a part of it.
+    """
+
+    nics: tuple[str, ...] = ()
+    port_range: tuple[int, int] | None = None
+    connect_timeout: float = 30.0
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One worker's place. ``host`` is an index into the hosts that take part; the rest is as in ``hvd.*``."""
+
+    rank: int
+    size: int
+    host: int
+    hostname: str
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+
+
+@dataclass(frozen=True)
+class LaunchSpec:
+    """All that is asked of one job.
+
+    Attributes:
+        command: program and arguments of every worker on this host, ready to be executed.
+        hosts: in order; ranks fill them in this order.
+        np: number of workers, at most the hosts' slots; None for as many.
+        cwd: working directory of the workers.
+        environ: what workers find in their environment besides what the launcher adds.
+        exported: names of variables that the user wants on other hosts, too, whatever they are.
+        export_all: other hosts get the others, too, except those that are specific to a host.
+        remote_command: what workers on other hosts execute; None for the same.
+        function: sealed and pickled, for ``hvdgloo.run.run``; ``command`` then runs ``worker.function_task``.
+        secret: the job's secret.
+        start_timeout: seconds for the agents, and then for the workers, to be there.
+        grace_period: seconds between asking workers to end and killing them; None means 3 after a failure and 30 after
+            a signal.
+        heartbeat_timeout: seconds of silence between launcher and agent after which either is lost to the other.
+        output_directory: receives ``rank.<rank>/stdout`` and ``stderr``, byte for byte.
+        timestamps: precede every line with the time.
+        stdin_rank: the rank that is given the launcher's standard input.
+        verbose: say what is being done.
+        reach: how other hosts are reached.
+        network: how hosts reach each other.
+    """
+
+    command: tuple[str, ...]
+    hosts: tuple[Host, ...]
+    np: int | None
+    cwd: str
+    environ: Mapping[str, str] = field(repr=False)
+    secret: bytes = field(repr=False)
+    function: bytes | None = field(default=None, repr=False)
+    start_timeout: float = 120.0
+    grace_period: float | None = None
+    heartbeat_timeout: float = HEARTBEAT_TIMEOUT
+    output_directory: str | None = None
+    timestamps: bool = False
+    stdin_rank: int | None = None
+    verbose: bool = False
+    reach: Reach = field(default_factory=Reach)
+    exported: frozenset[str] = frozenset()
+    export_all: bool = True
+    remote_command: tuple[str, ...] | None = None
+    network: Network = field(default_factory=Network)
+
+    def __post_init__(self) -> None:
+        if self.np is not None:
+            self.check_stdin(self.np)
+
+    def check_stdin(self, np: int) -> None:
+        """Refuse a rank for the launcher's standard input that there is not."""
+        if self.stdin_rank is not None and not 0 <= self.stdin_rank < np:
+            raise ConfigError(f"--stdin {self.stdin_rank}: there are only ranks 0 to {np - 1}")
+        parse_nics(self.network.nics, [host.name for host in self.hosts])  # it complains before anything starts
+
+    @property
+    def grace_after_failure(self) -> float:
+        return GRACE_AFTER_FAILURE if self.grace_period is None else self.grace_period
+
+    @property
+    def grace_after_signal(self) -> float:
+        return GRACE_AFTER_SIGNAL if self.grace_period is None else self.grace_period
+
+
+def assign(hosts: Sequence[Host], np: int) -> tuple[Slot, ...]:
+    """Give ``np`` ranks to hosts in order, each filled before the next.
+
+    Args:
+        hosts: with slots, at least ``np`` in all.
+
+    Returns:
+        the slots in order of ranks. Hosts that no rank falls on take no part: indices run over the others.
+    """
+    places = topology.fill([host.name for host in hosts], [host.slots or 0 for host in hosts], np)
+    local_sizes = Counter(host for host, _ in places)
+    compact = {host: index for index, host in enumerate(local_sizes)}
+    cross_sizes = Counter(local for _, local in places)
+    seen: Counter[int] = Counter()
+    slots = []
+    for rank, (host, local) in enumerate(places):
+        slots.append(
+            Slot(
+                rank=rank,
+                size=np,
+                host=compact[host],
+                hostname=hosts[host].name,
+                local_rank=local,
+                local_size=local_sizes[host],
+                cross_rank=seen[local],
+                cross_size=cross_sizes[local],
+            )
+        )
+        seen[local] += 1
+    return tuple(slots)

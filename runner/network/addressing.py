@@ -1,0 +1,277 @@
+"""At which address each host of a job is reached, and where the rendezvous server runs: decided from reports. Pure.
+
+``plan`` says who tries whom; ``choose`` looks at what came of it. The same reports give the same choice, in whatever
+order they came, and an answer more can only lead to a choice that ranks higher: so whoever collects answers may stop
+once those that are still missing can change nothing (``settled``).
+
+Ranks, highest first:
+
+1. IPv4 before IPv6; all hosts of a job use one of the two.
+2. The server in the launcher, if all hosts reach it at one of its addresses; else beside the first host's agent.
+3. For the hosts: the addresses from which they reach the launcher's; else those in one network that all hosts are in;
+   else each host's first.
+
+A host's addresses are in its own order, save that those in networks of which many hosts are go first, and addresses
+which several hosts have (a Docker bridge's) and link-local ones last. Of what is left out nothing is decided here.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from hvdgloo.errors import HostsUnreachableError
+from hvdgloo.runner.network.interfaces import Address
+from hvdgloo.runner.network.probe import LAUNCHER, Answer, Outcome
+
+ALL_PAIRS = 32
+"""Up to so many hosts everybody tries everybody."""
+
+NEIGHBOURS = 4
+"""Above that, everybody tries the first host and so many that come next."""
+
+_VERSIONS = (4, 6)
+_NAMED_PAIRS = 6
+
+Answers = Mapping[tuple[int, int, str], Answer]
+"""Who tried, whom, at which address: and what came of it. Numbers of hosts, or LAUNCHER."""
+
+
+class Server(enum.Enum):
+    """Where the rendezvous server runs."""
+
+    LAUNCHER = "launcher"
+    FIRST_HOST = "first host"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What was chosen.
+
+    Attributes:
+        addresses: of each host.
+        server: where the rendezvous server runs.
+        rendezvous: the address at which workers reach it.
+    """
+
+    addresses: tuple[Address, ...]
+    server: Server
+    rendezvous: str
+
+
+@dataclass(frozen=True)
+class Reports:
+    """All that is known of a job's hosts.
+
+    Attributes:
+        names: of the hosts, in order.
+        candidates: each host's addresses that may be used.
+        launcher: the launcher's own.
+        answers: what came of probes; one that is absent has not been answered.
+        unheard: (host, address) where nothing listens, and why.
+    """
+
+    names: Sequence[str]
+    candidates: Sequence[Sequence[Address]]
+    launcher: Sequence[Address] = ()
+    answers: Answers = field(default_factory=dict)
+    unheard: Mapping[tuple[int, str], str] = field(default_factory=dict)
+
+
+@functools.cache
+def plan(hosts: int) -> tuple[tuple[int, ...], ...]:
+    """Whom each host tries: numbers of others, in order; the launcher comes on top."""
+    everybody = range(hosts)
+    if hosts <= ALL_PAIRS:
+        return tuple(tuple(other for other in everybody if other != host) for host in everybody)
+    # The first host tries everybody, as everybody tries it.
+    return tuple(
+        tuple(sorted({0, *((host + step) % hosts for step in range(1, NEIGHBOURS + 1))} - {host}))
+        if host
+        else tuple(everybody[1:])
+        for host in everybody
+    )
+
+
+@functools.cache
+def _tried_by(hosts: int) -> tuple[tuple[int, ...], ...]:
+    """Who tries each host."""
+    found: list[list[int]] = [[] for _ in range(hosts)]
+    for source, targets in enumerate(plan(hosts)):
+        for target in targets:
+            found[target].append(source)
+    return tuple(map(tuple, found))
+
+
+def choose(reports: Reports) -> Placement | None:
+    """The choice, as far as answers are there; None if none can be made of them."""
+    for version in _VERSIONS:
+        usable = _usable(reports, version)
+        if all(usable):
+            return _place(reports, version, usable)
+    return None
+
+
+def settled(reports: Reports) -> bool:
+    """Whether answers that are still missing can change nothing: even if all of them said "reached"."""
+    now = choose(reports)
+    return now is not None and now == choose(_all_reached(reports))
+
+
+def _all_reached(reports: Reports) -> Reports:
+    answers = dict(reports.answers)
+    for source, target, address in tried(reports):
+        answers.setdefault((source, target, address.address), Answer(Outcome.REACHED, "", target))
+    return Reports(reports.names, reports.candidates, reports.launcher, answers, reports.unheard)
+
+
+def tried(reports: Reports) -> list[tuple[int, int, Address]]:
+    """Every probe of the plan: who, whom, at which address."""
+    return [
+        (source, target, address)
+        for source, targets in enumerate(plan(len(reports.names)))
+        for target in (*targets, LAUNCHER)
+        for address in (reports.launcher if target == LAUNCHER else reports.candidates[target])
+        if (target, address.address) not in reports.unheard
+    ]
+
+
+def _usable(reports: Reports, version: int) -> list[list[Address]]:
+    """For each host, the addresses that all who tried have reached, best first."""
+    order = _Order(reports)
+    return [
+        [
+            address
+            for address in order.best_first(addresses, version)
+            if (host, address.address) not in reports.unheard
+            and all(_reached(reports.answers, source, host, address) for source in sources)
+        ]
+        for host, (addresses, sources) in enumerate(zip(reports.candidates, _tried_by(len(reports.names)), strict=True))
+    ]
+
+
+def _reached(answers: Answers, source: int, target: int, address: Address) -> bool:
+    found = answers.get((source, target, address.address))
+    return found is not None and found.outcome is Outcome.REACHED
+
+
+class _Order:
+    """Which addresses go first, before anything has been tried."""
+
+    def __init__(self, reports: Reports) -> None:
+        self._owners = Counter(a for host in reports.candidates for a in {a.address for a in host})
+        self._members = Counter(network for host in reports.candidates for network in {a.network for a in host})
+
+    def best_first(self, addresses: Sequence[Address], version: int) -> list[Address]:
+        return sorted(
+            (a for a in addresses if a.version == version),
+            key=lambda a: (a.link_local, self._owners[a.address] > 1, -self._members[a.network]),
+        )
+
+
+def _place(reports: Reports, version: int, usable: Sequence[Sequence[Address]]) -> Placement:
+    hosts = range(len(usable))
+    launcher = next(
+        (
+            a.address
+            for a in _Order(reports).best_first(reports.launcher, version)
+            if all(_reached(reports.answers, host, LAUNCHER, a) for host in hosts)
+        ),
+        None,
+    )
+    if launcher is None:
+        chosen = _in_one_network(usable) or [addresses[0] for addresses in usable]
+        return Placement(tuple(chosen), Server.FIRST_HOST, chosen[0].address)
+    sources = [reports.answers[host, LAUNCHER, launcher].source for host in hosts]
+    own = [next((a for a in usable[host] if a.address == sources[host]), None) for host in hosts]
+    if None not in own:
+        return Placement(tuple(a for a in own if a is not None), Server.LAUNCHER, launcher)
+    chosen = _in_one_network(usable) or [own[host] or usable[host][0] for host in hosts]
+    return Placement(tuple(chosen), Server.LAUNCHER, launcher)
+
+
+def _in_one_network(usable: Sequence[Sequence[Address]]) -> list[Address] | None:
+    """An address of each host in the first host's first network that all are in."""
+    for wanted in usable[0]:
+        found = [next((a for a in addresses if a.network == wanted.network), None) for addresses in usable]
+        if None not in found:
+            return [a for a in found if a is not None]
+    return None
+
+
+# When there is none.
+
+
+def explain(reports: Reports) -> HostsUnreachableError:
+    """The error that says why no choice could be made: which host does not reach which, and what each address said."""
+    usable = {version: _usable(reports, version) for version in _VERSIONS}
+    hosts = range(len(reports.names))
+    lacking = {version: {host for host in hosts if not usable[version][host]} for version in _VERSIONS}
+    never = lacking[4] & lacking[6]
+    pairs = _failing_pairs(reports, never or lacking[4] | lacking[6])
+    lines = [_describe_pair(reports, source, target) for source, target in pairs[:_NAMED_PAIRS]]
+    if len(pairs) > _NAMED_PAIRS:
+        lines.append(f"and {len(pairs) - _NAMED_PAIRS} more pairs")
+    if never:
+        head = "the hosts do not reach each other"
+    else:
+        head = "all hosts are reached, but not all by the same family of addresses, and a job uses either IPv4 or IPv6"
+        lines = [
+            *(f"{reports.names[h]} is reached by IPv6 alone: {usable[6][h][0]}" for h in sorted(lacking[4])),
+            *(f"{reports.names[h]} is reached by IPv4 alone: {usable[4][h][0]}" for h in sorted(lacking[6])),
+            *lines,
+        ]
+    mend = (
+        "Open the firewall between them (--port-range narrows the ports), or choose addresses that are connected "
+        "(--nics takes names, networks and ^exceptions, for single hosts with HOST= before them)"
+    )
+    names = tuple((reports.names[source], reports.names[target]) for source, target in pairs)
+    return HostsUnreachableError("\n".join([f"{head}:", *(f"  {line}" for line in lines), mend]), pairs=names)
+
+
+def _failing_pairs(reports: Reports, targets: set[int]) -> list[tuple[int, int]]:
+    """For each host that cannot be used, who does not reach it at some address, those first that reach it at none."""
+    found = [
+        (source, target)
+        for source, others in enumerate(plan(len(reports.names)))
+        for target in others
+        if target in targets
+        and not all(_reached(reports.answers, source, target, a) for a in reports.candidates[target])
+    ]
+    return sorted(
+        found,
+        key=lambda pair: any(_reached(reports.answers, pair[0], pair[1], a) for a in reports.candidates[pair[1]]),
+    )
+
+
+def _describe_pair(reports: Reports, source: int, target: int) -> str:
+    tries = [f"{address} {_say(reports, source, target, address)}" for address in reports.candidates[target]]
+    return f"{reports.names[source]} -> {reports.names[target]}: {', '.join(tries)}"
+
+
+def _say(reports: Reports, source: int, target: int, address: Address) -> str:
+    if (target, address.address) in reports.unheard:
+        return f"has no listener ({reports.unheard[target, address.address]})"
+    found = reports.answers.get((source, target, address.address))
+    text = "was not answered" if found is None else describe(found, reports.names)
+    shared = any(own.address == address.address for own in reports.candidates[source])
+    return f"{text} ({reports.names[source]} has the same address)" if shared else text
+
+
+def describe(answer: Answer, names: Sequence[str]) -> str:
+    """An answer in words that follow the address."""
+    name = "the launcher" if answer.host == LAUNCHER else names[answer.host] if 0 <= answer.host < len(names) else "?"
+    return {
+        Outcome.REACHED: "was reached",
+        Outcome.REFUSED: "refused the connection",
+        Outcome.TIMED_OUT: f"timed out after {answer.detail or '?'} s",
+        Outcome.NO_ROUTE: f"has no route ({answer.detail})",
+        Outcome.SILENT: f"accepted the connection, but said nothing within {answer.detail} s",
+        Outcome.OTHER_HOST: f"answered as another host, {name}",
+        Outcome.OTHER_ADDRESS: f"answered as {answer.detail}, so addresses are translated on the way",
+        Outcome.STRANGER: "was answered by something that is not this job's",
+        Outcome.FAILED: f"failed ({answer.detail})",
+    }[answer.outcome]

@@ -1,0 +1,375 @@
+"""Trying out addresses: does this host reach that one there, and is it really that one who answers?
+
+That something accepts a connection says little: 172.17.0.1 is the address of every host's own Docker bridge, and
+private networks of one number exist many times. So whoever asks names the host and the address that it means, and only
+the agent of that host, at that address, can give the answer: an HMAC under the job's secret::
+
+    prober   -> listener   magic, nonce, host, address, HMAC(key, "question", nonce, host, address)
+    listener -> prober     magic, own host, own address, HMAC(key, "answer", nonce, own host, own address)
+
+A listener tells strangers nothing. It names the host that it is rather than refuse, since "answered as h1" explains
+much to whoever meant h2.
+
+Everything here is non-blocking, and lives in its owner's selector: each registered object's data is a callable without
+arguments.
+"""
+
+from __future__ import annotations
+
+import enum
+import errno
+import hmac
+import ipaddress
+import os
+import selectors
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from hvdgloo._net import ports
+from hvdgloo.errors import ConfigError
+from hvdgloo.rendezvous._auth import derive
+
+LAUNCHER = 2**32 - 1
+"""The launcher's number among hosts."""
+
+_MAGIC = b"hvdprob1"
+_QUESTION = struct.Struct("!8s16sI16s32s")
+_ANSWER = struct.Struct("!8sI16s32s")
+_AT_ONCE = 256  # probes, and visitors of a listener
+_ALL_TOGETHER = 2.0  # timeouts of one probe that all together may take, should there be very many
+_VISIT_SECONDS = 5.0
+
+
+class Outcome(enum.Enum):
+    """What became of a probe."""
+
+    REACHED = "reached"
+    REFUSED = "refused"
+    TIMED_OUT = "timed out"
+    NO_ROUTE = "no route"
+    SILENT = "silent"
+    OTHER_HOST = "other host"
+    OTHER_ADDRESS = "other address"
+    STRANGER = "stranger"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class Target:
+    """An address to try: of which host, and where it listens."""
+
+    host: int
+    address: str
+    port: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of a probe.
+
+    Attributes:
+        outcome: in a word.
+        source: this host's own address in the connection, if there was one.
+        host: who answered instead.
+        detail: the system's word, a time, an address.
+    """
+
+    outcome: Outcome
+    source: str = ""
+    host: int = -1
+    detail: str = ""
+
+
+def probe_key(secret: bytes) -> bytes:
+    """The key of all proofs of a job."""
+    return derive(secret, "probe")
+
+
+def _proof(key: bytes, role: bytes, nonce: bytes, host: int, address: bytes) -> bytes:
+    return hmac.digest(key, role + nonce + struct.pack("!I", host) + address, "sha256")
+
+
+def _packed(address: str) -> bytes:
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    return ip.packed if ip.version == 6 else b"\0" * 10 + b"\xff\xff" + ip.packed
+
+
+def _unpacked(data: bytes) -> str:
+    ip = ipaddress.IPv6Address(data)
+    return str(ip.ipv4_mapped or ip)
+
+
+def question(key: bytes, nonce: bytes, target: Target) -> bytes:
+    """What a prober says."""
+    address = _packed(target.address)
+    return _QUESTION.pack(_MAGIC, nonce, target.host, address, _proof(key, b"question", nonce, target.host, address))
+
+
+def answer(key: bytes, asked: bytes, host: int, address: str) -> bytes | None:
+    """What a listener replies, being ``host`` and having been reached at ``address``; None to a stranger."""
+    magic, nonce, meant, meant_address, proof = _QUESTION.unpack(asked)
+    if magic != _MAGIC or not hmac.compare_digest(proof, _proof(key, b"question", nonce, meant, meant_address)):
+        return None
+    own = _packed(address)
+    return _ANSWER.pack(_MAGIC, host, own, _proof(key, b"answer", nonce, host, own))
+
+
+def judge(key: bytes, nonce: bytes, target: Target, reply: bytes, source: str) -> Answer:
+    """What a reply is worth."""
+    magic, host, address, proof = _ANSWER.unpack(reply)
+    if magic != _MAGIC or not hmac.compare_digest(proof, _proof(key, b"answer", nonce, host, address)):
+        return Answer(Outcome.STRANGER, source)
+    if host != target.host:
+        return Answer(Outcome.OTHER_HOST, source, host)
+    if address != _packed(target.address):
+        return Answer(Outcome.OTHER_ADDRESS, source, host, _unpacked(address))
+    return Answer(Outcome.REACHED, source, host)
+
+
+@dataclass
+class _Visit:
+    """Somebody who has connected and not asked everything yet."""
+
+    deadline: float
+    asked: bytes = b""
+
+
+class ProbeListener:
+    """Answers probes at some addresses of this host.
+
+    Args:
+        selector: of its owner.
+        key: of the job's proofs.
+        host: its own number.
+        addresses: to listen at; what cannot be listened at is in ``failures``.
+        port_range: first and last port that may be used.
+
+    Attributes:
+        ports: address to port.
+        failures: address to the reason why nothing listens there.
+    """
+
+    def __init__(
+        self,
+        selector: selectors.BaseSelector,
+        key: bytes,
+        host: int,
+        addresses: Sequence[str],
+        port_range: ports.PortRange | None,
+    ) -> None:
+        self._selector = selector
+        self._key = key
+        self._host = host
+        self._listeners: list[socket.socket] = []
+        self._visitors: dict[socket.socket, _Visit] = {}
+        self.ports: dict[str, int] = {}
+        self.failures: dict[str, str] = {}
+        for address in addresses:
+            try:
+                (listener,) = ports.listen([address], port_range)
+            except ConfigError as error:
+                self.failures[address] = str(error)
+                continue
+            listener.setblocking(False)
+            self._listeners.append(listener)
+            self.ports[address] = listener.getsockname()[1]
+            selector.register(listener, selectors.EVENT_READ, partial(self._accept, listener))
+
+    def close(self) -> None:
+        """Stop listening. May be repeated."""
+        for sock in (*self._listeners, *self._visitors):
+            self._selector.unregister(sock)
+            sock.close()
+        self._listeners.clear()
+        self._visitors.clear()
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            sock, _ = listener.accept()
+        except OSError:
+            return  # it is gone again
+        now = time.monotonic()
+        for visitor in [v for v, visit in self._visitors.items() if now >= visit.deadline]:
+            self._dismiss(visitor)
+        if len(self._visitors) >= _AT_ONCE:
+            self._dismiss(next(iter(self._visitors)))
+        sock.setblocking(False)
+        self._visitors[sock] = _Visit(now + _VISIT_SECONDS)
+        self._selector.register(sock, selectors.EVENT_READ, partial(self._serve, sock))
+
+    def _serve(self, sock: socket.socket) -> None:
+        visit = self._visitors.get(sock)
+        if visit is None:
+            return  # dismissed while this event waited
+        try:
+            data = sock.recv(_QUESTION.size - len(visit.asked))
+            visit.asked += data
+            if data and len(visit.asked) < _QUESTION.size:
+                return  # the rest is on its way
+            reply = answer(self._key, visit.asked, self._host, sock.getsockname()[0]) if data else None
+            if reply is not None:
+                sock.send(reply)
+        except OSError:
+            pass
+        self._dismiss(sock)
+
+    def _dismiss(self, sock: socket.socket) -> None:
+        del self._visitors[sock]
+        self._selector.unregister(sock)
+        sock.close()
+
+
+class Prober:
+    """Tries addresses, all at once.
+
+    Args:
+        selector: of its owner, who calls ``tick`` when ``deadline`` has come.
+        key: of the job's proofs.
+        targets: to try.
+        timeout: seconds for each. Of very many that are swallowed, some are not tried at all.
+        report: receives each answer.
+    """
+
+    def __init__(
+        self,
+        selector: selectors.BaseSelector,
+        key: bytes,
+        targets: Iterable[Target],
+        timeout: float,
+        report: Callable[[Target, Answer], None],
+    ) -> None:
+        self._selector = selector
+        self._key = key
+        self._timeout = timeout
+        self._end = time.monotonic() + _ALL_TOGETHER * timeout
+        self._report = report
+        self._waiting = deque(targets)
+        self._running: dict[_Probe, None] = {}
+        self._fill()
+
+    @property
+    def done(self) -> bool:
+        return not self._running and not self._waiting
+
+    @property
+    def deadline(self) -> float | None:
+        """When ``tick`` is to be called."""
+        return min(self._end, next(iter(self._running)).deadline) if self._running else None
+
+    def tick(self) -> None:
+        """Give up what has taken too long."""
+        now = time.monotonic()
+        while self._waiting and now >= self._end:
+            self._report(self._waiting.popleft(), Answer(Outcome.FAILED, detail="there was no time to try it"))
+        for probe in [probe for probe in self._running if now >= min(self._end, probe.deadline)]:
+            self._finish(probe, probe.expired(self._timeout))
+        self._fill()
+
+    def close(self) -> None:
+        """Stop; what has not been answered is not reported. May be repeated."""
+        self._waiting.clear()
+        for probe in list(self._running):
+            self._drop(probe)
+
+    def _fill(self) -> None:
+        while self._waiting and len(self._running) < _AT_ONCE:
+            target = self._waiting.popleft()
+            try:
+                probe = _Probe(self._key, target, time.monotonic() + self._timeout)
+            except OSError as error:
+                self._report(target, _failure(error))
+                continue
+            self._running[probe] = None
+            self._selector.register(probe.sock, selectors.EVENT_WRITE, partial(self._advance, probe))
+
+    def _advance(self, probe: _Probe) -> None:
+        if probe not in self._running:
+            return  # ended while this event waited
+        try:
+            result = probe.advance()
+        except OSError as error:
+            result = probe.broken(error)
+        if result is not None:
+            self._finish(probe, result)
+            self._fill()
+        elif probe.asked:
+            self._selector.modify(probe.sock, selectors.EVENT_READ, partial(self._advance, probe))
+
+    def _finish(self, probe: _Probe, result: Answer) -> None:
+        self._drop(probe)
+        self._report(probe.target, result)
+
+    def _drop(self, probe: _Probe) -> None:
+        del self._running[probe]
+        self._selector.unregister(probe.sock)
+        probe.sock.close()
+
+
+class _Probe:
+    """One connection: made, asked, answered.
+
+    Raises:
+        OSError: at construction, if it cannot even be tried.
+    """
+
+    def __init__(self, key: bytes, target: Target, deadline: float) -> None:
+        self.target = target
+        self.deadline = deadline
+        self.asked = False
+        self._key = key
+        self._nonce = os.urandom(16)
+        self._reply = b""
+        self.sock = socket.socket(socket.AF_INET6 if ":" in target.address else socket.AF_INET, socket.SOCK_STREAM)
+        self.sock.setblocking(False)
+        code = self.sock.connect_ex((target.address, target.port))
+        if code not in (0, errno.EINPROGRESS):
+            self.sock.close()
+            raise OSError(code, os.strerror(code))
+
+    def advance(self) -> Answer | None:
+        """Do what the socket is ready for; the answer, once there is one."""
+        if not self.asked:
+            code = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if code:
+                raise OSError(code, os.strerror(code))
+            self.asked = True
+            self.sock.send(question(self._key, self._nonce, self.target))
+            return None
+        data = self.sock.recv(_ANSWER.size - len(self._reply))
+        if not data:
+            return Answer(Outcome.STRANGER, self._source())
+        self._reply += data
+        if len(self._reply) < _ANSWER.size:
+            return None
+        return judge(self._key, self._nonce, self.target, self._reply, self._source())
+
+    def expired(self, timeout: float) -> Answer:
+        if self.asked:
+            return Answer(Outcome.SILENT, self._source(), detail=f"{timeout:g}")
+        return Answer(Outcome.TIMED_OUT, detail=f"{timeout:g}")
+
+    def broken(self, error: OSError) -> Answer:
+        # Whoever breaks off after it was asked is no part of this job.
+        return Answer(Outcome.STRANGER, detail=error.strerror or "") if self.asked else _failure(error)
+
+    def _source(self) -> str:
+        return str(self.sock.getsockname()[0])
+
+
+_OUTCOMES = {
+    errno.ECONNREFUSED: Outcome.REFUSED,
+    errno.ETIMEDOUT: Outcome.TIMED_OUT,
+    errno.ENETUNREACH: Outcome.NO_ROUTE,
+    errno.EHOSTUNREACH: Outcome.NO_ROUTE,
+    errno.EADDRNOTAVAIL: Outcome.NO_ROUTE,  # this host has no address of that family
+    errno.EAFNOSUPPORT: Outcome.NO_ROUTE,
+}
+
+
+def _failure(error: OSError) -> Answer:
+    return Answer(_OUTCOMES.get(error.errno or 0, Outcome.FAILED), detail=error.strerror or str(error))

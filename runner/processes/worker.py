@@ -1,0 +1,158 @@
+"""One worker, as its agent holds it: a process in a session of its own, its pipes, and how it ended.
+
+A session of its own means that a terminal's Ctrl-C reaches it once and through us, and that a signal to its process
+group reaches a shell script's children too.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from typing import IO
+
+from hvdgloo import as_horovod
+from hvdgloo.runner.processes import reaper
+from hvdgloo.runner.protocol.frames import CHUNK, STDERR, STDOUT, Spawn
+
+WINDOW = 256 * 1024
+"""Bytes of one worker's output that may be on their way to the launcher without a Credit for them."""
+
+
+class WorkerProcess:
+    """A started worker.
+
+    Attributes:
+        rank, pid: which one.
+        status: exit status or minus the signal, once it has ended.
+        streams: the pipes that are still open, by their number (1 stdout, 2 stderr).
+        stdin: the pipe to its standard input, if it has one.
+        unacknowledged: bytes of output without credit.
+        paused: its pipes are not read until there is credit again.
+        result: what a task leaves behind.
+        reported: its end has been told to the launcher.
+    """
+
+    def __init__(self, spawn: Spawn, environ: Mapping[str, str], cwd: str, blob: IO[bytes] | None) -> None:
+        """Start it.
+
+        Raises:
+            OSError: the program cannot be executed, or the working directory does not exist.
+        """
+        self.rank = spawn.rank
+        self.status: int | None = None
+        self.killed_by_us = False
+        self.reported = False
+        self.unacknowledged = 0
+        self.paused = False
+        self.result: IO[bytes] | None = None
+        argv = list(spawn.argv)
+        descriptors: tuple[int, ...] = ()
+        if spawn.task and blob is not None:
+            self.result = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
+            descriptors = (blob.fileno(), self.result.fileno())
+            argv += [str(fd) for fd in descriptors]
+        env = {**environ, **spawn.env}
+        self._popen = subprocess.Popen(
+            argv,
+            env={**env, **as_horovod.environment(env)},
+            cwd=cwd,
+            stdin=subprocess.PIPE if spawn.stdin else subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,
+            pass_fds=descriptors,
+            # The agent has one thread, so running Python in the forked child is safe. This is the last of three nets:
+            # it ends workers at once should agent and warden both be killed.
+            preexec_fn=_die_with_agent,
+        )
+        self.pid = self._popen.pid
+        self._group_lives = True
+        assert self._popen.stdout is not None
+        assert self._popen.stderr is not None
+        self.streams: dict[int, IO[bytes]] = {STDOUT: self._popen.stdout, STDERR: self._popen.stderr}
+        self.stdin = self._popen.stdin
+        for pipe in (*self.streams.values(), self.stdin):
+            if pipe is not None:
+                os.set_blocking(pipe.fileno(), False)
+
+    @property
+    def running(self) -> bool:
+        return self.status is None
+
+    @property
+    def may_be_read(self) -> bool:
+        """The launcher keeps up with its output."""
+        return self.unacknowledged < WINDOW
+
+    def read(self, stream: int) -> bytes | None:
+        """Output that is there; empty at the end of the stream, None if there is nothing now."""
+        try:
+            return os.read(self.streams[stream].fileno(), CHUNK)
+        except BlockingIOError:
+            return None
+        except OSError:
+            return b""
+
+    def ended(self, wait_status: int) -> None:
+        """Take note of the status that waitpid gave for it."""
+        self.status = os.waitstatus_to_exitcode(wait_status)
+        # waitpid was called by the agent, for adopted processes come up there too: Popen shall not ask again.
+        self._popen.returncode = self.status
+        self.group_lives()
+
+    def signal_group(self, signum: int) -> None:
+        """Send a signal to every process of its process group, the worker itself having ended or not."""
+        if not self.group_lives():
+            return
+        if signum == signal.SIGKILL and self.running:
+            self.killed_by_us = True
+        try:
+            os.killpg(self.pid, signum)
+            if signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                os.killpg(self.pid, signal.SIGCONT)  # a stopped process would not hear of it
+        except (ProcessLookupError, PermissionError):
+            pass
+
+    def group_lives(self) -> bool:
+        """Some process of its group is still there.
+
+        To be asked now and then once the worker has ended: the system keeps the group's number from others as long as
+        someone is in it, and may then give it to a stranger. So a group that was empty once is gone for good.
+        """
+        if self._group_lives and not self.running:
+            self._group_lives = group_exists(self.pid)
+        return self._group_lives
+
+    def close_stdin(self) -> None:
+        if self.stdin is not None:
+            self.stdin.close()
+            self.stdin = None
+
+    def close(self) -> None:
+        """Close whatever is open."""
+        self.close_stdin()
+        for pipe in self.streams.values():
+            pipe.close()
+        self.streams.clear()
+        if self.result is not None:
+            self.result.close()
+            self.result = None
+
+
+def group_exists(number: int) -> bool:
+    """Some process is in the process group of this number."""
+    try:
+        os.killpg(number, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def _die_with_agent() -> None:
+    reaper.die_with_parent(signal.SIGKILL)

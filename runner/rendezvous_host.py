@@ -1,0 +1,174 @@
+"""Where a job's workers meet: the rendezvous server, in the launcher or beside the first host's agent."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from hvdgloo.config import parse_endpoint
+from hvdgloo.errors import LaunchError
+from hvdgloo.rendezvous._server.server import RendezvousServer
+from hvdgloo.rendezvous._server.sidecar import arrivals
+from hvdgloo.runner.job.outcome import Failure
+from hvdgloo.runner.job.spec import Host, LaunchSpec
+from hvdgloo.runner.network.addressing import Placement, Server
+from hvdgloo.runner.protocol.frames import AskServed, Serve, Served
+from hvdgloo.runner.supervise.agent_link import Link
+from hvdgloo.runner.supervise.init_watch import Arrivals
+from hvdgloo.runner.supervise.supervisor import Supervisor
+
+_START_SECONDS = 10.0
+
+
+class Meeting(Protocol):
+    """A server that listens."""
+
+    @property
+    def endpoint(self) -> tuple[str, int]:
+        """Address and port at which workers reach it."""
+
+    def serve(self) -> None:
+        """Answer workers, which may be on their way already: to be called once they have been started."""
+
+    def arrivals(self) -> Arrivals:
+        """What it knows of the workers' start."""
+
+    def ask(self) -> int:
+        """Have it say so again: what ``arrivals`` tells as of this number, or a later one, was true after the call."""
+
+
+@contextmanager
+def open_meeting(
+    supervisor: Supervisor, spec: LaunchSpec, hosts: Sequence[Host], placement: Placement, job_id: str
+) -> Iterator[Meeting]:
+    """A server for this job's workers, as long as the job lasts.
+
+    Raises:
+        ConfigError: the launcher's cannot listen.
+        LaunchError: the one beside the agent cannot be had.
+    """
+    places = [(host.name, host.slots or 0) for host in hosts]
+    if placement.server is Server.LAUNCHER:
+        server = RendezvousServer(
+            secret=spec.secret,
+            hosts=places,
+            bind=(placement.rendezvous,),
+            port_range=spec.network.port_range,
+            start_timeout=spec.start_timeout,
+        )
+        meeting = _InLauncher(server.listen(), supervisor)
+        try:
+            yield meeting
+        finally:
+            meeting.close()
+    else:
+        yield _Beside(supervisor, spec, places, placement.rendezvous, job_id)
+
+
+class _InLauncher:
+    """Serves on threads of this process.
+
+    The web server is imported on one of them: on a busy machine that takes seconds, in which the supervisor has to show
+    its agents that it lives.
+    """
+
+    def __init__(self, server: RendezvousServer, supervisor: Supervisor) -> None:
+        self._server = server
+        self._supervisor = supervisor
+        self._serving = False
+        self._thread = threading.Thread(target=self._start, name="hvdgloo-serve", daemon=True)
+
+    @property
+    def endpoint(self) -> tuple[str, int]:
+        return parse_endpoint(self._server.endpoint)
+
+    def serve(self) -> None:
+        self._thread.start()
+
+    def arrivals(self) -> Arrivals:
+        return Arrivals(**arrivals(self._server)) if self._serving else Arrivals()
+
+    def ask(self) -> int:
+        return 0  # it is asked whenever it is looked at
+
+    def close(self) -> None:
+        """Stop serving."""
+        if self._thread.ident is not None:
+            self._thread.join(_START_SECONDS)
+        self._server.stop()
+
+    def _start(self) -> None:
+        try:
+            self._server.start()
+            self._serving = True
+        except Exception as error:  # noqa: BLE001 - nobody waits for this thread, and the job cannot go on without it
+            name = socket.gethostname()
+            text = f"the rendezvous server in the launcher failed: {type(error).__name__}: {error}"
+            self._supervisor.fail_soon(Failure(None, name, 1, text))
+
+
+class _Beside:
+    """Known through the agent, which tells whatever changes; it ends with the agent."""
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        spec: LaunchSpec,
+        places: Sequence[tuple[str, int]],
+        address: str,
+        job_id: str,
+    ) -> None:
+        self._supervisor = supervisor
+        self._first = supervisor.links[0]
+        self._said: Mapping[str, Any] = {}
+        self._asked = self._answered = 0
+        self._endpoint: tuple[str, int] | None = None
+        supervisor.handlers[Served] = self._on_served
+        request = {
+            "secret": spec.secret.hex(),
+            "hosts": places,
+            "bind": [address],
+            "port_range": spec.network.port_range,
+            "start_timeout": spec.start_timeout,
+        }
+        self._first.channel.send(Serve(job_id, request))
+        timeout = spec.network.connect_timeout
+        supervisor.converse(lambda: self._endpoint is not None, time.monotonic() + timeout)
+        if self._endpoint is None:
+            raise LaunchError(
+                f"the rendezvous server on host {self._first.host.name} did not start within {timeout:g} s; if the "
+                "host is merely slow, raise --connect-timeout-seconds"
+            )
+
+    @property
+    def endpoint(self) -> tuple[str, int]:
+        assert self._endpoint is not None
+        return self._endpoint
+
+    def serve(self) -> None:
+        """It does so since it was started."""
+
+    def arrivals(self) -> Arrivals:
+        return Arrivals(**self._said, as_of=self._answered)
+
+    def ask(self) -> int:
+        self._asked += 1
+        self._first.channel.send(AskServed(self._asked))
+        return self._asked
+
+    def _on_served(self, link: Link, frame: Served) -> None:
+        if "endpoints" in frame.message:
+            self._endpoint = parse_endpoint(frame.message["endpoints"][0])
+        elif "error" in frame.message:
+            name = link.host.name
+            self._supervisor.fail(
+                Failure(None, name, 1, f"the rendezvous server on host {name} failed: {frame.message['error']}")
+            )
+        else:
+            said = dict(frame.message)
+            self._answered = said.pop("asked", self._answered)
+            self._said = said

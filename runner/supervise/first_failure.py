@@ -1,0 +1,116 @@
+"""Which worker's end is the job's: the first failure that is not merely an echo of another one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from hvdgloo.runner.job.outcome import Failure, Outcome, describe_status
+from hvdgloo.runner.protocol.frames import Exited, SpawnFailed
+
+ECHO_TIME = 2.0
+"""Seconds that a worker has to end by itself after another one's last words named it as the reason of its failure."""
+
+
+@dataclass(frozen=True)
+class _Echo:
+    """A failure that another worker's end explains, which has not been seen yet."""
+
+    failure: Failure
+    culprit: int
+    deadline: float
+
+
+class Verdict:
+    """Who still runs, and what has failed first.
+
+    Args:
+        outcome: is filled in.
+        culprit: the rank that a worker's last words name as the reason of its failure, if they do.
+        notice: is told of the first failure.
+        stop: ends the other workers.
+
+    Attributes:
+        running: ranks of workers that have not ended.
+        settled: what ends from now on ends because it was told to.
+    """
+
+    def __init__(
+        self,
+        outcome: Outcome,
+        culprit: Callable[[int], int | None],
+        notice: Callable[[str], None],
+        stop: Callable[[], None],
+    ) -> None:
+        self.running: set[int] = set()
+        self.settled = False
+        self._outcome = outcome
+        self._culprit = culprit
+        self._notice = notice
+        self._stop = stop
+        self._echo: _Echo | None = None
+
+    @property
+    def next(self) -> float | None:
+        """When ``keep_time`` has something to do, on the monotonic clock."""
+        return self._echo.deadline if self._echo is not None else None
+
+    def started(self, ranks: Iterable[int]) -> None:
+        """Workers were told to start."""
+        self.running.update(ranks)
+        self._outcome.statuses.update(dict.fromkeys(self.running))
+
+    def exited(self, host: str, frame: Exited) -> None:
+        """A worker has ended."""
+        self.running.discard(frame.rank)
+        self._outcome.statuses[frame.rank] = frame.status
+        if frame.status != 0:
+            reason = describe_status(frame.status)
+            if frame.out_of_memory:
+                reason += "; the kernel ended a process for lack of memory at that time, most likely this one"
+            self._fail_unless_echo(Failure(frame.rank, host, frame.status, reason))
+        if self._echo is not None and self._echo.culprit not in self.running:
+            self._take_echo()
+
+    def not_started(self, host: str, frame: SpawnFailed) -> None:
+        """A worker could not be started."""
+        self.running.discard(frame.rank)
+        self._outcome.statuses[frame.rank] = frame.status
+        self.fail(Failure(frame.rank, host, frame.status, f"could not be started: {frame.reason}"))
+
+    def gone(self, ranks: Iterable[int]) -> None:
+        """Workers whose host was lost: nobody will tell how they ended."""
+        self.running.difference_update(ranks)
+
+    def fail(self, failure: Failure) -> None:
+        """The first failure stops the rest; what fails later fails because of it."""
+        if self.settled:
+            return
+        if self._outcome.first is None:
+            self._outcome.first = failure
+            who = f"rank {failure.rank} on host {failure.host} " if failure.rank is not None else ""
+            self._notice(who + failure.reason + ("; stopping the other workers" if self.running else ""))
+        self._stop()
+
+    def keep_time(self, now: float) -> None:
+        """An echo whose cause does not show itself is a failure like any other."""
+        if self._echo is not None and now >= self._echo.deadline:
+            self._take_echo()
+
+    def _fail_unless_echo(self, failure: Failure) -> None:
+        """A worker that ends with an error tells its peers on its way out, and they may be gone before it is.
+
+        It gets a moment to end by itself, so that its own exit status is the job's.
+        """
+        assert failure.rank is not None
+        culprit = self._culprit(failure.rank)
+        if self.settled or culprit is None or culprit not in self.running:
+            self.fail(failure)
+        elif self._echo is None:
+            self._echo = _Echo(failure, culprit, time.monotonic() + ECHO_TIME)
+
+    def _take_echo(self) -> None:
+        echo, self._echo = self._echo, None
+        if echo is not None:
+            self.fail(echo.failure)

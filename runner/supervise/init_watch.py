@@ -1,0 +1,154 @@
+"""Workers that wait in ``hvd.init()`` for others: who is missing, what became of them, and what to do.
+
+The rendezvous knows who has called ``hvd.init()``; the launcher knows which processes it has started and which have
+ended. Only both together tell a worker that is slow from one that never will: it has ended already.
+
+Pure, but for ``look``, which asks the rendezvous.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from hvdgloo.runner.console.progress import Backoff, first_report, seconds
+from hvdgloo.runner.job.outcome import Failure
+
+_NAMED = 16
+_LOOK_AGAIN = 1.0  # seconds; only while a worker has ended that may not have called hvd.init()
+_LOOK_SOON = 0.05  # only while the rendezvous has been asked whether it has
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """What the rendezvous knows of a start.
+
+    Attributes:
+        arrived: how many workers have called ``hvd.init()``.
+        missing: the ranks that have not.
+        failure: why the start has failed, if it has.
+        as_of: the question that this answers; see ``Meeting.ask``.
+    """
+
+    arrived: int = 0
+    missing: Sequence[int] = ()
+    failure: str = ""
+    as_of: int = 0
+
+    @property
+    def waited_for(self) -> Sequence[int]:
+        """Ranks that others wait for; nobody in a job that does not use ``hvd.init()`` at all."""
+        return self.missing if self.arrived else ()
+
+
+class InitWatch:
+    """Watches the workers' start.
+
+    Args:
+        look: what the rendezvous has said.
+        ask: has it say so once more; see ``Meeting.ask``.
+        hosts: rank to host name.
+        timeout: the start timeout.
+        verbose: report sooner.
+    """
+
+    def __init__(
+        self,
+        look: Callable[[], Arrivals],
+        ask: Callable[[], int],
+        hosts: Mapping[int, str],
+        *,
+        timeout: float,
+        verbose: bool = False,
+    ) -> None:
+        self._look = look
+        self._ask = ask
+        self._hosts = hosts
+        self._timeout = timeout
+        self._first = first_report(verbose)
+        self._arrivals = Arrivals()
+        self._pids: dict[int, int] = {}
+        self._gone: dict[int, int] = {}
+        self._since: float | None = None
+        self._backoff: Backoff | None = None
+        self.next = -math.inf
+        """When to call ``report`` again; infinity once all have come."""
+
+    def spawned(self, rank: int, pid: int) -> None:
+        """A worker was started as this process of its host."""
+        self._pids[rank] = pid
+
+    def ended(self, rank: int, status: int) -> None:
+        """A worker has ended. One that failed speaks for itself; one that ended well may be missed by others."""
+        if status == 0 and self.next < math.inf:
+            # What is known of it may be older than its end, and it may have called hvd.init() and all.
+            self._gone[rank] = self._ask()
+            self.next = -math.inf
+        self._see()
+
+    def report(self, now: float) -> str:
+        """A line for the log, if one is due."""
+        if now < self.next:
+            return ""
+        self._see()
+        if self.next < math.inf:
+            self.next = now + self._pause()
+        missing = self._arrivals.waited_for
+        if not missing:
+            return ""
+        if self._backoff is None or self._since is None:
+            self._since, self._backoff = now, Backoff(now, self._first)
+        if not self._backoff.due(now):
+            return ""
+        return (
+            f"hvd.init() has waited {seconds(now - self._since)} for {self._describe(missing)}, "
+            f"which {'has' if len(missing) == 1 else 'have'} not called it yet "
+            "(py-spy dump --pid PROCESS shows what a process does)"
+        )
+
+    def verdict(self) -> Failure | None:
+        """The failure that makes this start hopeless, if there is one: the start timeout, or a worker that has ended.
+
+        What the waiting workers then fail with is a consequence.
+        """
+        arrivals = self._arrivals
+        gone = next((rank for rank in arrivals.waited_for if self._gone.get(rank, math.inf) <= arrivals.as_of), None)
+        if gone is not None:
+            reason = f"ended without calling hvd.init(), in which {_ranks(arrivals.arrived)} waited for it"
+            return Failure(gone, self._hosts[gone], 1, reason)
+        if arrivals.failure and arrivals.waited_for:
+            return self._too_late(arrivals)
+        return None
+
+    def _too_late(self, arrivals: Arrivals) -> Failure:
+        first, *others = arrivals.waited_for
+        reason = f"had not called hvd.init() within {self._timeout:g} s of the first rank that did (--start-timeout)"
+        if others:
+            reason += f", nor had {self._describe(others)}"
+        return Failure(first, self._hosts[first], 1, reason)
+
+    def _pause(self) -> float:
+        if any(asked > self._arrivals.as_of for asked in self._gone.values()):
+            return _LOOK_SOON
+        return min(_LOOK_AGAIN, self._first) if self._gone else self._first
+
+    def _see(self) -> None:
+        if self.next == math.inf:
+            return
+        self._arrivals = self._look()
+        if self._arrivals.arrived and not self._arrivals.missing:
+            self.next = math.inf
+
+    def _describe(self, ranks: Sequence[int]) -> str:
+        named = ", ".join(f"{rank} ({self._place(rank)})" for rank in ranks[:_NAMED])
+        more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
+        return f"rank{'s' if len(ranks) > 1 else ''} {named}{more}"
+
+    def _place(self, rank: int) -> str:
+        pid = f", process {self._pids[rank]}" if rank in self._pids else ", not started yet"
+        return f"{self._hosts.get(rank, '?')}{pid}"
+
+
+def _ranks(number: int) -> str:
+    return f"{number} other rank{'s' if number != 1 else ''}"

@@ -1,0 +1,93 @@
+"""What signals that come to the launcher mean for its job.
+
+The first one that asks for the end is passed on, and leaves workers time to save their work; a second one kills them.
+Ctrl-Z stops the launcher like any program, but no worker.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from typing import Protocol
+
+from hvdgloo.runner.job.outcome import Outcome
+from hvdgloo.runner.protocol.frames import Frame, Signal, Suspend
+
+_FLUSH_TIME = 1.0  # seconds that telling the agents of Ctrl-Z may take
+
+
+class Job(Protocol):
+    """The supervisor, as signals need it."""
+
+    outcome: Outcome
+
+    @property
+    def running(self) -> bool:
+        """Whether there are workers that have not ended."""
+
+    def tell_all(self, frame: Frame) -> None:
+        """Send something to all agents."""
+
+    def flush(self, seconds: float) -> None:
+        """Wait until what was sent to agents has left, but not longer than this."""
+
+    def stop(self, signum: int, grace: float) -> None:
+        """End the workers by a signal, and kill what is left after ``grace`` seconds."""
+
+    def kill(self) -> None:
+        """End everything now."""
+
+
+class Signals:
+    """Acts on signals, in the loop: handlers only leave a note.
+
+    Args:
+        grace: seconds that workers have to end after the first signal.
+        notice: is told what the user should know.
+        suspend: is called before the launcher stops itself.
+    """
+
+    def __init__(self, job: Job, grace: float, notice: Callable[[str], None], suspend: Callable[[], None]) -> None:
+        self._job = job
+        self._grace = grace
+        self._notice = notice
+        self._before_suspension = suspend
+        self._killing = False
+
+    def came(self, signum: int) -> None:
+        """A signal has come."""
+        if signum == signal.SIGTSTP:
+            self._suspend()
+        elif signum in (signal.SIGUSR1, signal.SIGUSR2):
+            self._job.tell_all(Signal(signum))
+        elif self._job.outcome.interrupted is not None:
+            if not self._killing:
+                self._notice("killing the workers")
+            self._killing = True
+            self._job.kill()
+        elif self._job.outcome.first is not None:
+            self._job.kill()  # they have been stopped already
+        else:
+            self._interrupt(signum)
+
+    def _interrupt(self, signum: int) -> None:
+        self._job.outcome.interrupted = signum
+        if self._job.running:
+            self._notice(
+                f"{signal.Signals(signum).name} is passed on to the workers, which have {self._grace:g} s to end; "
+                f"{'Ctrl-C again' if signum == signal.SIGINT else 'a second signal'} kills them at once"
+            )
+        # The reader of a pipe is gone; that signal means nothing to workers.
+        self._job.stop(signal.SIGTERM if signum == signal.SIGPIPE else signum, self._grace)
+
+    def _suspend(self) -> None:
+        """Be stopped like any program at Ctrl-Z, after telling the agents that silence will follow."""
+        self._job.tell_all(Suspend(True))
+        self._before_suspension()
+        self._job.flush(_FLUSH_TIME)
+        previous = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTSTP])
+        signal.raise_signal(signal.SIGTSTP)
+        # Here it goes on at SIGCONT.
+        signal.signal(signal.SIGTSTP, previous)
+        self._job.tell_all(Suspend(False))

@@ -1,0 +1,46 @@
+"""What a transport offers: a way to get an agent running on a host.
+
+Each transport is a module of its own (``local``, ``ssh``, ``srun``, ``template``); ``select`` chooses. Nothing else of
+the launcher knows how an agent came to be.
+"""
+
+from __future__ import annotations
+
+from typing import IO, Protocol
+
+from hvdgloo.runner.job.spec import Host
+from hvdgloo.runner.transport.failures import Diagnosis, Ending
+
+
+class AgentStream(Protocol):
+    """A command whose standard streams lead to an agent."""
+
+    stdin: IO[bytes]
+    stdout: IO[bytes]
+    stderr: IO[bytes]
+
+    def poll(self) -> int | None:
+        """The command's exit status, None while it runs."""
+
+    def kill(self) -> None:
+        """End the command at once. Its agent sees the end of its stream and dies."""
+
+    def wait(self, timeout: float) -> int:
+        """Wait for the command's end and return its status; subprocess.TimeoutExpired if it does not come."""
+
+
+class Spawner(Protocol):
+    """Starts agents."""
+
+    def start(self, host: Host) -> AgentStream:
+        """Start the command that runs an agent on ``host``. Does not wait for anything.
+
+        Raises:
+            LaunchError: the command cannot be executed.
+        """
+
+    def is_local(self, host: Host) -> bool:
+        """Its agent is a child of this process, with the same environment."""
+
+    def diagnose(self, host: Host, ending: Ending) -> Diagnosis:
+        """Why the command for ``host`` has ended without an agent that can be used."""

@@ -1,0 +1,122 @@
+"""Which way leads to which host: this machine's agent is a child process, all others are reached in one chosen way.
+
+That way is the user's template if there is one, srun for nodes of the Slurm allocation, else ssh.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+from hvdgloo.errors import ConfigError
+from hvdgloo.runner.job.spec import Host, Reach
+from hvdgloo.runner.transport.base import AgentStream, Spawner
+from hvdgloo.runner.transport.failures import Diagnosis, Ending
+from hvdgloo.runner.transport.local import LocalSpawner
+from hvdgloo.runner.transport.srun import SrunSpawner
+from hvdgloo.runner.transport.ssh import SshSpawner
+from hvdgloo.runner.transport.template import TemplateSpawner
+
+LOOKUP_TIME = 3.0
+"""Seconds to look up names, to see which of them are this machine's. A name that takes longer is another's."""
+
+
+class Ways:
+    """A Spawner that leaves each host to another one."""
+
+    def __init__(self, spawners: Mapping[Host, Spawner]) -> None:
+        self._spawners = {host.name: spawner for host, spawner in spawners.items()}
+
+    def start(self, host: Host) -> AgentStream:
+        return self._spawners[host.name].start(host)
+
+    def is_local(self, host: Host) -> bool:
+        return self._spawners[host.name].is_local(host)
+
+    def diagnose(self, host: Host, ending: Ending) -> Diagnosis:
+        return self._spawners[host.name].diagnose(host, ending)
+
+
+def choose_spawner(hosts: Sequence[Host], reach: Reach) -> Spawner:
+    """The way to start agents on these hosts.
+
+    Raises:
+        ConfigError: this machine comes twice.
+    """
+    here = hosts_here(hosts, reach)
+    if len(here) > 1:
+        names = ", ".join(host.name for host in here)
+        raise ConfigError(
+            f"{names} are all this machine; give it once, with all its slots "
+            f"(-H localhost:{sum(host.slots or 1 for host in here)})"
+        )
+    local = LocalSpawner()
+    if len(here) == len(hosts):
+        return local
+    others = [host for host in hosts if host not in here]
+    ways: dict[bool, Spawner] = {False: TemplateSpawner(reach, others) if reach.agent_command else SshSpawner(reach)}
+    if reach.slurm_job and not reach.agent_command:
+        ways[True] = SrunSpawner(reach, reach.slurm_job, os.environ)
+    chosen = {host: ways.get(host.name in reach.slurm_nodes, ways[False]) for host in hosts}
+    return Ways({host: local if host in here else way for host, way in chosen.items()})
+
+
+def hosts_here(hosts: Sequence[Host], reach: Reach) -> list[Host]:
+    """Those that are this machine: localhost, its own name, or one of its addresses."""
+    own_user = _own_user()
+    candidates = [host for host in hosts if host.user in ("", own_user)]
+    names = {host.name for host in candidates}
+    own = {name for name in names if _is_own_name(name) or _is_own_address(name)}
+    if not reach.agent_command:
+        # A template's hosts may be pods and containers, whose names mean something else to DNS or nothing.
+        own |= _leading_here(names - own - reach.slurm_nodes)
+    return [host for host in candidates if host.name in own]
+
+
+def _is_own_name(name: str) -> bool:
+    own = socket.gethostname().lower()
+    return name.lower() in {"localhost", own, own.partition(".")[0]}
+
+
+def _leading_here(names: Iterable[str]) -> set[str]:
+    """Names that resolve to an address of this machine. All are looked up at once: DNS may be slow to say no."""
+    found: set[str] = set()
+
+    def look_up(name: str) -> None:
+        try:
+            addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_DGRAM)}
+        except (OSError, UnicodeError):
+            return
+        if any(_is_own_address(address) for address in addresses):
+            found.add(name)
+
+    # Daemons: getaddrinfo cannot be interrupted, and must not keep the launcher from ending.
+    threads = [threading.Thread(target=look_up, args=(name,), name="hvdgloo-lookup", daemon=True) for name in names]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + LOOKUP_TIME
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return set(found)
+
+
+def _is_own_address(address: str) -> bool:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        socket.inet_pton(family, address.partition("%")[0])
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return True
+
+
+def _own_user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return ""  # a container's user that has no name

@@ -1,0 +1,209 @@
+"""A worker of ``hvdgloo.run.run``: reads a function, calls it, leaves its result.
+
+Both travel through descriptors that the agent opened, so they may be of any size; both are sealed with the job's
+secret, and nothing is unpickled before the seal was checked.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import site
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+
+import hvdgloo
+from hvdgloo.config import Config
+from hvdgloo.errors import InvalidArgumentError
+from hvdgloo.rendezvous._auth import seal, unseal
+
+_FUNCTION = "function of run()"
+_READ = 4 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of the call on one rank.
+
+    Attributes:
+        result: pickled, if it returned and the result can be pickled.
+        exception: pickled, if it raised one that can be.
+        text: the last line of the traceback, or why the result cannot be pickled.
+        traceback: as Python prints it, with the rank's own frames.
+        exited: it called sys.exit() instead of returning.
+        secondary: it failed because another rank did.
+    """
+
+    result: bytes | None = None
+    exception: bytes | None = None
+    text: str = ""
+    traceback: str = ""
+    exited: bool = False
+    secondary: bool = False
+
+
+def command(python: str) -> tuple[str, ...]:
+    """The argv of a task, to which the agent adds two descriptors.
+
+    Not ``-m``: then the current folder, and a json.py in it, would come first, and ``multiprocessing`` would take this
+    module for the user's main program.
+    """
+    root = os.path.dirname(os.path.dirname(os.path.abspath(hvdgloo.__file__)))
+    program = (
+        "import sys; sys.path[:1] = []; sys.path.append(sys.argv.pop(1)); "
+        "import hvdgloo.runner.worker.function_task as t; t.main()"
+    )
+    return (python, "-c", program, root)
+
+
+def pack_function(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], secret: bytes) -> bytes:
+    """A call, sealed.
+
+    Raises:
+        InvalidArgumentError: the function or an argument cannot be pickled.
+    """
+    try:
+        call = cloudpickle.dumps((func, tuple(args), dict(kwargs)))
+    except Exception as error:
+        raise InvalidArgumentError(
+            f"the function or its arguments cannot be sent to the workers ({type(error).__name__}: {error}); "
+            "open files, locks and connections must be created inside the function"
+        ) from error
+    # What the function's modules are imported from must be known before it is unpickled.
+    return seal(secret, pickle.dumps((_version(), _installation(), list(sys.path), call)), _FUNCTION)
+
+
+def _version() -> str:
+    """Functions can be unpickled by the same one only: their bytecode is none of another's."""
+    return "{}.{}".format(*sys.version_info)
+
+
+def _installation() -> list[str]:
+    """Folders that belong to this Python, and not to what is run by it."""
+    paths = [sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    archive = os.path.join(os.path.dirname(paths[0]), f"python{_version().replace('.', '')}.zip")
+    return sorted({*paths, archive, *site.getsitepackages(), site.getusersitepackages()})
+
+
+def adopt_path(
+    path: Sequence[str], installation: Sequence[str], *, own: Sequence[str], here: Sequence[str]
+) -> list[str]:
+    """The folders from which a worker imports: as the caller does.
+
+    Args:
+        path: the caller's ``sys.path``.
+        installation: the caller's folders of Python itself and its packages.
+        own: this interpreter's folders of that kind. If they are others, they stand in for the caller's.
+        here: this interpreter's ``sys.path``.
+    """
+    if list(own) == list(installation):
+        return list(path)
+    kept = [entry for entry in path if not any(_is_below(entry, folder) for folder in installation)]
+    return kept + [entry for entry in here if entry not in kept]
+
+
+def _is_below(path: str, folder: str) -> bool:
+    return path == folder or path.startswith(folder + os.sep)
+
+
+def unpack_outcome(sealed: bytes, rank: int, secret: bytes) -> Outcome:
+    """What a rank left behind.
+
+    Raises:
+        AuthenticationError: it was not left by a worker of this job.
+    """
+    outcome = pickle.loads(unseal(secret, sealed, f"outcome of rank {rank}"))  # noqa: S301 - the seal was checked
+    assert isinstance(outcome, Outcome)
+    return outcome
+
+
+def main() -> None:
+    """Run one task; ``sys.argv`` names its descriptors."""
+    function_fd, outcome_fd = int(sys.argv[1]), int(sys.argv[2])
+    del sys.argv[1:]
+    config = Config.from_env()
+    assert config.secret is not None, "the launcher sets it"
+    payload = unseal(config.secret, _read(function_fd), _FUNCTION)
+    os.close(function_fd)
+    version, installation, path, call = pickle.loads(payload)  # noqa: S301 - the seal was checked
+    sys.path[:] = adopt_path(path, installation, own=_installation(), here=sys.path)
+    outcome, status = _call(call) if version == _version() else _wrong_version(version)
+    _write(outcome_fd, seal(config.secret, pickle.dumps(outcome), f"outcome of rank {config.rank}"))
+    sys.exit(status)
+
+
+def _wrong_version(version: str) -> tuple[Outcome, int]:
+    text = (
+        f"has Python {_version()} and cannot read a function of Python {version}; use the same one on all hosts "
+        "(remote_python=, executable=)"
+    )
+    sys.stderr.write(f"this worker {text}\n")
+    return Outcome(text=text), 1
+
+
+def _call(call: bytes) -> tuple[Outcome, int | str | None]:
+    try:
+        func, args, kwargs = pickle.loads(call)  # noqa: S301 - the seal was checked
+        result = func(*args, **kwargs)
+    except SystemExit as error:
+        return Outcome(
+            text=f"called sys.exit({'' if error.code is None else repr(error.code)})", exited=True
+        ), error.code
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the caller of run() is to see it
+        return _failed(error), 1
+    try:
+        return Outcome(result=cloudpickle.dumps(result)), 0
+    except Exception as error:  # noqa: BLE001 - objects raise what they like when they are pickled
+        text = f"returned a {type(result).__name__} that cannot be pickled ({type(error).__name__}: {error})"
+        sys.stderr.write(f"the function {text}\n")
+        return Outcome(text=text), 1
+
+
+def _failed(error: BaseException) -> Outcome:
+    from hvdgloo.errors import HorovodInternalError
+
+    own_frames = error.__traceback__.tb_next if error.__traceback__ else None
+    lines = traceback.format_exception(type(error), error, own_frames)
+    text = "".join(lines)
+    # As any program that ends with it: what hvd.init() or the user put in this place has its way.
+    sys.excepthook(type(error), error.with_traceback(own_frames), own_frames)
+    sys.last_value = error  # as the interpreter leaves it, for what tells the other ranks at exit
+    sys.stderr.flush()
+    return Outcome(
+        exception=_pickled(error),
+        text=lines[-1].strip(),
+        traceback=text,
+        secondary=isinstance(error, HorovodInternalError),
+    )
+
+
+def _pickled(error: BaseException) -> bytes | None:
+    """The exception, if it survives the journey: many cannot be built again from what they keep."""
+    try:
+        data: bytes = cloudpickle.dumps(error)
+        return data if type(pickle.loads(data)) is type(error) else None  # noqa: S301 - made one line above
+    except Exception:  # noqa: BLE001 - objects raise what they like; then the traceback's text has to do
+        return None
+
+
+def _read(descriptor: int) -> bytes:
+    """The whole file; by position, because all tasks of a host share one descriptor's offset."""
+    pieces: list[bytes] = []
+    position = 0
+    while piece := os.pread(descriptor, _READ, position):
+        pieces.append(piece)
+        position += len(piece)
+    return b"".join(pieces)
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(descriptor, rest[:_READ]) :]
+    os.close(descriptor)

@@ -1,0 +1,182 @@
+"""Two lines instead of a traceback from a rank that ends only because another one did (pain 22), and for all else of
+hvdgloo's a traceback that ends where the program called it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import hvdgloo.numpy as hvd
+from hvdgloo._collectives import frontend
+from hvdgloo._job import excepthook
+from hvdgloo.errors import (
+    ConfigError,
+    HorovodInternalError,
+    JobShutdownError,
+    NotInitializedError,
+    PeerLostError,
+    StallError,
+)
+from hvdgloo.runner.job.outcome import named_culprit
+
+LOST = "rank 2 (host b, pid 7) was lost: its connection ended"
+
+
+@pytest.fixture(autouse=True)
+def _hook(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    log = logging.getLogger("hvdgloo")
+    level = log.level
+    log.setLevel(logging.WARNING)
+    yield
+    log.setLevel(level)
+
+
+def caught(error: BaseException) -> BaseException:
+    def step() -> None:
+        raise error
+
+    try:
+        step()
+    except BaseException as error:
+        return error
+    raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (PeerLostError(LOST, rank=2), True),
+        (JobShutdownError("rank 2 ...", rank=2), True),
+        (JobShutdownError("this rank", rank=0), False),
+        (PeerLostError("somebody"), False),
+        (StallError("stalled"), False),
+        (HorovodInternalError("x"), False),
+        (ValueError("x"), False),
+    ],
+)
+def test_what_is_an_echo(error: BaseException, expected: bool) -> None:
+    assert excepthook.is_echo(error, 0) is expected
+    assert not excepthook.is_echo(error, None)
+
+
+def test_the_place_in_the_program_and_the_error_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    excepthook.install(0)
+    error = caught(PeerLostError(LOST, rank=2))
+    sys.excepthook(type(error), error, error.__traceback__)
+    place, what = capsys.readouterr().err.splitlines()
+    assert place.startswith(f"Stopped with another rank, at {__file__}:")
+    assert " in step, " in place
+    assert what == f"hvdgloo.errors.PeerLostError: {LOST}"
+    assert named_culprit([place, what]) == 2, "the launcher recognises the echo by it"
+
+
+def test_all_else_is_shown_as_ever(capsys: pytest.CaptureFixture[str]) -> None:
+    excepthook.install(0)
+    error = caught(ValueError("the reason"))
+    sys.excepthook(type(error), error, error.__traceback__)
+    assert "Traceback (most recent call last)" in capsys.readouterr().err
+
+
+def test_who_debugs_sees_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    logging.getLogger("hvdgloo").setLevel(logging.DEBUG)
+    excepthook.install(0)
+    error = caught(PeerLostError(LOST, rank=2))
+    sys.excepthook(type(error), error, error.__traceback__)
+    assert "Traceback (most recent call last)" in capsys.readouterr().err
+
+
+def test_a_program_s_own_way_of_showing_errors_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    def own(*_: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(sys, "excepthook", own)
+    excepthook.install(0)
+    assert sys.excepthook is own
+
+
+def test_a_rank_that_changes_is_noticed() -> None:
+    """``init()`` again after ``shutdown()`` may make it another one."""
+    excepthook.install(0)
+    excepthook.install(2)
+    assert isinstance(sys.excepthook, excepthook._Hook)
+    assert sys.excepthook.rank == 2
+
+
+def test_without_a_traceback() -> None:
+    assert excepthook.brief(PeerLostError(LOST, rank=2), None).startswith(
+        "Stopped with another rank (HVDGLOO_LOG_LEVEL"
+    )
+
+
+def without_init() -> NotInitializedError:
+    """From deep within hvdgloo, which nobody has initialized."""
+    try:
+        hvd.allreduce(np.ones(3))
+    except NotInitializedError as error:
+        return error
+    raise AssertionError
+
+
+def test_the_program_s_own_line_is_right_above_the_error(capsys: pytest.CaptureFixture[str]) -> None:
+    error = without_init()
+    assert isinstance(sys.excepthook, excepthook._Hook), "it is in place before init(), too"
+    sys.excepthook(type(error), error, error.__traceback__)
+    hint, *_, place, line, what = capsys.readouterr().err.splitlines()
+    assert "HVDGLOO_LOG_LEVEL=DEBUG" in hint
+    assert place.startswith(f'  File "{__file__}", line ')
+    assert line.strip() == "hvd.allreduce(np.ones(3))"
+    assert what == "hvdgloo.errors.NotInitializedError: hvdgloo is not initialized; call hvd.init() first"
+
+
+def test_the_setting_shows_all_frames_before_init_too(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HVDGLOO_LOG_LEVEL", "DEBUG")
+    error = without_init()
+    sys.excepthook(type(error), error, error.__traceback__)
+    said = capsys.readouterr().err
+    assert said.startswith("Traceback")
+    assert frontend.__file__ in said
+
+
+def test_errors_of_ours_that_led_to_it_are_shown_likewise() -> None:
+    try:
+        try:
+            hvd.allreduce(np.ones(3))
+        except NotInitializedError as error:
+            raise ConfigError("the second") from error
+    except ConfigError as error:
+        said = excepthook.from_outside(error, error.__traceback__)
+    assert said.count("direct cause") == 1
+    assert frontend.__file__ not in said
+    assert said.endswith("ConfigError: the second\n")
+
+
+def test_foreign_errors_that_led_to_it_are_shown_in_full() -> None:
+    ours = str(Path(excepthook.__file__).with_name("made_up.py"))
+    code = compile("try: int('x')\nexcept ValueError as error: raise ConfigError('ours') from error", ours, "exec")
+    try:
+        exec(code, {"ConfigError": ConfigError})
+    except ConfigError as error:
+        said = excepthook.from_outside(error, error.__traceback__)
+    cause, itself = said.split("direct cause")
+    assert ours in cause
+    assert ours not in itself
+    assert __file__ in itself
+
+
+def test_an_error_without_anything_of_the_program_in_its_trace_is_shown_whole() -> None:
+    error = StallError("from a thread of ours")
+    try:
+        raise error
+    except StallError:
+        trace = error.__traceback__
+    assert trace is not None
+    ours = type(trace)(None, without_init().__traceback__.tb_next.tb_frame, 0, 1)  # type: ignore[union-attr]
+    assert frontend.__file__ in excepthook.from_outside(error, ours)

@@ -1,0 +1,22 @@
+"""What a Context makes of its Config for the engine."""
+
+from __future__ import annotations
+
+import pytest
+
+from hvdgloo._job.settings import engine_settings
+from hvdgloo.config import Config
+
+
+def test_a_stall_shutdown_before_the_warning_is_ignored_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    assert engine_settings(Config(stall_warning_time=10.0, stall_shutdown_time=20.0)).stall_shutdown_time == 20.0
+    assert engine_settings(Config(stall_warning_time=10.0, stall_shutdown_time=10.0)).stall_shutdown_time == 10.0
+    assert caplog.text == ""
+    assert engine_settings(Config(stall_warning_time=10.0, stall_shutdown_time=5.0)).stall_shutdown_time == 0.0
+    assert "HVDGLOO_STALL_SHUTDOWN_TIME_SECONDS=5 is less than the warning time (10 s) and is ignored" in caplog.text
+
+
+def test_rank_0_decides_what_shapes_plans() -> None:
+    own = Config(fusion_threshold=1, disable_group_fusion=False, cache_capacity=7)
+    settings = engine_settings(own, {"fusion_threshold": 5, "separate_groups": True, "clock_offset": 1.0})
+    assert (settings.fusion_threshold, settings.separate_groups, settings.cache_capacity) == (5, True, 7)

@@ -1,0 +1,41 @@
+"""When a peer counts as lost, and when it was only this process that slept."""
+
+from __future__ import annotations
+
+import pytest
+
+from hvdgloo.runner.protocol.heartbeat import Silence
+
+
+def look(silence: Silence, start: float, end: float, every: float = 1.0) -> float | None:
+    """Look regularly; when it was over, if it was."""
+    now = start
+    while now <= end:
+        if silence.over(now):
+            return now
+        now += every
+    return None
+
+
+def test_it_is_over_at_the_timeout_and_not_before() -> None:
+    silence = Silence(6.0, 100.0)
+    assert silence.deadline == 106.0
+    assert look(silence, 100.0, 105.5, 0.5) is None
+    assert silence.deadline == pytest.approx(106.0)
+    assert silence.over(106.0)
+
+
+def test_whatever_is_heard_begins_it_anew() -> None:
+    silence = Silence(6.0, 100.0)
+    assert look(silence, 100.0, 105.0) is None
+    silence.heard(105.0)
+    assert silence.deadline == 111.0
+    assert look(silence, 105.0, 110.0) is None
+    assert silence.over(111.0)
+
+
+def test_time_in_which_this_process_slept_does_not_count_against_the_other() -> None:
+    silence = Silence(6.0, 100.0)
+    assert not silence.over(101.0)
+    assert not silence.over(160.0), "it slept for a minute: what has come meanwhile is still to be read"
+    assert look(silence, 161.0, 200.0) == 164.0, "but then it is not waited for any longer than before"

@@ -1,0 +1,275 @@
+"""What users say about hosts, and how many workers go where: values in, values out."""
+
+from __future__ import annotations
+
+import getpass
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdgloo.errors import ConfigError
+from hvdgloo.runner.job.host_sources import take_inventory
+from hvdgloo.runner.job.hostlist import check_load, parse_hosts, place, read_hostfile, remark_on_load, shortlist
+from hvdgloo.runner.job.spec import Host, LaunchSpec, Reach
+from hvdgloo.runner.launch import _host_environment
+from hvdgloo.runner.network.interfaces import Address
+from hvdgloo.runner.protocol.frames import Hello
+from hvdgloo.runner.transport import select
+from hvdgloo.runner.transport.local import LocalSpawner
+from hvdgloo.runner.transport.select import choose_spawner, hosts_here
+
+
+def spec(np: int | None, **more: int) -> LaunchSpec:
+    return LaunchSpec(command=("true",), hosts=(), np=np, cwd="/", environ={}, secret=b"s" * 32, **more)  # type: ignore[arg-type]
+
+
+def hello(gpus: int = 0, cores: int = 8) -> Hello:
+    return Hello(1, "", "name", "identity", 1, cores, gpus, 20000)
+
+
+class TestTheHostsOption:
+    @pytest.mark.parametrize(
+        ("text", "hosts"),
+        [
+            ("h1:4", [Host("h1", 4)]),
+            ("h1:4,h2:2", [Host("h1", 4), Host("h2", 2)]),
+            (" h1:4 , h2 ", [Host("h1", 4), Host("h2")]),
+            ("user@node-1.cluster:3", [Host("node-1.cluster", 3, "user")]),
+            ("a@h1,b@h2:2", [Host("h1", None, "a"), Host("h2", 2, "b")]),
+            ("[fe80::1%eth0]:2,10.0.0.5:1", [Host("fe80::1%eth0", 2), Host("10.0.0.5", 1)]),
+            ("[::1]", [Host("::1")]),
+            ("root@[fd00::5]:2", [Host("fd00::5", 2, "root")]),
+            # As a batch system's list has it: a host for each slot.
+            ("h1,h2,h1,h1", [Host("h1", 3), Host("h2")]),
+        ],
+    )
+    def test_forms(self, text: str, hosts: list[Host]) -> None:
+        assert parse_hosts(text) == tuple(hosts)
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("", "--hosts  is empty"),
+            ("h1:1,,h2:1", r"--hosts h1:1,,h2:1, item 2 is empty"),
+            ("h1:1,h2:", r"item 2: 'h2:' is not a host"),
+            ("h1:0", "host h1 has no slots"),
+            ("h1:-1", "'h1:-1' is not a host"),
+            ("h1:x", "'h1:x' is not a host"),
+            ("h1:1:2", "'h1:1:2' is not a host"),
+            ("fd00::5", "an IPv6 address stands in brackets"),
+            ("[fd00::5", "is not a host"),
+            (":4", "':4' is not a host"),
+            ("h 1:2", "'h 1:2' is not a host"),
+            ("@h1:2", "'@h1:2' is not a host"),
+            ("a@b@h1:2", "is not a host"),
+            # ssh would take it for an option.
+            ("-oProxyCommand=x:1", "is not a host"),
+            ("-l@h1:1", "is not a host"),
+            (
+                "h1:1,h2:1,h1:2",
+                "item 3: host h1 is given twice .first in --hosts h1:1,h2:1,h1:2, item 1.; give it once",
+            ),
+            ("h1,h1:2", "host h1 is given twice"),
+            ("a@h1:1,b@h1:1", "host h1 is given twice"),
+            ("a@h1,b@h1", "host h1 is given twice"),
+        ],
+    )
+    def test_what_cannot_be_understood_is_quoted(self, text: str, message: str) -> None:
+        with pytest.raises(ConfigError, match=f"--hosts.*{message}" if not message.startswith("--hosts") else message):
+            parse_hosts(text)
+
+    @given(st.text(max_size=30))
+    def test_any_text_is_hosts_or_a_mistake(self, text: str) -> None:
+        try:
+            hosts = parse_hosts(text)
+        except ConfigError:
+            return
+        assert hosts
+        assert len({host.name for host in hosts}) == len(hosts)
+        assert all(host.name and not host.name.startswith("-") and host.slots != 0 for host in hosts)
+
+
+class TestAHostfile:
+    def read(self, folder: Path, text: str) -> tuple[Host, ...]:
+        path = folder / "hosts"
+        path.write_text(text)
+        return read_hostfile(str(path))
+
+    def test_horovod_s_form(self, tmp_path: Path) -> None:
+        assert self.read(tmp_path, "h1 slots=4\nh2 slots=2\n") == (Host("h1", 4), Host("h2", 2))
+
+    def test_all_forms_comments_and_blank_lines(self, tmp_path: Path) -> None:
+        text = (
+            "\ufeff# cluster\r\nh1 slots=4   # fast\n\n \t\n"
+            "h2:2\nh3\nh4 slots = 8 max_slots=8\nh5 max-slots=3 slots=1\n"
+            "ann@h6 slots=2\nfd00::5 slots=3\n[fd00::6]:2\nh7:1#c"
+        )
+        assert self.read(tmp_path, text) == (
+            Host("h1", 4),
+            Host("h2", 2),
+            Host("h3"),
+            Host("h4", 8),
+            Host("h5", 1),
+            Host("h6", 2, "ann"),
+            Host("fd00::5", 3),
+            Host("fd00::6", 2),
+            Host("h7", 1),
+        )
+
+    def test_a_batch_system_s_list(self, tmp_path: Path) -> None:
+        assert self.read(tmp_path, "h1\nh1\nh2\nh1\n") == (Host("h1", 3), Host("h2"))
+
+    @pytest.mark.parametrize(
+        ("line", "message"),
+        [
+            ("h1 4", "line 2: '4' is not understood; write for example: h1 slots=4"),
+            ("h1 slots=four", "line 2: 'four' is not a number of slots"),
+            ("h1 slots=²", "line 2: '²' is not a number of slots"),
+            ("h1 slots=-1", "line 2: '-1' is not a number of slots"),
+            ("h1 slots=", "line 2: 'slots=' is not understood"),
+            ("h1 slots=0", "line 2: host h1 has no slots"),
+            ("h1:2 slots=3", "line 2: host h1 has two numbers of slots"),
+            ("h1 slots=2 slots=3", "line 2: host h1 has two numbers of slots"),
+            ("h1 cpus=2", "line 2: 'cpus=2' is not understood"),
+            ("h1,h2", "line 2: 'h1,h2' is not a host"),
+            ("h0 slots=1", r"line 2: host h0 is given twice \(first in --hostfile .*, line 1\)"),
+        ],
+    )
+    def test_file_and_line_are_named(self, tmp_path: Path, line: str, message: str) -> None:
+        with pytest.raises(ConfigError, match=f"--hostfile {tmp_path}/hosts, {message}"):
+            self.read(tmp_path, f"h0 slots=2\n{line}\n")
+
+    def test_a_file_without_hosts_or_without_a_file(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match="there are no hosts in it"):
+            self.read(tmp_path, "# nothing\n\n")
+        with pytest.raises(ConfigError, match=r"--hostfile .*absent: No such file"):
+            read_hostfile(str(tmp_path / "absent"))
+        (tmp_path / "binary").write_bytes(b"h1\xff\n")
+        with pytest.raises(ConfigError, match="no text in UTF-8"):
+            read_hostfile(str(tmp_path / "binary"))
+
+
+class TestHowManyWhere:
+    @pytest.mark.parametrize(
+        ("hosts", "np", "needed"),
+        [
+            ([Host("a", 4), Host("b", 4)], 2, ["a"]),
+            ([Host("a", 4), Host("b", 4)], 4, ["a"]),
+            ([Host("a", 4), Host("b", 4)], 5, ["a", "b"]),
+            ([Host("a", 4), Host("b", 4)], None, ["a", "b"]),
+            # What a host without slots has is known later; it counts for one.
+            ([Host("a"), Host("b"), Host("c")], 2, ["a", "b"]),
+            ([Host("a"), Host("b", 2)], 9, ["a", "b"]),
+        ],
+    )
+    def test_agents_are_started_only_where_they_can_be_needed(
+        self, hosts: list[Host], np: int | None, needed: list[str]
+    ) -> None:
+        assert [host.name for host in shortlist(hosts, np)] == needed
+
+    def test_more_than_the_slots_is_an_error_with_both_numbers_before_anything_starts(self) -> None:
+        with pytest.raises(ConfigError, match=r"5 processes .* only 3 slots \(a:1, b:2\); .*-H a:3,b:3"):
+            shortlist([Host("a", 1), Host("b", 2)], 5)
+
+    def test_the_same_error_once_the_agents_have_said_what_there_is(self) -> None:
+        hosts = shortlist([Host("a"), Host("b")], 5)
+        with pytest.raises(ConfigError, match=r"5 processes .* only 3 slots \(a:2, b:1\)"):
+            place(hosts, [hello(gpus=2), hello()], spec(5))
+
+    def test_a_host_without_slots_has_one_for_each_gpu_else_one(self) -> None:
+        slots = place([Host("a"), Host("b"), Host("c", 3)], [hello(gpus=2), hello(), hello(gpus=8)], spec(None))
+        assert [slot.hostname for slot in slots] == ["a", "a", "b", "c", "c", "c"]
+
+    def test_a_host_that_turns_out_not_to_be_needed_takes_no_part(self) -> None:
+        slots = place([Host("a"), Host("b")], [hello(gpus=8), hello(gpus=8)], spec(2))
+        assert {slot.hostname for slot in slots} == {"a"}
+
+    def test_the_rank_for_standard_input_is_checked_when_np_is_known(self) -> None:
+        with pytest.raises(ConfigError, match="--stdin 1: there are only ranks 0 to 0"):
+            place([Host("a")], [hello()], spec(None, stdin_rank=1))
+
+    @pytest.mark.parametrize(("np", "slots"), [(10**9, 10**9), (100_000, None), (None, 10**11)])
+    def test_absurd_numbers_are_refused_at_once(self, np: int | None, slots: int | None) -> None:
+        with pytest.raises(ConfigError, match="at most 65536 processes"):
+            place(shortlist([Host("a", slots)], np), [hello()], spec(np))
+
+    def test_a_host_may_claim_any_number_of_slots(self) -> None:
+        assert len(place([Host("a", 10**11)], [hello()], spec(3))) == 3
+
+    def test_a_load_that_a_host_cannot_bear_is_refused(self) -> None:
+        check_load("a", 256, 2)
+        check_load("a", 4096, 128)
+        with pytest.raises(ConfigError, match="257 processes would run on host a, which has 2 cores; at most 256"):
+            check_load("a", 257, 2)
+
+    def test_many_more_workers_than_cores_are_worth_a_word(self) -> None:
+        assert remark_on_load([Host("a", 16), Host("b", 1)], [2, 1]) == ""
+        assert remark_on_load([Host("a", 100)], [2]).startswith("100 workers on 2 cores of a: ")
+        assert remark_on_load([Host("a", 9), Host("b", 90), Host("c", 1)], [1, 2, 2]).startswith(
+            "90 workers on 2 cores of b (and likewise on 1 more): "
+        )
+
+
+@pytest.mark.parametrize(("cores", "machine", "threads"), [(64, 64, None), (4, 64, "4"), (4, 0, "4")])
+def test_pain_28_threads_follow_the_host_s_own_machine_and_not_the_launcher_s(
+    cores: int, machine: int, threads: str | None
+) -> None:
+    host = Host("a", 1)
+    hello = Hello(1, "", "a", "identity", 1, cores, 0, 20000, machine)
+    environ = _host_environment(spec(1), LocalSpawner(), host, hello, Address("eth0", "10.0.0.1", 24))
+    assert environ.get("OMP_NUM_THREADS") == threads
+
+
+class TestThisMachine:
+    @pytest.mark.parametrize("name", ["localhost", "LOCALHOST", "127.0.0.1", "127.0.1.1", "::1", socket.gethostname()])
+    def test_its_names_and_addresses(self, name: str) -> None:
+        assert hosts_here([Host(name)], Reach()) == [Host(name)]
+
+    @pytest.mark.parametrize("name", ["192.0.2.1", "no-such-host.invalid", "fd00::dead", "-", "a" * 300])
+    def test_others(self, name: str) -> None:
+        assert hosts_here([Host(name)], Reach()) == []
+
+    def test_another_user_of_this_machine_is_reached_by_ssh(self) -> None:
+        assert hosts_here([Host("localhost", 1, "somebody-else")], Reach()) == []
+        assert hosts_here([Host("localhost", 1, getpass.getuser())], Reach()) != []
+
+    def test_names_of_pods_are_not_looked_up(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: pytest.fail("looked up"))
+        assert hosts_here([Host("worker-0")], Reach(agent_command=("kubectl",))) == []
+        assert hosts_here([Host("n1")], Reach(slurm_job="1", slurm_nodes=frozenset({"n1"}))) == []
+
+    def test_slow_name_servers_hold_up_nobody(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        release = threading.Event()
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: release.wait(30) and [])
+        monkeypatch.setattr(select, "LOOKUP_TIME", 0.2)
+        started = time.monotonic()
+        assert hosts_here([Host(f"h{number}") for number in range(40)], Reach()) == []
+        assert time.monotonic() - started < 2
+        release.set()
+
+    def test_it_needs_no_ssh(self) -> None:
+        assert isinstance(choose_spawner([Host("localhost", 1)], Reach()), LocalSpawner)
+
+    def test_it_comes_once(self) -> None:
+        with pytest.raises(ConfigError, match=r"localhost, 127\.0\.0\.1 are all this machine; .*-H localhost:3"):
+            choose_spawner([Host("localhost", 1), Host("127.0.0.1", 2)], Reach())
+
+
+class TestInventory:
+    def test_without_hosts_it_is_this_machine(self) -> None:
+        assert take_inventory({}, np=3).hosts == (Host("localhost", 3),)
+        found = take_inventory({})
+        assert found.hosts == (Host("localhost", found.np),)
+        assert "-np chooses another number" in found.notices[0]
+
+    def test_hosts_without_slots_leave_their_number_open(self) -> None:
+        assert take_inventory({}, hosts="h1,h2:3").np is None
+
+    def test_one_source(self) -> None:
+        with pytest.raises(ConfigError, match="either hosts or a hostfile"):
+            take_inventory({}, hosts="h1", hostfile="f")

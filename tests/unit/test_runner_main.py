@@ -1,0 +1,274 @@
+"""The command line: flags, where the command begins, configuration files, what is suggested for a mistyped flag."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from hvdgloo._platform.spelling import suggestions
+from hvdgloo.config import Config, settings
+from hvdgloo.errors import ConfigError
+from hvdgloo.runner.cli import config_file, setting_flags
+from hvdgloo.runner.cli.flags import build_parser, misplaced, split
+from hvdgloo.runner.job.spec import HEARTBEAT_TIMEOUT
+
+HOROVODRUN_FLAGS = """
+    -v --version -np --num-proc -cb --check-build --disable-cache --start-timeout --network-interfaces
+    --network-interface --output-filename --verbose --config-file -p --ssh-port -i --ssh-identity-file
+    --fusion-threshold-mb --cycle-time-ms --cache-capacity --hierarchical-allreduce --no-hierarchical-allgather
+    --torus-allreduce --autotune --no-autotune --autotune-log-file --autotune-warmup-samples
+    --autotune-steps-per-sample --autotune-bayes-opt-max-samples --autotune-gaussian-process-noise --min-np
+    --min-num-proc --max-np --max-num-proc --slots-per-host --elastic-timeout --reset-limit
+    --blacklist-cooldown-range --timeline-filename --timeline-mark-cycles --no-stall-check --stall-check
+    --stall-check-warning-time-seconds --stall-check-shutdown-time-seconds --mpi-threads-disable --mpi-args --tcp
+    --binding-args --num-nccl-streams --thread-affinity --gloo-timeout-seconds --log-level --log-with-timestamp
+    --log-without-timestamp --log-hide-timestamp -prefix-timestamp --prefix-output-with-timestamp -H --hosts
+    -hostfile --hostfile --host-discovery-script --gloo --mpi --jsrun
+"""
+
+
+class TestFlags:
+    def variables(self, *flags: str) -> dict[str, str]:
+        return setting_flags.from_flags(build_parser().parse_args(list(flags)))
+
+    def test_every_setting_with_a_flag_can_be_given(self) -> None:
+        texts = {"--port-range": "2000-3000", "--log-level": "debug", "--gpu-operations": "nccl"}
+        texts |= {"--cpu-operations": "shm", "--gloo-provider": "pygloo", "--shm-direct": "1"}
+        parser = build_parser()
+        for name, setting in settings().items():
+            if setting.flag is None:
+                continue
+            assert setting.flag in parser.format_help()
+            boolean = parser.values[setting.flag] == 0
+            flags = [setting.flag] if boolean else [setting.flag, texts.get(setting.flag, "2")]
+            environ = self.variables(*flags)
+            assert set(environ) == {setting.env}
+            assert getattr(Config.from_env(environ), name) != getattr(Config(), name)
+            if boolean:
+                assert self.variables(setting_flags.twin(setting.flag)) == {setting.env: "0"}
+
+    def test_units(self) -> None:
+        assert self.variables("--fusion-threshold-mb", "0.5") == {"HVDGLOO_FUSION_THRESHOLD": str(512 * 1024)}
+        assert self.variables("--fusion-threshold-mb", "0") == {"HVDGLOO_FUSION_THRESHOLD": "0"}
+        assert self.variables("--cycle-time-ms", "3.5") == {"HVDGLOO_CYCLE_TIME": "3.5"}
+        with pytest.raises(ConfigError, match="--fusion-threshold-mb many"):
+            self.variables("--fusion-threshold-mb", "many")
+
+    def test_old_spellings(self) -> None:
+        assert self.variables("--log-hide-timestamp") == self.variables("--log-without-timestamp")
+        assert self.variables("--no-log-hide-timestamp") == self.variables("--log-with-timestamp")
+
+    def test_every_flag_of_horovodrun_is_known(self) -> None:
+        assert set(HOROVODRUN_FLAGS.split()) <= set(build_parser().values)
+
+    @pytest.mark.parametrize(
+        ("argv", "flags", "command"),
+        [
+            (["-np", "2", "train.py", "-np", "3"], ["-np", "2"], ["train.py", "-np", "3"]),
+            (["-np", "2", "--", "--odd"], ["-np", "2"], ["--odd"]),
+            (["--num-proc=2", "a"], ["--num-proc=2"], ["a"]),
+            (["-np", "2", "-m", "x.y", "-v"], ["-np", "2"], ["-m", "x.y", "-v"]),
+            (["--verbose", "a", "--", "b"], ["--verbose"], ["a", "--", "b"]),
+            (["--blacklist-cooldown-range", "1", "2", "a"], ["--blacklist-cooldown-range", "1", "2"], ["a"]),
+            (["-np"], ["-np"], []),
+            ([], [], []),
+        ],
+    )
+    def test_where_the_command_begins(self, argv: list[str], flags: list[str], command: list[str]) -> None:
+        assert split(argv, build_parser().values) == (flags, command)
+
+    @pytest.mark.parametrize(
+        ("command", "right"),
+        [
+            (["t.py", "-np", "2"], "-np stands behind the program,.* write hvdgloo-run -np 2 t.py$"),
+            (
+                ["-m", "t", "--lr", "1", "--num-proc=2", "x"],
+                "--num-proc .* write hvdgloo-run --num-proc=2 -m t --lr 1$",
+            ),
+            (["python", "t.py", "-np"], "write hvdgloo-run -np python t.py$"),
+            (["t.py", "--epochs", "2", "-n", "3"], "^$"),
+            ([], "^$"),
+        ],
+    )
+    def test_a_number_of_workers_behind_the_program(self, command: list[str], right: str) -> None:
+        assert re.search(right, misplaced(command, build_parser().spellings("np")))
+
+    def test_values_that_look_like_flags(self) -> None:
+        given = build_parser().given(
+            ["--ssh-args", "-v", "-np", "2", "-p", "22", "--mpi-args", "--oversubscribe", "-x", "A=-1"]
+        )
+        assert (given.ssh_args, given.np, given.ssh_port, given.exports) == ("-v", 2, 22, ["A=-1"])
+        given = build_parser().given(["--blacklist-cooldown-range", "1", "2", "--verbose"])
+        assert (vars(given)["--blacklist-cooldown-range"], given.verbose) == (["1", "2"], True)
+        with pytest.raises(ConfigError, match="--ssh-args: expected one argument"):
+            build_parser().given(["--ssh-args"])
+
+
+class TestFile:
+    def content(self, tmp_path: Path, text: str) -> config_file.FileContent:
+        path = tmp_path / "settings.yaml"
+        path.write_text(text)
+        return config_file.read(str(path), build_parser())
+
+    def read(self, tmp_path: Path, text: str) -> tuple[dict[str, str], list[str]]:
+        content = self.content(tmp_path, text)
+        return content.environ, content.ignored
+
+    def test_every_key_of_a_setting_is_understood(self, tmp_path: Path) -> None:
+        texts = {
+            "network.port_range": "2000-3000",
+            "logging.level": "debug",
+            "stall_check.enabled": "false",
+            "params.gpu_operations": "nccl",
+            "params.cpu_operations": "gloo",
+            "params.gloo_provider": "torch",
+            "params.shm_direct": "true",
+            "params.deterministic": "true",
+        }
+        for setting in settings().values():
+            if setting.yaml is not None:
+                section, _, key = setting.yaml.partition(".")
+                flag = setting.yaml == "as_horovod" or "hide" in key or "mark" in key
+                value = texts.get(setting.yaml, "true" if flag else "2")
+                text = f"{section}:\n  {key}: {value}\n" if key else f"{section}: {value}\n"
+                environ, ignored = self.read(tmp_path, text)
+                assert set(environ) == {setting.env}
+                assert ignored == []
+
+    def test_meanings_that_are_turned_round(self, tmp_path: Path) -> None:
+        environ, _ = self.read(tmp_path, "stall_check: {enabled: true}\nlogging: {with_timestamp: false}\n")
+        assert environ == {"HVDGLOO_STALL_CHECK_DISABLE": "0", "HVDGLOO_LOG_HIDE_TIME": "1"}
+
+    def test_horovod_s_own_keys_are_accepted(self, tmp_path: Path) -> None:
+        environ, ignored = self.read(
+            tmp_path, "controller: gloo\nautotune: {enabled: true}\nlibrary_options: {num_nccl_streams: 2}\n"
+        )
+        assert environ == {}
+        assert ignored == ["autotune.enabled", "library_options.num_nccl_streams"]
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("params: {fusion_treshold_mb: 3}", "did you mean params.fusion_threshold_mb"),
+            ("params: {fusion_threshold_mb: lots}", "params.fusion_threshold_mb: 'lots' cannot be used"),
+            ("controller: mpi", "there is only the Gloo controller"),
+            ("- a list", "sections"),
+            ("{unbalanced", "settings.yaml"),
+            ("stall_check: {enabled: maybe}", "stall_check.enabled"),
+        ],
+    )
+    def test_mistakes_name_the_key(self, tmp_path: Path, text: str, message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
+            self.read(tmp_path, text)
+
+    def test_an_empty_file_sets_nothing(self, tmp_path: Path) -> None:
+        assert self.read(tmp_path, "") == ({}, [])
+
+    def test_keys_of_the_launcher_s_own_flags(self, tmp_path: Path) -> None:
+        content = self.content(
+            tmp_path,
+            "num_proc: 4\nhosts: [h1:2, h2:2]\nverbose: true\ntimeouts: {grace_seconds: 5}\noutput: {filename: logs}\n",
+        )
+        assert content.flags == {
+            "np": 4,
+            "hosts": "h1:2,h2:2",
+            "verbose": True,
+            "grace_period": 5.0,
+            "output_filename": "logs",
+        }
+        assert self.content(tmp_path, "environment: {variables: [A, B=1], file: f.env}\n").flags == {
+            "exports": ["A", "B=1"],
+            "env_file": ["f.env"],
+        }
+        assert self.content(tmp_path, "hosts: h1:2,h2\n").flags == {"hosts": "h1:2,h2"}
+        assert (content.environ, content.ignored) == ({}, [])
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("num_proc: two", "num_proc: 'two' is not a whole number"),
+            ("environment: {export: some}", "environment.export: 'some' is none of all, named"),
+            ("verbose: loud", "verbose: 'loud' cannot be used: expected true or false"),
+            ("hostss: h1:2", "hostss: there is no such setting; did you mean hosts"),
+            ("timeouts: {grace_seconds: -1}", "timeouts.grace_seconds: '-1' is not a number of seconds"),
+        ],
+    )
+    def test_mistakes_in_the_launcher_s_own_keys(self, tmp_path: Path, text: str, message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
+            self.content(tmp_path, text)
+
+    def test_flags_win_over_the_file(self) -> None:
+        parser = build_parser()
+        from_file = {"np": 4, "hosts": "h1:4", "grace_period": 5.0, "verbose": True}
+        arguments = parser.complete(parser.given(["-np", "2", "--hostfile", "F"]), from_file)
+        assert (arguments.np, arguments.grace_period, arguments.verbose) == (2, 5.0, True)
+        assert (arguments.hosts, arguments.hostfile) == (None, "F"), (
+            "the other way to name hosts does not count any more"
+        )
+        assert parser.complete(parser.given([]), {}).heartbeat_timeout == HEARTBEAT_TIMEOUT
+
+    def test_every_launcher_key_has_one_meaning(self) -> None:
+        parser = build_parser()
+        fields = {setting.yaml for setting in settings().values() if setting.yaml is not None}
+        assert not fields & set(parser.keys)
+        assert len({action.dest for action in parser.keys.values()}) == len(parser.keys)
+
+
+class TestSuggestions:
+    @pytest.mark.parametrize(
+        ("mistyped", "meant"),
+        [
+            ("-pn", "-np"),
+            ("-n", "-np"),
+            ("--np", "-np"),
+            ("--nproc_per_node", "-np"),
+            ("--num-procs", "--num-proc"),
+            ("--host", "--hosts"),
+            ("-hosts", "--hosts"),
+            ("-hsotfile", "-hostfile"),
+            ("--fusion-treshold-mb", "--fusion-threshold-mb"),
+            ("--fusion_threshold_mb", "--fusion-threshold-mb"),
+            ("--start-timout", "--start-timeout"),
+            ("--output", "--output-filename"),
+            ("-version", "--version"),
+            ("-p2222", "-p 2222"),
+        ],
+    )
+    def test_the_first_one_is_the_one_that_was_meant(self, mistyped: str, meant: str) -> None:
+        with pytest.raises(ConfigError, match=rf"there is no option {mistyped}; did you mean {meant}\b"):
+            split([mistyped, "2", "train.py"], build_parser().values)
+
+    def test_nothing_is_suggested_for_something_else(self) -> None:
+        with pytest.raises(ConfigError, match="hvdgloo-run --help lists them all"):
+            split(["--mca", "btl"], build_parser().values)
+
+    def test_slips_of_the_finger_in_their_order(self) -> None:
+        assert suggestions("--abdc", ["--abcd", "--abxy", "--xbdc"]) == ["--abcd", "--xbdc"]
+        assert suggestions("x", ["y", "z"]) == []
+
+
+class TestHelp:
+    def test_it_fits_80_columns(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("COLUMNS", "80")
+        for text in (build_parser().format_help(), build_parser().doctor_help()):
+            assert [line for line in text.splitlines() if len(line) > 80] == []
+
+    def test_doctor_s_own(self) -> None:
+        text = build_parser().doctor_help()
+        assert text.startswith("usage: hvdgloo-run doctor [options] [command ...]\n")
+        assert "--ssh-port PORT" in text
+        assert "--json" in text
+        assert "--fusion-threshold-mb" not in text
+
+    def test_flags_without_effect_are_named_together(self) -> None:
+        text = build_parser().format_help()
+        for flag, _, _ in setting_flags.IGNORED_FLAGS:
+            name = flag.replace("--no-", "--")
+            assert name in text or f"{'-'.join(name.split('-')[:3])}-..." in text, flag
+
+    def test_every_flag_is_explained(self) -> None:
+        parser = build_parser()
+        unexplained = [action.option_strings for action in parser._actions if not action.help]
+        assert unexplained == []
