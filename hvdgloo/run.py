@@ -21,7 +21,7 @@ from hvdgloo.errors import ConfigError, JobFailedError, LaunchError, RemoteTrace
 from hvdgloo.rendezvous._auth import generate_secret
 from hvdgloo.runner.job.environment import working_directory
 from hvdgloo.runner.job.host_sources import take_inventory
-from hvdgloo.runner.job.spec import LaunchSpec, Network, Reach
+from hvdgloo.runner.job.spec import LaunchSpec, NetworkOptions, Reach
 from hvdgloo.runner.launch import LIBRARY_SIGNALS, Report, launch
 from hvdgloo.runner.transport.template import parse_template
 from hvdgloo.runner.worker import function_task
@@ -149,7 +149,7 @@ def run(
         timestamps=prefix_output_with_timestamp,
         verbose=bool(verbose),
         reach=inventory.completed(reach),
-        network=Network(_names(interfaces), config.port_range, config.connect_timeout),
+        network=NetworkOptions(_names(interfaces), config.port_range, config.connect_timeout),
     )
     with _Results(secret) as results:
         report = launch(
@@ -237,7 +237,7 @@ class _Results:
             self._files[rank] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by __exit__
         self._files[rank].write(data)
 
-    def outcome(self, rank: int) -> function_task.Outcome | None:
+    def outcome(self, rank: int) -> function_task.TaskResult | None:
         """None if the worker ended before it could leave anything."""
         file = self._files.pop(rank, None)
         if file is None:
@@ -293,7 +293,7 @@ def _failure(report: Report, results: _Results) -> BaseException:
     )
 
 
-def _exception(outcome: function_task.Outcome, rank: int, host: str) -> BaseException | None:
+def _exception(outcome: function_task.TaskResult, rank: int, host: str) -> BaseException | None:
     if outcome.exception is None:
         return None
     try:

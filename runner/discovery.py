@@ -19,7 +19,7 @@ from hvdgloo.runner.job.spec import LaunchSpec
 from hvdgloo.runner.network import addressing, interfaces, probe
 from hvdgloo.runner.network.addressing import Placement, Reports, Server
 from hvdgloo.runner.network.interfaces import Address
-from hvdgloo.runner.network.probe import LAUNCHER, Answer, Outcome, ProbeListener, Target
+from hvdgloo.runner.network.probe import LAUNCHER, Answer, ProbeListener, ProbeResult, ProbeTarget
 from hvdgloo.runner.protocol.frames import Hello, Probe, Probed, ProbesEnd, Survey, Surveyed
 from hvdgloo.runner.supervise.agent_link import Link
 from hvdgloo.runner.supervise.supervisor import Supervisor
@@ -32,7 +32,7 @@ _LEAST, _MOST = 0.5, 3.0
 
 
 @dataclass(frozen=True)
-class Network:
+class DiscoveredNetwork:
     """What was found out.
 
     Attributes:
@@ -49,7 +49,7 @@ def probe_timeout(connect_timeout: float) -> float:
     return min(_MOST, max(_LEAST, connect_timeout / 10))
 
 
-def discover(supervisor: Supervisor, spec: LaunchSpec, hellos: Sequence[Hello]) -> Network:
+def discover(supervisor: Supervisor, spec: LaunchSpec, hellos: Sequence[Hello]) -> DiscoveredNetwork:
     """Find out at which address each host is reached.
 
     Raises:
@@ -88,7 +88,7 @@ def is_here(hello: Hello) -> bool:
     return hello.identity == host_identity() and ports.is_held(hello.port)
 
 
-def _alone(supervisor: Supervisor, spec: LaunchSpec, hellos: Sequence[Hello]) -> Network:
+def _alone(supervisor: Supervisor, spec: LaunchSpec, hellos: Sequence[Hello]) -> DiscoveredNetwork:
     """A job on one host, or on several names of this one."""
     server = Server.LAUNCHER if is_here(hellos[0]) else Server.FIRST_HOST
     address, port = LOOPBACK, hellos[0].port
@@ -98,7 +98,7 @@ def _alone(supervisor: Supervisor, spec: LaunchSpec, hellos: Sequence[Hello]) ->
         port = discovery.master_port
         if spec.network.nics:
             address = discovery.wanted_alone()
-    return Network(Placement((address,) * len(hellos), server, address.address), port)
+    return DiscoveredNetwork(Placement((address,) * len(hellos), server, address.address), port)
 
 
 class _Discovery:
@@ -111,19 +111,19 @@ class _Discovery:
         settings = interfaces.parse_nics(spec.network.nics, [host.name for host in spec.hosts])
         self._rules = [settings.rules(name) for name in self._names]
         here = [rules for rules, hello in zip(self._rules, hellos, strict=True) if is_here(hello)]
-        self._launcher_rules = here[0] if here else interfaces.Rules(settings.general)
+        self._launcher_rules = here[0] if here else interfaces.InterfaceFilter(settings.general)
         self._key = probe.probe_key(spec.secret)
         self._surveyed: dict[int, Surveyed] = {}
         self._answers: dict[tuple[int, int, str], Answer] = {}
         supervisor.handlers[Surveyed] = self._on_surveyed
         supervisor.handlers[Probed] = self._on_probed
 
-    def run(self) -> Network:
+    def run(self) -> DiscoveredNetwork:
         reports = self.collect()
         chosen = addressing.choose(reports)
         if chosen is None:
             raise addressing.explain(reports)
-        return Network(chosen, self.master_port)
+        return DiscoveredNetwork(chosen, self.master_port)
 
     def collect(self, *, everything: bool = False) -> Reports:
         """Have all hosts report and try.
@@ -205,10 +205,10 @@ class _Discovery:
     def _probe(self, reports: Reports, listener: ProbeListener, everything: bool) -> None:
         """Have all hosts try, until everything was answered or what is missing can change nothing."""
         timeout = probe_timeout(self._network.connect_timeout)
-        tries: list[list[Target]] = [[] for _ in self._names]
+        tries: list[list[ProbeTarget]] = [[] for _ in self._names]
         for source, target, address in addressing.tried(reports):
             listening = listener.ports if target == LAUNCHER else self._surveyed[target].ports
-            tries[source].append(Target(target, address.address, listening[address.address]))
+            tries[source].append(ProbeTarget(target, address.address, listening[address.address]))
         for link, targets in zip(self._supervisor.links, tries, strict=True):
             link.channel.send(Probe([(t.host, t.address, t.port) for t in targets], timeout))
         expected = sum(len(targets) for targets in tries)
@@ -239,4 +239,4 @@ class _Discovery:
     def _on_probed(self, link: Link, frame: Probed) -> None:
         source = self._supervisor.links.index(link)
         for (host, address, _), (own, who, detail, outcome) in frame.answers:
-            self._answers[source, host, address] = Answer(Outcome(outcome), own, who, detail)
+            self._answers[source, host, address] = Answer(ProbeResult(outcome), own, who, detail)

@@ -23,12 +23,12 @@ from hvdgloo.runner.job.advice import advise
 from hvdgloo.runner.job.command import interface_variables, needs, thread_defaults, worker_environment
 from hvdgloo.runner.job.environment import for_other_hosts
 from hvdgloo.runner.job.hostlist import place, remark_on_load, shortlist
-from hvdgloo.runner.job.outcome import Failure, Outcome, blame
-from hvdgloo.runner.job.spec import Host, LaunchSpec, Slot
+from hvdgloo.runner.job.outcome import Failure, JobOutcome, blame
+from hvdgloo.runner.job.spec import HostEntry, LaunchSpec, Slot
 from hvdgloo.runner.network.addressing import Placement, Server
 from hvdgloo.runner.network.interfaces import Address
 from hvdgloo.runner.protocol.frames import CHUNK, Hello, Require, Spawn
-from hvdgloo.runner.rendezvous_host import Meeting, open_meeting
+from hvdgloo.runner.rendezvous_host import RendezvousHost, open_meeting
 from hvdgloo.runner.supervise.init_watch import InitWatch
 from hvdgloo.runner.supervise.retry_policy import check_machines
 from hvdgloo.runner.supervise.supervisor import Supervisor
@@ -68,7 +68,7 @@ class Report:
         advice: what to do about them, in a line; empty if that is not known.
     """
 
-    outcome: Outcome
+    outcome: JobOutcome
     slots: tuple[Slot, ...]
     last_lines: tuple[str, ...] = ()
     advice: str = ""
@@ -256,15 +256,15 @@ def _expect(console: Console, spec: LaunchSpec, np: int) -> None:
     console.expect(np, spec.output_directory)
 
 
-def _hosts_in_use(slots: Sequence[Slot]) -> tuple[Host, ...]:
+def _hosts_in_use(slots: Sequence[Slot]) -> tuple[HostEntry, ...]:
     """The hosts that ranks fall on, with as many slots as are used."""
-    used: dict[int, Host] = {}
+    used: dict[int, HostEntry] = {}
     for slot in slots:
-        used[slot.host] = Host(slot.hostname, slot.local_size)
+        used[slot.host] = HostEntry(slot.hostname, slot.local_size)
     return tuple(used[index] for index in sorted(used))
 
 
-def required_on(spec: LaunchSpec, spawner: Spawner, host: Host) -> Require:
+def required_on(spec: LaunchSpec, spawner: Spawner, host: HostEntry) -> Require:
     """What must be on a host before workers start."""
     if spawner.is_local(host):
         return Require(spec.cwd)  # the rest has been looked up here
@@ -273,11 +273,11 @@ def required_on(spec: LaunchSpec, spawner: Spawner, host: Host) -> Require:
     return Require(spec.cwd, files, programs, environ.get("PATH", ""))
 
 
-def _command(spec: LaunchSpec, spawner: Spawner, host: Host) -> tuple[str, ...]:
+def _command(spec: LaunchSpec, spawner: Spawner, host: HostEntry) -> tuple[str, ...]:
     return spec.command if spec.remote_command is None or spawner.is_local(host) else spec.remote_command
 
 
-def _advice(spec: LaunchSpec, spawner: Spawner, host: Host, lines: Sequence[str]) -> str:
+def _advice(spec: LaunchSpec, spawner: Spawner, host: HostEntry, lines: Sequence[str]) -> str:
     if spec.function is not None:
         return ""  # its program and its interpreter are the calling ones
     here = spawner.is_local(host)
@@ -285,14 +285,16 @@ def _advice(spec: LaunchSpec, spawner: Spawner, host: Host, lines: Sequence[str]
     return advise(lines, _command(spec, spawner, host), python, option=option)
 
 
-def _base_environment(spec: LaunchSpec, spawner: Spawner, host: Host) -> Mapping[str, str]:
+def _base_environment(spec: LaunchSpec, spawner: Spawner, host: HostEntry) -> Mapping[str, str]:
     """What is sent to a host of the user's variables."""
     if spawner.is_local(host):
         return spec.environ
     return for_other_hosts(spec.environ, spec.exported, export_all=spec.export_all)
 
 
-def _host_environment(spec: LaunchSpec, spawner: Spawner, host: Host, hello: Hello, address: Address) -> dict[str, str]:
+def _host_environment(
+    spec: LaunchSpec, spawner: Spawner, host: HostEntry, hello: Hello, address: Address
+) -> dict[str, str]:
     environ = _base_environment(spec, spawner, host)
     threads = thread_defaults(hello.cores, host.slots or 1, environ, machine_cores=hello.machine_cores)
     return {**interface_variables(address), **environ, **threads}
@@ -324,13 +326,13 @@ def _spawns(
     return spawns
 
 
-def _say_crowded(console: Console, hosts: Sequence[Host], hellos: Sequence[Hello]) -> None:
+def _say_crowded(console: Console, hosts: Sequence[HostEntry], hellos: Sequence[Hello]) -> None:
     remark = remark_on_load(hosts, [hello.cores for hello in hellos])
     if remark:
         console.notice(remark)
 
 
-def _say_server(console: Console, spec: LaunchSpec, hosts: Sequence[Host], placement: Placement) -> None:
+def _say_server(console: Console, spec: LaunchSpec, hosts: Sequence[HostEntry], placement: Placement) -> None:
     if spec.verbose and placement.server is Server.FIRST_HOST:
         console.notice(
             f"the rendezvous server runs on {hosts[0].name}, at {placement.rendezvous}: "
@@ -347,7 +349,7 @@ def _say_threads(console: Console, spec: LaunchSpec, env: Sequence[Mapping[str, 
         )
 
 
-def _init_watch(spec: LaunchSpec, slots: Sequence[Slot], meeting: Meeting) -> InitWatch:
+def _init_watch(spec: LaunchSpec, slots: Sequence[Slot], meeting: RendezvousHost) -> InitWatch:
     hosts = {slot.rank: slot.hostname for slot in slots}
     return InitWatch(meeting.arrivals, meeting.ask, hosts, timeout=spec.start_timeout, verbose=spec.verbose)
 

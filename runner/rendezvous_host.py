@@ -14,7 +14,7 @@ from hvdgloo.errors import LaunchError
 from hvdgloo.rendezvous._server.server import RendezvousServer
 from hvdgloo.rendezvous._server.sidecar import arrivals
 from hvdgloo.runner.job.outcome import Failure
-from hvdgloo.runner.job.spec import Host, LaunchSpec
+from hvdgloo.runner.job.spec import HostEntry, LaunchSpec
 from hvdgloo.runner.network.addressing import Placement, Server
 from hvdgloo.runner.protocol.frames import AskServed, Serve, Served
 from hvdgloo.runner.supervise.agent_link import Link
@@ -24,7 +24,7 @@ from hvdgloo.runner.supervise.supervisor import Supervisor
 _START_SECONDS = 10.0
 
 
-class Meeting(Protocol):
+class RendezvousHost(Protocol):
     """A server that listens."""
 
     @property
@@ -43,8 +43,8 @@ class Meeting(Protocol):
 
 @contextmanager
 def open_meeting(
-    supervisor: Supervisor, spec: LaunchSpec, hosts: Sequence[Host], placement: Placement, job_id: str
-) -> Iterator[Meeting]:
+    supervisor: Supervisor, spec: LaunchSpec, hosts: Sequence[HostEntry], placement: Placement, job_id: str
+) -> Iterator[RendezvousHost]:
     """A server for this job's workers, as long as the job lasts.
 
     Raises:

@@ -31,7 +31,7 @@ from typing import Any, Protocol
 import numpy.typing as npt
 
 from hvdgloo._collectives.adapter import Tape, TensorAdapter
-from hvdgloo._collectives.operation import Operation
+from hvdgloo._collectives.spec import CollectiveSpec
 from hvdgloo._job.context import Context
 from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.types import Collective, ReduceOp
@@ -46,16 +46,16 @@ class Collectives(Protocol):
     def context(self) -> Context:
         """The Context that collectives run in."""
 
-    def apply(self, operation: Operation, tensors: Sequence[Any]) -> list[Any]:
+    def apply(self, spec: CollectiveSpec, tensors: Sequence[Any]) -> list[Any]:
         """One collective, waited for, with its gradient recorded."""
 
-    def exchange(self, operation: Operation, tensor: Any, splits: Sequence[int]) -> list[Any]:
+    def exchange(self, spec: CollectiveSpec, tensor: Any, splits: Sequence[int]) -> list[Any]:
         """An alltoall: the received rows, and how many came from whom."""
 
     def gather_integers(self, values: Sequence[int], process_set: int) -> npt.NDArray[Any]:
         """Every rank's values as an array of shape (ranks, len(values))."""
 
-    def members(self, operation: Operation) -> tuple[int, int]:
+    def members(self, spec: CollectiveSpec) -> tuple[int, int]:
         """How many ranks take part, and this process's place among them."""
 
     def zeros(self, like: Any) -> Any:
@@ -63,7 +63,7 @@ class Collectives(Protocol):
 
 
 # Rules compute on tensors of any framework (only *, / and ==, indexing by ranks and rows), hence Any.
-Rule = Callable[[Collectives, Operation, Tape[Any], Sequence[Any]], Sequence[Any]]
+Rule = Callable[[Collectives, CollectiveSpec, Tape[Any], Sequence[Any]], Sequence[Any]]
 
 
 @dataclass(frozen=True)
@@ -74,17 +74,17 @@ class Adjoint:
     keep: bool = False
 
 
-def _same(frontend: Collectives, operation: Operation, tape: Tape[Any], gradients: Sequence[Any]) -> Sequence[Any]:
-    return frontend.apply(operation, gradients)
+def _same(frontend: Collectives, spec: CollectiveSpec, tape: Tape[Any], gradients: Sequence[Any]) -> Sequence[Any]:
+    return frontend.apply(spec, gradients)
 
 
-def _extreme(frontend: Collectives, operation: Operation, tape: Tape[Any], gradients: Sequence[Any]) -> Sequence[Any]:
-    if (operation.prescale, operation.postscale) != (1.0, 1.0):
+def _extreme(frontend: Collectives, spec: CollectiveSpec, tape: Tape[Any], gradients: Sequence[Any]) -> Sequence[Any]:
+    if (spec.prescale, spec.postscale) != (1.0, 1.0):
         raise InvalidArgumentError(
-            f"the gradient of a {operation.op.name.lower()} allreduce is defined without prescale_factor and "
+            f"the gradient of a {spec.op.name.lower()} allreduce is defined without prescale_factor and "
             "postscale_factor only; multiply the tensor outside of the call instead"
         )
-    total = replace(operation, op=ReduceOp.SUM)
+    total = replace(spec, op=ReduceOp.SUM)
     adapter = frontend.adapter
     hits = [
         adapter.cast(x == y, adapter.describe(g).dtype)
@@ -95,10 +95,10 @@ def _extreme(frontend: Collectives, operation: Operation, tape: Tape[Any], gradi
     return [g * hit / tie for g, hit, tie in zip(sums, hits, ties, strict=True)]
 
 
-def _product(frontend: Collectives, operation: Operation, tape: Tape[Any], gradients: Sequence[Any]) -> Sequence[Any]:
-    sums = frontend.apply(replace(operation, op=ReduceOp.SUM, prescale=1.0, postscale=1.0), gradients)
-    ranks, own = frontend.members(operation)
-    gather = replace(operation, collective=Collective.ALLGATHER, op=ReduceOp.SUM, prescale=1.0, postscale=1.0)
+def _product(frontend: Collectives, spec: CollectiveSpec, tape: Tape[Any], gradients: Sequence[Any]) -> Sequence[Any]:
+    sums = frontend.apply(replace(spec, op=ReduceOp.SUM, prescale=1.0, postscale=1.0), gradients)
+    ranks, own = frontend.members(spec)
+    gather = replace(spec, collective=Collective.ALLGATHER, op=ReduceOp.SUM, prescale=1.0, postscale=1.0)
     results = []
     for x, g in zip(tape.inputs, sums, strict=True):
         # Dividing the product by x would be cheaper, and wrong where x is zero.
@@ -106,42 +106,42 @@ def _product(frontend: Collectives, operation: Operation, tape: Tape[Any], gradi
         for index in range(ranks):
             if index != own:
                 g = g * everyone[index]
-        results.append(g * (operation.postscale * operation.prescale**ranks))
+        results.append(g * (spec.postscale * spec.prescale**ranks))
     return results
 
 
-def _own_rows(frontend: Collectives, operation: Operation, tape: Tape[Any], gradients: Sequence[Any]) -> Sequence[Any]:
-    average = replace(operation, collective=Collective.ALLREDUCE, op=ReduceOp.AVERAGE)
+def _own_rows(frontend: Collectives, spec: CollectiveSpec, tape: Tape[Any], gradients: Sequence[Any]) -> Sequence[Any]:
+    average = replace(spec, collective=Collective.ALLREDUCE, op=ReduceOp.AVERAGE)
     reduced = frontend.apply(average, gradients)
     # Every rank's number of rows, one column per tensor; only this call knows where this rank's own begin.
-    rows = frontend.gather_integers([shape[0] for shape in tape.shapes], operation.process_set)
-    _, own = frontend.members(operation)
+    rows = frontend.gather_integers([shape[0] for shape in tape.shapes], spec.process_set)
+    _, own = frontend.members(spec)
     first = rows[:own].sum(axis=0)
     return [g[int(a) : int(a) + shape[0]] for g, a, shape in zip(reduced, first, tape.shapes, strict=True)]
 
 
-def _to_root(frontend: Collectives, operation: Operation, tape: Tape[Any], gradients: Sequence[Any]) -> Sequence[Any]:
-    average = replace(operation, collective=Collective.ALLREDUCE, op=ReduceOp.AVERAGE, root=-1)
+def _to_root(frontend: Collectives, spec: CollectiveSpec, tape: Tape[Any], gradients: Sequence[Any]) -> Sequence[Any]:
+    average = replace(spec, collective=Collective.ALLREDUCE, op=ReduceOp.AVERAGE, root=-1)
     reduced = frontend.apply(average, gradients)
-    if frontend.context.rank == operation.root:
+    if frontend.context.rank == spec.root:
         return reduced
     return [frontend.zeros(g) for g in gradients]
 
 
-def send_back(frontend: Collectives, operation: Operation, counts: Any, gradients: Sequence[Any]) -> Sequence[Any]:
+def send_back(frontend: Collectives, spec: CollectiveSpec, counts: Any, gradients: Sequence[Any]) -> Sequence[Any]:
     """The rule of an alltoall, which alone needs to know how many rows came from whom."""
     splits = [int(n) for n in frontend.adapter.export(counts).array()]
-    return frontend.exchange(operation, gradients[0], splits)[:1]
+    return frontend.exchange(spec, gradients[0], splits)[:1]
 
 
-def _gathered(frontend: Collectives, operation: Operation, tape: Tape[Any], gradients: Sequence[Any]) -> Sequence[Any]:
-    ranks, _ = frontend.members(operation)
-    factor = operation.prescale * operation.postscale * (ranks if operation.op is ReduceOp.SUM else 1)
-    gather = replace(operation, collective=Collective.ALLGATHER, op=ReduceOp.SUM, prescale=1.0, postscale=1.0)
+def _gathered(frontend: Collectives, spec: CollectiveSpec, tape: Tape[Any], gradients: Sequence[Any]) -> Sequence[Any]:
+    ranks, _ = frontend.members(spec)
+    factor = spec.prescale * spec.postscale * (ranks if spec.op is ReduceOp.SUM else 1)
+    gather = replace(spec, collective=Collective.ALLGATHER, op=ReduceOp.SUM, prescale=1.0, postscale=1.0)
     return [g if factor == 1 else g * factor for g in frontend.apply(gather, gradients)]
 
 
-def _undefined(frontend: Collectives, operation: Operation, tape: Tape[Any], gradients: Sequence[Any]) -> Sequence[Any]:
+def _undefined(frontend: Collectives, spec: CollectiveSpec, tape: Tape[Any], gradients: Sequence[Any]) -> Sequence[Any]:
     raise InvalidArgumentError("an Adasum allreduce has no gradient; it combines gradients, and is not part of a loss")
 
 

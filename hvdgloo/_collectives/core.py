@@ -1,6 +1,6 @@
 """What every collective of every framework goes through: tensors in, a request to the engine, tensors out.
 
-A collective is an ``Operation``; ``Core.start`` runs any Operation on a list of tensors (one tensor is a list of one,
+A collective is a ``CollectiveSpec``; ``Core.start`` runs any of them on a list of tensors (one tensor is a list of one,
 in place means that the inputs are also the outputs) and returns a ``Pending``; blocking means waiting for it; ``apply``
 does that and records a gradient. The well-known names in ``frontend`` are thin methods over it.
 """
@@ -21,8 +21,8 @@ import numpy.typing as npt
 from hvdgloo._collectives.adapter import Tape, TensorAdapter
 from hvdgloo._collectives.adjoints import ADJOINTS, send_back
 from hvdgloo._collectives.naming import names_of
-from hvdgloo._collectives.operation import Operation
 from hvdgloo._collectives.process_sets import ProcessSet, process_set_id
+from hvdgloo._collectives.spec import CollectiveSpec
 from hvdgloo._engine.executor import divide_rows
 from hvdgloo._engine.handle import Handle
 from hvdgloo._engine.messages import Request
@@ -76,7 +76,7 @@ class _Session(Generic[T]):
 
     def __init__(self, context: Context) -> None:
         self.names = names_of(context)
-        self.requests: dict[str, tuple[Operation, bool, tuple[TensorSpec, ...], Request]] = {}
+        self.requests: dict[str, tuple[CollectiveSpec, bool, tuple[TensorSpec, ...], Request]] = {}
         self.numbers = itertools.count(1)
         self.pending: dict[int, tuple[Pending[T], Callable[[list[T]], Any]]] = {}
 
@@ -104,7 +104,7 @@ class Core(Generic[T]):
 
     def start(
         self,
-        operation: Operation,
+        operation: CollectiveSpec,
         tensors: Sequence[T],
         name: str | None = None,
         *,
@@ -154,7 +154,12 @@ class Core(Generic[T]):
 
     @staticmethod
     def _request(
-        session: _Session[T], operation: Operation, specs: tuple[TensorSpec, ...], name: str | None, *, grouped: bool
+        session: _Session[T],
+        operation: CollectiveSpec,
+        specs: tuple[TensorSpec, ...],
+        name: str | None,
+        *,
+        grouped: bool,
     ) -> Request:
         """What the engine is asked for; the very same object as the last time if the program repeats itself, by which
         the engine recognises what was agreed upon before."""
@@ -172,7 +177,7 @@ class Core(Generic[T]):
 
     def apply(
         self,
-        operation: Operation,
+        operation: CollectiveSpec,
         tensors: Sequence[T],
         name: str | None = None,
         *,
@@ -194,7 +199,7 @@ class Core(Generic[T]):
 
         return self.adapter.differentiable(forward, backward, tensors, keep=adjoint.keep)
 
-    def exchange(self, operation: Operation, tensor: T, splits: Sequence[int], name: str | None = None) -> list[T]:
+    def exchange(self, operation: CollectiveSpec, tensor: T, splits: Sequence[int], name: str | None = None) -> list[T]:
         """An alltoall, waited for, with its gradient recorded: the received rows, and (int32) how many from whom."""
         counts: list[T] = []
         rules = self._for_gradient(operation, name)
@@ -215,7 +220,7 @@ class Core(Generic[T]):
             sent = sent[:total]
         return [*self.adapter.differentiable(forward, backward, [sent], keep=False), *counts]
 
-    def _for_gradient(self, operation: Operation, name: str | None) -> Core[T]:
+    def _for_gradient(self, operation: CollectiveSpec, name: str | None) -> Core[T]:
         """What the gradient of a call runs its collectives on; asked for in the order of the calls."""
         return self
 
@@ -230,7 +235,7 @@ class Core(Generic[T]):
     def gather_integers(self, values: Sequence[int], process_set: int = 0, name: str | None = None) -> npt.NDArray[Any]:
         """Every rank's ``values`` (int64, the same number on each) as an array of shape (ranks, len(values))."""
         own = np.asarray(values, dtype=np.int64).reshape(1, -1)
-        operation = Operation(Collective.ALLGATHER, process_set=process_set)
+        operation = CollectiveSpec(Collective.ALLGATHER, process_set=process_set)
         return self.start_array(operation, own, name)().reshape(-1, len(values))
 
     def automatic_name(self, prefix: str, process_set: int = 0) -> str:
@@ -238,7 +243,7 @@ class Core(Generic[T]):
         return self._bind()[1].names.next(process_set, prefix)
 
     def start_array(
-        self, operation: Operation, array: npt.NDArray[Any], name: str | None = None
+        self, operation: CollectiveSpec, array: npt.NDArray[Any], name: str | None = None
     ) -> Callable[[], npt.NDArray[Any]]:
         """Start a collective on a plain C-contiguous numpy array, whatever the framework; for the library's own use.
 
@@ -262,7 +267,7 @@ class Core(Generic[T]):
         handle = context.engine.submit(request, [buffer], allocate=allocate)
         return lambda: (handle.wait(), gathered[0])[1]
 
-    def members(self, operation: Operation) -> tuple[int, int]:
+    def members(self, operation: CollectiveSpec) -> tuple[int, int]:
         """How many ranks take part in an operation, and this process's place among them.
 
         Raises:
@@ -305,7 +310,7 @@ class Core(Generic[T]):
                     bound = self._bound = context, _Session(context)
         return bound
 
-    def _outputs(self, operation: Operation, inputs: Sequence[Buffer], tensors: Sequence[T]) -> list[Buffer]:
+    def _outputs(self, operation: CollectiveSpec, inputs: Sequence[Buffer], tensors: Sequence[T]) -> list[Buffer]:
         outputs = []
         for exported, tensor in zip(inputs, tensors, strict=True):
             spec = exported.spec
@@ -317,7 +322,7 @@ class Core(Generic[T]):
             outputs.append(self.adapter.export(self.adapter.allocate(spec, tensor), writable=True))
         return outputs
 
-    def _own_part(self, operation: Operation, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def _own_part(self, operation: CollectiveSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
         if not shape:
             return shape  # the engine refuses it
         size, index = self.members(operation)
@@ -378,7 +383,7 @@ class Core(Generic[T]):
             raise InvalidArgumentError(f"a group is a list or tuple of tensors, not a {type(tensors).__name__}")
         return [self._own(tensor) for tensor in tensors]
 
-    def _splits(self, operation: Operation, tensor: T, splits: Any) -> list[int]:
+    def _splits(self, operation: CollectiveSpec, tensor: T, splits: Any) -> list[int]:
         """How many rows go to each rank of the operation's set, from what the user gave.
 
         Raises:
@@ -406,7 +411,7 @@ class Core(Generic[T]):
         return [int(n) for n in given]
 
     def _start_group(
-        self, operation: Operation, tensors: Sequence[T], name: str | None, *, in_place: bool, waits: bool = False
+        self, operation: CollectiveSpec, tensors: Sequence[T], name: str | None, *, in_place: bool, waits: bool = False
     ) -> Pending[T]:
         group = self._own_group(tensors)
         if not group:

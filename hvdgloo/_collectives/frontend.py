@@ -22,8 +22,8 @@ from hvdgloo._collectives import process_sets
 from hvdgloo._collectives.adapter import TensorAdapter
 from hvdgloo._collectives.compression import Compressor, NoneCompressor
 from hvdgloo._collectives.core import Core, Pending, T
-from hvdgloo._collectives.operation import Operation, broadcasting, exchanging, gathering, reduction, scattering
 from hvdgloo._collectives.process_sets import ProcessSet, global_process_set, process_set_id
+from hvdgloo._collectives.spec import CollectiveSpec, broadcasting, exchanging, gathering, reduction, scattering
 from hvdgloo._engine.messages import Request
 from hvdgloo._job.context import Context
 from hvdgloo.types import Collective, ReduceOp
@@ -404,7 +404,7 @@ class Frontend(Core[T]):
 
     def barrier(self, process_set: ProcessSet = global_process_set) -> None:
         """Return once every rank has called it."""
-        self.start(Operation(Collective.BARRIER, process_set=process_set_id(process_set)), [], waits=True).wait()
+        self.start(CollectiveSpec(Collective.BARRIER, process_set=process_set_id(process_set)), [], waits=True).wait()
 
     # join -------------------------------------------------------------------------------------------------------------
 
@@ -464,10 +464,10 @@ class NamedFrontend(Frontend[T]):
         self._label = label
         self._calls = itertools.count(1)
 
-    def start(self, operation: Operation, tensors: Sequence[T], name: str | None = None, **how: Any) -> Pending[T]:
+    def start(self, operation: CollectiveSpec, tensors: Sequence[T], name: str | None = None, **how: Any) -> Pending[T]:
         return super().start(operation, tensors, name or f"{self._label}.{next(self._calls)}", **how)
 
     def start_array(
-        self, operation: Operation, array: npt.NDArray[Any], name: str | None = None
+        self, operation: CollectiveSpec, array: npt.NDArray[Any], name: str | None = None
     ) -> Callable[[], npt.NDArray[Any]]:
         return super().start_array(operation, array, name or f"{self._label}.{next(self._calls)}")

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hvdgloo._collectives.frontend import Frontend
-from hvdgloo._collectives.operation import broadcasting, gathering
 from hvdgloo._collectives.process_sets import ProcessSet, global_process_set
+from hvdgloo._collectives.spec import broadcasting, gathering
 from hvdgloo.errors import HorovodInternalError
 from hvdgloo.rendezvous import seal, unseal
 

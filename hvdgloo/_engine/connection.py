@@ -17,7 +17,7 @@ def frame(message: Message) -> bytes:
     return _LENGTH.pack(len(data)) + data
 
 
-class Connection:
+class ControlConnection:
     """One control connection. Only its thread may use it, save for ``shutdown``."""
 
     def __init__(self, sock: socket.socket) -> None:

@@ -16,7 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 
-from hvdgloo._engine.connection import Connection, frame
+from hvdgloo._engine.connection import ControlConnection, frame
 from hvdgloo._engine.coordinator import EVERYONE, Coordinator, ping_interval
 from hvdgloo._engine.executor import Executor
 from hvdgloo._engine.handle import Handle
@@ -88,7 +88,7 @@ class Control:
         self._spin_time = spin_time
         self._describe = describe
         self._on_end = on_end
-        self._connections = {peer: Connection(sock) for peer, sock in links.items()}
+        self._connections = {peer: ControlConnection(sock) for peer, sock in links.items()}
         self._wake_out, self._wake_in = os.pipe()
         os.set_blocking(self._wake_out, False)
         os.set_blocking(self._wake_in, False)

@@ -44,7 +44,7 @@ EVERYONE = -1
 
 
 @dataclass(frozen=True)
-class Rules:
+class CoordinatorSettings:
     """The settings that the coordinator decides by; seconds and counts."""
 
     operation_timeout: float
@@ -79,7 +79,11 @@ class Coordinator:
     """
 
     def __init__(
-        self, size: int, members: Mapping[int, Sequence[int]], rules: Rules, describe: Callable[[int], str]
+        self,
+        size: int,
+        members: Mapping[int, Sequence[int]],
+        rules: CoordinatorSettings,
+        describe: Callable[[int], str],
     ) -> None:
         self.outbox: list[tuple[int, Message]] = []
         self.warnings: list[str] = []

@@ -17,13 +17,13 @@ from typing import Any, TypeAlias
 
 from hvdgloo._backends.base import Backend, Plane, Sharing
 from hvdgloo._engine.control import THREAD_PREFIX, Control
-from hvdgloo._engine.coordinator import Coordinator, Rules
+from hvdgloo._engine.coordinator import Coordinator, CoordinatorSettings
 from hvdgloo._engine.executor import Executor
 from hvdgloo._engine.handle import Handle
 from hvdgloo._engine.member import Member
 from hvdgloo._engine.messages import REDUCTIONS, Leave, Request
-from hvdgloo._engine.operation import Operation
 from hvdgloo._engine.planes import Group
+from hvdgloo._engine.submission import Submission
 from hvdgloo._engine.timeline import Timeline
 from hvdgloo._net.descriptors import bury
 from hvdgloo.errors import HorovodInternalError, InvalidArgumentError, JobShutdownError
@@ -117,7 +117,7 @@ class Engine:
         )
         coordinator = None
         if rank == 0:
-            rules = Rules(
+            rules = CoordinatorSettings(
                 settings.operation_timeout,
                 settings.cache_capacity,
                 settings.cycle_time,
@@ -212,7 +212,7 @@ class Engine:
                 f"{request.name}: {len(request.tensors)} tensors are described, but there are {len(inputs)} inputs and "
                 f"{len(results)} outputs"
             )
-        operation = Operation(request, inputs, results, allocate, ready, splits)
+        operation = Submission(request, inputs, results, allocate, ready, splits)
         filed, agreeing = self._member.add(operation)
         if filed == _BATCH or (filed == 1 and not agreeing):
             self._control.submitted(operation.handle if waits else None)

@@ -21,16 +21,16 @@ from hvdgloo._backends.base import Done, Plane, Scattered, Several, Work
 from hvdgloo._engine import fusion
 from hvdgloo._engine.fusion import Bucket, Part
 from hvdgloo._engine.messages import REDUCTIONS, SET_CHANGES, Request, Response
-from hvdgloo._engine.operation import Operation
 from hvdgloo._engine.phases import Phases, adaptive_sum, exchange
 from hvdgloo._engine.planes import DEPTH, Group
+from hvdgloo._engine.submission import Submission
 from hvdgloo._engine.timeline import Timeline
 from hvdgloo.errors import BackendError, HorovodInternalError
 from hvdgloo.types import Buffer, Collective, DType, ReduceOp, TensorSpec
 
 logger = logging.getLogger(__name__)
 
-Batch = Sequence[tuple[Response, Operation]]
+Batch = Sequence[tuple[Response, Submission]]
 
 _QUICK = frozenset({Collective.ALLREDUCE, Collective.ALLGATHER, Collective.BROADCAST, Collective.BARRIER})
 
@@ -117,7 +117,7 @@ class Executor:
             queue.SimpleQueue()
         )
         self._under_way: deque[_UnderWay] = deque()
-        self._unresolved: dict[int, Operation] = {}
+        self._unresolved: dict[int, Submission] = {}
         self._submitted = 0
         self._completed = 0
         self._verdict: HorovodInternalError | None = None
@@ -545,7 +545,7 @@ def _holds_all(plane: Plane, bucket: Bucket, batch: Batch) -> bool:
     )
 
 
-def _place(plane: Plane, operation: Operation, tensor: int) -> Buffer:
+def _place(plane: Plane, operation: Submission, tensor: int) -> Buffer:
     """The output buffer, filled with the input: backends work in place."""
     source, output = operation.inputs[tensor], operation.outputs[tensor]
     if source.address != output.address and output.nbytes:
@@ -553,7 +553,7 @@ def _place(plane: Plane, operation: Operation, tensor: int) -> Buffer:
     return output
 
 
-def _allocate(response: Response, operation: Operation, tensor: int) -> Buffer:
+def _allocate(response: Response, operation: Submission, tensor: int) -> Buffer:
     spec = response.request.tensors[tensor]
     rows = sum(response.rows[tensor])
     if operation.allocate is None:

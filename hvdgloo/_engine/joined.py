@@ -10,14 +10,14 @@ import numpy as np
 
 from hvdgloo._backends.kernels import narrow_bfloat16
 from hvdgloo._engine.messages import Request
-from hvdgloo._engine.operation import Operation
+from hvdgloo._engine.submission import Submission
 from hvdgloo.types import Buffer, DType, ReduceOp, TensorSpec
 
 
-def stand_in(request: Request) -> Operation:
+def stand_in(request: Request) -> Submission:
     """An operation of neutral tensors, in memory of its own, whose results nobody reads."""
     buffers = [_neutral(spec, request.op) for spec in request.tensors]
-    return Operation(request, buffers, buffers, None, None)
+    return Submission(request, buffers, buffers, None, None)
 
 
 def _neutral(spec: TensorSpec, op: ReduceOp) -> Buffer:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from hvdgloo._engine import inline, joined
 from hvdgloo._engine.messages import Execute, Request, Response, Submit
-from hvdgloo._engine.operation import Operation
+from hvdgloo._engine.submission import Submission
 from hvdgloo._engine.timeline import Timeline
 from hvdgloo.errors import DuplicateNameError, HorovodInternalError, InvalidArgumentError, MismatchError
 from hvdgloo.types import Collective
@@ -37,9 +37,9 @@ class Member:
         self._joined = False
         self._inline_threshold = inline_threshold
         self._lock = threading.Lock()
-        self._pending: dict[tuple[int, str], Operation] = {}
-        self._new: list[Operation] = []
-        self._orphans: list[Operation] = []
+        self._pending: dict[tuple[int, str], Submission] = {}
+        self._new: list[Submission] = []
+        self._orphans: list[Submission] = []
         self._closed: HorovodInternalError | None = None
         self._numbers: dict[tuple[int, str], tuple[int, Request]] = {}
         self._responses: dict[int, Response] = {}
@@ -63,7 +63,7 @@ class Member:
         """Why nothing may be submitted any more; None while the engine runs."""
         return self._closed
 
-    def add(self, operation: Operation) -> tuple[int, bool]:
+    def add(self, operation: Submission) -> tuple[int, bool]:
         """File an operation; callable from any thread.
 
         Returns:
@@ -115,7 +115,7 @@ class Member:
                 requests.append(operation.request)
         return Submit(tuple(numbers), tuple(requests), self._payload(new) if idle else b"")
 
-    def _payload(self, new: Sequence[Operation]) -> bytes:
+    def _payload(self, new: Sequence[Submission]) -> bytes:
         # Only of an operation that is all there is. Those of a training step fuse; one by one they would load rank 0.
         if len(new) > 1 or len(self._pending) > 1 or new[0].ready is not None:
             return b""
@@ -132,7 +132,7 @@ class Member:
             operation.number = -1
         return Submit((), tuple(operation.request for operation in operations), resent=True)
 
-    def accept(self, message: Execute) -> list[tuple[Response, Operation]]:
+    def accept(self, message: Execute) -> list[tuple[Response, Submission]]:
         """The operations to execute, in order. Those whose result is known, or is an error, end here."""
         batch = []
         results = dict(message.results)
@@ -159,7 +159,7 @@ class Member:
                 batch.append((response, operation))
         return batch
 
-    def close(self, error: HorovodInternalError) -> list[Operation]:
+    def close(self, error: HorovodInternalError) -> list[Submission]:
         """Refuse further operations with ``error``; returns those that were not ordered, for the caller to fail."""
         with self._lock:
             if self._closed is None:
@@ -173,7 +173,7 @@ class Member:
         if response is not None and self._numbers.get(response.request.key, (-1,))[0] == number:
             del self._numbers[response.request.key]
 
-    def _pop(self, item: int | Response) -> tuple[Response, Operation | None]:
+    def _pop(self, item: int | Response) -> tuple[Response, Submission | None]:
         """An item's Response, and this rank's part in it: None if it is not in the process set."""
         response = self._responses[item] if isinstance(item, int) else item
         request = response.request

@@ -24,7 +24,7 @@ _EXCUSABLE = frozenset({Collective.ALLREDUCE, Collective.BARRIER})
 
 
 @dataclass
-class Pending:
+class PartialSubmission:
     """An operation that some ranks have submitted."""
 
     since: float
@@ -73,7 +73,7 @@ class Negotiator:
         self._late_joins: dict[int, Request] = {}
         self.observer: Observer | None = None
         self._capacity = capacity
-        self._pending: dict[tuple[int, str], Pending] = {}
+        self._pending: dict[tuple[int, str], PartialSubmission] = {}
         self._ready: list[int | Response] = []
         self._results: list[tuple[int, bytes]] = []
         self._signatures: OrderedDict[int, _Signature] = OrderedDict()
@@ -148,7 +148,7 @@ class Negotiator:
         key = request.process_set, request.name
         pending = self._pending.get(key)
         if pending is None:
-            pending = self._pending[key] = Pending(now)
+            pending = self._pending[key] = PartialSubmission(now)
         pending.requests[rank] = request
         if payload:
             pending.payloads[rank] = payload
@@ -156,13 +156,13 @@ class Negotiator:
         if len(pending.requests) == len(self._members[request.process_set]) or not self._missing(key[0], pending):
             self._order(key, pending)
 
-    def _missing(self, process_set: int, pending: Pending) -> list[int]:
+    def _missing(self, process_set: int, pending: PartialSubmission) -> list[int]:
         """Who keeps an operation waiting. Nobody may change the sets in the absence of those who have joined."""
         first = next(iter(pending.requests.values()))
         excused = () if first.collective in SET_CHANGES else self._joined
         return [rank for rank in self._members[process_set] if rank not in pending.requests and rank not in excused]
 
-    def _order(self, key: tuple[int, str], pending: Pending) -> None:
+    def _order(self, key: tuple[int, str], pending: PartialSubmission) -> None:
         """Everyone has submitted it: give it its place in the order."""
         del self._pending[key]
         members = self._members[key[0]]

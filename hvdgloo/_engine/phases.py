@@ -15,7 +15,7 @@ import numpy as np
 from hvdgloo._backends import kernels
 from hvdgloo._backends.base import Backend, Plane, Work
 from hvdgloo._engine import adasum
-from hvdgloo._engine.operation import Operation
+from hvdgloo._engine.submission import Submission
 from hvdgloo.errors import BackendError
 from hvdgloo.types import Buffer, DType, ReduceOp, TensorSpec
 
@@ -36,7 +36,7 @@ class Phases:
         return True
 
 
-def exchange(host: Backend, plane: Plane, operation: Operation, size: int) -> Iterator[Work]:
+def exchange(host: Backend, plane: Plane, operation: Submission, size: int) -> Iterator[Work]:
     """An alltoall. The numbers of rows travel first: they may differ in every step, and only pairs of ranks need them.
 
     The operation's outputs become the received rows and, per rank, how many they are (int64).

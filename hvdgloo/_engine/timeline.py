@@ -31,7 +31,7 @@ from hvdgloo.errors import ConfigError
 
 if TYPE_CHECKING:
     from hvdgloo._engine.fusion import Bucket
-    from hvdgloo._engine.operation import Operation
+    from hvdgloo._engine.submission import Submission
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class Timeline:
         """Seconds on the clock that phases are measured by."""
         return time.perf_counter()
 
-    def ordered(self, batch: Sequence[tuple[Response, Operation]]) -> None:
+    def ordered(self, batch: Sequence[tuple[Response, Submission]]) -> None:
         """Operations have been given their place, and wait for the data plane."""
         now = self.now()
         for response, operation in batch:
@@ -104,7 +104,7 @@ class Timeline:
                     self._negotiated(row, response, operation.times[0], now)
             operation.times = [operation.times[0] if operation.times else now, now]
 
-    def inlined(self, response: Response, operation: Operation) -> None:
+    def inlined(self, response: Response, operation: Submission) -> None:
         """An operation's result came with its order."""
         now = self.now()
         if operation.times:
@@ -117,7 +117,7 @@ class Timeline:
     def executed(
         self,
         bucket: Bucket,
-        batch: Sequence[tuple[Response, Operation]],
+        batch: Sequence[tuple[Response, Submission]],
         name: str,
         times: Sequence[float],
         packed: bool,

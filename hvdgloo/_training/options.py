@@ -23,7 +23,7 @@ Groups = int | Sequence[Sequence[Any]] | None
 
 
 @dataclass(frozen=True)
-class Options:
+class GradientOptions:
     """How gradients are reduced: the arguments that tapes and optimizers share."""
 
     compression: Compressor[Any] = NoneCompressor
@@ -48,7 +48,7 @@ def label(described: Sequence[object]) -> str:
 
 def make_reducer(
     frontend: Frontend[T],
-    options: Options,
+    options: GradientOptions,
     groups: Iterable[Sequence[str]],
     compression: Compressor[T] = NoneCompressor,
 ) -> GradientReducer[T]:

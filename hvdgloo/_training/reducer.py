@@ -15,8 +15,8 @@ from typing import Any, Generic, TypeVar
 from hvdgloo._collectives.compression import Compressor, NoneCompressor, Steps
 from hvdgloo._collectives.core import Pending
 from hvdgloo._collectives.frontend import Frontend
-from hvdgloo._collectives.operation import Operation, resolve_op
 from hvdgloo._collectives.process_sets import ProcessSet, global_process_set, process_set_id
+from hvdgloo._collectives.spec import CollectiveSpec, resolve_op
 from hvdgloo.errors import GradientsInFlightError, InvalidArgumentError
 from hvdgloo.types import Collective, ReduceOp
 
@@ -77,7 +77,7 @@ class GradientReducer(Generic[T]):
         self._frontend = frontend
         self._compression = compression
         self._in_place = in_place
-        self._operation = Operation(
+        self._operation = CollectiveSpec(
             Collective.ALLREDUCE,
             resolved,
             prescale=1.0 / predivide_factor,

@@ -24,8 +24,7 @@ from typing import Any, ClassVar, Protocol
 
 import keras
 
-from hvdgloo._training.options import Options as CommonOptions
-from hvdgloo._training.options import label
+from hvdgloo._training.options import GradientOptions, label
 from hvdgloo._training.reducer import check_passes
 from hvdgloo._training.subclass import shell_class
 from hvdgloo.errors import InvalidArgumentError, MissingDependencyError
@@ -39,7 +38,7 @@ FINITE = "gradients_are_finite"
 
 
 @dataclass(frozen=True)
-class Options(CommonOptions):
+class KerasOptions(GradientOptions):
     """How gradients are reduced; the arguments of ``DistributedOptimizer`` that do not name the optimizer."""
 
     backward_passes_per_step: int = 1
@@ -67,7 +66,7 @@ class Distributed:
     """What an optimizer has besides, once it is distributed. ``DistributedOptimizer`` makes them."""
 
     _hvd: _State
-    _hvd_options: ClassVar[Options]
+    _hvd_options: ClassVar[KerasOptions]
 
     def build(self, variables: Any) -> None:
         """Make the state for some variables."""
@@ -132,7 +131,7 @@ class Distributed:
 class _State:
     """What is distributed about an optimizer; no part of what Keras tracks and saves."""
 
-    def __init__(self, options: Options, local_layers: Sequence[Any]) -> None:
+    def __init__(self, options: KerasOptions, local_layers: Sequence[Any]) -> None:
         passes = options.backward_passes_per_step
         self.options = options
         self.factor = 1.0 if passes == 1 or options.average_aggregated_gradients else float(passes)
@@ -156,7 +155,7 @@ def names_of(variables: Sequence[Any]) -> list[str]:
     return [f"{begin}.{index}" for index in range(len(variables))]
 
 
-def check_op(options: Options) -> None:
+def check_op(options: KerasOptions) -> None:
     """Whether Keras's optimizers can step on gradients that are reduced so.
 
     Raises:
@@ -169,7 +168,7 @@ def check_op(options: Options) -> None:
         )
 
 
-def open_sync(options: Options) -> Sync:
+def open_sync(options: KerasOptions) -> Sync:
     """What reduces gradients on the backend that Keras uses.
 
     Raises:
@@ -185,7 +184,7 @@ def open_sync(options: Options) -> Sync:
     return made
 
 
-def wrap(optimizer: Any, options: Options) -> Any:
+def wrap(optimizer: Any, options: KerasOptions) -> Any:
     """``DistributedOptimizer``: see there."""
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         wrap(optimizer.inner_optimizer, options)
@@ -202,7 +201,7 @@ def wrap(optimizer: Any, options: Options) -> Any:
     return _distribute(optimizer, options)
 
 
-def _distribute(optimizer: Any, options: Options, local_layers: Sequence[Any] = ()) -> Any:
+def _distribute(optimizer: Any, options: KerasOptions, local_layers: Sequence[Any] = ()) -> Any:
     state = _State(options, local_layers)
     _prepare()
     optimizer.__class__ = _class_of(type(optimizer), options)
@@ -231,7 +230,7 @@ def _accumulate(optimizer: Any, passes: int) -> None:
     optimizer.gradient_accumulation_steps = passes
 
 
-def saved_as(saving: Any, mixin: type, base: type, options: Options, module: str | None = None) -> type:
+def saved_as(saving: Any, mixin: type, base: type, options: KerasOptions, module: str | None = None) -> type:
     """The class of distributed optimizers that Keras saves as those of ``base``.
 
     Args:
@@ -250,7 +249,7 @@ def saved_as(saving: Any, mixin: type, base: type, options: Options, module: str
     return made
 
 
-def _class_of(base: type, options: Options) -> type:
+def _class_of(base: type, options: KerasOptions) -> type:
     missing = [name for name in ("_clip_gradients", "_backend_apply_gradients") if not hasattr(base, name)]
     if missing:
         raise MissingDependencyError(

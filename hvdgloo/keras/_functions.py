@@ -23,7 +23,7 @@ from hvdgloo._job import process
 from hvdgloo.errors import EagerExecutionError, InvalidArgumentError
 from hvdgloo.keras import _distributed as distributed
 from hvdgloo.keras._compression import Compression
-from hvdgloo.keras._distributed import Options
+from hvdgloo.keras._distributed import KerasOptions
 from hvdgloo.numpy._adapter import Array, NumpyAdapter
 from hvdgloo.numpy._compression import FP16Compressor
 from hvdgloo.types import ReduceOp
@@ -161,7 +161,7 @@ def load_model(
                 filepath,
                 type(optimizer).__name__,
             )
-        distributed.wrap(optimizer, Options(compression=compression))
+        distributed.wrap(optimizer, KerasOptions(compression=compression))
     return model
 
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from hvdgloo._training.reducer import check_passes
 from hvdgloo.errors import InvalidArgumentError
-from hvdgloo.keras._distributed import FINITE, Options, check_op, saved_as, train_without_xla
+from hvdgloo.keras._distributed import FINITE, KerasOptions, check_op, saved_as, train_without_xla
 
 _NO_PASSES = (
     "backward_passes_per_step= does not go with a LossScaleOptimizer of tf_keras; accumulate gradients in the training "
@@ -26,7 +26,7 @@ class DistributedLegacy:
     """What an optimizer of tf_keras has besides, once it is distributed."""
 
     _hvd: _State
-    _hvd_options: ClassVar[Options]
+    _hvd_options: ClassVar[KerasOptions]
 
     def apply_gradients(self, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
         """The plain optimizer's step, on the gradients of all ranks; with several passes per step after the last."""
@@ -71,7 +71,7 @@ def is_legacy(optimizer: Any) -> bool:
     )
 
 
-def wrap(optimizer: Any, options: Options) -> Any:
+def wrap(optimizer: Any, options: KerasOptions) -> Any:
     """``DistributedOptimizer`` of an optimizer of tf_keras."""
     if isinstance(optimizer, DistributedLegacy):
         raise InvalidArgumentError("the optimizer is distributed already; wrap it once")
@@ -90,7 +90,7 @@ def wrap(optimizer: Any, options: Options) -> Any:
     return optimizer
 
 
-def load_model(filepath: Any, names: dict[str, Any], options: Options) -> Any:
+def load_model(filepath: Any, names: dict[str, Any], options: KerasOptions) -> Any:
     """A model that tf_keras has saved, whose optimizer is distributed.
 
     Args:
@@ -108,7 +108,7 @@ def load_model(filepath: Any, names: dict[str, Any], options: Options) -> Any:
 class _State:
     """What is distributed about an optimizer; no part of what tf_keras tracks and saves."""
 
-    def __init__(self, options: Options, local_variables: Iterable[Any] = ()) -> None:
+    def __init__(self, options: KerasOptions, local_variables: Iterable[Any] = ()) -> None:
         gradients = importlib.import_module("hvdgloo.tensorflow._gradients")
         aggregation = importlib.import_module("hvdgloo.tensorflow.gradient_aggregation")
         frontend = importlib.import_module("hvdgloo.tensorflow.mpi_ops")._frontend

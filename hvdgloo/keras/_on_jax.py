@@ -15,7 +15,7 @@ from jax.experimental import io_callback
 from hvdgloo._platform.error_tokens import ForeignError, recall
 from hvdgloo._training.options import make_reducer, named_groups
 from hvdgloo.errors import HvdglooError
-from hvdgloo.keras._distributed import FINITE, Options, names_of
+from hvdgloo.keras._distributed import FINITE, KerasOptions, names_of
 from hvdgloo.numpy import _frontend
 from hvdgloo.types import ReduceOp
 
@@ -23,7 +23,7 @@ from hvdgloo.types import ReduceOp
 class JaxSync:
     """See ``hvdgloo.keras._distributed.Sync``."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: KerasOptions) -> None:
         self._options = options
         self._local = {id(variable) for variable in options.local_variables}
         make_reducer(_frontend, options, [])  # raises for what it cannot do
@@ -134,6 +134,6 @@ def _translating(plain: Any) -> Any:
     return call
 
 
-def open_sync(options: Options) -> JaxSync:
+def open_sync(options: KerasOptions) -> JaxSync:
     """How gradients are reduced on this backend."""
     return JaxSync(options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hvdgloo.keras._distributed import FINITE, Options
+from hvdgloo.keras._distributed import FINITE, KerasOptions
 from hvdgloo.tensorflow._gradients import GradientSync
 from hvdgloo.tensorflow.mpi_ops import _frontend
 
@@ -13,7 +13,7 @@ from hvdgloo.tensorflow.mpi_ops import _frontend
 class TensorFlowSync:
     """See ``hvdgloo.keras._distributed.Sync``."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: KerasOptions) -> None:
         self._sync = GradientSync(_frontend, options)
         for variable in options.local_variables:
             self._sync.register_local_source(variable)
@@ -31,6 +31,6 @@ class TensorFlowSync:
         return self._sync.agree(holds, FINITE)
 
 
-def open_sync(options: Options) -> TensorFlowSync:
+def open_sync(options: KerasOptions) -> TensorFlowSync:
     """How gradients are reduced on this backend."""
     return TensorFlowSync(options)

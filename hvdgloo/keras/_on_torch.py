@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hvdgloo._collectives.operation import Operation
 from hvdgloo._collectives.process_sets import process_set_id
+from hvdgloo._collectives.spec import CollectiveSpec
 from hvdgloo._training.options import make_reducer, named_groups
-from hvdgloo.keras._distributed import Options, names_of
+from hvdgloo.keras._distributed import KerasOptions, names_of
 from hvdgloo.torch.mpi_ops import _frontend
 from hvdgloo.types import Collective, ReduceOp
 
@@ -39,7 +39,7 @@ of garbage collection, which ranks would not share."""
 class TorchSync:
     """See ``hvdgloo.keras._distributed.Sync``."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: KerasOptions) -> None:
         self._options = options
         self._reducer = make_reducer(_frontend, options, [], options.compression)
         self._shared: list[Any] = []
@@ -145,7 +145,7 @@ class TorchSync:
         """
         is_first, self._is_new = self._is_new and not self._sent, False
         state = _NOTHING if is_first else _CHANGED if changed else _SENT
-        most = Operation(Collective.ALLREDUCE, ReduceOp.MAX, process_set=process_set_id(self._options.process_set))
+        most = CollectiveSpec(Collective.ALLREDUCE, ReduceOp.MAX, process_set=process_set_id(self._options.process_set))
         asked = _frontend.start(most, [torch.tensor([state], dtype=torch.uint8)], f"changed.{next(iter(self._hooked))}")
         if is_first and int(asked.wait()[0]) == _NOTHING:
             return None
@@ -204,6 +204,6 @@ def _ready(sync: weakref.ref[TorchSync], name: str, parameter: Tensor) -> None:
         alive.ready(name, parameter.grad)
 
 
-def open_sync(options: Options) -> TorchSync:
+def open_sync(options: KerasOptions) -> TorchSync:
     """How gradients are reduced on this backend."""
     return TorchSync(options)

@@ -9,7 +9,7 @@ from hvdgloo._collectives.process_sets import ProcessSet, global_process_set
 from hvdgloo._training.options import Groups, layers_in, whichever
 from hvdgloo.keras import _distributed as distributed
 from hvdgloo.keras import _legacy as legacy
-from hvdgloo.keras._distributed import Options
+from hvdgloo.keras._distributed import KerasOptions
 from hvdgloo.types import ReduceOp
 
 __all__ = ["DistributedOptimizer", "PartialDistributedOptimizer"]
@@ -60,7 +60,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             cannot be used.
         NotInitializedError: before ``init()``, when it steps.
     """
-    options = Options(
+    options = KerasOptions(
         compression=compression,
         op=op,
         gradient_predivide_factor=gradient_predivide_factor,

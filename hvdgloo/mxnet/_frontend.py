@@ -8,7 +8,7 @@ import numpy as np
 
 from hvdgloo._collectives.core import Core
 from hvdgloo._collectives.frontend import Frontend, NamedFrontend
-from hvdgloo._collectives.operation import Operation
+from hvdgloo._collectives.spec import CollectiveSpec
 from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.mxnet._adapter import Tensor
 
@@ -16,12 +16,12 @@ from hvdgloo.mxnet._adapter import Tensor
 class MXNetFrontend(Frontend[Tensor]):
     """A Frontend whose gradients are named by their calls' order in the program, whatever that of the backward pass."""
 
-    def _for_gradient(self, operation: Operation, name: str | None) -> Core[Tensor]:
+    def _for_gradient(self, operation: CollectiveSpec, name: str | None) -> Core[Tensor]:
         # Calls with names may come in any order, so each name is counted by itself.
         prefix = "gradient" if name is None else f"{name}.gradient"
         return NamedFrontend(self.adapter, self._context, self.automatic_name(prefix, operation.process_set))
 
-    def _splits(self, operation: Operation, tensor: Tensor, splits: Any) -> list[int]:
+    def _splits(self, operation: CollectiveSpec, tensor: Tensor, splits: Any) -> list[int]:
         # MXNet makes float32 of a list of integers unless it is told otherwise.
         if self.adapter.owns(splits) and self.adapter.describe(splits).dtype.is_floating:
             splits = _integers(splits)

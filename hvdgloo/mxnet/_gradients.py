@@ -20,7 +20,7 @@ from hvdgloo.mxnet._adapter import Tensor
 
 
 @dataclass(frozen=True)
-class Options:
+class MXNetOptions:
     """How gradients are reduced; the arguments that the trainer and the optimizers share."""
 
     compression: Compressor[Tensor] = NoneCompressor
@@ -42,7 +42,7 @@ class GradientSync:
         InvalidArgumentError: (a ValueError) an option cannot be used.
     """
 
-    def __init__(self, frontend: Frontend[Tensor], options: Options, label: str) -> None:
+    def __init__(self, frontend: Frontend[Tensor], options: MXNetOptions, label: str) -> None:
         groups = options.num_groups
         if not isinstance(groups, int) or isinstance(groups, bool) or groups < 0:
             raise InvalidArgumentError(f"num_groups must be a whole number, 0 or more; got {groups!r}")
@@ -53,7 +53,7 @@ class GradientSync:
         self._reducer(())  # raises for what cannot be used
 
     @classmethod
-    def reserved(cls, frontend: Frontend[Tensor], options: Options, label: str) -> GradientSync:
+    def reserved(cls, frontend: Frontend[Tensor], options: MXNetOptions, label: str) -> GradientSync:
         """One whose label gets a number behind it if it was reserved before in this job.
 
         Raises:
@@ -63,7 +63,7 @@ class GradientSync:
         (own,) = frontend.reserve_names([label])
         return cls(frontend, options, own)
 
-    def __reduce__(self) -> tuple[type[GradientSync], tuple[Frontend[Tensor], Options, str]]:
+    def __reduce__(self) -> tuple[type[GradientSync], tuple[Frontend[Tensor], MXNetOptions, str]]:
         # With its label: ranks that do not all load it must not number later ones otherwise than those that do.
         return GradientSync, (self._frontend, self._options, self._label)
 

@@ -16,7 +16,7 @@ from hvdgloo._collectives.process_sets import ProcessSet, global_process_set
 from hvdgloo._training.subclass import shell_class
 from hvdgloo.errors import InvalidArgumentError, MismatchError
 from hvdgloo.mxnet._adapter import Tensor
-from hvdgloo.mxnet._gradients import GradientSync, Options
+from hvdgloo.mxnet._gradients import GradientSync, MXNetOptions
 from hvdgloo.mxnet.functions import require_dense
 from hvdgloo.mxnet.mpi_ops import _frontend
 
@@ -86,7 +86,7 @@ def _distributed(plain: Any, sync: GradientSync) -> Any:
     return shell
 
 
-def wrap(frontend: Frontend[Tensor], optimizer: Any, options: Options) -> Any:
+def wrap(frontend: Frontend[Tensor], optimizer: Any, options: MXNetOptions) -> Any:
     """``DistributedOptimizer`` on a given Frontend."""
     if not isinstance(optimizer, mx.optimizer.Optimizer):
         raise InvalidArgumentError(f"expected an mx.optimizer.Optimizer, not {type(optimizer).__name__}")
@@ -124,7 +124,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name; it makes an instance o
         InvalidArgumentError: (a ValueError) not an optimizer, or an option that cannot be used.
         NotInitializedError: before ``init()``.
     """
-    options = Options(compression, gradient_predivide_factor, num_groups, process_set)
+    options = MXNetOptions(compression, gradient_predivide_factor, num_groups, process_set)
     return wrap(_frontend, optimizer, options)
 
 
@@ -169,7 +169,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
             )
             warnings.warn(text, stacklevel=2)
             optimizer = optimizer._plain
-        options = Options(compression, gradient_predivide_factor, num_groups, process_set)
+        options = MXNetOptions(compression, gradient_predivide_factor, num_groups, process_set)
         self._sync = GradientSync.reserved(_frontend, options, f"{prefix or ''}gradient")
         self._joining: list[Tensor] = []
         super().__init__(params, optimizer, optimizer_params, kvstore=None)

@@ -29,8 +29,8 @@ import tensorflow as tf
 from hvdgloo._collectives.adapter import Tape
 from hvdgloo._collectives.adjoints import ADJOINTS, send_back
 from hvdgloo._collectives.frontend import Frontend, NamedFrontend
-from hvdgloo._collectives.operation import Operation, exchanging
 from hvdgloo._collectives.process_sets import ProcessSet, global_process_set
+from hvdgloo._collectives.spec import CollectiveSpec, exchanging
 from hvdgloo.tensorflow._adapter import Tensor, record
 from hvdgloo.tensorflow._failures import guarded
 from hvdgloo.types import Collective
@@ -48,7 +48,7 @@ class TensorFlowFrontend(Frontend[Tensor]):
 
     def apply(
         self,
-        operation: Operation,
+        operation: CollectiveSpec,
         tensors: Sequence[Tensor],
         name: str | None = None,
         *,
@@ -111,7 +111,7 @@ class TensorFlowFrontend(Frontend[Tensor]):
         return value
 
     def _exchange_in_graph(
-        self, operation: Operation, tensor: Tensor, splits: Any, name: str | None
+        self, operation: CollectiveSpec, tensor: Tensor, splits: Any, name: str | None
     ) -> tuple[Tensor, Tensor]:
         label = self._graph_name(operation, [tensor], name)
         chosen = [] if splits is None else [tf.convert_to_tensor(splits)]
@@ -140,7 +140,7 @@ class TensorFlowFrontend(Frontend[Tensor]):
         (received,) = record(forward, backward, [tensor], keep=False, once=True)
         return received, counts[0]
 
-    def _graph_name(self, operation: Operation, tensors: Sequence[Tensor], name: str | None) -> str | None:
+    def _graph_name(self, operation: CollectiveSpec, tensors: Sequence[Tensor], name: str | None) -> str | None:
         if name is not None or is_ordered():
             return name
         first = "".join(c if c.isalnum() else "_" for c in tensors[0].name)
@@ -270,7 +270,7 @@ def _tensor_here(value: Any) -> Tensor:
     return tf.compat.v1.get_default_graph().capture(tensor) if is_ordered() else tensor
 
 
-def _shape_after(operation: Operation, tensor: Tensor) -> Any:
+def _shape_after(operation: CollectiveSpec, tensor: Tensor) -> Any:
     if operation.collective not in _ALONG_ROWS or tensor.shape.rank in (None, 0):
         return tensor.shape
     return tf.TensorShape([None]).concatenate(tensor.shape[1:])

@@ -19,9 +19,9 @@ import tensorflow as tf
 
 from hvdgloo._collectives.adapter import Tape
 from hvdgloo._collectives.core import Pending
-from hvdgloo._collectives.operation import Operation, gathering
 from hvdgloo._collectives.process_sets import process_set_id
-from hvdgloo._training.options import Options, check, label, make_reducer, named_groups
+from hvdgloo._collectives.spec import CollectiveSpec, gathering
+from hvdgloo._training.options import GradientOptions, check, label, make_reducer, named_groups
 from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.tensorflow import _sparse as sparse
 from hvdgloo.tensorflow._adapter import Tensor, record
@@ -40,7 +40,7 @@ class GradientSync:
         InvalidArgumentError: (a ValueError) an option cannot be used.
     """
 
-    def __init__(self, frontend: TensorFlowFrontend, options: Options) -> None:
+    def __init__(self, frontend: TensorFlowFrontend, options: GradientOptions) -> None:
         self.frontend = frontend
         self.options = options
         self._local: dict[int, Any] = {}
@@ -125,7 +125,7 @@ class GradientSync:
         if not self.active:
             return holds
         number = process_set_id(self.options.process_set)
-        agreement = Operation(Collective.ALLREDUCE, ReduceOp.MIN, process_set=number)
+        agreement = CollectiveSpec(Collective.ALLREDUCE, ReduceOp.MIN, process_set=number)
         (everywhere,) = self.frontend.apply(agreement, [tf.cast(holds, tf.uint8)], name)
         return tf.cast(everywhere, tf.bool)
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from hvdgloo._collectives.compression import Compressor, NoneCompressor
 from hvdgloo._collectives.process_sets import ProcessSet, global_process_set
-from hvdgloo._training.options import Groups, Options, layers_in, whichever
+from hvdgloo._training.options import GradientOptions, Groups, layers_in, whichever
 from hvdgloo.tensorflow import _tape as tape
 from hvdgloo.tensorflow import _v1 as v1
 from hvdgloo.tensorflow._adapter import Tensor
@@ -59,7 +59,7 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name; it makes an instanc
         InvalidArgumentError: (a ValueError) not a tape, or an option that cannot be used.
         NotImplementedError: (from ``gradient``) another reduction, or a predivide factor, of a ``tf.IndexedSlices``.
     """
-    options = Options(
+    options = GradientOptions(
         compression,
         op,
         gradient_predivide_factor,
@@ -151,7 +151,7 @@ def DistributedOptimizer(  # noqa: N802 - likewise
         InvalidArgumentError: (a ValueError) no such optimizer, or an option that cannot be used.
     """
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
-        options = Options(
+        options = GradientOptions(
             compression,
             op,
             gradient_predivide_factor,
@@ -192,5 +192,5 @@ def _make_allreduce_grads_fn(
     process_set: ProcessSet = global_process_set,
 ) -> Callable[[Sequence[Any], Sequence[Any]], list[Any]]:
     """What reduces gradients of some variables, for programs that have an optimizer of their own."""
-    options = Options(compression, op, gradient_predivide_factor, sparse_as_dense, groups, process_set)
+    options = GradientOptions(compression, op, gradient_predivide_factor, sparse_as_dense, groups, process_set)
     return GradientSync(_frontend, options).reduce

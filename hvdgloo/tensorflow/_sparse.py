@@ -7,8 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdgloo._collectives.operation import gathering
 from hvdgloo._collectives.process_sets import ProcessSet, process_set_id
+from hvdgloo._collectives.spec import gathering
 from hvdgloo.errors import HvdglooError
 from hvdgloo.tensorflow._adapter import Tensor
 from hvdgloo.tensorflow._frontend import TensorFlowFrontend

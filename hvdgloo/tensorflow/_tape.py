@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdgloo._training.options import Options
+from hvdgloo._training.options import GradientOptions
 from hvdgloo._training.subclass import shell_class
 from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.tensorflow._frontend import TensorFlowFrontend, unconverted
@@ -45,7 +45,7 @@ class DistributedTape:
         self._hvd.register_local_source(source)
 
 
-def wrap(frontend: TensorFlowFrontend, tape: Any, options: Options) -> Any:
+def wrap(frontend: TensorFlowFrontend, tape: Any, options: GradientOptions) -> Any:
     """``DistributedGradientTape`` on a given Frontend."""
     if not isinstance(tape, tf.GradientTape):
         raise InvalidArgumentError(f"expected a tf.GradientTape, not {type(tape).__name__}")

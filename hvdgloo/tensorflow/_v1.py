@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdgloo._training.options import Options
+from hvdgloo._training.options import GradientOptions
 from hvdgloo._training.reducer import check_passes
 from hvdgloo._training.subclass import shell_class
 from hvdgloo.errors import InvalidArgumentError
@@ -75,7 +75,7 @@ class DistributedV1Optimizer:
 
 
 def wrap(
-    frontend: TensorFlowFrontend, optimizer: Any, options: Options, passes: int = 1, *, average: bool = False
+    frontend: TensorFlowFrontend, optimizer: Any, options: GradientOptions, passes: int = 1, *, average: bool = False
 ) -> Any:
     """``DistributedOptimizer`` on a given Frontend.
 

@@ -30,8 +30,8 @@ from hvdgloo._collectives.basics import (
     stop_timeline,
 )
 from hvdgloo._collectives.compression import Compressor, NoneCompressor
-from hvdgloo._collectives.operation import resolve_op
 from hvdgloo._collectives.process_sets import ProcessSet, global_process_set
+from hvdgloo._collectives.spec import resolve_op
 from hvdgloo._job import process
 from hvdgloo.common import basics as _basics  # noqa: F401 - programs look here for what is behind the functions
 from hvdgloo.errors import InvalidArgumentError

@@ -11,13 +11,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdgloo._collectives.operation import Operation
+from hvdgloo._collectives.spec import CollectiveSpec
 from hvdgloo.errors import InvalidArgumentError, MissingDependencyError
 from hvdgloo.tensorflow._frontend import TensorFlowFrontend
 from hvdgloo.tensorflow.mpi_ops import _frontend
 from hvdgloo.types import Collective, ReduceOp
 
-_total = Operation(Collective.ALLREDUCE, ReduceOp.SUM)
+_total = CollectiveSpec(Collective.ALLREDUCE, ReduceOp.SUM)
 
 _moments = getattr(tf.keras.layers.BatchNormalization, "_moments", None)
 _suits = _moments is not None and list(inspect.signature(_moments).parameters) == ["self", "inputs", "mask"]

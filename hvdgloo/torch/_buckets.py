@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 
 from hvdgloo._collectives.frontend import Frontend
-from hvdgloo._collectives.operation import Operation
+from hvdgloo._collectives.spec import CollectiveSpec
 from hvdgloo.types import Collective
 
 Tensor = torch.Tensor
@@ -37,7 +37,7 @@ _ALIGNED = 64
 
 
 @dataclass(frozen=True)
-class Bucket:
+class GradientBucket:
     """Gradients that travel as one tensor.
 
     Attributes:
@@ -129,7 +129,7 @@ class Buckets:
         self._elsewhere.clear()
 
 
-def _bucket(parameters: Mapping[str, Tensor], engine: Any, process_set: int) -> Bucket:
+def _bucket(parameters: Mapping[str, Tensor], engine: Any, process_set: int) -> GradientBucket:
     dtype = next(iter(parameters.values())).dtype
     size = dtype.itemsize
     room = [-(-parameter.numel() * size // _ALIGNED) * _ALIGNED for parameter in parameters.values()]
@@ -138,7 +138,7 @@ def _bucket(parameters: Mapping[str, Tensor], engine: Any, process_set: int) -> 
         memory = np.empty(sum(room), np.uint8)
     whole = torch.frombuffer(memory, dtype=dtype)
     whole.zero_()
-    return Bucket(memory, whole, dict(zip(parameters, accumulate(room, initial=0), strict=False)))
+    return GradientBucket(memory, whole, dict(zip(parameters, accumulate(room, initial=0), strict=False)))
 
 
 def suits(parameter: Tensor) -> bool:
@@ -185,7 +185,7 @@ def agree(
         for position, name in enumerate(members):
             places[index[name]] = number, position
     root = frontend.context.engine.process_sets[process_set][0]
-    operation = Operation(Collective.BROADCAST, root=root, process_set=process_set)
+    operation = CollectiveSpec(Collective.BROADCAST, root=root, process_set=process_set)
     agreed = frontend.start_array(operation, places, label)()
     buckets: dict[int, dict[int, str]] = {}
     for name, (number, position) in zip(names, agreed.tolist(), strict=True):

@@ -31,8 +31,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hvdgloo._collectives.compression import Compressor, NoneCompressor
 from hvdgloo._collectives.frontend import Frontend
-from hvdgloo._collectives.operation import reduction
 from hvdgloo._collectives.process_sets import ProcessSet, global_process_set, process_set_id
+from hvdgloo._collectives.spec import reduction
 from hvdgloo._training.options import Groups, divided
 from hvdgloo._training.reducer import GradientReducer
 from hvdgloo._training.subclass import shell_class
@@ -69,7 +69,7 @@ chance of garbage collection, which ranks would not share."""
 
 
 @dataclass(frozen=True)
-class Options:
+class TorchOptions:
     """How gradients are reduced; the arguments of ``DistributedOptimizer`` that do not name parameters."""
 
     compression: Compressor[Tensor] = NoneCompressor
@@ -96,7 +96,7 @@ class _Kind(enum.IntEnum):
     DENSE = 2
 
 
-def _kind_of(parameter: Tensor, options: Options) -> _Kind:
+def _kind_of(parameter: Tensor, options: TorchOptions) -> _Kind:
     if parameter.grad is None:
         return _Kind.NONE
     return _Kind.SPARSE if parameter.grad.is_sparse and not options.sparse_as_dense else _Kind.DENSE
@@ -111,7 +111,7 @@ class _Session:
         held: torch.optim.Optimizer,
         named_parameters: NamedParameters | None,
         groups: Groups,
-        options: Options,
+        options: TorchOptions,
     ) -> None:
         self.frontend = frontend
         self.held = held
@@ -522,7 +522,7 @@ def wrap(
     optimizer: torch.optim.Optimizer,
     named_parameters: NamedParameters | None,
     groups: Groups,
-    options: Options,
+    options: TorchOptions,
 ) -> Distributed:
     """``DistributedOptimizer`` on a given Frontend."""
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -543,8 +543,8 @@ def _caller() -> str:
     return str(sys._getframe(2).f_globals.get("__name__"))
 
 
-def _replace_passes(options: Options, passes: int) -> Options:
-    return Options(**{**options.__dict__, "backward_passes_per_step": passes})
+def _replace_passes(options: TorchOptions, passes: int) -> TorchOptions:
+    return TorchOptions(**{**options.__dict__, "backward_passes_per_step": passes})
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:

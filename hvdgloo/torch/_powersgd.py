@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from hvdgloo._collectives.core import Core, Pending
-from hvdgloo._collectives.operation import Operation
+from hvdgloo._collectives.spec import CollectiveSpec
 from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.types import ReduceOp
 
@@ -49,7 +49,9 @@ class PowerSGD:
         """Not for a tensor by itself."""
         raise InvalidArgumentError("PowerSGD approximates gradients over many steps; give it to DistributedOptimizer")
 
-    def begin(self, frontend: Core[Tensor], operation: Operation, name: str, gradients: Sequence[Tensor]) -> _Steps:
+    def begin(
+        self, frontend: Core[Tensor], operation: CollectiveSpec, name: str, gradients: Sequence[Tensor]
+    ) -> _Steps:
         """See ``hvdgloo._collectives.compression.MultiStep``."""
         if operation.op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
             raise InvalidArgumentError("PowerSGD approximates an average or a sum; use op=Average or op=Sum")
@@ -104,7 +106,7 @@ class _Steps:
         self,
         compressor: PowerSGD,
         frontend: Core[Tensor],
-        operation: Operation,
+        operation: CollectiveSpec,
         name: str,
         gradients: Sequence[Tensor],
     ) -> None:
@@ -125,7 +127,7 @@ class _Steps:
         self._second: Pending[Tensor] | None = None
         self._first = self._start(self._average, [a.p for a in self._large.values()], f"{name}.p")
 
-    def _start(self, operation: Operation, tensors: Sequence[Tensor], name: str) -> Pending[Tensor] | None:
+    def _start(self, operation: CollectiveSpec, tensors: Sequence[Tensor], name: str) -> Pending[Tensor] | None:
         if not tensors:
             return None
         return self._frontend.start(operation, tensors, name, in_place=True, grouped=len(tensors) > 1)

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 
 from hvdgloo._collectives.frontend import Frontend
-from hvdgloo._collectives.operation import gathering
 from hvdgloo._collectives.process_sets import ProcessSet
+from hvdgloo._collectives.spec import gathering
 from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.types import ReduceOp
 

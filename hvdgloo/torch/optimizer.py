@@ -59,7 +59,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name; it makes an instance o
         NotInitializedError: before ``init()``.
     """
     groups = whichever(num_groups, groups)
-    options = distributed.Options(
+    options = distributed.TorchOptions(
         compression, backward_passes_per_step, op, gradient_predivide_factor, sparse_as_dense, process_set
     )
     return distributed.wrap(_frontend, optimizer, named_parameters, groups, options)

@@ -76,7 +76,7 @@ class _Request(cheroot_server.HTTPRequest):
         super().send_headers()
 
 
-class Connection(cheroot_server.HTTPConnection):
+class HttpConnection(cheroot_server.HTTPConnection):
     """One client's connection. In the hands of the front's thread while quiet, of a pool's thread while served."""
 
     RequestHandlerClass = _Request
@@ -157,11 +157,11 @@ class Front(cheroot_server.HTTPServer):
         self._wake_reader, self._wake_writer = socket.socketpair()
         # Guards the selector and the tables below: pool threads give connections back.
         self._lock = threading.Lock()
-        self._connections: set[Connection] = set()
+        self._connections: set[HttpConnection] = set()
         # Quiet connections by why they are, the longest quiet first; those that have a deadline with it.
-        self._reading: OrderedDict[Connection, float] = OrderedDict()
-        self._idle: OrderedDict[Connection, float] = OrderedDict()
-        self._lingering: OrderedDict[Connection, float] = OrderedDict()
+        self._reading: OrderedDict[HttpConnection, float] = OrderedDict()
+        self._idle: OrderedDict[HttpConnection, float] = OrderedDict()
+        self._lingering: OrderedDict[HttpConnection, float] = OrderedDict()
         self._thread: threading.Thread | None = None
         self._accept_again = 0.0
 
@@ -206,7 +206,7 @@ class Front(cheroot_server.HTTPServer):
     # What pool threads call.
 
     @contextmanager
-    def watch(self, connection: Connection, on_hang_up: Callable[[], None]) -> Iterator[None]:
+    def watch(self, connection: HttpConnection, on_hang_up: Callable[[], None]) -> Iterator[None]:
         """While a pool's thread waits for something else: call ``on_hang_up`` if the client goes away."""
         with self._lock:
             connection.on_hang_up = on_hang_up
@@ -218,7 +218,7 @@ class Front(cheroot_server.HTTPServer):
                 connection.on_hang_up = None
                 self._unregister(connection)
 
-    def put_conn(self, connection: Connection) -> None:
+    def put_conn(self, connection: HttpConnection) -> None:
         """A request has been served and its connection stays open."""
         if connection.rfile.has_data() and connection.rfile.has_head():
             self._dispatch(connection)
@@ -240,7 +240,7 @@ class Front(cheroot_server.HTTPServer):
     def can_add_keepalive_connection(self) -> bool:
         return bool(self.ready)
 
-    def _serve(self, connection: Connection) -> None:
+    def _serve(self, connection: HttpConnection) -> None:
         """One request, on a thread of the pool."""
         keep = False
         try:
@@ -256,7 +256,7 @@ class Front(cheroot_server.HTTPServer):
         else:
             self._close(connection)
 
-    def _linger(self, connection: Connection) -> None:
+    def _linger(self, connection: HttpConnection) -> None:
         try:
             connection.socket.shutdown(socket.SHUT_WR)
         except OSError:
@@ -296,14 +296,14 @@ class Front(cheroot_server.HTTPServer):
         return max(0.0, min(deadlines) - time.monotonic()) if deadlines else 60.0
 
     def _handle(self, key: selectors.SelectorKey) -> None:
-        if isinstance(key.data, Connection):
+        if isinstance(key.data, HttpConnection):
             self._readable(key.data)
         elif key.fileobj is self._wake_reader:
             self._wake_reader.recv(4096)
         elif isinstance(key.fileobj, socket.socket):
             self._accept(key.fileobj)
 
-    def _readable(self, connection: Connection) -> None:
+    def _readable(self, connection: HttpConnection) -> None:
         with self._lock:
             if not connection.registered:
                 return  # a pool's thread took it back meanwhile
@@ -332,12 +332,12 @@ class Front(cheroot_server.HTTPServer):
             self._forget(connection)
         self._dispatch(connection)
 
-    def _dispatch(self, connection: Connection) -> None:
+    def _dispatch(self, connection: HttpConnection) -> None:
         connection.socket.settimeout(WRITE_TIMEOUT)
         self.pool.submit(lambda: self._serve(connection))
 
     @staticmethod
-    def _gone(connection: Connection) -> bool:
+    def _gone(connection: HttpConnection) -> bool:
         try:
             return not connection.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -345,7 +345,7 @@ class Front(cheroot_server.HTTPServer):
         except OSError:
             return True
 
-    def _peek(self, connection: Connection) -> None:
+    def _peek(self, connection: HttpConnection) -> None:
         """A watched connection is readable: its client hung up, or sends its next request early."""
         callback = connection.on_hang_up
         gone = self._gone(connection)
@@ -377,7 +377,7 @@ class Front(cheroot_server.HTTPServer):
         except OSError:
             sock.close()  # reset already
             return
-        connection = Connection(self, sock, address)
+        connection = HttpConnection(self, sock, address)
         with self._lock:
             self._connections.add(connection)
             self._reading[connection] = time.monotonic() + HEAD_TIMEOUT
@@ -412,7 +412,7 @@ class Front(cheroot_server.HTTPServer):
                 self._drop(connection)
 
     @staticmethod
-    def _say_too_slow(connection: Connection) -> None:
+    def _say_too_slow(connection: HttpConnection) -> None:
         if not connection.rfile.has_data():
             return
         body = json.dumps(
@@ -428,28 +428,28 @@ class Front(cheroot_server.HTTPServer):
 
     # The selector and the tables; called with the lock held, except _close.
 
-    def _register(self, connection: Connection) -> None:
+    def _register(self, connection: HttpConnection) -> None:
         if not connection.registered and connection.socket.fileno() >= 0:
             self._selector.register(connection.socket, selectors.EVENT_READ, connection)
             connection.registered = True
 
-    def _unregister(self, connection: Connection) -> None:
+    def _unregister(self, connection: HttpConnection) -> None:
         if connection.registered:
             connection.registered = False
             self._selector.unregister(connection.socket)
 
-    def _forget(self, connection: Connection) -> None:
+    def _forget(self, connection: HttpConnection) -> None:
         """Take a connection out of the quiet ones."""
         self._unregister(connection)
         for table in (self._reading, self._idle, self._lingering):
             table.pop(connection, None)
 
-    def _drop(self, connection: Connection) -> None:
+    def _drop(self, connection: HttpConnection) -> None:
         self._forget(connection)
         self._connections.discard(connection)
         connection.close()
 
-    def _close(self, connection: Connection) -> None:
+    def _close(self, connection: HttpConnection) -> None:
         with self._lock:
             self._drop(connection)
 

@@ -52,7 +52,7 @@ _TORCH_CUDA = re.compile(r"^cuda\b[^=\n]*=\s*(?:['\"](?P<version>[\d.]+)['\"]|No
 
 
 @dataclass(frozen=True)
-class Gpu:
+class GpuFacts:
     """A device as nvidia-smi lists it. ``memory`` is all that it has, in bytes."""
 
     name: str
@@ -92,7 +92,7 @@ class Facts:
     memory_limit: int | None = None
     shm_size: int | None = None
     shm_free: int | None = None
-    gpus: Sequence[Gpu] = ()
+    gpus: Sequence[GpuFacts] = ()
     visible_gpus: int = 0
     driver: str = ""
     open_files: int | None = None
@@ -108,7 +108,7 @@ class Facts:
     def from_json(cls, data: Mapping[str, Any]) -> Facts:
         known = {f.name for f in fields(cls)}
         values = {name: value for name, value in data.items() if name in known}
-        return cls(**{**values, "gpus": tuple(Gpu(**gpu) for gpu in data.get("gpus", ()))})
+        return cls(**{**values, "gpus": tuple(GpuFacts(**gpu) for gpu in data.get("gpus", ()))})
 
 
 def examine(environ: Mapping[str, str], required: Require) -> Facts:
@@ -224,7 +224,7 @@ def _memory() -> int | None:
         return None
 
 
-def _nvidia() -> tuple[tuple[Gpu, ...], str]:
+def _nvidia() -> tuple[tuple[GpuFacts, ...], str]:
     """The GPUs that NVIDIA's driver knows, and its version."""
     try:
         done = subprocess.run(
@@ -238,12 +238,12 @@ def _nvidia() -> tuple[tuple[Gpu, ...], str]:
     return parse_nvidia(done.stdout.decode("utf-8", "replace")) if done.returncode == 0 else ((), "")
 
 
-def parse_nvidia(text: str) -> tuple[tuple[Gpu, ...], str]:
+def parse_nvidia(text: str) -> tuple[tuple[GpuFacts, ...], str]:
     """What ``nvidia-smi --query-gpu=name,memory.total,driver_version`` prints."""
     gpus, driver = [], ""
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.rsplit(",", 2)]
         if len(cells) == 3:
             name, memory, driver = cells
-            gpus.append(Gpu(name, int(memory) * 1024 * 1024 if memory.isdigit() else 0))
+            gpus.append(GpuFacts(name, int(memory) * 1024 * 1024 if memory.isdigit() else 0))
     return tuple(gpus), driver

@@ -20,7 +20,7 @@ from typing import IO, Any
 from hvdgloo._net import ports
 from hvdgloo.errors import ConfigError
 from hvdgloo.runner.network import interfaces
-from hvdgloo.runner.network.probe import Answer, ProbeListener, Prober, Target
+from hvdgloo.runner.network.probe import Answer, ProbeListener, Prober, ProbeTarget
 from hvdgloo.runner.processes.bootstrap import agent_environment
 from hvdgloo.runner.protocol.frames import (
     CHUNK,
@@ -60,7 +60,7 @@ class Scout:
         self._key = b""
         self._listener: ProbeListener | None = None
         self._prober: Prober | None = None
-        self._answers: list[tuple[Target, Answer]] = []
+        self._answers: list[tuple[ProbeTarget, Answer]] = []
         self._next_batch = 0.0
         self._server: _ServerBeside | None = None
         self.handlers: dict[type[Frame], Callable[[Any], None]] = {
@@ -119,16 +119,16 @@ class Scout:
         failures: dict[str, str] = {}
         if survey.listen:
             self._key = bytes.fromhex(survey.key)
-            wanted = [a.address for a in interfaces.candidates(addresses, interfaces.Rules(survey.rules))]
+            wanted = [a.address for a in interfaces.candidates(addresses, interfaces.InterfaceFilter(survey.rules))]
             self._listener = ProbeListener(self._selector, self._key, survey.host, wanted, port_range)
             listening, failures = self._listener.ports, self._listener.failures
         self._send(Surveyed([astuple(a) for a in addresses], listening, failures, self.port, failure))
 
     def _on_probe(self, probe: Probe) -> None:
-        targets = [Target(*target) for target in probe.targets]
+        targets = [ProbeTarget(*target) for target in probe.targets]
         self._prober = Prober(self._selector, self._key, targets, probe.timeout, self._on_answer)
 
-    def _on_answer(self, target: Target, answer: Answer) -> None:
+    def _on_answer(self, target: ProbeTarget, answer: Answer) -> None:
         self._answers.append((target, answer))
 
     def _on_probes_end(self, _: ProbesEnd) -> None:

@@ -26,7 +26,7 @@ from hvdgloo.runner.console.writer import is_broken_pipe
 from hvdgloo.runner.job.command import resolve_command, resolve_elsewhere
 from hvdgloo.runner.job.environment import working_directory
 from hvdgloo.runner.job.host_sources import take_inventory
-from hvdgloo.runner.job.spec import LaunchSpec, Network
+from hvdgloo.runner.job.spec import LaunchSpec, NetworkOptions
 from hvdgloo.version import __version__
 
 USAGE_ERROR = 2
@@ -189,7 +189,7 @@ def command_line(
         exported=frozenset(exports),
         export_all=arguments.export == "all",
         remote_command=resolve_elsewhere(command, python=reach.python) if command else None,
-        network=Network(
+        network=NetworkOptions(
             (*(arguments.nics or ()), *(arguments.network_interface or ())), config.port_range, config.connect_timeout
         ),
     )

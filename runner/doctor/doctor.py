@@ -32,7 +32,7 @@ from hvdgloo.runner.doctor.rules import (
     diagnose,
     unconnected,
 )
-from hvdgloo.runner.job.spec import Host, LaunchSpec
+from hvdgloo.runner.job.spec import HostEntry, LaunchSpec
 from hvdgloo.runner.launch import COMMAND_LINE_SIGNALS, passed_on, required_on
 from hvdgloo.runner.network.addressing import Reports
 from hvdgloo.runner.protocol.frames import Examine, Examined, Hello, Require
@@ -90,8 +90,8 @@ class _Answer:
 class _Round:
     """What has been learned so far."""
 
-    problems: Mapping[Host, str]
-    answers: dict[Host, _Answer] = field(default_factory=dict)
+    problems: Mapping[HostEntry, str]
+    answers: dict[HostEntry, _Answer] = field(default_factory=dict)
     addresses: Mapping[str, Sequence[tuple[str, str]]] = field(default_factory=dict)
     connections: list[Finding] = field(default_factory=list)
 
@@ -172,7 +172,7 @@ def _without_launcher(reports: Reports) -> Reports:
     return Reports(reports.names, reports.candidates, (), reports.answers, reports.unheard)
 
 
-def _visit(host: Host, round_: _Round) -> Visit:
+def _visit(host: HostEntry, round_: _Round) -> Visit:
     answer = round_.answers.get(host)
     slots = host.slots
     if answer is None or answer.examined is None:

@@ -16,7 +16,7 @@ from hvdgloo.errors import HostsUnreachableError, HvdglooError
 from hvdgloo.runner.agent.facts import Facts
 from hvdgloo.runner.network import addressing
 from hvdgloo.runner.network.addressing import Reports
-from hvdgloo.runner.network.probe import Answer, Outcome
+from hvdgloo.runner.network.probe import Answer, ProbeResult
 from hvdgloo.runner.protocol.frames import Lacking
 from hvdgloo.runner.transport.failures import preflight_failure
 from hvdgloo.version import __version__
@@ -454,7 +454,7 @@ def _who_reaches(reports: Reports, answers: Sequence[tuple[int, Answer | None]])
 
 
 def _reached(answer: Answer | None) -> bool:
-    return answer is not None and answer.outcome is Outcome.REACHED
+    return answer is not None and answer.outcome is ProbeResult.REACHED
 
 
 def unconnected(error: HvdglooError, hosts: Sequence[str]) -> Finding:

@@ -14,7 +14,7 @@ from hvdgloo._platform.machine import visible_gpus
 from hvdgloo.errors import ConfigError
 from hvdgloo.runner.job.hostlist import parse_hosts, read_hostfile
 from hvdgloo.runner.job.slurm import Allocation, find_allocation
-from hvdgloo.runner.job.spec import Host, Reach
+from hvdgloo.runner.job.spec import HostEntry, Reach
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Inventory:
         allocation: that it is in, if Slurm is to be used.
     """
 
-    hosts: tuple[Host, ...]
+    hosts: tuple[HostEntry, ...]
     np: int | None
     notices: tuple[str, ...] = ()
     allocation: Allocation | None = None
@@ -74,7 +74,7 @@ def _allocation_or_none(environ: Mapping[str, str]) -> Allocation | None:
         return None  # its text tells users to name hosts, which they have done
 
 
-def _given(hosts: tuple[Host, ...], np: int | None, allocation: Allocation | None) -> Inventory:
+def _given(hosts: tuple[HostEntry, ...], np: int | None, allocation: Allocation | None) -> Inventory:
     if allocation is None:
         return Inventory(hosts, np)
     nodes = {host.name for host in allocation.hosts}
@@ -103,9 +103,9 @@ def _allocated(allocation: Allocation, np: int | None) -> Inventory:
 
 def _this_machine(environ: Mapping[str, str], np: int | None) -> Inventory:
     if np is not None:
-        return Inventory((Host("localhost", np),), np)
+        return Inventory((HostEntry("localhost", np),), np)
     gpus = visible_gpus(environ)
     np = max(1, gpus)
     found = f"one for each of {gpus} GPUs" if gpus else "there is no GPU"
     notice = f"starting {np} process{'es' if np > 1 else ''} ({found}); -np chooses another number"
-    return Inventory((Host("localhost", np),), np, (notice,))
+    return Inventory((HostEntry("localhost", np),), np, (notice,))

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from hvdgloo.errors import ConfigError
-from hvdgloo.runner.job.spec import Host, LaunchSpec, Slot, assign
+from hvdgloo.runner.job.spec import HostEntry, LaunchSpec, Slot, assign
 from hvdgloo.runner.protocol.frames import Hello
 
 MOST_WORKERS = 65536
@@ -32,11 +32,11 @@ _IGNORED_WORDS = frozenset({"max_slots", "max-slots"})
 class _Mention:
     """A host, and where it was found."""
 
-    host: Host
+    host: HostEntry
     where: str
 
 
-def parse_hosts(text: str) -> tuple[Host, ...]:
+def parse_hosts(text: str) -> tuple[HostEntry, ...]:
     """``name:slots,user@name:slots,[IPv6 address]:slots,...``
 
     Raises:
@@ -52,7 +52,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
     return _merged(mentions)
 
 
-def read_hostfile(path: str) -> tuple[Host, ...]:
+def read_hostfile(path: str) -> tuple[HostEntry, ...]:
     """One host per line: ``name slots=4``, ``name:4`` or ``name``; ``#`` begins a comment.
 
     ``max_slots`` is understood and has no meaning here.
@@ -89,7 +89,7 @@ def _bracketed(name: str) -> str:
         return name
 
 
-def _with_words(host: Host, text: str, where: str) -> Host:
+def _with_words(host: HostEntry, text: str, where: str) -> HostEntry:
     """What follows a host in a line of a file: ``slots=4 max_slots=8``."""
     rest = text
     while rest:
@@ -104,14 +104,14 @@ def _with_words(host: Host, text: str, where: str) -> Host:
     return host
 
 
-def _parse_item(item: str, where: str) -> Host:
+def _parse_item(item: str, where: str) -> HostEntry:
     match = _ITEM.fullmatch(item)
     if match is None or match["name"].startswith("-") or (match["user"] or "").startswith("-"):
         hint = "; an IPv6 address stands in brackets" if item.count(":") > 1 and "[" not in item else ""
         raise ConfigError(f"{where}: {item!r} is not a host with a number of slots; write for example: h1:4,h2:4{hint}")
     name = match["name"].strip("[]")
     slots = None if match["slots"] is None else _slots(match["slots"], name, where)
-    return Host(name, slots, match["user"] or "")
+    return HostEntry(name, slots, match["user"] or "")
 
 
 def _slots(text: str, name: str, where: str) -> int:
@@ -122,7 +122,7 @@ def _slots(text: str, name: str, where: str) -> int:
     return int(text[:12])
 
 
-def _merged(mentions: Iterable[_Mention]) -> tuple[Host, ...]:
+def _merged(mentions: Iterable[_Mention]) -> tuple[HostEntry, ...]:
     """Each host once. One that is mentioned several times without slots has as many (as batch systems write it)."""
     found: dict[str, list[_Mention]] = {}
     for mention in mentions:
@@ -130,11 +130,11 @@ def _merged(mentions: Iterable[_Mention]) -> tuple[Host, ...]:
     return tuple(_merge(same) for same in found.values())
 
 
-def _merge(mentions: Sequence[_Mention]) -> Host:
+def _merge(mentions: Sequence[_Mention]) -> HostEntry:
     first = mentions[0].host
     if len(mentions) == 1:
         return first
-    if any(mention.host != Host(first.name, None, first.user) for mention in mentions):
+    if any(mention.host != HostEntry(first.name, None, first.user) for mention in mentions):
         raise ConfigError(
             f"{mentions[1].where}: host {first.name} is given twice (first in {mentions[0].where}); give it once, "
             "with all its slots"
@@ -145,7 +145,7 @@ def _merge(mentions: Sequence[_Mention]) -> Host:
 # Before and after the agents have answered.
 
 
-def shortlist(hosts: Sequence[Host], np: int | None) -> tuple[Host, ...]:
+def shortlist(hosts: Sequence[HostEntry], np: int | None) -> tuple[HostEntry, ...]:
     """The hosts that can be needed: the first ones that have ``np`` slots, all if it is not given.
 
     Raises:
@@ -158,7 +158,7 @@ def shortlist(hosts: Sequence[Host], np: int | None) -> tuple[Host, ...]:
     known = [host.slots for host in hosts if host.slots is not None]
     if len(known) == len(hosts) and sum(known) < np:
         raise too_few(hosts, np)
-    chosen: list[Host] = []
+    chosen: list[HostEntry] = []
     for host in hosts:
         if sum(host.slots or 1 for host in chosen) >= np:
             break
@@ -166,7 +166,7 @@ def shortlist(hosts: Sequence[Host], np: int | None) -> tuple[Host, ...]:
     return tuple(chosen)
 
 
-def too_few(hosts: Sequence[Host], np: int) -> ConfigError:
+def too_few(hosts: Sequence[HostEntry], np: int) -> ConfigError:
     """The error that says so. Slots are known."""
     total = sum(host.slots or 1 for host in hosts)
     listed = ", ".join(map(str, hosts[:16])) + (f" and {len(hosts) - 16} more hosts" if len(hosts) > 16 else "")
@@ -178,7 +178,7 @@ def too_few(hosts: Sequence[Host], np: int) -> ConfigError:
     )
 
 
-def with_slots(hosts: Sequence[Host], gpus: Sequence[int]) -> tuple[Host, ...]:
+def with_slots(hosts: Sequence[HostEntry], gpus: Sequence[int]) -> tuple[HostEntry, ...]:
     """The same hosts, all with a number of slots.
 
     Args:
@@ -190,7 +190,7 @@ def with_slots(hosts: Sequence[Host], gpus: Sequence[int]) -> tuple[Host, ...]:
     )
 
 
-def place(hosts: Sequence[Host], hellos: Sequence[Hello], spec: LaunchSpec) -> tuple[Slot, ...]:
+def place(hosts: Sequence[HostEntry], hellos: Sequence[Hello], spec: LaunchSpec) -> tuple[Slot, ...]:
     """Every worker's place, once the agents have said what there is.
 
     Raises:
@@ -226,7 +226,7 @@ def check_load(host: str, workers: int, cores: int) -> None:
         )
 
 
-def remark_on_load(hosts: Sequence[Host], cores: Sequence[int]) -> str:
+def remark_on_load(hosts: Sequence[HostEntry], cores: Sequence[int]) -> str:
     """What to say about hosts with far more workers than cores, most likely by mistake; empty if there is none.
 
     Args:

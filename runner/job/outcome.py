@@ -42,7 +42,7 @@ class Failure:
 
 
 @dataclass
-class Outcome:
+class JobOutcome:
     """How the job ended.
 
     Attributes:
@@ -81,7 +81,7 @@ def _said_of_it(lines: Sequence[str]) -> str:
     return said[1] if said is not None else "failed"
 
 
-def blame(outcome: Outcome, hosts: Mapping[int, str], tail: Callable[[int], Sequence[str]]) -> Failure | None:
+def blame(outcome: JobOutcome, hosts: Mapping[int, str], tail: Callable[[int], Sequence[str]]) -> Failure | None:
     """The failure that is to be reported: the first one, unless it is only an echo.
 
     A worker that ends with an uncaught exception tells its peers on the way out, and they may be gone before it is.

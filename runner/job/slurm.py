@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hvdgloo.errors import ConfigError
-from hvdgloo.runner.job.spec import Host
+from hvdgloo.runner.job.spec import HostEntry
 
 _MOST_NODES = 100_000
 _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
@@ -32,7 +32,7 @@ class Allocation:
     """
 
     job_id: str
-    hosts: tuple[Host, ...]
+    hosts: tuple[HostEntry, ...]
     source: str = ""
     launchers: int = 1
 
@@ -52,7 +52,7 @@ def find_allocation(environ: Mapping[str, str]) -> Allocation | None:
     launchers = environ.get("SLURM_STEP_NUM_TASKS", "1")
     return Allocation(
         job_id,
-        tuple(Host(node, count) for node, count in zip(nodes, slots, strict=True)),
+        tuple(HostEntry(node, count) for node, count in zip(nodes, slots, strict=True)),
         source,
         int(launchers) if launchers.isdecimal() else 1,
     )

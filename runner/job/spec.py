@@ -17,7 +17,7 @@ HEARTBEAT_TIMEOUT = 5.0
 
 
 @dataclass(frozen=True)
-class Host:
+class HostEntry:
     """A host as the user gave it, and how many workers it may run.
 
     Attributes:
@@ -60,7 +60,7 @@ class Reach:
 
 
 @dataclass(frozen=True)
-class Network:
+class NetworkOptions:
     """How hosts reach each other.
 
     Attributes:
@@ -116,7 +116,7 @@ class LaunchSpec:
     """
 
     command: tuple[str, ...]
-    hosts: tuple[Host, ...]
+    hosts: tuple[HostEntry, ...]
     np: int | None
     cwd: str
     environ: Mapping[str, str] = field(repr=False)
@@ -133,7 +133,7 @@ class LaunchSpec:
     exported: frozenset[str] = frozenset()
     export_all: bool = True
     remote_command: tuple[str, ...] | None = None
-    network: Network = field(default_factory=Network)
+    network: NetworkOptions = field(default_factory=NetworkOptions)
 
     def __post_init__(self) -> None:
         if self.np is not None:
@@ -154,7 +154,7 @@ class LaunchSpec:
         return GRACE_AFTER_SIGNAL if self.grace_period is None else self.grace_period
 
 
-def assign(hosts: Sequence[Host], np: int) -> tuple[Slot, ...]:
+def assign(hosts: Sequence[HostEntry], np: int) -> tuple[Slot, ...]:
     """Give ``np`` ranks to hosts in order, each filled before the next.
 
     Args:

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 
 from hvdgloo.errors import HostsUnreachableError
 from hvdgloo.runner.network.interfaces import Address
-from hvdgloo.runner.network.probe import LAUNCHER, Answer, Outcome
+from hvdgloo.runner.network.probe import LAUNCHER, Answer, ProbeResult
 
 ALL_PAIRS = 32
 """Up to so many hosts everybody tries everybody."""
@@ -124,7 +124,7 @@ def settled(reports: Reports) -> bool:
 def _all_reached(reports: Reports) -> Reports:
     answers = dict(reports.answers)
     for source, target, address in tried(reports):
-        answers.setdefault((source, target, address.address), Answer(Outcome.REACHED, "", target))
+        answers.setdefault((source, target, address.address), Answer(ProbeResult.REACHED, "", target))
     return Reports(reports.names, reports.candidates, reports.launcher, answers, reports.unheard)
 
 
@@ -155,7 +155,7 @@ def _usable(reports: Reports, version: int) -> list[list[Address]]:
 
 def _reached(answers: Answers, source: int, target: int, address: Address) -> bool:
     found = answers.get((source, target, address.address))
-    return found is not None and found.outcome is Outcome.REACHED
+    return found is not None and found.outcome is ProbeResult.REACHED
 
 
 class _Order:
@@ -265,13 +265,13 @@ def describe(answer: Answer, names: Sequence[str]) -> str:
     """An answer in words that follow the address."""
     name = "the launcher" if answer.host == LAUNCHER else names[answer.host] if 0 <= answer.host < len(names) else "?"
     return {
-        Outcome.REACHED: "was reached",
-        Outcome.REFUSED: "refused the connection",
-        Outcome.TIMED_OUT: f"timed out after {answer.detail or '?'} s",
-        Outcome.NO_ROUTE: f"has no route ({answer.detail})",
-        Outcome.SILENT: f"accepted the connection, but said nothing within {answer.detail} s",
-        Outcome.OTHER_HOST: f"answered as another host, {name}",
-        Outcome.OTHER_ADDRESS: f"answered as {answer.detail}, so addresses are translated on the way",
-        Outcome.STRANGER: "was answered by something that is not this job's",
-        Outcome.FAILED: f"failed ({answer.detail})",
+        ProbeResult.REACHED: "was reached",
+        ProbeResult.REFUSED: "refused the connection",
+        ProbeResult.TIMED_OUT: f"timed out after {answer.detail or '?'} s",
+        ProbeResult.NO_ROUTE: f"has no route ({answer.detail})",
+        ProbeResult.SILENT: f"accepted the connection, but said nothing within {answer.detail} s",
+        ProbeResult.OTHER_HOST: f"answered as another host, {name}",
+        ProbeResult.OTHER_ADDRESS: f"answered as {answer.detail}, so addresses are translated on the way",
+        ProbeResult.STRANGER: "was answered by something that is not this job's",
+        ProbeResult.FAILED: f"failed ({answer.detail})",
     }[answer.outcome]

@@ -1,7 +1,7 @@
 """A host's addresses: what there is, which of it others could reach at all, and which of that the user wants.
 
-An agent reports all of its addresses, so that an error can say why one was not considered. ``Rules`` is what the user
-said with ``--nics``. Everything here but ``own_addresses`` is pure.
+An agent reports all of its addresses, so that an error can say why one was not considered. ``InterfaceFilter`` is what
+the user said with ``--nics``. Everything here but ``own_addresses`` is pure.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _prefix(netmask: str | None, address: str) -> int:
     return int(ipaddress.ip_address(netmask)).bit_count()
 
 
-class Rules:
+class InterfaceFilter:
     """What the user said about one host's addresses: names of interfaces, networks, and exceptions from both.
 
     Args:
@@ -131,9 +131,9 @@ class NicSettings:
     general: tuple[str, ...] = ()
     by_host: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
-    def rules(self, host: str) -> Rules:
+    def rules(self, host: str) -> InterfaceFilter:
         """Those for one host."""
-        return Rules(dict(self.by_host).get(host, self.general))
+        return InterfaceFilter(dict(self.by_host).get(host, self.general))
 
     def __bool__(self) -> bool:
         return bool(self.general or self.by_host)
@@ -175,7 +175,7 @@ def _checked(rule: str, item: str) -> str:
     return rule
 
 
-def candidates(addresses: Iterable[Address], rules: Rules) -> tuple[Address, ...]:
+def candidates(addresses: Iterable[Address], rules: InterfaceFilter) -> tuple[Address, ...]:
     """The addresses at which other hosts may be able to reach this one, and which the user allows.
 
     Each one once: several interfaces may have the same (an anycast address, a bond's halves), and it leads to one host.
@@ -187,7 +187,7 @@ def candidates(addresses: Iterable[Address], rules: Rules) -> tuple[Address, ...
     return tuple(found.values())
 
 
-def why_not(address: Address, rules: Rules, *, alone: bool = False) -> str:
+def why_not(address: Address, rules: InterfaceFilter, *, alone: bool = False) -> str:
     """Why an address is not considered; empty if it is.
 
     Args:
@@ -204,12 +204,12 @@ def why_not(address: Address, rules: Rules, *, alone: bool = False) -> str:
     return ""
 
 
-def explain_none(host: str, addresses: Sequence[Address], rules: Rules, *, alone: bool = False) -> str:
+def explain_none(host: str, addresses: Sequence[Address], rules: InterfaceFilter, *, alone: bool = False) -> str:
     """Why a host has no address that could be used, and what to do."""
     if not rules.items:
         listed = ", ".join(f"{a} is {why_not(a, rules, alone=alone)}" for a in addresses) or "it has none at all"
         return f"host {host} has no address that another host could reach: {listed}. Bring a network interface up there"
-    others = [a for a in addresses if not why_not(a, Rules(), alone=alone)]
+    others = [a for a in addresses if not why_not(a, InterfaceFilter(), alone=alone)]
     listed = ", ".join(map(str, others)) or "nothing else that could be used"
     chosen = [a for a in addresses if rules.allow(a)]
     if not chosen:

@@ -45,7 +45,7 @@ _ALL_TOGETHER = 2.0  # timeouts of one probe that all together may take, should 
 _VISIT_SECONDS = 5.0
 
 
-class Outcome(enum.Enum):
+class ProbeResult(enum.Enum):
     """What became of a probe."""
 
     REACHED = "reached"
@@ -60,7 +60,7 @@ class Outcome(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Target:
+class ProbeTarget:
     """An address to try: of which host, and where it listens."""
 
     host: int
@@ -79,7 +79,7 @@ class Answer:
         detail: the system's word, a time, an address.
     """
 
-    outcome: Outcome
+    outcome: ProbeResult
     source: str = ""
     host: int = -1
     detail: str = ""
@@ -104,7 +104,7 @@ def _unpacked(data: bytes) -> str:
     return str(ip.ipv4_mapped or ip)
 
 
-def question(key: bytes, nonce: bytes, target: Target) -> bytes:
+def question(key: bytes, nonce: bytes, target: ProbeTarget) -> bytes:
     """What a prober says."""
     address = _packed(target.address)
     return _QUESTION.pack(_MAGIC, nonce, target.host, address, _proof(key, b"question", nonce, target.host, address))
@@ -119,16 +119,16 @@ def answer(key: bytes, asked: bytes, host: int, address: str) -> bytes | None:
     return _ANSWER.pack(_MAGIC, host, own, _proof(key, b"answer", nonce, host, own))
 
 
-def judge(key: bytes, nonce: bytes, target: Target, reply: bytes, source: str) -> Answer:
+def judge(key: bytes, nonce: bytes, target: ProbeTarget, reply: bytes, source: str) -> Answer:
     """What a reply is worth."""
     magic, host, address, proof = _ANSWER.unpack(reply)
     if magic != _MAGIC or not hmac.compare_digest(proof, _proof(key, b"answer", nonce, host, address)):
-        return Answer(Outcome.STRANGER, source)
+        return Answer(ProbeResult.STRANGER, source)
     if host != target.host:
-        return Answer(Outcome.OTHER_HOST, source, host)
+        return Answer(ProbeResult.OTHER_HOST, source, host)
     if address != _packed(target.address):
-        return Answer(Outcome.OTHER_ADDRESS, source, host, _unpacked(address))
-    return Answer(Outcome.REACHED, source, host)
+        return Answer(ProbeResult.OTHER_ADDRESS, source, host, _unpacked(address))
+    return Answer(ProbeResult.REACHED, source, host)
 
 
 @dataclass
@@ -239,9 +239,9 @@ class Prober:
         self,
         selector: selectors.BaseSelector,
         key: bytes,
-        targets: Iterable[Target],
+        targets: Iterable[ProbeTarget],
         timeout: float,
-        report: Callable[[Target, Answer], None],
+        report: Callable[[ProbeTarget, Answer], None],
     ) -> None:
         self._selector = selector
         self._key = key
@@ -265,7 +265,7 @@ class Prober:
         """Give up what has taken too long."""
         now = time.monotonic()
         while self._waiting and now >= self._end:
-            self._report(self._waiting.popleft(), Answer(Outcome.FAILED, detail="there was no time to try it"))
+            self._report(self._waiting.popleft(), Answer(ProbeResult.FAILED, detail="there was no time to try it"))
         for probe in [probe for probe in self._running if now >= min(self._end, probe.deadline)]:
             self._finish(probe, probe.expired(self._timeout))
         self._fill()
@@ -317,7 +317,7 @@ class _Probe:
         OSError: at construction, if it cannot even be tried.
     """
 
-    def __init__(self, key: bytes, target: Target, deadline: float) -> None:
+    def __init__(self, key: bytes, target: ProbeTarget, deadline: float) -> None:
         self.target = target
         self.deadline = deadline
         self.asked = False
@@ -342,7 +342,7 @@ class _Probe:
             return None
         data = self.sock.recv(_ANSWER.size - len(self._reply))
         if not data:
-            return Answer(Outcome.STRANGER, self._source())
+            return Answer(ProbeResult.STRANGER, self._source())
         self._reply += data
         if len(self._reply) < _ANSWER.size:
             return None
@@ -350,26 +350,26 @@ class _Probe:
 
     def expired(self, timeout: float) -> Answer:
         if self.asked:
-            return Answer(Outcome.SILENT, self._source(), detail=f"{timeout:g}")
-        return Answer(Outcome.TIMED_OUT, detail=f"{timeout:g}")
+            return Answer(ProbeResult.SILENT, self._source(), detail=f"{timeout:g}")
+        return Answer(ProbeResult.TIMED_OUT, detail=f"{timeout:g}")
 
     def broken(self, error: OSError) -> Answer:
         # Whoever breaks off after it was asked is no part of this job.
-        return Answer(Outcome.STRANGER, detail=error.strerror or "") if self.asked else _failure(error)
+        return Answer(ProbeResult.STRANGER, detail=error.strerror or "") if self.asked else _failure(error)
 
     def _source(self) -> str:
         return str(self.sock.getsockname()[0])
 
 
 _OUTCOMES = {
-    errno.ECONNREFUSED: Outcome.REFUSED,
-    errno.ETIMEDOUT: Outcome.TIMED_OUT,
-    errno.ENETUNREACH: Outcome.NO_ROUTE,
-    errno.EHOSTUNREACH: Outcome.NO_ROUTE,
-    errno.EADDRNOTAVAIL: Outcome.NO_ROUTE,  # this host has no address of that family
-    errno.EAFNOSUPPORT: Outcome.NO_ROUTE,
+    errno.ECONNREFUSED: ProbeResult.REFUSED,
+    errno.ETIMEDOUT: ProbeResult.TIMED_OUT,
+    errno.ENETUNREACH: ProbeResult.NO_ROUTE,
+    errno.EHOSTUNREACH: ProbeResult.NO_ROUTE,
+    errno.EADDRNOTAVAIL: ProbeResult.NO_ROUTE,  # this host has no address of that family
+    errno.EAFNOSUPPORT: ProbeResult.NO_ROUTE,
 }
 
 
 def _failure(error: OSError) -> Answer:
-    return Answer(_OUTCOMES.get(error.errno or 0, Outcome.FAILED), detail=error.strerror or str(error))
+    return Answer(_OUTCOMES.get(error.errno or 0, ProbeResult.FAILED), detail=error.strerror or str(error))

@@ -8,7 +8,7 @@ import time
 from collections import deque
 
 from hvdgloo.runner.console.progress import Step
-from hvdgloo.runner.job.spec import Host
+from hvdgloo.runner.job.spec import HostEntry
 from hvdgloo.runner.protocol import heartbeat
 from hvdgloo.runner.protocol.channel import Channel
 from hvdgloo.runner.protocol.frames import CHUNK, PREAMBLE, Hello
@@ -39,7 +39,7 @@ class Link:
         stderr: the last lines that its command wrote there.
     """
 
-    def __init__(self, host: Host, stream: AgentStream) -> None:
+    def __init__(self, host: HostEntry, stream: AgentStream) -> None:
         self.host = host
         self.stream = stream
         self.channel = Channel(stream.stdout.fileno(), stream.stdin.fileno(), preamble=PREAMBLE)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from hvdgloo.errors import LaunchError
-from hvdgloo.runner.job.spec import Host
+from hvdgloo.runner.job.spec import HostEntry
 from hvdgloo.runner.processes import reaper
 from hvdgloo.runner.protocol.frames import Bye, Noise, Sweep
 from hvdgloo.runner.supervise.agent_link import Link
@@ -61,7 +61,7 @@ class Sweeping:
         self._notice = notice
         self._errands: list[_Errand] = []
 
-    def begin(self, host: Host, now: float) -> None:
+    def begin(self, host: HostEntry, now: float) -> None:
         """Send another agent to ``host``."""
         try:
             link = Link(host, self._spawner.start(host))
@@ -157,14 +157,14 @@ class Sweeping:
             errand.link.stream.kill()
             self._say_unreached(errand.link.host, failure)
 
-    def _say_unreached(self, host: Host, why: str) -> None:
+    def _say_unreached(self, host: HostEntry, why: str) -> None:
         self._notice(
             f"host {host.name} could not be reached a second time to see whether anything of the job is left there "
             f"({why}); unless its agent was killed, it ends its workers by itself"
         )
 
 
-def describe_left(host: Host, pids: Sequence[int]) -> str:
+def describe_left(host: HostEntry, pids: Sequence[int]) -> str:
     """What an agent could not end."""
     return (
         f"processes {', '.join(map(str, pids))} on {host.name} cannot be killed: the system keeps them, probably for a "

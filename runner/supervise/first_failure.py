@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from hvdgloo.runner.job.outcome import Failure, Outcome, describe_status
+from hvdgloo.runner.job.outcome import Failure, JobOutcome, describe_status
 from hvdgloo.runner.protocol.frames import Exited, SpawnFailed
 
 ECHO_TIME = 2.0
@@ -38,7 +38,7 @@ class Verdict:
 
     def __init__(
         self,
-        outcome: Outcome,
+        outcome: JobOutcome,
         culprit: Callable[[int], int | None],
         notice: Callable[[str], None],
         stop: Callable[[], None],

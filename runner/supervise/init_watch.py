@@ -28,7 +28,7 @@ class Arrivals:
         arrived: how many workers have called ``hvd.init()``.
         missing: the ranks that have not.
         failure: why the start has failed, if it has.
-        as_of: the question that this answers; see ``Meeting.ask``.
+        as_of: the question that this answers; see ``RendezvousHost.ask``.
     """
 
     arrived: int = 0
@@ -47,7 +47,7 @@ class InitWatch:
 
     Args:
         look: what the rendezvous has said.
-        ask: has it say so once more; see ``Meeting.ask``.
+        ask: has it say so once more; see ``RendezvousHost.ask``.
         hosts: rank to host name.
         timeout: the start timeout.
         verbose: report sooner.

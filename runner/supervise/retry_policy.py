@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from hvdgloo.errors import UnusableHostsError
 from hvdgloo.runner.console.progress import NOT_TRIED
-from hvdgloo.runner.job.spec import Host, Reach
+from hvdgloo.runner.job.spec import HostEntry, Reach
 from hvdgloo.runner.protocol.frames import Hello
 from hvdgloo.runner.transport.failures import Diagnosis, Retry
 
@@ -37,7 +37,7 @@ _LONGEST_PAUSE = 5.0
 class _Place:
     """Where one host is."""
 
-    host: Host
+    host: HostEntry
     due: float
     attempts: int = 0
     connecting: bool = False
@@ -63,14 +63,14 @@ class Gathering:
     """
 
     def __init__(
-        self, hosts: Sequence[Host], now: float, chance: random.Random | None = None, *, patient: bool = False
+        self, hosts: Sequence[HostEntry], now: float, chance: random.Random | None = None, *, patient: bool = False
     ) -> None:
         self._patient = patient
         self._places = {host: _Place(host, now) for host in hosts}
         self._chance = chance or random.Random()
         self._settled = math.inf
 
-    def due(self, now: float) -> list[Host]:
+    def due(self, now: float) -> list[HostEntry]:
         """The hosts to which a command is to be started now. They count as started."""
         if self._settled < math.inf:
             return []
@@ -89,17 +89,17 @@ class Gathering:
             times += [place.due for place in self._places.values() if place.waits]
         return min(times)
 
-    def answered(self, host: Host) -> None:
+    def answered(self, host: HostEntry) -> None:
         """Its command has reached the host."""
         place = self._places[host]
         place.connecting, place.answered = False, True
 
-    def ready(self, host: Host) -> None:
+    def ready(self, host: HostEntry) -> None:
         """Its agent can be used."""
         place = self._places[host]
         place.connecting, place.answered, place.ready = False, False, True
 
-    def failed(self, host: Host, diagnosis: Diagnosis, now: float) -> float | None:
+    def failed(self, host: HostEntry, diagnosis: Diagnosis, now: float) -> float | None:
         """Its command has ended without an agent that can be used.
 
         Returns:
@@ -132,20 +132,20 @@ class Gathering:
             return now >= self._settled or not any(place.connecting or place.answered for place in places)
         return all(place.ready or (self._patient and place.failed) for place in places)
 
-    def attempts(self, host: Host) -> int:
+    def attempts(self, host: HostEntry) -> int:
         """How often a host's command has been started, the one that runs included."""
         return self._places[host].attempts
 
-    def last_failure(self, host: Host) -> str:
+    def last_failure(self, host: HostEntry) -> str:
         """What is known about a host that is tried again and again."""
         last = self._places[host].last
         return last.text if last is not None else ""
 
-    def known(self, host: Host) -> str:
+    def known(self, host: HostEntry) -> str:
         """What there is to say about a host that is not there: its last failure, or that its turn has not come."""
         return self.last_failure(host) or ("" if self.attempts(host) else NOT_TRIED)
 
-    def reasons(self) -> dict[Host, str]:
+    def reasons(self) -> dict[HostEntry, str]:
         """Why hosts cannot be used, for those that failed."""
         return {host: _reason(place) for host, place in self._places.items() if place.failed}
 
@@ -176,7 +176,7 @@ def _describe(reasons: dict[str, str], waiting: Sequence[str], total: int) -> st
     return "\n".join(lines)
 
 
-def check_machines(hosts: Sequence[Host], hellos: Sequence[Hello], reach: Reach) -> None:
+def check_machines(hosts: Sequence[HostEntry], hellos: Sequence[Hello], reach: Reach) -> None:
     """Refuse two names for one machine: they would mean two local ranks 0, which take the same GPU.
 
     Not where a template leads to the hosts: it may well lead into several containers that look like one machine, or
@@ -187,7 +187,7 @@ def check_machines(hosts: Sequence[Host], hellos: Sequence[Hello], reach: Reach)
     """
     if reach.agent_command:
         return
-    first: dict[str, Host] = {}
+    first: dict[str, HostEntry] = {}
     reasons = {}
     for host, hello in zip(hosts, hellos, strict=True):
         other = first.setdefault(hello.identity, host)

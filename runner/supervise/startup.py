@@ -15,7 +15,7 @@ from typing import Protocol
 
 from hvdgloo.errors import LaunchError
 from hvdgloo.runner.console.progress import Missing, Step, describe_missing
-from hvdgloo.runner.job.spec import Host, LaunchSpec
+from hvdgloo.runner.job.spec import HostEntry, LaunchSpec
 from hvdgloo.runner.protocol.frames import PROTOCOL, Finish, Hello, Lacking, Require
 from hvdgloo.runner.supervise.agent_link import Link
 from hvdgloo.runner.supervise.retry_policy import Gathering
@@ -29,7 +29,7 @@ _HELD_BACK = 200  # lines kept of what comes before an agent can be used
 class Streams(Protocol):
     """The supervisor, as a start-up needs it."""
 
-    def connect(self, host: Host) -> Link:
+    def connect(self, host: HostEntry) -> Link:
         """Start the command for a host, and listen to it."""
 
     def drop(self, link: Link) -> None:
@@ -55,8 +55,8 @@ class Starting:
         streams: Streams,
         spec: LaunchSpec,
         spawner: Spawner,
-        hosts: Sequence[Host],
-        required: Callable[[Host], Require] | None,
+        hosts: Sequence[HostEntry],
+        required: Callable[[HostEntry], Require] | None,
         *,
         patient: bool = False,
     ) -> None:
@@ -168,7 +168,7 @@ class Starting:
         if absent:
             raise LaunchError(describe_missing(absent, self._spec.start_timeout))
 
-    def reasons(self) -> dict[Host, str]:
+    def reasons(self) -> dict[HostEntry, str]:
         """The hosts that failed, and why."""
         return self._gathering.reasons()
 

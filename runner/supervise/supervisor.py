@@ -17,8 +17,8 @@ from typing import Any, Protocol
 
 from hvdgloo.errors import JobFailedError, LaunchError
 from hvdgloo.runner.console.progress import MENDS, Step
-from hvdgloo.runner.job.outcome import Failure, Outcome, describe_loss
-from hvdgloo.runner.job.spec import Host, LaunchSpec
+from hvdgloo.runner.job.outcome import Failure, JobOutcome, describe_loss
+from hvdgloo.runner.job.spec import HostEntry, LaunchSpec
 from hvdgloo.runner.protocol import heartbeat
 from hvdgloo.runner.protocol.frames import (
     CHUNK,
@@ -49,7 +49,7 @@ from hvdgloo.runner.supervise.cleanup import Sweeping, describe_left
 from hvdgloo.runner.supervise.event_loop import Loop
 from hvdgloo.runner.supervise.first_failure import Verdict
 from hvdgloo.runner.supervise.init_watch import InitWatch
-from hvdgloo.runner.supervise.signals import Signals
+from hvdgloo.runner.supervise.signal_handling import SignalHandling
 from hvdgloo.runner.supervise.startup import Starting
 from hvdgloo.runner.transport.base import Spawner
 
@@ -63,7 +63,7 @@ _LATE = 1.0  # seconds for which one turn of the loop counts at most, beyond tho
 _ACKNOWLEDGE = 64 * 1024  # bytes of output for which credit is given at once
 
 
-class Observer(Protocol):
+class SupervisionObserver(Protocol):
     """Who is told what comes from the workers. None of these may block."""
 
     def output(self, rank: int, stream: int, data: bytes) -> None: ...
@@ -83,8 +83,10 @@ class Supervisor:
     A context manager: leaving it, in whatever way, ends everything that it started.
     """
 
-    def __init__(self, spec: LaunchSpec, spawner: Spawner, hosts: Sequence[Host], job_id: str, observer: Observer):
-        self.outcome = Outcome()
+    def __init__(
+        self, spec: LaunchSpec, spawner: Spawner, hosts: Sequence[HostEntry], job_id: str, observer: SupervisionObserver
+    ):
+        self.outcome = JobOutcome()
         self._spec = spec
         self._spawner = spawner
         self._job_id = job_id
@@ -94,7 +96,7 @@ class Supervisor:
         self._hosts = tuple(hosts)
         self._links: list[Link] = []
         self._starting: Starting | None = None
-        self._lost: dict[Host, str] | None = None
+        self._lost: dict[HostEntry, str] | None = None
         self._last_beat = time.monotonic()
         self._hard_deadline: float | None = None
         self._slept = 0.0
@@ -102,7 +104,7 @@ class Supervisor:
         self.on_stdin_taken: Callable[[], None] = lambda: None
         self.handlers: dict[type[Frame], Callable[[Link, Any], None]] = {}
         self._init: InitWatch | None = None
-        self._signals = Signals(self, spec.grace_after_signal, observer.notice, observer.suspend)
+        self._signals = SignalHandling(self, spec.grace_after_signal, observer.notice, observer.suspend)
         self._sweeping = Sweeping(spawner, self.selector, job_id, spec.grace_after_failure, observer.notice)
 
     def __enter__(self) -> Supervisor:
@@ -124,7 +126,7 @@ class Supervisor:
 
     # The story, as launch tells it.
 
-    def gather(self, required: Callable[[Host], Require]) -> tuple[Hello, ...]:
+    def gather(self, required: Callable[[HostEntry], Require]) -> tuple[Hello, ...]:
         """Start an agent on every host, and wait until all are there.
 
         Args:
@@ -140,7 +142,7 @@ class Supervisor:
         starting.check(self._links)
         return tuple(link.hello for link in self._links if link.hello is not None)
 
-    def gather_usable(self) -> Mapping[Host, str]:
+    def gather_usable(self) -> Mapping[HostEntry, str]:
         """Like ``gather``, but what cannot be used, or is lost later, is left out and not the end of it.
 
         Returns:
@@ -150,7 +152,7 @@ class Supervisor:
             LaunchError: a command that leads to a host could not be executed here.
             JobFailedError: a signal came first.
         """
-        self._lost = lost = dict[Host, str]()
+        self._lost = lost = dict[HostEntry, str]()
         starting = self._bring_up(Starting(self, self._spec, self._spawner, self._hosts, None, patient=True))
         if self.outcome.interrupted is not None:
             raise JobFailedError("interrupted", exit_code=self.outcome.exit_code)
@@ -183,7 +185,7 @@ class Supervisor:
         self._run(lambda: self._verdict.settled or done(), deadline)
         self._check_agents()
 
-    def keep(self, hosts: Sequence[Host]) -> tuple[tuple[Host, ...], tuple[Hello, ...]]:
+    def keep(self, hosts: Sequence[HostEntry]) -> tuple[tuple[HostEntry, ...], tuple[Hello, ...]]:
         """Go on with these hosts only, and let the other agents go.
 
         Args:
@@ -238,7 +240,7 @@ class Supervisor:
                     self._stdin_link = link
         self._verdict.started(spawn.rank for spawns in workers for spawn in spawns)
 
-    def supervise(self, init: InitWatch | None = None) -> Outcome:
+    def supervise(self, init: InitWatch | None = None) -> JobOutcome:
         """Watch until nothing of the job is left.
 
         Args:
@@ -363,7 +365,7 @@ class Supervisor:
 
     # Agents.
 
-    def connect(self, host: Host) -> Link:
+    def connect(self, host: HostEntry) -> Link:
         """Start the command for a host, and listen to it."""
         link = Link(host, self._spawner.start(host))
         self._links.append(link)

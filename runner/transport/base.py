@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import IO, Protocol
 
-from hvdgloo.runner.job.spec import Host
+from hvdgloo.runner.job.spec import HostEntry
 from hvdgloo.runner.transport.failures import Diagnosis, Ending
 
 
@@ -32,15 +32,15 @@ class AgentStream(Protocol):
 class Spawner(Protocol):
     """Starts agents."""
 
-    def start(self, host: Host) -> AgentStream:
+    def start(self, host: HostEntry) -> AgentStream:
         """Start the command that runs an agent on ``host``. Does not wait for anything.
 
         Raises:
             LaunchError: the command cannot be executed.
         """
 
-    def is_local(self, host: Host) -> bool:
+    def is_local(self, host: HostEntry) -> bool:
         """Its agent is a child of this process, with the same environment."""
 
-    def diagnose(self, host: Host, ending: Ending) -> Diagnosis:
+    def diagnose(self, host: HostEntry, ending: Ending) -> Diagnosis:
         """Why the command for ``host`` has ended without an agent that can be used."""

@@ -9,7 +9,7 @@ import sys
 from typing import IO
 
 from hvdgloo.errors import LaunchError
-from hvdgloo.runner.job.spec import Host
+from hvdgloo.runner.job.spec import HostEntry
 from hvdgloo.runner.processes import reaper
 from hvdgloo.runner.processes.bootstrap import agent_environment
 from hvdgloo.runner.transport.base import AgentStream
@@ -22,7 +22,7 @@ _WARDEN_TIME = 3.0
 class LocalSpawner:
     """Agents as child processes: for this machine."""
 
-    def start(self, host: Host) -> AgentStream:
+    def start(self, host: HostEntry) -> AgentStream:
         # In "/" and not in the user's folder: the agent must not import a json.py that lies there.
         try:
             return LocalStream(
@@ -39,10 +39,10 @@ class LocalSpawner:
         except OSError as error:
             raise LaunchError(f"no agent could be started on {host.name}: {error}") from error
 
-    def is_local(self, host: Host) -> bool:
+    def is_local(self, host: HostEntry) -> bool:
         return True
 
-    def diagnose(self, host: Host, ending: Ending) -> Diagnosis:
+    def diagnose(self, host: HostEntry, ending: Ending) -> Diagnosis:
         return python_failure(ending, sys.executable) or other_failure(ending, "its agent")
 
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 
 from hvdgloo.errors import ConfigError
-from hvdgloo.runner.job.spec import Host, Reach
+from hvdgloo.runner.job.spec import HostEntry, Reach
 from hvdgloo.runner.transport.base import AgentStream, Spawner
 from hvdgloo.runner.transport.failures import Diagnosis, Ending
 from hvdgloo.runner.transport.local import LocalSpawner
@@ -28,20 +28,20 @@ LOOKUP_TIME = 3.0
 class Ways:
     """A Spawner that leaves each host to another one."""
 
-    def __init__(self, spawners: Mapping[Host, Spawner]) -> None:
+    def __init__(self, spawners: Mapping[HostEntry, Spawner]) -> None:
         self._spawners = {host.name: spawner for host, spawner in spawners.items()}
 
-    def start(self, host: Host) -> AgentStream:
+    def start(self, host: HostEntry) -> AgentStream:
         return self._spawners[host.name].start(host)
 
-    def is_local(self, host: Host) -> bool:
+    def is_local(self, host: HostEntry) -> bool:
         return self._spawners[host.name].is_local(host)
 
-    def diagnose(self, host: Host, ending: Ending) -> Diagnosis:
+    def diagnose(self, host: HostEntry, ending: Ending) -> Diagnosis:
         return self._spawners[host.name].diagnose(host, ending)
 
 
-def choose_spawner(hosts: Sequence[Host], reach: Reach) -> Spawner:
+def choose_spawner(hosts: Sequence[HostEntry], reach: Reach) -> Spawner:
     """The way to start agents on these hosts.
 
     Raises:
@@ -65,7 +65,7 @@ def choose_spawner(hosts: Sequence[Host], reach: Reach) -> Spawner:
     return Ways({host: local if host in here else way for host, way in chosen.items()})
 
 
-def hosts_here(hosts: Sequence[Host], reach: Reach) -> list[Host]:
+def hosts_here(hosts: Sequence[HostEntry], reach: Reach) -> list[HostEntry]:
     """Those that are this machine: localhost, its own name, or one of its addresses."""
     own_user = _own_user()
     candidates = [host for host in hosts if host.user in ("", own_user)]

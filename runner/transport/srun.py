@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from hvdgloo.runner.job.spec import Host, Reach
+from hvdgloo.runner.job.spec import HostEntry, Reach
 from hvdgloo.runner.processes.bootstrap import CommandStream, agent_argv
 from hvdgloo.runner.transport.failures import Cause, Diagnosis, Ending, Retry, other_failure, python_failure
 
@@ -34,17 +34,17 @@ class SrunSpawner:
         self._job_id = job_id
         self._environ = step_environment(environ)
 
-    def start(self, host: Host) -> CommandStream:
+    def start(self, host: HostEntry) -> CommandStream:
         return CommandStream(srun_argv(host, self._reach, self._job_id), environ=self._environ)
 
-    def is_local(self, host: Host) -> bool:
+    def is_local(self, host: HostEntry) -> bool:
         return False
 
-    def diagnose(self, host: Host, ending: Ending) -> Diagnosis:
+    def diagnose(self, host: HostEntry, ending: Ending) -> Diagnosis:
         return diagnose(ending, self._reach)
 
 
-def srun_argv(host: Host, reach: Reach, job_id: str) -> tuple[str, ...]:
+def srun_argv(host: HostEntry, reach: Reach, job_id: str) -> tuple[str, ...]:
     """The command line for one node."""
     return (
         "srun",

@@ -14,7 +14,7 @@ import shlex
 from dataclasses import dataclass
 
 from hvdgloo.errors import LaunchError
-from hvdgloo.runner.job.spec import Host, Reach
+from hvdgloo.runner.job.spec import HostEntry, Reach
 from hvdgloo.runner.processes.bootstrap import CommandStream, agent_argv
 from hvdgloo.runner.transport.failures import Cause, Diagnosis, Ending, Retry, other_failure, python_failure
 
@@ -29,7 +29,7 @@ class SshSpawner:
     def __init__(self, reach: Reach) -> None:
         self._reach = reach
 
-    def start(self, host: Host) -> CommandStream:
+    def start(self, host: HostEntry) -> CommandStream:
         try:
             return CommandStream(ssh_argv(host, self._reach))
         except LaunchError as error:
@@ -37,20 +37,20 @@ class SshSpawner:
                 f"{error}; install an ssh client (openssh-client), or reach hosts in another way (--agent-command)"
             ) from error
 
-    def is_local(self, host: Host) -> bool:
+    def is_local(self, host: HostEntry) -> bool:
         return False
 
-    def diagnose(self, host: Host, ending: Ending) -> Diagnosis:
+    def diagnose(self, host: HostEntry, ending: Ending) -> Diagnosis:
         return diagnose(host, ending, self._reach)
 
 
-def ssh_argv(host: Host, reach: Reach) -> tuple[str, ...]:
+def ssh_argv(host: HostEntry, reach: Reach) -> tuple[str, ...]:
     """The command line. ssh takes the first value that it meets of an option, so the user's arguments come first."""
     # One word for ssh, which hands it to the login shell there.
     return (*ssh_options(host, reach), "--", host.name, "exec " + shlex.join(agent_argv(reach.python)))
 
 
-def ssh_options(host: Host, reach: Reach) -> tuple[str, ...]:
+def ssh_options(host: HostEntry, reach: Reach) -> tuple[str, ...]:
     """The command line without host and command."""
     argv = ["ssh", *reach.ssh_args]
     if reach.ssh_port is not None:
@@ -70,7 +70,7 @@ def ssh_options(host: Host, reach: Reach) -> tuple[str, ...]:
     return tuple(argv)
 
 
-def _by_hand(host: Host, reach: Reach) -> str:
+def _by_hand(host: HostEntry, reach: Reach) -> str:
     """What the user can type to see the same and answer questions."""
     words = ["ssh"]
     words += reach.ssh_args
@@ -184,7 +184,7 @@ _NOT_UP = frozenset({Cause.NAME, Cause.REFUSED, Cause.TIMED_OUT, Cause.NO_ROUTE,
 """What a host that is being started may say."""
 
 
-def diagnose(host: Host, ending: Ending, reach: Reach) -> Diagnosis:
+def diagnose(host: HostEntry, ending: Ending, reach: Reach) -> Diagnosis:
     """Why a session has ended without an agent."""
     found = python_failure(ending, reach.python)
     if found is not None:

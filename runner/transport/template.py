@@ -14,7 +14,7 @@ import string
 from collections.abc import Sequence
 
 from hvdgloo.errors import ConfigError
-from hvdgloo.runner.job.spec import Host, Reach
+from hvdgloo.runner.job.spec import HostEntry, Reach
 from hvdgloo.runner.processes.bootstrap import CommandStream, agent_argv
 from hvdgloo.runner.transport.failures import Cause, Diagnosis, Ending, Retry, other_failure, python_failure
 
@@ -39,17 +39,17 @@ class TemplateSpawner:
         ConfigError: the template uses what a host does not have.
     """
 
-    def __init__(self, reach: Reach, hosts: Sequence[Host]) -> None:
+    def __init__(self, reach: Reach, hosts: Sequence[HostEntry]) -> None:
         self._reach = reach
         self._commands = {host.name: fill_in(reach.agent_command, host, reach) for host in hosts}
 
-    def start(self, host: Host) -> CommandStream:
+    def start(self, host: HostEntry) -> CommandStream:
         return CommandStream(self._commands[host.name])
 
-    def is_local(self, host: Host) -> bool:
+    def is_local(self, host: HostEntry) -> bool:
         return False
 
-    def diagnose(self, host: Host, ending: Ending) -> Diagnosis:
+    def diagnose(self, host: HostEntry, ending: Ending) -> Diagnosis:
         return diagnose(ending, self._reach)
 
 
@@ -78,7 +78,7 @@ def parse_template(text: str) -> tuple[str, ...]:
     return words
 
 
-def fill_in(template: Sequence[str], host: Host, reach: Reach) -> tuple[str, ...]:
+def fill_in(template: Sequence[str], host: HostEntry, reach: Reach) -> tuple[str, ...]:
     """The command line for one host.
 
     Raises:

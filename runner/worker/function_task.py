@@ -28,7 +28,7 @@ _READ = 4 * 1024 * 1024
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TaskResult:
     """What became of the call on one rank.
 
     Attributes:
@@ -112,14 +112,14 @@ def _is_below(path: str, folder: str) -> bool:
     return path == folder or path.startswith(folder + os.sep)
 
 
-def unpack_outcome(sealed: bytes, rank: int, secret: bytes) -> Outcome:
+def unpack_outcome(sealed: bytes, rank: int, secret: bytes) -> TaskResult:
     """What a rank left behind.
 
     Raises:
         AuthenticationError: it was not left by a worker of this job.
     """
     outcome = pickle.loads(unseal(secret, sealed, f"outcome of rank {rank}"))  # noqa: S301 - the seal was checked
-    assert isinstance(outcome, Outcome)
+    assert isinstance(outcome, TaskResult)
     return outcome
 
 
@@ -138,34 +138,34 @@ def main() -> None:
     sys.exit(status)
 
 
-def _wrong_version(version: str) -> tuple[Outcome, int]:
+def _wrong_version(version: str) -> tuple[TaskResult, int]:
     text = (
         f"has Python {_version()} and cannot read a function of Python {version}; use the same one on all hosts "
         "(remote_python=, executable=)"
     )
     sys.stderr.write(f"this worker {text}\n")
-    return Outcome(text=text), 1
+    return TaskResult(text=text), 1
 
 
-def _call(call: bytes) -> tuple[Outcome, int | str | None]:
+def _call(call: bytes) -> tuple[TaskResult, int | str | None]:
     try:
         func, args, kwargs = pickle.loads(call)  # noqa: S301 - the seal was checked
         result = func(*args, **kwargs)
     except SystemExit as error:
-        return Outcome(
+        return TaskResult(
             text=f"called sys.exit({'' if error.code is None else repr(error.code)})", exited=True
         ), error.code
     except BaseException as error:  # noqa: BLE001 - whatever it is, the caller of run() is to see it
         return _failed(error), 1
     try:
-        return Outcome(result=cloudpickle.dumps(result)), 0
+        return TaskResult(result=cloudpickle.dumps(result)), 0
     except Exception as error:  # noqa: BLE001 - objects raise what they like when they are pickled
         text = f"returned a {type(result).__name__} that cannot be pickled ({type(error).__name__}: {error})"
         sys.stderr.write(f"the function {text}\n")
-        return Outcome(text=text), 1
+        return TaskResult(text=text), 1
 
 
-def _failed(error: BaseException) -> Outcome:
+def _failed(error: BaseException) -> TaskResult:
     from hvdgloo.errors import HorovodInternalError
 
     own_frames = error.__traceback__.tb_next if error.__traceback__ else None
@@ -175,7 +175,7 @@ def _failed(error: BaseException) -> Outcome:
     sys.excepthook(type(error), error.with_traceback(own_frames), own_frames)
     sys.last_value = error  # as the interpreter leaves it, for what tells the other ranks at exit
     sys.stderr.flush()
-    return Outcome(
+    return TaskResult(
         exception=_pickled(error),
         text=lines[-1].strip(),
         traceback=text,

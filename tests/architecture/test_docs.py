@@ -18,7 +18,7 @@ from hvdgloo.rendezvous import _cli as rendezvous_cli
 from hvdgloo.runner.cli.main import build_parser, config_file
 from hvdgloo.runner.cli.setting_flags import IGNORED_FLAGS, REFUSED_FLAGS
 from hvdgloo.runner.job.command import interface_variables, worker_environment
-from hvdgloo.runner.job.spec import Host, assign
+from hvdgloo.runner.job.spec import HostEntry, assign
 from hvdgloo.runner.network.interfaces import Address
 from tests.support.frameworks import need
 from tests.support.pages import ROOT, generated
@@ -196,7 +196,7 @@ def _links(text: str) -> list[str]:
 
 
 def _worker_variables() -> set[str]:
-    slot = assign([Host("localhost", 1)], 1)[0]
+    slot = assign([HostEntry("localhost", 1)], 1)[0]
     interfaces = interface_variables(Address("eth0", "10.0.0.1", 24)).keys()
     return interfaces | set(
         worker_environment(

@@ -13,7 +13,7 @@ import pytest
 
 from hvdgloo._collectives.adapter import Tape
 from hvdgloo._collectives.adjoints import ADJOINTS
-from hvdgloo._collectives.operation import Operation
+from hvdgloo._collectives.spec import CollectiveSpec
 from hvdgloo._job.context import Context
 from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.types import Collective, ReduceOp
@@ -30,7 +30,7 @@ GRADIENTS = np.array([[1.0, 2.0, 3.0, 4.0], [-1.0, 0.5, 2.0, 1.0], [2.0, 2.0, 2.
 def gradients_of(
     framework: Framework,
     context: Context,
-    operation: Operation,
+    operation: CollectiveSpec,
     inputs: Sequence[np.ndarray],
     gradients: Sequence[np.ndarray],
 ) -> list[np.ndarray]:
@@ -88,7 +88,7 @@ EXPECTED: dict[ReduceOp, Callable[[int], np.ndarray]] = {
 @pytest.mark.parametrize("op", list(EXPECTED), ids=lambda op: op.name.lower())
 def test_allreduce(world: MakeWorld, framework: Framework, op: ReduceOp) -> None:
     def rank_body(context: Context) -> None:
-        operation = Operation(Collective.ALLREDUCE, op)
+        operation = CollectiveSpec(Collective.ALLREDUCE, op)
         rank = context.rank
         (result,) = gradients_of(framework, context, operation, [INPUTS[rank]], [GRADIENTS[rank]])
         np.testing.assert_allclose(result, EXPECTED[op](rank))
@@ -101,7 +101,7 @@ def test_factors_are_part_of_the_gradient(world: MakeWorld, framework: Framework
     factor = 0.5 * 3.0 if op is not ReduceOp.PRODUCT else 0.5**SIZE * 3.0
 
     def rank_body(context: Context) -> None:
-        operation = Operation(Collective.ALLREDUCE, op, prescale=0.5, postscale=3.0)
+        operation = CollectiveSpec(Collective.ALLREDUCE, op, prescale=0.5, postscale=3.0)
         rank = context.rank
         (result,) = gradients_of(framework, context, operation, [INPUTS[rank]], [GRADIENTS[rank]])
         np.testing.assert_allclose(result, EXPECTED[op](rank) * factor)
@@ -112,7 +112,7 @@ def test_factors_are_part_of_the_gradient(world: MakeWorld, framework: Framework
 @pytest.mark.parametrize("op", [ReduceOp.MIN, ReduceOp.MAX], ids=lambda op: op.name.lower())
 def test_extremes_with_factors_refuse(world: MakeWorld, framework: Framework, op: ReduceOp) -> None:
     def rank_body(context: Context) -> None:
-        operation = Operation(Collective.ALLREDUCE, op, prescale=2.0)
+        operation = CollectiveSpec(Collective.ALLREDUCE, op, prescale=2.0)
         with pytest.raises(InvalidArgumentError, match="multiply the tensor outside"):
             gradients_of(framework, context, operation, [INPUTS[0]], [GRADIENTS[0]])
 
@@ -122,7 +122,7 @@ def test_extremes_with_factors_refuse(world: MakeWorld, framework: Framework, op
 @pytest.mark.parametrize("op", list(EXPECTED), ids=lambda op: op.name.lower())
 def test_groups(world: MakeWorld, framework: Framework, op: ReduceOp) -> None:
     def rank_body(context: Context) -> None:
-        rank, operation = context.rank, Operation(Collective.ALLREDUCE, op)
+        rank, operation = context.rank, CollectiveSpec(Collective.ALLREDUCE, op)
         inputs = [INPUTS[rank], INPUTS[rank][:2].reshape(2, 1)]
         gradients = [GRADIENTS[rank], GRADIENTS[rank][:2].reshape(2, 1)]
         first, second = gradients_of(framework, context, operation, inputs, gradients)
@@ -142,7 +142,7 @@ def test_allgather_averages_and_takes_its_own_rows(
     def rank_body(context: Context) -> None:
         first = sum(rows[: context.rank])
         own = np.ones((rows[context.rank], 2))
-        operation = Operation(Collective.ALLGATHER)
+        operation = CollectiveSpec(Collective.ALLGATHER)
         (result,) = gradients_of(framework, context, operation, [own], [by_rank[context.rank]])
         np.testing.assert_allclose(result, by_rank.mean(axis=0)[first : first + rows[context.rank]])
 
@@ -154,7 +154,7 @@ def test_broadcast_averages_to_the_root(world: MakeWorld, framework: Framework, 
     def rank_body(context: Context) -> None:
         gradient = GRADIENTS[context.rank].copy()
         gradient[0] = np.inf  # zero elsewhere means zero, not zero times infinity
-        operation = Operation(Collective.BROADCAST, root=root)
+        operation = CollectiveSpec(Collective.BROADCAST, root=root)
         (result,) = gradients_of(framework, context, operation, [INPUTS[context.rank]], [gradient])
         expected = GRADIENTS.mean(axis=0) if context.rank == root else np.zeros(4)
         expected[0] = np.inf if context.rank == root else 0.0

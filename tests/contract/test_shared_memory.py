@@ -17,7 +17,7 @@ from hvdgloo._backends import kernels
 from hvdgloo._backends.base import Work
 from hvdgloo._backends.shm import limits, system
 from hvdgloo._backends.shm.backend import ShmBackend, Unsupported
-from hvdgloo._backends.shm.meeting import common_ancestor
+from hvdgloo._backends.shm.exchange import common_ancestor
 from hvdgloo.errors import BackendError, ConnectError
 from hvdgloo.rendezvous import MemoryStore
 from hvdgloo.types import Buffer, DType, ReduceOp

@@ -18,7 +18,7 @@ from hvdgloo._collectives.frontend import Frontend  # noqa: E402
 from hvdgloo._job.context import Context  # noqa: E402
 from hvdgloo.torch._adapter import TorchAdapter  # noqa: E402
 from hvdgloo.torch._buckets import plan  # noqa: E402
-from hvdgloo.torch._distributed import Distributed, Options, wrap  # noqa: E402
+from hvdgloo.torch._distributed import Distributed, TorchOptions, wrap  # noqa: E402
 from hvdgloo.torch.compression import Compression  # noqa: E402
 from hvdgloo.types import Buffer, ReduceOp  # noqa: E402
 from tests.support.world import World  # noqa: E402
@@ -66,7 +66,7 @@ class Model(nn.Module):
 def distribute(context: Context, model: nn.Module, **options: Any) -> Distributed:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
     named = list(model.named_parameters())
-    return wrap(Frontend(TorchAdapter(), lambda: context), optimizer, named, None, Options(**options))
+    return wrap(Frontend(TorchAdapter(), lambda: context), optimizer, named, None, TorchOptions(**options))
 
 
 def inputs_of(context: Context, step: int) -> Tensor:
@@ -333,7 +333,7 @@ def test_an_optimizer_that_outlives_its_job_forms_buckets_in_the_next(world: Mak
         if rank not in optimizers:
             frontend = Frontend(TorchAdapter(), lambda: current[rank])
             plain = torch.optim.SGD(models[rank].parameters(), lr=0.1)
-            optimizers[rank] = wrap(frontend, plain, list(models[rank].named_parameters()), None, Options())
+            optimizers[rank] = wrap(frontend, plain, list(models[rank].named_parameters()), None, TorchOptions())
         for step in range(3):
             whole_step(context, models[rank], optimizers[rank], step)
         buckets = optimizers[rank]._hvd._buckets

@@ -21,7 +21,7 @@ from hvdgloo._collectives.frontend import Frontend  # noqa: E402
 from hvdgloo._job.context import Context  # noqa: E402
 from hvdgloo.errors import HorovodInternalError, InvalidArgumentError  # noqa: E402
 from hvdgloo.torch._adapter import TorchAdapter  # noqa: E402
-from hvdgloo.torch._distributed import Distributed, Options, wrap  # noqa: E402
+from hvdgloo.torch._distributed import Distributed, TorchOptions, wrap  # noqa: E402
 from hvdgloo.torch.compression import Compression  # noqa: E402
 from hvdgloo.types import ReduceOp  # noqa: E402
 from tests.support.world import World  # noqa: E402
@@ -74,7 +74,7 @@ def distribute(
     groups: Any = None,
     **options: Any,
 ) -> Distributed:
-    return wrap(Frontend(TorchAdapter(), lambda: context), optimizer, named, groups, Options(**options))
+    return wrap(Frontend(TorchAdapter(), lambda: context), optimizer, named, groups, TorchOptions(**options))
 
 
 def values(model: nn.Module) -> list[np.ndarray]:

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from hvdgloo.errors import LaunchError
-from hvdgloo.runner.job.spec import Host, LaunchSpec
+from hvdgloo.runner.job.spec import HostEntry, LaunchSpec
 from hvdgloo.runner.launch import Report, launch
 from hvdgloo.runner.supervise.agent_link import Link
 from hvdgloo.runner.transport.base import AgentStream
@@ -35,7 +35,7 @@ class ScriptSpawner(LocalSpawner):
     def __init__(self, scripts: Mapping[str, str]) -> None:
         self.scripts = scripts
 
-    def start(self, host: Host) -> AgentStream:
+    def start(self, host: HostEntry) -> AgentStream:
         return LocalStream(
             ["sh", "-c", self.scripts.get(host.name, AGENT)],
             stdin=subprocess.PIPE,
@@ -57,7 +57,7 @@ def job(
     """Run a program on hosts a (2 slots) and b (1 slot)."""
     settings: dict[str, Any] = {
         "command": (sys.executable, "-c", program),
-        "hosts": (Host("a", 2), Host("b", 1)),
+        "hosts": (HostEntry("a", 2), HostEntry("b", 1)),
         "np": 3,
         "cwd": str(folder),
         "environ": clean_environment(),
@@ -171,7 +171,7 @@ def test_a_host_that_is_lost_while_another_one_still_connects_is_the_one_that_is
 
 def test_forty_workers_on_one_machine(tmp_path: Path) -> None:
     program = "import os; print(os.environ['RANK'] * 100)"
-    report, out, _ = job(program, tmp_path, hosts=(Host("a", 20), Host("b", 20)), np=40)
+    report, out, _ = job(program, tmp_path, hosts=(HostEntry("a", 20), HostEntry("b", 20)), np=40)
     assert report.outcome.exit_code == 0
     assert sorted(int(line[1 : line.index("]")]) for line in out.splitlines()) == list(range(40))
 
@@ -220,7 +220,7 @@ os._exit(agent.main())'"""
 def test_an_agent_that_is_not_needed_may_break_at_its_good_bye(tmp_path: Path) -> None:
     """How many slots a host has is known once its agent is there, and then the first may be enough."""
     scripts = {"a": TWO_GPUS, "b": BREAKS_AT_ITS_END}
-    report, out, err = job("print('ran')", tmp_path, scripts, hosts=(Host("a"), Host("b")), np=2)
+    report, out, err = job("print('ran')", tmp_path, scripts, hosts=(HostEntry("a"), HostEntry("b")), np=2)
     assert report.outcome.exit_code == 0, err
     assert {slot.hostname for slot in report.slots} == {"a"}
     assert ":ran" in out
@@ -244,7 +244,7 @@ def test_a_command_that_cannot_be_killed_keeps_nobody_from_ending(monkeypatch: p
     pipe = subprocess.PIPE
     stream = KeptBySystem(["sleep", "100"], stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, start_new_session=True)
     try:
-        Link(Host("a"), stream).close()
+        Link(HostEntry("a"), stream).close()
         assert stream.poll() is None
         assert stream.stdin.closed
         assert stream.stdout.closed

@@ -207,10 +207,10 @@ def test_what_cannot_share_memory_uses_gloo_and_says_so_once(tmp_path: Path, fau
 import resource
 import torch
 import hvdgloo._backends.gloo
-from hvdgloo._backends.shm import backend as shm, meeting, system
+from hvdgloo._backends.shm import backend as shm, exchange, system
 
 def limit(which, value):
-    real = meeting.Meeting.meet
+    real = exchange.SegmentExchange.meet
     def meet(self):
         before = resource.getrlimit(which)
         resource.setrlimit(which, (value, before[1]))
@@ -218,7 +218,7 @@ def limit(which, value):
             return real(self)
         finally:
             resource.setrlimit(which, before)
-    meeting.Meeting.meet = meet
+    exchange.SegmentExchange.meet = meet
 
 def used():
     return int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from hvdgloo.errors import HvdglooError
-from hvdgloo.runner.job.spec import Host, LaunchSpec, Reach
+from hvdgloo.runner.job.spec import HostEntry, LaunchSpec, Reach
 from hvdgloo.runner.launch import launch
 from hvdgloo.runner.protocol.frames import PREAMBLE
 from hvdgloo.runner.transport.base import AgentStream
@@ -37,7 +37,7 @@ exec "$3" -c "$4"
 class GatedSpawner(LocalSpawner):
     """Agents that wait at gates."""
 
-    def start(self, host: Host) -> AgentStream:
+    def start(self, host: HostEntry) -> AgentStream:
         program = _PYTHON.format(gate=f"{host.name}.python")
         return LocalStream(
             ["sh", "-c", _SHELL, "sh", os.getcwd(), host.name, sys.executable, program],
@@ -78,7 +78,7 @@ def main() -> int:
     options = parser.parse_args()
     spec = LaunchSpec(
         command=(sys.executable, "-c", options.program),
-        hosts=tuple(Host(name, 1) for name in options.hosts),
+        hosts=tuple(HostEntry(name, 1) for name in options.hosts),
         np=len(options.hosts),
         cwd=os.getcwd(),
         environ=dict(os.environ),

@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 
 from hvdgloo._job.context import Context
-from hvdgloo._training.options import Options
+from hvdgloo._training.options import GradientOptions
 from hvdgloo.errors import HorovodInternalError, InvalidArgumentError
 from hvdgloo.keras import _optimizer as hvd_keras
 from hvdgloo.tensorflow import _tape as tapes
@@ -45,17 +45,17 @@ def mean_over_ranks(function: Callable[[int], Any]) -> Any:
 @pytest.mark.parametrize(
     "options",
     [
-        Options(),
-        Options(op=ReduceOp.SUM),
-        Options(op=ReduceOp.MAX),
-        Options(gradient_predivide_factor=2.0),
-        Options(compression=Compression.fp16),
-        Options(groups=2),
-        Options(groups=1),
+        GradientOptions(),
+        GradientOptions(op=ReduceOp.SUM),
+        GradientOptions(op=ReduceOp.MAX),
+        GradientOptions(gradient_predivide_factor=2.0),
+        GradientOptions(compression=Compression.fp16),
+        GradientOptions(groups=2),
+        GradientOptions(groups=1),
     ],
     ids=["average", "sum", "max", "predivided", "fp16", "two groups", "one group"],
 )
-def test_gradients_are_those_of_all_ranks(ranks: Ranks, way: str, options: Options) -> None:
+def test_gradients_are_those_of_all_ranks(ranks: Ranks, way: str, options: GradientOptions) -> None:
     def rank_body(context: Context) -> None:
         frontend, rank = frontend_of(context), context.rank
         a, b, unused = tf.Variable([1.0, 2.0]), tf.Variable([[3.0]]), tf.Variable(1.0)
@@ -110,7 +110,7 @@ def test_training_is_equal_to_one_process_on_the_whole_batch(ranks: Ranks, way: 
 
     def rank_body(context: Context) -> None:
         frontend = frontend_of(context)
-        own = train(slice(context.rank, None, size), lambda plain: tapes.wrap(frontend, plain, Options()))
+        own = train(slice(context.rank, None, size), lambda plain: tapes.wrap(frontend, plain, GradientOptions()))
         for got, expected, before in zip(own, alone, start, strict=True):
             np.testing.assert_allclose(got, expected, atol=1e-5)
             assert np.abs(got - before).max() > 0.01
@@ -131,7 +131,11 @@ def test_gradients_that_are_one_and_the_same_tensor(ranks: Ranks, way: str) -> N
             with tf.GradientTape(persistent=True) as plain:
                 loss = tf.reduce_sum((a + b) * weights)
             own = plain.gradient(loss, [a, b])
-            return own, tapes.wrap(frontend, plain, Options()).gradient(loss, [a, b]), plain.gradient(loss, [a, b])
+            return (
+                own,
+                tapes.wrap(frontend, plain, GradientOptions()).gradient(loss, [a, b]),
+                plain.gradient(loss, [a, b]),
+            )
 
         before, reduced, after = compiled(way, step)()
         for kept in (*before, *after):
@@ -154,7 +158,7 @@ def test_gradients_of_an_embedding(ranks: Ranks, way: str, as_dense: bool) -> No
         def step(rows: Any) -> Any:
             with tf.GradientTape() as plain:
                 loss = tf.reduce_sum(tf.nn.embedding_lookup(table, rows)) * scale
-            shared = tapes.wrap(frontend, plain, Options(sparse_as_dense=as_dense))
+            shared = tapes.wrap(frontend, plain, GradientOptions(sparse_as_dense=as_dense))
             of_table, of_scale = shared.gradient(loss, [table, scale])
             assert isinstance(of_table, tf.IndexedSlices) != as_dense
             return tf.convert_to_tensor(of_table), of_scale
@@ -173,15 +177,15 @@ def test_a_sparse_gradient_has_no_maximum_and_is_in_no_group(ranks: Ranks) -> No
         frontend = frontend_of(context)
         table = tf.Variable(tf.ones([5, 2]))
 
-        def gradient(options: Options) -> Any:
+        def gradient(options: GradientOptions) -> Any:
             with tf.GradientTape() as plain:
                 loss = tf.reduce_sum(tf.nn.embedding_lookup(table, [1]))
             return tapes.wrap(frontend, plain, options).gradient(loss, [table])
 
         with pytest.raises(NotImplementedError, match="sparse_as_dense"):
-            gradient(Options(op=ReduceOp.MAX))
+            gradient(GradientOptions(op=ReduceOp.MAX))
         with pytest.raises(InvalidArgumentError, match="cannot be in a group"):
-            gradient(Options(groups=[[table]]))
+            gradient(GradientOptions(groups=[[table]]))
 
     ranks(2).run(rank_body)
 
@@ -196,7 +200,7 @@ def test_local_sources_are_left_to_their_rank(ranks: Ranks, way: str, scale: boo
         def step() -> Any:
             with tf.GradientTape() as plain:
                 loss = (own + shared) * (rank + 1.0)
-            distributed = tapes.wrap(frontend, plain, Options(scale_local_gradients=scale))
+            distributed = tapes.wrap(frontend, plain, GradientOptions(scale_local_gradients=scale))
             distributed.register_local_source(own)
             return distributed.gradient(loss, [own, shared])
 
@@ -211,29 +215,29 @@ def test_the_tape_is_the_users(ranks: Ranks) -> None:
     frontend = frontend_of(ranks(1).contexts[0])
     x = tf.constant(3.0)
     plain = tf.GradientTape()
-    with tapes.wrap(frontend, plain, Options()) as shared:
+    with tapes.wrap(frontend, plain, GradientOptions()) as shared:
         shared.watch(x)
         y = x * x
     assert isinstance(shared, tf.GradientTape)
     assert type(shared).__name__ == "GradientTape"
     assert float(shared.gradient(y, x)) == 6.0
     with pytest.raises(InvalidArgumentError, match="distributed already"):
-        tapes.wrap(frontend, shared, Options())
+        tapes.wrap(frontend, shared, GradientOptions())
     with pytest.raises(InvalidArgumentError, match=r"expected a tf\.GradientTape"):
-        tapes.wrap(frontend, x, Options())
+        tapes.wrap(frontend, x, GradientOptions())
 
 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (Options(op=ReduceOp.ADASUM, gradient_predivide_factor=2.0), "needs op=Average"),
-        (Options(op=77), "must be one of"),
-        (Options(op=ReduceOp.SUM, gradient_predivide_factor=2.0), "needs op=Average"),
-        (Options(groups=-1), "0 or more"),
-        (Options(groups="all"), "number of groups"),  # type: ignore[arg-type]
+        (GradientOptions(op=ReduceOp.ADASUM, gradient_predivide_factor=2.0), "needs op=Average"),
+        (GradientOptions(op=77), "must be one of"),
+        (GradientOptions(op=ReduceOp.SUM, gradient_predivide_factor=2.0), "needs op=Average"),
+        (GradientOptions(groups=-1), "0 or more"),
+        (GradientOptions(groups="all"), "number of groups"),  # type: ignore[arg-type]
     ],
 )
-def test_wrong_options(ranks: Ranks, options: Options, text: str) -> None:
+def test_wrong_options(ranks: Ranks, options: GradientOptions, text: str) -> None:
     frontend = frontend_of(ranks(1).contexts[0])
     with pytest.raises(InvalidArgumentError, match=text):
         tapes.wrap(frontend, tf.GradientTape(), options)
@@ -277,7 +281,7 @@ def test_gradients_travel_while_the_backward_pass_is_computed(ranks: Ranks) -> N
                 x = gate(tf.ones([1]) * weights[0])
                 for weight in weights[1:]:
                     x = x * weight
-            return tapes.wrap(frontend, plain, Options()).gradient(x, weights)
+            return tapes.wrap(frontend, plain, GradientOptions()).gradient(x, weights)
 
         gradients = step()
         assert opened == [True]
@@ -332,7 +336,7 @@ def test_communication_of_known_length_hides_behind_a_backward_pass_of_known_len
                 x = tf.ones([1])
                 for weight in weights:
                     x = layer(x * weight)
-            return tapes.wrap(frontend, plain, Options()).gradient(x, weights)
+            return tapes.wrap(frontend, plain, GradientOptions()).gradient(x, weights)
 
         step()  # traces
         seconds = []
@@ -360,8 +364,8 @@ def test_two_models_of_one_shape_in_one_function(ranks: Ranks) -> None:
             with tf.GradientTape() as two:
                 other = tf.reduce_sum(second * (rank + 1.0) * 10)
             return (
-                tapes.wrap(frontend, one, Options()).gradient(loss, [first]),
-                tapes.wrap(frontend, two, Options()).gradient(other, [second]),
+                tapes.wrap(frontend, one, GradientOptions()).gradient(loss, [first]),
+                tapes.wrap(frontend, two, GradientOptions()).gradient(other, [second]),
             )
 
         for _ in range(3):
@@ -383,7 +387,7 @@ def test_two_nested_functions_of_one_shape_meet_their_like(ranks: Ranks, nested:
             def step(x: Any) -> Any:
                 with tf.GradientTape() as plain:
                     loss = tf.reduce_sum(critic * x) * factor
-                return tapes.wrap(frontend, plain, Options()).gradient(loss, [critic])[0]
+                return tapes.wrap(frontend, plain, GradientOptions()).gradient(loss, [critic])[0]
 
             return step
 
@@ -417,7 +421,7 @@ def test_after_a_failed_step_the_next_one_works(ranks: Ranks, way: str) -> None:
         def step(x: Any, factor: Any) -> Any:
             with tf.GradientTape() as plain:
                 loss = tf.reduce_sum(weight * x) * other
-            return tapes.wrap(frontend, plain, Options(gradient_predivide_factor=factor)).gradient(
+            return tapes.wrap(frontend, plain, GradientOptions(gradient_predivide_factor=factor)).gradient(
                 loss, [weight, other]
             )
 
@@ -473,7 +477,7 @@ def test_optimizers_of_tensorflow_1(ranks: Ranks, way: str, passes: int, average
 
         def make() -> Any:
             plain = tf.compat.v1.train.MomentumOptimizer(0.5, 0.0)
-            return v1.wrap(frontend, plain, Options(), passes, average=average)
+            return v1.wrap(frontend, plain, GradientOptions(), passes, average=average)
 
         if way == "eager":
             weight = tf.Variable([10.0])
@@ -507,7 +511,7 @@ def test_a_checkpoint_of_tensorflow_1s_optimizers_is_that_of_the_plain_one(
 
     def make(start: float, *, distributed: bool) -> tuple[Any, Any, Any]:
         weight, plain = tf.Variable([start, 2 * start]), getattr(tf.compat.v1.train, f"{kind}Optimizer")(**arguments)
-        optimizer = v1.wrap(frontend, plain, Options()) if distributed else plain
+        optimizer = v1.wrap(frontend, plain, GradientOptions()) if distributed else plain
         return weight, optimizer, tf.train.Checkpoint(weight=weight, optimizer=optimizer)
 
     def step(weight: Any, optimizer: Any) -> list[Any]:
@@ -580,7 +584,7 @@ def test_gradients_of_gradients(ranks: Ranks, way: str, op: ReduceOp) -> None:
 
         def step(factor: Any) -> Any:
             with tf.GradientTape() as outer:
-                with tapes.wrap(frontend, tf.GradientTape(), Options(op=op)) as inner:
+                with tapes.wrap(frontend, tf.GradientTape(), GradientOptions(op=op)) as inner:
                     loss = factor * (weights[0] ** 3 + tf.reduce_sum(weights[1] ** 3))
                 first = inner.gradient(loss, weights)
                 penalty = factor * tf.add_n([tf.reduce_sum(each**2) for each in first])
@@ -609,7 +613,7 @@ def test_adasum_of_a_tapes_gradients(ranks: Ranks, way: str) -> None:
         def step(direction: Any) -> Any:
             with tf.GradientTape() as plain:
                 loss = tf.reduce_sum(weight * direction)
-            return tapes.wrap(frontend, plain, Options(op=ReduceOp.ADASUM)).gradient(loss, weight)
+            return tapes.wrap(frontend, plain, GradientOptions(op=ReduceOp.ADASUM)).gradient(loss, weight)
 
         got = compiled(way, step)(tf.constant(DIRECTIONS[context.rank]))
         np.testing.assert_allclose(got, adasum(*DIRECTIONS), rtol=1e-6)
@@ -634,7 +638,7 @@ def test_adasum_combines_what_a_sessions_optimizers_did(ranks: Ranks, passes: in
                 for name in ("w", "own")
             )
             plain = tf.compat.v1.train.MomentumOptimizer(rate, momentum)
-            optimizer = v1.wrap(frontend, plain, Options(op=ReduceOp.ADASUM), passes)
+            optimizer = v1.wrap(frontend, plain, GradientOptions(op=ReduceOp.ADASUM), passes)
             optimizer.register_local_var(own)
             count = tf.compat.v1.train.get_or_create_global_step()
             train = optimizer.minimize(tf.reduce_sum((weight + own) * DIRECTIONS[rank]), global_step=count)
@@ -659,7 +663,7 @@ def test_two_optimizers_of_one_shape_in_one_session(ranks: Ranks, passes: int) -
             trains = []
             for factor, weight in zip((1.0, 10.0), weights, strict=True):
                 plain = tf.compat.v1.train.GradientDescentOptimizer(1.0)
-                optimizer = v1.wrap(frontend, plain, Options(), passes, average=True)
+                optimizer = v1.wrap(frontend, plain, GradientOptions(), passes, average=True)
                 trains.append(optimizer.minimize(tf.reduce_sum(weight * factor * (rank + 1.0)), var_list=[weight]))
             with tf.compat.v1.Session(config=session_config()) as session:
                 session.run(tf.compat.v1.global_variables_initializer())
@@ -718,7 +722,7 @@ def test_gradients_may_become_ready_in_several_threads(ranks: Ranks) -> None:
 
     def rank_body(context: Context) -> None:
         frontend = frontend_of(context)
-        batch = _Batch(GradientSync(frontend, Options()), ["a", "b"], [["a", "b"]])
+        batch = _Batch(GradientSync(frontend, GradientOptions()), ["a", "b"], [["a", "b"]])
         ready, inside, together = batch._reducer.ready, threading.Semaphore(), threading.Event()
 
         def alone(*args: Any, **kwargs: Any) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvdgloo._collectives.operation import Operation
+from hvdgloo._collectives.spec import CollectiveSpec
 from hvdgloo._job.context import Context
 from hvdgloo._platform.error_tokens import mark, recall
 from hvdgloo.errors import HorovodInternalError, InvalidArgumentError, MismatchError, PeerLostError
@@ -424,10 +424,10 @@ def test_memory_is_shared_where_it_can_be(ranks: Ranks) -> None:
     variable = tf.Variable(tensor)
     assert adapter.export(variable, writable=True).owner is not variable
     seen: list[int] = []
-    operation = Operation(Collective.ALLREDUCE)
+    operation = CollectiveSpec(Collective.ALLREDUCE)
     start = frontend.start
 
-    def watched(operation: Operation, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+    def watched(operation: CollectiveSpec, tensors: Any, *args: Any, **kwargs: Any) -> Any:
         seen.append(adapter.export(tensors[0]).address)
         pending = start(operation, tensors, *args, **kwargs)
         seen.append(pending.wait()[0].__array_interface__["data"][0])

@@ -25,7 +25,7 @@ from hvdgloo.config import (
 )
 from hvdgloo.errors import ConfigError
 from hvdgloo.runner.job.command import worker_environment
-from hvdgloo.runner.job.spec import Host, assign
+from hvdgloo.runner.job.spec import HostEntry, assign
 
 SECRET = "ab" * 16
 
@@ -360,7 +360,7 @@ def test_a_variable_that_is_no_setting_is_told(name: str, hint: str) -> None:
 
 
 def test_variables_that_others_set_are_not_told() -> None:
-    slot = assign([Host("localhost", 1)], 1)[0]
+    slot = assign([HostEntry("localhost", 1)], 1)[0]
     given = worker_environment(
         slot, job_id="", epoch=0, rendezvous=("h", 1), secret=b"", address="127.0.0.1", master=("h", 1)
     )

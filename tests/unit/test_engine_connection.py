@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hvdgloo._engine.connection import MAX_FRAME, Connection, frame
+from hvdgloo._engine.connection import MAX_FRAME, ControlConnection, frame
 from hvdgloo._engine.messages import Bye, Execute, Failed, Message, Ping, Request, Stacks, Submit
 from hvdgloo.types import Collective, DType, TensorSpec
 
@@ -22,27 +22,27 @@ MESSAGES: list[Message] = [
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[socket.socket, Connection]]:
+def pair() -> Iterator[tuple[socket.socket, ControlConnection]]:
     """A plain socket and the Connection at its other end."""
     left, right = socket.socketpair()
-    connection = Connection(right)
+    connection = ControlConnection(right)
     left.settimeout(10)
     yield left, connection
     left.close()
     connection.close()
 
 
-def wait_readable(connection: Connection) -> None:
+def wait_readable(connection: ControlConnection) -> None:
     with selectors.DefaultSelector() as selector:
         selector.register(connection, selectors.EVENT_READ)
         assert selector.select(10)
 
 
-def test_nothing_has_arrived(pair: tuple[socket.socket, Connection]) -> None:
+def test_nothing_has_arrived(pair: tuple[socket.socket, ControlConnection]) -> None:
     assert pair[1].receive() == []
 
 
-def test_frames_are_whole_wherever_they_are_cut(pair: tuple[socket.socket, Connection]) -> None:
+def test_frames_are_whole_wherever_they_are_cut(pair: tuple[socket.socket, ControlConnection]) -> None:
     sock, connection = pair
     stream = b"".join(map(frame, MESSAGES))
     ends = [len(b"".join(map(frame, MESSAGES[:n]))) for n in range(len(MESSAGES) + 1)]
@@ -54,7 +54,7 @@ def test_frames_are_whole_wherever_they_are_cut(pair: tuple[socket.socket, Conne
         assert arrived + connection.receive() == MESSAGES
 
 
-def test_byte_by_byte(pair: tuple[socket.socket, Connection]) -> None:
+def test_byte_by_byte(pair: tuple[socket.socket, ControlConnection]) -> None:
     sock, connection = pair
     arrived: list[Message] = []
     for byte in b"".join(map(frame, MESSAGES)):
@@ -63,7 +63,7 @@ def test_byte_by_byte(pair: tuple[socket.socket, Connection]) -> None:
     assert arrived == MESSAGES
 
 
-def test_the_end_comes_after_what_was_said_before_it(pair: tuple[socket.socket, Connection]) -> None:
+def test_the_end_comes_after_what_was_said_before_it(pair: tuple[socket.socket, ControlConnection]) -> None:
     sock, connection = pair
     sock.sendall(frame(Bye()))
     sock.close()
@@ -73,7 +73,7 @@ def test_the_end_comes_after_what_was_said_before_it(pair: tuple[socket.socket, 
 
 
 @pytest.mark.parametrize("rest", [b"", frame(Bye())[:3], frame(Bye())[:-1]], ids=["clean", "in length", "in message"])
-def test_the_end_of_the_stream(pair: tuple[socket.socket, Connection], rest: bytes) -> None:
+def test_the_end_of_the_stream(pair: tuple[socket.socket, ControlConnection], rest: bytes) -> None:
     sock, connection = pair
     sock.sendall(rest)
     assert connection.receive() == []
@@ -82,7 +82,7 @@ def test_the_end_of_the_stream(pair: tuple[socket.socket, Connection], rest: byt
         connection.receive()
 
 
-def test_exactly_one_full_read_and_then_the_end(pair: tuple[socket.socket, Connection]) -> None:
+def test_exactly_one_full_read_and_then_the_end(pair: tuple[socket.socket, ControlConnection]) -> None:
     sock, connection = pair
     size = (1 << 16) - len(frame(Failed("a" * 40000))) + 40000
     message = Failed("a" * size)
@@ -94,7 +94,7 @@ def test_exactly_one_full_read_and_then_the_end(pair: tuple[socket.socket, Conne
         connection.receive()
 
 
-def test_an_oversized_frame_is_refused_before_it_arrives(pair: tuple[socket.socket, Connection]) -> None:
+def test_an_oversized_frame_is_refused_before_it_arrives(pair: tuple[socket.socket, ControlConnection]) -> None:
     sock, connection = pair
     sock.sendall(struct.pack("!I", MAX_FRAME + 1))
     with pytest.raises(ValueError, match=f"{MAX_FRAME + 1} bytes"):
@@ -102,27 +102,27 @@ def test_an_oversized_frame_is_refused_before_it_arrives(pair: tuple[socket.sock
 
 
 @pytest.mark.parametrize("body", [b"", b"\xc1", b"GET / HTTP/1.1"])
-def test_a_malformed_message_is_a_value_error(pair: tuple[socket.socket, Connection], body: bytes) -> None:
+def test_a_malformed_message_is_a_value_error(pair: tuple[socket.socket, ControlConnection], body: bytes) -> None:
     sock, connection = pair
     sock.sendall(struct.pack("!I", len(body)) + body)
     with pytest.raises(ValueError, match="not a control message"):
         connection.receive()
 
 
-def test_another_protocol_is_a_value_error(pair: tuple[socket.socket, Connection]) -> None:
+def test_another_protocol_is_a_value_error(pair: tuple[socket.socket, ControlConnection]) -> None:
     sock, connection = pair
     sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
     with pytest.raises(ValueError, match="a control message of"):
         connection.receive()
 
 
-def test_what_the_kernel_does_not_take_is_kept_and_sent_in_order(pair: tuple[socket.socket, Connection]) -> None:
+def test_what_the_kernel_does_not_take_is_kept_and_sent_in_order(pair: tuple[socket.socket, ControlConnection]) -> None:
     sock, connection = pair
     messages = [Stacks(str(number) * 300_000) for number in range(5)]
     for message in messages:
         connection.send(frame(message))  # nobody reads, and yet it returns
     assert connection.has_unsent
-    reader = Connection(sock)
+    reader = ControlConnection(sock)
     arrived: list[Message] = []
     while len(arrived) < len(messages):
         connection.flush()
@@ -132,14 +132,14 @@ def test_what_the_kernel_does_not_take_is_kept_and_sent_in_order(pair: tuple[soc
     assert not connection.has_unsent
 
 
-def test_sending_to_nobody_is_an_oserror(pair: tuple[socket.socket, Connection]) -> None:
+def test_sending_to_nobody_is_an_oserror(pair: tuple[socket.socket, ControlConnection]) -> None:
     sock, connection = pair
     sock.close()
     with pytest.raises(OSError, match=r"."):
         connection.send(frame(Ping()))
 
 
-def test_shutdown_ends_it_for_both_whoever_holds_the_descriptor(pair: tuple[socket.socket, Connection]) -> None:
+def test_shutdown_ends_it_for_both_whoever_holds_the_descriptor(pair: tuple[socket.socket, ControlConnection]) -> None:
     sock, connection = pair
     copy = sock.dup()
     connection.shutdown()

@@ -6,7 +6,14 @@ from collections.abc import Sequence
 
 import pytest
 
-from hvdgloo._engine.coordinator import EVERYONE, INQUEST_SECONDS, STACKS_SECONDS, Coordinator, Rules, ping_interval
+from hvdgloo._engine.coordinator import (
+    EVERYONE,
+    INQUEST_SECONDS,
+    STACKS_SECONDS,
+    Coordinator,
+    CoordinatorSettings,
+    ping_interval,
+)
 from hvdgloo._engine.messages import (
     Abort,
     AskStacks,
@@ -46,7 +53,7 @@ class Job:
         timeout: float = TIMEOUT,
         members: Sequence[int] | None = None,
     ) -> None:
-        rules = Rules(timeout, 1024, cycle_time, stall_check, WARNING, shutdown)
+        rules = CoordinatorSettings(timeout, 1024, cycle_time, stall_check, WARNING, shutdown)
         sets = {0: tuple(range(size)), 1: tuple(members or ())}
         self.coordinator = Coordinator(size, sets, rules, lambda rank: f"rank {rank} (h{rank}, pid {100 + rank})")
         self.now = 1000.0

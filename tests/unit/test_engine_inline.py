@@ -10,7 +10,7 @@ from hvdgloo._engine import inline
 from hvdgloo._engine.member import Member
 from hvdgloo._engine.messages import Execute, Request, Response, Submit, decode, encode
 from hvdgloo._engine.negotiation import Negotiator
-from hvdgloo._engine.operation import Operation
+from hvdgloo._engine.submission import Submission
 from hvdgloo.types import Buffer, Collective, DType, ReduceOp, TensorSpec
 
 VALUES = np.array([1.5, -2.0], np.float32)
@@ -20,10 +20,10 @@ def request(name: str = "x", *, dtype: DType = DType.FLOAT32, count: int = 2, **
     return Request(name, Collective.ALLREDUCE, (TensorSpec(dtype, (count,)),), **options)  # type: ignore[arg-type]
 
 
-def operation(asked: Request, values: np.ndarray = VALUES, fence: object = None) -> Operation:
+def operation(asked: Request, values: np.ndarray = VALUES, fence: object = None) -> Submission:
     buffers = [Buffer.of_array(values, spec.dtype) for spec in asked.tensors]
     outputs = [Buffer.of_array(np.zeros_like(values), spec.dtype) for spec in asked.tensors]
-    return Operation(asked, buffers, outputs, None, fence)  # type: ignore[arg-type]
+    return Submission(asked, buffers, outputs, None, fence)  # type: ignore[arg-type]
 
 
 class TestWhatASubmissionCarries:

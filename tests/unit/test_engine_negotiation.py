@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hvdgloo._engine.member import Member
 from hvdgloo._engine.messages import Execute, Request, Resend, Response, Submit, decode, encode
 from hvdgloo._engine.negotiation import Negotiator, Waiting, agree, format_ranks
-from hvdgloo._engine.operation import Operation
+from hvdgloo._engine.submission import Submission
 from hvdgloo.errors import (
     DuplicateNameError,
     HorovodInternalError,
@@ -289,8 +289,8 @@ def _with(request: Request, **changes: object) -> Request:
     return Request(**{**vars(request), "tensors": (tensor,), **changes})  # type: ignore[arg-type]
 
 
-def operation(request: Request) -> Operation:
-    return Operation(request, (), (), None, None)
+def operation(request: Request) -> Submission:
+    return Submission(request, (), (), None, None)
 
 
 JOIN = Request("join", Collective.JOIN)
@@ -400,7 +400,7 @@ class Net:
         self.executed: list[list[tuple[str, tuple[int, ...]]]] = [[] for _ in range(size)]
         self.resends = 0
 
-    def submit(self, rank: int, request: Request) -> Operation:
+    def submit(self, rank: int, request: Request) -> Submission:
         op = operation(request)
         self.members[rank].add(op)
         return op
@@ -472,7 +472,7 @@ def run_schedule(size: int, capacity: int, names: int, steps: int, rng: random.R
             mine += order
         todo.append(mine)
     outcomes: dict[tuple[int, int], set[bool]] = {}
-    open_handles: list[list[tuple[tuple[int, int], Operation]]] = [[] for _ in range(size)]
+    open_handles: list[list[tuple[tuple[int, int], Submission]]] = [[] for _ in range(size)]
     for _ in range(200_000):
         ready = []
         for rank in range(size):

@@ -24,10 +24,10 @@ from hvdgloo.runner.network.addressing import (
     tried,
 )
 from hvdgloo.runner.network.interfaces import Address
-from hvdgloo.runner.network.probe import LAUNCHER, Answer, Outcome
+from hvdgloo.runner.network.probe import LAUNCHER, Answer, ProbeResult
 
 Key = tuple[int, int, str]
-REACHED = Answer(Outcome.REACHED)
+REACHED = Answer(ProbeResult.REACHED)
 
 
 def lan(nic: str, network: str, host: int) -> Address:
@@ -48,9 +48,9 @@ def reports(
     for source, target, address in tried(made):
         if (reach or {}).get((source, target, address.address), True):
             own = [a.address for a in candidates[source] if a.network == address.network]
-            answers[source, target, address.address] = Answer(Outcome.REACHED, own[0] if own else "", target)
+            answers[source, target, address.address] = Answer(ProbeResult.REACHED, own[0] if own else "", target)
         else:
-            answers[source, target, address.address] = Answer(Outcome.TIMED_OUT, detail="3")
+            answers[source, target, address.address] = Answer(ProbeResult.TIMED_OUT, detail="3")
     return replace(made, answers=answers)
 
 
@@ -166,7 +166,7 @@ def made_reports(draw: st.DrawFn) -> tuple[Reports, list[Key]]:
     """Reports, and the keys of their answers in a random order."""
     candidates = draw(st.lists(ADDRESSES, min_size=2, max_size=4))
     made = Reports([f"h{n}" for n in range(len(candidates))], candidates, draw(st.just([]) | ADDRESSES))
-    outcomes = st.sampled_from([Outcome.REACHED] * 4 + [Outcome.TIMED_OUT, Outcome.OTHER_HOST])
+    outcomes = st.sampled_from([ProbeResult.REACHED] * 4 + [ProbeResult.TIMED_OUT, ProbeResult.OTHER_HOST])
     answers = {}
     for source, target, address in tried(made):
         own = draw(st.sampled_from([a.address for a in candidates[source]]))
@@ -186,10 +186,10 @@ def test_what_is_chosen_was_reached_by_all_who_tried(given_: tuple[Reports, list
         assert address in made.candidates[target]
         for source, targets in enumerate(plan(len(made.names))):
             if target in targets:
-                assert made.answers[source, target, address.address].outcome is Outcome.REACHED
+                assert made.answers[source, target, address.address].outcome is ProbeResult.REACHED
     if found.server is Server.LAUNCHER:
         assert all(
-            made.answers[source, LAUNCHER, found.rendezvous].outcome is Outcome.REACHED
+            made.answers[source, LAUNCHER, found.rendezvous].outcome is ProbeResult.REACHED
             for source in range(len(made.names))
         )
     else:
@@ -205,7 +205,7 @@ def test_there_is_a_choice_whenever_there_can_be_one(given_: tuple[Reports, list
             any(
                 address.version == version
                 and all(
-                    made.answers[source, target, address.address].outcome is Outcome.REACHED
+                    made.answers[source, target, address.address].outcome is ProbeResult.REACHED
                     for source in range(len(made.names))
                     if source != target
                 )
@@ -248,8 +248,8 @@ class TestExplanations:
         made = reports(hosts)
         answers = {
             **made.answers,
-            (0, 1, "10.0.0.2"): Answer(Outcome.REFUSED),
-            (0, 1, "172.17.0.1"): Answer(Outcome.OTHER_HOST, "172.17.0.1", 0),
+            (0, 1, "10.0.0.2"): Answer(ProbeResult.REFUSED),
+            (0, 1, "172.17.0.1"): Answer(ProbeResult.OTHER_HOST, "172.17.0.1", 0),
         }
         error = explain(replace(made, answers=answers))
         assert isinstance(error, HostsUnreachableError)
@@ -275,13 +275,13 @@ class TestExplanations:
     @pytest.mark.parametrize(
         ("answer", "words"),
         [
-            (Answer(Outcome.TIMED_OUT, detail="3"), "timed out after 3 s"),
-            (Answer(Outcome.NO_ROUTE, detail="No route to host"), "has no route (No route to host)"),
-            (Answer(Outcome.SILENT, detail="3"), "accepted the connection, but said nothing within 3 s"),
-            (Answer(Outcome.STRANGER), "was answered by something that is not this job's"),
-            (Answer(Outcome.OTHER_HOST, host=LAUNCHER), "answered as another host, the launcher"),
-            (Answer(Outcome.OTHER_ADDRESS, detail="10.0.0.9"), "answered as 10.0.0.9, so addresses are translated"),
-            (Answer(Outcome.FAILED, detail="Permission denied"), "failed (Permission denied)"),
+            (Answer(ProbeResult.TIMED_OUT, detail="3"), "timed out after 3 s"),
+            (Answer(ProbeResult.NO_ROUTE, detail="No route to host"), "has no route (No route to host)"),
+            (Answer(ProbeResult.SILENT, detail="3"), "accepted the connection, but said nothing within 3 s"),
+            (Answer(ProbeResult.STRANGER), "was answered by something that is not this job's"),
+            (Answer(ProbeResult.OTHER_HOST, host=LAUNCHER), "answered as another host, the launcher"),
+            (Answer(ProbeResult.OTHER_ADDRESS, detail="10.0.0.9"), "answered as 10.0.0.9, so addresses are translated"),
+            (Answer(ProbeResult.FAILED, detail="Permission denied"), "failed (Permission denied)"),
         ],
     )
     def test_words(self, answer: Answer, words: str) -> None:

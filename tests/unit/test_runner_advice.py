@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hvdgloo.runner.job.advice import advise
-from hvdgloo.runner.job.outcome import Failure, Outcome
+from hvdgloo.runner.job.outcome import Failure, JobOutcome
 from hvdgloo.runner.launch import Report
 
 PYTHON = "/env/bin/python"
@@ -48,7 +48,7 @@ def test_where_nothing_is_known_nothing_is_said(lines: list[str], argv: list[str
 
 
 def test_it_ends_the_summary() -> None:
-    outcome = Outcome(Failure(0, "h1", 1, "exited with status 1"))
+    outcome = JobOutcome(Failure(0, "h1", 1, "exited with status 1"))
     assert Report(outcome, (), ("last",), "do this").summary().splitlines() == [
         "the job failed: rank 0 on host h1 exited with status 1",
         "Its last lines were:",

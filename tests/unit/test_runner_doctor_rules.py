@@ -14,7 +14,7 @@ import pytest
 from hvdgloo.config import Config
 from hvdgloo.errors import LaunchError
 from hvdgloo.runner.agent import facts as examine
-from hvdgloo.runner.agent.facts import Facts, Gpu
+from hvdgloo.runner.agent.facts import Facts, GpuFacts
 from hvdgloo.runner.doctor.report import all_well, as_json, as_text
 from hvdgloo.runner.doctor.rules import (
     Clock,
@@ -31,12 +31,12 @@ from hvdgloo.runner.doctor.rules import (
 from hvdgloo.runner.job.command import needs
 from hvdgloo.runner.network.addressing import Reports, tried
 from hvdgloo.runner.network.interfaces import Address
-from hvdgloo.runner.network.probe import Answer, Outcome
+from hvdgloo.runner.network.probe import Answer, ProbeResult
 from hvdgloo.runner.processes.bootstrap import REQUIRED
 from hvdgloo.runner.protocol.frames import Require
 
 GIB = 1024**3
-H200 = Gpu("NVIDIA H200", 140 * GIB)
+H200 = GpuFacts("NVIDIA H200", 140 * GIB)
 FACTS = Facts(
     hostname="node",
     system="Linux 6.1",
@@ -198,7 +198,7 @@ class TestRules:
         assert "3 workers share 2 GPUs" in only(visit("h1", 3, **well)).text
         assert "built without CUDA" in only(visit("h1", **{**well, "torch_cuda": None})).text
         assert "nvidia-smi does not answer" in only(visit("h1", **{**well, "gpus": (), "driver": ""})).text
-        other = {**well, "gpus": (Gpu("NVIDIA A100", 80 * GIB),) * 2, "driver": "535.1"}
+        other = {**well, "gpus": (GpuFacts("NVIDIA A100", 80 * GIB),) * 2, "driver": "535.1"}
         texts = [finding.text for finding in found(visit("h1", **well), visit("h2", **other))]
         assert texts == [
             "the kind of GPU differs: NVIDIA H200 on h1; NVIDIA A100 on h2",
@@ -237,14 +237,14 @@ class TestConnections:
         (Address("ib0", "10.0.0.3", 24),),
     )
 
-    def reports(self, **failing: Outcome) -> Reports:
+    def reports(self, **failing: ProbeResult) -> Reports:
         """All reach each other, except at docker0 and where ``h1_h2=Outcome...`` says otherwise."""
         reports = Reports(("h1", "h2", "h3"), self.CANDIDATES)
         for source, target, address in tried(reports):
-            outcome = failing.get(f"h{source + 1}_h{target + 1}", Outcome.REACHED)
+            outcome = failing.get(f"h{source + 1}_h{target + 1}", ProbeResult.REACHED)
             if address.nic == "docker0":
-                outcome = Outcome.REFUSED
-            detail = "3" if outcome is Outcome.TIMED_OUT else ""
+                outcome = ProbeResult.REFUSED
+            detail = "3" if outcome is ProbeResult.TIMED_OUT else ""
             answers = {**reports.answers, (source, target, address.address): Answer(outcome, "", target, detail)}
             reports = replace(reports, answers=answers)
         return reports
@@ -259,7 +259,7 @@ class TestConnections:
         assert findings == []
 
     def test_one_direction_that_is_closed_stops_a_job(self) -> None:
-        said, findings = addresses_reached(self.reports(h2_h3=Outcome.TIMED_OUT))
+        said, findings = addresses_reached(self.reports(h2_h3=ProbeResult.TIMED_OUT))
         assert said["h3"] == [("10.0.0.3 (ib0)", "all but h2 (timed out after 3 s)")]
         assert [(finding.severity, finding.hosts) for finding in findings] == [(Severity.STOP, ("h3",))]
         assert "h2 -> h3" in findings[0].text
@@ -359,7 +359,7 @@ class TestExamine:
     def test_nvidia_smi(self) -> None:
         text = "NVIDIA H200, 143771, 570.86.10\nNVIDIA H200 NVL, v2, [N/A], 570.86.10\n"
         gpus, driver = examine.parse_nvidia(text)
-        assert gpus == (Gpu("NVIDIA H200", 143771 * 1024**2), Gpu("NVIDIA H200 NVL, v2", 0))
+        assert gpus == (GpuFacts("NVIDIA H200", 143771 * 1024**2), GpuFacts("NVIDIA H200 NVL, v2", 0))
         assert driver == "570.86.10"
         assert examine.parse_nvidia("") == ((), "")
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hvdgloo.errors import ConfigError
 from hvdgloo.runner.job.host_sources import take_inventory
 from hvdgloo.runner.job.hostlist import check_load, parse_hosts, place, read_hostfile, remark_on_load, shortlist
-from hvdgloo.runner.job.spec import Host, LaunchSpec, Reach
+from hvdgloo.runner.job.spec import HostEntry, LaunchSpec, Reach
 from hvdgloo.runner.launch import _host_environment
 from hvdgloo.runner.network.interfaces import Address
 from hvdgloo.runner.protocol.frames import Hello
@@ -36,19 +36,19 @@ class TestTheHostsOption:
     @pytest.mark.parametrize(
         ("text", "hosts"),
         [
-            ("h1:4", [Host("h1", 4)]),
-            ("h1:4,h2:2", [Host("h1", 4), Host("h2", 2)]),
-            (" h1:4 , h2 ", [Host("h1", 4), Host("h2")]),
-            ("user@node-1.cluster:3", [Host("node-1.cluster", 3, "user")]),
-            ("a@h1,b@h2:2", [Host("h1", None, "a"), Host("h2", 2, "b")]),
-            ("[fe80::1%eth0]:2,10.0.0.5:1", [Host("fe80::1%eth0", 2), Host("10.0.0.5", 1)]),
-            ("[::1]", [Host("::1")]),
-            ("root@[fd00::5]:2", [Host("fd00::5", 2, "root")]),
+            ("h1:4", [HostEntry("h1", 4)]),
+            ("h1:4,h2:2", [HostEntry("h1", 4), HostEntry("h2", 2)]),
+            (" h1:4 , h2 ", [HostEntry("h1", 4), HostEntry("h2")]),
+            ("user@node-1.cluster:3", [HostEntry("node-1.cluster", 3, "user")]),
+            ("a@h1,b@h2:2", [HostEntry("h1", None, "a"), HostEntry("h2", 2, "b")]),
+            ("[fe80::1%eth0]:2,10.0.0.5:1", [HostEntry("fe80::1%eth0", 2), HostEntry("10.0.0.5", 1)]),
+            ("[::1]", [HostEntry("::1")]),
+            ("root@[fd00::5]:2", [HostEntry("fd00::5", 2, "root")]),
             # As a batch system's list has it: a host for each slot.
-            ("h1,h2,h1,h1", [Host("h1", 3), Host("h2")]),
+            ("h1,h2,h1,h1", [HostEntry("h1", 3), HostEntry("h2")]),
         ],
     )
-    def test_forms(self, text: str, hosts: list[Host]) -> None:
+    def test_forms(self, text: str, hosts: list[HostEntry]) -> None:
         assert parse_hosts(text) == tuple(hosts)
 
     @pytest.mark.parametrize(
@@ -95,13 +95,13 @@ class TestTheHostsOption:
 
 
 class TestAHostfile:
-    def read(self, folder: Path, text: str) -> tuple[Host, ...]:
+    def read(self, folder: Path, text: str) -> tuple[HostEntry, ...]:
         path = folder / "hosts"
         path.write_text(text)
         return read_hostfile(str(path))
 
     def test_horovod_s_form(self, tmp_path: Path) -> None:
-        assert self.read(tmp_path, "h1 slots=4\nh2 slots=2\n") == (Host("h1", 4), Host("h2", 2))
+        assert self.read(tmp_path, "h1 slots=4\nh2 slots=2\n") == (HostEntry("h1", 4), HostEntry("h2", 2))
 
     def test_all_forms_comments_and_blank_lines(self, tmp_path: Path) -> None:
         text = (
@@ -110,19 +110,19 @@ class TestAHostfile:
             "ann@h6 slots=2\nfd00::5 slots=3\n[fd00::6]:2\nh7:1#c"
         )
         assert self.read(tmp_path, text) == (
-            Host("h1", 4),
-            Host("h2", 2),
-            Host("h3"),
-            Host("h4", 8),
-            Host("h5", 1),
-            Host("h6", 2, "ann"),
-            Host("fd00::5", 3),
-            Host("fd00::6", 2),
-            Host("h7", 1),
+            HostEntry("h1", 4),
+            HostEntry("h2", 2),
+            HostEntry("h3"),
+            HostEntry("h4", 8),
+            HostEntry("h5", 1),
+            HostEntry("h6", 2, "ann"),
+            HostEntry("fd00::5", 3),
+            HostEntry("fd00::6", 2),
+            HostEntry("h7", 1),
         )
 
     def test_a_batch_system_s_list(self, tmp_path: Path) -> None:
-        assert self.read(tmp_path, "h1\nh1\nh2\nh1\n") == (Host("h1", 3), Host("h2"))
+        assert self.read(tmp_path, "h1\nh1\nh2\nh1\n") == (HostEntry("h1", 3), HostEntry("h2"))
 
     @pytest.mark.parametrize(
         ("line", "message"),
@@ -158,48 +158,50 @@ class TestHowManyWhere:
     @pytest.mark.parametrize(
         ("hosts", "np", "needed"),
         [
-            ([Host("a", 4), Host("b", 4)], 2, ["a"]),
-            ([Host("a", 4), Host("b", 4)], 4, ["a"]),
-            ([Host("a", 4), Host("b", 4)], 5, ["a", "b"]),
-            ([Host("a", 4), Host("b", 4)], None, ["a", "b"]),
+            ([HostEntry("a", 4), HostEntry("b", 4)], 2, ["a"]),
+            ([HostEntry("a", 4), HostEntry("b", 4)], 4, ["a"]),
+            ([HostEntry("a", 4), HostEntry("b", 4)], 5, ["a", "b"]),
+            ([HostEntry("a", 4), HostEntry("b", 4)], None, ["a", "b"]),
             # What a host without slots has is known later; it counts for one.
-            ([Host("a"), Host("b"), Host("c")], 2, ["a", "b"]),
-            ([Host("a"), Host("b", 2)], 9, ["a", "b"]),
+            ([HostEntry("a"), HostEntry("b"), HostEntry("c")], 2, ["a", "b"]),
+            ([HostEntry("a"), HostEntry("b", 2)], 9, ["a", "b"]),
         ],
     )
     def test_agents_are_started_only_where_they_can_be_needed(
-        self, hosts: list[Host], np: int | None, needed: list[str]
+        self, hosts: list[HostEntry], np: int | None, needed: list[str]
     ) -> None:
         assert [host.name for host in shortlist(hosts, np)] == needed
 
     def test_more_than_the_slots_is_an_error_with_both_numbers_before_anything_starts(self) -> None:
         with pytest.raises(ConfigError, match=r"5 processes .* only 3 slots \(a:1, b:2\); .*-H a:3,b:3"):
-            shortlist([Host("a", 1), Host("b", 2)], 5)
+            shortlist([HostEntry("a", 1), HostEntry("b", 2)], 5)
 
     def test_the_same_error_once_the_agents_have_said_what_there_is(self) -> None:
-        hosts = shortlist([Host("a"), Host("b")], 5)
+        hosts = shortlist([HostEntry("a"), HostEntry("b")], 5)
         with pytest.raises(ConfigError, match=r"5 processes .* only 3 slots \(a:2, b:1\)"):
             place(hosts, [hello(gpus=2), hello()], spec(5))
 
     def test_a_host_without_slots_has_one_for_each_gpu_else_one(self) -> None:
-        slots = place([Host("a"), Host("b"), Host("c", 3)], [hello(gpus=2), hello(), hello(gpus=8)], spec(None))
+        slots = place(
+            [HostEntry("a"), HostEntry("b"), HostEntry("c", 3)], [hello(gpus=2), hello(), hello(gpus=8)], spec(None)
+        )
         assert [slot.hostname for slot in slots] == ["a", "a", "b", "c", "c", "c"]
 
     def test_a_host_that_turns_out_not_to_be_needed_takes_no_part(self) -> None:
-        slots = place([Host("a"), Host("b")], [hello(gpus=8), hello(gpus=8)], spec(2))
+        slots = place([HostEntry("a"), HostEntry("b")], [hello(gpus=8), hello(gpus=8)], spec(2))
         assert {slot.hostname for slot in slots} == {"a"}
 
     def test_the_rank_for_standard_input_is_checked_when_np_is_known(self) -> None:
         with pytest.raises(ConfigError, match="--stdin 1: there are only ranks 0 to 0"):
-            place([Host("a")], [hello()], spec(None, stdin_rank=1))
+            place([HostEntry("a")], [hello()], spec(None, stdin_rank=1))
 
     @pytest.mark.parametrize(("np", "slots"), [(10**9, 10**9), (100_000, None), (None, 10**11)])
     def test_absurd_numbers_are_refused_at_once(self, np: int | None, slots: int | None) -> None:
         with pytest.raises(ConfigError, match="at most 65536 processes"):
-            place(shortlist([Host("a", slots)], np), [hello()], spec(np))
+            place(shortlist([HostEntry("a", slots)], np), [hello()], spec(np))
 
     def test_a_host_may_claim_any_number_of_slots(self) -> None:
-        assert len(place([Host("a", 10**11)], [hello()], spec(3))) == 3
+        assert len(place([HostEntry("a", 10**11)], [hello()], spec(3))) == 3
 
     def test_a_load_that_a_host_cannot_bear_is_refused(self) -> None:
         check_load("a", 256, 2)
@@ -208,9 +210,9 @@ class TestHowManyWhere:
             check_load("a", 257, 2)
 
     def test_many_more_workers_than_cores_are_worth_a_word(self) -> None:
-        assert remark_on_load([Host("a", 16), Host("b", 1)], [2, 1]) == ""
-        assert remark_on_load([Host("a", 100)], [2]).startswith("100 workers on 2 cores of a: ")
-        assert remark_on_load([Host("a", 9), Host("b", 90), Host("c", 1)], [1, 2, 2]).startswith(
+        assert remark_on_load([HostEntry("a", 16), HostEntry("b", 1)], [2, 1]) == ""
+        assert remark_on_load([HostEntry("a", 100)], [2]).startswith("100 workers on 2 cores of a: ")
+        assert remark_on_load([HostEntry("a", 9), HostEntry("b", 90), HostEntry("c", 1)], [1, 2, 2]).startswith(
             "90 workers on 2 cores of b (and likewise on 1 more): "
         )
 
@@ -219,7 +221,7 @@ class TestHowManyWhere:
 def test_pain_28_threads_follow_the_host_s_own_machine_and_not_the_launcher_s(
     cores: int, machine: int, threads: str | None
 ) -> None:
-    host = Host("a", 1)
+    host = HostEntry("a", 1)
     hello = Hello(1, "", "a", "identity", 1, cores, 0, 20000, machine)
     environ = _host_environment(spec(1), LocalSpawner(), host, hello, Address("eth0", "10.0.0.1", 24))
     assert environ.get("OMP_NUM_THREADS") == threads
@@ -228,43 +230,43 @@ def test_pain_28_threads_follow_the_host_s_own_machine_and_not_the_launcher_s(
 class TestThisMachine:
     @pytest.mark.parametrize("name", ["localhost", "LOCALHOST", "127.0.0.1", "127.0.1.1", "::1", socket.gethostname()])
     def test_its_names_and_addresses(self, name: str) -> None:
-        assert hosts_here([Host(name)], Reach()) == [Host(name)]
+        assert hosts_here([HostEntry(name)], Reach()) == [HostEntry(name)]
 
     @pytest.mark.parametrize("name", ["192.0.2.1", "no-such-host.invalid", "fd00::dead", "-", "a" * 300])
     def test_others(self, name: str) -> None:
-        assert hosts_here([Host(name)], Reach()) == []
+        assert hosts_here([HostEntry(name)], Reach()) == []
 
     def test_another_user_of_this_machine_is_reached_by_ssh(self) -> None:
-        assert hosts_here([Host("localhost", 1, "somebody-else")], Reach()) == []
-        assert hosts_here([Host("localhost", 1, getpass.getuser())], Reach()) != []
+        assert hosts_here([HostEntry("localhost", 1, "somebody-else")], Reach()) == []
+        assert hosts_here([HostEntry("localhost", 1, getpass.getuser())], Reach()) != []
 
     def test_names_of_pods_are_not_looked_up(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: pytest.fail("looked up"))
-        assert hosts_here([Host("worker-0")], Reach(agent_command=("kubectl",))) == []
-        assert hosts_here([Host("n1")], Reach(slurm_job="1", slurm_nodes=frozenset({"n1"}))) == []
+        assert hosts_here([HostEntry("worker-0")], Reach(agent_command=("kubectl",))) == []
+        assert hosts_here([HostEntry("n1")], Reach(slurm_job="1", slurm_nodes=frozenset({"n1"}))) == []
 
     def test_slow_name_servers_hold_up_nobody(self, monkeypatch: pytest.MonkeyPatch) -> None:
         release = threading.Event()
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: release.wait(30) and [])
         monkeypatch.setattr(select, "LOOKUP_TIME", 0.2)
         started = time.monotonic()
-        assert hosts_here([Host(f"h{number}") for number in range(40)], Reach()) == []
+        assert hosts_here([HostEntry(f"h{number}") for number in range(40)], Reach()) == []
         assert time.monotonic() - started < 2
         release.set()
 
     def test_it_needs_no_ssh(self) -> None:
-        assert isinstance(choose_spawner([Host("localhost", 1)], Reach()), LocalSpawner)
+        assert isinstance(choose_spawner([HostEntry("localhost", 1)], Reach()), LocalSpawner)
 
     def test_it_comes_once(self) -> None:
         with pytest.raises(ConfigError, match=r"localhost, 127\.0\.0\.1 are all this machine; .*-H localhost:3"):
-            choose_spawner([Host("localhost", 1), Host("127.0.0.1", 2)], Reach())
+            choose_spawner([HostEntry("localhost", 1), HostEntry("127.0.0.1", 2)], Reach())
 
 
 class TestInventory:
     def test_without_hosts_it_is_this_machine(self) -> None:
-        assert take_inventory({}, np=3).hosts == (Host("localhost", 3),)
+        assert take_inventory({}, np=3).hosts == (HostEntry("localhost", 3),)
         found = take_inventory({})
-        assert found.hosts == (Host("localhost", found.np),)
+        assert found.hosts == (HostEntry("localhost", found.np),)
         assert "-np chooses another number" in found.notices[0]
 
     def test_hosts_without_slots_leave_their_number_open(self) -> None:

@@ -9,7 +9,7 @@ from hvdgloo.runner.discovery import LOOPBACK
 from hvdgloo.runner.job.command import interface_variables
 from hvdgloo.runner.network.interfaces import (
     Address,
-    Rules,
+    InterfaceFilter,
     candidates,
     explain_none,
     own_addresses,
@@ -63,8 +63,8 @@ def test_pain_8_names_networks_exceptions_and_hosts(texts: tuple[str, ...], expe
 
 def test_an_address_on_several_interfaces_is_one_candidate() -> None:
     twin = Address("eth2", ETH0.address, 32)
-    assert candidates([ETH0, twin, ETH1], Rules()) == (ETH0, ETH1)
-    assert candidates([ETH0, twin, ETH1], Rules(["^eth0"])) == (twin, ETH1)
+    assert candidates([ETH0, twin, ETH1], InterfaceFilter()) == (ETH0, ETH1)
+    assert candidates([ETH0, twin, ETH1], InterfaceFilter(["^eth0"])) == (twin, ETH1)
 
 
 def test_rules_of_a_host_named_by_an_ipv6_address() -> None:
@@ -99,27 +99,27 @@ def test_empty_items_mean_nothing() -> None:
     [(LO, "loopback"), (LINK, "link-local"), (DOWN, "down"), (ETH0, ""), (Address("eth0", "169.254.1.2", 16), "")],
 )
 def test_why_an_address_is_not_considered(address: Address, reason: str) -> None:
-    assert why_not(address, Rules()).startswith(reason)
-    assert bool(why_not(address, Rules())) == bool(reason)
+    assert why_not(address, InterfaceFilter()).startswith(reason)
+    assert bool(why_not(address, InterfaceFilter())) == bool(reason)
 
 
 def test_pain_9_loopback_is_for_a_host_that_is_alone() -> None:
-    assert "no other host can reach" in why_not(LO, Rules(["lo"]))
-    assert why_not(LO, Rules(["lo"]), alone=True) == ""
-    text = explain_none("h1", ALL, Rules(["lo"]))
+    assert "no other host can reach" in why_not(LO, InterfaceFilter(["lo"]))
+    assert why_not(LO, InterfaceFilter(["lo"]), alone=True) == ""
+    text = explain_none("h1", ALL, InterfaceFilter(["lo"]))
     assert text.startswith("--nics lo chooses no address of host h1 that could be used: 127.0.0.1 (lo) is loopback")
     assert "It has 10.0.0.5 (eth0), 192.168.7.5 (eth1), fd00::5 (eth1), 172.17.0.1 (docker0)." in text
 
 
 def test_a_rule_that_fits_nothing_is_answered_with_what_there_is() -> None:
-    text = explain_none("h2", (LO, ETH0, LINK), Rules(["eth7", "^eth0"]))
+    text = explain_none("h2", (LO, ETH0, LINK), InterfaceFilter(["eth7", "^eth0"]))
     assert text.startswith("--nics eth7,^eth0 fits none of host h2's addresses; it has 10.0.0.5 (eth0). ")
 
 
 def test_a_host_without_any_address_says_so() -> None:
-    text = explain_none("h2", (LO, DOWN), Rules())
+    text = explain_none("h2", (LO, DOWN), InterfaceFilter())
     assert "127.0.0.1 (lo) is loopback, which no other host can reach, 10.9.0.5 (ib0) is down" in text
-    assert "it has none at all" in explain_none("h2", (), Rules())
+    assert "it has none at all" in explain_none("h2", (), InterfaceFilter())
 
 
 def test_networks() -> None:

@@ -12,10 +12,10 @@ import pytest
 from hvdgloo.runner.network.probe import (
     LAUNCHER,
     Answer,
-    Outcome,
     ProbeListener,
     Prober,
-    Target,
+    ProbeResult,
+    ProbeTarget,
     answer,
     judge,
     probe_key,
@@ -46,8 +46,8 @@ class Loop:
         self.sockets.append(made)
         return made
 
-    def probe(self, *targets: Target, timeout: float = 5.0) -> dict[Target, Answer]:
-        found: dict[Target, Answer] = {}
+    def probe(self, *targets: ProbeTarget, timeout: float = 5.0) -> dict[ProbeTarget, Answer]:
+        found: dict[ProbeTarget, Answer] = {}
         prober = Prober(self.selector, KEY, targets, timeout, found.__setitem__)
         end = time.monotonic() + 10
         while not prober.done:
@@ -83,12 +83,12 @@ def loop() -> Iterator[Loop]:
     made.close()
 
 
-def target(listener: ProbeListener, host: int, address: str = "127.0.0.1") -> Target:
-    return Target(host, address, listener.ports[address])
+def target(listener: ProbeListener, host: int, address: str = "127.0.0.1") -> ProbeTarget:
+    return ProbeTarget(host, address, listener.ports[address])
 
 
 class TestProof:
-    TARGET = Target(3, "10.0.0.3", 1)
+    TARGET = ProbeTarget(3, "10.0.0.3", 1)
 
     def reply(self, host: int = 3, address: str = "10.0.0.3", key: bytes = KEY, nonce: bytes = NONCE) -> Answer:
         told = answer(key, question(key, nonce, self.TARGET), host, address)
@@ -96,26 +96,26 @@ class TestProof:
         return judge(KEY, NONCE, self.TARGET, told, "10.0.0.1")
 
     def test_the_host_that_was_meant(self) -> None:
-        assert self.reply() == Answer(Outcome.REACHED, "10.0.0.1", 3)
+        assert self.reply() == Answer(ProbeResult.REACHED, "10.0.0.1", 3)
 
     def test_another_host_of_the_job(self) -> None:
-        assert self.reply(host=1) == Answer(Outcome.OTHER_HOST, "10.0.0.1", 1)
+        assert self.reply(host=1) == Answer(ProbeResult.OTHER_HOST, "10.0.0.1", 1)
         assert self.reply(host=LAUNCHER).host == LAUNCHER
 
     def test_the_host_at_another_address(self) -> None:
-        assert self.reply(address="10.0.0.4") == Answer(Outcome.OTHER_ADDRESS, "10.0.0.1", 3, "10.0.0.4")
+        assert self.reply(address="10.0.0.4") == Answer(ProbeResult.OTHER_ADDRESS, "10.0.0.1", 3, "10.0.0.4")
 
     def test_pain_30_another_job_proves_nothing(self) -> None:
-        assert self.reply(key=OTHER_KEY).outcome is Outcome.STRANGER
+        assert self.reply(key=OTHER_KEY).outcome is ProbeResult.STRANGER
 
     def test_pain_30_an_answer_to_another_question_proves_nothing(self) -> None:
-        assert self.reply(nonce=b"m" * 16).outcome is Outcome.STRANGER
+        assert self.reply(nonce=b"m" * 16).outcome is ProbeResult.STRANGER
 
     @pytest.mark.parametrize("position", [8, 11, 12, 27, 28, 59])
     def test_pain_30_no_byte_of_it_can_be_changed(self, position: int) -> None:
         told = bytearray(answer(KEY, question(KEY, NONCE, self.TARGET), 3, "10.0.0.3") or b"")
         told[position] ^= 1
-        assert judge(KEY, NONCE, self.TARGET, bytes(told), "").outcome is Outcome.STRANGER
+        assert judge(KEY, NONCE, self.TARGET, bytes(told), "").outcome is ProbeResult.STRANGER
 
     def test_pain_30_a_stranger_is_told_nothing(self) -> None:
         assert answer(KEY, question(OTHER_KEY, NONCE, self.TARGET), 3, "10.0.0.3") is None
@@ -130,18 +130,18 @@ class TestOverSockets:
             target(two, 2, "127.0.0.3"),
         ]
         found = loop.probe(*targets)
-        assert {t: a.outcome for t, a in found.items()} == dict.fromkeys(targets, Outcome.REACHED)
+        assert {t: a.outcome for t, a in found.items()} == dict.fromkeys(targets, ProbeResult.REACHED)
         assert found[targets[2]].source == "::1"
 
     def test_pain_7_an_address_that_another_host_has_too(self, loop: Loop) -> None:
         """172.17.0.1 is every Docker host's: it connects, to oneself."""
         own = loop.listener(0, "127.0.0.1")
         asked = target(own, 1)
-        assert loop.probe(asked) == {asked: Answer(Outcome.OTHER_HOST, "127.0.0.1", 0)}
+        assert loop.probe(asked) == {asked: Answer(ProbeResult.OTHER_HOST, "127.0.0.1", 0)}
 
     def test_another_job_s_agent_is_a_stranger(self, loop: Loop) -> None:
         asked = target(loop.listener(1, "127.0.0.1", key=OTHER_KEY), 1)
-        assert loop.probe(asked)[asked].outcome is Outcome.STRANGER
+        assert loop.probe(asked)[asked].outcome is ProbeResult.STRANGER
 
     def test_a_foreign_server_is_a_stranger(self, loop: Loop) -> None:
         server = loop.server()
@@ -152,15 +152,15 @@ class TestOverSockets:
             loop.sockets.append(sock)
 
         loop.selector.register(server, selectors.EVENT_READ, greet)
-        asked = Target(1, "127.0.0.1", server.getsockname()[1])
-        assert loop.probe(asked)[asked].outcome is Outcome.STRANGER
+        asked = ProbeTarget(1, "127.0.0.1", server.getsockname()[1])
+        assert loop.probe(asked)[asked].outcome is ProbeResult.STRANGER
         loop.selector.unregister(server)
 
     def test_a_server_that_hangs_up_is_a_stranger(self, loop: Loop) -> None:
         server = loop.server()
         loop.selector.register(server, selectors.EVENT_READ, lambda: server.accept()[0].close())
-        asked = Target(1, "127.0.0.1", server.getsockname()[1])
-        assert loop.probe(asked)[asked].outcome is Outcome.STRANGER
+        asked = ProbeTarget(1, "127.0.0.1", server.getsockname()[1])
+        assert loop.probe(asked)[asked].outcome is ProbeResult.STRANGER
         loop.selector.unregister(server)
 
     def test_pain_14_every_kind_of_failure_has_its_name(self, loop: Loop) -> None:
@@ -172,33 +172,33 @@ class TestOverSockets:
         full = loop.server("127.0.0.4", backlog=0)
         loop.sockets += [socket.create_connection(full.getsockname()) for _ in range(1)]
         targets = {
-            Outcome.SILENT: Target(1, "127.0.0.1", silent.getsockname()[1]),
-            Outcome.REFUSED: Target(1, "127.0.0.1", port),
-            Outcome.TIMED_OUT: Target(1, *full.getsockname()),
+            ProbeResult.SILENT: ProbeTarget(1, "127.0.0.1", silent.getsockname()[1]),
+            ProbeResult.REFUSED: ProbeTarget(1, "127.0.0.1", port),
+            ProbeResult.TIMED_OUT: ProbeTarget(1, *full.getsockname()),
         }
         begin = time.monotonic()
         found = loop.probe(*targets.values(), timeout=0.3)
         assert {t: a.outcome for t, a in found.items()} == {t: outcome for outcome, t in targets.items()}
-        assert found[targets[Outcome.TIMED_OUT]].detail == "0.3"
+        assert found[targets[ProbeResult.TIMED_OUT]].detail == "0.3"
         assert 0.25 < time.monotonic() - begin < 2.0, "all at once"
 
     def test_many_probes(self, loop: Loop) -> None:
         listener = loop.listener(1, *(f"127.0.1.{n}" for n in range(1, 31)))
         targets = [target(listener, 1, address) for address in listener.ports for _ in range(1)] * 20
-        numbered = [Target(t.host, t.address, t.port) for t in targets]
+        numbered = [ProbeTarget(t.host, t.address, t.port) for t in targets]
         found: list[Answer] = []
         prober = Prober(loop.selector, KEY, numbered, 5.0, lambda _, a: found.append(a))
         loop.until(lambda: prober.done)
-        assert [a.outcome for a in found] == [Outcome.REACHED] * 600
+        assert [a.outcome for a in found] == [ProbeResult.REACHED] * 600
 
     def test_very_many_that_are_swallowed_end_in_time(self, loop: Loop) -> None:
         silent = loop.server(backlog=1000)
-        targets = [Target(number, *silent.getsockname()) for number in range(700)]
+        targets = [ProbeTarget(number, *silent.getsockname()) for number in range(700)]
         begin = time.monotonic()
         found = loop.probe(*targets, timeout=0.2)
         assert time.monotonic() - begin < 1.5
         assert len(found) == 700
-        assert {a.outcome for a in found.values()} == {Outcome.SILENT, Outcome.FAILED}
+        assert {a.outcome for a in found.values()} == {ProbeResult.SILENT, ProbeResult.FAILED}
         assert found[targets[-1]].detail == "there was no time to try it"
 
 
@@ -220,7 +220,7 @@ class TestListener:
         for stranger in strangers:
             stranger.send(b"h")
         asked = target(listener, 1)
-        assert loop.probe(asked)[asked].outcome is Outcome.REACHED
+        assert loop.probe(asked)[asked].outcome is ProbeResult.REACHED
         before = loop.turns
         end = time.monotonic() + 0.3
         while (left := end - time.monotonic()) > 0:
@@ -231,7 +231,7 @@ class TestListener:
         listener = loop.listener(1, "127.0.0.1")
         port = listener.ports["127.0.0.1"]
         with socket.create_connection(("127.0.0.1", port)) as sock:
-            asked = question(KEY, NONCE, Target(1, "127.0.0.1", port))
+            asked = question(KEY, NONCE, ProbeTarget(1, "127.0.0.1", port))
             received = b""
             sock.setblocking(False)
 
@@ -246,7 +246,7 @@ class TestListener:
                 loop.turn(0.05)
             loop.until(lambda: bool(received))
             loop.selector.unregister(sock)
-        assert judge(KEY, NONCE, Target(1, "127.0.0.1", port), received, "").outcome is Outcome.REACHED
+        assert judge(KEY, NONCE, ProbeTarget(1, "127.0.0.1", port), received, "").outcome is ProbeResult.REACHED
 
     def test_a_prober_that_is_closed_reports_nothing_more(self, loop: Loop) -> None:
         asked = target(loop.listener(1, "127.0.0.1"), 1)

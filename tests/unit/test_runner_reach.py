@@ -16,7 +16,7 @@ from hvdgloo.runner.job.environment import (
     read_env_file,
     working_directory,
 )
-from hvdgloo.runner.job.spec import Host, Reach
+from hvdgloo.runner.job.spec import HostEntry, Reach
 from hvdgloo.runner.processes.bootstrap import agent_argv
 from hvdgloo.runner.protocol.frames import Lacking, Require
 from hvdgloo.runner.transport.failures import Cause, Ending, Retry, preflight_failure
@@ -26,9 +26,9 @@ AGENT = agent_argv("/opt/py")
 
 
 class TestTemplates:
-    def filled(self, template: str, host: Host | None = None, port: int | None = None) -> tuple[str, ...]:
+    def filled(self, template: str, host: HostEntry | None = None, port: int | None = None) -> tuple[str, ...]:
         reach = Reach(python="/opt/py", ssh_port=port, agent_command=parse_template(template))
-        return fill_in(reach.agent_command, host or Host("w0", 1), reach)
+        return fill_in(reach.agent_command, host or HostEntry("w0", 1), reach)
 
     def test_the_agent_s_command_line_comes_last(self) -> None:
         assert self.filled("kubectl exec -i {host} --") == ("kubectl", "exec", "-i", "w0", "--", *AGENT)
@@ -45,7 +45,7 @@ class TestTemplates:
         assert self.filled("a 'b c' d\\ e \"f\"")[:4] == ("a", "b c", "d e", "f")
 
     def test_fields(self) -> None:
-        ann = Host("w0", 1, "ann")
+        ann = HostEntry("w0", 1, "ann")
         assert self.filled("x {user} {host} {destination} {port}", ann, 22)[1:5] == ("ann", "w0", "ann@w0", "22")
         assert self.filled("x {destination}")[1] == "w0"
         assert self.filled("x '{{host}}'")[1] == "{host}"

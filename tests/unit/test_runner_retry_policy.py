@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdgloo.errors import UnusableHostsError
-from hvdgloo.runner.job.spec import Host, Reach
+from hvdgloo.runner.job.spec import HostEntry, Reach
 from hvdgloo.runner.protocol.frames import Hello
 from hvdgloo.runner.supervise.retry_policy import AT_ONCE, ATTEMPTS, SETTLE, Gathering, check_machines
 from hvdgloo.runner.transport.failures import Cause, Diagnosis, Retry
@@ -20,8 +20,8 @@ LATE = Diagnosis(Cause.NOT_THERE, "there is no pod", Retry.UNTIL_THE_DEADLINE)
 REFUSED = Diagnosis(Cause.REFUSED, "it refuses the connection")
 
 
-def hosts(number: int) -> list[Host]:
-    return [Host(f"h{index}", 1) for index in range(number)]
+def hosts(number: int) -> list[HostEntry]:
+    return [HostEntry(f"h{index}", 1) for index in range(number)]
 
 
 def test_all_are_started_at_once_and_it_is_over_when_all_are_ready() -> None:
@@ -150,7 +150,7 @@ def test_it_always_comes_to_an_end(fates: list[str], chance: random.Random) -> N
     many = hosts(len(fates))
     gathering = Gathering(many, 0.0, random.Random(0))
     fate = dict(zip(many, fates, strict=True))
-    under_way: set[Host] = set()
+    under_way: set[HostEntry] = set()
     now = 0.0
     while not gathering.over(now) and now < 300:
         under_way.update(gathering.due(now))
@@ -180,8 +180,10 @@ class TestOneMachineUnderTwoNames:
     def test_is_refused_with_both_names(self) -> None:
         with pytest.raises(UnusableHostsError, match=r"b: it is the same machine as a .node1.cluster.; give it once"):
             check_machines(
-                [Host("a"), Host("b"), Host("c")], [self.hello("1"), self.hello("1"), self.hello("2")], Reach()
+                [HostEntry("a"), HostEntry("b"), HostEntry("c")],
+                [self.hello("1"), self.hello("1"), self.hello("2")],
+                Reach(),
             )
 
     def test_is_a_template_s_own_business(self) -> None:
-        check_machines([Host("a"), Host("b")], [self.hello("1")] * 2, Reach(agent_command=("env",)))
+        check_machines([HostEntry("a"), HostEntry("b")], [self.hello("1")] * 2, Reach(agent_command=("env",)))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hvdgloo.errors import ConfigError
 from hvdgloo.runner.job.host_sources import take_inventory
 from hvdgloo.runner.job.slurm import expand, find_allocation
-from hvdgloo.runner.job.spec import Host, Reach
+from hvdgloo.runner.job.spec import HostEntry, Reach
 from hvdgloo.runner.transport import srun
 from hvdgloo.runner.transport.failures import Cause, Ending, Retry
 from hvdgloo.runner.transport.select import choose_spawner
@@ -129,7 +129,7 @@ class TestAllocation:
 class TestWhatIsMadeOfIt:
     def test_pain_18_inside_an_allocation_hosts_come_from_slurm_and_srun_leads_there(self) -> None:
         found = take_inventory({**JOB, "SLURM_NTASKS_PER_NODE": "2"})
-        assert found.hosts == (Host("n1", 2), Host("n2", 2))
+        assert found.hosts == (HostEntry("n1", 2), HostEntry("n2", 2))
         assert found.notices == ("hosts of Slurm job 4711: n1:2, n2:2, slots by SLURM_NTASKS_PER_NODE",)
         spawner = choose_spawner(found.hosts, found.completed(Reach()))
         assert not spawner.is_local(found.hosts[0])
@@ -148,19 +148,19 @@ class TestWhatIsMadeOfIt:
         reach = found.completed(Reach())
         assert (reach.slurm_job, "n2" in reach.slurm_nodes, "h7" in reach.slurm_nodes) == ("4711", True, False)
         spawner = choose_spawner(found.hosts, reach)
-        assert spawner.diagnose(Host("n2"), Ending(1)).text.startswith("srun")
-        assert spawner.diagnose(Host("h7"), Ending(255)).text.startswith("ssh")
+        assert spawner.diagnose(HostEntry("n2"), Ending(1)).text.startswith("srun")
+        assert spawner.diagnose(HostEntry("h7"), Ending(255)).text.startswith("ssh")
 
     def test_who_wants_none_of_it(self) -> None:
-        assert take_inventory(JOB, np=2, slurm=False).hosts == (Host("localhost", 2),)
+        assert take_inventory(JOB, np=2, slurm=False).hosts == (HostEntry("localhost", 2),)
 
     def test_a_template_wins_over_srun(self) -> None:
         reach = take_inventory(JOB).completed(Reach(agent_command=("kubectl", "exec")))
-        assert choose_spawner([Host("n1")], reach).diagnose(Host("n1"), Ending(1)).text.startswith("kubectl")
+        assert choose_spawner([HostEntry("n1")], reach).diagnose(HostEntry("n1"), Ending(1)).text.startswith("kubectl")
 
     def test_variables_that_cannot_be_understood_do_not_keep_users_from_naming_hosts(self) -> None:
         broken = {**JOB, "SLURM_JOB_NODELIST": "n["}
-        assert take_inventory(broken, hosts="n1:1").hosts == (Host("n1", 1),)
+        assert take_inventory(broken, hosts="n1:1").hosts == (HostEntry("n1", 1),)
         with pytest.raises(ConfigError, match="name the hosts with -H"):
             take_inventory(broken)
 
@@ -172,7 +172,7 @@ class TestWhatIsMadeOfIt:
 
 class TestSrun:
     def test_one_step_for_each_node_in_this_job(self) -> None:
-        argv = srun.srun_argv(Host("n2", 4), Reach(), "4711")
+        argv = srun.srun_argv(HostEntry("n2", 4), Reach(), "4711")
         assert {"--jobid=4711", "--nodelist=n2", "--nodes=1", "--ntasks=1", "--mem=0"} <= set(argv)
         assert argv[argv.index("--chdir=/") + 1] == sys.executable
 

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from hvdgloo._platform import machine
 from hvdgloo.config import Config
 from hvdgloo.runner.job.command import thread_defaults, worker_environment
-from hvdgloo.runner.job.outcome import Failure, Outcome, blame, describe_loss, describe_status
-from hvdgloo.runner.job.spec import Host, assign
+from hvdgloo.runner.job.outcome import Failure, JobOutcome, blame, describe_loss, describe_status
+from hvdgloo.runner.job.spec import HostEntry, assign
 
 
 class TestSlots:
     def test_ranks_fill_hosts_in_order(self) -> None:
-        slots = assign([Host("a", 2), Host("b", 3), Host("c", 1)], 5)
+        slots = assign([HostEntry("a", 2), HostEntry("b", 3), HostEntry("c", 1)], 5)
         rows = [(s.rank, s.hostname, s.local_rank, s.local_size, s.cross_rank, s.cross_size) for s in slots]
         assert rows == [
             (0, "a", 0, 2, 0, 2),
@@ -30,7 +30,7 @@ class TestSlots:
     @given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.data())
     def test_places_agree_with_each_other(self, sizes: list[int], data: st.DataObject) -> None:
         np = data.draw(st.integers(1, sum(sizes)))
-        slots = assign([Host(f"h{i}", n) for i, n in enumerate(sizes)], np)
+        slots = assign([HostEntry(f"h{i}", n) for i, n in enumerate(sizes)], np)
         assert [slot.rank for slot in slots] == list(range(np))
         for slot in slots:
             local = [other for other in slots if other.host == slot.host]
@@ -42,7 +42,7 @@ class TestSlots:
 
 class TestEnvironment:
     def test_config_understands_what_a_worker_is_given(self) -> None:
-        slot = assign([Host("a", 1), Host("b", 2)], 3)[2]
+        slot = assign([HostEntry("a", 1), HostEntry("b", 2)], 3)[2]
         environ = worker_environment(
             slot,
             job_id="job",
@@ -136,20 +136,20 @@ class TestOutcome:
     def test_pain_22_the_culprit_is_named_and_not_who_merely_noticed(self, status: int, reason: str) -> None:
         noticed = "hvdgloo.errors.JobShutdownError: rank 2 (host b, pid 7) called hvd.shutdown() or exited, which ends"
         tails = {0: ["Traceback", noticed], 2: ["ValueError: culprit"]}
-        outcome = Outcome(first=Failure(0, "a", 1, "exited with status 1"), statuses={0: 1, 1: -15, 2: status})
+        outcome = JobOutcome(first=Failure(0, "a", 1, "exited with status 1"), statuses={0: 1, 1: -15, 2: status})
         found = blame(outcome, {0: "a", 1: "a", 2: "b"}, tails.__getitem__)
         assert found == Failure(2, "b", 1 if status == -15 else status, reason)
 
     def test_a_rank_that_was_stopped_is_reported_as_the_others_found_it(self) -> None:
         silence = "was lost: it has not answered for 7 s (stopped, swapping, or cut off from the network); X sets"
         noticed = f"hvdgloo.errors.PeerLostError: rank 1 (host b, pid 7) {silence}"
-        outcome = Outcome(first=Failure(0, "a", 1, "exited with status 1"), statuses={0: 1, 1: -15})
+        outcome = JobOutcome(first=Failure(0, "a", 1, "exited with status 1"), statuses={0: 1, 1: -15})
         assert blame(outcome, {0: "a", 1: "b"}, lambda rank: [] if rank else [noticed]) == Failure(1, "b", 1, silence)
 
     def test_a_rank_that_left_while_the_others_went_on_is_named(self) -> None:
         """It exited with 0, so the job's status is that of the first one that failed because of it."""
         noticed = "hvdgloo.errors.JobShutdownError: rank 1 (host b, pid 7) called hvd.shutdown() or exited, which"
-        outcome = Outcome(first=Failure(0, "a", 1, "exited with status 1"), statuses={0: 1, 1: 0})
+        outcome = JobOutcome(first=Failure(0, "a", 1, "exited with status 1"), statuses={0: 1, 1: 0})
         blamed = blame(outcome, {0: "a", 1: "b"}, lambda rank: [] if rank else [noticed])
         assert blamed is not None
         assert (blamed.rank, blamed.host, blamed.exit_code) == (1, "b", 1)
@@ -159,15 +159,15 @@ class TestOutcome:
     def test_nobody_else_is_blamed_without_a_reason(self) -> None:
         noticed = "hvdgloo.errors.PeerLostError: rank 1 (host b, pid 7) is gone"
         first = Failure(0, "a", 1, "exited with status 1")
-        assert blame(Outcome(first=first, statuses={0: 1}), {0: "a"}, lambda _: []) == first
-        both = Outcome(first=first, statuses={0: 1, 1: 1})
+        assert blame(JobOutcome(first=first, statuses={0: 1}), {0: "a"}, lambda _: []) == first
+        both = JobOutcome(first=first, statuses={0: 1, 1: 1})
         circle = {0: [noticed], 1: [noticed.replace("rank 1", "rank 0")]}
         assert blame(both, {0: "a", 1: "b"}, circle.__getitem__) is not None
         lost = Failure(None, "b", 1, "the agent on host b ended")
-        assert blame(Outcome(first=lost), {}, lambda _: []) == lost
+        assert blame(JobOutcome(first=lost), {}, lambda _: []) == lost
 
     def test_exit_codes(self) -> None:
-        assert Outcome().exit_code == 0
-        assert Outcome(first=Failure(0, "h", 3, "")).exit_code == 3
-        assert Outcome(first=Failure(0, "h", -11, "")).exit_code == 139
-        assert Outcome(interrupted=2).exit_code == 130
+        assert JobOutcome().exit_code == 0
+        assert JobOutcome(first=Failure(0, "h", 3, "")).exit_code == 3
+        assert JobOutcome(first=Failure(0, "h", -11, "")).exit_code == 139
+        assert JobOutcome(interrupted=2).exit_code == 130

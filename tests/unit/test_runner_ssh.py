@@ -12,13 +12,13 @@ import sys
 
 import pytest
 
-from hvdgloo.runner.job.spec import Host, Reach
+from hvdgloo.runner.job.spec import HostEntry, Reach
 from hvdgloo.runner.processes.bootstrap import agent_argv
 from hvdgloo.runner.transport.failures import Cause, Ending, Retry
 from hvdgloo.runner.transport.ssh import diagnose, ssh_argv
 from hvdgloo.version import __version__
 
-HOST = Host("h2", 2)
+HOST = HostEntry("h2", 2)
 PYTHON = "/opt/env/bin/python"
 REACH = Reach(python=PYTHON, connect_timeout=7)
 
@@ -170,7 +170,7 @@ def test_ssh_s_words_count_only_if_ssh_itself_failed() -> None:
 
 def test_the_mend_can_be_typed() -> None:
     reach = Reach(ssh_port=2222, ssh_identity_file="my key", ssh_args=("-J", "gate"))
-    user = Host("h2", 1, "ann")
+    user = HostEntry("h2", 1, "ann")
     unknown = diagnose(user, ending("Host key verification failed."), reach)
     assert "(ssh -J gate -p 2222 -i 'my key' ann@h2)" in unknown.text
     changed = diagnose(user, ending(CHANGED), reach)
@@ -188,7 +188,7 @@ def test_the_mend_can_be_typed() -> None:
 class TestTheCommandLine:
     def test_the_user_s_own_options_come_first_for_ssh_takes_the_first(self) -> None:
         reach = Reach(ssh_port=2222, ssh_identity_file="key", ssh_args=("-o", "BatchMode=no"), connect_timeout=0.2)
-        argv = list(ssh_argv(Host("h2", 1, "ann"), reach))
+        argv = list(ssh_argv(HostEntry("h2", 1, "ann"), reach))
         assert argv[:7] == ["ssh", "-o", "BatchMode=no", "-p", "2222", "-i", "key"]
         assert argv.index("BatchMode=no") < argv.index("BatchMode=yes")
         assert "ConnectTimeout=1" in argv

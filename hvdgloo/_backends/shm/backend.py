@@ -18,8 +18,8 @@ from hvdgloo._backends.base import Done, RendezvousStore, Work
 from hvdgloo._backends.shm import system
 from hvdgloo._backends.shm.arena import Arena, arena_bytes
 from hvdgloo._backends.shm.direct import CHUNK, MOST_RANKS, Direct
+from hvdgloo._backends.shm.exchange import SegmentExchange
 from hvdgloo._backends.shm.fold import Folder, Reduction, scale
-from hvdgloo._backends.shm.meeting import Meeting
 from hvdgloo._backends.shm.resident import RESIDENT_FROM, Resident
 from hvdgloo._backends.shm.rounds import Course, Rounds, Steps, Wait
 from hvdgloo._backends.shm.segment import PAGE, smallest
@@ -105,7 +105,7 @@ class ShmBackend:
         cancelled: Callable[[], bool] | None = None,
     ) -> None:
         self._rank = rank
-        met = Meeting(
+        met = SegmentExchange(
             store,
             prefix,
             rank,

@@ -26,7 +26,7 @@ from hvdgloo.tensorflow.data._config import TfDataServiceConfig
 logger = logging.getLogger(__name__)
 
 
-class Reader:
+class ServiceReader:
     """What this process has to do with one service; ``of`` gives the only one."""
 
     def __init__(self, config: TfDataServiceConfig) -> None:
@@ -129,12 +129,12 @@ def start_dispatcher(port: int = 0) -> tuple[Any, int]:
     return dispatcher, int(dispatcher.target.rpartition(":")[2])
 
 
-_readers: dict[TfDataServiceConfig, Reader] = {}
+_readers: dict[TfDataServiceConfig, ServiceReader] = {}
 
 
-def of(config: TfDataServiceConfig) -> Reader:
+def of(config: TfDataServiceConfig) -> ServiceReader:
     """This process's Reader of a service."""
     if config not in _readers:
-        _readers[config] = Reader(config)
+        _readers[config] = ServiceReader(config)
         atexit.register(_readers[config].close)
     return _readers[config]

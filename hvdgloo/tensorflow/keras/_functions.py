@@ -10,7 +10,7 @@ import tensorflow as tf
 from hvdgloo._collectives.compression import Compressor, NoneCompressor
 from hvdgloo.keras import _functions as functions
 from hvdgloo.keras import _legacy as legacy
-from hvdgloo.keras._distributed import Options
+from hvdgloo.keras._distributed import KerasOptions
 
 __all__ = ["load_model"]
 
@@ -31,4 +31,4 @@ def load_model(
     if not tf.keras.Model.__module__.startswith("tf_keras."):
         return functions.load_model(filepath, custom_optimizers, custom_objects, compression, legacy_opts)
     names = functions.names_in_file(custom_optimizers, custom_objects)
-    return legacy.load_model(filepath, names, Options(compression=compression))
+    return legacy.load_model(filepath, names, KerasOptions(compression=compression))

@@ -61,7 +61,7 @@ class Met:
         self.direct_from = direct_from
 
 
-class Meeting:
+class SegmentExchange:
     """One rank's part in it.
 
     Args:

@@ -9,7 +9,7 @@ from hvdgloo._engine.messages import Request
 from hvdgloo.types import Buffer, TensorSpec
 
 
-class Operation:
+class Submission:
     """A submitted Request with this rank's memory for it."""
 
     __slots__ = (

@@ -17,7 +17,7 @@ REDUCE_OPS = frozenset(ReduceOp)
 
 
 @dataclass(frozen=True)
-class Operation:
+class CollectiveSpec:
     """A collective and its parameters, without tensors and names. The fields are ``Request``'s."""
 
     collective: Collective
@@ -58,7 +58,7 @@ def resolve_op(average: bool | None, op: int | None) -> ReduceOp:
 
 def reduction(
     average: bool | None, op: int | None, prescale: float, postscale: float, process_set: ProcessSet
-) -> Operation:
+) -> CollectiveSpec:
     """An allreduce, from the arguments that users give.
 
     Raises:
@@ -67,20 +67,22 @@ def reduction(
     if average is None and type(op) in _PLAIN and type(prescale) is float and type(postscale) is float:
         return _plain_reduction(op, prescale, postscale, process_set_id(process_set))
     factors = _factors(prescale, postscale)
-    return Operation(Collective.ALLREDUCE, resolve_op(average, op), *factors, process_set=process_set_id(process_set))
+    return CollectiveSpec(
+        Collective.ALLREDUCE, resolve_op(average, op), *factors, process_set=process_set_id(process_set)
+    )
 
 
 @functools.lru_cache(maxsize=256)
-def _plain_reduction(op: int | None, prescale: float, postscale: float, process_set: int) -> Operation:
+def _plain_reduction(op: int | None, prescale: float, postscale: float, process_set: int) -> CollectiveSpec:
     """The same object for the same arguments, which programs repeat for every tensor."""
-    return Operation(Collective.ALLREDUCE, resolve_op(None, op), prescale, postscale, process_set=process_set)
+    return CollectiveSpec(Collective.ALLREDUCE, resolve_op(None, op), prescale, postscale, process_set=process_set)
 
 
 _PLAIN = (ReduceOp, type(None), int)
 """Types of ``op`` that hash as what they are."""
 
 
-def scattering(op: int, prescale: float, postscale: float, process_set: ProcessSet) -> Operation:
+def scattering(op: int, prescale: float, postscale: float, process_set: ProcessSet) -> CollectiveSpec:
     """A reducescatter, from the arguments that users give.
 
     Raises:
@@ -89,7 +91,7 @@ def scattering(op: int, prescale: float, postscale: float, process_set: ProcessS
     if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
         raise InvalidArgumentError(f"op of a reducescatter must be Average or Sum, not {op!r}")
     factors = _factors(prescale, postscale)
-    return Operation(Collective.REDUCESCATTER, ReduceOp(op), *factors, process_set=process_set_id(process_set))
+    return CollectiveSpec(Collective.REDUCESCATTER, ReduceOp(op), *factors, process_set=process_set_id(process_set))
 
 
 def _factors(prescale: float, postscale: float) -> tuple[float, float]:
@@ -101,25 +103,25 @@ def _factors(prescale: float, postscale: float) -> tuple[float, float]:
         ) from None
 
 
-def exchanging(process_set: ProcessSet) -> Operation:
+def exchanging(process_set: ProcessSet) -> CollectiveSpec:
     """An alltoall.
 
     Raises:
         InvalidArgumentError: the process set cannot be used.
     """
-    return Operation(Collective.ALLTOALL, process_set=process_set_id(process_set))
+    return CollectiveSpec(Collective.ALLTOALL, process_set=process_set_id(process_set))
 
 
-def gathering(process_set: ProcessSet) -> Operation:
+def gathering(process_set: ProcessSet) -> CollectiveSpec:
     """An allgather.
 
     Raises:
         InvalidArgumentError: the process set cannot be used.
     """
-    return Operation(Collective.ALLGATHER, process_set=process_set_id(process_set))
+    return CollectiveSpec(Collective.ALLGATHER, process_set=process_set_id(process_set))
 
 
-def broadcasting(root_rank: int, process_set: ProcessSet) -> Operation:
+def broadcasting(root_rank: int, process_set: ProcessSet) -> CollectiveSpec:
     """A broadcast from a global rank.
 
     Raises:
@@ -127,4 +129,4 @@ def broadcasting(root_rank: int, process_set: ProcessSet) -> Operation:
     """
     if not isinstance(root_rank, (int, np.integer)) or isinstance(root_rank, bool):
         raise InvalidArgumentError(f"root_rank is a global rank, a whole number from 0, not {root_rank!r}")
-    return Operation(Collective.BROADCAST, root=int(root_rank), process_set=process_set_id(process_set))
+    return CollectiveSpec(Collective.BROADCAST, root=int(root_rank), process_set=process_set_id(process_set))

@@ -10,7 +10,7 @@ import signal
 from collections.abc import Callable
 from typing import Protocol
 
-from hvdgloo.runner.job.outcome import Outcome
+from hvdgloo.runner.job.outcome import JobOutcome
 from hvdgloo.runner.protocol.frames import Frame, Signal, Suspend
 
 _FLUSH_TIME = 1.0  # seconds that telling the agents of Ctrl-Z may take
@@ -19,7 +19,7 @@ _FLUSH_TIME = 1.0  # seconds that telling the agents of Ctrl-Z may take
 class Job(Protocol):
     """The supervisor, as signals need it."""
 
-    outcome: Outcome
+    outcome: JobOutcome
 
     @property
     def running(self) -> bool:
@@ -38,7 +38,7 @@ class Job(Protocol):
         """End everything now."""
 
 
-class Signals:
+class SignalHandling:
     """Acts on signals, in the loop: handlers only leave a note.
 
     Args:
