@@ -97,11 +97,11 @@ class Backend(Protocol):
         ...
 
     def close(self) -> None:
-        """Release everything. Nothing is under way any more."""
+        """Release everything. Nothing is under way when this is called."""
         ...
 
     def abandon(self) -> None:
-        """Instead of ``close``, after ``abort``: something never ended, so nothing that it may use is released."""
+        """Called instead of ``close``, after ``abort``: something never ended, so nothing that it may use is released."""
         ...
 
 
@@ -143,11 +143,11 @@ def get_all(
 
     Args:
         timeout: seconds.
-        cancelled: asked now and then whether to give up.
+        cancelled: polled to see whether to give up.
 
     Raises:
         RendezvousError: some were not set in time, or the server cannot be reached.
-        BackendError: it was cancelled.
+        BackendError: the wait was cancelled.
     """
     if cancelled is None:
         return store.get_many(keys, timeout=timeout)
@@ -174,7 +174,7 @@ def gloo_unconnected(rank: int, address: str, reason: str) -> ConnectError:
 
 
 def first_line(error: BaseException) -> str:
-    """A message of Gloo's or torch's without the place in its source and its advice."""
+    """A message of Gloo's or torch's, without its source location and its advice."""
     text = (str(error) or type(error).__name__).splitlines()[0]
     if text.startswith("[") and "] " in text:
         text = text.partition("] ")[2]
@@ -182,10 +182,10 @@ def first_line(error: BaseException) -> str:
 
 
 class Memory(Protocol):
-    """Where a backend's buffers must be, and how tensors that are elsewhere come there and back.
+    """Where a backend's buffers must be, and how tensors that are elsewhere get there and back.
 
     Attributes:
-        in_order: True if copies here and the backend's operations happen one after another by themselves, as on a CUDA
+        in_order: True if copies here and the backend's operations are ordered among themselves, as on a CUDA
             stream: a result may be unpacked before its operation has completed, and ``mark`` tells when it is there.
     """
 
@@ -213,7 +213,7 @@ class Memory(Protocol):
         ...
 
     def mark(self) -> Work:
-        """What completes when all that was handed over before has happened."""
+        """A Work that completes when everything handed over before it has happened."""
         ...
 
 
@@ -227,7 +227,7 @@ class Plane:
 
 @runtime_checkable
 class Scattered(Protocol):
-    """What a Backend may do besides: reduce tensors where they lie, without their being packed together."""
+    """What a Backend may offer in addition: reducing tensors where they lie, without packing them together."""
 
     def allreduce_several(
         self,
@@ -250,12 +250,12 @@ class Scattered(Protocol):
 
 @runtime_checkable
 class Sharing(Protocol):
-    """What a Backend may do besides: give out memory that the peers can see, so that tensors need not get there."""
+    """What a Backend may offer in addition: memory that the peers can see, so that tensors need not be copied there."""
 
     def allocate(self, nbytes: int) -> Any | None:
-        """Memory, uninitialised, as an object with a buffer; None if there is none. Callable from any thread.
+        """Uninitialised memory as an object with a buffer; None if there is none left. Callable from any thread.
 
-        It is there as long as the object is held, also when the backend has been closed.
+        It exists as long as the object is held, even after the backend has been closed.
         """
         ...
 

@@ -1,10 +1,10 @@
-"""How CUDA tensors travel: over NCCL if every member of a process set has a GPU of its own, else by host memory.
+"""How CUDA tensors travel: over NCCL if every member of a process set has a GPU of its own, else through host memory.
 
 Through host memory means: fused on the GPU, copied to page-locked memory, exchanged by whatever carries CPU tensors,
 and copied back. What happens is decided by all members alike, when they first have CUDA tensors to exchange.
 
-All of it runs on the data thread, on a CUDA stream of its own: the tensors' producers are waited for by that stream
-(``TensorAdapter.fence``), never by the thread that submitted them.
+All of it runs on the data thread, on a CUDA stream of its own. That stream waits for the tensors' producers
+(``TensorAdapter.fence``); the thread that submitted them never does.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Gpu:
     """What a rank tells the others about the GPU that it uses.
 
     Attributes:
-        identity: the same for the same GPU only; empty without one.
+        identity: equal only for the same GPU; empty if there is none.
         nccl: the version code of NCCL; 0 without it.
     """
 
@@ -55,7 +55,7 @@ class Gpu:
 
 
 def obstacle(gpus: Sequence[Gpu], ranks: Sequence[int]) -> str:
-    """What keeps these ranks from using NCCL among them, as a clause; empty if nothing does."""
+    """Why these ranks cannot use NCCL with each other, as a clause; empty if they can."""
     seen: dict[str, int] = {}
     for gpu, rank in zip(gpus, ranks, strict=True):
         if not gpu.identity:
@@ -89,9 +89,9 @@ def open_planes(
         example: one of this rank's tensors, perhaps a stand-in of a rank that has joined.
         store, prefix: see ``NcclBackend``.
         ranks: the members' global ranks; this process is ``ranks[rank]``.
-        local_rank: its number on its host, which tells its GPU if ``example`` does not.
+        local_rank: its number on its host, which determines its GPU if ``example`` does not.
         operations: "auto", "nccl" or "gloo", the same on all ranks.
-        timeout: seconds that the members wait for each other.
+        timeout: how many seconds the members wait for each other.
 
     Raises:
         BackendError: NCCL was asked for and cannot be used.
@@ -147,10 +147,10 @@ def _exchange(host: Backend, own: Gpu, rank: int, size: int, timeout: float) -> 
 
 
 class DeviceMemory:
-    """A GPU's memory, all work on which is ordered on the current stream.
+    """A GPU's memory. All work on it is ordered on the current stream.
 
     Args:
-        device: the GPU. (A CPU will do as well, which is how this is tested without one.)
+        device: the GPU. (A CPU works as well, which is how this is tested without a GPU.)
     """
 
     in_order = True

@@ -33,7 +33,7 @@ from hvdgloo.errors import BackendError, RendezvousError
 from hvdgloo.types import Buffer, ReduceOp
 
 _TURN = 0.5
-"""Seconds after which a wait that may be cancelled looks whether it was."""
+"""How often, in seconds, a wait that may be cancelled checks whether it was."""
 
 AT_ONCE_FROM, AT_ONCE_BYTES, AT_ONCE_RANKS = 64, 1 << 19, 16
 """Bytes of a tensor, bytes of all ranks' together, and number of ranks between which all send everything to all. On 2
@@ -81,7 +81,7 @@ class GlooStore(dist.Store):  # type: ignore[name-defined,misc] # absent from to
         """Wait until every rank has published its address.
 
         Raises:
-            RendezvousError: some did not in time, or the server cannot be reached.
+            RendezvousError: some did not do so in time, or the server cannot be reached.
             BackendError: it was cancelled.
         """
         names = [f"{self._base}/{rank}" for rank in range(self._size)]
@@ -90,7 +90,7 @@ class GlooStore(dist.Store):  # type: ignore[name-defined,misc] # absent from to
 
 
 class _GlooWork:
-    """A torch Work with what must happen after it."""
+    """A torch Work, and what must happen after it."""
 
     def __init__(self, what: str, work: Any, keep: object, finish: Callable[[], object] | None = None) -> None:
         self._what = what
@@ -128,11 +128,11 @@ class GlooBackend(ProcessGroupBackend):
         rank, size: within the group.
         address: this host's IP address that the other ranks can reach.
         connect_timeout: seconds until all neighbours are connected.
-        cancelled: asked now and then whether to give up connecting.
+        cancelled: polled to see whether to give up connecting.
 
     Raises:
-        ConnectError: at construction, if they are not.
-        BackendError: it was cancelled.
+        ConnectError: at construction, if they cannot be connected.
+        BackendError: connecting was cancelled.
     """
 
     name = "gloo"
@@ -170,8 +170,8 @@ class GlooBackend(ProcessGroupBackend):
             raise gloo_unconnected(rank, address, first_line(error)) from error
 
     def _connect(self, timeout: float) -> None:
-        """Connect those now that will talk to each other, so that an unreachable address is an error of init()."""
-        few, many = torch.zeros(1), torch.zeros(1 << 16)  # which go different ways
+        """Connect now all who will talk to each other, so that an unreachable address is an error in init()."""
+        few, many = torch.zeros(1), torch.zeros(1 << 16)  # which take different algorithms
         ways: list[Callable[[], Any]] = [
             lambda: self._group.allreduce([few]),
             lambda: self._group.allreduce([many]),
@@ -238,7 +238,7 @@ class GlooBackend(ProcessGroupBackend):
         self._group = None
 
     def abandon(self) -> None:
-        # The destructor would wait for an operation that never ends, be it at the interpreter's exit.
+        # The destructor would wait for an operation that never ends, even if only at the interpreter's exit.
         if self._group is not None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._store))
@@ -246,16 +246,16 @@ class GlooBackend(ProcessGroupBackend):
     def after_fork_in_child(self) -> None:
         """Let go of the connections in a forked child, whose copies would hide this rank's death from its peers.
 
-        The group itself is kept for ever: its threads do not exist here, and its destructor would wait for them.
+        The group itself is kept forever: its threads do not exist here, and its destructor would wait for them.
         """
         if self._group is not None:
             self.abandon()
             bury(self._sockets(connected=False))
 
     def _find_listeners(self) -> frozenset[tuple[str, int]]:
-        """Every rank's listening address, out of what Gloo published.
+        """Every rank's listening address, taken from what Gloo published.
 
-        The layout of those bytes is Gloo's own affair, so the place of the address in them is found by looking for
+        The layout of those bytes is private to Gloo, so the position of the address in them is found by looking for
         that of this rank's own listener.
         """
         published = self._store.published
@@ -317,7 +317,7 @@ def _open_descriptors() -> list[int]:
 
 
 def _ends(descriptor: int) -> tuple[tuple[str, int] | None, tuple[str, int] | None]:
-    """Local and remote address of an IP socket; None for what it is not or has not."""
+    """Local and remote address of an IP socket; None where the descriptor is no such socket or has no such address."""
     local = _name(_libc.getsockname, descriptor)
     return local, local and _name(_libc.getpeername, descriptor)
 

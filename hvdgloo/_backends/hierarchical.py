@@ -8,11 +8,11 @@ into which it receives. Tensors go in chunks, so that one chunk is reduced in me
 (Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005, has the costs of
 the flat algorithms.)
 
-The other collectives go likewise. Where each rank has a block, the blocks of one host's ranks are a region, which
-crosses each wire once, whatever its ranks: sizes and numbers of ranks may differ from host to host.
+The other collectives work the same way. Where each rank has a block, the blocks of one host's ranks are a region, which
+crosses each wire once; block sizes and numbers of ranks may differ from host to host.
 
-This backend is made of others: one among the ranks of this host, one across hosts among the owners of one slice, and a
-flat one among all for what is too small to be worth three steps.
+This backend is composed of others: one among the ranks of this host, one across hosts among the owners of one slice,
+and a flat one among all for what is too small to be worth three steps.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ logger = logging.getLogger(__name__)
 Steps: TypeAlias = Iterator[Work]
 
 CHUNK = 20 << 20
-"""Bytes that are reduced in memory while others are on the wire, about. Measured with 64 MiB on 4 hosts with 2 ranks
-each, all on 2 cores. Where these are the limit, 1 chunk takes 0.70 of flat Gloo's time, 2 or 3 take 0.70 to 0.75, 4
-take 0.77, and 16 take 1.1. Where a slow wire is the limit, 3 or more take 0.88, 2 take 0.89, and 1 takes 0.90."""
+"""Approximate number of bytes that are reduced in memory while others are on the wire. Measured with 64 MiB on 4 hosts
+with 2 ranks each, all on 2 cores. Where these are the limit, 1 chunk takes 0.70 of flat Gloo's time, 2 or 3 take 0.70
+to 0.75, 4 take 0.77, and 16 take 1.1. Where a slow wire is the limit, 3 or more take 0.88, 2 take 0.89, and 1 takes
+0.90."""
 
 CROSSING = 3
 """Chunks that are on the wire at once."""
@@ -84,8 +85,8 @@ class Layout:
 
 
 def layout_of(hosts: Sequence[int], rank: int) -> Layout | None:
-    """The layout of ranks whose hosts are given, or None if this backend is no use: the ranks are all on one host, one
-    on each, or not numbered host by host.
+    """The layout of ranks whose hosts are given, or None where this backend is of no use: the ranks are all on one
+    host, one on each, or not numbered host by host.
     """
     order = list(dict.fromkeys(hosts))
     sizes = tuple(hosts.count(host) for host in order)
@@ -97,10 +98,10 @@ def layout_of(hosts: Sequence[int], rank: int) -> Layout | None:
 
 @dataclass(frozen=True)
 class Thresholds:
-    """Bytes of a tensor, of all ranks' together where each has its own, from which the hierarchy pays.
+    """From how many bytes on the hierarchy pays: of a tensor, or of all ranks' together where each has its own.
 
     Attributes:
-        allreduce: for that.
+        allreduce: for allreduce.
         others: for broadcast, allgather and reducescatter, which take few steps without it.
     """
 
@@ -118,7 +119,7 @@ class HierarchicalBackend:
         cross: among the ranks with this one's number on their hosts; None if it has no slice.
         flat: among all.
         thresholds: bytes of a tensor from which the hierarchy is used.
-        chunk: bytes that are reduced in memory while others are on the wire, about.
+        chunk: approximate number of bytes that are reduced in memory while others are on the wire.
     """
 
     name = "hierarchical"
@@ -190,8 +191,8 @@ class HierarchicalBackend:
             if forget is not None:
                 forget()
 
-    # Each operation is a generator of its steps' Works. They are done one after another: ranks begin and wait at
-    # different moments, and the steps of two operations must not come in another order on another rank.
+    # Each operation is a generator of its steps' Works. Operations run one after another: ranks begin and wait at
+    # different moments, and the steps of two operations must not be ordered differently on another rank.
 
     def _begin(self, steps: Steps) -> Work:
         operation = _Operation(self._line, steps)
@@ -206,7 +207,7 @@ class HierarchicalBackend:
         return self._begin(_once(call))
 
     def _overlapped(self, passages: Iterable[Passage]) -> Steps:
-        """Take chunks across, so that what is done in memory for one is done while others are on the wire."""
+        """Take chunks across, so that the work in memory for one overlaps with others on the wire."""
         crossing, waiting = self._line.crossing, deque[Passage]()
 
         def arrive() -> Steps:
@@ -347,7 +348,7 @@ class HierarchicalBackend:
         return Passage(before, across, after)
 
     def _room(self, use: str, turn: int, like: Buffer, nbytes: int) -> Buffer:
-        """Memory that is used again when this chunk has arrived: the system takes its time to give new one."""
+        """Memory that is reused once this chunk has arrived, since fresh memory from the system is slow."""
         key = use, turn % CROSSING
         room = self._rooms.get(key)
         if room is None or room.nbytes < nbytes:
@@ -379,7 +380,7 @@ class HierarchicalBackend:
         return self._cut(buffer, self._count(buffer.nbytes))
 
     def _count(self, nbytes: int) -> int:
-        """How many chunks so many bytes are."""
+        """How many chunks a number of bytes makes."""
         return max(1, round(nbytes / self._chunk))
 
     @staticmethod
@@ -402,7 +403,7 @@ class HierarchicalBackend:
 
 @dataclass(frozen=True)
 class Passage:
-    """A chunk's way: in this host, on the wire, and in this host again."""
+    """A chunk's path: in this host, on the wire, and in this host again."""
 
     before: Callable[[], Steps]
     across: Callable[[], Work]
@@ -455,7 +456,7 @@ class _Operation:
         return True
 
     def _fail(self, failure: Exception, deadline: float) -> bool:
-        """Raise the failure when nothing is on the wire any more; until then its memory is not at rest."""
+        """Raise the failure once nothing is on the wire any more; until then its memory may still be written."""
         while self._line.crossing:
             try:
                 if not self._line.crossing[0].completes_within(max(0.0, deadline - time.monotonic())):

@@ -1,7 +1,7 @@
 """Arithmetic on flat CPU memory, in numpy: what a backend that only moves bytes needs in order to reduce and scale.
 
 numpy has no bfloat16. Its 16 bits are the upper half of a float32 (IEEE 754 binary32), so it is widened to one by a
-shift, and narrowed with rounding to nearest, ties to even, as hardware does.
+shift, and narrowed by rounding to nearest, ties to even, as hardware does.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def is_half(dtype: DType) -> bool:
 def to_ordered(values: Array, op: ReduceOp) -> Array:
     """Integers in the order of float32 or float64 values, for a MIN or MAX of integers; there NaN wins, as it must.
 
-    Bits of floats are sign and magnitude; those of negative numbers are turned round into the two's complement's order.
+    The bits of a float are sign and magnitude; those of negative numbers are reversed into the order of two's
+    complement.
     """
     bits = values.view(f"i{values.itemsize}")
     extreme = np.iinfo(bits.dtype).min if op is ReduceOp.MIN else np.iinfo(bits.dtype).max  # both mean NaN

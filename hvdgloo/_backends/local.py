@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: the reference backend, and that of a job of a single process.
+"""Ranks as threads of one process: the reference backend, and the one that a job of a single process uses.
 
 Ranks meet at a barrier, read each other's memory, and meet again before anybody's memory is given back.
 """
@@ -25,7 +25,7 @@ class LocalGroup:
 
     Args:
         size: number of ranks.
-        timeout: seconds that ranks wait for each other within one operation.
+        timeout: how many seconds ranks wait for each other within one operation.
     """
 
     def __init__(self, size: int, timeout: float = 30.0) -> None:
@@ -134,7 +134,7 @@ class LocalBackend:
 
 
 def _block(buffer: Buffer, sizes: Sequence[int], rank: int) -> npt.NDArray[np.uint8]:
-    """The bytes of a buffer that are for ``rank``, where ``sizes`` are for each."""
+    """The bytes of a buffer that are for ``rank``, given each rank's size in ``sizes``."""
     begin = sum(sizes[:rank])
     return buffer.array().view(np.uint8)[begin : begin + sizes[rank]]
 

@@ -20,7 +20,7 @@ class HostMemory:
         return buffer.device == "cpu"
 
     def empty(self, nbytes: int) -> Buffer:
-        # The system backs with memory only what is really used of it.
+        # The system provides real memory only for the part that is used.
         return Buffer.of_array(np.empty(nbytes, np.uint8))
 
     def pack(self, target: Buffer, sources: Sequence[Buffer]) -> None:

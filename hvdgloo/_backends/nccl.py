@@ -47,7 +47,7 @@ def platform() -> str:
 
 
 def version() -> int:
-    """The version code of the NCCL that torch brings: 22105 for 2.21.5; 0 if it brings none."""
+    """The version code of the NCCL that comes with torch: 22105 for 2.21.5; 0 if there is none."""
     if not (dist.is_available() and dist.is_nccl_available()):
         return 0
     major, minor, patch = torch.cuda.nccl.version()[:3]  # type: ignore[no-untyped-call]
@@ -81,7 +81,7 @@ class NcclStore(dist.Store):  # type: ignore[name-defined,misc] # absent from to
 
 
 class Passed:
-    """What completes when a GPU has done all that was given to its current stream before."""
+    """A Work that completes when a GPU has done everything given to its current stream so far."""
 
     def __init__(self, device: torch.device, is_aborted: Callable[[], bool] = lambda: False) -> None:
         self._event = torch.cuda.current_stream(device).record_event()
@@ -141,7 +141,7 @@ class NcclBackend(ProcessGroupBackend):
             options._timeout = _LONGEST_OPERATION  # the engine's deadlines rule
             with _settings(_OURS):
                 self._group = dist.ProcessGroupNCCL(self._store, rank, size, options)
-            # Connect now, so that what cannot be reached is an error of this moment.
+            # Connect now, so that an unreachable peer is an error here and not in some later step.
             first = torch.zeros(1, device=device)
             if not self._work("connect", self._group.allreduce([first]), first).completes_within(connect_timeout):
                 raise BackendError(f"not connected within {connect_timeout:g} s")
@@ -184,7 +184,7 @@ class NcclBackend(ProcessGroupBackend):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._store))
 
     def after_fork_in_child(self) -> None:
-        """CUDA does not work in a forked child: the group is kept for ever, untouched."""
+        """CUDA does not work in a forked child: the group is kept forever, untouched."""
         self.abandon()
 
 

@@ -4,11 +4,11 @@ pygloo holds the interpreter's lock during a collective, so it runs in a process
 (``pygloo_helper``), one for each group. Tensors pass through memory that the two share, piece by piece: one piece is
 copied while another is on the wire. Pieces are cut alike on all ranks, and go in the order in which operations began.
 
-The helper never sees a tensor's own memory. So ``abort`` is killing it: whatever was under way fails at once, on this
-rank and on those that wait for it, and nothing writes into a tensor any more.
+The helper never sees a tensor's own memory. So ``abort`` kills it: whatever was under way fails at once, on this rank
+and on those that wait for it, and nothing writes into a tensor any more.
 
-pygloo knows fewer types and collectives than torch's Gloo: what it lacks is made of what it has. Of its ``allgatherv``
-nothing is used, since it takes the same size from all ranks and dies of a division by zero otherwise.
+pygloo knows fewer types and collectives than torch's Gloo: what it lacks is composed of what it has. Its ``allgatherv``
+is not used, since it takes the same size from all ranks and otherwise crashes with a division by zero.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ SLOTS = 3
 """Pieces that are under way at once: one is filled, one on the wire, one emptied."""
 
 _TURN = 0.5
-"""Seconds after which a wait that may be cancelled looks whether it was."""
+"""How often, in seconds, a wait that may be cancelled checks whether it was."""
 
 _END_SECONDS = 5.0
-"""How long the helper has to end when it is told to."""
+"""Seconds that the helper has to end when it is told to."""
 
 _WIRE_TYPES = {
     DType.UINT8: Type.Uint8,
@@ -68,7 +68,7 @@ _BOOL_OPS = {ReduceOp.SUM: Op.MAX, ReduceOp.MAX: Op.MAX, ReduceOp.MIN: Op.MIN, R
 
 
 def _nothing(address: int) -> None:
-    """What is done with memory where there is nothing to do."""
+    """A ``load`` or ``store`` that has nothing to do."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Piece:
 
     Attributes:
         command: its offsets count from the slot's beginning.
-        load: called with the slot's address before.
+        load: called with the slot's address before the command.
         store: called with it afterwards.
     """
 
@@ -141,7 +141,7 @@ class Helper:
             os.posix_fallocate(self._memory, 0, nbytes)  # an error here, and not the end of a process later
             self.address = system.map_memory(self._memory, nbytes)
             descriptors = theirs.fileno(), self._memory
-            # By its path and isolated: it must not be found, nor find its modules, in the current folder or in ours.
+            # By its path and isolated: neither it nor its modules may be looked up in the current folder or in ours.
             self._process = subprocess.Popen(
                 [sys.executable, "-I", pygloo_helper.__file__, *map(str, descriptors)],
                 stdin=subprocess.PIPE,
@@ -390,7 +390,7 @@ class PyglooBackend:
         return True
 
     def _fail(self, reason: str) -> None:
-        """Remember why nothing goes on any more; what came first counts."""
+        """Remember why nothing goes on any more; the first reason counts."""
         self._failure = self._failure or reason
 
     # How operations are cut into pieces, alike on all ranks.
@@ -465,12 +465,12 @@ class PyglooBackend:
 
 
 def _path() -> list[str]:
-    """Where modules are found; of anything but text Python takes no notice either."""
+    """Where modules are found; Python ignores entries that are not text, too."""
     return [entry for entry in sys.path if isinstance(entry, str)]
 
 
 def rounds(rank: int, size: int) -> list[int]:
-    """Whom a rank meets in each round, if all are to meet each other once, in pairs.
+    """Which peer a rank meets in each round, if all are to meet each other once, in pairs.
 
     The circle of a round-robin tournament: in round r the ranks whose numbers add up to r modulo an odd number meet.
     If there are as many ranks as an even number, the last one is left out of that circle, and meets whoever would meet

@@ -4,9 +4,9 @@ pygloo holds the interpreter's lock until a collective has ended, for as long as
 no thread would go on meanwhile. The worker starts this file as a program (``backends/pygloo.py``), so that nothing is
 inherited but three descriptors:
 
-* standard input, on which nothing ever comes: its end is the worker's, and then the kernel ends this process by SIGIO,
-  also in the midst of a collective, in which no code of Python's runs. (PDEATHSIG would fire when the thread ends that
-  started this process.)
+* standard input, on which nothing ever arrives. It ends when the worker does, and then the kernel ends this process by
+  SIGIO, even in the middle of a collective, while no Python code can run. (PDEATHSIG would fire as soon as the thread
+  that started this process ends.)
 * a socket of messages: first what ``Order`` says, then a ``Command`` for each collective, each with one answer. While
   it connects, this process asks the worker for what is in the rendezvous store.
 * memory that both have mapped, where the tensors' bytes are.
@@ -127,10 +127,10 @@ class Command:
 
 
 class _Store:
-    """The rendezvous store as pygloo sees it, out of what the worker answers.
+    """The rendezvous store as pygloo sees it, made of the worker's answers.
 
-    Under ``<rank>`` is where a rank listens. ``rank_<rank>`` is its host's name, for an optimisation that there is not
-    over TCP: it is not worth any request, and so all ranks appear to be on one host.
+    ``<rank>`` says where a rank listens. ``rank_<rank>`` is its host's name, for an optimisation that does not exist
+    over TCP: it is not worth a request, so all ranks appear to be on one host.
     """
 
     def __init__(self, channel: socket.socket, rank: int, size: int) -> None:
@@ -157,7 +157,7 @@ class _Store:
 
 
 def _connect(pygloo: Any, channel: socket.socket, order: Order) -> Any:
-    """Connect with all other ranks; how long that may take is the worker's affair."""
+    """Connect with all other ranks; how long that may take is up to the worker."""
     context = pygloo.rendezvous.Context(order.rank, order.size)
     _lift_timeout(pygloo, context)
     device = pygloo.transport.tcp.CreateDevice(pygloo.transport.tcp.attr(order.address))
@@ -167,10 +167,10 @@ def _connect(pygloo: Any, channel: socket.socket, order: Order) -> Any:
 
 
 def _lift_timeout(pygloo: Any, context: Any) -> None:
-    """Let a collective take its time: when a rank is lost is the engine's to say.
+    """Remove the time limit of collectives: the engine decides when a rank is lost.
 
-    pygloo's own ``setTimeout`` cannot be called, since it lacks the conversion of its argument's type. So what it would
-    call is called: the object that a Python object of pybind11's stands for is the first thing after its header.
+    pygloo's own ``setTimeout`` cannot be called from Python, since it lacks a conversion for its argument's type. So
+    the function that it wraps is called: in a pybind11 object, the pointer to the wrapped object follows the header.
     """
     library = ctypes.PyDLL(pygloo.__file__)
     this = ctypes.c_void_p.from_address(id(context) + _OUR_ADDRESS)
@@ -203,7 +203,7 @@ def _perform(pygloo: Any, context: Any, base: int, command: Command) -> None:
 
 
 def _serve(pygloo: Any, context: Any, base: int, channel: socket.socket) -> None:
-    """Carry out commands. After one has failed, all others do: connections are broken, and ranks out of step."""
+    """Carry out commands. After one has failed, all others fail: connections are broken, and ranks out of step."""
     answer = bytes([Tell.DONE])
     while message := channel.recv(MOST_BYTES):
         if answer[0] == Tell.DONE:
@@ -219,7 +219,7 @@ def _failure(error: BaseException) -> bytes:
 
 
 def _end_with_worker() -> None:
-    """Be ended when standard input is, and by nothing that is meant for the worker: it may have something to finish."""
+    """End when standard input does, and not by signals meant for the worker, which may have something to finish."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGIO, signal.SIG_DFL)

@@ -68,13 +68,13 @@ class Planes:
         Args:
             number: of the set, never used before, the same on all ranks.
             members: ranks in ascending order.
-            cancelled: asked now and then whether to give up.
+            cancelled: polled to see whether to give up.
 
         Raises:
             ConfigError: shared memory was demanded, and cannot be had.
             ConnectError, RendezvousError: the members could not be connected.
             MissingDependencyError: Gloo is needed, and the package that carries it is not installed.
-            BackendError: it was cancelled.
+            BackendError: opening was cancelled.
         """
         prefix, place = f"{self._prefix}{number}/", members.index(self._rank)
         wanted = self._decided["cpu_operations"]
@@ -218,7 +218,7 @@ class Planes:
 
 
 def reads_in_place(setting: str) -> bool:
-    """Whether to read other ranks' tensors where they lie: it pays only where memory comes in large pages by itself."""
+    """Whether to read other ranks' tensors in place: it pays only where the system gives large pages unasked."""
     if setting != "auto":
         return setting == "1"
     try:
@@ -256,7 +256,7 @@ def how_to_have(provider: str, setting: str) -> str:
 
 
 def idle_provider(setting: str) -> str:
-    """What to say on a rank that has all its planes, and not the package that the user chose for Gloo; else empty."""
+    """What to say on a rank that has all its planes but lacks the package that the user chose for Gloo; else empty."""
     if setting == "auto" or has_package(setting):
         return ""
     return (

@@ -1,6 +1,6 @@
 """Collectives of ranks on one host, through memory: no socket carries a tensor's bytes.
 
-Two ways to a peer's data, agreed by all members when they meet (``meeting``):
+Two ways to a peer's data, agreed by all members when they meet (``exchange``):
 
 * **direct** (``direct``): a rank reads its peers' tensors where they lie, by process_vm_readv(2). One copy, no packing;
 * **segment** (``rounds``): where the kernel forbids that, and for small payloads always, ranks copy through a shared

@@ -1,6 +1,6 @@
-"""Tensors' own memory within the shared segment, so that the other ranks can read it where it is.
+"""Memory for tensors within the shared segment, so that the other ranks can read it in place.
 
-Every rank has a range of the segment for this, of which only what is asked for becomes real memory. A block has a
+Every rank has a range of the segment for this, of which only what is allocated becomes real memory. A block has a
 mapping of its own, which lives as long as anybody holds it: tensors in it outlive the job.
 """
 
@@ -34,7 +34,7 @@ class Arena:
         self._open = True
 
     def allocate(self, nbytes: int) -> Any | None:
-        """Memory, uninitialised, as an object with a buffer, for as long as it is held; None if there is none."""
+        """Uninitialised memory as an object with a buffer, for as long as it is held; None if there is none left."""
         length = -(-nbytes // PAGE) * PAGE
         with self._lock:
             while self._ended:
@@ -61,7 +61,7 @@ class Arena:
 
     def offset_of(self, address: int, nbytes: int) -> int | None:
         """Where in this rank's arena a tensor is; None if it is elsewhere."""
-        # Copied in one go, which no collection of garbage can interrupt.
+        # Copied in one operation, which garbage collection cannot interrupt.
         for begin, (offset, length) in self._blocks.copy().items():
             if begin <= address and address + nbytes <= begin + length:
                 return offset + address - begin
@@ -72,13 +72,13 @@ class Arena:
         return self._segment.in_arena(rank, offset, nbytes)
 
     def close(self) -> None:
-        """Nobody else reads these blocks any more; who holds one keeps it."""
+        """Nobody else reads these blocks any more; whoever holds one keeps it."""
         with self._lock:
             self._open = False
             self._blocks.clear()
 
     def release(self, address: int, offset: int, length: int) -> None:
-        """Nobody holds a block any more. Never waits: it may interrupt what this very thread does here."""
+        """Nobody holds a block any more. Never waits, since this may interrupt what the same thread is doing here."""
         self._blocks.pop(address, None)
         if self._lock.acquire(blocking=False):
             try:
@@ -109,7 +109,7 @@ class Arena:
 
 
 class _Block:
-    """What a block's memory is kept by."""
+    """What keeps a block's memory alive."""
 
     def __init__(self, arena: Arena, address: int, offset: int, length: int) -> None:
         self._arena, self._place = arena, (address, offset, length)

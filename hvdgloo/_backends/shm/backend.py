@@ -68,7 +68,7 @@ class ShmBackend:
         rank, size: within the set; at least two.
         secret: of the job.
         describe: names a rank of the set.
-        connect_timeout: seconds that the others have to come.
+        connect_timeout: seconds within which the others must arrive.
         limit: bytes of the segment per rank at most.
         direct_from: bytes of a tensor, on average, from which it is read in place; None to leave the peers' memory
             alone.

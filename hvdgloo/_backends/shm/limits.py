@@ -1,7 +1,7 @@
 """How much memory this process may still take.
 
-Memory beyond a control group's limit is not refused to who writes there: the kernel kills a process of the group. So
-the limit is looked at before.
+A process that writes to memory beyond its control group's limit gets no error: the kernel kills a process of the group.
+So the limit is checked first.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _MARGIN = 16 << 20
 
 
 def check_room(nbytes: int) -> None:
-    """Do nothing, if there is room for ``nbytes`` more of shared memory, as far as control groups can say.
+    """Check that there is room for ``nbytes`` more of shared memory, as far as control groups can say.
 
     Raises:
         OSError: ENOMEM, with the limit.

@@ -1,7 +1,7 @@
 """Allreduces of tensors that are in the segment already: nothing is packed, copied in, or read through the kernel.
 
-Whether it is so, each rank knows of its own tensor only. So all show where theirs is, and if one of them is elsewhere,
-all go another way, in which nobody gets far before all have seen that. A handle resolves when every rank has made its
+Each rank knows this of its own tensor only. So all show where theirs is, and if one is elsewhere, all take another
+route, in which nobody gets far before all have seen that. A handle resolves when every rank has made its
 last step, so nobody's tensor is touched by its owner while a peer still reads it.
 """
 
@@ -37,7 +37,7 @@ class Resident(InPlace):
             tensor: a single one; of no tensors where this rank's result belongs elsewhere.
         """
         own = self._arena.offset_of(tensor.addresses[0], tensor.nbytes) if tensor.count else None
-        # Not in the table, which the other way may change while a slow rank has yet to look.
+        # Not in the table, which the other route may change before a slow rank has looked.
         self._segment.set_word(PLACE, _ELSEWHERE if own is None else own)
         self._course.steps += 1
         self._signals.post(PROGRESS, self._course.steps)

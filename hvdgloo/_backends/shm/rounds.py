@@ -35,7 +35,7 @@ AT_ONCE_BYTES = 1 << 14
 
 
 class Course:
-    """How far the ranks have come, in numbers that are the same on all of them between two operations.
+    """How far the ranks have got, in numbers that are the same on all of them between two operations.
 
     Attributes:
         steps: that every rank has made.
@@ -274,7 +274,7 @@ class Rounds:
         wanted = min(self._segment.limit, 1 << (max(1, SLOTS * payload) - 1).bit_length())
         if wanted <= self._capacity or not self._may_grow:
             return
-        # All of the former rounds have ended for who makes this step: nobody reads a slot any more.
+        # Whoever makes this step has finished all earlier rounds: nobody reads a slot any more.
         self._segment.reserve(wanted)
         self._course.steps += 1
         self._signals.post(PROGRESS, self._course.steps)

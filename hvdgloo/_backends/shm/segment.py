@@ -6,8 +6,8 @@
 
 Every rank writes its own part only, and reads the others'. All of it is one memfd, as large as it may ever become, and
 mapped once: nothing is remapped while somebody uses it. Memory is taken where it is first used: a rank's room for data
-begins small and is made larger, up to a limit, by ``reserve``, which is told of a lack of memory by an error, where
-simply writing there would be the end of the process.
+begins small and is made larger, up to a limit, by ``reserve``, which gets an error where memory is short; simply
+writing there would end the process.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class Segment:
         return self.bytes[at : at + nbytes]
 
     def reserve(self, nbytes: int) -> None:
-        """Have memory for the first ``nbytes`` of this rank's room for data, and tell the others how much there is.
+        """Reserve memory for the first ``nbytes`` of this rank's room for data, and tell the others how much there is.
 
         The answer is 0 if there is no more; each call has a word of its own, so that a fast rank's next answer does not
         overwrite one that a slow rank has yet to read.
@@ -137,7 +137,7 @@ class Segment:
         self._grants += 1
 
     def back(self, at: int, nbytes: int) -> bool:
-        """Have real memory for a stretch of the memory's file; False if there is none left for it."""
+        """Reserve real memory for a stretch of the memory's file; False if there is not enough left."""
         try:
             limits.check_room(nbytes)
             os.posix_fallocate(self.descriptor, at, nbytes)
@@ -186,5 +186,5 @@ _MEMORY: npt.NDArray[np.uint8] = np.frombuffer(memoryview(_memory).cast("B"), np
 
 
 def array_at(address: int, nbytes: int) -> npt.NDArray[np.uint8]:
-    """Bytes at an address as an array; whoever asks knows that they live."""
+    """Bytes at an address as an array; the caller keeps them alive."""
     return _MEMORY[address - PAGE : address - PAGE + nbytes] if nbytes else _MEMORY[:0]

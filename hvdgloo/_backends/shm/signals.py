@@ -1,13 +1,14 @@
-"""How ranks tell each other how far they are, and wait for that.
+"""How ranks tell each other how far they have got, and wait for each other.
 
 Each rank counts two things, which only ever grow: the steps it has made (PROGRESS), and the rounds of the segment's
-slots that it has done with (RELEASED). What a rank has written before it posts a number can be read by who has seen it.
+slots that it has done with (RELEASED). What a rank has written before it posts a number can be read by anyone who has
+seen that number.
 
-On x86 the numbers stand in shared memory, and who waits sleeps on the number that it waits for (futex(2)): the kernel
-compares and goes to sleep in one step, so no wake is lost, and each number has one writer. Who is going to sleep says
-so before it looks at the number for the last time, and who has posted one looks at that after: so a post that nobody
-sleeps for, as most are, is no system call. On processors that reorder stores, a number could be seen before the data
-that it announces; there it travels through a pipe, as through any system call that passes data on.
+On x86 the numbers are in shared memory, and a waiter sleeps on the number that it waits for (futex(2)): the kernel
+compares and goes to sleep in one step, so no wake is lost, and each number has one writer. A waiter announces that it
+is going to sleep before it looks at the number for the last time, and a poster checks for that after posting: so a post
+that nobody sleeps for, like most, needs no system call. On processors that reorder stores, a number could be seen
+before the data that it announces; there it travels through a pipe, as through any system call that passes data on.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from hvdgloo.errors import BackendError
 PROGRESS, RELEASED = 0, 1
 
 _LOOK_SECONDS = 0.05
-"""How long a rank sleeps at most before it looks whether the operation was aborted: an abort that falls between its
-last look and its falling asleep wakes nobody."""
+"""How many seconds a rank sleeps at most before it checks whether the operation was aborted: an abort between its last
+look and its falling asleep wakes nobody."""
 
 
 class Signals(Protocol):
@@ -52,7 +53,7 @@ class Signals(Protocol):
         ...
 
     def check_peers(self) -> None:
-        """Nothing, if every rank still keeps the memory that it has shown.
+        """Check that every rank still keeps the memory that it has shown.
 
         Raises:
             BackendError: some rank has given up.
@@ -60,7 +61,7 @@ class Signals(Protocol):
         ...
 
     def abort(self) -> None:
-        """Give up: end every wait, here and of others for this rank. Callable from any thread, more than once."""
+        """Give up: end every wait here, and others' waits for this rank. Callable from any thread, more than once."""
         ...
 
     @property
@@ -149,7 +150,7 @@ class FutexSignals:
             self._words, self._peers = [], []
 
     def _order(self) -> None:
-        """Have what was written before be seen by others before anything is read after. x86 keeps all other orders by
+        """Make earlier writes visible to others before any later read. x86 keeps all other orders by
         itself; taking a lock is one of the instructions that keep this one, too (Intel SDM vol. 3, 9.2.2)."""
         self._fence.acquire()
         self._fence.release()

@@ -1,7 +1,7 @@
 """The system calls for which Python has no functions; each is documented by the manual page of its name, section 2.
 
-What is missing on a system (another kernel, a seccomp filter) raises OSError or Unsupported when it is first used, and
-the meeting of the ranks makes shared memory unavailable out of that.
+What is missing on a system (another kernel, a seccomp filter) raises OSError or Unsupported when it is first used;
+where the ranks meet (``exchange``), that means that shared memory is unavailable.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 0x1, 0x2
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
-# What takes less time than getting the interpreter's lock back keeps it.
+# Calls that take less time than reacquiring the interpreter's lock keep it.
 _brief = ctypes.PyDLL(None, use_errno=True)
 
 
@@ -126,7 +126,7 @@ copy_memory = ctypes.memmove
 
 
 def permit_reading_by_descendants_of(pid: int) -> None:
-    """Let that process and its descendants read this one's memory where Yama's ptrace_scope is 1; 0 withdraws it."""
+    """Let that process and its descendants read this one's memory where Yama's ptrace_scope is 1; 0 withdraws that."""
     _libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(pid), 0, 0, 0)  # fails where there is no Yama, and nothing to permit
 
 
@@ -172,7 +172,7 @@ def map_memory(descriptor: int, nbytes: int, offset: int = 0) -> int:
     """The address at which the shared memory of a descriptor appears in this process, from a page's ``offset`` on.
 
     Raises:
-        Unsupported: it is smaller than that, or somebody could shrink it and so crash who reads it.
+        Unsupported: it is smaller than that, or somebody could shrink it and thereby crash whoever reads it.
         OSError: there is no room for it (ENOMEM).
     """
     if os.fstat(descriptor).st_size < offset + nbytes:
@@ -193,7 +193,7 @@ def unmap_memory(address: int, nbytes: int) -> None:
 
 
 def free_memory(descriptor: int, offset: int, nbytes: int) -> None:
-    """Give the system back what stands in a stretch of shared memory; it reads as zeros then (fallocate).
+    """Give a stretch of shared memory back to the system; it reads as zeros then (fallocate).
 
     Raises:
         OSError: the system cannot.

@@ -17,7 +17,7 @@ from hvdgloo.types import Buffer
 Array = npt.NDArray[Any]
 
 MAX_TENSORS = MAX_RUNS // 2
-"""In one stretch: each rank shows two addresses for each, and one system call takes all of them."""
+"""Tensors in one stretch: each rank shows two addresses per tensor, and one system call takes all of them."""
 
 
 class Tensors:
@@ -29,7 +29,7 @@ class Tensors:
     """
 
     def __init__(self, buffers: Sequence[Buffer]) -> None:
-        # Not the buffers themselves, which keep alive what they are of.
+        # Not the buffers themselves, which would keep their owners alive.
         self._dtype = buffers[0].dtype.numpy_dtype if buffers else np.dtype(np.uint8)
         self.addresses = [buffer.address for buffer in buffers]
         self.count = len(buffers)
