@@ -34,7 +34,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.support.hosts import Bed, Host, available
-from tests.support.hosts_job import STUBBORN, HostsJob, inner_pid, leftovers
+from tests.support.hosts_job import STUBBORN, HostsJob, inner_pid, leftovers, occupied
 
 LIMIT, SILENCE_LIMIT = 5.0, 10.0
 SLOTS = 2
@@ -284,10 +284,11 @@ def one_trial(number: int, bed: Bed, folder: Path, chance: random.Random) -> Tri
             since = time.monotonic()
             limit = SILENCE_LIMIT if accidents.silent else LIMIT
         time.sleep(0.05)
-        left = leftovers(bed)
+        left = left if occupied(bed) else leftovers(bed)
     took = time.monotonic() - since
     for host in accidents.cut:
         host.mend()
+    left = left and leftovers(bed)
     status = process.wait(20) if not left else process.poll()
     said = (job.last_words or job.error.strip().rpartition("\n")[2]).splitlines()
     return Trial(number, tuple(happened), since - started, reached, status, took, limit, left, "".join(said[:1]))

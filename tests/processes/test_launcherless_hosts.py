@@ -44,10 +44,11 @@ while not os.path.exists("enough"):
 REGISTER = """
 import os, sys
 from hvdgloo._job import join
+from hvdgloo._job.logging import configure_logging
 from hvdgloo.config import Config
 from hvdgloo.rendezvous import RendezvousClient, WorkerInfo, host_identity
 config = Config.from_env()
-context.configure_logging(config, None)
+configure_logging(config, None)
 client = RendezvousClient(
     config.rendezvous, config.secret, connect_timeout=config.connect_timeout, secret_source=config.secret_source
 )

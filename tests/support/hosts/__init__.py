@@ -197,6 +197,23 @@ class Host:
         sshd = {process.pid: process for process in self._inhabitants() if _is_sshd(process)}
         return [process for process in sshd.values() if _parent(process) in sshd]
 
+    def is_empty(self) -> bool:
+        """Whether nothing lives there but the first process and sshd, at a glance and without naming any."""
+        if not self.on:
+            return True
+        # The host's own /proc has but its own processes, where this machine's has everybody's.
+        for name in os.listdir(f"/proc/{self.init}/root/proc"):
+            if not name.isdigit() or name == "1":
+                continue
+            try:
+                status = self.path(f"/proc/{name}/stat").read_bytes()
+            except OSError:
+                continue  # it has just ended
+            command, _, rest = status.partition(b"(")[2].rpartition(b")")
+            if not command.startswith(b"sshd") and not rest.startswith(b" Z"):
+                return False
+        return True
+
     def _inhabitants(self) -> Iterator[psutil.Process]:
         if not self.on:
             return
