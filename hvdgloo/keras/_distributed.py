@@ -3,8 +3,8 @@
 The user's optimizer becomes an instance of a class that derives from its own and has the same name and module: so its
 state, its checkpoints and its configuration are the plain optimizer's, and plain Keras loads what was saved. The class
 overrides the one method through which every gradient passes just before a step, also where gradients are accumulated:
-there they are reduced, before they are clipped. How, depends on the backend: see the modules ``on_tensorflow``,
-``on_torch`` (with hooks) and ``on_jax`` beside this one.
+there they are reduced, before they are clipped. How, depends on the backend: see the modules ``_on_tensorflow``,
+``_on_torch`` (with hooks) and ``_on_jax`` beside this one.
 
 Under mixed precision a LossScaleOptimizer decides whether gradients are finite before it calls the optimizer inside.
 All ranks must decide alike, or those that step would wait for those that skip. So gradients are reduced before that one
@@ -180,7 +180,7 @@ def open_sync(options: KerasOptions) -> Sync:
         raise MissingDependencyError(
             f"hvdgloo.keras works on Keras's TensorFlow, torch and JAX backends, not on {backend}; set KERAS_BACKEND"
         )
-    made: Sync = importlib.import_module(f"hvdgloo.keras.on_{backend}").open_sync(options)
+    made: Sync = importlib.import_module(f"hvdgloo.keras._on_{backend}").open_sync(options)
     return made
 
 
@@ -271,7 +271,7 @@ def _prepare() -> None:
         scaling.stateless_apply = _reducing_stateless(scaling.stateless_apply)
     if keras.backend.backend() == "tensorflow":
         train_without_xla(keras.Model, Distributed)
-    prepare = getattr(importlib.import_module(f"hvdgloo.keras.on_{keras.backend.backend()}"), "prepare", None)
+    prepare = getattr(importlib.import_module(f"hvdgloo.keras._on_{keras.backend.backend()}"), "prepare", None)
     if prepare is not None:
         prepare()
 
