@@ -101,7 +101,7 @@ class Backend(Protocol):
         ...
 
     def abandon(self) -> None:
-        """Called instead of ``close``, after ``abort``: something never ended, so nothing that it may use is released."""
+        """Called instead of ``close`` after ``abort``: something never ended, so nothing it may use is released."""
         ...
 
 
