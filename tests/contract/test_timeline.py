@@ -20,6 +20,7 @@ from hvdgloo._job.context import Context
 from hvdgloo.errors import ConfigError, MismatchError
 from hvdgloo.numpy._adapter import NumpyAdapter
 from hvdgloo.runner.cli import trace_merge as merging
+from hvdgloo.runner.cli.main import main
 from hvdgloo.types import ReduceOp
 from tests.support.world import World
 
@@ -131,8 +132,6 @@ def test_every_rank_writes_its_own_and_merging_puts_them_on_one_clock(
         made.run(rank_body)
     files = [str(tmp_path / f"trace.{rank}.json") for rank in range(2)]
     out = tmp_path / "all.json"
-    from hvdgloo.runner.cli import main
-
     assert main(["timeline", "merge", str(out), *files]) == 0
     assert "events of 2 ranks; open it in ui.perfetto.dev" in capsys.readouterr().out
     rows = rows_of(out)

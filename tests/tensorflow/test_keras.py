@@ -35,7 +35,7 @@ Outcome = list[dict[str, Any]]
 def run_cases(backend: str, size: int, folder: Path, *cases: str) -> Outcome:
     """What became of every case, or of some, on every rank."""
     if importlib.util.find_spec(backend) is None:
-        pytest.fail(f"{backend} is not installed; these tests have an environment of their own: make test")
+        pytest.fail(f"{backend} is not installed; these tests have an environment of their own: make test-tensorflow")
     env = {"KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3"}
     with launcher_in(folder) as launcher:
         arguments = ("-np", str(size), "--grace-period", "30", "--", str(PROGRAM), "results", *cases)
