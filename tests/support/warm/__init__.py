@@ -1,0 +1,144 @@
+"""Workers that need not import anything: forks of one process that has imported numpy, torch and hvdgloo already.
+
+To import torch takes more processor time than all that most tests of collectives do. What starts here is a process of
+its own, in a session of its own, with the arguments, environment, working directory, descriptors 0 to 2 and namespaces
+that it was asked to have, and it ends as an interpreter does. What is *not* as in a fresh interpreter: everything is
+imported already, ``OMP_NUM_THREADS`` is applied by torch.set_num_threads, /proc shows the server's command line and
+environment, its parent is not who asked for it, and descriptors beyond 2 are not inherited. So nothing here is of use
+where start-up, sessions, orphans, sweeps, signals from outside or the environment itself are tested.
+
+    Process(["-c", code], env=..., stdout=file, ...)       # instead of subprocess.Popen([sys.executable, "-c", code])
+    python()                                               # a command that stands in for sys.executable
+"""
+
+from __future__ import annotations
+
+import atexit
+import marshal
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import cache
+from pathlib import Path
+
+_SERVER = Path(__file__).with_name("server.py")
+_CLIENT = Path(__file__).with_name("client.py")
+_CHECKOUT = Path(__file__).parents[3]
+_NAMESPACES = ("mnt", "uts", "ipc", "net", "pid")
+
+
+@cache
+def _folder() -> Path:
+    """The running server's folder, with its socket and the stand-in; both end with this process."""
+    folder = tempfile.TemporaryDirectory(prefix="warm")
+    path = Path(folder.name)
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("HVDGLOO_", "HOROVOD_"))}
+    server = subprocess.Popen(
+        [sys.executable, str(_SERVER), str(path / "socket")],
+        stdin=subprocess.PIPE,
+        cwd="/",
+        env={**environment, "PYTHONPATH": str(_CHECKOUT), "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+
+    def end() -> None:
+        assert server.stdin is not None
+        server.stdin.close()
+        server.wait()
+        folder.cleanup()
+
+    atexit.register(end)
+    stand_in = path / "python"
+    header = f"#!{sys.executable} -IS\nPYTHON, SOCKET = {sys.executable!r}, {str(path / 'socket')!r}\n"
+    stand_in.write_text(header + _CLIENT.read_text(encoding="utf-8"))
+    stand_in.chmod(stand_in.stat().st_mode | stat.S_IXUSR)
+    deadline = time.monotonic() + 60
+    while not (path / "socket").exists():
+        assert server.poll() is None, "the server of warm interpreters has failed; what it wrote is above"
+        assert time.monotonic() < deadline, "the server of warm interpreters did not come up within 60 s"
+        time.sleep(0.01)
+    return path
+
+
+def python() -> str:
+    """The path of a program that stands in for ``sys.executable``, on every host of a bed too.
+
+    It understands ``-u``, ``-c``, ``-m`` and a script, and passes SIGINT, SIGTERM and the like on.
+    """
+    return str(_folder() / "python")
+
+
+class Process:
+    """A program in a warm interpreter, with what ``subprocess.Popen`` has that tests use.
+
+    Args:
+        arguments: what follows ``python`` on a command line.
+        env: the whole environment.
+        stdin, stdout, stderr: descriptors; whoever opened them closes them.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        stdin: int,
+        stdout: int,
+        stderr: int,
+        cwd: Path | None = None,
+    ) -> None:
+        self.args = list(arguments)
+        self.returncode: int | None = None
+        self._connection = socket.socket(socket.AF_UNIX)
+        self._connection.settimeout(30)
+        self._connection.connect(str(_folder() / "socket"))
+        with ExitStack() as opened:
+            fds = [stdin, stdout, stderr]
+            for path in (str(cwd or "."), *(f"/proc/self/ns/{name}" for name in _NAMESPACES)):
+                fds.append(os.open(path, os.O_RDONLY))
+                opened.callback(os.close, fds[-1])
+            data = marshal.dumps({"arguments": self.args, "environ": dict(env)})
+            data = len(data).to_bytes(8, "big") + data
+            sent = socket.send_fds(self._connection, [data], fds)
+            self._connection.sendall(data[sent:])
+            self.pid = int.from_bytes(self._connection.recv(4, socket.MSG_WAITALL), "big")
+        assert self.pid, "no process came of it; what the server of warm interpreters wrote is above"
+
+    def poll(self) -> int | None:
+        """Its status, as subprocess has it, or None while it runs."""
+        try:
+            return self.wait(0)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end, at most ``timeout`` seconds.
+
+        Raises:
+            subprocess.TimeoutExpired: it has not ended in time.
+        """
+        if self.returncode is None:
+            self._connection.settimeout(timeout)
+            try:
+                code = self._connection.recv(4)
+            except (BlockingIOError, TimeoutError):
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0) from None
+            assert code, f"who stood between process {self.pid} and this one is gone"
+            self.returncode = int.from_bytes(code, "big", signed=True)
+            self._connection.close()
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to itself, and not to its group."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
