@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from hvdgloo._net import ports
 from hvdgloo.errors import ConfigError, LaunchError
 from hvdgloo.rendezvous._identity import host_identity
-from hvdgloo.runner.console.progress import Step
 from hvdgloo.runner.job.spec import LaunchSpec
 from hvdgloo.runner.network import addressing, interfaces, probe
 from hvdgloo.runner.network.addressing import Placement, Reports, Server
@@ -60,11 +59,9 @@ def discover(supervisor: Supervisor, spec: LaunchSpec, hellos: Sequence[Hello]) 
     """
     if len(hellos) == 1 or all(is_here(hello) for hello in hellos):
         return _alone(supervisor, spec, hellos)
-    for link in supervisor.links:
-        supervisor.get_on(link, Step.PROBING)
+    supervisor.probing()
     network = _Discovery(supervisor, spec, hellos).run()
-    for link, address in zip(supervisor.links, network.placement.addresses, strict=True):
-        supervisor.get_on(link, Step.READY, f"reached at {address}")
+    supervisor.probed([f"reached at {address}" for address in network.placement.addresses])
     return network
 
 
@@ -75,8 +72,7 @@ def explore(supervisor: Supervisor, spec: LaunchSpec, hellos: Sequence[Hello]) -
         LaunchError: some host has no address that could be used, or does not report.
         JobFailedError: a signal came first.
     """
-    for link in supervisor.links:
-        supervisor.get_on(link, Step.PROBING)
+    supervisor.probing()
     return _Discovery(supervisor, spec, hellos).collect(everything=True)
 
 

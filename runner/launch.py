@@ -30,8 +30,8 @@ from hvdgloo.runner.network.interfaces import Address
 from hvdgloo.runner.protocol.frames import CHUNK, Hello, Require, Spawn
 from hvdgloo.runner.rendezvous_host import RendezvousHost, open_meeting
 from hvdgloo.runner.supervise.init_watch import InitWatch
-from hvdgloo.runner.supervise.retry_policy import check_machines
-from hvdgloo.runner.supervise.supervisor import Supervisor
+from hvdgloo.runner.supervise.startup import check_machines
+from hvdgloo.runner.supervise.supervisor import Supervisor, host_states
 from hvdgloo.runner.transport.base import Spawner
 from hvdgloo.runner.transport.select import choose_spawner
 
@@ -130,9 +130,9 @@ def launch(
     job_id = secrets.token_hex(16)
     raise_descriptor_limit(_DESCRIPTORS_PER_HOST * len(hosts))
     with _console(spec, stdout, stderr, quiet) as console:
-        names = [host.name for host in hosts]
-        display = StartDisplay(names, console, environ=spec.environ, verbose=spec.verbose)
-        supervisor = Supervisor(spec, spawner, hosts, job_id, _Observer(console, display, results))
+        states = host_states(hosts, spec)
+        display = StartDisplay(states, console, environ=spec.environ, verbose=spec.verbose)
+        supervisor = Supervisor(spec, spawner, states, job_id, _Observer(console, display, results))
         console.on_broken = partial(supervisor.interrupt, signal.SIGPIPE)
         # Signals are ours until everything is cleaned up: a second one must not cut that short.
         with passed_on(signals, supervisor.interrupt) as signal_came, supervisor:

@@ -10,6 +10,7 @@ import enum
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 from unicodedata import east_asian_width
 
 SHOWN = 20
@@ -49,58 +50,52 @@ MENDS = {
 """For each step that can take too long: what that means, and what to do."""
 
 
-@dataclass(frozen=True)
-class Stage:
+class Stage(Protocol):
     """Where one host is: its step, since when, and what is known beyond that."""
 
-    step: Step
-    since: float
-    detail: str = ""
+    @property
+    def name(self) -> str: ...
+    @property
+    def step(self) -> Step: ...
+    @property
+    def since(self) -> float: ...
+    @property
+    def detail(self) -> str: ...
 
 
 class Progress:
-    """What each host is at.
+    """What each host is at, in words.
 
     Args:
-        hosts: their names, in order.
+        hosts: in order; whatever becomes of them is read from them.
         now: seconds, on the clock of all other times.
         doing: what is done with them.
     """
 
-    def __init__(self, hosts: Sequence[str], now: float, doing: str = "starting on") -> None:
+    def __init__(self, hosts: Sequence[Stage], now: float, doing: str = "starting on") -> None:
         self.started = now
         self._doing = doing
-        self._stages = {host: Stage(Step.CONNECTING, now, NOT_TRIED) for host in hosts}
-
-    def step(self, host: str, step: Step, now: float, detail: str = "") -> bool:
-        """Take note; False if nothing is new."""
-        before = self._stages.get(host)
-        if before is not None and (before.step, before.detail) == (step, detail):
-            return False
-        # A retry has another detail, but the host is at its step for as long as before.
-        goes_on = before is not None and before.step is step and before.detail != NOT_TRIED
-        since = before.since if before is not None and goes_on else now
-        self._stages[host] = Stage(step, since, detail)
-        return True
+        self._hosts = hosts
 
     @property
-    def waiting(self) -> dict[str, Stage]:
+    def waiting(self) -> list[Stage]:
         """The hosts that are not ready."""
-        return {host: stage for host, stage in self._stages.items() if stage.step is not Step.READY}
+        return [host for host in self._hosts if host.step is not Step.READY]
 
     def elapsed(self, now: float) -> float:
         return now - self.started
 
     def screen(self, now: float, width: int, height: int, *, colour: bool) -> list[str]:
         """The live list: at most ``height`` lines, none wider than ``width``."""
-        if len(self._stages) <= min(SHOWN, height - 1):
-            rows = list(self._stages.items())
+        rows: Sequence[Stage]
+        if len(self._hosts) <= min(SHOWN, height - 1):
+            rows = self._hosts
             head = f"{self._doing} {_hosts(len(rows))}, {seconds(self.elapsed(now))}"
         else:
             rows = self._slowest()[: max(0, min(_SLOWEST, height - 1))]
-            head = f"{self._doing} {_hosts(len(self._stages))}, {seconds(self.elapsed(now))}: {self._counts()}"
-        name_width = min(max((len(host) for host, _ in rows), default=0), max(8, width - 36))
-        lines = [_row(host, stage, now, name_width, width, colour) for host, stage in rows]
+            head = f"{self._doing} {_hosts(len(self._hosts))}, {seconds(self.elapsed(now))}: {self._counts()}"
+        name_width = min(max((len(host.name) for host in rows), default=0), max(8, width - 36))
+        lines = [_row(host, now, name_width, width, colour) for host in rows]
         return [_cut(head, width), *lines][:height]
 
     def line(self, now: float) -> str:
@@ -108,17 +103,17 @@ class Progress:
         waiting = self.waiting
         if not waiting:
             return ""
-        named = _named([f"{host} ({_stage(stage, now)})" for host, stage in self._slowest()])
-        ready, total = len(self._stages) - len(waiting), len(self._stages)
+        named = _named([f"{host.name} ({_stage(host, now)})" for host in self._slowest()])
+        ready, total = len(self._hosts) - len(waiting), len(self._hosts)
         return f"{ready} of {_hosts(total)} ready after {seconds(self.elapsed(now))}; still waiting for {named}"
 
-    def _slowest(self) -> list[tuple[str, Stage]]:
+    def _slowest(self) -> list[Stage]:
         """Hosts that are not ready: the earliest step first, and of those the one that is at it longest."""
         order = list(Step)
-        return sorted(self.waiting.items(), key=lambda item: (order.index(item[1].step), item[1].since))
+        return sorted(self.waiting, key=lambda host: (order.index(host.step), host.since))
 
     def _counts(self) -> str:
-        counts = Counter(stage.step for stage in self._stages.values())
+        counts = Counter(host.step for host in self._hosts)
         return ", ".join(f"{counts[step]} {step.value}" for step in Step if counts[step])
 
 
@@ -207,13 +202,13 @@ def _stage(stage: Stage, now: float) -> str:
     return f"{stage.step.value} for {seconds(now - stage.since)}{detail}"
 
 
-def _row(host: str, stage: Stage, now: float, name_width: int, width: int, colour: bool) -> str:
+def _row(host: Stage, now: float, name_width: int, width: int, colour: bool) -> str:
     """A line of the list: name, step, time, detail."""
-    name = host if len(host) <= name_width else host[: name_width - 3] + "..."
-    step = stage.step.value
-    time = "" if stage.step is Step.READY else seconds(now - stage.since)
+    name = host.name if len(host.name) <= name_width else host.name[: name_width - 3] + "..."
+    step = host.step.value
+    time = "" if host.step is Step.READY else seconds(now - host.since)
     before = f"  {name:<{name_width}}  "
-    text = _cut(f"{before}{step:<10}  {time:>11}  {stage.detail}".rstrip(), width)
+    text = _cut(f"{before}{step:<10}  {time:>11}  {host.detail}".rstrip(), width)
     if not colour or not text.startswith(step, len(before)):
         return text
     return f"{text[: len(before)]}{_COLOURS[step]}{step}{_PLAIN}{text[len(before) + len(step) :]}"

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from hvdgloo.runner.console.console import Window
-from hvdgloo.runner.console.progress import Backoff, Progress, Step, first_report, seconds
+from hvdgloo.runner.console.progress import Backoff, Progress, Stage, first_report, seconds
 
 SHOW_AFTER = 2.0
 """Seconds of start-up after which the list appears."""
@@ -37,7 +37,7 @@ class StartDisplay:
     """Shows how far the hosts have come, until all are ready or ``close``.
 
     Args:
-        hosts: their names, in order.
+        hosts: in order; whatever becomes of them is read from them.
         surface: where to.
         environ: says whether the terminal knows colours (TERM, NO_COLOR).
         verbose: lines instead of a list, and one for each step.
@@ -47,7 +47,7 @@ class StartDisplay:
 
     def __init__(
         self,
-        hosts: Sequence[str],
+        hosts: Sequence[Stage],
         surface: Surface,
         *,
         environ: Mapping[str, str],
@@ -75,14 +75,14 @@ class StartDisplay:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def step(self, host: str, step: Step, detail: str = "") -> None:
-        """A host has got on."""
-        now = self._clock()
-        if not self._progress.step(host, step, now, detail) or self._closed:
+    def step(self, host: Stage) -> None:
+        """A host has got on, or there is news about it."""
+        if self._closed:
             return
         if self._verbose:
-            more = f" ({detail})" if detail else ""
-            self._surface.notice(f"{host}: {step.value} after {seconds(self._progress.elapsed(now))}{more}")
+            more = f" ({host.detail})" if host.detail else ""
+            elapsed = seconds(self._progress.elapsed(self._clock()))
+            self._surface.notice(f"{host.name}: {host.step.value} after {elapsed}{more}")
         if self._shown:
             self._next_drawing = min(self._next_drawing, self._last_drawing + _CALM)
 

@@ -36,9 +36,8 @@ from hvdgloo.runner.job.spec import HostEntry, LaunchSpec
 from hvdgloo.runner.launch import COMMAND_LINE_SIGNALS, passed_on, required_on
 from hvdgloo.runner.network.addressing import Reports
 from hvdgloo.runner.protocol.frames import Examine, Examined, Hello, Require
-from hvdgloo.runner.protocol.heartbeat import Silence
 from hvdgloo.runner.supervise.agent_link import Link
-from hvdgloo.runner.supervise.supervisor import Supervisor
+from hvdgloo.runner.supervise.supervisor import Supervisor, host_states
 from hvdgloo.runner.transport.base import Spawner
 from hvdgloo.runner.transport.select import choose_spawner
 
@@ -101,10 +100,10 @@ def _agents(spec: LaunchSpec, spawner: Spawner, stderr: TextIO) -> Iterator[Supe
     """What starts agents, with what a user sees of that."""
     console = Console(stdout=stderr, stderr=stderr)
     try:
-        names = [host.name for host in spec.hosts]
-        display = StartDisplay(names, console, environ=spec.environ, verbose=spec.verbose, doing="looking at")
+        states = host_states(spec.hosts, spec)
+        display = StartDisplay(states, console, environ=spec.environ, verbose=spec.verbose, doing="looking at")
         observer = _Observer(console, display)
-        supervisor = Supervisor(spec, spawner, spec.hosts, secrets.token_hex(16), observer)
+        supervisor = Supervisor(spec, spawner, states, secrets.token_hex(16), observer)
         console.on_broken = partial(supervisor.interrupt, signal.SIGPIPE)
         with passed_on(COMMAND_LINE_SIGNALS, supervisor.interrupt), supervisor, display:
             yield supervisor
@@ -141,7 +140,7 @@ def _look_round(supervisor: Supervisor, spec: LaunchSpec, spawner: Spawner, roun
         assert link.hello is not None
         round_.answers[link.host] = _Answer(link.hello, time.time())
         # An agent that waits for a driver or a file system says nothing meanwhile.
-        link.silence = Silence(spec.start_timeout, time.monotonic())
+        link.state.bear(spec.start_timeout, time.monotonic())
         link.channel.send(Examine(**asdict(required_on(spec, spawner, link.host))))
     supervisor.converse(
         lambda: all(link.gone or round_.answers[link.host].examined for link in supervisor.links),

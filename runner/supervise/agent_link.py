@@ -1,64 +1,64 @@
-"""The launcher's end of one agent: the command that leads to it, its channel, and what is known about it."""
+"""The launcher's end of one command that leads to an agent, with its channel."""
 
 from __future__ import annotations
 
 import os
 import subprocess
-import time
 from collections import deque
 
-from hvdgloo.runner.console.progress import Step
 from hvdgloo.runner.job.spec import HostEntry
-from hvdgloo.runner.protocol import heartbeat
 from hvdgloo.runner.protocol.channel import Channel
 from hvdgloo.runner.protocol.frames import CHUNK, PREAMBLE, Hello
-from hvdgloo.runner.protocol.heartbeat import Silence
+from hvdgloo.runner.supervise.host_state import HostState
 from hvdgloo.runner.transport.base import AgentStream
 
 _STDERR_KEPT = 20
+_HELD_BACK = 200  # lines kept of what comes before an agent can be used
 _END_TIME = 5.0  # seconds in which a command ends whose agent has
 _KILL_TIME = 5.0  # and in which it does once it was killed
 
 
 class Link:
-    """A host's agent, as the launcher holds it.
+    """A command, its streams, and what came from them. How far its host is, ``state`` knows alone.
 
     Attributes:
-        hello: what it said first.
-        step: how far its host has come.
-        taken: it can be used.
+        state: of the host, whichever of its commands this is.
+        hello: what the agent said first.
         ranks: of the workers that it was told to start.
-        needed: the job cannot go on without it.
-        finishing: it was told that the job is over.
-        said_bye: nothing of the job is left on its host.
-        gone: its stream has ended, or it counts as lost.
-        silence: how long nothing has been heard of it.
-        ended_at: when its stream ended, without a good-bye.
-        held_back: lines that came before the agent could be used: its login shell's, or why there is none.
         owed: for each rank, bytes of output for which it was given no credit yet.
+        held_back: lines that came before the agent could be used: its login shell's, or why there is none.
         stderr: the last lines that its command wrote there.
+        listening, stderr_open, writes_registered: what the loop's selector serves.
     """
 
-    def __init__(self, host: HostEntry, stream: AgentStream) -> None:
-        self.host = host
+    def __init__(self, state: HostState, stream: AgentStream) -> None:
+        self.state = state
         self.stream = stream
         self.channel = Channel(stream.stdout.fileno(), stream.stdin.fileno(), preamble=PREAMBLE)
         self.hello: Hello | None = None
-        self.step = Step.CONNECTING
-        self.taken = False
-        self.said_bye = False
-        self.needed = True
-        self.finishing = False
-        self.gone = False
         self.ranks: list[int] = []
-        self.silence = Silence(heartbeat.FIRST, time.monotonic())
-        self.ended_at: float | None = None
-        self.held_back: list[str] = []
-        self.writes_registered = False
-        self.stderr_open = True
-        self.stderr: deque[str] = deque(maxlen=_STDERR_KEPT)
         self.owed: dict[int, int] = {}
+        self.held_back: list[str] = []
+        self.stderr: deque[str] = deque(maxlen=_STDERR_KEPT)
+        self.listening = False
+        self.stderr_open = False
+        self.writes_registered = False
         os.set_blocking(stream.stderr.fileno(), False)
+
+    @property
+    def host(self) -> HostEntry:
+        """As the user gave it."""
+        return self.state.host
+
+    @property
+    def gone(self) -> bool:
+        """Its agent does not answer any more."""
+        return self.state.gone
+
+    @property
+    def last_words(self) -> str:
+        """The last line that its command wrote to its standard error; empty if it wrote none."""
+        return self.stderr[-1] if self.stderr else ""
 
     def read_stderr(self) -> list[str] | None:
         """Lines that the command wrote to its standard error; None at the end of it."""
@@ -73,6 +73,10 @@ class Link:
         lines = [line for line in data.decode("utf-8", "replace").splitlines() if line.strip()]
         self.stderr.extend(lines)
         return lines
+
+    def hold_back(self, lines: list[str]) -> None:
+        """Keep lines that may be shown later."""
+        self.held_back += lines[: _HELD_BACK - len(self.held_back)]
 
     def close(self) -> None:
         """Collect the command, whose agent has ended, and close our ends of its streams."""

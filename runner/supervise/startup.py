@@ -1,177 +1,155 @@
-"""The start-up of all hosts' agents: commands are started, judged when they end, and tried again.
+"""Getting an agent up on every host: whom to try now, whom to try again and when, and when it makes no sense any more.
 
-``gathering`` decides whom and when; this carries it out, for the supervisor, which owns loop and streams. A host has
-started when its agent has said hello, is of our version, and has found there what workers will need.
+Pure: it reads the hosts' states, and decides; the supervisor owns commands and clock. The rules:
 
-What comes from a host before that is held back: its login shell's greetings are shown once the agent can be used, and
-ssh's own words not at all if a line of ours says the same.
+- At most ``AT_ONCE`` commands are on their way to their hosts at the same time: sshd drops connections at random when
+  more than ten have not logged in yet (MaxStartups), and a host with many ssh clients is slow at all of them.
+- What may pass by itself is tried again, after a pause that doubles and is never quite the same.
+- The first failure that will not pass starts no further hosts. Those on their way get ``SETTLE`` seconds to fail too,
+  so that one look at the report shows as much as possible of what is to be mended.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from typing import Protocol
+import math
+import random
+from collections.abc import Mapping, Sequence
 
-from hvdgloo.errors import LaunchError
-from hvdgloo.runner.console.progress import Missing, Step, describe_missing
-from hvdgloo.runner.job.spec import HostEntry, LaunchSpec
-from hvdgloo.runner.protocol.frames import PROTOCOL, Finish, Hello, Lacking, Require
-from hvdgloo.runner.supervise.agent_link import Link
-from hvdgloo.runner.supervise.retry_policy import Gathering
-from hvdgloo.runner.transport.base import Spawner
-from hvdgloo.runner.transport.failures import Cause, Diagnosis, Ending, other_version, preflight_failure
-from hvdgloo.version import __version__
+from hvdgloo.errors import LaunchError, UnusableHostsError
+from hvdgloo.runner.console.progress import NOT_TRIED, Missing, describe_missing
+from hvdgloo.runner.job.spec import HostEntry, Reach
+from hvdgloo.runner.protocol.frames import Hello
+from hvdgloo.runner.supervise.host_state import UNDER_WAY, GiveUp, HostState, Phase, TryAgain
+from hvdgloo.runner.transport.failures import Diagnosis, Retry
 
-_HELD_BACK = 200  # lines kept of what comes before an agent can be used
+AT_ONCE = 32
+ATTEMPTS = 8
+"""How often a host is tried whose connection drops."""
 
+SETTLE = 2.0
+"""Seconds that hosts on their way have once another one has failed for good."""
 
-class Streams(Protocol):
-    """The supervisor, as a start-up needs it."""
-
-    def connect(self, host: HostEntry) -> Link:
-        """Start the command for a host, and listen to it."""
-
-    def drop(self, link: Link) -> None:
-        """End a command that has led to no agent that can be used, and forget it."""
-
-    def get_on(self, link: Link, step: Step, detail: str = "") -> None:
-        """A host has come to another step of its start."""
-
-    def say(self, link: Link, lines: Sequence[str]) -> None:
-        """Show what came from a host."""
+_FIRST_PAUSE = 0.25
+_LONGEST_PAUSE = 5.0
 
 
-class Starting:
-    """One start-up.
+class Startup:
+    """The start-up of all hosts' agents.
 
     Args:
-        required: what workers will need on a host; None if nothing is to be looked up.
-        patient: hosts that fail are left out, and not the end of it.
+        hosts: in order; each name once.
+        chance: for pauses.
+        patient: no failure ends it; what may pass by itself gets a second attempt, not more.
     """
 
     def __init__(
-        self,
-        streams: Streams,
-        spec: LaunchSpec,
-        spawner: Spawner,
-        hosts: Sequence[HostEntry],
-        required: Callable[[HostEntry], Require] | None,
-        *,
-        patient: bool = False,
+        self, hosts: Sequence[HostState], chance: random.Random | None = None, *, patient: bool = False
     ) -> None:
-        self._streams = streams
-        self._spec = spec
-        self._spawner = spawner
         self._hosts = hosts
-        self._required = required
-        self._gathering = Gathering(hosts, time.monotonic(), patient=patient)
+        self._patient = patient
+        self._chance = chance or random.Random()
+        self._settled = math.inf
 
-    def start_due(self, now: float) -> None:
-        """Start the commands that are to be started now."""
-        for host in self._gathering.due(now):
-            link = self._streams.connect(host)
-            attempts = self._gathering.attempts(host)
-            again = f"attempt {attempts}, {self._gathering.last_failure(host)}" if attempts > 1 else ""
-            self._streams.get_on(link, Step.CONNECTING, again)
+    def due(self, now: float) -> list[HostState]:
+        """The hosts to which a command is to be started now."""
+        return [host for host in self._startable() if host.deadline <= now]
 
     @property
     def next(self) -> float:
         """When something is to be done again if nothing happens until then."""
-        return self._gathering.next
+        return min([self._settled, *(host.deadline for host in self._startable())])
+
+    def _startable(self) -> list[HostState]:
+        """The hosts that wait for their turn, as many as there is room for: those that are due first."""
+        if self._settled < math.inf:
+            return []
+        room = AT_ONCE - sum(host.phase in (Phase.CONNECTING, Phase.FALLEN) for host in self._hosts)
+        waiting = [host for host in self._hosts if host.phase is Phase.WAITING]
+        return sorted(waiting, key=lambda host: host.deadline)[: max(0, room)]
+
+    def judge(self, host: HostState, diagnosis: Diagnosis, now: float) -> TryAgain | GiveUp:
+        """What becomes of a host whose command has led to no agent that can be used."""
+        if self._may_try_again(host, diagnosis):
+            pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** min(host.attempts - 1, 10))
+            return TryAgain(diagnosis, now + pause * self._chance.uniform(0.5, 1.5))
+        if not self._patient:
+            self._settled = min(self._settled, now + SETTLE)
+        return GiveUp(diagnosis)
+
+    def _may_try_again(self, host: HostState, diagnosis: Diagnosis) -> bool:
+        if self._settled < math.inf or diagnosis.retry is Retry.NEVER:
+            return False
+        if self._patient:
+            return host.attempts < 2
+        return diagnosis.retry is Retry.UNTIL_THE_DEADLINE or host.attempts < ATTEMPTS
 
     def over(self, now: float) -> bool:
-        """All are there; or it makes no sense any more."""
-        return self._gathering.over(now)
-
-    # What comes from hosts.
-
-    def answered(self, link: Link) -> None:
-        """Python runs there."""
-        self._streams.get_on(link, Step.PYTHON)
-        self._gathering.answered(link.host)
-
-    def hello(self, link: Link, hello: Hello) -> None:
-        """The agent is there."""
-        if (hello.protocol, hello.version) != (PROTOCOL, __version__):
-            self._reject(link, Diagnosis(Cause.VERSION, other_version(hello.version, self._spec.reach.python)))
-            return
-        link.hello = hello
-        if self._required is None:
-            self._take(link)
-        else:
-            link.channel.send(self._required(link.host))
-
-    def lacking(self, link: Link, found: Lacking) -> None:
-        """The agent has looked for what workers will need."""
-        diagnosis = preflight_failure(found, self._spec.cwd)
-        if diagnosis is None:
-            self._take(link)
-        else:
-            self._reject(link, diagnosis)
-
-    def ended(self, link: Link, status: int | None, now: float) -> None:
-        """The command has ended before its agent could be used."""
-        self._forget(link, self._spawner.diagnose(link.host, Ending(status, tuple(link.stderr))), now)
-
-    def hold_back(self, link: Link, lines: Sequence[str]) -> None:
-        """Lines that are no frames."""
-        link.held_back += lines[: _HELD_BACK - len(link.held_back)]
-
-    def _take(self, link: Link) -> None:
-        assert link.hello is not None
-        link.taken = True
-        self._show_held_back(link)
-        self._gathering.ready(link.host)
-        self._streams.get_on(link, Step.READY, f"{link.hello.hostname}, agent is process {link.hello.pid}")
-
-    def _reject(self, link: Link, diagnosis: Diagnosis) -> None:
-        """An agent is there, but its host cannot be used."""
-        link.channel.send(Finish())
-        self._forget(link, diagnosis, time.monotonic())
-
-    def _forget(self, link: Link, diagnosis: Diagnosis, now: float) -> None:
-        self._streams.drop(link)
-        if diagnosis.cause is Cause.OTHER or self._spec.verbose:
-            self._show_held_back(link)  # the diagnosis says less
-        again = self._gathering.failed(link.host, diagnosis, now)
-        if again is not None:
-            self._streams.get_on(link, Step.CONNECTING, diagnosis.text)
-
-    def _show_held_back(self, link: Link) -> None:
-        self._streams.say(link, link.held_back)
-        link.held_back.clear()
+        """All are ready; or some have failed, and the others have had their time."""
+        if self._settled < math.inf:
+            return now >= self._settled or not any(host.phase in UNDER_WAY for host in self._hosts)
+        return not any(host.starting_up for host in self._hosts)
 
     # What came of it.
 
-    def check(self, links: Sequence[Link]) -> None:
+    def check(self, words: Mapping[str, str], timeout: float) -> None:
         """Refuse a start-up that is not complete.
+
+        Args:
+            words: by name of host, the last line that its command wrote to its standard error.
+            timeout: the start timeout, in seconds.
 
         Raises:
             UnusableHostsError: hosts failed.
             LaunchError: hosts did not come before the start timeout.
         """
-        failed = self._gathering.error()
-        if failed is not None:
-            raise failed
-        by_host = {link.host: link for link in links}
-        absent = [
-            Missing(
-                host.name,
-                link.step if link else Step.CONNECTING,
-                _last_words(link) or self._gathering.known(host),
-                ended=link is None and bool(self._gathering.known(host)),
-            )
-            for host in self._hosts
-            if (link := by_host.get(host)) is None or not link.taken
-        ]
-        if absent:
-            raise LaunchError(describe_missing(absent, self._spec.start_timeout))
+        failed = {host.name: host.failure for host in self._hosts if host.phase is Phase.FAILED}
+        late = [host for host in self._hosts if host.starting_up]
+        if failed:
+            text = _describe(failed, [host.name for host in late], len(self._hosts))
+            raise UnusableHostsError(text, hosts=failed)
+        if late:
+            raise LaunchError(describe_missing([_missing(host, words.get(host.name, "")) for host in late], timeout))
 
     def reasons(self) -> dict[HostEntry, str]:
         """The hosts that failed, and why."""
-        return self._gathering.reasons()
+        return {host.host: host.failure for host in self._hosts if host.phase is Phase.FAILED}
 
 
-def _last_words(link: Link | None) -> str:
-    return link.stderr[-1] if link is not None and link.stderr else ""
+def _missing(host: HostState, word: str) -> Missing:
+    known = host.last.text if host.last is not None else "" if host.attempts else NOT_TRIED
+    ended = host.phase is Phase.WAITING and host.last is not None
+    return Missing(host.name, host.step, word or known, ended=ended)
+
+
+def _describe(reasons: Mapping[str, str], waiting: Sequence[str], total: int) -> str:
+    if total == 1:
+        return "".join(f"host {name} cannot be used: {reason}" for name, reason in reasons.items())
+    lines = [f"{len(reasons)} of {total} hosts cannot be used:"]
+    lines += [f"  {name}: {reason}" for name, reason in reasons.items()]
+    if waiting:
+        more = f" and {len(waiting) - 16} more" if len(waiting) > 16 else ""
+        lines.append(f"  (not known yet when start-up stopped: {', '.join(waiting[:16])}{more})")
+    return "\n".join(lines)
+
+
+def check_machines(hosts: Sequence[HostEntry], hellos: Sequence[Hello], reach: Reach) -> None:
+    """Refuse two names for one machine: they would mean two local ranks 0, which take the same GPU.
+
+    Not where a template leads to the hosts: it may well lead into several containers that look like one machine, or
+    try out on one machine what is meant for many.
+
+    Raises:
+        UnusableHostsError: with all such names.
+    """
+    if reach.agent_command:
+        return
+    first: dict[str, HostEntry] = {}
+    reasons = {}
+    for host, hello in zip(hosts, hellos, strict=True):
+        other = first.setdefault(hello.identity, host)
+        if other is not host:
+            reasons[host.name] = (
+                f"it is the same machine as {other.name} ({hello.hostname}); give it once, with all its slots"
+            )
+    if reasons:
+        raise UnusableHostsError(_describe(reasons, (), len(hosts)), hosts=reasons)

@@ -1,7 +1,8 @@
 """Watching over a job: one connection to each host's agent, one loop, and one rule: the first failure stops the rest.
 
-The loop never waits for output to be written, for a host, or for a worker. It ends when every agent has said good-bye,
-which it does only once nothing of the job is left on its host; an agent that is lost without one is swept up after.
+The loop never waits for output to be written, for a host, or for a worker. It ends when nothing of the job is left on
+any host: every agent has said good-bye, or was lost and then swept up after. ``Agents`` owns the connections, and each
+host's state says what is to be done with its own; here is what concerns the job as a whole.
 
 Signals only leave a note and wake the loop, where ``signals`` knows what they mean.
 """
@@ -16,22 +17,18 @@ from functools import partial
 from typing import Any, Protocol
 
 from hvdgloo.errors import JobFailedError, LaunchError
-from hvdgloo.runner.console.progress import MENDS, Step
-from hvdgloo.runner.job.outcome import Failure, JobOutcome, describe_loss
+from hvdgloo.runner.console.progress import MENDS
+from hvdgloo.runner.job.outcome import Failure, JobOutcome
 from hvdgloo.runner.job.spec import HostEntry, LaunchSpec
 from hvdgloo.runner.protocol import heartbeat
 from hvdgloo.runner.protocol.frames import (
     CHUNK,
     Blob,
-    Bye,
     Credit,
     Dying,
     Exited,
-    Finish,
     Frame,
     Hello,
-    Lacking,
-    Noise,
     Output,
     Require,
     Result,
@@ -43,22 +40,20 @@ from hvdgloo.runner.protocol.frames import (
     StdinTaken,
     Stop,
 )
-from hvdgloo.runner.protocol.heartbeat import Silence
+from hvdgloo.runner.supervise import host_state
 from hvdgloo.runner.supervise.agent_link import Link
-from hvdgloo.runner.supervise.cleanup import Sweeping, describe_left
+from hvdgloo.runner.supervise.agents import Agents
 from hvdgloo.runner.supervise.event_loop import Loop
 from hvdgloo.runner.supervise.first_failure import Verdict
+from hvdgloo.runner.supervise.host_state import HostState, Phase
 from hvdgloo.runner.supervise.init_watch import InitWatch
 from hvdgloo.runner.supervise.signal_handling import SignalHandling
-from hvdgloo.runner.supervise.startup import Starting
+from hvdgloo.runner.supervise.startup import Startup
 from hvdgloo.runner.transport.base import Spawner
 
 END_TIME = 15.0
 """Seconds that an agent has, after everything was killed, to say good-bye before it is killed itself."""
 
-_SILENT = "its host is cut off, switched off or overloaded; if it is merely slow, raise --heartbeat-timeout"
-_EXIT_TIME = 1.0  # seconds that a command has to end by itself after its output did
-_POLL = 0.02
 _LATE = 1.0  # seconds for which one turn of the loop counts at most, beyond those that it was meant to take
 _ACKNOWLEDGE = 64 * 1024  # bytes of output for which credit is given at once
 
@@ -69,12 +64,18 @@ class SupervisionObserver(Protocol):
     def output(self, rank: int, stream: int, data: bytes) -> None: ...
     def result(self, rank: int, data: bytes) -> None: ...
     def notice(self, text: str) -> None: ...
-    def step(self, host: str, step: Step, detail: str = "") -> None: ...
+    def step(self, host: HostState) -> None: ...
     def suspend(self) -> None: ...
     def tick(self) -> float | None: ...
     def culprit(self, rank: int) -> int | None: ...
     @property
     def congested(self) -> bool: ...
+
+
+def host_states(hosts: Sequence[HostEntry], spec: LaunchSpec) -> tuple[HostState, ...]:
+    """Where the hosts of a job are before it begins."""
+    now = time.monotonic()
+    return tuple(HostState(host, now, spec.grace_after_failure) for host in hosts)
 
 
 class Supervisor:
@@ -84,7 +85,7 @@ class Supervisor:
     """
 
     def __init__(
-        self, spec: LaunchSpec, spawner: Spawner, hosts: Sequence[HostEntry], job_id: str, observer: SupervisionObserver
+        self, spec: LaunchSpec, spawner: Spawner, hosts: Sequence[HostState], job_id: str, observer: SupervisionObserver
     ):
         self.outcome = JobOutcome()
         self._spec = spec
@@ -93,35 +94,34 @@ class Supervisor:
         self._observer = observer
         self._loop = Loop()
         self._verdict = Verdict(self.outcome, observer.culprit, observer.notice, self._stop_after_failure)
-        self._hosts = tuple(hosts)
-        self._links: list[Link] = []
-        self._starting: Starting | None = None
-        self._lost: dict[HostEntry, str] | None = None
+        self._agents = Agents(spec, spawner, hosts, job_id, self.selector, self)
+        self._left_out: dict[HostEntry, str] | None = None
         self._last_beat = time.monotonic()
         self._hard_deadline: float | None = None
         self._slept = 0.0
         self._stdin_link: Link | None = None
         self.on_stdin_taken: Callable[[], None] = lambda: None
-        self.handlers: dict[type[Frame], Callable[[Link, Any], None]] = {}
         self._init: InitWatch | None = None
         self._signals = SignalHandling(self, spec.grace_after_signal, observer.notice, observer.suspend)
-        self._sweeping = Sweeping(spawner, self.selector, job_id, spec.grace_after_failure, observer.notice)
+        self.handlers: dict[type[Frame], Callable[[Link, Any], None]] = {
+            Output: self._on_output,
+            Result: lambda _, frame: observer.result(frame.rank, frame.data),
+            Spawned: self._on_spawned,
+            SpawnFailed: self._on_not_spawned,
+            Exited: self._on_exited,
+            StdinTaken: lambda *_: self.on_stdin_taken(),
+            Dying: self._on_dying,
+        }
 
     def __enter__(self) -> Supervisor:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.kill()
-        for link in self._links:
-            if link.hello is None:
-                self._lose(link, "never answered")
         self._run(self._nothing_left, time.monotonic() + END_TIME)
-        for link in self._links:
-            if not link.gone:
-                self._lose(link, "did not end")
-            link.close()
+        self._agents.offer(host_state.Lost("did not end"))
         self._run(self._nothing_left)
-        self._sweeping.close()
+        self._agents.close()
         self._loop.close()
 
     # The story, as launch tells it.
@@ -136,11 +136,12 @@ class Supervisor:
             LaunchError: one did not come before the start timeout, or could not be used.
             JobFailedError: a signal came first.
         """
-        starting = self._bring_up(Starting(self, self._spec, self._spawner, self._hosts, required))
+        startup = Startup(self._agents.hosts)
+        self._bring_up(startup, required)
         # Whoever has not come yet is no reason, if an agent that had come was lost.
         self._check_agents()
-        starting.check(self._links)
-        return tuple(link.hello for link in self._links if link.hello is not None)
+        startup.check({link.host.name: link.last_words for link in self.links}, self._spec.start_timeout)
+        return self._hellos()
 
     def gather_usable(self) -> Mapping[HostEntry, str]:
         """Like ``gather``, but what cannot be used, or is lost later, is left out and not the end of it.
@@ -152,28 +153,39 @@ class Supervisor:
             LaunchError: a command that leads to a host could not be executed here.
             JobFailedError: a signal came first.
         """
-        self._lost = lost = dict[HostEntry, str]()
-        starting = self._bring_up(Starting(self, self._spec, self._spawner, self._hosts, None, patient=True))
+        self._left_out = left_out = dict[HostEntry, str]()
+        startup = Startup(self._agents.hosts, patient=True)
+        self._bring_up(startup, None)
         if self.outcome.interrupted is not None:
             raise JobFailedError("interrupted", exit_code=self.outcome.exit_code)
-        for link in self._links:
-            if link.hello is None:
-                self._lose(link, f"has not answered within {self._spec.start_timeout:g} s; {MENDS[link.step]}")
-        lost.update(starting.reasons())
-        for link in [link for link in self._links if link.gone]:
-            link.close()
-            self._links.remove(link)
-        return lost
+        for host in self._agents.hosts:
+            if host.starting_up:
+                late = f"has not answered within {self._spec.start_timeout:g} s; {MENDS[host.step]}"
+                self._agents.happen(host, host_state.Lost(late))
+        left_out.update(startup.reasons())
+        self._agents.release([link for link in self.links if link.gone])
+        return left_out
 
-    def _bring_up(self, starting: Starting) -> Starting:
-        self._starting = starting
-        now = time.monotonic()
-        starting.start_due(now)
-        self._run(lambda: self._verdict.settled or starting.over(time.monotonic()), now + self._spec.start_timeout)
-        self._starting = None
-        order = {host: position for position, host in enumerate(self._hosts)}
-        self._links.sort(key=lambda link: order[link.host])
-        return starting
+    def _bring_up(self, startup: Startup, required: Callable[[HostEntry], Require] | None) -> None:
+        deadline = time.monotonic() + self._spec.start_timeout
+        with self._agents.starting(startup, required):
+            self._run(lambda: self._verdict.settled or startup.over(time.monotonic()), deadline)
+
+    def _hellos(self) -> tuple[Hello, ...]:
+        return tuple(link.hello for link in self.links if link.hello is not None)
+
+    def probing(self) -> None:
+        """Addresses are tried."""
+        self._agents.offer(host_state.Probe())
+
+    def probed(self, details: Sequence[str]) -> None:
+        """Each host's address is known.
+
+        Args:
+            details: what is to be shown about them, in order of hosts.
+        """
+        for link, detail in zip(self.links, details, strict=True):
+            self._agents.happen(link.state, host_state.Probed(detail))
 
     def converse(self, done: Callable[[], bool], deadline: float) -> None:
         """Go on until ``done`` or the deadline; what agents answer goes to ``handlers``.
@@ -195,21 +207,17 @@ class Supervisor:
             the hosts, and what their agents said.
         """
         names = {host.name for host in hosts}
-        leaving = [link for link in self._links if link.host.name not in names]
-        for link in leaving:
-            link.needed = False
-            link.finishing = True
-            link.channel.send(Finish())
+        leaving = [link for link in self.links if link.host.name not in names]
+        states = [link.state for link in leaving]
+        self._agents.offer(host_state.Dismiss(), states)
         self._run(
             lambda: self._verdict.settled or all(link.gone for link in leaving),
             time.monotonic() + END_TIME,
         )
         self._check_agents()
-        for link in leaving:
-            self._lose(link, "did not end")
-            link.close()
-            self._links.remove(link)
-        return tuple(hosts), tuple(link.hello for link in self._links if link.hello is not None)
+        self._agents.offer(host_state.Lost("did not end"), states)
+        self._agents.release(leaving)
+        return tuple(hosts), self._hellos()
 
     def start(self, env: Sequence[Mapping[str, str]], workers: Sequence[Sequence[Spawn]]) -> None:
         """Have each agent start its workers.
@@ -218,8 +226,8 @@ class Supervisor:
             env: for each host, what its workers find in their environment.
             workers: for each host, its workers.
         """
-        for link, environ, spawns in zip(self._links, env, workers, strict=True):
-            link.silence = Silence(self._spec.heartbeat_timeout, time.monotonic())
+        for link, environ, spawns in zip(self.links, env, workers, strict=True):
+            self._agents.happen(link.state, host_state.Start(self._spec.heartbeat_timeout))
             link.channel.send(
                 Start(
                     self._job_id,
@@ -253,7 +261,7 @@ class Supervisor:
     @property
     def links(self) -> Sequence[Link]:
         """The agents' ends, in order of hosts."""
-        return self._links
+        return self._agents.links
 
     @property
     def selector(self) -> selectors.BaseSelector:
@@ -283,8 +291,7 @@ class Supervisor:
             until = None if deadline is None else deadline + self._slept - slept
             if until is not None and now >= until:
                 return
-            for link in self._links:
-                self._watch_writes(link)
+            self._agents.watch_writes()
             self._turn(self._next(now, until))
             self._give_credit()
             self._keep_time()
@@ -310,14 +317,9 @@ class Supervisor:
     def _next(self, now: float, deadline: float | None) -> float:
         """When there is something to do at the latest."""
         times = [self._last_beat + self._beat_interval, deadline, self._observer.tick(), self._hard_deadline]
-        times += [link.silence.deadline for link in self._links if link.hello and not link.gone]
-        times += [now + _POLL for link in self._links if link.ended_at is not None and not link.gone]
-        times.append(self._sweeping.next)
+        times += [self._agents.next(now), self._verdict.next]
         if self._init is not None:
             times.append(self._init.next)
-        if self._starting is not None:
-            times.append(self._starting.next)
-        times.append(self._verdict.next)
         if self._observer.congested:
             times.append(now + 0.1)
         return min(when for when in times if when is not None)
@@ -327,174 +329,56 @@ class Supervisor:
         return min(self._spec.heartbeat_timeout, heartbeat.FIRST) / heartbeat.STEPS
 
     def _nothing_left(self) -> bool:
-        return all(link.gone for link in self._links) and self._sweeping.over
+        return self._agents.all_ended
 
     def _keep_time(self) -> None:
         now = time.monotonic()
         if now - self._last_beat >= self._beat_interval:
             self._last_beat = now
-            for link in self._links:
-                link.channel.beat()
-            self._sweeping.beat()
-        self._judge_ended(now)
-        for link in self._links:
-            if link.gone or link.ended_at is not None:
-                continue
-            if link.hello and link.silence.over(now):
-                self._lose(link, f"has been silent for {link.silence.timeout:g} s: {_SILENT}")
-        self._sweeping.keep_time(now)
+            self._agents.beat()
+        self._agents.keep_time(now)
         self._verdict.keep_time(now)
         if self._hard_deadline is not None and now >= self._hard_deadline:
             self._hard_deadline = None
-            for link in self._links:
-                if not link.gone:
-                    self._lose(link, "did not end its workers")
+            self._agents.offer(host_state.Lost("did not end its workers"))
         self._watch_init(now)
-        if self._starting is not None and not self._verdict.settled:
-            self._starting.start_due(now)
+        if not self._verdict.settled:
+            self._agents.start_due(now)
 
-    def _watch_writes(self, link: Link) -> None:
-        wanted = not link.gone and link.channel.pending > 0
-        if wanted == link.writes_registered:
-            return
-        if wanted:
-            self.selector.register(link.channel.send_fd, selectors.EVENT_WRITE, link.channel.flush)
-        else:
-            self.selector.unregister(link.channel.send_fd)
-        link.writes_registered = wanted
+    # What agents' ends tell.
 
-    # Agents.
+    @property
+    def settled(self) -> bool:
+        """What ends from now on ends because it was told to."""
+        return self._verdict.settled
 
-    def connect(self, host: HostEntry) -> Link:
-        """Start the command for a host, and listen to it."""
-        link = Link(host, self._spawner.start(host))
-        self._links.append(link)
-        self.selector.register(link.channel.receive_fd, selectors.EVENT_READ, partial(self._on_readable, link))
-        self.selector.register(link.stream.stderr, selectors.EVENT_READ, partial(self._on_stderr, link))
-        return link
-
-    def _judge_ended(self, now: float) -> None:
-        """Judge the commands whose streams have ended without a good-bye, once their exit status is there."""
-        for link in [link for link in self._links if link.ended_at is not None and not link.gone]:
-            status = link.stream.poll()
-            if status is None and now < link.ended_at + _EXIT_TIME and not self._verdict.settled:  # type: ignore[operator]
-                continue
-            self._on_stderr(link)
-            if self._starting is None or link.taken:
-                self._lose(link, describe_loss(status, bool(link.stderr)))
-            else:
-                self._starting.ended(link, status, now)
-
-    def drop(self, link: Link) -> None:
-        """End a command that has led to no agent that can be used, and forget it."""
-        link.gone = True
-        self._links.remove(link)
-        if link.ended_at is None:
-            self.selector.unregister(link.channel.receive_fd)
-        self._close_stderr(link)
-        self._watch_writes(link)
-        link.stream.kill()
-        link.close()
-
-    def _on_readable(self, link: Link) -> None:
-        if link.gone:
-            return  # it was lost while this event waited
-        try:
-            items = link.channel.receive()
-        except LaunchError as error:
-            self._lose(link, f"cannot be understood: {error}")
-            return
-        link.silence.heard(time.monotonic())
-        if self._starting is not None and link.step is Step.CONNECTING and link.channel.decoder.opened:
-            self._starting.answered(link)
-        for item in items:
-            if isinstance(item, Noise):
-                self._on_lines(link, link.keep(item.data))
-            else:
-                self._on_frame(link, item)
-        if link.channel.ended and not link.gone:
-            if link.said_bye:
-                self._lose(link, "ended")
-            elif link.ended_at is None:
-                link.ended_at = time.monotonic()
-                self.selector.unregister(link.channel.receive_fd)
-
-    def get_on(self, link: Link, step: Step, detail: str = "") -> None:
+    def shown(self, host: HostState) -> None:
         """A host has come to another step of its start."""
-        link.step = step
-        self._observer.step(link.host.name, step, detail)
+        self._observer.step(host)
 
-    def say(self, link: Link, lines: Sequence[str]) -> None:
-        """Show what came from a host."""
-        for line in lines:
-            self._observer.notice(f"[{link.host.name}] {line}")
+    def notice(self, text: str) -> None:
+        """Say something to the user."""
+        self._observer.notice(text)
 
-    def _on_lines(self, link: Link, lines: Sequence[str]) -> None:
-        if self._starting is not None and not link.taken:
-            self._starting.hold_back(link, lines)
-        else:
-            self.say(link, lines)
-
-    def _on_stderr(self, link: Link) -> None:
-        while link.stderr_open:
-            lines = link.read_stderr()
-            if lines is None:
-                self._close_stderr(link)
-            elif lines:
-                self._on_lines(link, lines)
-            else:
-                return
-
-    def _close_stderr(self, link: Link) -> None:
-        if link.stderr_open:
-            link.stderr_open = False
-            self.selector.unregister(link.stream.stderr)
-
-    def _on_frame(self, link: Link, frame: Frame) -> None:
-        if isinstance(frame, Output):
-            self._observer.output(frame.rank, frame.stream, frame.data)
-            link.owed[frame.rank] = link.owed.get(frame.rank, 0) + len(frame.data)
-        elif isinstance(frame, Result):
-            self._observer.result(frame.rank, frame.data)
-        elif isinstance(frame, Exited):
-            self._on_exited(link, frame)
-        elif isinstance(frame, SpawnFailed):
-            self._verdict.not_started(link.host.name, frame)
-            self._finish_if_over()
-        elif isinstance(frame, Spawned):
-            if self._init is not None:
-                self._init.spawned(frame.rank, frame.pid)
-            if self._spec.verbose:
-                self._observer.notice(f"rank {frame.rank} is process {frame.pid} on {link.host.name}")
-        elif isinstance(frame, StdinTaken):
-            self.on_stdin_taken()
-        elif isinstance(frame, Hello):
-            if self._starting is not None:
-                self._starting.hello(link, frame)
-        elif isinstance(frame, Lacking):
-            if self._starting is not None:
-                self._starting.lacking(link, frame)
-        elif isinstance(frame, Dying):
-            if not link.needed:
-                return
-            reason = f"the agent on host {link.host.name} ended its workers, because {frame.reason}"
-            self.fail(Failure(None, link.host.name, 1, reason))
-        elif isinstance(frame, Bye):
-            link.said_bye = True
-            if frame.left:
-                self._observer.notice(describe_left(link.host, frame.left))
-        elif type(frame) in self.handlers:
+    def received(self, link: Link, frame: Frame) -> None:
+        """Something came from an agent that concerns its workers."""
+        if type(frame) in self.handlers:
             self.handlers[type(frame)](link, frame)
 
-    def _give_credit(self) -> None:
-        # Once no worker runs, no more than the pipes' contents can come.
-        if self._observer.congested and self._verdict.running:
+    def ended(self, link: Link) -> None:
+        """An agent has ended as it should."""
+        if link.ranks:
+            self._verdict.gone(link.ranks)
+            self._finish_if_over()
+
+    def lost(self, host: HostState, link: Link | None, text: str) -> None:
+        """The job has lost a host; ``text`` continues ``the agent on host h1 ...``."""
+        if self._left_out is not None:
+            self._left_out[host.host] = f"its agent {text}"
             return
-        for link in self._links:
-            for rank, amount in link.owed.items():
-                if amount >= _ACKNOWLEDGE:
-                    link.channel.send(Credit(rank, amount))
-                    link.owed[rank] = 0
+        self._verdict.gone(link.ranks if link is not None else ())
+        self.fail(Failure(None, host.name, 1, f"the agent on host {host.name} {text}"))
+        self._finish_if_over()
 
     def _check_agents(self) -> None:
         """What may go wrong before any worker is started."""
@@ -503,32 +387,21 @@ class Supervisor:
         if self.outcome.first is not None:
             raise LaunchError(f"the job could not be started: {self.outcome.first.reason}")
 
-    def _lose(self, link: Link, how: str) -> None:
-        """An agent has ended, or counts as ended."""
-        if link.gone:
-            return
-        link.gone = True
-        if link.ended_at is None:
-            self.selector.unregister(link.channel.receive_fd)
-        self._on_stderr(link)
-        self._close_stderr(link)
-        self._watch_writes(link)
-        if link.said_bye:
-            return
-        link.stream.kill()
-        if not link.needed:
-            return
-        if link.ranks:
-            self._sweeping.begin(link.host, time.monotonic())
-        self._verdict.gone(link.ranks)
-        last = f": {link.stderr[-1]}" if link.stderr else ""
-        if self._lost is not None:
-            self._lost[link.host] = f"its agent {how}{last}"
-            return
-        self.fail(Failure(None, link.host.name, 1, f"the agent on host {link.host.name} {how}{last}"))
-        self._finish_if_over()
-
     # Workers.
+
+    def _on_output(self, link: Link, frame: Output) -> None:
+        self._observer.output(frame.rank, frame.stream, frame.data)
+        link.owed[frame.rank] = link.owed.get(frame.rank, 0) + len(frame.data)
+
+    def _on_spawned(self, link: Link, frame: Spawned) -> None:
+        if self._init is not None:
+            self._init.spawned(frame.rank, frame.pid)
+        if self._spec.verbose:
+            self._observer.notice(f"rank {frame.rank} is process {frame.pid} on {link.host.name}")
+
+    def _on_not_spawned(self, link: Link, frame: SpawnFailed) -> None:
+        self._verdict.not_started(link.host.name, frame)
+        self._finish_if_over()
 
     def _on_exited(self, link: Link, frame: Exited) -> None:
         self._verdict.gone([frame.rank])
@@ -537,6 +410,27 @@ class Supervisor:
             self._watch_init(time.monotonic())
         self._verdict.exited(link.host.name, frame)
         self._finish_if_over()
+
+    def _on_dying(self, link: Link, frame: Dying) -> None:
+        if link.state.phase is not Phase.DISMISSED:
+            reason = f"the agent on host {link.host.name} ended its workers, because {frame.reason}"
+            self.fail(Failure(None, link.host.name, 1, reason))
+
+    def _give_credit(self) -> None:
+        # Once no worker runs, no more than the pipes' contents can come.
+        if self._observer.congested and self._verdict.running:
+            return
+        for link in self.links:
+            for rank, amount in link.owed.items():
+                if amount >= _ACKNOWLEDGE:
+                    link.channel.send(Credit(rank, amount))
+                    link.owed[rank] = 0
+
+    def _send_stdin(self, rank: int, data: bytes) -> None:
+        if self._stdin_link is not None:
+            self._stdin_link.channel.send(Stdin(rank, data))
+
+    # The end.
 
     def fail(self, failure: Failure) -> None:
         """The first failure stops the rest; what fails later fails because of it."""
@@ -567,25 +461,17 @@ class Supervisor:
 
     def tell_all(self, frame: Frame) -> None:
         """Send something to all agents."""
-        for link in self._links:
-            link.channel.send(frame)
+        self._agents.tell(frame)
 
     def flush(self, seconds: float) -> None:
         """Wait until what was sent to agents has left, but not longer than this."""
-        links = self._links
-        self._run(lambda: not any(link.channel.pending for link in links if not link.gone), time.monotonic() + seconds)
+        self._run(
+            lambda: not any(link.channel.pending for link in self.links if not link.gone), time.monotonic() + seconds
+        )
 
     def _finish_if_over(self) -> None:
-        if self._verdict.running:
-            return
-        for link in self._links:
-            if not link.finishing:
-                link.finishing = True
-                link.channel.send(Finish())
-
-    def _send_stdin(self, rank: int, data: bytes) -> None:
-        if self._stdin_link is not None:
-            self._stdin_link.channel.send(Stdin(rank, data))
+        if not self._verdict.running:
+            self._agents.offer(host_state.Finish())
 
     # Who is missing.
 

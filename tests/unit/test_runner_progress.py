@@ -8,6 +8,7 @@ import os
 import pty
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import pyte
 import pytest
@@ -16,7 +17,16 @@ from hypothesis import strategies as st
 
 from hvdgloo.runner.console.console import Console, Window
 from hvdgloo.runner.console.lines import Screen
-from hvdgloo.runner.console.progress import MENDS, Backoff, Missing, Progress, Step, describe_missing, seconds
+from hvdgloo.runner.console.progress import (
+    MENDS,
+    NOT_TRIED,
+    Backoff,
+    Missing,
+    Progress,
+    Step,
+    describe_missing,
+    seconds,
+)
 from hvdgloo.runner.console.startup_view import SHOW_AFTER, StartDisplay
 from hvdgloo.runner.protocol.frames import STDOUT
 from hvdgloo.runner.supervise.init_watch import Arrivals, InitWatch
@@ -45,18 +55,37 @@ class Surface:
         pass
 
 
+@dataclass
+class Host:
+    """Where a host is, as the test has it."""
+
+    name: str
+    step: Step = Step.CONNECTING
+    since: float = 0.0
+    detail: str = ""
+
+
 class Scene:
     """A display, its surface and its clock."""
 
     def __init__(self, *hosts: str, window: Window | None = None, verbose: bool = False, term: str = "xterm") -> None:
         self.now = 100.0
         self.surface = Surface(window)
+        self.hosts = {name: Host(name, since=100.0) for name in hosts}
         self.display = StartDisplay(
-            hosts, self.surface, environ={"TERM": term, "NO_COLOR": "1"}, verbose=verbose, clock=lambda: self.now
+            list(self.hosts.values()),
+            self.surface,
+            environ={"TERM": term, "NO_COLOR": "1"},
+            verbose=verbose,
+            clock=lambda: self.now,
         )
-        for host in hosts:
-            self.display.step(host, Step.CONNECTING)
-        self.surface.notices.clear()
+
+    def step(self, name: str, step: Step, detail: str = "") -> None:
+        """Have a host get on."""
+        host = self.hosts[name]
+        host.since = host.since if host.step is step else self.now
+        host.step, host.detail = step, detail
+        self.display.step(host)
 
     def at(self, elapsed: float) -> float | None:
         """Let the time come; when the display wants to be called again, since the start."""
@@ -69,11 +98,11 @@ class TestList:
     def test_it_comes_late_and_goes_when_all_are_ready(self) -> None:
         scene = Scene("a", "b", window=Window(80, 24))
         assert scene.at(0.5) == SHOW_AFTER
-        scene.display.step("a", Step.READY)
+        scene.step("a", Step.READY)
         assert scene.surface.drawings == 0
         assert scene.at(SHOW_AFTER) == SHOW_AFTER + 1
         assert scene.surface.shown == ["starting on 2 hosts, 2.0 s", "  a  ready", "  b  connecting        2.0 s"]
-        scene.display.step("b", Step.READY)
+        scene.step("b", Step.READY)
         assert scene.at(2.5) is None
         assert (scene.surface.shown, scene.surface.notices) == ([], [])
 
@@ -81,7 +110,7 @@ class TestList:
         scene = Scene(*"abcdefgh", window=Window(80, 24))
         scene.at(SHOW_AFTER)
         for number, host in enumerate("abcdefg"):
-            scene.display.step(host, Step.READY)
+            scene.step(host, Step.READY)
             scene.at(2.5 + number / 1000)
         assert scene.surface.drawings == 2
         scene.at(2.6)
@@ -113,28 +142,24 @@ class TestList:
         st.integers(1, 60),
     )
     def test_it_never_leaves_its_window(self, hosts: list[str], detail: str, width: int, height: int) -> None:
-        progress = Progress(hosts, 0.0)
-        progress.step(hosts[0], Step.PYTHON, 1.0, detail)
+        first, *others = hosts
+        progress = Progress([Host(first, Step.PYTHON, 1.0, detail), *map(Host, others)], 0.0)
         lines = progress.screen(1e4, width, height, colour=False)
         assert 1 <= len(lines) <= height
         assert max(map(len, lines)) < width
         assert all(line.isprintable() for line in lines)
 
     def test_colours_change_no_column(self) -> None:
-        progress = Progress(["connecting", "b"], 0.0)
-        progress.step("connecting", Step.CONNECTING, 0.0)
-        progress.step("b", Step.PROBING, 1.0, "10.0.0.2")
+        progress = Progress([Host("connecting"), Host("b", Step.PROBING, 1.0, "10.0.0.2")], 0.0)
         plain = progress.screen(3.0, 80, 24, colour=False)
         coloured = progress.screen(3.0, 80, 24, colour=True)
         assert coloured[1] == "  connecting  \x1b[33mconnecting\x1b[0m        3.0 s"
         assert [re.sub(r"\x1b\[\d*m", "", line) for line in coloured] == plain
 
     def test_many_hosts_are_counted_and_the_slowest_named(self) -> None:
-        progress = Progress([f"h{number}" for number in range(64)], 0.0)
-        for number in range(60, 63):
-            progress.step(f"h{number}", Step.CONNECTING, 1.0)
-        for number in range(60):
-            progress.step(f"h{number}", Step.READY if number else Step.PYTHON, 4.0)
+        hosts = [Host("h0", Step.PYTHON, 4.0), *(Host(f"h{number}", Step.READY, 4.0) for number in range(1, 60))]
+        hosts += [Host(f"h{number}", Step.CONNECTING, 1.0) for number in range(60, 63)]
+        progress = Progress([*hosts, Host("h63", detail=NOT_TRIED)], 0.0)
         assert [" ".join(line.split()) for line in progress.screen(10.0, 100, 24, colour=False)] == [
             "starting on 64 hosts, 10 s: 4 connecting, 1 python, 59 ready",
             "h63 connecting 10 s not tried yet",
@@ -147,8 +172,8 @@ class TestLines:
     def test_a_log_hears_of_it_more_and_more_rarely(self) -> None:
         scene = Scene("a", "b")
         assert scene.at(9.9) == 10
-        scene.display.step("a", Step.READY)
-        scene.display.step("b", Step.CONNECTING, "attempt 2")
+        scene.step("a", Step.READY)
+        scene.step("b", Step.CONNECTING, "attempt 2")
         wanted = [10.0]
         for _ in range(3):
             wanted.append(scene.at(wanted[-1]) or math.nan)
@@ -158,27 +183,27 @@ class TestLines:
         )
         assert len(scene.surface.notices) == 3
         scene.now += 20
-        scene.display.step("b", Step.READY)
-        scene.display.step("a", Step.PROBING)
-        scene.display.step("a", Step.READY, "reached at 10.0.0.1")
+        scene.step("b", Step.READY)
+        scene.step("a", Step.PROBING)
+        scene.step("a", Step.READY, "reached at 10.0.0.1")
         assert len(scene.surface.notices) == 3
         scene.display.close()
         assert scene.surface.notices[3:] == ["all hosts are ready after 90 s"]
 
     def test_a_quick_start_says_nothing(self) -> None:
         scene = Scene("a")
-        scene.display.step("a", Step.READY)
+        scene.step("a", Step.READY)
         assert scene.at(20) is None
         assert scene.surface.notices == []
 
     def test_verbose_tells_every_step_once(self) -> None:
         scene = Scene("a", verbose=True, window=Window(80, 24))
-        for step, detail in ((Step.PYTHON, ""), (Step.PYTHON, ""), (Step.READY, "10.0.0.7, agent is process 12")):
+        for step, detail in ((Step.PYTHON, ""), (Step.READY, "10.0.0.7, agent is process 12")):
             scene.now += 0.25
-            scene.display.step("a", step, detail)
+            scene.step("a", step, detail)
         assert scene.surface.notices == [
             "a: python after 0.2 s",
-            "a: ready after 0.8 s (10.0.0.7, agent is process 12)",
+            "a: ready after 0.5 s (10.0.0.7, agent is process 12)",
         ]
 
     def test_a_command_that_ended_each_time_is_told_from_one_that_waits(self) -> None:

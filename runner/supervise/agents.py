@@ -1,0 +1,398 @@
+"""All agents of a job: their commands are started, listened to and ended as each host's state asks for it.
+
+Of what comes from a host, this module takes what concerns the host: that it answers, its agent's hello, its good-bye,
+its end. The rest is handed to the supervisor, once the agent can be used.
+
+What comes before that is held back: a login shell's greetings are shown once the agent can be used, and ssh's own words
+not at all if a line of ours says the same.
+
+**The second way to a lost host.** The first one is the agent itself, or its watchdog: they hear that the stream has
+ended, or nothing any more, and end the workers. That does not help where both were killed, or hang. So another agent is
+sent after it, if the host can still be reached; a host that cannot has only the first way.
+"""
+
+from __future__ import annotations
+
+import math
+import selectors
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Protocol
+
+from hvdgloo.errors import LaunchError
+from hvdgloo.runner.job.outcome import describe_loss
+from hvdgloo.runner.job.spec import HostEntry, LaunchSpec
+from hvdgloo.runner.protocol.frames import (
+    PROTOCOL,
+    Bye,
+    Finish,
+    Frame,
+    Hello,
+    Lacking,
+    Noise,
+    Require,
+    Sweep,
+)
+from hvdgloo.runner.supervise import host_state
+from hvdgloo.runner.supervise.agent_link import Link
+from hvdgloo.runner.supervise.host_state import Action, Event, HostState, Phase
+from hvdgloo.runner.supervise.startup import Startup
+from hvdgloo.runner.transport.base import Spawner
+from hvdgloo.runner.transport.failures import Cause, Diagnosis, Ending, other_version, preflight_failure
+from hvdgloo.version import __version__
+
+_POLL = 0.02  # seconds between two looks at a command whose stream has ended
+
+
+class Job(Protocol):
+    """The supervisor, as its agents' ends need it."""
+
+    @property
+    def settled(self) -> bool:
+        """What ends from now on ends because it was told to."""
+
+    def shown(self, host: HostState) -> None:
+        """A host has come to another step of its start."""
+
+    def notice(self, text: str) -> None:
+        """Say something to the user."""
+
+    def received(self, link: Link, frame: Frame) -> None:
+        """Something came from an agent that concerns its workers."""
+
+    def ended(self, link: Link) -> None:
+        """An agent has ended as it should."""
+
+    def lost(self, host: HostState, link: Link | None, text: str) -> None:
+        """The job has lost a host; ``text`` continues ``the agent on host h1 ...``."""
+
+
+class Agents:
+    """The launcher's ends of all agents.
+
+    Args:
+        hosts: in order; read by whoever wants to know how far they are.
+        spawner: starts agents.
+        selector: of the supervisor's loop.
+    """
+
+    def __init__(
+        self,
+        spec: LaunchSpec,
+        spawner: Spawner,
+        hosts: Sequence[HostState],
+        job_id: str,
+        selector: selectors.BaseSelector,
+        job: Job,
+    ) -> None:
+        self.hosts = hosts
+        self._spec = spec
+        self._spawner = spawner
+        self._job_id = job_id
+        self._selector = selector
+        self._job = job
+        self._links: dict[str, Link] = {}
+        self._past: list[Link] = []
+        self._startup: Startup | None = None
+        self._required: Callable[[HostEntry], Require] | None = None
+        self._perform: dict[Action, Callable[[HostState], None]] = {
+            Action.CONNECT: self._connect,
+            Action.SHOW: job.shown,
+            Action.CHECK: self._check,
+            Action.DROP: self._drop,
+            Action.FINISH: lambda host: self._links[host.name].channel.send(Finish()),
+            Action.CLOSE: self._close,
+            Action.KILL: self._kill,
+            Action.REPORT: self._report,
+            Action.SWEEP: self._sweep,
+            Action.TELL: self._tell_unreached,
+        }
+
+    # What the supervisor asks for.
+
+    @property
+    def links(self) -> list[Link]:
+        """The ends that there are, in order of hosts."""
+        return [self._links[host.name] for host in self.hosts if host.name in self._links]
+
+    @property
+    def all_ended(self) -> bool:
+        """Nothing of any host is waited for any more."""
+        return all(host.final for host in self.hosts)
+
+    @contextmanager
+    def starting(self, startup: Startup, required: Callable[[HostEntry], Require] | None) -> Iterator[None]:
+        """As long as this lasts, agents are started where ``startup`` says so.
+
+        Args:
+            required: what workers will need on a host; None if nothing is to be looked up.
+        """
+        self._startup, self._required = startup, required
+        self.start_due(time.monotonic())
+        yield
+        self._startup = None
+
+    def happen(self, host: HostState, event: Event) -> None:
+        """Something has happened to a host, or was decided about it: take note, and do what follows.
+
+        Raises:
+            IllegalEventError: it cannot happen now.
+            LaunchError: its command cannot be executed here.
+        """
+        for action in host.feed(event, time.monotonic()):
+            self._perform[action](host)
+
+    def offer(self, event: Event, hosts: Iterable[HostState] | None = None) -> None:
+        """The same for those hosts to which it can happen now; all if none are given."""
+        for host in self.hosts if hosts is None else hosts:
+            if host.accepts(type(event)):
+                self.happen(host, event)
+
+    def tell(self, frame: Frame) -> None:
+        """Send something to all agents, but not to those that sweep up."""
+        for link in self.links:
+            if not link.gone:
+                link.channel.send(frame)
+
+    def release(self, links: Iterable[Link]) -> None:
+        """Forget hosts, which the job does without."""
+        for link in links:
+            link.close()
+            del self._links[link.host.name]
+
+    def beat(self) -> None:
+        """Show life."""
+        for link in self.links:
+            if not link.state.final:
+                link.channel.beat()
+
+    def watch_writes(self) -> None:
+        """Have the loop write what waits to be."""
+        for link in self.links:
+            self._watch_writes(link, wanted=not link.state.final and link.channel.pending > 0)
+
+    def next(self, now: float) -> float:
+        """When something is to be done if nothing happens until then."""
+        times = [host.next for host in self.hosts if host.phase is not Phase.WAITING]
+        times += [now + _POLL for host in self.hosts if host.phase in host_state.JUDGED]
+        if self._startup is not None:
+            times.append(self._startup.next)
+        return min(times, default=math.inf)
+
+    def keep_time(self, now: float) -> None:
+        """Judge what has ended, or was silent for too long."""
+        for host in self.hosts:
+            if host.phase in host_state.JUDGED:
+                self._judge(host, self._links[host.name], now)
+            late = host.overdue(now)
+            if late is not None:
+                self.happen(host, late)
+
+    def start_due(self, now: float) -> None:
+        """Start the commands that are to be started now."""
+        if self._startup is not None:
+            for host in self._startup.due(now):
+                self.happen(host, host_state.Try())
+
+    def close(self) -> None:
+        """Let go of everything, once all have ended, or as if they had."""
+        self.offer(host_state.SweepFailed("the launcher ends"))
+        for link in (*self._past, *self._links.values()):
+            link.close()
+
+    # What comes from hosts.
+
+    def _on_readable(self, link: Link) -> None:
+        if not link.listening:
+            return  # it was lost while this event waited
+        host = link.state
+        host.heard(time.monotonic())
+        try:
+            items = link.channel.receive()
+        except LaunchError as error:
+            self.offer(host_state.Lost(f"cannot be understood: {error}"), [host])
+            self.offer(host_state.SweepFailed(str(error)), [host])
+            return
+        if link.channel.decoder.opened:
+            self.offer(host_state.Answered(), [host])
+        for item in items:
+            if link.listening:
+                self._on_item(link, item)
+        if link.channel.ended and link.listening:
+            self._stop_listening(link)
+            self._read_stderr(link)
+            self.offer(host_state.SweepFailed(link.last_words or "the connection ended"), [host])
+            self.offer(host_state.StreamEnded(), [host])
+
+    def _on_item(self, link: Link, item: Frame | Noise) -> None:
+        host = link.state
+        if isinstance(item, Noise):
+            self._on_lines(link, link.keep(item.data))
+        elif isinstance(item, Hello):
+            if host.accepts(host_state.Greeted):
+                self._greeted(link, item)
+        elif isinstance(item, Lacking):
+            if host.accepts(host_state.Checked):
+                self._checked(link, preflight_failure(item, self._spec.cwd))
+        elif isinstance(item, Bye):
+            if item.left:
+                self._job.notice(_describe_left(link.host, item.left))
+            self.offer(host_state.Farewell(), [host])
+        elif host.phase not in host_state.SECOND:
+            self._job.received(link, item)
+
+    def _greeted(self, link: Link, hello: Hello) -> None:
+        if (hello.protocol, hello.version) != (PROTOCOL, __version__):
+            self._reject(link, Diagnosis(Cause.VERSION, other_version(hello.version, self._spec.reach.python)))
+            return
+        link.hello = hello
+        self.happen(link.state, host_state.Greeted())
+
+    def _checked(self, link: Link, diagnosis: Diagnosis | None) -> None:
+        """The agent has looked for what workers will need."""
+        if diagnosis is not None:
+            self._reject(link, diagnosis)
+            return
+        assert link.hello is not None
+        self._show_held_back(link)
+        detail = f"{link.hello.hostname}, agent is process {link.hello.pid}"
+        self.happen(link.state, host_state.Checked(detail))
+
+    def _reject(self, link: Link, diagnosis: Diagnosis) -> None:
+        """An agent is there, but its host cannot be used."""
+        link.channel.send(Finish())
+        self._unusable(link, diagnosis, time.monotonic())
+
+    def _judge(self, host: HostState, link: Link, now: float) -> None:
+        """Judge a command whose stream has ended without a good-bye, once its exit status is there."""
+        status = link.stream.poll()
+        if status is None and now < host.deadline and not self._job.settled:
+            return
+        self._read_stderr(link)
+        if host.phase is not Phase.FALLEN:
+            self.happen(host, host_state.Lost(describe_loss(status, bool(link.stderr))))
+        elif self._startup is not None:
+            self._unusable(link, self._spawner.diagnose(host.host, Ending(status, tuple(link.stderr))), now)
+
+    def _unusable(self, link: Link, diagnosis: Diagnosis, now: float) -> None:
+        assert self._startup is not None, "the start-up goes on while hosts are starting up"
+        if diagnosis.cause is Cause.OTHER or self._spec.verbose:
+            self._show_held_back(link)  # the diagnosis says less
+        self.happen(link.state, self._startup.judge(link.state, diagnosis, now))
+
+    def _on_lines(self, link: Link, lines: list[str]) -> None:
+        if link.hello is None or link.state.starting_up:
+            link.hold_back(lines)
+        else:
+            self._say(link, lines)
+
+    def _show_held_back(self, link: Link) -> None:
+        self._say(link, link.held_back)
+        link.held_back.clear()
+
+    def _say(self, link: Link, lines: Iterable[str]) -> None:
+        for line in lines:
+            self._job.notice(f"[{link.host.name}] {line}")
+
+    # What a host's state asks for.
+
+    def _connect(self, host: HostState) -> None:
+        """Start the command for a host, and listen to it."""
+        link = Link(host, self._spawner.start(host.host))
+        self._links[host.name] = link
+        link.listening = link.stderr_open = True
+        self._selector.register(link.channel.receive_fd, selectors.EVENT_READ, partial(self._on_readable, link))
+        self._selector.register(link.stream.stderr, selectors.EVENT_READ, partial(self._read_stderr, link))
+
+    def _check(self, host: HostState) -> None:
+        link = self._links[host.name]
+        if self._required is None:
+            self._checked(link, None)
+        else:
+            link.channel.send(self._required(host.host))
+
+    def _drop(self, host: HostState) -> None:
+        link = self._links.pop(host.name)
+        self._ignore(link)
+        link.stream.kill()
+        link.close()
+
+    def _close(self, host: HostState) -> None:
+        link = self._links[host.name]
+        self._ignore(link)
+        self._job.ended(link)
+
+    def _kill(self, host: HostState) -> None:
+        link = self._links.get(host.name)
+        if link is not None:  # else its command could not be started
+            self._ignore(link)
+            link.stream.kill()
+
+    def _report(self, host: HostState) -> None:
+        link = self._links.get(host.name)
+        last = f": {link.last_words}" if link is not None and link.last_words else ""
+        self._job.lost(host, link, f"{host.reason}{last}")
+
+    def _sweep(self, host: HostState) -> None:
+        """Send another agent, which ends what the first one may have left."""
+        self._past.append(self._links.pop(host.name))
+        try:
+            self._connect(host)
+        except LaunchError as error:
+            self.happen(host, host_state.SweepFailed(str(error)))
+            return
+        self._links[host.name].channel.send(Sweep(self._job_id, self._spec.grace_after_failure))
+
+    def _tell_unreached(self, host: HostState) -> None:
+        self._job.notice(
+            f"host {host.name} could not be reached a second time to see whether anything of the job is left there "
+            f"({host.reason}); unless its agent was killed, it ends its workers by itself"
+        )
+
+    # Streams.
+
+    def _ignore(self, link: Link) -> None:
+        """Read what its command wrote last, and listen to it no longer."""
+        self._stop_listening(link)
+        self._read_stderr(link)
+        self._close_stderr(link)
+        self._watch_writes(link, wanted=False)
+
+    def _stop_listening(self, link: Link) -> None:
+        if link.listening:
+            link.listening = False
+            self._selector.unregister(link.channel.receive_fd)
+
+    def _read_stderr(self, link: Link) -> None:
+        while link.stderr_open:
+            lines = link.read_stderr()
+            if lines is None:
+                self._close_stderr(link)
+            elif lines:
+                self._on_lines(link, lines)
+            else:
+                return
+
+    def _close_stderr(self, link: Link) -> None:
+        if link.stderr_open:
+            link.stderr_open = False
+            self._selector.unregister(link.stream.stderr)
+
+    def _watch_writes(self, link: Link, *, wanted: bool) -> None:
+        if wanted == link.writes_registered:
+            return
+        if wanted:
+            self._selector.register(link.channel.send_fd, selectors.EVENT_WRITE, link.channel.flush)
+        else:
+            self._selector.unregister(link.channel.send_fd)
+        link.writes_registered = wanted
+
+
+def _describe_left(host: HostEntry, pids: Sequence[int]) -> str:
+    """What an agent could not end."""
+    return (
+        f"processes {', '.join(map(str, pids))} on {host.name} cannot be killed: the system keeps them, probably for a "
+        "device or file system that does not answer"
+    )
