@@ -109,6 +109,7 @@ def launch(
     signals: Sequence[signal.Signals] = COMMAND_LINE_SIGNALS,
     results: Results | None = None,
     spawner: Spawner | None = None,
+    fork: bool = False,
 ) -> Report:
     """Run the job that ``spec`` describes, and return when nothing of it is left.
 
@@ -119,6 +120,7 @@ def launch(
         results: for tasks.
         spawner: how agents are started; by default chosen from the hosts. One that is given may start several on one
             machine.
+        fork: this process is for this job alone, and has loaded nothing that a fork might hurt.
 
     Raises:
         ConfigError, LaunchError: it could not be started. Nothing is left running.
@@ -126,7 +128,7 @@ def launch(
     """
     hosts = shortlist(spec.hosts, spec.np)
     trusted = spawner is not None
-    spawner = spawner or choose_spawner(hosts, spec.reach)
+    spawner = spawner or choose_spawner(hosts, spec.reach, fork=fork)
     job_id = secrets.token_hex(16)
     raise_descriptor_limit(_DESCRIPTORS_PER_HOST * len(hosts))
     with _console(spec, stdout, stderr, quiet) as console:

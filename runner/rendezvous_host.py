@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import threading
 import time
@@ -22,6 +23,9 @@ from hvdgloo.runner.supervise.init_watch import Arrivals
 from hvdgloo.runner.supervise.supervisor import Supervisor
 
 _START_SECONDS = 10.0
+_HEAD_START = 0.1
+"""Seconds that a job's workers get before the web server is imported, unless one of them connects before: a job that
+does not live longer than this (a command without hvdgloo, a mistake in the script's first line) does without it."""
 
 
 class RendezvousHost(Protocol):
@@ -72,14 +76,15 @@ def open_meeting(
 class _InLauncher:
     """Serves on threads of this process.
 
-    The web server is imported on one of them: on a busy machine that takes seconds, in which the supervisor has to show
-    its agents that it lives.
+    The web server is imported on one of them, when workers may soon need it: on a busy machine that takes seconds, in
+    which the supervisor has to show its agents that it lives.
     """
 
     def __init__(self, server: RendezvousServer, supervisor: Supervisor) -> None:
         self._server = server
         self._supervisor = supervisor
         self._serving = False
+        self._closed, self._close = socket.socketpair()
         self._thread = threading.Thread(target=self._start, name="hvdgloo-serve", daemon=True)
 
     @property
@@ -97,14 +102,24 @@ class _InLauncher:
 
     def close(self) -> None:
         """Stop serving."""
+        self._close.close()
         if self._thread.ident is not None:
             self._thread.join(_START_SECONDS)
         self._server.stop()
+        self._closed.close()
+
+    def _wanted(self) -> bool:
+        """Whether there is anybody to serve: waits until somebody connects, for a moment at most, or for the end."""
+        poller = select.poll()  # select() cannot watch descriptors above 1023
+        for descriptor in (self._closed.fileno(), *self._server.descriptors()):
+            poller.register(descriptor, select.POLLIN)
+        return self._closed.fileno() not in dict(poller.poll(_HEAD_START * 1000))
 
     def _start(self) -> None:
         try:
-            self._server.start()
-            self._serving = True
+            if self._wanted():
+                self._server.start()
+                self._serving = True
         except Exception as error:  # noqa: BLE001 - nobody waits for this thread, and the job cannot go on without it
             name = socket.gethostname()
             text = f"the rendezvous server in the launcher failed: {type(error).__name__}: {error}"

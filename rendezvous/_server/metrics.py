@@ -1,12 +1,43 @@
-"""The server's Prometheus metrics, in a registry of their own: a process may hold several servers."""
+"""The server's Prometheus metrics: counted in plain numbers, and put into Prometheus' words when somebody asks.
+
+Its library is imported at the first such question: most jobs end without one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import bisect
+import itertools
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+_BOUNDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, math.inf)
+
+
+class _Count:
+    """How often something has happened since it first did."""
+
+    def __init__(self) -> None:
+        self.created = time.time()
+        self.value = 0
+
+
+class _Distribution:
+    """How many times took how long."""
+
+    def __init__(self) -> None:
+        self.created = time.time()
+        self.counts = [0] * len(_BOUNDS)
+        self.total = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self.counts[bisect.bisect_left(_BOUNDS, seconds)] += 1
+        self.total += seconds
 
 
 class Metrics:
@@ -17,52 +48,64 @@ class Metrics:
         counts: of what the service holds, by name.
     """
 
-    content_type = CONTENT_TYPE_LATEST
-
-    def __init__(
-        self, workers: Callable[[], Mapping[int, tuple[int, int]]], counts: Callable[[], Mapping[str, int]]
-    ) -> None:
-        self._registry = CollectorRegistry()
-        self._requests = Counter(
-            "hvdgloo_rendezvous_requests",
-            "Requests that were let in, by method, route and status",
-            ["method", "route", "status"],
-            registry=self._registry,
-        )
-        self._seconds = Histogram(
-            "hvdgloo_rendezvous_request_seconds",
-            "From a request's head to its answer, long polls' waits included",
-            ["route"],
-            buckets=(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100),
-            registry=self._registry,
-        )
-        self._refused = Counter(
-            "hvdgloo_rendezvous_refused",
-            "Requests that were turned away at the gate (signature, size, slow body), by status",
-            ["status"],
-            registry=self._registry,
-        )
-        self._registry.register(_State(workers, counts))
-
-    def served(self, method: str, route: str, status: int, seconds: float) -> None:
-        self._requests.labels(method, route, str(status)).inc()
-        self._seconds.labels(route).observe(seconds)
-
-    def refused(self, status: int) -> None:
-        self._refused.labels(str(status)).inc()
-
-    def text(self) -> bytes:
-        return generate_latest(self._registry)
-
-
-class _State(Collector):
     def __init__(
         self, workers: Callable[[], Mapping[int, tuple[int, int]]], counts: Callable[[], Mapping[str, int]]
     ) -> None:
         self._workers = workers
         self._counts = counts
+        self._lock = threading.Lock()
+        self._requests: dict[tuple[str, str, str], _Count] = {}
+        self._seconds: dict[str, _Distribution] = {}
+        self._refused: dict[str, _Count] = {}
 
-    def collect(self) -> Iterable[Metric]:
+    def served(self, method: str, route: str, status: int, seconds: float) -> None:
+        with self._lock:
+            self._requests.setdefault((method, route, str(status)), _Count()).value += 1
+            self._seconds.setdefault(route, _Distribution()).observe(seconds)
+
+    def refused(self, status: int) -> None:
+        with self._lock:
+            self._refused.setdefault(str(status), _Count()).value += 1
+
+    def text(self) -> tuple[bytes, str]:
+        """All of it in Prometheus' text format, and that format's content type."""
+        from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+
+        registry = CollectorRegistry()  # of its own: a process may hold several servers
+        registry.register(self)
+        return generate_latest(registry), CONTENT_TYPE_LATEST
+
+    def collect(self) -> Iterator[Metric]:
+        """What Prometheus' registry asks a collector for."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+        from prometheus_client.utils import floatToGoString
+
+        requests = CounterMetricFamily(
+            "hvdgloo_rendezvous_requests",
+            "Requests that were let in, by method, route and status",
+            labels=["method", "route", "status"],
+        )
+        seconds = HistogramMetricFamily(
+            "hvdgloo_rendezvous_request_seconds",
+            "From a request's head to its answer, long polls' waits included",
+            labels=["route"],
+        )
+        refused = CounterMetricFamily(
+            "hvdgloo_rendezvous_refused",
+            "Requests that were turned away at the gate (signature, size, slow body), by status",
+            labels=["status"],
+        )
+        with self._lock:
+            for labels, count in self._requests.items():
+                requests.add_metric(labels, count.value, created=count.created)
+            for route, times in self._seconds.items():
+                sums = itertools.accumulate(times.counts)
+                buckets = [(floatToGoString(bound), float(n)) for bound, n in zip(_BOUNDS, sums, strict=True)]
+                seconds.add_metric([route], buckets, times.total)
+                seconds.add_sample(f"{seconds.name}_created", {"route": route}, times.created)
+            for status, count in self._refused.items():
+                refused.add_metric([status], count.value, created=count.created)
+        yield from (requests, seconds, refused)
         arrived = GaugeMetricFamily("hvdgloo_rendezvous_workers", "Workers that are in", labels=["epoch"])
         expected = GaugeMetricFamily(
             "hvdgloo_rendezvous_workers_expected", "Workers that should come", labels=["epoch"]
@@ -72,5 +115,5 @@ class _State(Collector):
             expected.add_metric([str(epoch)], size)
         yield arrived
         yield expected
-        for name, count in self._counts().items():
-            yield GaugeMetricFamily(f"hvdgloo_rendezvous_{name}", f"Number of {name.replace('_', ' ')}", value=count)
+        for name, number in self._counts().items():
+            yield GaugeMetricFamily(f"hvdgloo_rendezvous_{name}", f"Number of {name.replace('_', ' ')}", value=number)

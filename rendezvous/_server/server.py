@@ -85,6 +85,10 @@ class RendezvousServer:
         self._bound = [listener.getsockname() for listener in self._listeners]
         return self
 
+    def descriptors(self) -> tuple[int, ...]:
+        """Those of the listening sockets: readable while somebody has connected and waits for ``start``."""
+        return tuple(listener.fileno() for listener in self._listeners)
+
     def start(self) -> RendezvousServer:
         """Listen, unless it does so already, and serve on daemon threads. Returns itself."""
         if self._front is not None:
@@ -92,7 +96,8 @@ class RendezvousServer:
         if not self._bound:
             self.listen()
         from hvdgloo.rendezvous._server.http_front import Front
-        from hvdgloo.rendezvous._server.service import Service, create_app
+        from hvdgloo.rendezvous._server.routes import create_app
+        from hvdgloo.rendezvous._server.service import Service
 
         self._service = Service(
             self._secret, self._epochs, max_polls=lambda: self._threads - _SPARE_THREADS // 2, watch=self._watch

@@ -1,60 +1,30 @@
-"""The Flask application: routes over stores and epochs, behind a gate that knows the job's secret.
+"""What the rendezvous server knows, and the gate before it, which knows the job's secret.
 
 The gate is plain WSGI and comes first: it verifies a request's signature from its head alone, takes the counter, reads
-the body within a deadline and a size limit, and checks the digest. Flask sees only what passed. Whatever is refused is
-refused with a 4xx and a JSON object ``{"error": ..., "reason": ...}``; after the gate, answers are signed.
-
-====================================  ==============================================================================
-``GET /v1/hello``                     the run id; signed for the empty run
-``POST /v1/epochs/<e>/workers``       a WorkerInfo as JSON, ``?timeout=s``; 200 rank and topology, 202 not yet, 404 no
-                                      such epoch, 409 the place is taken, 504 the epoch failed
-``PUT /v1/kv/<scope>/<key>``          set a value; 204
-``GET /v1/kv/<scope>/<key>``          ``?timeout=s`` waits; 200 the value, 404 not there
-``DELETE /v1/kv/<scope>/<key>``       200 ``{"deleted": true or false}``
-``POST /v1/kv/<scope>?op=set``        several items (``hvdgloo.rendezvous._wire``); 204
-``POST /v1/kv/<scope>?op=get``        several keys, ``&timeout=s`` waits for all; 200 their values, 404 ``missing``
-``GET /v1/status /metrics /``         JSON, Prometheus, a page; also with the status token
-====================================  ==============================================================================
-
-Keys may hold slashes, and percent signs mean what they say: routes match the request target as it was sent, undecoded,
-and only the scope and key are decoded, once.
+the body within a deadline and a size limit, and checks the digest. The routes see only what passed. Whatever is refused
+is refused with a 4xx and a JSON object ``{"error": ..., "reason": ...}``.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
-from urllib.parse import unquote_to_bytes
-
-from flask import Flask, Response, render_template, request
-from werkzeug.exceptions import HTTPException
 
 from hvdgloo.errors import AuthenticationError
 from hvdgloo.rendezvous import _auth as auth
-from hvdgloo.rendezvous import _wire as wire
-from hvdgloo.rendezvous._server.epochs import (
-    EpochFailedError,
-    Epochs,
-    NotAcceptedError,
-    NotYet,
-    StoppingError,
-    UnknownEpochError,
-)
+from hvdgloo.rendezvous._server.epochs import Epochs, StoppingError
 from hvdgloo.rendezvous._server.metrics import Metrics
 from hvdgloo.rendezvous._server.streams import SLOWEST_RATE
-from hvdgloo.rendezvous._store import MAX_SCOPE_BYTES, MemoryStore, check_key
-from hvdgloo.rendezvous._worker_info import WorkerInfo
+from hvdgloo.rendezvous._store import MemoryStore
 from hvdgloo.version import __version__
 
-MAX_POLL = 50.0  # seconds; below the idle timeouts of common load balancers
 BODY_TIMEOUT = 10.0
 MAX_CLIENTS = 1 << 17
 _READ_ONLY = frozenset({"/", "/v1/status", "/metrics"})
@@ -233,17 +203,6 @@ class Service:
         }
 
 
-def create_app(service: Service) -> Callable[[Environ, StartResponse], Any]:
-    """The WSGI application: the gate, and Flask behind it."""
-    flask = Flask("hvdgloo.rendezvous", static_folder=None)
-    flask.url_map.merge_slashes = False
-    flask.url_map.redirect_defaults = False
-    _add_routes(flask, service)
-    _add_error_handlers(flask)
-    flask.after_request(lambda response: _finish(service, response))
-    return Gate(service, flask.wsgi_app)
-
-
 class Gate:
     """Lets through only requests that the job's members, or for reading its state the token's holders, have made."""
 
@@ -328,172 +287,3 @@ class Gate:
         environ["hvdgloo.connection"].end_after_answer()
         start_response(f"{refusal.status} {HTTPStatus(refusal.status).phrase}", headers)
         return [] if environ["REQUEST_METHOD"] == "HEAD" else [body]
-
-
-def _add_routes(flask: Flask, service: Service) -> None:
-    @flask.get("/v1/hello")
-    def hello() -> Response:
-        return _json({"run": service.run, "version": __version__})
-
-    @flask.post("/v1/epochs/<int:epoch>/workers")
-    def register(epoch: int) -> Response:
-        try:
-            info = WorkerInfo.from_dict(json.loads(_body()))
-        except (ValueError, RecursionError) as error:
-            raise Refusal(400, f"the body is not a worker: {error}") from None
-        placed = service.epochs.register(
-            epoch,
-            request.environ["hvdgloo.credentials"].client,
-            info,
-            timeout=_timeout(),
-            watch=lambda hang_up: service.poll(request.environ["hvdgloo.connection"], hang_up),
-        )
-        if isinstance(placed, NotYet):
-            return _json({"reason": placed.summary}, 202)
-        # The topology is the same for all and may be long: its text is put in as it is.
-        return _raw_json(b'{"rank":%d,"topology":%s}' % (placed.rank, placed.topology))
-
-    @flask.post("/v1/kv/<scope>")
-    def many(scope: str) -> Response:
-        store = service.store(_scope(scope))
-        op = request.args.get("op", "")
-        try:
-            if op == "set":
-                store.set_many(wire.unpack_items(_body()))
-                return Response(status=204)
-            if op == "get":
-                keys = [check_key(key) for key in wire.unpack_keys(_body())]
-                return _bytes(wire.pack_values(_wait(service, store, keys)))
-        except ValueError as error:
-            raise Refusal(400, str(error)) from None
-        raise Refusal(400, "the query must say op=set or op=get")
-
-    @flask.route("/v1/kv/<scope>/<path:key>", methods=["GET", "PUT", "DELETE"])
-    def one(scope: str, key: str) -> Response:
-        store, name = service.store(_scope(scope)), _decoded(key, "key")
-        if request.method == "PUT":
-            store.set(name, _body())
-            return Response(status=204)
-        if request.method == "DELETE":
-            return _json({"deleted": store.delete(name)})
-        return _bytes(_wait(service, store, [name])[0])
-
-    @flask.get("/v1/status")
-    def status() -> Response:
-        return _json(service.status())
-
-    @flask.get("/metrics")
-    def metrics() -> Response:
-        return Response(service.metrics.text(), content_type=service.metrics.content_type)
-
-    @flask.get("/")
-    def page() -> Response:
-        response = Response(render_template("job.html", status=service.status()))
-        response.headers["Content-Security-Policy"] = "default-src 'none'; style-src 'unsafe-inline'"
-        response.headers["Refresh"] = "2"
-        return response
-
-
-def _add_error_handlers(flask: Flask) -> None:
-    def answer(kind: type[Exception], status: Callable[[Any], int], reason: Callable[[Any], str] = str) -> None:
-        flask.register_error_handler(
-            kind, lambda error: _raw_json(Refusal(status(error), reason(error)).body(), status(error))
-        )
-
-    answer(NotAcceptedError, lambda error: 409 if error.taken else 400)
-    answer(UnknownEpochError, lambda _: 404)
-    answer(EpochFailedError, lambda _: 504)
-    answer(StoppingError, lambda _: 503)
-    answer(HTTPException, lambda error: error.code or 500, _plain)
-    flask.register_error_handler(Refusal, lambda refusal: _raw_json(refusal.body(), refusal.status))
-
-
-def _plain(error: HTTPException) -> str:
-    if error.code == 404:
-        return f"there is no such route: {request.method} {request.environ['PATH_INFO'][:200]}"
-    return error.description or error.name
-
-
-def _wait(service: Service, store: MemoryStore, keys: Sequence[str]) -> list[bytes]:
-    """The values of all keys, after waiting as long as the query allows."""
-    timeout = _timeout()
-    deadline = time.monotonic() + timeout
-    while True:
-        values = store.peek_many(keys)
-        if values is not None:
-            return values
-        remaining = deadline - time.monotonic()
-        if remaining <= 0:
-            missing = store.missing(keys)
-            raise Refusal(404, f"{len(missing)} of {len(keys)} keys are not there", missing=missing[:8])
-        waiter = store.waiter(keys)
-        try:
-            with service.poll(request.environ["hvdgloo.connection"], waiter.release):
-                if not waiter.wait(remaining):
-                    continue
-        finally:
-            store.forget(waiter)
-        if service.stopping:
-            raise StoppingError(service.stopping)
-        if waiter.position < len(keys):
-            raise Refusal(400, "the client hung up")  # nobody reads this
-
-
-def _finish(service: Service, response: Response) -> Response:
-    """Sign the answer and count it."""
-    environ = request.environ
-    credentials = environ.get("hvdgloo.credentials")
-    if credentials is not None:
-        response.headers[auth.ANSWER_HEADER] = service.signer.sign_answer(
-            credentials.run,
-            credentials.client,
-            credentials.counter,
-            response.status_code,
-            auth.digest(response.get_data()),
-        )
-    response.headers["Cache-Control"] = "no-store"
-    rule = request.url_rule.rule if request.url_rule else "none"
-    service.note_served(request.method, rule, response.status_code, time.perf_counter() - environ["hvdgloo.started"])
-    return response
-
-
-def _body() -> bytes:
-    body: bytes = request.environ["hvdgloo.body"]
-    return body
-
-
-def _timeout() -> float:
-    text = request.args.get("timeout", "0")
-    try:
-        timeout = float(text)
-    except ValueError:
-        timeout = math.nan
-    if not 0 <= timeout < math.inf:
-        raise Refusal(400, "timeout must be a number of seconds, 0 or more")
-    return min(timeout, MAX_POLL)
-
-
-def _decoded(text: str, what: str, limit: int | None = None) -> str:
-    try:
-        decoded = unquote_to_bytes(text.encode("latin-1")).decode("utf-8")
-        return check_key(decoded, what) if limit is None else check_key(decoded, what, limit)
-    except UnicodeError:
-        raise Refusal(400, f"the {what} is not UTF-8") from None
-    except ValueError as error:
-        raise Refusal(400, str(error)) from None
-
-
-def _scope(text: str) -> str:
-    return _decoded(text, "scope", MAX_SCOPE_BYTES)
-
-
-def _json(value: Any, status: int = 200) -> Response:
-    return _raw_json(json.dumps(value).encode(), status)
-
-
-def _raw_json(body: bytes, status: int = 200) -> Response:
-    return Response(body, status=status, content_type="application/json")
-
-
-def _bytes(body: bytes) -> Response:
-    return Response(body, content_type="application/octet-stream")

@@ -69,6 +69,9 @@ from hvdgloo.runner.protocol.frames import (
 from hvdgloo.runner.protocol.heartbeat import Silence
 from hvdgloo.version import __version__
 
+PROCESS_NAME = "hvdgloo-agent"
+"""What it is called among the processes of its host; its command line may be the launcher's, or hold a program."""
+
 LEFTOVER_GRACE = 1.0
 """Seconds that background processes get between SIGTERM and SIGKILL once the workers have ended."""
 
@@ -476,6 +479,7 @@ def main(preamble: bytes = PREAMBLE) -> int:
         preamble: empty if it has been written already, by what imported this module.
     """
     mark = Mark()
+    reaper.take_name(PROCESS_NAME)
     reaper.become_subreaper()
     parent = os.getpid()
     agent = os.fork()

@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     stdout, stderr = sys.stdout or _nowhere(), sys.stderr or _nowhere()
     try:
-        return _run(sys.argv[1:] if argv is None else list(argv), stdout, stderr)
+        return _run(sys.argv[1:] if argv is None else list(argv), stdout, stderr, alone=argv is None)
     except JobFailedError as error:
         return _complain(stderr, error, error.exit_code)
     except ConfigError as error:
@@ -66,7 +66,11 @@ def _nowhere() -> TextIO:
     return open(os.devnull, "w")
 
 
-def _run(argv: Sequence[str], stdout: TextIO, stderr: TextIO) -> int:
+def _run(argv: Sequence[str], stdout: TextIO, stderr: TextIO, *, alone: bool) -> int:
+    """
+    Args:
+        alone: this process is the command, and not a program that calls ``main``.
+    """
     if argv[:2] == ["timeline", "merge"]:
         from hvdgloo.runner.cli import trace_merge
 
@@ -96,7 +100,7 @@ def _run(argv: Sequence[str], stdout: TextIO, stderr: TextIO) -> int:
         return _print(found, stdout, stderr) or int(not well)
     from hvdgloo.runner.launch import launch
 
-    report = launch(line.spec, stdout=stdout, stderr=stderr)
+    report = launch(line.spec, stdout=stdout, stderr=stderr, fork=alone)
     summary = report.summary()
     if summary:
         # All output is out; if nobody reads it any more, that is no news here.

@@ -90,8 +90,8 @@ class Writer:
         self._read_at = self._write_at = 0
         self._writing = 0
         self._closed = False
+        # Started with the first bytes: until then the launcher has one thread, and can be forked.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
 
     @property
     def backlog(self) -> int:
@@ -101,6 +101,8 @@ class Writer:
     def put(self, target: int, data: bytes) -> None:
         """Have the bytes written. Never waits for a target."""
         with self._changed:
+            if self._thread.ident is None:
+                self._thread.start()
             spilled = self._write_at > self._read_at
             if (spilled or self._in_memory + len(data) > MEMORY) and self._spill(target, data):
                 pass
@@ -119,7 +121,8 @@ class Writer:
         with self._changed:
             self._closed = True
             self._changed.notify()
-        self._thread.join(timeout)
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
         if self._file is not None:
             self._file.close()
 

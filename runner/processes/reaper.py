@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterable
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
@@ -37,6 +38,12 @@ def become_subreaper() -> None:
     """Adopt orphaned descendants from now on. Without effect where the system cannot do that."""
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def take_name(name: str) -> None:
+    """Show this process under a name of at most 15 characters in ``ps -o comm`` and ``top``. Linux only."""
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_NAME, name.encode("ascii"), 0, 0, 0)
 
 
 def die_with_parent(signum: int) -> None:

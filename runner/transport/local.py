@@ -1,12 +1,21 @@
-"""The way to this machine: an agent as a child process."""
+"""The way to this machine: an agent as a child process.
+
+The command line's launcher forks it, before any thread of its own: a third of what ``hvdgloo-run`` costs would else be
+a second Python that imports the same again. Any other program (``hvdgloo.run.run`` in a notebook, say) may have threads,
+a GPU and gigabytes that a fork must not meet: its agent is a fresh process.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import signal
 import subprocess
 import sys
-from typing import IO
+import threading
+import traceback
+from typing import IO, NoReturn
 
 from hvdgloo.errors import LaunchError
 from hvdgloo.runner.job.spec import HostEntry
@@ -20,7 +29,14 @@ _WARDEN_TIME = 3.0
 
 
 class LocalSpawner:
-    """Agents as child processes: for this machine."""
+    """Agents as child processes: for this machine.
+
+    Args:
+        fork: this process is a launcher and nothing else, and may be forked as long as it has one thread.
+    """
+
+    def __init__(self, *, fork: bool = False) -> None:
+        self._fork = fork and sys.platform == "linux"  # macOS' libraries do not bear it
 
     def start(self, host: HostEntry) -> AgentStream:
         # In "/" and not in the user's folder: the agent must not import a json.py that lies there.
@@ -35,6 +51,8 @@ class LocalSpawner:
                 bufsize=0,
                 # A session of its own: a terminal's Ctrl-C and Ctrl-Z concern the launcher, which passes them on.
                 start_new_session=True,
+                # The child calls it instead of executing the command above.
+                preexec_fn=_be_the_agent if self._fork and threading.active_count() == 1 else None,
             )
         except OSError as error:
             raise LaunchError(f"no agent could be started on {host.name}: {error}") from error
@@ -65,6 +83,32 @@ class LocalStream(subprocess.Popen[bytes]):
             self.wait(_WARDEN_TIME if agents else 0.0)
         except subprocess.TimeoutExpired:
             os.killpg(self.pid, signal.SIGKILL)
+
+
+def _be_the_agent() -> NoReturn:
+    """In the forked child, which has its streams, folder and session already: what a fresh process would be and do."""
+    status = 1
+    try:
+        # Whoever forked waits for the end of one of these, too.
+        for descriptor in map(int, os.listdir("/proc/self/fd")):
+            if descriptor > 2:
+                with contextlib.suppress(OSError):  # the list's own
+                    os.close(descriptor)
+        gc.enable()
+        signal.set_wakeup_fd(-1)
+        for signum in signal.valid_signals():
+            if callable(signal.getsignal(signum)):
+                signal.signal(signum, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+        os.environ.update(agent_environment(os.environ))
+        from hvdgloo.runner.agent.agent import main
+
+        status = main()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
 
 
 def _group(pid: int) -> int:

@@ -41,8 +41,11 @@ class Ways:
         return self._spawners[host.name].diagnose(host, ending)
 
 
-def choose_spawner(hosts: Sequence[HostEntry], reach: Reach) -> Spawner:
+def choose_spawner(hosts: Sequence[HostEntry], reach: Reach, *, fork: bool = False) -> Spawner:
     """The way to start agents on these hosts.
+
+    Args:
+        fork: this process is a launcher and nothing else, and may be forked.
 
     Raises:
         ConfigError: this machine comes twice.
@@ -54,7 +57,7 @@ def choose_spawner(hosts: Sequence[HostEntry], reach: Reach) -> Spawner:
             f"{names} are all this machine; give it once, with all its slots "
             f"(-H localhost:{sum(host.slots or 1 for host in here)})"
         )
-    local = LocalSpawner()
+    local = LocalSpawner(fork=fork)
     if len(here) == len(hosts):
         return local
     others = [host for host in hosts if host not in here]

@@ -46,7 +46,7 @@ GRAPH: dict[str, set[str]] = {
     "hvdgloo.runner.network": {"_net", "rendezvous"},
     "hvdgloo.runner.job": {"_platform", "config", "runner.network", "runner.protocol"},
     "hvdgloo.runner.processes": {"as_horovod", "runner.protocol"},
-    "hvdgloo.runner.transport": {"runner.job", "runner.processes", "runner.protocol"},
+    "hvdgloo.runner.transport": {"runner.agent", "runner.job", "runner.processes", "runner.protocol"},
     "hvdgloo.runner.agent": {
         "_net",
         "_platform",

@@ -162,7 +162,7 @@ def inner_pid(process: psutil.Process) -> int:
 
 def _is_agent(process: psutil.Process) -> bool:
     try:
-        return "runner.agent" in " ".join(process.cmdline()) or "import agent" in " ".join(process.cmdline())
+        return process.name() == PROCESS_NAME
     except psutil.NoSuchProcess:
         return False
 

@@ -1,0 +1,56 @@
+"""The Flask application: the page, and what Flask knows to say to methods and paths that no worker uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from flask import Flask, Response, render_template, request
+from werkzeug.exceptions import HTTPException
+
+from hvdgloo.rendezvous._server.routes import ROUTES, Answer, Call, Route, refused, signature_headers
+from hvdgloo.rendezvous._server.service import Environ, Service, StartResponse
+
+
+def create_pages(service: Service) -> Callable[[Environ, StartResponse], Any]:
+    """A WSGI application, to stand behind the gate."""
+    flask = Flask("hvdgloo.rendezvous", static_folder=None)
+    flask.url_map.merge_slashes = False
+    flask.url_map.redirect_defaults = False
+    for route in ROUTES:
+        flask.add_url_rule(route.rule, route.rule, _view(service, route), methods=route.methods)
+
+    @flask.get("/")
+    def page() -> Response:
+        response = Response(render_template("job.html", status=service.status()))
+        response.headers["Content-Security-Policy"] = "default-src 'none'; style-src 'unsafe-inline'"
+        response.headers["Refresh"] = "2"
+        return response
+
+    flask.register_error_handler(HTTPException, lambda error: _response(refused(error.code or 500, _plain(error))))
+    flask.after_request(lambda response: _finish(service, response))
+    return flask.wsgi_app
+
+
+def _view(service: Service, route: Route) -> Callable[..., Response]:
+    return lambda **arguments: _response(
+        route.answer(service, Call(request.environ), {name: str(value) for name, value in arguments.items()})
+    )
+
+
+def _response(answer: Answer) -> Response:
+    return Response(answer.body, answer.status, content_type=answer.content_type)
+
+
+def _plain(error: HTTPException) -> str:
+    if error.code == 404:
+        return f"there is no such route: {request.method} {request.environ['PATH_INFO'][:200]}"
+    return error.description or error.name
+
+
+def _finish(service: Service, response: Response) -> Response:
+    rule = request.url_rule.rule if request.url_rule else "none"
+    response.headers.update(
+        signature_headers(service, request.environ, rule, response.status_code, response.get_data())
+    )
+    return response

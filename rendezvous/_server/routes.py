@@ -1,0 +1,296 @@
+"""The server's routes over stores and epochs, behind the gate (``hvdgloo.rendezvous._server.service``).
+
+====================================  ==============================================================================
+``GET /v1/hello``                     the run id; signed for the empty run
+``POST /v1/epochs/<e>/workers``       a WorkerInfo as JSON, ``?timeout=s``; 200 rank and topology, 202 not yet, 404 no
+                                      such epoch, 409 the place is taken, 504 the epoch failed
+``PUT /v1/kv/<scope>/<key>``          set a value; 204
+``GET /v1/kv/<scope>/<key>``          ``?timeout=s`` waits; 200 the value, 404 not there
+``DELETE /v1/kv/<scope>/<key>``       200 ``{"deleted": true or false}``
+``POST /v1/kv/<scope>?op=set``        several items (``hvdgloo.rendezvous._wire``); 204
+``POST /v1/kv/<scope>?op=get``        several keys, ``&timeout=s`` waits for all; 200 their values, 404 ``missing``
+``GET /v1/status /metrics /``         JSON, Prometheus, a page; also with the status token
+====================================  ==============================================================================
+
+After the gate, answers are signed. Keys may hold slashes, and percent signs mean what they say: routes match the
+request target as it was sent, undecoded, and only the scope and key are decoded, once.
+
+What a job asks for is answered here and imports no web framework: a launcher whose workers it would keep waiting does
+without. Everything else (the page, and methods and paths that no worker uses) is Flask's, which is imported then
+(``hvdgloo.rendezvous._server.pages``), over the same table.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+from urllib.parse import parse_qsl, unquote_to_bytes
+
+from hvdgloo.rendezvous import _auth as auth
+from hvdgloo.rendezvous import _wire as wire
+from hvdgloo.rendezvous._server.epochs import (
+    EpochFailedError,
+    NotAcceptedError,
+    NotYet,
+    StoppingError,
+    UnknownEpochError,
+)
+from hvdgloo.rendezvous._server.service import Environ, Gate, Refusal, Service, StartResponse
+from hvdgloo.rendezvous._store import MAX_SCOPE_BYTES, MemoryStore, check_key
+from hvdgloo.rendezvous._worker_info import WorkerInfo
+from hvdgloo.version import __version__
+
+logger = logging.getLogger(__name__)
+
+MAX_POLL = 50.0  # seconds; below the idle timeouts of common load balancers
+_JSON, _BYTES = "application/json", "application/octet-stream"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What is sent back, before it is signed."""
+
+    body: bytes = b""
+    status: int = 200
+    content_type: str = _BYTES
+
+
+class Call:
+    """A request that the gate has let in.
+
+    Attributes:
+        body: all of it.
+        connection: its client's, for waits.
+        client: the id that it was signed with; empty if it carries the status token.
+    """
+
+    def __init__(self, environ: Environ) -> None:
+        credentials = environ.get("hvdgloo.credentials")
+        self.method: str = environ["REQUEST_METHOD"]
+        self.body: bytes = environ["hvdgloo.body"]
+        self.connection: Any = environ["hvdgloo.connection"]
+        self.client: str = credentials.client if credentials is not None else ""
+        self._query: str = environ["QUERY_STRING"]
+
+    def argument(self, name: str, default: str) -> str:
+        """The first value of this name in the query."""
+        arguments = parse_qsl(self._query, keep_blank_values=True)
+        return next((value for key, value in arguments if key == name), default)
+
+    def timeout(self) -> float:
+        """Seconds that it may wait.
+
+        Raises:
+            Refusal: the query says something else.
+        """
+        try:
+            timeout = float(self.argument("timeout", "0"))
+        except ValueError:
+            timeout = math.nan
+        if not 0 <= timeout < math.inf:
+            raise Refusal(400, "timeout must be a number of seconds, 0 or more")
+        return min(timeout, MAX_POLL)
+
+
+@dataclass(frozen=True)
+class Route:
+    """A path in Flask's notation, the methods that it takes, and what answers them."""
+
+    rule: str
+    methods: tuple[str, ...]
+    handler: Callable[..., Answer]
+
+    def answer(self, service: Service, call: Call, arguments: Mapping[str, str]) -> Answer:
+        """The handler's answer, or what its exception means."""
+        try:
+            return self.handler(service, call, **arguments)
+        except Refusal as refusal:
+            return Answer(refusal.body(), refusal.status, _JSON)
+        except NotAcceptedError as error:
+            return refused(409 if error.taken else 400, error)
+        except UnknownEpochError as error:
+            return refused(404, error)
+        except EpochFailedError as error:
+            return refused(504, error)
+        except StoppingError as error:
+            return refused(503, error)
+
+
+def refused(status: int, reason: object) -> Answer:
+    """An answer that says why there is no other."""
+    return Answer(Refusal(status, str(reason)).body(), status, _JSON)
+
+
+def signature_headers(service: Service, environ: Environ, rule: str, status: int, body: bytes) -> dict[str, str]:
+    """What every answer carries, its signature above all; the answer is counted."""
+    headers = {"Cache-Control": "no-store"}
+    credentials = environ.get("hvdgloo.credentials")
+    if credentials is not None:
+        headers[auth.ANSWER_HEADER] = service.signer.sign_answer(
+            credentials.run, credentials.client, credentials.counter, status, auth.digest(body)
+        )
+    service.note_served(environ["REQUEST_METHOD"], rule, status, time.perf_counter() - environ["hvdgloo.started"])
+    return headers
+
+
+def _hello(service: Service, _: Call) -> Answer:
+    return _json({"run": service.run, "version": __version__})
+
+
+def _register(service: Service, call: Call, epoch: str) -> Answer:
+    try:
+        info = WorkerInfo.from_dict(json.loads(call.body))
+    except (ValueError, RecursionError) as error:
+        raise Refusal(400, f"the body is not a worker: {error}") from None
+    placed = service.epochs.register(
+        int(epoch),
+        call.client,
+        info,
+        timeout=call.timeout(),
+        watch=lambda hang_up: service.poll(call.connection, hang_up),
+    )
+    if isinstance(placed, NotYet):
+        return _json({"reason": placed.summary}, 202)
+    # The topology is the same for all and may be long: its text is put in as it is.
+    return Answer(b'{"rank":%d,"topology":%s}' % (placed.rank, placed.topology), content_type=_JSON)
+
+
+def _many(service: Service, call: Call, scope: str) -> Answer:
+    store = service.store(_decoded(scope, "scope", MAX_SCOPE_BYTES))
+    op = call.argument("op", "")
+    try:
+        if op == "set":
+            store.set_many(wire.unpack_items(call.body))
+            return Answer(status=204)
+        if op == "get":
+            keys = [check_key(key) for key in wire.unpack_keys(call.body)]
+            return Answer(wire.pack_values(_wait(service, call, store, keys)))
+    except ValueError as error:
+        raise Refusal(400, str(error)) from None
+    raise Refusal(400, "the query must say op=set or op=get")
+
+
+def _one(service: Service, call: Call, scope: str, key: str) -> Answer:
+    store, name = service.store(_decoded(scope, "scope", MAX_SCOPE_BYTES)), _decoded(key, "key")
+    if call.method == "PUT":
+        store.set(name, call.body)
+        return Answer(status=204)
+    if call.method == "DELETE":
+        return _json({"deleted": store.delete(name)})
+    return Answer(_wait(service, call, store, [name])[0])
+
+
+def _status(service: Service, _: Call) -> Answer:
+    return _json(service.status())
+
+
+def _metrics(service: Service, _: Call) -> Answer:
+    text, content_type = service.metrics.text()
+    return Answer(text, content_type=content_type)
+
+
+ROUTES = (
+    Route("/v1/hello", ("GET",), _hello),
+    Route("/v1/epochs/<int:epoch>/workers", ("POST",), _register),
+    Route("/v1/kv/<scope>", ("POST",), _many),
+    Route("/v1/kv/<scope>/<path:key>", ("GET", "PUT", "DELETE"), _one),
+    Route("/v1/status", ("GET",), _status),
+    Route("/metrics", ("GET",), _metrics),
+)
+
+
+def create_app(service: Service) -> Callable[[Environ, StartResponse], Any]:
+    """The WSGI application: the gate, and the routes behind it."""
+    return Gate(service, Router(service))
+
+
+class Router:
+    """A WSGI application: the table above, and Flask for what is not in it."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._patterns = [(re.compile(_pattern(route.rule)), route) for route in ROUTES]
+        self._lock = threading.Lock()
+        self._rest: Callable[[Environ, StartResponse], Any] | None = None
+
+    def __call__(self, environ: Environ, start_response: StartResponse) -> Any:
+        for pattern, route in self._patterns:
+            found = pattern.fullmatch(environ["PATH_INFO"])
+            if found is not None and environ["REQUEST_METHOD"] in route.methods:
+                return self._answer(route, found.groupdict(), environ, start_response)
+        return self._everything_else()(environ, start_response)
+
+    def _answer(
+        self, route: Route, arguments: Mapping[str, str], environ: Environ, start_response: StartResponse
+    ) -> list[bytes]:
+        try:
+            answer = route.answer(self._service, Call(environ), arguments)
+        except Exception:
+            logger.exception("%s %s", environ["REQUEST_METHOD"], route.rule)
+            answer = refused(500, "the server has failed here, and says more in its log")
+        headers = signature_headers(self._service, environ, route.rule, answer.status, answer.body)
+        if answer.status != 204:
+            headers |= {"Content-Type": answer.content_type, "Content-Length": str(len(answer.body))}
+        start_response(f"{answer.status} {HTTPStatus(answer.status).phrase}", list(headers.items()))
+        return [answer.body]
+
+    def _everything_else(self) -> Callable[[Environ, StartResponse], Any]:
+        with self._lock:
+            if self._rest is None:
+                from hvdgloo.rendezvous._server.pages import create_pages
+
+                self._rest = create_pages(self._service)
+            return self._rest
+
+
+def _pattern(rule: str) -> str:
+    """A rule as a regular expression, with what werkzeug's converters take."""
+    pattern = re.sub(r"<int:(\w+)>", r"(?P<\1>[0-9]+)", rule)
+    pattern = re.sub(r"<path:(\w+)>", r"(?P<\1>[^/].*)", pattern)
+    return re.sub(r"(?<!P)<(\w+)>", r"(?P<\1>[^/]+)", pattern)
+
+
+def _wait(service: Service, call: Call, store: MemoryStore, keys: Sequence[str]) -> list[bytes]:
+    """The values of all keys, after waiting as long as the query allows."""
+    deadline = time.monotonic() + call.timeout()
+    while True:
+        values = store.peek_many(keys)
+        if values is not None:
+            return values
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
+            missing = store.missing(keys)
+            raise Refusal(404, f"{len(missing)} of {len(keys)} keys are not there", missing=missing[:8])
+        waiter = store.waiter(keys)
+        try:
+            with service.poll(call.connection, waiter.release):
+                if not waiter.wait(remaining):
+                    continue
+        finally:
+            store.forget(waiter)
+        if service.stopping:
+            raise StoppingError(service.stopping)
+        if waiter.position < len(keys):
+            raise Refusal(400, "the client hung up")  # nobody reads this
+
+
+def _decoded(text: str, what: str, limit: int | None = None) -> str:
+    try:
+        decoded = unquote_to_bytes(text.encode("latin-1")).decode("utf-8")
+        return check_key(decoded, what) if limit is None else check_key(decoded, what, limit)
+    except UnicodeError:
+        raise Refusal(400, f"the {what} is not UTF-8") from None
+    except ValueError as error:
+        raise Refusal(400, str(error)) from None
+
+
+def _json(value: Any, status: int = 200) -> Answer:
+    return Answer(json.dumps(value).encode(), status, _JSON)
