@@ -6,8 +6,10 @@ function. This module can be called, so both ways of writing it work.
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
+import shlex
 import signal
 import sys
 import tempfile
@@ -16,12 +18,13 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any, TypeVar
 
-from hvdgloo.config import Config, without_place
+from hvdgloo.config import without_place
 from hvdgloo.errors import ConfigError, JobFailedError, LaunchError, RemoteTraceback
 from hvdgloo.rendezvous._auth import generate_secret
+from hvdgloo.runner.job.assembly import assemble
 from hvdgloo.runner.job.environment import working_directory
 from hvdgloo.runner.job.host_sources import take_inventory
-from hvdgloo.runner.job.spec import LaunchSpec, NetworkOptions, Reach
+from hvdgloo.runner.job.spec import Reach
 from hvdgloo.runner.launch import LIBRARY_SIGNALS, Report, launch
 from hvdgloo.runner.transport.template import parse_template
 from hvdgloo.runner.worker import function_task
@@ -121,35 +124,32 @@ def run(
     )
     interfaces = _old_name(network_interfaces, "network_interface", network_interface, "network_interfaces")
     environ = without_place({**os.environ, **(env or {})})
-    config = Config.from_env(environ)
     inventory = take_inventory(environ, hosts=hosts, hostfile=hostfile, np=_number(num_proc, np, hosts or hostfile))
     python = executable or _own_interpreter()
     reach = Reach(
         python=remote_python or python,
-        connect_timeout=config.connect_timeout,
-        ssh_port=ssh_port,
+        ssh_port=_port(ssh_port),
         ssh_identity_file=ssh_identity_file,
-        ssh_args=tuple(ssh_args),
+        ssh_args=_words("ssh_args", ssh_args),
         agent_command=parse_template(agent_command) if agent_command is not None else (),
     )
     secret = generate_secret()
-    spec = LaunchSpec(
+    spec = assemble(
+        inventory,
+        environ,
+        reach,
         command=function_task.command(python),
         remote_command=function_task.command(reach.python),
-        hosts=inventory.hosts,
-        np=inventory.np,
         cwd=working_directory(os.environ),
-        environ=environ,
-        exported=frozenset(env or ()),
         secret=secret,
         function=function_task.pack_function(func, args, kwargs or {}, secret),
-        start_timeout=start_timeout if start_timeout is not None else config.start_timeout,
-        grace_period=grace_period,
-        output_directory=None if output_filename is None else os.path.abspath(output_filename),
+        nics=_names(interfaces),
+        exported=env or (),
+        start_timeout=_seconds("start_timeout", start_timeout),
+        grace_period=_seconds("grace_period", grace_period),
+        output_directory=output_filename,
         timestamps=prefix_output_with_timestamp,
         verbose=bool(verbose),
-        reach=inventory.completed(reach),
-        network=NetworkOptions(_names(interfaces), config.port_range, config.connect_timeout),
     )
     with _Results(secret) as results:
         report = launch(
@@ -204,6 +204,24 @@ def _number(num_proc: int | None, np: int | None, hosts: str | None) -> int | No
     if number < 1:
         raise ConfigError(f"run(np={number}): a job has at least one process")
     return number
+
+
+def _seconds(name: str, value: float | None) -> float | None:
+    if value is not None and not 0 <= value < math.inf:
+        raise ConfigError(f"run({name}={value}): it is not a number of seconds")
+    return value
+
+
+def _port(value: int | None) -> int | None:
+    if value is not None and not 0 < value < 65536:
+        raise ConfigError(f"run(ssh_port={value}): it is not a port from 1 to 65535")
+    return value
+
+
+def _words(name: str, value: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(value, str):
+        raise ConfigError(f"run({name}={value!r}): give a list of words, for example {shlex.split(value)}")
+    return tuple(value)
 
 
 def _names(interfaces: str | Sequence[str] | None) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ travels as JSON (``to_dict`` / ``from_dict``) and is validated at construction, 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -93,8 +94,12 @@ class Topology:
     def is_homogeneous(self) -> bool:
         return len(set(self.slots)) <= 1
 
+    @cached_property
+    def _places(self) -> tuple[Place, ...]:
+        return places([(worker.host, worker.local_rank) for worker in self.workers])
+
     def local_size(self, rank: int) -> int:
-        return self.slots[self.workers[rank].host]
+        return self._places[rank].local_size
 
     def cross_ranks(self, rank: int) -> tuple[int, ...]:
         """The global ranks that have the same local rank, one for each host that has one, in order."""
@@ -102,10 +107,10 @@ class Topology:
         return tuple(worker.rank for worker in self.workers if worker.local_rank == local_rank)
 
     def cross_rank(self, rank: int) -> int:
-        return self.cross_ranks(rank).index(rank)
+        return self._places[rank].cross_rank
 
     def cross_size(self, rank: int) -> int:
-        return len(self.cross_ranks(rank))
+        return self._places[rank].cross_size
 
     def local_ranks(self, rank: int) -> tuple[int, ...]:
         """The global ranks on the same host, in order."""
@@ -151,6 +156,33 @@ class Topology:
             (Host(name, "", ("127.0.0.1",)),),
             tuple(Worker(rank, 0, rank, pid, "127.0.0.1", 0) for rank in range(size)),
         )
+
+
+@dataclass(frozen=True)
+class Place:
+    """What follows for one rank from where all are. Hosts count from 0; the rest is as in ``hvd.*``."""
+
+    host: int
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+
+
+def places(spots: Sequence[tuple[int, int]]) -> tuple[Place, ...]:
+    """Every rank's place.
+
+    Args:
+        spots: for each rank, the index of its host and its local rank, as ``fill`` gives them.
+    """
+    local_sizes = Counter(host for host, _ in spots)
+    cross_sizes = Counter(local for _, local in spots)
+    seen: Counter[int] = Counter()
+    found = []
+    for host, local in spots:
+        found.append(Place(host, local, local_sizes[host], seen[local], cross_sizes[local]))
+        seen[local] += 1
+    return tuple(found)
 
 
 def fill(names: Sequence[str], slots: Sequence[int], count: int) -> list[tuple[int, int]]:

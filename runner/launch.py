@@ -16,7 +16,7 @@ from typing import Protocol, TextIO
 
 from hvdgloo.errors import JobFailedError
 from hvdgloo.rendezvous._server.server import raise_descriptor_limit
-from hvdgloo.runner.console.console import Console
+from hvdgloo.runner.console.console import Console, make_directory
 from hvdgloo.runner.console.startup_view import StartDisplay
 from hvdgloo.runner.discovery import discover
 from hvdgloo.runner.job.advice import advise
@@ -131,6 +131,8 @@ def launch(
     spawner = spawner or choose_spawner(hosts, spec.reach, fork=fork)
     job_id = secrets.token_hex(16)
     raise_descriptor_limit(_DESCRIPTORS_PER_HOST * len(hosts))
+    if spec.output_directory is not None:
+        make_directory(spec.output_directory)
     with _console(spec, stdout, stderr, quiet) as console:
         states = host_states(hosts, spec)
         display = StartDisplay(states, console, environ=spec.environ, verbose=spec.verbose)

@@ -25,7 +25,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -241,20 +241,11 @@ class RendezvousClient:
         repeat: bool,
         patient: bool = False,
     ) -> _Answer:
-        pause = _FIRST_PAUSE
-        while True:
+        def exchange() -> _Answer:
             run = self._run_id(deadline, patient=patient)
-            try:
-                answer = self._exchange(method, target, body, run, deadline, patience, patient=patient)
-            except _Unanswered as failure:
-                if not repeat or time.monotonic() + pause >= deadline:
-                    raise self._unreachable(target, failure.cause) from failure.cause
-            else:
-                again = answer.status == 503 and answer.details.get("busy")  # too many wait already
-                if not again or time.monotonic() + pause >= deadline:
-                    return answer
-            time.sleep(pause * random.uniform(0.5, 1.0))
-            pause = min(2 * pause, _LONGEST_PAUSE)
+            return self._exchange(method, target, body, run, deadline, patience, patient=patient)
+
+        return self._repeated(exchange, target, deadline, repeat=repeat)
 
     def _run_id(self, deadline: float, *, patient: bool = False) -> str:
         """The server's run id: one hello at the first call, whichever thread makes it."""
@@ -262,18 +253,32 @@ class RendezvousClient:
             self._reset()
         with self._hello_lock:
             if not self._run:
-                pause = _FIRST_PAUSE
-                while True:
-                    try:
-                        answer = self._exchange("GET", "/v1/hello", b"", "", deadline, 0.0, patient=patient)
-                        break
-                    except _Unanswered as failure:
-                        if time.monotonic() + pause >= deadline:
-                            raise self._unreachable("/v1/hello", failure.cause) from failure.cause
-                    time.sleep(pause)
-                    pause = min(2 * pause, _LONGEST_PAUSE)
-                self._run = str(json.loads(self._checked(answer, "/v1/hello").body)["run"])
+                target = "/v1/hello"
+                answer = self._repeated(
+                    lambda: self._exchange("GET", target, b"", "", deadline, 0.0, patient=patient), target, deadline
+                )
+                self._run = str(json.loads(self._checked(answer, target).body)["run"])
         return self._run
+
+    def _repeated(
+        self, exchange: Callable[[], _Answer], target: str, deadline: float, *, repeat: bool = True
+    ) -> _Answer:
+        """The answer to a request, which is sent again until there is one.
+
+        Args:
+            repeat: even where the connection failed before an answer had come, and the server may have acted.
+        """
+        attempts = _Attempts(deadline)
+        while True:
+            try:
+                answer = exchange()
+            except _Unanswered as failure:
+                if not repeat or not attempts.rest():
+                    raise self._unreachable(target, failure.cause) from failure.cause
+            else:
+                busy = answer.status == 503 and answer.details.get("busy")  # too many wait already
+                if not busy or not attempts.rest():
+                    return answer
 
     def _exchange(
         self,
@@ -386,18 +391,16 @@ class RendezvousClient:
 
     def _connect(self, deadline: float, target: str) -> HttpConnection:
         """A new connection, tried until the deadline."""
-        pause = _FIRST_PAUSE
+        attempts = _Attempts(deadline)
         while True:
             try:
                 connection = HttpConnection(self._host, self._port, deadline)
             except OSError as error:
-                if time.monotonic() + pause >= deadline:
+                if not attempts.rest():
                     raise self._unreachable(target, error) from error
             else:
                 self._local_address = connection.local_address
                 return connection
-            time.sleep(pause * random.uniform(0.5, 1.0))
-            pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _unreachable(self, target: str, cause: BaseException) -> RendezvousError:
         what = "cannot be reached" if isinstance(cause, OSError) else "does not speak HTTP as expected"
@@ -409,6 +412,26 @@ class RendezvousClient:
             server=self.server,
             route=route,
         )
+
+
+class _Attempts:
+    """Pauses between attempts: each twice as long as the last, and never quite the same for two clients.
+
+    Args:
+        deadline: of all attempts, on the monotonic clock.
+    """
+
+    def __init__(self, deadline: float) -> None:
+        self._deadline = deadline
+        self._pause = _FIRST_PAUSE
+
+    def rest(self) -> bool:
+        """Wait for the next attempt; False at once if there is no time left for one."""
+        if time.monotonic() + self._pause >= self._deadline:
+            return False
+        time.sleep(self._pause * random.uniform(0.5, 1.0))
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+        return True
 
 
 class _Unanswered(Exception):  # noqa: N818 - never leaves this module

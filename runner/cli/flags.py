@@ -334,7 +334,7 @@ def _add_time_flags(add: setting_flags.AddArgument) -> None:
     )
     add(
         "--heartbeat-timeout",
-        type=seconds,
+        type=some_seconds,
         default=HEARTBEAT_TIMEOUT,
         metavar="SECONDS",
         yaml="timeouts.heartbeat_seconds",
@@ -445,6 +445,14 @@ def natural(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a rank")
     return int(text)
+
+
+def some_seconds(text: str) -> float:
+    """A number of seconds, more than 0."""
+    value = seconds(text)
+    if not value:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds greater than 0")
+    return value
 
 
 def seconds(text: str) -> float:

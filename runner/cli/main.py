@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
-from hvdgloo.config import Config, without_place
+from hvdgloo.config import without_place
 from hvdgloo.errors import ConfigError, HvdglooError, JobFailedError, LaunchError
 from hvdgloo.rendezvous._auth import generate_secret
 from hvdgloo.runner.cli import config_file, setting_flags
@@ -23,10 +23,11 @@ from hvdgloo.runner.cli.config_file import FileContent
 from hvdgloo.runner.cli.flags import PROGRAM, Parser, build_parser, judge_known_flags, misplaced, split
 from hvdgloo.runner.cli.reach import exports_from, reach_from
 from hvdgloo.runner.console.writer import is_broken_pipe
+from hvdgloo.runner.job.assembly import assemble
 from hvdgloo.runner.job.command import resolve_command, resolve_elsewhere
 from hvdgloo.runner.job.environment import working_directory
 from hvdgloo.runner.job.host_sources import take_inventory
-from hvdgloo.runner.job.spec import LaunchSpec, NetworkOptions
+from hvdgloo.runner.job.spec import LaunchSpec
 from hvdgloo.version import __version__
 
 USAGE_ERROR = 2
@@ -167,34 +168,29 @@ def command_line(
     notices += () if doctor else inventory.notices
     if arguments.np is None and not doctor:
         notices += filter(None, [misplaced(command, parser.spellings("np"))])
-    reach = inventory.completed(reach_from(arguments, Config.from_env(environ).connect_timeout))
-    directory = arguments.output_filename
+    reach = reach_from(arguments)
     cwd = working_directory(environ)
-    config = Config.from_env(environ)
-    spec = LaunchSpec(
-        command=()
-        if doctor and not command
-        else resolve_command(
-            command, python=sys.executable, cwd=cwd, search_path=environ.get("PATH"), module_path=sys.path
-        ),
-        hosts=inventory.hosts,
-        np=inventory.np,
+    workers_command = (
+        resolve_command(command, python=sys.executable, cwd=cwd, search_path=environ.get("PATH"), module_path=sys.path)
+        if command or not doctor
+        else ()
+    )
+    spec = assemble(
+        inventory,
+        environ,
+        reach,
+        command=workers_command,
+        remote_command=resolve_elsewhere(command, python=reach.python) if command else None,
         cwd=cwd,
-        environ=environ,
         secret=generate_secret(),
-        start_timeout=config.start_timeout,
+        nics=(*(arguments.nics or ()), *(arguments.network_interface or ())),
+        exported=exports,
+        export_all=arguments.export == "all",
         grace_period=arguments.grace_period,
         heartbeat_timeout=arguments.heartbeat_timeout,
-        output_directory=None if directory is None else os.path.abspath(directory),
+        output_directory=arguments.output_filename,
         timestamps=arguments.timestamps,
         stdin_rank=arguments.stdin,
         verbose=arguments.verbose,
-        reach=reach,
-        exported=frozenset(exports),
-        export_all=arguments.export == "all",
-        remote_command=resolve_elsewhere(command, python=reach.python) if command else None,
-        network=NetworkOptions(
-            (*(arguments.nics or ()), *(arguments.network_interface or ())), config.port_range, config.connect_timeout
-        ),
     )
     return CommandLine(spec, tuple(notices))

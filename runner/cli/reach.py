@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import sys
 from collections.abc import Mapping
@@ -75,7 +74,7 @@ def add_environment_flags(add: AddArgument) -> None:
     )
 
 
-def reach_from(arguments: argparse.Namespace, connect_timeout: float) -> Reach:
+def reach_from(arguments: argparse.Namespace) -> Reach:
     """How hosts are reached, according to the command line.
 
     Raises:
@@ -85,16 +84,12 @@ def reach_from(arguments: argparse.Namespace, connect_timeout: float) -> Reach:
         ssh_args = tuple(shlex.split(arguments.ssh_args))
     except ValueError as error:
         raise ConfigError(f"--ssh-args {arguments.ssh_args}: {error}") from None
-    identity = arguments.ssh_identity_file
-    if identity is not None and not os.path.exists(os.path.expanduser(identity)):
-        raise ConfigError(f"--ssh-identity-file {identity}: there is no such file")
     return Reach(
         python=arguments.remote_python or sys.executable,
-        connect_timeout=connect_timeout,
         silence=arguments.heartbeat_timeout,
         wait_for_hosts=arguments.wait_for_hosts,
         ssh_port=arguments.ssh_port,
-        ssh_identity_file=identity,
+        ssh_identity_file=arguments.ssh_identity_file,
         ssh_args=ssh_args,
         agent_command=() if arguments.agent_command is None else parse_template(arguments.agent_command),
     )

@@ -6,6 +6,7 @@ one for the files.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
@@ -251,6 +252,20 @@ class Console:
 def rank_folder(directory: str, rank: int, size: int) -> str:
     """``rank.<rank>`` with as many digits as the highest rank has, so that names sort."""
     return os.path.join(directory, f"rank.{rank:0{len(str(size - 1))}d}")
+
+
+def make_directory(directory: str) -> None:
+    """Have a folder for per-rank files, so that it is known at once whether there can be one.
+
+    Raises:
+        LaunchError: it cannot be made, or not be written to.
+    """
+    try:
+        os.makedirs(directory, exist_ok=True)
+        if not os.access(directory, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), directory)
+    except OSError as error:
+        raise LaunchError(f"--output-filename {directory}: {error}") from error
 
 
 def _open_files(directory: str | None, size: int) -> dict[tuple[int, int], FileTarget]:

@@ -149,13 +149,14 @@ def shortlist(hosts: Sequence[HostEntry], np: int | None) -> tuple[HostEntry, ..
     """The hosts that can be needed: the first ones that have ``np`` slots, all if it is not given.
 
     Raises:
-        ConfigError: they have fewer slots; the text has both numbers.
+        ConfigError: they have fewer slots (the text has both numbers), or more than a job can have.
     """
+    known = [host.slots for host in hosts if host.slots is not None]
     if np is None:
+        _check_total(sum(known))
         return tuple(hosts)
     if np > MOST_WORKERS:
         raise ConfigError(f"-np {np}: a job has at most {MOST_WORKERS} processes")
-    known = [host.slots for host in hosts if host.slots is not None]
     if len(known) == len(hosts) and sum(known) < np:
         raise too_few(hosts, np)
     chosen: list[HostEntry] = []
@@ -199,8 +200,7 @@ def place(hosts: Sequence[HostEntry], hellos: Sequence[Hello], spec: LaunchSpec)
     known = with_slots(hosts, [hello.gpus for hello in hellos])
     total = sum(host.slots or 0 for host in known)
     np = total if spec.np is None else spec.np
-    if np > MOST_WORKERS:
-        raise ConfigError(f"{np} slots are given; a job has at most {MOST_WORKERS} processes (-np)")
+    _check_total(np)
     if total < np:
         raise too_few(known, np)
     spec.check_stdin(np)
@@ -210,6 +210,11 @@ def place(hosts: Sequence[HostEntry], hellos: Sequence[Hello], spec: LaunchSpec)
         if slot.local_rank == 0:
             check_load(slot.hostname, slot.local_size, cores[slot.hostname])
     return slots
+
+
+def _check_total(slots: int) -> None:
+    if slots > MOST_WORKERS:
+        raise ConfigError(f"{slots} slots are given; a job has at most {MOST_WORKERS} processes (-np)")
 
 
 def check_load(host: str, workers: int, cores: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -136,14 +135,26 @@ class LaunchSpec:
     network: NetworkOptions = field(default_factory=NetworkOptions)
 
     def __post_init__(self) -> None:
+        """Refuse what cannot be used, before anything is started for it.
+
+        Raises:
+            ConfigError: naming the option.
+        """
+        parse_nics(self.network.nics, [host.name for host in self.hosts])
+        slots = [host.slots for host in self.hosts if host.slots is not None]
         if self.np is not None:
             self.check_stdin(self.np)
+        elif slots and len(slots) == len(self.hosts):
+            self.check_stdin(sum(slots))
 
     def check_stdin(self, np: int) -> None:
-        """Refuse a rank for the launcher's standard input that there is not."""
+        """Refuse a rank for the launcher's standard input that there is not.
+
+        Raises:
+            ConfigError: naming it.
+        """
         if self.stdin_rank is not None and not 0 <= self.stdin_rank < np:
             raise ConfigError(f"--stdin {self.stdin_rank}: there are only ranks 0 to {np - 1}")
-        parse_nics(self.network.nics, [host.name for host in self.hosts])  # it complains before anything starts
 
     @property
     def grace_after_failure(self) -> float:
@@ -163,24 +174,19 @@ def assign(hosts: Sequence[HostEntry], np: int) -> tuple[Slot, ...]:
     Returns:
         the slots in order of ranks. Hosts that no rank falls on take no part: indices run over the others.
     """
-    places = topology.fill([host.name for host in hosts], [host.slots or 0 for host in hosts], np)
-    local_sizes = Counter(host for host, _ in places)
-    compact = {host: index for index, host in enumerate(local_sizes)}
-    cross_sizes = Counter(local for _, local in places)
-    seen: Counter[int] = Counter()
-    slots = []
-    for rank, (host, local) in enumerate(places):
-        slots.append(
-            Slot(
-                rank=rank,
-                size=np,
-                host=compact[host],
-                hostname=hosts[host].name,
-                local_rank=local,
-                local_size=local_sizes[host],
-                cross_rank=seen[local],
-                cross_size=cross_sizes[local],
-            )
+    spots = topology.fill([host.name for host in hosts], [host.slots or 0 for host in hosts], np)
+    taking_part = {host: index for index, host in enumerate(dict.fromkeys(host for host, _ in spots))}
+    places = topology.places([(taking_part[host], local) for host, local in spots])
+    return tuple(
+        Slot(
+            rank=rank,
+            size=np,
+            host=place.host,
+            hostname=hosts[host].name,
+            local_rank=place.local_rank,
+            local_size=place.local_size,
+            cross_rank=place.cross_rank,
+            cross_size=place.cross_size,
         )
-        seen[local] += 1
-    return tuple(slots)
+        for rank, (place, (host, _)) in enumerate(zip(places, spots, strict=True))
+    )

@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
-from typing import IO
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO, NoReturn
 
 import hvdgloo
 from hvdgloo.errors import LaunchError
@@ -67,16 +67,50 @@ def agent_environment(environ: Mapping[str, str]) -> dict[str, str]:
     return {**environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
-class CommandStream(subprocess.Popen[bytes]):
-    """A command that leads to an agent, with all that it starts in a session of its own.
+class PipedProcess(subprocess.Popen[bytes]):
+    """A command whose standard streams are pipes to the launcher, in a session of its own.
 
-    Without a terminal it cannot ask for passwords, and a terminal's Ctrl-C and Ctrl-Z do not reach it.
+    Without a terminal it cannot ask for passwords, and a terminal's Ctrl-C and Ctrl-Z do not reach it: they concern the
+    launcher, which passes them on.
+
+    Args:
+        instead: what the child calls instead of executing the command; it does not return.
     """
 
     # Popen's own annotations allow for streams that are absent.
     stdin: IO[bytes]
     stdout: IO[bytes]
     stderr: IO[bytes]
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        *,
+        environ: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        instead: Callable[[], NoReturn] | None = None,
+    ) -> None:
+        """Start it.
+
+        Raises:
+            OSError: there is no such program or folder, or the program cannot be executed.
+        """
+        pipe = subprocess.PIPE
+        super().__init__(
+            argv,
+            env=environ,
+            cwd=cwd,
+            stdin=pipe,
+            stdout=pipe,
+            stderr=pipe,
+            bufsize=0,
+            start_new_session=True,
+            preexec_fn=instead,
+        )
+
+
+class CommandStream(PipedProcess):
+    """A command that leads to an agent, with all that it starts."""
 
     def __init__(self, argv: Sequence[str], *, environ: Mapping[str, str] | None = None) -> None:
         """Start it.
@@ -85,15 +119,7 @@ class CommandStream(subprocess.Popen[bytes]):
             LaunchError: there is no such program, or it cannot be executed.
         """
         try:
-            super().__init__(
-                argv,
-                env=environ,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                bufsize=0,
-                start_new_session=True,
-            )
+            super().__init__(argv, environ=environ)
         except OSError as error:
             raise LaunchError(f"{argv[0]} cannot be executed on this machine: {error.strerror}") from error
         self._group_lives = True

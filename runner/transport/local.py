@@ -15,12 +15,12 @@ import subprocess
 import sys
 import threading
 import traceback
-from typing import IO, NoReturn
+from typing import NoReturn
 
 from hvdgloo.errors import LaunchError
 from hvdgloo.runner.job.spec import HostEntry
 from hvdgloo.runner.processes import reaper
-from hvdgloo.runner.processes.bootstrap import agent_environment
+from hvdgloo.runner.processes.bootstrap import PipedProcess, agent_environment
 from hvdgloo.runner.transport.base import AgentStream
 from hvdgloo.runner.transport.failures import Diagnosis, Ending, other_failure, python_failure
 
@@ -43,16 +43,9 @@ class LocalSpawner:
         try:
             return LocalStream(
                 [sys.executable, "-m", "hvdgloo.runner.agent"],
+                environ=agent_environment(os.environ),
                 cwd="/",
-                env=agent_environment(os.environ),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                bufsize=0,
-                # A session of its own: a terminal's Ctrl-C and Ctrl-Z concern the launcher, which passes them on.
-                start_new_session=True,
-                # The child calls it instead of executing the command above.
-                preexec_fn=_be_the_agent if self._fork and threading.active_count() == 1 else None,
+                instead=_be_the_agent if self._fork and threading.active_count() == 1 else None,
             )
         except OSError as error:
             raise LaunchError(f"no agent could be started on {host.name}: {error}") from error
@@ -64,13 +57,8 @@ class LocalSpawner:
         return python_failure(ending, sys.executable) or other_failure(ending, "its agent")
 
 
-class LocalStream(subprocess.Popen[bytes]):
-    """A child process in a session of its own, with pipes."""
-
-    # Popen's own annotations allow for streams that are absent.
-    stdin: IO[bytes]
-    stdout: IO[bytes]
-    stderr: IO[bytes]
+class LocalStream(PipedProcess):
+    """An agent as a child process."""
 
     def kill(self) -> None:
         if self.returncode is not None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import os
 import re
-import subprocess
 import sys
 import threading
 import time
@@ -22,6 +21,7 @@ from hvdgloo.errors import LaunchError
 from hvdgloo.runner.job.spec import HostEntry, LaunchSpec
 from hvdgloo.runner.launch import Report, launch
 from hvdgloo.runner.supervise.agent_link import Link
+from hvdgloo.runner.supervise.host_state import HostState
 from hvdgloo.runner.transport.base import AgentStream
 from hvdgloo.runner.transport.local import LocalSpawner, LocalStream
 from tests.support.launching import clean_environment, wait_for
@@ -36,14 +36,7 @@ class ScriptSpawner(LocalSpawner):
         self.scripts = scripts
 
     def start(self, host: HostEntry) -> AgentStream:
-        return LocalStream(
-            ["sh", "-c", self.scripts.get(host.name, AGENT)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            bufsize=0,
-            start_new_session=True,
-        )
+        return LocalStream(["sh", "-c", self.scripts.get(host.name, AGENT)])
 
 
 def job(
@@ -241,10 +234,9 @@ class KeptBySystem(LocalStream):
 def test_a_command_that_cannot_be_killed_keeps_nobody_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hvdgloo.runner.supervise.agent_link._END_TIME", 0.1)
     monkeypatch.setattr("hvdgloo.runner.supervise.agent_link._KILL_TIME", 0.1)
-    pipe = subprocess.PIPE
-    stream = KeptBySystem(["sleep", "100"], stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, start_new_session=True)
+    stream = KeptBySystem(["sleep", "100"])
     try:
-        Link(HostEntry("a"), stream).close()
+        Link(HostState(HostEntry("a"), 0.0, 3.0), stream).close()
         assert stream.poll() is None
         assert stream.stdin.closed
         assert stream.stdout.closed

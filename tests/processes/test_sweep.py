@@ -178,16 +178,13 @@ def worker():
     made.close()
     return made.pid, lambda: made.signal_group(signal.SIGTERM)
 
-def command(kind, **options):
-    made = kind(["true"], **options)
+def command(kind):
+    made = kind(["true"])
     while made.poll() is None: time.sleep(0.01)
     return made.pid, made.kill
 
-def local():
-    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    return command(LocalStream, start_new_session=True, **pipes)
-
-pid, strike = {"worker": worker, "command": lambda: command(CommandStream), "local": local}[sys.argv[1]]()
+local, other = lambda: command(LocalStream), lambda: command(CommandStream)
+pid, strike = {"worker": worker, "command": other, "local": local}[sys.argv[1]]()
 with open("/proc/sys/kernel/ns_last_pid", "w") as file:
     file.write(str(pid - 1))
 wait = "import os; pid = os.fork(); print(flush=True); os.wait() if pid else __import__('signal').pause()"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -39,14 +38,7 @@ class GatedSpawner(LocalSpawner):
 
     def start(self, host: HostEntry) -> AgentStream:
         program = _PYTHON.format(gate=f"{host.name}.python")
-        return LocalStream(
-            ["sh", "-c", _SHELL, "sh", os.getcwd(), host.name, sys.executable, program],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            bufsize=0,
-            start_new_session=True,
-        )
+        return LocalStream(["sh", "-c", _SHELL, "sh", os.getcwd(), host.name, sys.executable, program])
 
 
 class Gates:

@@ -1,0 +1,75 @@
+"""From what was asked for to a job: the same way from the command line and from ``hvdgloo.run.run``.
+
+What can be wrong with a value is found here, or before, and not when agents are up already.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+from hvdgloo.config import Config
+from hvdgloo.errors import ConfigError
+from hvdgloo.runner.job.host_sources import Inventory
+from hvdgloo.runner.job.spec import HEARTBEAT_TIMEOUT, LaunchSpec, NetworkOptions, Reach
+
+
+def assemble(
+    inventory: Inventory,
+    environ: Mapping[str, str],
+    reach: Reach,
+    *,
+    command: tuple[str, ...],
+    remote_command: tuple[str, ...] | None,
+    cwd: str,
+    secret: bytes,
+    function: bytes | None = None,
+    nics: tuple[str, ...] = (),
+    exported: Collection[str] = (),
+    export_all: bool = True,
+    start_timeout: float | None = None,
+    grace_period: float | None = None,
+    heartbeat_timeout: float = HEARTBEAT_TIMEOUT,
+    output_directory: str | None = None,
+    timestamps: bool = False,
+    stdin_rank: int | None = None,
+    verbose: bool = False,
+) -> LaunchSpec:
+    """The job. Arguments that are not described here are those of ``LaunchSpec``.
+
+    Args:
+        inventory: what it runs on.
+        environ: of the workers; its settings are the launcher's, too.
+        reach: how hosts are reached, except for what inventory and settings know.
+        nics: the user's words on which addresses to use, in the form of ``--nics``.
+        start_timeout: seconds; None for the setting.
+
+    Raises:
+        ConfigError: naming the value that cannot be used.
+    """
+    config = Config.from_env(environ)
+    identity = reach.ssh_identity_file
+    if identity is not None and not os.path.exists(os.path.expanduser(identity)):
+        raise ConfigError(f"--ssh-identity-file {identity}: there is no such file")
+    return LaunchSpec(
+        command=command,
+        remote_command=remote_command,
+        hosts=inventory.hosts,
+        np=inventory.np,
+        cwd=cwd,
+        environ=environ,
+        exported=frozenset(exported),
+        export_all=export_all,
+        secret=secret,
+        function=function,
+        start_timeout=config.start_timeout if start_timeout is None else start_timeout,
+        grace_period=grace_period,
+        heartbeat_timeout=heartbeat_timeout,
+        output_directory=None if output_directory is None else os.path.abspath(output_directory),
+        timestamps=timestamps,
+        stdin_rank=stdin_rank,
+        verbose=verbose,
+        reach=inventory.completed(replace(reach, connect_timeout=config.connect_timeout)),
+        network=NetworkOptions(nics, config.port_range, config.connect_timeout),
+    )
