@@ -163,12 +163,23 @@ def launch(
                 outcome = supervisor.supervise(_init_watch(spec, slots, meeting))
             console.finish()
             console.drain(signal_came)
-        outcome.first = blame(outcome, {slot.rank: slot.hostname for slot in slots}, console.tail)
-        first = outcome.first
-        if first is None or first.rank is None:
-            return Report(outcome, slots)
-        lines = console.tail(first.rank)
-        return Report(outcome, slots, lines, _advice(spec, spawner, hosts[slots[first.rank].host], lines))
+        return _report(spec, spawner, hosts, slots, outcome, console)
+
+
+def _report(
+    spec: LaunchSpec,
+    spawner: Spawner,
+    hosts: Sequence[HostEntry],
+    slots: tuple[Slot, ...],
+    outcome: JobOutcome,
+    console: Console,
+) -> Report:
+    outcome.first = blame(outcome, {slot.rank: slot.hostname for slot in slots}, console.tail)
+    first = outcome.first
+    if first is None or first.rank is None:
+        return Report(outcome, slots)
+    lines = console.tail(first.rank)
+    return Report(outcome, slots, lines, _advice(spec, spawner, hosts[slots[first.rank].host], lines))
 
 
 def describe_failure(failure: Failure) -> str:
