@@ -7,8 +7,9 @@ import enum
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -72,12 +73,11 @@ class Collective(enum.Enum):
     __hash__ = object.__hash__  # as DType's
 
 
-@dataclass(frozen=True)
-class TensorSpec:
+class TensorSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, dict=True):
     """What ranks must agree upon about one tensor, before any of its bytes moves."""
 
     dtype: DType
-    shape: tuple[int, ...]
+    shape: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
     device: str = "cpu"
 
     @cached_property

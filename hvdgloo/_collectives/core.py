@@ -11,12 +11,12 @@ import importlib
 import itertools
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from operator import itemgetter
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from hvdgloo._collectives.adapter import Tape, TensorAdapter
 from hvdgloo._collectives.adjoints import ADJOINTS, send_back

@@ -1,20 +1,13 @@
-"""Framed messages over a non-blocking socket: a 4-byte length in network order, then the message."""
+"""Framed messages over a non-blocking socket."""
 
 from __future__ import annotations
 
 import socket
-import struct
 
-from hvdgloo._engine.messages import Message, decode, encode
+from hvdgloo._engine.messages import Message, decode
+from hvdgloo._net.framing import FrameDecoder
 
 MAX_FRAME = 256 << 20
-_LENGTH = struct.Struct("!I")
-
-
-def frame(message: Message) -> bytes:
-    """A message as it goes over the wire."""
-    data = encode(message)
-    return _LENGTH.pack(len(data)) + data
 
 
 class ControlConnection:
@@ -24,7 +17,7 @@ class ControlConnection:
         sock.setblocking(False)
         self._socket = sock
         self._arrived = memoryview(bytearray(1 << 16))
-        self._received = bytearray()
+        self._frames = FrameDecoder(MAX_FRAME, "a control message")
         self._unsent = bytearray()
 
     def fileno(self) -> int:
@@ -60,37 +53,18 @@ class ControlConnection:
             ValueError: what arrived is not a message.
         """
         ended = False
+        messages: list[Message] = []
         try:
-            while True:
+            while not ended:
                 count = self._socket.recv_into(self._arrived)
-                if count > _LENGTH.size and not self._received:
-                    (length,) = _LENGTH.unpack_from(self._arrived)
-                    if count == _LENGTH.size + length:  # the usual case: one message, whole
-                        return [decode(self._arrived[_LENGTH.size : count])]
-                self._received += self._arrived[:count]
                 ended = count == 0
+                messages += map(decode, self._frames.feed(self._arrived[:count]))
                 if count < len(self._arrived):
                     break
         except BlockingIOError:
             pass
-        messages = self._whole_messages()
         if ended and not messages:
             raise EOFError("its connection ended")
-        return messages
-
-    def _whole_messages(self) -> list[Message]:
-        messages = []
-        start = 0
-        while len(self._received) - start >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._received, start)
-            if length > MAX_FRAME:
-                raise ValueError(f"a control message of {length} bytes")
-            end = start + _LENGTH.size + length
-            if len(self._received) < end:
-                break
-            messages.append(decode(bytes(self._received[start + _LENGTH.size : end])))
-            start = end
-        del self._received[:start]
         return messages
 
     def shutdown(self) -> None:

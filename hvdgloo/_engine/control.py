@@ -16,7 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 
-from hvdgloo._engine.connection import ControlConnection, frame
+from hvdgloo._engine.connection import ControlConnection
 from hvdgloo._engine.coordinator import EVERYONE, Coordinator, ping_interval
 from hvdgloo._engine.executor import Executor
 from hvdgloo._engine.handle import Handle
@@ -34,6 +34,7 @@ from hvdgloo._engine.messages import (
     Pong,
     Resend,
     Stacks,
+    frame,
 )
 from hvdgloo._engine.planes import DEPTH
 from hvdgloo.errors import (

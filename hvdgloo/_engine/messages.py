@@ -2,21 +2,21 @@
 
 A member (any rank) tells the coordinator (rank 0) what it has submitted; the coordinator answers with one order of
 execution for all. A tensor's signature is spelled out once and stands for a small integer afterwards, and consecutive
-integers travel as runs, so a steady training step is a message of a few bytes. Messages are msgpack arrays whose first
-element is the class's number: nothing that arrives is ever unpickled.
+integers travel as runs, so a steady training step is a message of a few bytes. How classes become bytes is told in
+``hvdgloo._net.codec``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
 
-import msgpack
+import msgspec
 
-from hvdgloo.types import Collective, DType, ReduceOp, TensorSpec
+from hvdgloo._net import codec
+from hvdgloo._net.codec import Count
+from hvdgloo.types import Collective, ReduceOp, TensorSpec
 
 SET_CHANGES = frozenset({Collective.ADD_PROCESS_SET, Collective.REMOVE_PROCESS_SET})
 """Operations of all ranks that change the process sets."""
@@ -25,8 +25,7 @@ REDUCTIONS = frozenset({Collective.ALLREDUCE, Collective.REDUCESCATTER})
 """Collectives that compute, by a reduce operation and scale factors."""
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(codec.Message, frozen=True, dict=True):
     """One rank's wish to take part in one collective.
 
     A group of tensors is one Request (ready, executed and failed together); a single tensor is a group of one.
@@ -50,7 +49,7 @@ class Request:
     postscale: float = 1.0
     root: int = -1
     process_set: int = 0
-    ranks: tuple[int, ...] = ()
+    ranks: tuple[Count, ...] = ()
 
     @cached_property
     def key(self) -> tuple[int, str]:
@@ -62,8 +61,7 @@ class Request:
         return sum(spec.nbytes for spec in self.tensors)
 
 
-@dataclass(frozen=True)
-class Response:
+class Response(codec.Message, frozen=True, dict=True):
     """What all members of a process set agreed upon.
 
     Attributes:
@@ -75,7 +73,7 @@ class Response:
     """
 
     request: Request
-    rows: tuple[tuple[int, ...], ...] = ()
+    rows: tuple[tuple[Count, ...], ...] = ()
     error: str = ""
     signature: int = -1
     value: int = -1
@@ -107,8 +105,7 @@ class Response:
 # From a member to the coordinator.
 
 
-@dataclass(frozen=True)
-class Submit:
+class Submit(msgspec.Struct, frozen=True):
     """Operations that became ready on this rank: known signatures, and new requests.
 
     ``payload`` holds the tensor's bytes if there is a single operation and it is small enough; see ``inline``.
@@ -121,27 +118,23 @@ class Submit:
     resent: bool = False
 
 
-@dataclass(frozen=True)
-class Leave:
+class Leave(codec.Message, frozen=True, tag=3):
     """This rank ends its part: ``shutdown()`` was called, or the interpreter exits, perhaps by the error ``reason``."""
 
     reason: str = ""
 
 
-@dataclass(frozen=True)
-class Drained:
+class Drained(codec.Message, frozen=True, tag=4):
     """Everything that was ordered before ``End`` has been executed here."""
 
 
-@dataclass(frozen=True)
-class Failed:
+class Failed(codec.Message, frozen=True, tag=5):
     """This rank's data plane failed."""
 
     text: str
 
 
-@dataclass(frozen=True)
-class Stacks:
+class Stacks(codec.Message, frozen=True, tag=6):
     """What this rank's Python threads are doing."""
 
     text: str
@@ -150,8 +143,7 @@ class Stacks:
 # From the coordinator to members.
 
 
-@dataclass(frozen=True)
-class Execute:
+class Execute(msgspec.Struct, frozen=True):
     """The next operations in the common order: a signature's number, or a Response spelled out.
 
     ``results`` holds, by position in ``items``, the bytes of those whose result is known already; see ``inline``.
@@ -162,28 +154,24 @@ class Execute:
     results: tuple[tuple[int, bytes], ...] = ()
 
 
-@dataclass(frozen=True)
-class Resend:
+class Resend(codec.Message, frozen=True, tag=2):
     """These numbers were forgotten before they arrived; say again what they stood for."""
 
-    signatures: tuple[int, ...]
+    signatures: tuple[Count, ...]
 
 
-@dataclass(frozen=True)
-class AskStacks:
+class AskStacks(codec.Message, frozen=True, tag=7):
     """Others wait for this rank; what is it doing?"""
 
 
-@dataclass(frozen=True)
-class End:
+class End(codec.Message, frozen=True, tag=8):
     """``rank`` has left, for a ``reason`` if it said one: nothing will be ordered after this."""
 
     rank: int
     reason: str = ""
 
 
-@dataclass(frozen=True)
-class Abort:
+class Abort(codec.Message, frozen=True, tag=9):
     """The job's collectives have failed for all. ``kind`` chooses the error's class, ``rank`` is to blame or -1."""
 
     kind: str
@@ -191,21 +179,18 @@ class Abort:
     rank: int = -1
 
 
-@dataclass(frozen=True)
-class Bye:
+class Bye(codec.Message, frozen=True, tag=10):
     """Every rank has drained; connections may be closed."""
 
 
 # Both ways.
 
 
-@dataclass(frozen=True)
-class Ping:
+class Ping(codec.Message, frozen=True, tag=11):
     """Are you there? Sent only while something is pending."""
 
 
-@dataclass(frozen=True)
-class Pong:
+class Pong(codec.Message, frozen=True, tag=12):
     """Yes."""
 
 
@@ -213,184 +198,56 @@ Message: TypeAlias = (
     Submit | Leave | Drained | Failed | Stacks | Execute | Resend | AskStacks | End | Abort | Bye | Ping | Pong
 )
 
+
+# Signatures as they travel: start and length of each run.
+
+
+class _SubmitRuns(codec.Message, frozen=True, tag=0):
+    """As Submit; without a payload there is None, a byte less in every step."""
+
+    runs: tuple[Count, ...]
+    requests: tuple[Request, ...]
+    payload: bytes | None
+    resent: bool
+
+
+class _ExecuteRuns(codec.Message, frozen=True, tag=1):
+    """``items`` is a start, a length, a start, a length, ..., with Responses before any start."""
+
+    items: tuple[Count | Response, ...]
+    forgotten: tuple[Count, ...]
+    results: tuple[tuple[Count, bytes], ...]
+
+
+_CODEC: codec.Codec[Any] = codec.Codec(
+    _SubmitRuns
+    | _ExecuteRuns
+    | Resend
+    | Leave
+    | Drained
+    | Failed
+    | Stacks
+    | AskStacks
+    | End
+    | Abort
+    | Bye
+    | Ping
+    | Pong,
+    "control message",
+)
+
 _MAX_NUMBERS = 1 << 20
 """How many signatures one message may list: far beyond any model's tensors, and a few dozen megabytes."""
-
-_DTYPES = tuple(DType)
-_DTYPE_NUMBER = {dtype: number for number, dtype in enumerate(_DTYPES)}
-_COLLECTIVES = tuple(Collective)
-_COLLECTIVE_NUMBER = {collective: number for number, collective in enumerate(_COLLECTIVES)}
-
-
-def _runs(numbers: Iterable[int]) -> list[int]:
-    """Consecutive numbers as [start, length, start, length, ...]."""
-    runs: list[int] = []
-    expected = -1
-    for number in numbers:
-        if number == expected:
-            runs[-1] += 1
-        else:
-            runs += (number, 1)
-        expected = number + 1
-    return runs
-
-
-def _from_runs(runs: list[int]) -> tuple[int, ...]:
-    numbers: list[int] = []
-    for at in range(0, len(runs), 2):
-        _extend(numbers, runs[at : at + 2])
-    return tuple(numbers)
-
-
-def _extend(numbers: list[Any], run: list[int]) -> None:
-    """Spell out one run. It is a few bytes that stand for any number of integers, so their total is limited before."""
-    start, length = _counts(run)
-    if len(numbers) + length > _MAX_NUMBERS:
-        raise ValueError("runs of too many numbers")
-    numbers.extend(range(start, start + length))
-
-
-# What arrives with a wrong type must not get further than ``decode``: deeper in, it would end the control thread.
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError("a text is expected")
-    return value
-
-
-def _integer(value: Any) -> int:
-    if not isinstance(value, int):
-        raise TypeError("an integer is expected")
-    return value
-
-
-def _factor(value: Any) -> float:
-    if not isinstance(value, (int, float)):
-        raise TypeError("a number is expected")
-    return value
-
-
-def _bytes(value: Any) -> bytes:
-    if not isinstance(value, bytes):
-        raise TypeError("bytes are expected")
-    return value
-
-
-def _counts(values: Iterable[Any]) -> tuple[int, ...]:
-    """Integers that are not negative."""
-    counts = tuple(values)
-    for count in counts:
-        if not isinstance(count, int):
-            raise TypeError("an integer is expected")
-        if count < 0:
-            raise ValueError("a negative number")
-    return counts
-
-
-def _pack_request(r: Request) -> list[Any]:
-    return [
-        r.name,
-        _COLLECTIVE_NUMBER[r.collective],
-        [[_DTYPE_NUMBER[t.dtype], t.shape, t.device] for t in r.tensors],
-        int(r.op),
-        r.prescale,
-        r.postscale,
-        r.root,
-        r.process_set,
-        r.ranks,
-    ]
-
-
-def _unpack_request(packed: list[Any]) -> Request:
-    name, collective, tensors, op, prescale, postscale, root, process_set, ranks = packed
-    _counts((collective, *(dtype for dtype, _, _ in tensors)))  # tuples would count a negative index from the end
-    return Request(
-        _text(name),
-        _COLLECTIVES[collective],
-        tuple(TensorSpec(_DTYPES[dtype], _counts(shape), _text(device)) for dtype, shape, device in tensors),
-        ReduceOp(op),
-        _factor(prescale),
-        _factor(postscale),
-        _integer(root),
-        _integer(process_set),
-        _counts(ranks),
-    )
-
-
-def _pack_items(items: tuple[int | Response, ...]) -> list[Any]:
-    """Items in order: [start, length] for a run of signatures, or the five parts of a Response."""
-    packed: list[Any] = []
-    expected = -1
-    for item in items:
-        if not isinstance(item, int):
-            packed.append([_pack_request(item.request), item.rows, item.error, item.signature, item.value])
-            expected = -1
-        elif item == expected:
-            packed[-1][1] += 1
-            expected += 1
-        else:
-            packed.append([item, 1])
-            expected = item + 1
-    return packed
-
-
-def _unpack_items(packed: list[Any]) -> tuple[int | Response, ...]:
-    items: list[int | Response] = []
-    for part in packed:
-        if len(part) == 2:
-            _extend(items, part)
-        else:
-            request, rows, error, signature, value = part
-            counts = tuple(_counts(row) for row in rows)
-            items.append(Response(_unpack_request(request), counts, _text(error), _integer(signature), _integer(value)))
-    return tuple(items)
-
-
-def _execute(items: tuple[int | Response, ...], forgotten: tuple[int, ...], results: list[Any]) -> Execute:
-    known = []
-    for position, data in results:
-        if not 0 <= _integer(position) < len(items):
-            raise ValueError("a result of nothing")
-        known.append((position, _bytes(data)))
-    return Execute(items, forgotten, tuple(known))
-
-
-def _plain(message: Any) -> list[Any]:
-    return list(vars(message).values())
-
-
-_CODECS: dict[type, tuple[Callable[[Any], list[Any]], Callable[..., Message]]] = {
-    Submit: (
-        lambda m: [_runs(m.signatures), [_pack_request(r) for r in m.requests], m.payload, *[True] * m.resent],
-        lambda runs, requests, payload, resent=False: Submit(
-            _from_runs(runs), tuple(_unpack_request(r) for r in requests), _bytes(payload), bool(resent)
-        ),
-    ),
-    Execute: (
-        lambda m: [_pack_items(m.items), m.forgotten, m.results],
-        lambda items, forgotten, results: _execute(_unpack_items(items), _counts(forgotten), results),
-    ),
-    Resend: (_plain, lambda signatures: Resend(_counts(signatures))),
-    Leave: (_plain, lambda reason: Leave(_text(reason))),
-    Drained: (_plain, Drained),
-    Failed: (_plain, lambda text: Failed(_text(text))),
-    Stacks: (_plain, lambda text: Stacks(_text(text))),
-    AskStacks: (_plain, AskStacks),
-    End: (_plain, lambda rank, reason: End(_integer(rank), _text(reason))),
-    Abort: (_plain, lambda kind, text, rank: Abort(_text(kind), _text(text), _integer(rank))),
-    Bye: (_plain, Bye),
-    Ping: (_plain, Ping),
-    Pong: (_plain, Pong),
-}
-_NUMBERS = {cls: number for number, cls in enumerate(_CODECS)}
-_DECODERS = tuple(decode for _, decode in _CODECS.values())
 
 
 def encode(message: Message) -> bytes:
     """A message's bytes, without framing."""
-    pack, _ = _CODECS[type(message)]
-    return bytes(msgpack.packb([_NUMBERS[type(message)], *pack(message)]))
+    return _CODEC.encode(_travelling(message))
+
+
+def frame(message: Message) -> bytes:
+    """A message as it goes over the wire."""
+    return _CODEC.frame(_travelling(message))
 
 
 def decode(data: bytes | memoryview) -> Message:
@@ -399,11 +256,69 @@ def decode(data: bytes | memoryview) -> Message:
     Raises:
         ValueError: the bytes are not a message of this version.
     """
-    try:
-        number, *parts = msgpack.unpackb(data)
-        if number < 0:
-            raise ValueError("negative message number")
-        message: Message = _DECODERS[number](*parts)
-        return message
-    except Exception as error:  # whatever a hostile or foreign byte string provokes is one thing to the caller
-        raise ValueError(f"not a control message: {type(error).__name__}") from error
+    message = _CODEC.decode(data)
+    if isinstance(message, _SubmitRuns):
+        signatures: Any = _from_runs(message.runs)
+        return Submit(signatures, message.requests, message.payload or b"", message.resent)
+    if isinstance(message, _ExecuteRuns):
+        items = _from_runs(message.items)
+        if any(position >= len(items) for position, _ in message.results):
+            raise ValueError("not a control message: a result of nothing")
+        return Execute(items, message.forgotten, message.results)
+    arrived: Message = message
+    return arrived
+
+
+def _travelling(message: Message) -> codec.Message:
+    if isinstance(message, Submit):
+        runs: Any = _to_runs(message.signatures)
+        return _SubmitRuns(runs, message.requests, message.payload or None, message.resent)
+    if isinstance(message, Execute):
+        return _ExecuteRuns(_to_runs(message.items), message.forgotten, message.results)
+    return message
+
+
+def _to_runs(items: tuple[int | Response, ...]) -> tuple[int | Response, ...]:
+    """Consecutive numbers as start and length, everything else as it is."""
+    if items and isinstance(items[0], int):
+        start, count = items[0], len(items)
+        if items == tuple(range(start, start + count)):  # a steady step, mostly
+            return start, count
+    runs: list[int | Response] = []
+    length = expected = -1
+    for item in items:
+        if item == expected:
+            length += 1
+            expected += 1
+            continue
+        if length > 0:
+            runs.append(length)
+        runs.append(item)
+        if isinstance(item, int):
+            length, expected = 1, item + 1
+        else:
+            length = expected = -1
+    if length > 0:
+        runs.append(length)
+    return tuple(runs)
+
+
+def _from_runs(runs: tuple[int | Response, ...]) -> tuple[int | Response, ...]:
+    """The inverse of ``_to_runs``. A run is a few bytes that stand for any number of integers: their total is limited.
+
+    Raises:
+        ValueError: a run has no length, or there are too many numbers.
+    """
+    items: list[int | Response] = []
+    parts = iter(runs)
+    for part in parts:
+        if not isinstance(part, int):
+            items.append(part)
+            continue
+        length = next(parts, None)
+        if not isinstance(length, int):
+            raise ValueError("not a control message: a run without a length")
+        if len(items) + length > _MAX_NUMBERS:
+            raise ValueError("not a control message: runs of too many numbers")
+        items.extend(range(part, part + length))
+    return tuple(items)

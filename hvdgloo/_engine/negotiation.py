@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
+
+from msgspec.structs import replace
 
 from hvdgloo._engine import inline
 from hvdgloo._engine.messages import REDUCTIONS, SET_CHANGES, Execute, Request, Response, Submit

@@ -19,7 +19,7 @@ from hvdgloo.runner.processes.worker import group_exists
 from hvdgloo.runner.protocol.frames import PREAMBLE
 from hvdgloo.version import __version__
 
-REQUIRED = ("cheroot", "cloudpickle", "flask", "msgpack", "numpy", "prometheus_client", "psutil", "yaml")
+REQUIRED = ("cheroot", "cloudpickle", "flask", "msgspec", "numpy", "prometheus_client", "psutil", "yaml")
 """What hvdgloo itself imports, and is installed with it: looked for on every host, by its agent and by ``doctor``.
 
 Where something is lacking, each worker would fail with a traceback of its own.

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from hvdgloo._engine.connection import MAX_FRAME, ControlConnection, frame
-from hvdgloo._engine.messages import Bye, Execute, Failed, Message, Ping, Request, Stacks, Submit
+from hvdgloo._engine.connection import MAX_FRAME, ControlConnection
+from hvdgloo._engine.messages import Bye, Execute, Failed, Message, Ping, Request, Stacks, Submit, frame
 from hvdgloo.types import Collective, DType, TensorSpec
 
 MESSAGES: list[Message] = [

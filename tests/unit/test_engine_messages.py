@@ -5,7 +5,7 @@ from __future__ import annotations
 import tracemalloc
 from typing import Any
 
-import msgpack
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -52,6 +52,7 @@ requests = st.builds(
     floats,
     ranks,
     st.integers(0, 1 << 31),
+    st.lists(st.integers(0, 1 << 31), max_size=3).map(tuple),
 )
 responses = st.builds(
     Response, requests, st.lists(st.lists(numbers, max_size=3).map(tuple), max_size=3).map(tuple), texts, ranks
@@ -138,46 +139,91 @@ def test_flipped_bits_give_a_message_or_a_value_error(message: Message, data: st
 
 
 def plain(value: Any) -> bytes:
-    return bytes(msgpack.packb(value))
+    return msgspec.msgpack.encode(value)
 
 
-REQUEST = ["x", 0, [[0, [2], "cpu"]], 1, 1.0, 1.0, -1, 0]
+REQUEST = ["x", "allreduce", [["float32", [2], "cpu"]], 1, 1.0, 1.0, -1, 0, []]
+"""A request as it travels, whole."""
+
+RESPONSE = [REQUEST, [[2]], "", 3, -1]
+
+
+def submit(**changes: Any) -> bytes:
+    """A Submit as it travels, with some parts changed."""
+    parts = {"number": 0, "runs": [4, 2], "requests": [REQUEST], "payload": b"", "resent": False, **changes}
+    return plain(list(parts.values()))
+
+
+def execute(**changes: Any) -> bytes:
+    parts = {"number": 1, "items": [4, 2, RESPONSE], "forgotten": [1], "results": [[0, b"x"]], **changes}
+    return plain(list(parts.values()))
+
+
+def request(index: int, value: Any) -> bytes:
+    """A Submit of one request of which one part is another value."""
+    return submit(requests=[[*REQUEST[:index], value, *REQUEST[index + 1 :]]])
+
+
+def test_the_parts_that_foreign_bytes_are_made_from_are_messages() -> None:
+    """So that each of them below is refused for its fault, and for no other reason."""
+    known = Request("x", Collective.ALLREDUCE, (TensorSpec(DType.FLOAT32, (2,)),))
+    assert decode(submit()) == Submit((4, 5), (known,))
+    assert decode(execute()) == Execute((4, 5, Response(known, ((2,),), "", 3)), (1,), ((0, b"x"),))
+
 
 FOREIGN = {
     "nothing": b"",
     "text": b"GET / HTTP/1.1\r\n\r\n",
     "no array": plain({"a": 1}),
     "empty array": plain([]),
-    "unknown number": plain([99]),
-    "negative number": plain([-1]),
-    "number is text": plain(["0", [], []]),
+    "unknown number": submit(number=99),
+    "negative number": submit(number=-1),
+    "number is text": submit(number="0"),
     "too few parts": plain([0, []]),
-    "too many parts": plain([0, [], [], []]),
-    "odd runs": plain([0, [1, 2, 3], []]),
-    "negative run": plain([0, [1, -2], []]),
-    "run of text": plain([0, ["a", "b"], []]),
-    "unknown dtype": plain([0, [], [["x", 0, [[99, [2], "cpu"]], 1, 1.0, 1.0, -1, 0]]]),
-    "negative dtype": plain([0, [], [["x", 0, [[-1, [2], "cpu"]], 1, 1.0, 1.0, -1, 0]]]),
-    "unknown collective": plain([0, [], [["x", 99, [], 1, 1.0, 1.0, -1, 0]]]),
-    "negative collective": plain([0, [], [["x", -1, [], 1, 1.0, 1.0, -1, 0]]]),
-    "unknown reduce operation": plain([0, [], [["x", 0, [], 77, 1.0, 1.0, -1, 0]]]),
-    "name is a list": plain([0, [], [[["x"], *REQUEST[1:]]]]),
-    "shape of text": plain([0, [], [["x", 0, [[0, ["2"], "cpu"]], 1, 1.0, 1.0, -1, 0]]]),
-    "negative shape": plain([0, [], [["x", 0, [[0, [-2], "cpu"]], 1, 1.0, 1.0, -1, 0]]]),
-    "factor is text": plain([0, [], [[*REQUEST[:4], "1", 1.0, -1, 0]]]),
-    "root is text": plain([0, [], [[*REQUEST[:6], "0", 0]]]),
-    "request is short": plain([0, [], [REQUEST[:-1]]]),
-    "item of three": plain([1, [[1, 2, 3]], []]),
-    "forgotten is a number": plain([1, [], 5]),
-    "forgotten is nested": plain([1, [], [[1]]]),
+    "too many parts": submit(more=1),
+    "odd runs": submit(runs=[1, 2, 3]),
+    "negative run": submit(runs=[1, -2]),
+    "run of text": submit(runs=["a", "b"]),
+    "run of truths": submit(runs=[1, True]),
+    "run of a response": submit(runs=[1, RESPONSE]),
+    "payload is text": submit(payload="x"),
+    "resent is a number": submit(resent=1),
+    "unknown dtype": request(2, [["float7", [2], "cpu"]]),
+    "dtype is a number": request(2, [[0, [2], "cpu"]]),
+    "unknown collective": request(1, "allsort"),
+    "collective is a number": request(1, 0),
+    "unknown reduce operation": request(3, 77),
+    "name is a list": request(0, ["x"]),
+    "shape of text": request(2, [["float32", ["2"], "cpu"]]),
+    "negative shape": request(2, [["float32", [-2], "cpu"]]),
+    "device is a number": request(2, [["float32", [2], 0]]),
+    "factor is text": request(4, "1"),
+    "root is text": request(6, "0"),
+    "negative member": request(8, [-1]),
+    "request is short": submit(requests=[REQUEST[:1]]),
+    "request is long": submit(requests=[[*REQUEST, 1]]),
+    "item is text": execute(items=["1"]),
+    "item without a length": execute(items=[1, RESPONSE]),
+    "item at the end without a length": execute(items=[RESPONSE, 1]),
+    "negative item": execute(items=[-1, 1]),
+    "negative row": execute(items=[[REQUEST, [[-2]], "", 3, -1]]),
+    "forgotten is a number": execute(forgotten=5),
+    "forgotten is nested": execute(forgotten=[[1]]),
+    "a result of nothing": execute(results=[[3, b"x"]]),
+    "a result before everything": execute(results=[[-1, b"x"]]),
+    "a result of text": execute(results=[[0, "x"]]),
     "resend of text": plain([2, ["a"]]),
     "text is a number": plain([5, 7]),
     "rank is text": plain([8, "1"]),
-    "an extension type": bytes(msgpack.packb([msgpack.ExtType(5, b"x")])),
+    "an extension type": plain(msgspec.msgpack.Ext(5, b"x")),
+    "an extension type in a text's place": plain([5, msgspec.msgpack.Ext(5, b"x")]),
+    "an escaped text that is none": plain([5, msgspec.msgpack.Ext(1, b"\xff")]),
     "a pickle": b"\x80\x04K\x01.",
     "deeply nested": b"\x91" * 100_000,
+    "deeply nested, and an extension type": b"\x92\x05" + b"\x91" * 100_000 + b"\xd4\x01a",
     "an array that claims more than there is": b"\xdd\xff\xff\xff\xff",
     "a string that claims more than there is": b"\x92\x05\xdb\xff\xff\xff\xff",
+    "a text that is no UTF-8": b"\x92\x05\xa2\xff\xff",
 }
 
 
@@ -190,11 +236,11 @@ def test_foreign_bytes_are_value_errors(data: bytes) -> None:
 @pytest.mark.parametrize(
     "data",
     [
-        plain([0, [0, 1 << 60], []]),
-        plain([0, [0, 1 << 23], []]),
-        plain([0, [0, 1 << 19] * 500, []]),
-        plain([1, [[0, 1 << 60]], []]),
-        plain([1, [[0, 1 << 19]] * 500, []]),
+        submit(runs=[0, 1 << 60]),
+        submit(runs=[0, 1 << 23]),
+        submit(runs=[0, 1 << 19] * 500),
+        execute(items=[0, 1 << 60]),
+        execute(items=[0, 1 << 19] * 500),
     ],
     ids=["one endless run", "one long run", "many runs", "one endless item", "many items"],
 )

@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from hvdgloo._engine.member import Member
 from hvdgloo._engine.messages import Execute, Request, Resend, Response, Submit, decode, encode
@@ -281,12 +283,9 @@ class TestAgreement:
         assert format_ranks(range(20), limit=2) == "ranks 0, 1 and 18 more"
 
 
-def _with(request: Request, **changes: object) -> Request:
-    tensor = request.tensors[0]
-    for name in ("shape", "dtype", "device"):
-        if name in changes:
-            tensor = TensorSpec(**{**vars(tensor), name: changes.pop(name)})  # type: ignore[arg-type]
-    return Request(**{**vars(request), "tensors": (tensor,), **changes})  # type: ignore[arg-type]
+def _with(request: Request, **changes: Any) -> Request:
+    of_tensor = {name: changes.pop(name) for name in ("shape", "dtype", "device") if name in changes}
+    return replace(request, tensors=(replace(request.tensors[0], **of_tensor),), **changes)
 
 
 def operation(request: Request) -> Submission:

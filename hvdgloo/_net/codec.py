@@ -1,0 +1,118 @@
+"""Messages between processes as values: frozen classes, their bytes, and nothing but those classes from any bytes.
+
+A message is a class derived from ``Message``, with a number of its own as ``tag``. On the wire it is a msgpack array:
+the number, then the fields in order. What is missing at the end has its default value; everything else must be there,
+of its declared type and within its declared bounds, and nothing else may be. Nothing that arrives is ever unpickled.
+
+    >>> class Greeting(Message, tag=0):
+    ...     name: str
+    ...     times: Count = 1
+    >>> codec = Codec(Greeting, "greeting")
+    >>> codec.decode(codec.encode(Greeting("you")))
+    Greeting(name='you', times=1)
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Generic, TypeAlias, TypeVar
+
+import msgspec
+
+from hvdgloo._net import framing
+
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+"""An integer that is not negative."""
+
+T = TypeVar("T")
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The base of everything that travels."""
+
+
+class Codec(Generic[T]):
+    """Between values of one type and bytes. Safe in any thread.
+
+    Args:
+        kind: the type: a class, or a union of ``Message`` classes.
+        what: the messages' name in errors, e.g. "control message".
+    """
+
+    def __init__(self, kind: Any, what: str) -> None:
+        self._kind = kind
+        self._what = what
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
+        self._decoder = msgspec.msgpack.Decoder(kind)
+
+    def encode(self, message: T) -> bytes:
+        """A message's bytes, without framing.
+
+        Raises:
+            TypeError: a field holds something that cannot travel.
+        """
+        try:
+            return self._encoder.encode(message)
+        except UnicodeEncodeError:
+            return self._encoder.encode(_escaped(msgspec.to_builtins(message, builtin_types=(bytes,), enc_hook=_plain)))
+
+    def frame(self, message: T) -> bytes:
+        """A message as it goes over a stream; see ``framing``. Raises TypeError as ``encode`` does."""
+        data = self.encode(message)
+        return framing.head(len(data)) + data
+
+    def decode(self, data: bytes | memoryview) -> T:
+        """The inverse of ``encode``.
+
+        Raises:
+            ValueError: the bytes are no message of this type.
+        """
+        try:
+            try:
+                message: T = self._decoder.decode(data)
+            except msgspec.ValidationError:
+                if _ESCAPE not in bytes(data):
+                    raise
+                message = msgspec.convert(_UNESCAPER.decode(data), self._kind)
+        except (ValueError, RecursionError) as error:
+            # What a hostile or foreign byte string provokes is one thing to the caller.
+            raise ValueError(f"not a {self._what}: {error}") from error
+        return message
+
+
+# Paths, arguments and environment variables may hold bytes that are no UTF-8. Python gives them to us as texts with
+# lone surrogates, which msgpack's texts cannot hold; they travel as an extension type. They are rare: only whoever
+# stumbles upon one looks for more.
+
+_EXTENSION = 1
+_ESCAPE = bytes([_EXTENSION])
+
+
+def _escaped(value: Any) -> Any:
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return msgspec.msgpack.Ext(_EXTENSION, value.encode("utf-8", "surrogatepass"))
+        return value
+    if isinstance(value, dict):
+        return {_escaped(key): _escaped(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_escaped(item) for item in value]
+    return value
+
+
+def _unescape(code: int, data: memoryview) -> str:
+    if code != _EXTENSION:
+        raise ValueError("an unknown extension type")
+    return str(data, "utf-8", "surrogatepass")
+
+
+_UNESCAPER = msgspec.msgpack.Decoder(ext_hook=_unescape)
+
+
+def _plain(value: Any) -> Any:
+    """Values of subclasses (numpy's float64 is a float) travel as what they are."""
+    for base in (str, float, int):
+        if isinstance(value, base):
+            return base(value)
+    raise TypeError(f"a {type(value).__name__} cannot travel")
