@@ -87,12 +87,17 @@ _EXTENSION = 1
 _ESCAPE = bytes([_EXTENSION])
 
 
+class _OddText:
+    def __init__(self, text: str) -> None:
+        self.data = text.encode("utf-8", "surrogatepass")
+
+
 def _escaped(value: Any) -> Any:
     if isinstance(value, str):
         try:
             value.encode()
         except UnicodeEncodeError:
-            return msgspec.msgpack.Ext(_EXTENSION, value.encode("utf-8", "surrogatepass"))
+            return _OddText(value)
         return value
     if isinstance(value, dict):
         return {_escaped(key): _escaped(item) for key, item in value.items()}
@@ -111,8 +116,10 @@ _UNESCAPER = msgspec.msgpack.Decoder(ext_hook=_unescape)
 
 
 def _plain(value: Any) -> Any:
-    """Values of subclasses (numpy's float64 is a float) travel as what they are."""
+    """How msgpack holds what it has no form for. Values of subclasses (numpy's float64 is a float) are their bases'."""
+    if isinstance(value, _OddText):
+        return msgspec.msgpack.Ext(_EXTENSION, value.data)
     for base in (str, float, int):
         if isinstance(value, base):
             return base(value)
-    raise TypeError(f"a {type(value).__name__} cannot travel")
+    raise TypeError(f"a value of {type(value).__name__} cannot travel")
