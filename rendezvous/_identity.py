@@ -10,7 +10,6 @@ import functools
 import hashlib
 import os
 import socket
-import uuid
 
 
 @functools.cache
@@ -33,6 +32,8 @@ def _boot_id() -> str:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return file.read().strip()
     except OSError:
+        import uuid
+
         return f"node {uuid.getnode():012x}"
 
 

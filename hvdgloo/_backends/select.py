@@ -5,18 +5,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hvdgloo._backends.base import Backend, Plane, RendezvousStore, wait_for
-from hvdgloo._backends.hierarchical import HierarchicalBackend, Layout, Thresholds, layout_of
 from hvdgloo._backends.local import LocalGroup
 from hvdgloo._platform.machine import has_package
 from hvdgloo.config import GLOO_PROVIDERS, Config
 from hvdgloo.errors import ConfigError, MissingDependencyError
 from hvdgloo.topology import Topology
 from hvdgloo.types import Buffer, ReduceOp
+
+if TYPE_CHECKING:
+    from hvdgloo._backends.hierarchical import Layout
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +89,8 @@ class Planes:
                 return backend
             if wanted == "shm":
                 raise ConfigError(f"HVDGLOO_CPU_OPERATIONS=shm asks for shared memory, but {reason}")
+        from hvdgloo._backends.hierarchical import layout_of
+
         self._require_gloo(members, reason)
         flat = self._gloo(prefix, place, len(members), cancelled)
         layout = layout_of([self._topology.workers[member].host for member in members], place)
@@ -158,6 +162,8 @@ class Planes:
         cancelled: Callable[[], bool] | None,
     ) -> Backend:
         """The plane of a set with several ranks on some of its hosts; ``flat`` if memory cannot be shared on all."""
+        from hvdgloo._backends.hierarchical import HierarchicalBackend, Thresholds
+
         begin = sum(layout.sizes[: layout.host])
         here = members[begin : begin + layout.sizes[layout.host]]
         local: Backend | None = None

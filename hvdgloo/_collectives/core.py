@@ -23,7 +23,7 @@ from hvdgloo._collectives.adjoints import ADJOINTS, send_back
 from hvdgloo._collectives.naming import names_of
 from hvdgloo._collectives.process_sets import ProcessSet, process_set_id
 from hvdgloo._collectives.spec import CollectiveSpec
-from hvdgloo._engine.executor import divide_rows
+from hvdgloo._engine.conventions import divide_rows
 from hvdgloo._engine.handle import Handle
 from hvdgloo._engine.messages import Request
 from hvdgloo._job.context import Context

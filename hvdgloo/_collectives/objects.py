@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-import cloudpickle
 import numpy as np
 import numpy.typing as npt
 
@@ -20,7 +19,6 @@ from hvdgloo._collectives.frontend import Frontend
 from hvdgloo._collectives.process_sets import ProcessSet, global_process_set
 from hvdgloo._collectives.spec import broadcasting, gathering
 from hvdgloo.errors import HorovodInternalError
-from hvdgloo.rendezvous import seal, unseal
 
 T = TypeVar("T")
 
@@ -110,16 +108,24 @@ def _bytes(count: int) -> npt.NDArray[np.uint8]:
 
 
 def _pack(frontend: Frontend[Any], obj: object, purpose: str) -> tuple[npt.NDArray[np.uint8], Exception | None]:
+    import cloudpickle  # at the first object: most jobs send none until they train, and some none at all
+
     try:
         pickled = cloudpickle.dumps(obj)
     except Exception as error:  # noqa: BLE001 - user code runs here; the other ranks must hear of any failure
         return _bytes(0), error
+    from hvdgloo.rendezvous import seal
+
     secret = frontend.context.secret
     payload = pickled if secret is None else seal(secret, pickled, purpose)
     return np.frombuffer(bytearray(payload), dtype=np.uint8), None
 
 
 def _unpack(frontend: Frontend[Any], received: npt.NDArray[np.uint8], purpose: str) -> Any:
+    import cloudpickle
+
+    from hvdgloo.rendezvous import unseal
+
     secret = frontend.context.secret
     payload = received.tobytes()
     return cloudpickle.loads(payload if secret is None else unseal(secret, payload, purpose))

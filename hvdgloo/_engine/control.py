@@ -15,9 +15,10 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from hvdgloo._engine.connection import ControlConnection
-from hvdgloo._engine.coordinator import EVERYONE, Coordinator, ping_interval
+from hvdgloo._engine.conventions import EVERYONE, ping_interval
 from hvdgloo._engine.executor import Executor
 from hvdgloo._engine.handle import Handle
 from hvdgloo._engine.member import Member
@@ -45,6 +46,9 @@ from hvdgloo.errors import (
     PeerLostError,
     StallError,
 )
+
+if TYPE_CHECKING:
+    from hvdgloo._engine.coordinator import Coordinator
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from hvdgloo._engine import stall
+from hvdgloo._engine.conventions import EVERYONE, ping_interval
 from hvdgloo._engine.messages import (
     Abort,
     AskStacks,
@@ -31,16 +33,15 @@ from hvdgloo._engine.messages import (
     Submit,
 )
 from hvdgloo._engine.negotiation import Negotiator, Waiting, format_ranks
-from hvdgloo._engine.timeline import Timeline
+
+if TYPE_CHECKING:
+    from hvdgloo._engine.timeline import Timeline
 
 INQUEST_SECONDS = 0.5
 """How long ranks have to show that they live after one of them reported a broken data plane."""
 
 STACKS_SECONDS = 2.0
 """How long late ranks have to say what they are doing."""
-
-EVERYONE = -1
-"""As a destination in ``outbox``: all ranks, this one included."""
 
 
 @dataclass(frozen=True)
@@ -319,8 +320,3 @@ class Coordinator:
         self._next_stall_check = now + rules.stall_warning_time
         if rules.stall_shutdown_time:
             self._next_stall_check = min(self._next_stall_check, dead_line)
-
-
-def ping_interval(operation_timeout: float) -> float:
-    """Seconds between two pings while something is pending: several chances before silence means death."""
-    return min(5.0, operation_timeout / 4)

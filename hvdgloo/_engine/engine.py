@@ -13,22 +13,23 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hvdgloo._backends.base import Backend, Plane, Sharing
 from hvdgloo._engine.control import THREAD_PREFIX, Control
-from hvdgloo._engine.coordinator import Coordinator, CoordinatorSettings
 from hvdgloo._engine.executor import Executor
 from hvdgloo._engine.handle import Handle
 from hvdgloo._engine.member import Member
 from hvdgloo._engine.messages import REDUCTIONS, Leave, Request
 from hvdgloo._engine.planes import Group
 from hvdgloo._engine.submission import Submission
-from hvdgloo._engine.timeline import Timeline
 from hvdgloo._net.descriptors import bury
 from hvdgloo.errors import HorovodInternalError, InvalidArgumentError, JobShutdownError
 from hvdgloo.topology import Topology
 from hvdgloo.types import Buffer, Collective, DType, ReduceOp, TensorSpec
+
+if TYPE_CHECKING:
+    from hvdgloo._engine.timeline import Timeline
 
 _ALONG_ROWS = frozenset({Collective.ALLGATHER, Collective.ALLTOALL, Collective.REDUCESCATTER})
 _FLOATS = frozenset({DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32, DType.FLOAT64})
@@ -117,6 +118,8 @@ class Engine:
         )
         coordinator = None
         if rank == 0:
+            from hvdgloo._engine.coordinator import Coordinator, CoordinatorSettings  # the other ranks need none
+
             rules = CoordinatorSettings(
                 settings.operation_timeout,
                 settings.cache_capacity,
@@ -228,6 +231,8 @@ class Engine:
         """
         with self._closing:
             if self._timeline is None and not self._closed and not self._forked:
+                from hvdgloo._engine.timeline import Timeline
+
                 self._show(Timeline(path, self.rank, clock_offset, mark_cycles=mark_cycles))
 
     def stop_timeline(self) -> None:

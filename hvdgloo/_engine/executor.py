@@ -16,17 +16,21 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from hvdgloo._backends.base import Done, Plane, Scattered, Several, Work
 from hvdgloo._engine import fusion
+from hvdgloo._engine.conventions import divide_rows
 from hvdgloo._engine.fusion import Bucket, Part
 from hvdgloo._engine.messages import REDUCTIONS, SET_CHANGES, Request, Response
 from hvdgloo._engine.phases import Phases, adaptive_sum, exchange
 from hvdgloo._engine.planes import DEPTH, Group
 from hvdgloo._engine.submission import Submission
-from hvdgloo._engine.timeline import Timeline
 from hvdgloo.errors import BackendError, HorovodInternalError
 from hvdgloo.types import Buffer, Collective, DType, ReduceOp, TensorSpec
+
+if TYPE_CHECKING:
+    from hvdgloo._engine.timeline import Timeline
 
 logger = logging.getLogger(__name__)
 
@@ -507,11 +511,6 @@ class Executor:
         if under_way.packed:
             pieces = _gathered_pieces(under_way) if collective is Collective.ALLGATHER else _pieces(under_way)
             under_way.plane.memory.unpack(buffer, pieces)
-
-
-def divide_rows(rows: int, size: int) -> list[int]:
-    """How many rows each rank gets of a reducescatter: the first ranks one more where it does not divide evenly."""
-    return [rows // size + (rank < rows % size) for rank in range(size)]
 
 
 def _combining(op: ReduceOp) -> ReduceOp:

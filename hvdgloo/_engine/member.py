@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from hvdgloo._engine import inline, joined
 from hvdgloo._engine.messages import Execute, Request, Response, Submit
 from hvdgloo._engine.submission import Submission
-from hvdgloo._engine.timeline import Timeline
 from hvdgloo.errors import DuplicateNameError, HorovodInternalError, InvalidArgumentError, MismatchError
 from hvdgloo.types import Collective
+
+if TYPE_CHECKING:
+    from hvdgloo._engine.timeline import Timeline
 
 
 class Member:

@@ -6,10 +6,14 @@ own, which is what allows many ranks in one process.
 
 from __future__ import annotations
 
-from hvdgloo._engine.engine import Engine
+from typing import TYPE_CHECKING
+
 from hvdgloo.config import Config
-from hvdgloo.rendezvous import RendezvousClient
 from hvdgloo.topology import Topology
+
+if TYPE_CHECKING:
+    from hvdgloo._engine.engine import Engine
+    from hvdgloo.rendezvous import RendezvousClient
 
 
 class Context:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 
 from hvdgloo._job import excepthook
 from hvdgloo._job.context import Context
-from hvdgloo._job.join import join
 from hvdgloo._job.logging import configure_logging
 from hvdgloo.config import Config, unknown_variables
 from hvdgloo.errors import NotInitializedError
@@ -41,6 +40,8 @@ def init(
     global _current, _owner
     with _lock:
         if _current is None:
+            from hvdgloo._job.join import join  # and with it the engine, the rendezvous and the data planes
+
             _owner = os.getpid()
             config = Config.from_env()
             configure_logging(config, config.rank)

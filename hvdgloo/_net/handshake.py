@@ -21,7 +21,6 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from hvdgloo._net import ports
@@ -90,6 +89,8 @@ class Handshake:
             ConnectError: some rank did not come within ``timeout`` seconds; the text names them.
             BackendError: it was cancelled.
         """
+        from concurrent.futures import ThreadPoolExecutor  # rank 0 alone needs it
+
         deadline = time.monotonic() + timeout
         members: dict[int, socket.socket] = {}
         visitors: set[socket.socket] = set()  # who have not proved anything yet

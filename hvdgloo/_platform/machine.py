@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-import subprocess
 from collections.abc import Iterator, Mapping
 
 _CGROUPS = "/sys/fs/cgroup"
@@ -51,6 +50,8 @@ def _nvidia_gpus() -> int:
         return len(os.listdir("/proc/driver/nvidia/gpus"))
     except OSError:
         pass
+    import subprocess
+
     try:
         listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):

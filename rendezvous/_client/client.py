@@ -1,8 +1,9 @@
 """The worker's side: RendezvousClient, and HttpStore, a Store behind it.
 
-Built on ``http.client`` and not on ``requests``: it heeds no proxy variables (a proxy cannot reach a job's inner
-addresses, but is often configured where jobs run), costs a fraction, and leaves to us what a rendezvous needs: one
-deadline for a whole call, the local address of the connection, and the decision what may be repeated.
+Built on HTTP connections of its own (``hvdgloo.rendezvous._client.connection``) and not on ``requests``: they heed no
+proxy variables (a proxy cannot reach a job's inner addresses, but is often configured where jobs run), cost a fraction,
+and leave to us what a rendezvous needs: one deadline for a whole call, the local address of the connection, and the
+decision what may be repeated.
 
 **Deadlines.** Every call has one, and it covers connecting, waiting and repeating. A wait is made of requests of at
 most ``MAX_POLL`` seconds, each told to the server, so its answer names who or what is missing; for an answer that is on
@@ -17,7 +18,6 @@ that registers stays through a restart of the server, which has forgotten nothin
 
 from __future__ import annotations
 
-import http.client
 import itertools
 import json
 import math
@@ -41,7 +41,7 @@ from hvdgloo.errors import (
 )
 from hvdgloo.rendezvous import _auth as auth
 from hvdgloo.rendezvous import _wire as wire
-from hvdgloo.rendezvous._client.connection import HttpConnection
+from hvdgloo.rendezvous._client.connection import HttpConnection, NotHttpError
 from hvdgloo.rendezvous._store import MAX_SCOPE_BYTES, check_key, describe_keys
 from hvdgloo.rendezvous._worker_info import WorkerInfo
 from hvdgloo.topology import Topology
@@ -315,7 +315,7 @@ class RendezvousClient:
             raise self._timed_out(
                 target, "no answer until the deadline; is the server's process stopped, or its host overloaded?"
             ) from error
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, NotHttpError) as error:
             raise _Unanswered(error) from error
         finally:
             if keep:

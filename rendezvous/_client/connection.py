@@ -1,12 +1,13 @@
-"""One HTTP connection of the client: what ``http.client`` reads answers with, less what it does around that.
+"""One HTTP connection of the client: what HTTP/1.1 asks of one that speaks with a single server, and no more.
 
-``http.client.HTTPConnection`` sends head and body apart, so a server under load wakes twice for each request; and its
+``http.client`` would import the standard library's mail and TLS packages into every worker, which takes longer than
+all requests of a start; it sends head and body apart, so a server under load wakes twice for each request; and its
 timeout starts anew with every packet. Here a request is one write, and everything keeps one deadline.
 """
 
 from __future__ import annotations
 
-import http.client
+import re
 import select
 import socket
 import time
@@ -14,7 +15,15 @@ import time
 from hvdgloo.rendezvous._auth import ANSWER_HEADER
 
 _CONNECT_ATTEMPT = 5.0  # seconds; a host name may have several addresses, and the first may lead nowhere
-_CHUNK = 1 << 20
+_PIECE = 1 << 20
+_LONGEST_HEAD = 1 << 16
+_STATUS_LINE = re.compile(rb"HTTP/1\.([0-9]) ([1-9][0-9]{2})(?: [^\r\n]*)?\r?\n")
+_LENGTH = re.compile(r"[0-9]{1,18}")
+_CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[^\r\n]*)?\r?\n")
+
+
+class NotHttpError(Exception):
+    """What came is not HTTP, or not all of an answer."""
 
 
 class HttpConnection:
@@ -29,7 +38,9 @@ class HttpConnection:
     """
 
     def __init__(self, host: str, port: int, deadline: float) -> None:
-        self._socket = socket.create_connection((host, port), timeout=min(_CONNECT_ATTEMPT, _until(deadline)))
+        # As bytes, which need not be encoded: for text, Python loads its tables of international names.
+        name = host.encode("ascii") if host.isascii() else host
+        self._socket = socket.create_connection((name, port), timeout=min(_CONNECT_ATTEMPT, _until(deadline)))
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self.local_address = str(self._socket.getsockname()[0])
@@ -38,14 +49,14 @@ class HttpConnection:
     def request(
         self, method: str, target: str, authorization: str, body: bytes, deadline: float
     ) -> tuple[int, bytes, str, bool]:
-        """Send a request and read its answer.
+        """Send a request (other than HEAD) and read its answer.
 
         Returns:
             status, body, the answer's signature, and whether the connection may be used again.
 
         Raises:
             TimeoutError: the deadline passed.
-            OSError, http.client.HTTPException: the connection broke, or what came is not HTTP.
+            OSError, NotHttpError: the connection broke, or what came is not HTTP.
         """
         head = (
             f"{method} {target} HTTP/1.1\r\nHost: {self._host}\r\nAuthorization: {authorization}\r\n"
@@ -56,14 +67,14 @@ class HttpConnection:
             self._socket.sendall(head.encode("ascii") + body)
         except (BrokenPipeError, ConnectionResetError):
             pass  # a server that refuses a body does not take all of it, and has said why
-        answer = http.client.HTTPResponse(self._socket, method=method)
-        try:
-            self._socket.settimeout(_until(deadline))
-            answer.begin()
-            data = self._read(answer, deadline)
-            return answer.status, data, answer.headers.get(ANSWER_HEADER, ""), not answer.will_close
-        finally:
-            answer.close()
+        incoming = _Incoming(self._socket, deadline)
+        while True:
+            status, headers = incoming.head()
+            if status >= 200:
+                break  # what comes before is only to say that more will come
+        data, whole = incoming.body(status, headers)
+        again = whole and headers.get("connection", "keep-alive").lower() != "close" and incoming.empty
+        return status, data, headers.get(ANSWER_HEADER.lower(), ""), again
 
     def stale(self) -> bool:
         """Whether the server has closed it while it was idle; there is nothing to read on a good one."""
@@ -74,17 +85,106 @@ class HttpConnection:
     def close(self) -> None:
         self._socket.close()
 
-    def _read(self, answer: http.client.HTTPResponse, deadline: float) -> bytes:
-        parts: list[bytes] = []
-        while answer.length != 0:
-            self._socket.settimeout(_until(deadline))
-            part = answer.read1(_CHUNK)
-            if not part:
-                if answer.length is not None:
-                    raise http.client.IncompleteRead(b"".join(parts), answer.length)
-                break
-            parts.append(part)
-        return b"".join(parts)
+
+class _Incoming:
+    """An answer as it arrives."""
+
+    def __init__(self, sock: socket.socket, deadline: float) -> None:
+        self._socket = sock
+        self._deadline = deadline
+        self._buffer = b""
+
+    @property
+    def empty(self) -> bool:
+        """Nothing is here beyond what was asked for."""
+        return not self._buffer
+
+    def head(self) -> tuple[int, dict[str, str]]:
+        """Status and headers, by their names in small letters; "connection: close" is put in for HTTP/1.0."""
+        while b"\n" not in self._buffer:
+            # Something else than an HTTP server may wait for more after its first words.
+            if not self._buffer.startswith(b"HTTP/1."[: len(self._buffer)]) or len(self._buffer) > _LONGEST_HEAD:
+                raise NotHttpError(self._said())
+            self._more("the connection was closed without an answer")
+        first = _STATUS_LINE.match(self._buffer)
+        if first is None:
+            raise NotHttpError(self._said())
+        headers = {} if first[1] != b"0" else {"connection": "close"}
+        self._buffer = self._buffer[first.end() :]
+        while line := self._line().strip():
+            name, colon, value = line.decode("latin-1").partition(":")
+            if not colon:
+                raise NotHttpError(f"a header without a colon: {name[:80]!r}")
+            headers[name.strip().lower()] = value.strip()
+        return int(first[2]), headers
+
+    def body(self, status: int, headers: dict[str, str]) -> tuple[bytes, bool]:
+        """The body, and whether its end is known; if it is not, the end of the connection was it."""
+        if status in (204, 304):
+            return b"", True
+        if "chunked" in headers.get("transfer-encoding", "").lower():
+            return self._chunks(), True
+        length = headers.get("content-length")
+        if length is None:
+            return self._rest(), False
+        if not _LENGTH.fullmatch(length):
+            raise NotHttpError(f"a body of length {length[:80]!r}")
+        return self._take(int(length)), True
+
+    def _chunks(self) -> bytes:
+        """A body in chunks: hvdgloo's server sends none, but a proxy may make them."""
+        chunks: list[bytes] = []
+        while True:
+            found = _CHUNK_LINE.fullmatch(self._line())
+            if found is None:
+                raise NotHttpError("a chunk without its length")
+            size = int(found[1], 16)
+            if size == 0:
+                while self._line().strip():
+                    pass
+                return b"".join(chunks)
+            chunks.append(self._take(size))
+            if self._line().strip():
+                raise NotHttpError("a chunk longer than it says")
+
+    def _line(self) -> bytes:
+        while (end := self._buffer.find(b"\n")) < 0:
+            if len(self._buffer) > _LONGEST_HEAD:
+                raise NotHttpError("a line without an end")
+            self._more()
+        line, self._buffer = self._buffer[: end + 1], self._buffer[end + 1 :]
+        return line
+
+    def _take(self, size: int) -> bytes:
+        pieces, missing = [self._buffer[:size]], size - len(self._buffer)
+        self._buffer = self._buffer[size:]
+        while missing > 0:
+            pieces.append(self._receive(missing))
+            if not pieces[-1]:
+                raise NotHttpError(f"the answer ended {missing} bytes early")
+            missing -= len(pieces[-1])
+        return b"".join(pieces)
+
+    def _rest(self) -> bytes:
+        pieces, self._buffer = [self._buffer], b""
+        while piece := self._receive(_PIECE):
+            pieces.append(piece)
+        return b"".join(pieces)
+
+    def _more(self, nothing: str = "the answer ended early") -> None:
+        data = self._receive(_LONGEST_HEAD)
+        if not data:
+            if self._buffer:
+                raise NotHttpError("the answer ended early")
+            raise ConnectionResetError(nothing)
+        self._buffer += data
+
+    def _receive(self, most: int) -> bytes:
+        self._socket.settimeout(_until(self._deadline))
+        return self._socket.recv(min(most, _PIECE))
+
+    def _said(self) -> str:
+        return self._buffer[:80].split(b"\n")[0].decode("latin-1").strip() or "an empty line"
 
 
 def _until(deadline: float) -> float:

@@ -1,7 +1,7 @@
 """The way to this machine: an agent as a child process.
 
-The command line's launcher forks it, before any thread of its own: a third of what ``hvdgloo-run`` costs would else be
-a second Python that imports the same again. Any other program (``hvdgloo.run.run`` in a notebook, say) may have threads,
+The command line's launcher forks it, before it has any thread: a third of what ``hvdgloo-run`` costs would else be a
+second Python that imports the same again. Any other program (``hvdgloo.run.run`` in a notebook, say) may have threads,
 a GPU and gigabytes that a fork must not meet: its agent is a fresh process.
 """
 
@@ -93,7 +93,7 @@ def _be_the_agent() -> NoReturn:
         from hvdgloo.runner.agent.agent import main
 
         status = main()
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - nothing of the launcher may run in this process
         traceback.print_exc()
     finally:
         os._exit(status)

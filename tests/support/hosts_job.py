@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 
+from hvdgloo.runner.agent.agent import PROCESS_NAME
 from tests.support.hosts import Bed, Host, HostProcess
 from tests.support.launching import wait_for
 

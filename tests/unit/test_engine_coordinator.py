@@ -6,13 +6,12 @@ from collections.abc import Sequence
 
 import pytest
 
+from hvdgloo._engine.conventions import EVERYONE, ping_interval
 from hvdgloo._engine.coordinator import (
-    EVERYONE,
     INQUEST_SECONDS,
     STACKS_SECONDS,
     Coordinator,
     CoordinatorSettings,
-    ping_interval,
 )
 from hvdgloo._engine.messages import (
     Abort,

@@ -11,7 +11,6 @@ import errno
 import fcntl
 import mmap
 import os
-import platform
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,7 +44,7 @@ class _Timespec(ctypes.Structure):
 
 def has_strong_order() -> bool:
     """True if stores become visible to other cores in program order, as on x86 (Intel SDM vol. 3, 9.2.2)."""
-    return platform.machine() in ("x86_64", "AMD64")
+    return os.uname().machine in ("x86_64", "AMD64")
 
 
 def _futex_function(library: ctypes.CDLL) -> Any:
@@ -63,7 +62,7 @@ def _futex_function(library: ctypes.CDLL) -> Any:
     return function
 
 
-_number = _FUTEX_NUMBERS.get(platform.machine(), -1)
+_number = _FUTEX_NUMBERS.get(os.uname().machine, -1)
 _wait = _futex_function(_libc)
 _wake = _futex_function(_brief)
 

@@ -1,0 +1,16 @@
+"""What several parts of the engine, and those who submit to it, hold to alike."""
+
+from __future__ import annotations
+
+EVERYONE = -1
+"""As a destination of the coordinator's messages: all ranks, its own included."""
+
+
+def ping_interval(operation_timeout: float) -> float:
+    """Seconds between two pings while something is pending: several chances before silence means death."""
+    return min(5.0, operation_timeout / 4)
+
+
+def divide_rows(rows: int, size: int) -> list[int]:
+    """How many rows each rank gets of a reducescatter: the first ranks one more where it does not divide evenly."""
+    return [rows // size + (rank < rows % size) for rank in range(size)]
