@@ -23,7 +23,7 @@ from hvdgloo.runner.supervise.init_watch import Arrivals
 from hvdgloo.runner.supervise.supervisor import Supervisor
 
 _START_SECONDS = 10.0
-_HEAD_START = 0.1
+HEAD_START = 0.1
 """Seconds that a job's workers get before the web server is imported, unless one of them connects before: a job that
 does not live longer than this (a command without hvdgloo, a mistake in the script's first line) does without it."""
 
@@ -47,9 +47,18 @@ class RendezvousHost(Protocol):
 
 @contextmanager
 def open_meeting(
-    supervisor: Supervisor, spec: LaunchSpec, hosts: Sequence[HostEntry], placement: Placement, job_id: str
+    supervisor: Supervisor,
+    spec: LaunchSpec,
+    hosts: Sequence[HostEntry],
+    placement: Placement,
+    job_id: str,
+    *,
+    head_start: float = HEAD_START,
 ) -> Iterator[RendezvousHost]:
     """A server for this job's workers, as long as the job lasts.
+
+    Args:
+        head_start: seconds; see ``HEAD_START``.
 
     Raises:
         ConfigError: the launcher's cannot listen.
@@ -64,7 +73,7 @@ def open_meeting(
             port_range=spec.network.port_range,
             start_timeout=spec.start_timeout,
         )
-        meeting = _InLauncher(server.listen(), supervisor)
+        meeting = _InLauncher(server.listen(), supervisor, head_start)
         try:
             yield meeting
         finally:
@@ -80,8 +89,9 @@ class _InLauncher:
     which the supervisor has to show its agents that it lives.
     """
 
-    def __init__(self, server: RendezvousServer, supervisor: Supervisor) -> None:
+    def __init__(self, server: RendezvousServer, supervisor: Supervisor, head_start: float) -> None:
         self._server = server
+        self._head_start = head_start
         self._supervisor = supervisor
         self._serving = False
         self._closed, self._close = socket.socketpair()
@@ -113,7 +123,7 @@ class _InLauncher:
         poller = select.poll()  # select() cannot watch descriptors above 1023
         for descriptor in (self._closed.fileno(), *self._server.descriptors()):
             poller.register(descriptor, select.POLLIN)
-        return self._closed.fileno() not in dict(poller.poll(_HEAD_START * 1000))
+        return self._closed.fileno() not in dict(poller.poll(self._head_start * 1000))
 
     def _start(self) -> None:
         try:

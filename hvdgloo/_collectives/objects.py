@@ -18,7 +18,11 @@ import numpy.typing as npt
 from hvdgloo._collectives.frontend import Frontend
 from hvdgloo._collectives.process_sets import ProcessSet, global_process_set
 from hvdgloo._collectives.spec import broadcasting, gathering
+from hvdgloo._platform.machine import has_package
 from hvdgloo.errors import HorovodInternalError
+
+if not has_package("cloudpickle"):  # imported with the first object; that it is missing is told at once
+    raise ModuleNotFoundError("No module named 'cloudpickle'", name="cloudpickle")
 
 T = TypeVar("T")
 
