@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from flask import Flask, Response, render_template, request
 from werkzeug.exceptions import HTTPException
 
-from hvdgloo.rendezvous._server.routes import ROUTES, Answer, Call, Route, refused, signature_headers
-from hvdgloo.rendezvous._server.service import Environ, Service, StartResponse
+from hvdgloo.rendezvous._server.routes import ROUTES, Answer, Call, Route, WSGIApplication, refused, signature_headers
+from hvdgloo.rendezvous._server.service import Service
 
 
-def create_pages(service: Service) -> Callable[[Environ, StartResponse], Any]:
+def create_pages(service: Service) -> WSGIApplication:
     """A WSGI application, to stand behind the gate."""
     flask = Flask("hvdgloo.rendezvous", static_folder=None)
     flask.url_map.merge_slashes = False

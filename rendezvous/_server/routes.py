@@ -207,26 +207,34 @@ ROUTES = (
 )
 
 
-def create_app(service: Service) -> Callable[[Environ, StartResponse], Any]:
-    """The WSGI application: the gate, and the routes behind it."""
-    return Gate(service, Router(service))
+WSGIApplication = Callable[[Environ, StartResponse], Any]
+
+
+def create_app(service: Service, create_rest: Callable[[Service], WSGIApplication]) -> WSGIApplication:
+    """The WSGI application: the gate, and the routes behind it.
+
+    Args:
+        create_rest: makes what answers all that is not in the table, when it is first asked for.
+    """
+    return Gate(service, Router(service, create_rest))
 
 
 class Router:
-    """A WSGI application: the table above, and Flask for what is not in it."""
+    """A WSGI application: the table above, and another one for what is not in it."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, create_rest: Callable[[Service], WSGIApplication]) -> None:
         self._service = service
         self._patterns = [(re.compile(_pattern(route.rule)), route) for route in ROUTES]
         self._lock = threading.Lock()
-        self._rest: Callable[[Environ, StartResponse], Any] | None = None
+        self._create_rest = create_rest
+        self._rest: WSGIApplication | None = None
 
     def __call__(self, environ: Environ, start_response: StartResponse) -> Any:
         for pattern, route in self._patterns:
             found = pattern.fullmatch(environ["PATH_INFO"])
             if found is not None and environ["REQUEST_METHOD"] in route.methods:
                 return self._answer(route, found.groupdict(), environ, start_response)
-        return self._everything_else()(environ, start_response)
+        return self._the_rest()(environ, start_response)
 
     def _answer(
         self, route: Route, arguments: Mapping[str, str], environ: Environ, start_response: StartResponse
@@ -242,12 +250,10 @@ class Router:
         start_response(f"{answer.status} {HTTPStatus(answer.status).phrase}", list(headers.items()))
         return [answer.body]
 
-    def _everything_else(self) -> Callable[[Environ, StartResponse], Any]:
+    def _the_rest(self) -> WSGIApplication:
         with self._lock:
             if self._rest is None:
-                from hvdgloo.rendezvous._server.pages import create_pages
-
-                self._rest = create_pages(self._service)
+                self._rest = self._create_rest(self._service)
             return self._rest
 
 

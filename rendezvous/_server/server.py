@@ -23,6 +23,7 @@ from hvdgloo.rendezvous._server.epochs import Epochs
 
 if TYPE_CHECKING:
     from hvdgloo.rendezvous._server.http_front import Front
+    from hvdgloo.rendezvous._server.routes import WSGIApplication
     from hvdgloo.rendezvous._server.service import Refused, Service
 
 logger = logging.getLogger(__name__)
@@ -103,7 +104,7 @@ class RendezvousServer:
             self._secret, self._epochs, max_polls=lambda: self._threads - _SPARE_THREADS // 2, watch=self._watch
         )
         self._front = Front(
-            create_app(self._service),
+            create_app(self._service, _create_pages),
             self._listeners,
             threads=self._threads,
             max_connections=raise_descriptor_limit(self._connections),
@@ -209,6 +210,12 @@ class RendezvousServer:
         if self._front is None:
             raise RuntimeError("no request is served before the server was started")
         return self._front.watch(connection, on_hang_up)
+
+
+def _create_pages(service: Service) -> WSGIApplication:
+    from hvdgloo.rendezvous._server.pages import create_pages  # and with it Flask
+
+    return create_pages(service)
 
 
 def raise_descriptor_limit(wanted: int) -> int:
