@@ -1,13 +1,17 @@
 """What starting costs: agents by the dozen, hosts over ssh, and `hvdgloo-run -np 2` against `torchrun`, in one run.
 
+- **cost**: processor time, all processes together, of ``hvdgloo-run -np 2 true``, and of ``import hvdgloo.numpy``
+  beyond numpy's own import.
+- **many**: 100 workers that import numpy, join the job and sum 8 bytes once.
 - **agents**: 2, 8, 32 and 64 of one launcher, by a command template on this machine, one idle worker each; no ssh.
 - **hosts**: 4 hosts with 2 idle workers each over real ssh, on the tests' bed of network namespaces (Linux, root).
 - **job**: two workers that import torch, join the job and sum 4 bytes once, by ``hvdgloo-run`` and by ``torchrun``,
   and the time of ``import torch`` alone (one process; and two at once, which share the cores), in interleaved rounds.
 
-    python benchmarks/launch.py [--rounds 5] [--agents 2,8,32,64] [--only agents,hosts,job] [--json FILE]
+    python benchmarks/launch.py [--rounds 5] [--agents 2,8,32,64] [--only cost,many,agents,hosts,job] [--json FILE]
 
 Times are seconds from the start of the command: until all workers run (or have the sum), and until it has ended.
+Modules are imported from byte code, as after an installation by pip: a first round, which does not count, writes it.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import argparse
 import json
 import os
 import re
+import resource
 import shutil
 import statistics
 import subprocess
@@ -51,6 +56,13 @@ dist.all_reduce(torch.ones(1))
 print("up %.6f\\n" % time.monotonic(), end="", flush=True)
 dist.destroy_process_group()
 """
+NUMPY = """
+import numpy as np
+import hvdgloo.numpy as hvd
+hvd.init()
+hvd.allreduce(np.ones(1), name="first")
+"""
+MANY = 100
 WORKER = (sys.executable, "-S", "-c", IDLE)
 _UP = re.compile(r"\bup (\d+\.\d+)")
 
@@ -59,11 +71,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--agents", default="2,8,32,64", help="numbers of agents")
-    parser.add_argument("--only", default="agents,hosts,job", help="which cases")
+    parser.add_argument("--only", default="cost,many,agents,hosts,job", help="which cases")
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     results: dict[str, Any] = {"cores": len(os.sched_getaffinity(0))}
     cases = options.only.split(",")
+    if "cost" in cases:
+        results["cost"] = cost(options.rounds)
+    if "many" in cases:
+        results["many"] = many(options.rounds)
     if "agents" in cases:
         results["agents"] = [agents(int(number), options.rounds) for number in options.agents.split(",")]
     if "hosts" in cases:
@@ -72,6 +89,58 @@ def main() -> None:
         results["job"] = job(options.rounds)
     if options.json:
         Path(options.json).write_text(json.dumps(results, indent=2))
+
+
+# Processor time.
+
+
+def cost(rounds: int) -> dict[str, Any]:
+    """What a job costs that does nothing, and what a worker's import does."""
+    python = sys.executable
+    commands = {
+        "an empty Python": [python, "-c", "pass"],
+        "hvdgloo-run -np 2 true": [python, "-m", "hvdgloo.runner", "-np", "2", "true"],
+        "import numpy": [python, "-c", "import numpy"],
+        "import hvdgloo.numpy": [python, "-c", "import hvdgloo.numpy"],
+    }
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in commands}
+    for number in range(rounds + 1):
+        for name, command in commands.items():
+            spent = processor_time(command)
+            if number:
+                runs[name].append(spent)
+    medians = {name: show_cost(name, spent) for name, spent in runs.items()}
+    over = medians["import hvdgloo.numpy"]["processor"] - medians["import numpy"]["processor"]
+    print(f"processor time over import numpy, s: {over:.3f} (target: at most 0.10); of the job: target at most 0.40")
+    return {"medians": medians, "over_import_numpy": over}
+
+
+def many(rounds: int) -> dict[str, Any]:
+    """Many workers on few cores."""
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder, "worker.py")
+        program.write_text(NUMPY)
+        command = [sys.executable, "-m", "hvdgloo.runner", "-np", str(MANY), str(program)]
+        runs = [processor_time(command) for _ in range(min(rounds, 3))]
+    return show_cost(f"{MANY} numpy workers", runs)
+
+
+def processor_time(command: Sequence[str]) -> dict[str, float]:
+    """Seconds until a command has ended, and what it and all its descendants that it waited for used of processors."""
+    before, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=300)
+    ended, after = time.monotonic() - begin, resource.getrusage(resource.RUSAGE_CHILDREN)
+    if done.returncode != 0:
+        sys.exit(f"{' '.join(command)}: status {done.returncode}\n{done.stderr}")
+    spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {"processor": spent, "ended": ended}
+
+
+def show_cost(name: str, runs: Sequence[dict[str, float]]) -> dict[str, Any]:
+    """Print the medians of some runs, and return them."""
+    medians: dict[str, Any] = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+    print(f"{name:<28} processor {medians['processor']:6.3f} s   ended {medians['ended']:6.2f} s", flush=True)
+    return {**medians, "runs": list(runs)}
 
 
 # Idle workers.
@@ -193,6 +262,8 @@ def job(rounds: int) -> dict[str, Any] | None:
     floor = medians["import torch"]
     over = ours["up"] - floor["up"], theirs["up"] - floor["up"]
     print(f"over import torch, s: hvdgloo-run {over[0]:.2f} (target: at most 0.60), torchrun {over[1]:.2f}")
+    ends = ours["ended"] - floor["ended"], theirs["ended"] - floor["ended"]
+    print(f"over it to the end, s: hvdgloo-run {ends[0]:.2f} (target: at most 0.70), torchrun {ends[1]:.2f}")
     print(f"ratio to torchrun: {ours['up'] / theirs['up']:.2f} up, {ours['ended'] / theirs['ended']:.2f} to the end")
     return {"medians": medians, "over_import_torch": over[0], "torchrun_over_import_torch": over[1]}
 
