@@ -40,7 +40,8 @@ class HttpConnection:
     def __init__(self, host: str, port: int, deadline: float) -> None:
         # As bytes, which need not be encoded: for text, Python loads its tables of international names.
         name = host.encode("ascii") if host.isascii() else host
-        self._socket = socket.create_connection((name, port), timeout=min(_CONNECT_ATTEMPT, _until(deadline)))
+        timeout = min(_CONNECT_ATTEMPT, _until(deadline))
+        self._socket = socket.create_connection((name, port), timeout)  # type: ignore[arg-type]  # takes bytes, too
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self.local_address = str(self._socket.getsockname()[0])

@@ -78,7 +78,6 @@ class Metrics:
     def collect(self) -> Iterator[Metric]:
         """What Prometheus' registry asks a collector for."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-        from prometheus_client.utils import floatToGoString
 
         requests = CounterMetricFamily(
             "hvdgloo_rendezvous_requests",
@@ -100,7 +99,10 @@ class Metrics:
                 requests.add_metric(labels, count.value, created=count.created)
             for route, times in self._seconds.items():
                 sums = itertools.accumulate(times.counts)
-                buckets = [(floatToGoString(bound), float(n)) for bound, n in zip(_BOUNDS, sums, strict=True)]
+                buckets = [
+                    ("+Inf" if bound == math.inf else repr(bound), float(n))
+                    for bound, n in zip(_BOUNDS, sums, strict=True)
+                ]
                 seconds.add_metric([route], buckets, times.total)
                 seconds.add_sample(f"{seconds.name}_created", {"route": route}, times.created)
             for status, count in self._refused.items():
