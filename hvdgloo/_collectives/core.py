@@ -423,5 +423,5 @@ class Core(Generic[T]):
 
 def _frontend_of(module: str) -> Core[Any]:
     """The Frontend that a front-end's module binds; how its methods are unpickled."""
-    frontend: Core[Any] = importlib.import_module(module)._frontend
+    frontend: Core[Any] = importlib.import_module(module).FRONTEND
     return frontend

@@ -7,18 +7,19 @@ only docstrings.
 A framework's package binds one Frontend to the process's Context and exports its methods. Tests and embedders construct
 their own, each with its own Context, which is what allows many ranks in one process.
 
-Adding a collective: a member of ``types.Collective``, its methods here, a row in ``adjoints.ADJOINTS``.
+Adding a collective: a member of ``types.Collective``, its methods here, their names in ``names``, a row in
+``adjoints.ADJOINTS``.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy.typing as npt
 
-from hvdgloo._collectives import process_sets
+from hvdgloo._collectives import objects, process_sets
 from hvdgloo._collectives.adapter import TensorAdapter
 from hvdgloo._collectives.compression import Compressor, NoneCompressor
 from hvdgloo._collectives.core import Core, Pending, T
@@ -27,6 +28,8 @@ from hvdgloo._collectives.spec import CollectiveSpec, broadcasting, exchanging, 
 from hvdgloo._engine.messages import Request
 from hvdgloo._job.context import Context
 from hvdgloo.types import Collective, ReduceOp
+
+V = TypeVar("V")
 
 
 class Frontend(Core[T]):
@@ -399,6 +402,47 @@ class Frontend(Core[T]):
         pending = [self.start(operation, [tensor], name, in_place=True) for name, tensor in named]
         for broadcast in pending:
             broadcast.wait()
+
+    # Python objects ---------------------------------------------------------------------------------------------------
+
+    def broadcast_object(
+        self, obj: V, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+    ) -> V:
+        """The Python object of one rank, on all.
+
+        Args:
+            obj: anything that cloudpickle can pickle; its value counts on the root alone.
+            root_rank: global rank of the source.
+            name: what matches the ranks' calls; by default they are matched by their order.
+            process_set: the ranks that take part.
+
+        Returns:
+            ``obj`` itself on the root, a copy of it elsewhere.
+
+        Raises:
+            AuthenticationError: what arrived was not made by a rank of this job; it was not unpickled.
+            HorovodInternalError: the root could not pickle its object. On the root, whatever pickling raised.
+        """
+        return objects.broadcast_object(self, obj, root_rank, name, process_set)
+
+    def allgather_object(
+        self, obj: V, name: str | None = None, process_set: ProcessSet = global_process_set
+    ) -> list[V]:
+        """Every rank's Python object, in rank order.
+
+        Args:
+            obj: anything that cloudpickle can pickle; types and sizes may differ between ranks.
+            name: what matches the ranks' calls; by default they are matched by their order.
+            process_set: the ranks that take part.
+
+        Returns:
+            one object for each rank. This rank's own is a copy too, so that all ranks have equal lists.
+
+        Raises:
+            AuthenticationError: what arrived was not made by a rank of this job; it was not unpickled.
+            HorovodInternalError: some rank could not pickle its object. On that rank, whatever pickling raised.
+        """
+        return objects.allgather_object(self, obj, name, process_set)
 
     # barrier ----------------------------------------------------------------------------------------------------------
 

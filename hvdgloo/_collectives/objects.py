@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from hvdgloo._collectives.frontend import Frontend
+from hvdgloo._collectives.core import Core
 from hvdgloo._collectives.process_sets import ProcessSet, global_process_set
 from hvdgloo._collectives.spec import broadcasting, gathering
 from hvdgloo._platform.machine import has_package
@@ -30,30 +30,15 @@ _UNPICKLABLE = -1
 
 
 def broadcast_object(
-    frontend: Frontend[Any],
+    frontend: Core[Any],
     obj: T,
     root_rank: int = 0,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> T:
-    """The object of one rank, on all.
-
-    Args:
-        frontend: where to send.
-        obj: anything that cloudpickle can pickle; its value counts on the root alone.
-        root_rank: global rank of the source.
-        name: what matches the ranks' calls; by default they are matched by their order.
-        process_set: the ranks that take part.
-
-    Returns:
-        ``obj`` itself on the root, a copy of it elsewhere.
-
-    Raises:
-        AuthenticationError: what arrived was not made by a rank of this job; it was not unpickled.
-        HorovodInternalError: the root could not pickle its object. On the root, whatever pickling raised.
-    """
+    """``Frontend.broadcast_object``: see there."""
     operation = broadcasting(root_rank, process_set)
-    is_root = frontend.rank() == root_rank
+    is_root = frontend.context.rank == root_rank
     label = frontend.automatic_name("broadcast_object", operation.process_set) if name is None else name
     purpose = _purpose(label, root_rank)
     payload, failure = _pack(frontend, obj, purpose) if is_root else (_bytes(0), None)
@@ -68,27 +53,13 @@ def broadcast_object(
 
 
 def allgather_object(
-    frontend: Frontend[Any], obj: T, name: str | None = None, process_set: ProcessSet = global_process_set
+    frontend: Core[Any], obj: T, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[T]:
-    """Every rank's object, in rank order.
-
-    Args:
-        frontend: where to send.
-        obj: anything that cloudpickle can pickle; types and sizes may differ between ranks.
-        name: what matches the ranks' calls; by default they are matched by their order.
-        process_set: the ranks that take part.
-
-    Returns:
-        one object for each rank. This rank's own is a copy too, so that all ranks have equal lists.
-
-    Raises:
-        AuthenticationError: what arrived was not made by a rank of this job; it was not unpickled.
-        HorovodInternalError: some rank could not pickle its object. On that rank, whatever pickling raised.
-    """
+    """``Frontend.allgather_object``: see there."""
     gather = gathering(process_set)
     ranks = frontend.context.engine.process_sets[gather.process_set]
     label = frontend.automatic_name("allgather_object", gather.process_set) if name is None else name
-    payload, failure = _pack(frontend, obj, _purpose(label, frontend.rank()))
+    payload, failure = _pack(frontend, obj, _purpose(label, frontend.context.rank))
     count = payload.size if failure is None else _UNPICKLABLE
     counts = frontend.gather_integers([count], gather.process_set, f"{label}.sz")[:, 0]
     if failure is not None:
@@ -111,7 +82,7 @@ def _bytes(count: int) -> npt.NDArray[np.uint8]:
     return np.empty(count, dtype=np.uint8)
 
 
-def _pack(frontend: Frontend[Any], obj: object, purpose: str) -> tuple[npt.NDArray[np.uint8], Exception | None]:
+def _pack(frontend: Core[Any], obj: object, purpose: str) -> tuple[npt.NDArray[np.uint8], Exception | None]:
     import cloudpickle  # at the first object: most jobs send none until they train, and some none at all
 
     try:
@@ -125,7 +96,7 @@ def _pack(frontend: Frontend[Any], obj: object, purpose: str) -> tuple[npt.NDArr
     return np.frombuffer(bytearray(payload), dtype=np.uint8), None
 
 
-def _unpack(frontend: Frontend[Any], received: npt.NDArray[np.uint8], purpose: str) -> Any:
+def _unpack(frontend: Core[Any], received: npt.NDArray[np.uint8], purpose: str) -> Any:
     import cloudpickle
 
     from hvdgloo.rendezvous import unseal

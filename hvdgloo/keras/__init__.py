@@ -29,102 +29,24 @@ except ModuleNotFoundError as error:
         "tensorflow, torch and jax, and name it by KERAS_BACKEND unless it is tensorflow"
     ) from error
 
-from hvdgloo._collectives.basics import (
-    ccl_built,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    init,
-    is_initialized,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rocm_built,
-    shutdown,
-    start_timeline,
-    stop_timeline,
+from hvdgloo._collectives.names import BASE, OBJECTS, VALUES, bind
+from hvdgloo.keras import _compression, _functions, _optimizer, callbacks  # noqa: F401 - callbacks is exported below
+from hvdgloo.numpy._frontend import FRONTEND
+
+__all__ = bind(
+    globals(),
+    [_functions, _optimizer, _compression, FRONTEND],
+    [*BASE, *OBJECTS, *VALUES],
+    own=[
+        "Compression",
+        "DistributedOptimizer",
+        "PartialDistributedOptimizer",
+        "allgather",
+        "allreduce",
+        "broadcast",
+        "broadcast_global_variables",
+        "callbacks",
+        "load_model",
+        "reducescatter",
+    ],
 )
-from hvdgloo._collectives.process_sets import ProcessSet, global_process_set
-from hvdgloo.errors import HorovodInternalError
-from hvdgloo.keras import callbacks
-from hvdgloo.keras._compression import Compression
-from hvdgloo.keras._functions import (
-    _frontend,
-    allgather,
-    allgather_object,
-    allreduce,
-    broadcast,
-    broadcast_global_variables,
-    broadcast_object,
-    load_model,
-    reducescatter,
-)
-from hvdgloo.keras._optimizer import DistributedOptimizer, PartialDistributedOptimizer
-from hvdgloo.types import ReduceOp
-
-__all__ = [
-    "Adasum",
-    "Average",
-    "Compression",
-    "DistributedOptimizer",
-    "HorovodInternalError",
-    "Max",
-    "Min",
-    "PartialDistributedOptimizer",
-    "ProcessSet",
-    "Product",
-    "Sum",
-    "add_process_set",
-    "allgather",
-    "allgather_object",
-    "allreduce",
-    "broadcast",
-    "broadcast_global_variables",
-    "broadcast_object",
-    "callbacks",
-    "ccl_built",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
-    "load_model",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "rank",
-    "reducescatter",
-    "remove_process_set",
-    "rocm_built",
-    "shutdown",
-    "size",
-    "start_timeline",
-    "stop_timeline",
-]
-
-Average = ReduceOp.AVERAGE
-Sum = ReduceOp.SUM
-Adasum = ReduceOp.ADASUM
-Min = ReduceOp.MIN
-Max = ReduceOp.MAX
-Product = ReduceOp.PRODUCT
-
-rank = _frontend.rank
-size = _frontend.size
-local_rank = _frontend.local_rank
-local_size = _frontend.local_size
-cross_rank = _frontend.cross_rank
-cross_size = _frontend.cross_size
-is_homogeneous = _frontend.is_homogeneous
-add_process_set = _frontend.add_process_set
-remove_process_set = _frontend.remove_process_set

@@ -9,23 +9,20 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import keras
 import numpy as np
 
-from hvdgloo._collectives import objects
 from hvdgloo._collectives.arrays import broadcast_arrays
 from hvdgloo._collectives.compression import Compressor, NoneCompressor
-from hvdgloo._collectives.frontend import Frontend
-from hvdgloo._collectives.process_sets import ProcessSet, global_process_set
-from hvdgloo._job import process
 from hvdgloo.errors import EagerExecutionError, InvalidArgumentError
 from hvdgloo.keras import _distributed as distributed
 from hvdgloo.keras._compression import Compression
 from hvdgloo.keras._distributed import KerasOptions
-from hvdgloo.numpy._adapter import Array, NumpyAdapter
+from hvdgloo.numpy._adapter import Array
 from hvdgloo.numpy._compression import FP16Compressor
+from hvdgloo.numpy._frontend import FRONTEND
 from hvdgloo.types import ReduceOp
 
 __all__ = [
@@ -39,16 +36,12 @@ __all__ = [
     "reducescatter",
 ]
 
-T = TypeVar("T")
-
 logger = logging.getLogger(__name__)
 
 _VALUES = (
     "hvdgloo.keras's collectives take values: inside of a step, use those of hvdgloo.tensorflow or hvdgloo.torch (with "
     "JAX, call them outside of it), or give them a tensor that has been detached"
 )
-
-_frontend: Frontend[Array] = Frontend(NumpyAdapter(), process.current, module=__name__)
 
 
 def allreduce(
@@ -80,34 +73,26 @@ def allreduce(
         average, op = None, ReduceOp.AVERAGE if average else ReduceOp.SUM
     half: Any = Compression.fp16
     chosen = FP16Compressor if compression is half else NoneCompressor
-    return _frontend.allreduce(array_of(value), average, name, chosen, op, prescale_factor, postscale_factor)
+    return FRONTEND.allreduce(array_of(value), average, name, chosen, op, prescale_factor, postscale_factor)
 
 
 def allgather(value: Any, name: str | None = None) -> Array:
     """The ranks' arrays, one after the other along the first dimension, as a numpy array."""
-    return _frontend.allgather(array_of(value), name)
+    return FRONTEND.allgather(array_of(value), name)
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> Array:
     """The value of one (global) rank, as a numpy array."""
-    return _frontend.broadcast(array_of(value), root_rank, name)
+    return FRONTEND.broadcast(array_of(value), root_rank, name)
 
 
 def reducescatter(value: Any, name: str | None = None, op: int = ReduceOp.AVERAGE) -> Array:
     """This rank's rows of the average (or sum) of the ranks' arrays, as a numpy array."""
-    return _frontend.reducescatter(array_of(value), name, op=op)
+    return FRONTEND.reducescatter(array_of(value), name, op=op)
 
 
-def broadcast_object(
-    obj: T, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> T:
-    """The Python object of one rank, on all: see ``hvdgloo._collectives.objects.broadcast_object``."""
-    return objects.broadcast_object(_frontend, obj, root_rank, name, process_set)
-
-
-def allgather_object(obj: T, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[T]:
-    """Every rank's Python object, in rank order: see ``hvdgloo._collectives.objects.allgather_object``."""
-    return objects.allgather_object(_frontend, obj, name, process_set)
+broadcast_object = FRONTEND.broadcast_object
+allgather_object = FRONTEND.allgather_object
 
 
 def broadcast_global_variables(root_rank: int) -> Any:
@@ -127,9 +112,9 @@ def broadcast_global_variables(root_rank: int) -> Any:
 def broadcast_weights(variables: Sequence[Any], root_rank: int) -> None:
     """Assign one rank's values to the other ranks' Keras variables; all are under way before one is waited for."""
     arrays = [array_of(variable) for variable in variables]
-    label = _frontend.automatic_name("broadcast_weights")
-    for variable, array in zip(variables, broadcast_arrays(_frontend, arrays, root_rank, label), strict=True):
-        if _frontend.rank() != root_rank:
+    label = FRONTEND.automatic_name("broadcast_weights")
+    for variable, array in zip(variables, broadcast_arrays(FRONTEND, arrays, root_rank, label), strict=True):
+        if FRONTEND.rank() != root_rank:
             variable.assign(array)
 
 

@@ -111,7 +111,7 @@ class _State:
     def __init__(self, options: KerasOptions, local_variables: Iterable[Any] = ()) -> None:
         gradients = importlib.import_module("hvdgloo.tensorflow._gradients")
         aggregation = importlib.import_module("hvdgloo.tensorflow.gradient_aggregation")
-        frontend = importlib.import_module("hvdgloo.tensorflow.mpi_ops")._frontend
+        frontend = importlib.import_module("hvdgloo.tensorflow._frontend").FRONTEND
         self.sync = gradients.GradientSync(frontend, options)
         for variable in local_variables:
             self.sync.register_local_source(variable)

@@ -16,7 +16,7 @@ from hvdgloo._platform.error_tokens import ForeignError, recall
 from hvdgloo._training.options import make_reducer, named_groups
 from hvdgloo.errors import HvdglooError
 from hvdgloo.keras._distributed import FINITE, KerasOptions, names_of
-from hvdgloo.numpy import _frontend
+from hvdgloo.numpy._frontend import FRONTEND
 from hvdgloo.types import ReduceOp
 
 
@@ -26,7 +26,7 @@ class JaxSync:
     def __init__(self, options: KerasOptions) -> None:
         self._options = options
         self._local = {id(variable) for variable in options.local_variables}
-        make_reducer(_frontend, options, [])  # raises for what it cannot do
+        make_reducer(FRONTEND, options, [])  # raises for what it cannot do
 
     def track(self, variables: Sequence[Any], *, changes: bool) -> None:
         """Nothing to do: gradients are sent from where they are computed."""
@@ -45,7 +45,7 @@ class JaxSync:
                 results[index] = results[index] / len(ranks)
         chosen = [variables[index] for index in shared]
         names = names_of(chosen)
-        reducer = make_reducer(_frontend, self._options, named_groups(self._options.groups, names, chosen))
+        reducer = make_reducer(FRONTEND, self._options, named_groups(self._options.groups, names, chosen))
 
         def exchange(arrays: Sequence[Any]) -> list[Any]:
             for name, array in reversed(list(zip(names, arrays, strict=True))):
@@ -68,13 +68,13 @@ class JaxSync:
         def exchange(arrays: Sequence[Any]) -> list[Any]:
             flag = np.asarray(arrays[0])
             process_set = self._options.process_set
-            return [_frontend.allreduce(flag, op=ReduceOp.MIN, name=FINITE, process_set=process_set)]
+            return [FRONTEND.allreduce(flag, op=ReduceOp.MIN, name=FINITE, process_set=process_set)]
 
         (everywhere,) = _outside(exchange, [jnp.asarray(holds).astype(jnp.uint8)])
         return everywhere.astype(bool)
 
     def _ranks(self) -> tuple[int, ...]:
-        return _frontend.sharers(self._options.process_set)
+        return FRONTEND.sharers(self._options.process_set)
 
 
 def _outside(function: Callable[[Sequence[Any]], list[Any]], tensors: Sequence[Any]) -> list[Any]:

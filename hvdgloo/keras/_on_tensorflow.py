@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from hvdgloo.keras._distributed import FINITE, KerasOptions
+from hvdgloo.tensorflow._frontend import FRONTEND
 from hvdgloo.tensorflow._gradients import GradientSync
-from hvdgloo.tensorflow.mpi_ops import _frontend
 
 
 class TensorFlowSync:
     """See ``hvdgloo.keras._distributed.Sync``."""
 
     def __init__(self, options: KerasOptions) -> None:
-        self._sync = GradientSync(_frontend, options)
+        self._sync = GradientSync(FRONTEND, options)
         for variable in options.local_variables:
             self._sync.register_local_source(variable)
 

@@ -21,7 +21,7 @@ from hvdgloo._collectives.process_sets import process_set_id
 from hvdgloo._collectives.spec import CollectiveSpec
 from hvdgloo._training.options import make_reducer, named_groups
 from hvdgloo.keras._distributed import KerasOptions, names_of
-from hvdgloo.torch.mpi_ops import _frontend
+from hvdgloo.torch._frontend import FRONTEND
 from hvdgloo.types import Collective, ReduceOp
 
 Tensor = torch.Tensor
@@ -41,7 +41,7 @@ class TorchSync:
 
     def __init__(self, options: KerasOptions) -> None:
         self._options = options
-        self._reducer = make_reducer(_frontend, options, [], options.compression)
+        self._reducer = make_reducer(FRONTEND, options, [], options.compression)
         self._shared: list[Any] = []
         self._names: dict[int, str] = {}
         self._local = {id(variable) for variable in options.local_variables}
@@ -119,7 +119,7 @@ class TorchSync:
             return holds
         flag = torch.as_tensor(holds).to(torch.uint8).reshape(1)
         name = f"finite.{next(iter(self._names.values()), 'gradients')}"
-        return _frontend.allreduce(flag, op=ReduceOp.MIN, name=name, process_set=self._options.process_set).bool()[0]
+        return FRONTEND.allreduce(flag, op=ReduceOp.MIN, name=name, process_set=self._options.process_set).bool()[0]
 
     def _reduce(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
         if self._hooked:
@@ -146,7 +146,7 @@ class TorchSync:
         is_first, self._is_new = self._is_new and not self._sent, False
         state = _NOTHING if is_first else _CHANGED if changed else _SENT
         most = CollectiveSpec(Collective.ALLREDUCE, ReduceOp.MAX, process_set=process_set_id(self._options.process_set))
-        asked = _frontend.start(most, [torch.tensor([state], dtype=torch.uint8)], f"changed.{next(iter(self._hooked))}")
+        asked = FRONTEND.start(most, [torch.tensor([state], dtype=torch.uint8)], f"changed.{next(iter(self._hooked))}")
         if is_first and int(asked.wait()[0]) == _NOTHING:
             return None
         reduced = self._settle()
@@ -192,10 +192,10 @@ class TorchSync:
     def _name(self, names: Sequence[str]) -> None:
         self._names = {id(v): name for v, name in zip(self._shared, names, strict=True)}
         groups = named_groups(self._options.groups, names, self._shared)
-        self._reducer = make_reducer(_frontend, self._options, groups, self._options.compression)
+        self._reducer = make_reducer(FRONTEND, self._options, groups, self._options.compression)
 
     def _ranks(self) -> tuple[int, ...]:
-        return _frontend.sharers(self._options.process_set)
+        return FRONTEND.sharers(self._options.process_set)
 
 
 def _ready(sync: weakref.ref[TorchSync], name: str, parameter: Tensor) -> None:

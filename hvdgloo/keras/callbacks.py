@@ -9,10 +9,10 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdgloo._collectives import objects
 from hvdgloo.errors import InvalidArgumentError, MismatchError
-from hvdgloo.keras._functions import _frontend, array_of, broadcast_weights
+from hvdgloo.keras._functions import array_of, broadcast_weights
 from hvdgloo.numpy._adapter import Array
+from hvdgloo.numpy._frontend import FRONTEND
 from hvdgloo.types import ReduceOp
 
 __all__ = [
@@ -68,7 +68,7 @@ class BroadcastGlobalVariablesCallback(_ForTfKeras, keras.callbacks.Callback):  
         weights, state = self._weights(), self._state()
         is_built = bool(weights) and all(layer.built for layer in self.model.layers)
         mine = is_built, [(_name(weight), tuple(weight.shape)) for weight in weights], [tuple(v.shape) for v in state]
-        everyone = objects.allgather_object(_frontend, mine)
+        everyone = FRONTEND.allgather_object(mine)
         if all(built for built, _, _ in everyone):
             _check_models([described for _, described, _ in everyone])
         shapes = [([shape for _, shape in described], of_state) for _, described, of_state in everyone]
@@ -116,9 +116,9 @@ class MetricAverageCallback(_ForTfKeras, keras.callbacks.Callback):  # type: ign
         label = "metrics"  # on all ranks, whichever metrics each of them has
         values = {name: array for name in sorted(logs) if (array := _numbers(logs[name])) is not None}
         shapes = {name: array.shape for name, array in values.items()}
-        everyone = objects.allgather_object(_frontend, shapes, label)
+        everyone = FRONTEND.allgather_object(shapes, label)
         names = [name for name in values if all(others.get(name) == shapes[name] for others in everyone)]
-        averages = _frontend.grouped_allreduce([values[name] for name in names], op=ReduceOp.AVERAGE, name=label)
+        averages = FRONTEND.grouped_allreduce([values[name] for name in names], op=ReduceOp.AVERAGE, name=label)
         for name, average in zip(names, averages, strict=True):
             logs[name] = average if average.shape else float(average)
 
@@ -280,7 +280,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     def _warm(self, epoch: float) -> float:
         # The rate is that of the batch's end, so that the last batch of the warm-up has the full one.
         assert self.steps_per_epoch is not None
-        size = _frontend.size()
+        size = FRONTEND.size()
         return ((epoch + 1.0 / self.steps_per_epoch) * (size - 1) / self.warmup_epochs + 1) / size
 
 

@@ -9,8 +9,9 @@ import numpy as np
 from hvdgloo._collectives.core import Core
 from hvdgloo._collectives.frontend import Frontend, NamedFrontend
 from hvdgloo._collectives.spec import CollectiveSpec
+from hvdgloo._job import process
 from hvdgloo.errors import InvalidArgumentError
-from hvdgloo.mxnet._adapter import Tensor
+from hvdgloo.mxnet._adapter import MXNetAdapter, Tensor
 
 
 class MXNetFrontend(Frontend[Tensor]):
@@ -26,6 +27,10 @@ class MXNetFrontend(Frontend[Tensor]):
         if self.adapter.owns(splits) and self.adapter.describe(splits).dtype.is_floating:
             splits = _integers(splits)
         return super()._splits(operation, tensor, splits)
+
+
+FRONTEND = MXNetFrontend(MXNetAdapter(), process.current, module=__name__)
+"""This process's."""
 
 
 def _integers(splits: Tensor) -> Any:

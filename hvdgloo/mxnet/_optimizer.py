@@ -16,9 +16,9 @@ from hvdgloo._collectives.process_sets import ProcessSet, global_process_set
 from hvdgloo._training.subclass import shell_class
 from hvdgloo.errors import InvalidArgumentError, MismatchError
 from hvdgloo.mxnet._adapter import Tensor
+from hvdgloo.mxnet._frontend import FRONTEND
 from hvdgloo.mxnet._gradients import GradientSync, MXNetOptions
 from hvdgloo.mxnet.functions import require_dense
-from hvdgloo.mxnet.mpi_ops import _frontend
 
 __all__ = ["DistributedOptimizer", "DistributedTrainer"]
 
@@ -125,7 +125,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name; it makes an instance o
         NotInitializedError: before ``init()``.
     """
     options = MXNetOptions(compression, gradient_predivide_factor, num_groups, process_set)
-    return wrap(_frontend, optimizer, options)
+    return wrap(FRONTEND, optimizer, options)
 
 
 class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
@@ -170,7 +170,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
             warnings.warn(text, stacklevel=2)
             optimizer = optimizer._plain
         options = MXNetOptions(compression, gradient_predivide_factor, num_groups, process_set)
-        self._sync = GradientSync.reserved(_frontend, options, f"{prefix or ''}gradient")
+        self._sync = GradientSync.reserved(FRONTEND, options, f"{prefix or ''}gradient")
         self._joining: list[Tensor] = []
         super().__init__(params, optimizer, optimizer_params, kvstore=None)
         require_dense(self._params)

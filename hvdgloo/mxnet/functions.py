@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from types import MethodType
-from typing import Any, TypeVar
+from typing import Any
 
 import mxnet as mx
 
-from hvdgloo._collectives import objects
 from hvdgloo._collectives.frontend import Frontend
-from hvdgloo._collectives.process_sets import ProcessSet, global_process_set
 from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.mxnet._adapter import Tensor
-from hvdgloo.mxnet.mpi_ops import _frontend
+from hvdgloo.mxnet._frontend import FRONTEND
 
 __all__ = ["allgather_object", "broadcast_object", "broadcast_parameters"]
-
-T = TypeVar("T")
 
 
 def broadcast_parameters(params: Any, root_rank: int = 0, prefix: str | None = None) -> None:
@@ -33,7 +29,7 @@ def broadcast_parameters(params: Any, root_rank: int = 0, prefix: str | None = N
     Raises:
         InvalidArgumentError: (a ValueError) ``params`` is no dict, or has values that are neither or are sparse.
     """
-    _broadcast_parameters(_frontend, params, root_rank, prefix or "")
+    _broadcast_parameters(FRONTEND, params, root_rank, prefix or "")
 
 
 def _broadcast_parameters(frontend: Frontend[Tensor], params: Any, root_rank: int, prefix: str) -> None:
@@ -85,13 +81,5 @@ def _broadcast_once_initialized(frontend: Frontend[Tensor], parameter: Any, root
     parameter._init_impl = MethodType(initialize, parameter)  # of which a deep copy is the copied parameter's
 
 
-def broadcast_object(
-    obj: T, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> T:
-    """The Python object of one rank, on all: see ``hvdgloo._collectives.objects.broadcast_object``."""
-    return objects.broadcast_object(_frontend, obj, root_rank, name, process_set)
-
-
-def allgather_object(obj: T, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[T]:
-    """Every rank's Python object, in rank order: see ``hvdgloo._collectives.objects.allgather_object``."""
-    return objects.allgather_object(_frontend, obj, name, process_set)
+broadcast_object = FRONTEND.broadcast_object
+allgather_object = FRONTEND.allgather_object

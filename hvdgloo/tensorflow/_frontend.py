@@ -31,7 +31,8 @@ from hvdgloo._collectives.adjoints import ADJOINTS, send_back
 from hvdgloo._collectives.frontend import Frontend, NamedFrontend
 from hvdgloo._collectives.process_sets import ProcessSet, global_process_set
 from hvdgloo._collectives.spec import CollectiveSpec, exchanging
-from hvdgloo.tensorflow._adapter import Tensor, record
+from hvdgloo._job import process
+from hvdgloo.tensorflow._adapter import Tensor, TensorFlowAdapter, record
 from hvdgloo.tensorflow._failures import guarded
 from hvdgloo.types import Collective
 
@@ -149,6 +150,10 @@ class TensorFlowFrontend(Frontend[Tensor]):
     def _named(self, label: str | None) -> Frontend[Tensor]:
         """What a gradient's rule, as it runs, takes its names from."""
         return self if label is None else NamedFrontend(self.adapter, self._context, f"{label}.gradient")
+
+
+FRONTEND = TensorFlowFrontend(TensorFlowAdapter(), process.current, module=__name__)
+"""This process's."""
 
 
 def unconverted(function: F) -> F:

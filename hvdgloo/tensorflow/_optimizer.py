@@ -14,9 +14,9 @@ from hvdgloo._training.options import GradientOptions, Groups, layers_in, whiche
 from hvdgloo.tensorflow import _tape as tape
 from hvdgloo.tensorflow import _v1 as v1
 from hvdgloo.tensorflow._adapter import Tensor
-from hvdgloo.tensorflow._frontend import unconverted
+from hvdgloo.tensorflow._frontend import FRONTEND, unconverted
 from hvdgloo.tensorflow._gradients import GradientSync
-from hvdgloo.tensorflow.mpi_ops import Average, _frontend
+from hvdgloo.types import ReduceOp
 
 __all__ = ["DistributedGradientTape", "DistributedOptimizer", "PartialDistributedGradientTape"]
 
@@ -28,7 +28,7 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name; it makes an instanc
     device_sparse: str = "",
     compression: Compressor[Tensor] = NoneCompressor,
     sparse_as_dense: bool = False,
-    op: int = Average,
+    op: int = ReduceOp.AVERAGE,
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
     groups: Groups = None,
@@ -68,7 +68,7 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name; it makes an instanc
         process_set,
         scale_local_gradients,
     )
-    return tape.wrap(_frontend, gradtape, options)
+    return tape.wrap(FRONTEND, gradtape, options)
 
 
 @unconverted
@@ -78,7 +78,7 @@ def PartialDistributedGradientTape(  # noqa: N802 - likewise
     device_sparse: str = "",
     compression: Compressor[Tensor] = NoneCompressor,
     sparse_as_dense: bool = False,
-    op: int = Average,
+    op: int = ReduceOp.AVERAGE,
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
     groups: Groups = None,
@@ -121,7 +121,7 @@ def DistributedOptimizer(  # noqa: N802 - likewise
     compression: Compressor[Tensor] = NoneCompressor,
     sparse_as_dense: bool = False,
     backward_passes_per_step: int = 1,
-    op: int = Average,
+    op: int = ReduceOp.AVERAGE,
     gradient_predivide_factor: float = 1.0,
     average_aggregated_gradients: bool = False,
     num_groups: int = 0,
@@ -160,7 +160,7 @@ def DistributedOptimizer(  # noqa: N802 - likewise
             process_set,
             scale_local_gradients,
         )
-        return v1.wrap(_frontend, optimizer, options, backward_passes_per_step, average=average_aggregated_gradients)
+        return v1.wrap(FRONTEND, optimizer, options, backward_passes_per_step, average=average_aggregated_gradients)
     keras = importlib.import_module("hvdgloo.tensorflow.keras")
     return keras.DistributedOptimizer(
         optimizer,
@@ -193,4 +193,4 @@ def _make_allreduce_grads_fn(
 ) -> Callable[[Sequence[Any], Sequence[Any]], list[Any]]:
     """What reduces gradients of some variables, for programs that have an optimizer of their own."""
     options = GradientOptions(compression, op, gradient_predivide_factor, sparse_as_dense, groups, process_set)
-    return GradientSync(_frontend, options).reduce
+    return GradientSync(FRONTEND, options).reduce

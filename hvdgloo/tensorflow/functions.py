@@ -7,12 +7,10 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
-from hvdgloo._collectives import objects
 from hvdgloo._collectives.process_sets import ProcessSet, global_process_set
 from hvdgloo.errors import EagerExecutionError
 from hvdgloo.tensorflow import _state as state
-from hvdgloo.tensorflow._frontend import unconverted
-from hvdgloo.tensorflow.mpi_ops import _frontend
+from hvdgloo.tensorflow._frontend import FRONTEND, unconverted
 
 __all__ = [
     "allgather_object",
@@ -44,7 +42,7 @@ def broadcast_variables(
     Raises:
         InvalidArgumentError: (a ValueError) something is no variable.
     """
-    return state.broadcast_variables(_frontend, variables, root_rank, process_set)
+    return state.broadcast_variables(FRONTEND, variables, root_rank, process_set)
 
 
 def broadcast_global_variables(root_rank: int) -> Any:
@@ -68,11 +66,11 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> T:
-    """The Python object of one rank, on all: see ``hvdgloo._collectives.objects.broadcast_object``.
+    """The Python object of one rank, on all: ``Frontend.broadcast_object``.
 
     ``session`` is accepted for programs that pass it: nothing needs one.
     """
-    return objects.broadcast_object(_frontend, obj, root_rank, name, process_set)
+    return FRONTEND.broadcast_object(obj, root_rank, name, process_set)
 
 
 def broadcast_object_fn(
@@ -92,5 +90,5 @@ def broadcast_object_fn(
 def allgather_object(
     obj: T, session: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[T]:
-    """Every rank's Python object, in rank order: see ``hvdgloo._collectives.objects.allgather_object``."""
-    return objects.allgather_object(_frontend, obj, name, process_set)
+    """Every rank's Python object, in rank order: ``Frontend.allgather_object``."""
+    return FRONTEND.allgather_object(obj, name, process_set)

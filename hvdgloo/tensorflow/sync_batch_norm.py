@@ -13,8 +13,7 @@ import tensorflow as tf
 
 from hvdgloo._collectives.spec import CollectiveSpec
 from hvdgloo.errors import InvalidArgumentError, MissingDependencyError
-from hvdgloo.tensorflow._frontend import TensorFlowFrontend
-from hvdgloo.tensorflow.mpi_ops import _frontend
+from hvdgloo.tensorflow._frontend import FRONTEND, TensorFlowFrontend
 from hvdgloo.types import Collective, ReduceOp
 
 _total = CollectiveSpec(Collective.ALLREDUCE, ReduceOp.SUM)
@@ -39,7 +38,7 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignor
         MissingDependencyError: (an ImportError) ``tf.keras`` is tf_keras, or a Keras of which this layer knows nothing.
     """
 
-    frontend: TensorFlowFrontend = _frontend
+    frontend: TensorFlowFrontend = FRONTEND
 
     def __init__(self, fused: bool | None = False, **kwargs: Any) -> None:
         if not _suits:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from hvdgloo._collectives import objects
-from hvdgloo._collectives.process_sets import ProcessSet, global_process_set
 from hvdgloo.torch import _state as state
-from hvdgloo.torch.mpi_ops import _frontend
+from hvdgloo.torch._frontend import FRONTEND
 
 __all__ = [
     "allgather_object",
@@ -17,8 +15,6 @@ __all__ = [
     "broadcast_optimizer_state",
     "broadcast_parameters",
 ]
-
-T = TypeVar("T")
 
 
 def broadcast_parameters(params: Any, root_rank: int) -> None:
@@ -32,7 +28,7 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
     Raises:
         InvalidArgumentError: (a ValueError) ``params`` is neither a dict nor a list, or has values that are no tensors.
     """
-    state.broadcast_parameters(_frontend, params, root_rank)
+    state.broadcast_parameters(FRONTEND, params, root_rank)
 
 
 def broadcast_optimizer_state(
@@ -50,16 +46,8 @@ def broadcast_optimizer_state(
     Raises:
         InvalidArgumentError: (a ValueError) for LBFGS, whose state cannot be sent.
     """
-    state.broadcast_optimizer_state(_frontend, optimizer, root_rank)
+    state.broadcast_optimizer_state(FRONTEND, optimizer, root_rank)
 
 
-def broadcast_object(
-    obj: T, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> T:
-    """The Python object of one rank, on all: see ``hvdgloo._collectives.objects.broadcast_object``."""
-    return objects.broadcast_object(_frontend, obj, root_rank, name, process_set)
-
-
-def allgather_object(obj: T, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[T]:
-    """Every rank's Python object, in rank order: see ``hvdgloo._collectives.objects.allgather_object``."""
-    return objects.allgather_object(_frontend, obj, name, process_set)
+broadcast_object = FRONTEND.broadcast_object
+allgather_object = FRONTEND.allgather_object

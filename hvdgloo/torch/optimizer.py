@@ -8,8 +8,9 @@ from hvdgloo._collectives.compression import Compressor
 from hvdgloo._collectives.process_sets import ProcessSet, global_process_set
 from hvdgloo._training.options import Groups, whichever
 from hvdgloo.torch import _distributed as distributed
+from hvdgloo.torch._frontend import FRONTEND
 from hvdgloo.torch.compression import Compression
-from hvdgloo.torch.mpi_ops import Average, _frontend
+from hvdgloo.types import ReduceOp
 
 __all__ = ["DistributedOptimizer"]
 
@@ -19,7 +20,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name; it makes an instance o
     named_parameters: distributed.NamedParameters | None = None,
     compression: Compressor[torch.Tensor] = Compression.none,
     backward_passes_per_step: int = 1,
-    op: int = Average,
+    op: int = ReduceOp.AVERAGE,
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
     groups: Groups = None,
@@ -62,4 +63,4 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name; it makes an instance o
     options = distributed.TorchOptions(
         compression, backward_passes_per_step, op, gradient_predivide_factor, sparse_as_dense, process_set
     )
-    return distributed.wrap(_frontend, optimizer, named_parameters, groups, options)
+    return distributed.wrap(FRONTEND, optimizer, named_parameters, groups, options)

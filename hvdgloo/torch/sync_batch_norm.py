@@ -13,7 +13,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvdgloo._collectives.frontend import Frontend
-from hvdgloo.torch.mpi_ops import _frontend
+from hvdgloo.torch._frontend import FRONTEND
 from hvdgloo.types import ReduceOp
 
 Tensor = torch.Tensor
@@ -34,7 +34,7 @@ class SyncBatchNorm(_BatchNorm):
             value per channel.
     """
 
-    frontend: Frontend[Tensor] = _frontend
+    frontend: Frontend[Tensor] = FRONTEND
 
     def __init__(
         self,

@@ -1,0 +1,104 @@
+"""Write the stubs of modules that bind names (see ``hvdgloo._collectives.names``), for type checkers and editors.
+
+python docs/generate_stubs.py
+
+Those of frameworks that are not installed stay as they are: run it in each environment.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from pathlib import Path
+from typing import Any
+
+from hvdgloo._collectives.frontend import Frontend
+from hvdgloo.types import ReduceOp
+
+MODULES = {
+    "hvdgloo.numpy": "numpy",
+    "hvdgloo.torch": "torch",
+    "hvdgloo.torch.mpi_ops": "torch",
+    "hvdgloo.tensorflow": "tensorflow",
+    "hvdgloo.tensorflow.mpi_ops": "tensorflow",
+    "hvdgloo.tensorflow.keras": "tensorflow",
+    "hvdgloo.keras": "keras",
+    "hvdgloo.mxnet": "mxnet",
+    "hvdgloo.mxnet.mpi_ops": "mxnet",
+}
+"""Modules that have a stub, and the package that each needs."""
+
+SUBMODULES = {
+    "hvdgloo.torch": ("compression", "elastic", "functions", "mpi_ops", "optimizer", "sync_batch_norm"),
+    "hvdgloo.tensorflow": ("compression", "functions", "mpi_ops", "sync_batch_norm"),
+    "hvdgloo.mxnet": ("compression", "functions", "mpi_ops"),
+}
+"""Modules that a package imports, so that programs need not; not in its ``__all__``."""
+
+HEAD = "# Written by docs/generate_stubs.py; do not edit."
+
+
+def path(name: str) -> Path:
+    """Where a module's stub is."""
+    spec = importlib.util.find_spec(name)
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).with_suffix(".pyi")
+
+
+def text(name: str) -> str:
+    """A module's stub: of each name where it comes from, by which its type, its parameters and its docstring are known.
+
+    Args:
+        name: of a module that can be imported here.
+    """
+    module = importlib.import_module(name)
+    imported: dict[str, set[str]] = {}
+    bound: list[str] = []
+    for each in module.__all__:
+        value = getattr(module, each)
+        if isinstance(value, ReduceOp):
+            imported.setdefault("hvdgloo.types", set()).add("ReduceOp")
+            bound.append(f"{each} = ReduceOp.{value.name}")
+        elif inspect.ismethod(value) and isinstance(value.__self__, Frontend):
+            _, (home,) = value.__self__.__reduce__()  # methods travel by reference to where their Frontend is
+            imported.setdefault(home, set()).add("FRONTEND")
+            bound.append(f"{each} = FRONTEND.{value.__name__}")
+        else:
+            imported.setdefault(_home(value, each, name), set()).add(each)
+    # What is not in ``__all__`` is only exported under a name that it is given.
+    lines = [f"from {name} import {each} as {each}" for each in SUBMODULES.get(name, ())]
+    lines += [f"from {home} import {_names(imported[home])}" for home in imported]
+    lines.sort(key=lambda line: (line.split()[1], line))
+    listed = "".join(f'    "{each}",\n' for each in module.__all__)
+    return "\n".join([HEAD, "", *lines, "", f"__all__ = [\n{listed}]", "", *bound, ""])
+
+
+def _names(names: set[str]) -> str:
+    whole = ", ".join(sorted(names))
+    return whole if len(whole) < 60 else "(\n" + "".join(f"    {name},\n" for name in sorted(names)) + ")"
+
+
+def _home(value: Any, name: str, beside: str) -> str:
+    """The module in which a value is defined under a name."""
+    if inspect.ismodule(value):
+        return value.__name__.rpartition(".")[0]
+    # A closure says where it was written, which is not where it has its name.
+    package = beside if hasattr(sys.modules[beside], "__path__") else beside.rpartition(".")[0]
+    for home in (value.__module__, *(other for other in sorted(sys.modules) if other.startswith(f"{package}._"))):
+        if vars(sys.modules[home]).get(name) is value:
+            return home
+    raise LookupError(f"{name} of {beside} is in no module that defines it")
+
+
+def main() -> None:
+    """Write all that can be written here."""
+    for name, needs in MODULES.items():
+        if importlib.util.find_spec(needs) is not None:
+            path(name).write_text(text(name), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
