@@ -10,7 +10,6 @@ import numpy.typing as npt
 
 from hvdgloo._collectives.frontend import Frontend
 from hvdgloo._collectives.process_sets import ProcessSet, global_process_set
-from hvdgloo._collectives.spec import broadcasting
 
 Array = npt.NDArray[Any]
 
@@ -40,7 +39,6 @@ def broadcast_arrays(
     Raises:
         HorovodInternalError: a broadcast failed.
     """
-    operation = broadcasting(root_rank, process_set)
-    sent = [array.view(_AS_SIGNED.get(array.dtype.name, array.dtype)) for array in arrays]
-    pending = [frontend.start(operation, [array], f"{label}.{index}") for index, array in enumerate(sent)]
-    return [each.wait()[0].view(array.dtype) for each, array in zip(pending, arrays, strict=True)]
+    sent = [(f"{label}.{i}", a.view(_AS_SIGNED.get(a.dtype.name, a.dtype))) for i, a in enumerate(arrays)]
+    received = frontend.broadcast_all(sent, root_rank, process_set)
+    return [each.view(array.dtype) for each, array in zip(received, arrays, strict=True)]

@@ -1,16 +1,15 @@
 """Fewer bytes on the wire: a Compressor changes a tensor before a collective and changes the result back.
 
 Horovod's programs write ``Compression.fp16`` and derive their own classes from ``Compression.none``, so compressors are
-classes with static methods. The only framework-specific part is the cast, which an adapter brings.
+classes that are never made instances of. The only framework-specific part is the cast, which an adapter brings.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-from hvdgloo._collectives.adapter import TensorAdapter
-from hvdgloo.types import DType
+from hvdgloo.types import DType, TensorSpec
 
 T = TypeVar("T")
 
@@ -37,6 +36,52 @@ class NoneCompressor:
         return tensor
 
 
+class Casts(Protocol[T]):
+    """What casting compressors need of an adapter."""
+
+    def describe(self, tensor: T) -> TensorSpec:
+        """As ``TensorAdapter.describe``."""
+
+    def cast(self, tensor: T, dtype: DType) -> T:
+        """As ``TensorAdapter.cast``."""
+
+
+class _CastCompressor(Generic[T]):
+    # A front-end derives its own from the two below, and gives them its adapter.
+    adapter: ClassVar[Casts[Any]]
+    dtype: ClassVar[DType]
+
+    @classmethod
+    def compress(cls, tensor: T) -> tuple[T, DType | None]:
+        """The tensor in fewer bytes, and its own type; or the very tensor and None.
+
+        Types of two bytes would gain nothing, and integers would lose digits.
+        """
+        dtype = cls.adapter.describe(tensor).dtype
+        if not dtype.is_floating or dtype.itemsize <= cls.dtype.itemsize:
+            return tensor, None
+        narrow: T = cls.adapter.cast(tensor, cls.dtype)
+        return narrow, dtype
+
+    @classmethod
+    def decompress(cls, tensor: T, ctx: DType | None) -> T:
+        """The tensor in the type that it had."""
+        wide: T = tensor if ctx is None else cls.adapter.cast(tensor, ctx)
+        return wide
+
+
+class FP16Compressor(_CastCompressor[T]):
+    """Sends float32 and float64 as float16; other types as they are."""
+
+    dtype = DType.FLOAT16
+
+
+class BF16Compressor(_CastCompressor[T]):
+    """Sends float32 and float64 as bfloat16, which keeps float32's range; other types as they are."""
+
+    dtype = DType.BFLOAT16
+
+
 class MultiStep(Protocol[T]):
     """What a compressor that needs several collectives for one gradient has besides, for GradientReducer."""
 
@@ -52,25 +97,3 @@ class Steps(Protocol[T]):
 
     def wait(self) -> list[T]:
         """The reduced gradients."""
-
-
-def narrow(adapter: TensorAdapter[T], tensor: T, to: DType) -> tuple[T, DType | None]:
-    """Halve (float32) or quarter (float64) a tensor's bytes.
-
-    Other types are left alone: those of two bytes would gain nothing, integers would lose digits.
-
-    Args:
-        to: FLOAT16 (more digits) or BFLOAT16 (float32's range).
-
-    Returns:
-        the narrow tensor and the original type, or the very tensor and None.
-    """
-    dtype = adapter.describe(tensor).dtype
-    if not dtype.is_floating or dtype.itemsize <= to.itemsize:
-        return tensor, None
-    return adapter.cast(tensor, to), dtype
-
-
-def widen(adapter: TensorAdapter[T], tensor: T, dtype: DType | None) -> T:
-    """The inverse of ``narrow``."""
-    return tensor if dtype is None else adapter.cast(tensor, dtype)

@@ -398,10 +398,17 @@ class Frontend(Core[T]):
 
     def broadcast_all_(self, named: Iterable[tuple[str, T]], root_rank: int) -> None:
         """Overwrite many tensors with the root's, each under its own name; all are under way before any is awaited."""
-        operation = broadcasting(root_rank, global_process_set)
-        pending = [self.start(operation, [tensor], name, in_place=True) for name, tensor in named]
-        for broadcast in pending:
-            broadcast.wait()
+        self._broadcast_all(named, broadcasting(root_rank, global_process_set), in_place=True)
+
+    def broadcast_all(
+        self, named: Iterable[tuple[str, T]], root_rank: int, process_set: ProcessSet = global_process_set
+    ) -> list[T]:
+        """The root's tensors, each under its own name, as new ones; all are under way before any is awaited."""
+        return self._broadcast_all(named, broadcasting(root_rank, process_set), in_place=False)
+
+    def _broadcast_all(self, named: Iterable[tuple[str, T]], operation: CollectiveSpec, *, in_place: bool) -> list[T]:
+        pending = [self.start(operation, [tensor], name, in_place=in_place) for name, tensor in named]
+        return [broadcast.wait()[0] for broadcast in pending]
 
     # Python objects ---------------------------------------------------------------------------------------------------
 

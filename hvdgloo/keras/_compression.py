@@ -20,9 +20,12 @@ class Compression:
     bf16: Any
 
 
-if keras.backend.backend() == "jax":
-    _home = importlib.import_module("hvdgloo.keras._on_jax")
-    Compression.fp16, Compression.bf16 = _home.JaxFP16Compressor, _home.JaxBF16Compressor
-elif keras.backend.backend() in ("tensorflow", "torch"):
-    _home = importlib.import_module(f"hvdgloo.{keras.backend.backend()}.compression")
+_HOMES = {
+    "jax": "hvdgloo.keras._on_jax",
+    "tensorflow": "hvdgloo.tensorflow.compression",
+    "torch": "hvdgloo.torch.compression",
+}
+
+if keras.backend.backend() in _HOMES:
+    _home = importlib.import_module(_HOMES[keras.backend.backend()])
     Compression.fp16, Compression.bf16 = _home.FP16Compressor, _home.BF16Compressor

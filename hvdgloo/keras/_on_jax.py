@@ -12,12 +12,13 @@ import keras
 import numpy as np
 from jax.experimental import io_callback
 
+from hvdgloo._collectives import compression
 from hvdgloo._platform.error_tokens import ForeignError, recall
 from hvdgloo._training.options import make_reducer, named_groups
 from hvdgloo.errors import HvdglooError
 from hvdgloo.keras._distributed import FINITE, KerasOptions, names_of
 from hvdgloo.numpy._frontend import FRONTEND
-from hvdgloo.types import ReduceOp
+from hvdgloo.types import DType, ReduceOp, TensorSpec
 
 
 class JaxSync:
@@ -90,25 +91,24 @@ def _outside(function: Callable[[Sequence[Any]], list[Any]], tensors: Sequence[A
     return list(io_callback(call, shapes, *tensors, ordered=True))
 
 
-class JaxFP16Compressor:
-    """Sends float32 and float64 as float16; other types as they are."""
+class _JaxCasts:
+    """What compressors ask about JAX's arrays, also those of a step that is being compiled."""
 
-    dtype = "float16"
+    def describe(self, tensor: Any) -> TensorSpec:
+        return TensorSpec(DType(tensor.dtype.name), tensor.shape)
 
-    @classmethod
-    def compress(cls, tensor: Any) -> tuple[Any, Any]:
-        wide = tensor.dtype in (jnp.float32, jnp.float64)
-        return (tensor.astype(cls.dtype), tensor.dtype) if wide else (tensor, None)
-
-    @staticmethod
-    def decompress(tensor: Any, ctx: Any) -> Any:
-        return tensor if ctx is None else tensor.astype(ctx)
+    def cast(self, tensor: Any, dtype: DType) -> Any:
+        return tensor.astype(dtype.value)
 
 
-class JaxBF16Compressor(JaxFP16Compressor):
-    """Sends float32 and float64 as bfloat16, which keeps float32's range; other types as they are."""
+class FP16Compressor(compression.FP16Compressor[Any]):
+    __doc__ = compression.FP16Compressor.__doc__
+    adapter = _JaxCasts()
 
-    dtype = "bfloat16"
+
+class BF16Compressor(compression.BF16Compressor[Any]):
+    __doc__ = compression.BF16Compressor.__doc__
+    adapter = _JaxCasts()
 
 
 def prepare() -> None:

@@ -19,11 +19,9 @@ from hvdgloo._collectives.basics import (
 from hvdgloo._collectives.process_sets import ProcessSet, global_process_set
 from hvdgloo._job.process import is_initialized
 from hvdgloo.errors import HorovodInternalError
-from hvdgloo.mxnet import (
-    compression as compression,
-    functions as functions,
-    mpi_ops as mpi_ops,
-)
+from hvdgloo.mxnet import compression as compression
+from hvdgloo.mxnet import functions as functions
+from hvdgloo.mxnet import mpi_ops as mpi_ops
 from hvdgloo.mxnet._frontend import FRONTEND
 from hvdgloo.mxnet._ops import (
     allgather,

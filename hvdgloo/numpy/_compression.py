@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from hvdgloo._collectives.compression import NoneCompressor, narrow, widen
+from hvdgloo._collectives import compression
+from hvdgloo._collectives.compression import NoneCompressor
 from hvdgloo.numpy._adapter import Array, NumpyAdapter
-from hvdgloo.types import DType
 
 __all__ = ["Compression", "FP16Compressor", "NoneCompressor"]
 
-_adapter = NumpyAdapter()
 
-
-class FP16Compressor:
-    """Sends float32 and float64 as float16; other types as they are."""
-
-    @staticmethod
-    def compress(tensor: Array) -> tuple[Array, DType | None]:
-        return narrow(_adapter, tensor, DType.FLOAT16)
-
-    @staticmethod
-    def decompress(tensor: Array, ctx: DType | None) -> Array:
-        return widen(_adapter, tensor, ctx)
+class FP16Compressor(compression.FP16Compressor[Array]):
+    __doc__ = compression.FP16Compressor.__doc__
+    adapter = NumpyAdapter()
 
 
 class Compression:

@@ -19,14 +19,12 @@ from hvdgloo._collectives.basics import (
 from hvdgloo._collectives.process_sets import ProcessSet, global_process_set
 from hvdgloo._job.process import is_initialized
 from hvdgloo.errors import HorovodInternalError
-from hvdgloo.torch import (
-    compression as compression,
-    elastic as elastic,
-    functions as functions,
-    mpi_ops as mpi_ops,
-    optimizer as optimizer,
-    sync_batch_norm as sync_batch_norm,
-)
+from hvdgloo.torch import compression as compression
+from hvdgloo.torch import elastic as elastic
+from hvdgloo.torch import functions as functions
+from hvdgloo.torch import mpi_ops as mpi_ops
+from hvdgloo.torch import optimizer as optimizer
+from hvdgloo.torch import sync_batch_norm as sync_batch_norm
 from hvdgloo.torch._frontend import FRONTEND
 from hvdgloo.torch.compression import Compression
 from hvdgloo.torch.functions import broadcast_optimizer_state, broadcast_parameters

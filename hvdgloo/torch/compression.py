@@ -4,38 +4,22 @@ from __future__ import annotations
 
 import torch
 
-from hvdgloo._collectives.compression import Compressor, NoneCompressor, narrow, widen
+from hvdgloo._collectives import compression
+from hvdgloo._collectives.compression import Compressor, NoneCompressor
 from hvdgloo.torch._adapter import TorchAdapter
 from hvdgloo.torch._powersgd import PowerSGD
-from hvdgloo.types import DType
 
 __all__ = ["BF16Compressor", "Compression", "Compressor", "FP16Compressor", "NoneCompressor", "PowerSGD"]
 
-_adapter = TorchAdapter()
+
+class FP16Compressor(compression.FP16Compressor[torch.Tensor]):
+    __doc__ = compression.FP16Compressor.__doc__
+    adapter = TorchAdapter()
 
 
-class FP16Compressor:
-    """Sends float32 and float64 as float16; other types as they are."""
-
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, DType | None]:
-        return narrow(_adapter, tensor, DType.FLOAT16)
-
-    @staticmethod
-    def decompress(tensor: torch.Tensor, ctx: DType | None) -> torch.Tensor:
-        return widen(_adapter, tensor, ctx)
-
-
-class BF16Compressor:
-    """Sends float32 and float64 as bfloat16, which keeps float32's range; other types as they are."""
-
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, DType | None]:
-        return narrow(_adapter, tensor, DType.BFLOAT16)
-
-    @staticmethod
-    def decompress(tensor: torch.Tensor, ctx: DType | None) -> torch.Tensor:
-        return widen(_adapter, tensor, ctx)
+class BF16Compressor(compression.BF16Compressor[torch.Tensor]):
+    __doc__ = compression.BF16Compressor.__doc__
+    adapter = TorchAdapter()
 
 
 class Compression:

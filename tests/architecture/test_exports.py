@@ -6,8 +6,9 @@ import importlib
 
 import pytest
 
-from tests.architecture.source import library
+from tests.architecture.source import imports, library
 from tests.support.frameworks import need
+from tests.support.pages import ROOT, generator
 
 COLLECTIVES = {
     "allgather",
@@ -274,3 +275,24 @@ def test_every_module_is_public_on_purpose_or_recognisably_private() -> None:
 def test_front_ends_spell_the_names_that_numpy_has_alike(module: str) -> None:
     """A program that changes its front-end changes one import; see ``Frontend``."""
     assert set(_exported("hvdgloo.numpy")) <= set(_exported(module))
+
+
+@pytest.mark.parametrize("module", generator("stubs").MODULES)
+def test_stubs_say_what_modules_export(module: str) -> None:
+    _exported(module)
+    stubs = generator("stubs")
+    assert stubs.path(module).read_text(encoding="utf-8") == stubs.text(module), "run: python docs/generate_stubs.py"
+
+
+def test_every_module_that_binds_names_has_a_stub() -> None:
+    """Type checkers do not see what ``bind`` does."""
+    binding = {
+        name
+        for name, module in library().items()
+        for entry in imports(module, frozenset(library()))
+        if entry.target == "hvdgloo._collectives.names" and "bind(" in module.path.read_text(encoding="utf-8")
+    }
+    assert binding == set(generator("stubs").MODULES)
+    assert {path.relative_to(ROOT) for path in (ROOT / "hvdgloo").rglob("*.pyi")} == {
+        library()[name].path.with_suffix(".pyi").relative_to(ROOT) for name in binding
+    }

@@ -6,6 +6,7 @@ import importlib.util
 import re
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -13,6 +14,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def generated(page: str) -> str:
     """What ``docs/generate_<page>.py`` would write now."""
+    text: str = generator(page).text()
+    return text
+
+
+def generator(page: str) -> ModuleType:
+    """``docs/generate_<page>.py`` as a module."""
     spec = importlib.util.spec_from_file_location(f"generate_{page}", ROOT / f"docs/generate_{page}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -22,8 +29,7 @@ def generated(page: str) -> str:
         spec.loader.exec_module(module)
     finally:
         sys.path.pop(0)
-    text: str = module.text()
-    return text
+    return module
 
 
 def readme_program(containing: str) -> str:

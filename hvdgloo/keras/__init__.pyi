@@ -1,0 +1,100 @@
+# Written by docs/generate_stubs.py; do not edit.
+
+from hvdgloo._collectives.basics import (
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    init,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+    shutdown,
+    start_timeline,
+    stop_timeline,
+)
+from hvdgloo._collectives.process_sets import ProcessSet, global_process_set
+from hvdgloo._job.process import is_initialized
+from hvdgloo.errors import HorovodInternalError
+from hvdgloo.keras import callbacks
+from hvdgloo.keras._compression import Compression
+from hvdgloo.keras._functions import (
+    allgather,
+    allreduce,
+    broadcast,
+    broadcast_global_variables,
+    load_model,
+    reducescatter,
+)
+from hvdgloo.keras._optimizer import DistributedOptimizer, PartialDistributedOptimizer
+from hvdgloo.numpy._frontend import FRONTEND
+from hvdgloo.types import ReduceOp
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "Compression",
+    "DistributedOptimizer",
+    "HorovodInternalError",
+    "Max",
+    "Min",
+    "PartialDistributedOptimizer",
+    "ProcessSet",
+    "Product",
+    "Sum",
+    "add_process_set",
+    "allgather",
+    "allgather_object",
+    "allreduce",
+    "broadcast",
+    "broadcast_global_variables",
+    "broadcast_object",
+    "callbacks",
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "load_model",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "rank",
+    "reducescatter",
+    "remove_process_set",
+    "rocm_built",
+    "shutdown",
+    "size",
+    "start_timeline",
+    "stop_timeline",
+]
+
+Adasum = ReduceOp.ADASUM
+Average = ReduceOp.AVERAGE
+Max = ReduceOp.MAX
+Min = ReduceOp.MIN
+Product = ReduceOp.PRODUCT
+Sum = ReduceOp.SUM
+add_process_set = FRONTEND.add_process_set
+allgather_object = FRONTEND.allgather_object
+broadcast_object = FRONTEND.broadcast_object
+cross_rank = FRONTEND.cross_rank
+cross_size = FRONTEND.cross_size
+is_homogeneous = FRONTEND.is_homogeneous
+local_rank = FRONTEND.local_rank
+local_size = FRONTEND.local_size
+rank = FRONTEND.rank
+remove_process_set = FRONTEND.remove_process_set
+size = FRONTEND.size
