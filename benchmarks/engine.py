@@ -12,13 +12,21 @@ Two cases on ``--np`` ranks, one thread each:
     python benchmarks/engine.py [--np 2] [--rounds 15] [--json FILE]
 
 Medians and minima in milliseconds are printed, with the ratio of medians: below 1, hvdgloo is faster.
+
+    python benchmarks/engine.py --processor
+
+shows instead what repeated operations cost, in processor time of rank 0 by thread, so that other work of the machine
+hardly matters: 161 tensors of 4 bytes one by one by ``allreduce_async_`` and ``synchronize``, and what an optimizer's
+hooks add to a backward pass of 161 parameters, without buckets (HVDGLOO_GRADIENT_BUCKET=0).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -112,13 +120,80 @@ def worker(rounds: int, small_rounds: int) -> dict[str, list[float]]:
     return times
 
 
+def processor(rounds: int) -> dict[str, float]:
+    """One rank's medians of processor time in seconds, by what used it."""
+    import torch
+
+    import hvdgloo.torch as hvd
+
+    torch.set_num_threads(1)
+    hvd.init()
+    clocks = {"caller": time.CLOCK_THREAD_CPUTIME_ID}
+    for thread in threading.enumerate():
+        for kind in ("control", "data"):
+            if thread.name.startswith(f"hvdgloo-{kind}") and thread.ident is not None:
+                clocks[kind] = time.pthread_getcpuclockid(thread.ident)
+
+    def used() -> dict[str, float]:
+        return {kind: time.clock_gettime(clock) for kind, clock in clocks.items()}
+
+    found: dict[str, list[float]] = {}
+
+    def note(before: dict[str, float], after: dict[str, float], what: str) -> None:
+        for kind in clocks:
+            found.setdefault(f"{what}, {kind} thread", []).append(after[kind] - before[kind])
+
+    tensors = [torch.zeros(1) for _ in resnet50_shapes()]
+    for turn in range(rounds + 3):
+        hvd.barrier()
+        begun = used()
+        handles = [hvd.allreduce_async_(tensor, op=hvd.Sum, name=str(i)) for i, tensor in enumerate(tensors)]
+        submitted = used()
+        for handle in handles:
+            hvd.synchronize(handle)
+        if turn >= 3:
+            note(begun, submitted, "submitting 161")
+            note(submitted, used(), "waiting for 161")
+
+    def parameters() -> list[Any]:
+        return [torch.nn.Parameter(torch.ones(16)) for _ in resnet50_shapes()]
+
+    def backward(trained: list[Any]) -> float:
+        loss: Any = torch.stack([parameter.sum() for parameter in trained]).sum()
+        begun = time.thread_time()
+        loss.backward()
+        return time.thread_time() - begun
+
+    plain, hooked = parameters(), parameters()
+    optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD(hooked, lr=0.1))
+    for turn in range(rounds + 3):
+        hvd.barrier()
+        for parameter in (*plain, *hooked):
+            parameter.grad = None
+        without = backward(plain)
+        cost = (backward(hooked) - without) / len(hooked)
+        optimizer.synchronize()
+        if turn >= 3:
+            found.setdefault("a hook, caller thread", []).append(cost)
+    hvd.shutdown()
+    return {name: statistics.median(values) for name, values in found.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--np", type=int, default=2, help="ranks (default 2)")
     parser.add_argument("--rounds", type=int, default=15, help="rounds of the gradients (default 15)")
     parser.add_argument("--small-rounds", type=int, default=100, help="rounds of 4 bytes (default 100)")
     parser.add_argument("--json", help="also write all figures there")
+    parser.add_argument("--processor", action="store_true", help="processor time of repeated operations, by thread")
     options = parser.parse_args()
+    if options.processor:
+        os.environ.setdefault("HVDGLOO_GRADIENT_BUCKET", "0")
+        medians = hvdgloo.run.run(processor, (10 * options.rounds,), np=options.np)[0]
+        print(f"{options.np} ranks; microseconds of rank 0's processor time")
+        for name, seconds in medians.items():
+            print(f"  {name:36} {seconds * 1e6:8.1f}")
+        return
     per_rank = hvdgloo.run.run(worker, (options.rounds, options.small_rounds), np=options.np)
     # A collective has ended when its slowest rank has.
     times = {name: [max(turn) for turn in zip(*(r[name] for r in per_rank), strict=True)] for name in per_rank[0]}

@@ -47,12 +47,14 @@ class TensorAdapter(Protocol[T]):
             InvalidArgumentError: naming the element type, if no collective can carry it.
         """
 
-    def export(self, tensor: T, *, writable: bool = False) -> Buffer:
+    def export(self, tensor: T, *, writable: bool = False, known: TensorSpec | None = None) -> Buffer:
         """The tensor's memory if the engine can use it, else a copy's.
 
         Args:
             tensor: anything that ``owns`` accepts.
             writable: the result is to be written back into the tensor.
+            known: what ``describe`` may well say of it: an adapter that compares faster than it describes returns this
+                very value if it is right.
 
         Returns:
             a Buffer whose owner is ``tensor`` itself if it is shared, and a tensor of the framework if it is staged.

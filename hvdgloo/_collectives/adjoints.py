@@ -25,7 +25,7 @@ times the exact gradient of L.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy.typing as npt
@@ -84,7 +84,7 @@ def _extreme(frontend: Collectives, spec: CollectiveSpec, tape: Tape[Any], gradi
             f"the gradient of a {spec.op.name.lower()} allreduce is defined without prescale_factor and "
             "postscale_factor only; multiply the tensor outside of the call instead"
         )
-    total = replace(spec, op=ReduceOp.SUM)
+    total = spec._replace(op=ReduceOp.SUM)
     adapter = frontend.adapter
     hits = [
         adapter.cast(x == y, adapter.describe(g).dtype)
@@ -96,9 +96,9 @@ def _extreme(frontend: Collectives, spec: CollectiveSpec, tape: Tape[Any], gradi
 
 
 def _product(frontend: Collectives, spec: CollectiveSpec, tape: Tape[Any], gradients: Sequence[Any]) -> Sequence[Any]:
-    sums = frontend.apply(replace(spec, op=ReduceOp.SUM, prescale=1.0, postscale=1.0), gradients)
+    sums = frontend.apply(spec._replace(op=ReduceOp.SUM, prescale=1.0, postscale=1.0), gradients)
     ranks, own = frontend.members(spec)
-    gather = replace(spec, collective=Collective.ALLGATHER, op=ReduceOp.SUM, prescale=1.0, postscale=1.0)
+    gather = spec._replace(collective=Collective.ALLGATHER, op=ReduceOp.SUM, prescale=1.0, postscale=1.0)
     results = []
     for x, g in zip(tape.inputs, sums, strict=True):
         # Dividing the product by x would be cheaper, and wrong where x is zero.
@@ -111,7 +111,7 @@ def _product(frontend: Collectives, spec: CollectiveSpec, tape: Tape[Any], gradi
 
 
 def _own_rows(frontend: Collectives, spec: CollectiveSpec, tape: Tape[Any], gradients: Sequence[Any]) -> Sequence[Any]:
-    average = replace(spec, collective=Collective.ALLREDUCE, op=ReduceOp.AVERAGE)
+    average = spec._replace(collective=Collective.ALLREDUCE, op=ReduceOp.AVERAGE)
     reduced = frontend.apply(average, gradients)
     # Every rank's number of rows, one column per tensor; only this call knows where this rank's own begin.
     rows = frontend.gather_integers([shape[0] for shape in tape.shapes], spec.process_set)
@@ -121,7 +121,7 @@ def _own_rows(frontend: Collectives, spec: CollectiveSpec, tape: Tape[Any], grad
 
 
 def _to_root(frontend: Collectives, spec: CollectiveSpec, tape: Tape[Any], gradients: Sequence[Any]) -> Sequence[Any]:
-    average = replace(spec, collective=Collective.ALLREDUCE, op=ReduceOp.AVERAGE, root=-1)
+    average = spec._replace(collective=Collective.ALLREDUCE, op=ReduceOp.AVERAGE, root=-1)
     reduced = frontend.apply(average, gradients)
     if frontend.context.rank == spec.root:
         return reduced
@@ -137,7 +137,7 @@ def send_back(frontend: Collectives, spec: CollectiveSpec, counts: Any, gradient
 def _gathered(frontend: Collectives, spec: CollectiveSpec, tape: Tape[Any], gradients: Sequence[Any]) -> Sequence[Any]:
     ranks, _ = frontend.members(spec)
     factor = spec.prescale * spec.postscale * (ranks if spec.op is ReduceOp.SUM else 1)
-    gather = replace(spec, collective=Collective.ALLGATHER, op=ReduceOp.SUM, prescale=1.0, postscale=1.0)
+    gather = spec._replace(collective=Collective.ALLGATHER, op=ReduceOp.SUM, prescale=1.0, postscale=1.0)
     return [g if factor == 1 else g * factor for g in frontend.apply(gather, gradients)]
 
 

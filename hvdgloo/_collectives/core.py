@@ -1,8 +1,9 @@
 """What every collective of every framework goes through: tensors in, a request to the engine, tensors out.
 
-A collective is a ``CollectiveSpec``; ``Core.start`` runs any of them on a list of tensors (one tensor is a list of one,
-in place means that the inputs are also the outputs) and returns a ``Pending``; blocking means waiting for it; ``apply``
-does that and records a gradient. The well-known names in ``frontend`` are thin methods over it.
+A collective is a ``CollectiveSpec``. ``Core.persistent`` makes of it what can be started on lists of tensors (one
+tensor is a list of one, in place means that the inputs are also the outputs), and ``Core.start`` starts one at once,
+that of an earlier call of the same name if there was one. What is started is a ``Pending``; blocking means waiting for
+it; ``apply`` does that and records a gradient. The well-known names in ``frontend`` are thin methods over it.
 """
 
 from __future__ import annotations
@@ -21,62 +22,26 @@ from msgspec.structs import replace
 from hvdgloo._collectives.adapter import Tape, TensorAdapter
 from hvdgloo._collectives.adjoints import ADJOINTS, send_back
 from hvdgloo._collectives.naming import names_of
+from hvdgloo._collectives.persistent import Pending, PersistentOperation
 from hvdgloo._collectives.process_sets import ProcessSet, process_set_id
 from hvdgloo._collectives.spec import CollectiveSpec
-from hvdgloo._engine.conventions import divide_rows
-from hvdgloo._engine.handle import Handle
-from hvdgloo._engine.messages import Request
 from hvdgloo._job.context import Context
 from hvdgloo.errors import InvalidArgumentError
-from hvdgloo.types import Buffer, Collective, DType, TensorSpec
+from hvdgloo.types import Buffer, Collective, TensorSpec
 
 T = TypeVar("T")
 
-_MOST_REQUESTS = 1 << 14
-"""Named requests that are kept to be recognised."""
-
-
-class Pending(Generic[T]):
-    """A collective under way: the engine's Handle, and what turns its outputs into the user's tensors."""
-
-    __slots__ = ("_finish", "_handle", "_results")
-
-    def __init__(self, handle: Handle, finish: Callable[[], list[T]]) -> None:
-        self._handle = handle
-        self._finish: Callable[[], list[T]] | None = finish
-        self._results: list[T] = []
-
-    def done(self) -> bool:
-        """Whether ``wait`` would return, or raise, at once."""
-        return self._handle.done()
-
-    def wait(self, timeout: float | None = None) -> list[T]:
-        """Block until the collective has ended.
-
-        Args:
-            timeout: seconds; None waits until it ends, which it does at the engine's own deadlines at the latest.
-
-        Returns:
-            the results in the order of the tensors; in an in-place operation those very tensors.
-
-        Raises:
-            WaitTimeoutError: not ended within ``timeout``; it may be waited for again.
-            HorovodInternalError: the collective failed.
-        """
-        self._handle.wait(timeout)
-        finish = self._finish
-        if finish is not None:
-            self._results = finish()
-            self._finish = None
-        return self._results
+_MOST_OPERATIONS = 1 << 14
+"""Named operations that are kept to be started again."""
 
 
 class _Session(Generic[T]):
-    """What a Frontend keeps for one Context: its names, and the numbers that stand for pending operations."""
+    """What a Frontend keeps for one Context: its names, what calls with names have registered, and the numbers that
+    stand for pending operations."""
 
     def __init__(self, context: Context) -> None:
         self.names = names_of(context)
-        self.requests: dict[str, tuple[CollectiveSpec, bool, tuple[TensorSpec, ...], Request]] = {}
+        self.operations: dict[tuple[str, bool, int, Collective], PersistentOperation[T]] = {}
         self.numbers = itertools.count(1)
         self.pending: dict[int, tuple[Pending[T], Callable[[list[T]], Any]]] = {}
 
@@ -102,6 +67,12 @@ class Core(Generic[T]):
             raise TypeError("this Frontend belongs to a Context of this process and cannot be pickled")
         return _frontend_of, (self._module,)
 
+    def persistent(
+        self, spec: CollectiveSpec, name: str | None, *, in_place: bool = False, grouped: bool = False
+    ) -> PersistentOperation[T]:
+        """Register a collective that is going to be started again and again; see ``PersistentOperation``."""
+        return PersistentOperation(self.adapter, self._context, spec, name, in_place=in_place, grouped=grouped)
+
     def start(
         self,
         operation: CollectiveSpec,
@@ -115,65 +86,28 @@ class Core(Generic[T]):
     ) -> Pending[T]:
         """Hand one collective to the engine, and return at once.
 
+        With a name it is persistent: a call that repeats it starts what the first one registered.
+
         Args:
             operation: what to do.
-            tensors: taken together: negotiated, executed and failed as one.
+            tensors: as for ``PersistentOperation.start``.
             name: without the operation's prefix; None for an automatic one.
             in_place: write the results into ``tensors``, which otherwise are never written.
             grouped: the names are those of a group's.
-            splits: of an alltoall: rows for each rank. Its results are the received rows and, int32, how many came from
-                each rank.
-            waits: the caller waits for it next.
+            splits, waits: as for ``PersistentOperation.start``.
         """
-        context, session = self._bind()
-        adapter = self.adapter
-        inputs = [adapter.export(tensor, writable=in_place) for tensor in tensors]
-        request = self._request(session, operation, tuple([buffer.spec for buffer in inputs]), name, grouped=grouped)
-        owners: list[Any]
-        if operation.collective in (Collective.ALLGATHER, Collective.ALLTOALL):
-            owners = [None] * len(inputs)
-
-            def allocate(index: int, spec: TensorSpec) -> Buffer:
-                owners[index] = adapter.allocate(spec, tensors[index])
-                return adapter.export(owners[index], writable=True)
-
-            fence = adapter.fence(tensors)
-            handle = context.engine.submit(request, inputs, allocate=allocate, ready=fence, splits=splits, waits=waits)
-        else:
-            outputs = inputs if in_place else self._outputs(operation, inputs, tensors)
-            owners = [buffer.owner for buffer in outputs]
-            handle = context.engine.submit(request, inputs, outputs, ready=adapter.fence(tensors), waits=waits)
-
-        def finish() -> list[T]:
-            results = [adapter.deliver(r, t, in_place=in_place) for r, t in zip(owners, tensors, strict=True)]
-            if operation.collective is Collective.ALLTOALL:
-                results.append(self._integers(handle.outputs[1].array(), tensors[0]))
-            return results
-
-        return Pending(handle, finish)
-
-    @staticmethod
-    def _request(
-        session: _Session[T],
-        operation: CollectiveSpec,
-        specs: tuple[TensorSpec, ...],
-        name: str | None,
-        *,
-        grouped: bool,
-    ) -> Request:
-        """What the engine is asked for; the very same object as the last time if the program repeats itself, by which
-        the engine recognises what was agreed upon before."""
-        if name is not None:
-            known = session.requests.get(name)
-            if known is not None and known[0] is operation and known[1] is grouped and known[2] == specs:
-                return known[3]
-        prefix = "grouped_" + operation.collective.value if grouped else operation.collective.value
-        request = operation.request(session.names.full(operation.process_set, prefix, name), specs)
-        if name is not None:
-            if len(session.requests) >= _MOST_REQUESTS:
-                session.requests.clear()  # a program that makes up names
-            session.requests[name] = operation, grouped, specs, request
-        return request
+        if name is None:
+            return self.persistent(operation, None, in_place=in_place, grouped=grouped).start(
+                tensors, splits=splits, waits=waits
+            )
+        operations = self._bind()[1].operations
+        key = (name, grouped, operation.process_set, operation.collective)
+        known = operations.get(key)
+        if known is None or known.in_place is not in_place or known.spec != operation:
+            if len(operations) >= _MOST_OPERATIONS:
+                operations.clear()  # a program that makes up names
+            known = operations[key] = self.persistent(operation, name, in_place=in_place, grouped=grouped)
+        return known.start(tensors, splits=splits, waits=waits)
 
     def apply(
         self,
@@ -192,7 +126,7 @@ class Core(Generic[T]):
         rules = self._for_gradient(operation, name)
 
         def forward(inputs: Sequence[T]) -> list[T]:
-            return self.start(operation, inputs, name, grouped=group, waits=True).wait()
+            return self.start(operation, inputs, name, grouped=group, waits=True).result()
 
         def backward(tape: Tape[T], gradients: Sequence[T]) -> Sequence[T]:
             return adjoint.rule(rules, operation, tape, gradients)
@@ -205,7 +139,7 @@ class Core(Generic[T]):
         rules = self._for_gradient(operation, name)
 
         def forward(inputs: Sequence[T]) -> list[T]:
-            received, numbers = self.start(operation, inputs, name, splits=splits, waits=True).wait()
+            received, numbers = self.start(operation, inputs, name, splits=splits, waits=True).result()
             counts.append(numbers)
             return [received]
 
@@ -310,30 +244,6 @@ class Core(Generic[T]):
                     bound = self._bound = context, _Session(context)
         return bound
 
-    def _outputs(self, operation: CollectiveSpec, inputs: Sequence[Buffer], tensors: Sequence[T]) -> list[Buffer]:
-        outputs = []
-        for exported, tensor in zip(inputs, tensors, strict=True):
-            spec = exported.spec
-            if operation.collective is Collective.REDUCESCATTER:
-                spec = replace(spec, shape=self._own_part(operation, spec.shape))
-            elif exported.owner is not tensor:
-                outputs.append(exported)  # a staged input is a private copy already: it can hold the result as well
-                continue
-            outputs.append(self.adapter.export(self.adapter.allocate(spec, tensor), writable=True))
-        return outputs
-
-    def _own_part(self, operation: CollectiveSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
-        if not shape:
-            return shape  # the engine refuses it
-        size, index = self.members(operation)
-        return divide_rows(shape[0], size)[index], *shape[1:]
-
-    def _integers(self, values: npt.NDArray[Any], like: T) -> T:
-        """A tensor of int32, shape (len(values),)."""
-        memory = self.adapter.allocate(TensorSpec(DType.INT32, values.shape), like)
-        self.adapter.export(memory, writable=True).array()[:] = values
-        return self.adapter.deliver(memory, like, in_place=False)
-
     # Handles ----------------------------------------------------------------------------------------------------------
 
     def poll(self, handle: int) -> bool:
@@ -361,7 +271,7 @@ class Core(Generic[T]):
         if entry is None:
             return None
         pending, shape = entry
-        return shape(pending.wait())
+        return shape(pending.result())
 
     def _number(self, pending: Pending[T], shape: Callable[[list[T]], Any] = itemgetter(0)) -> int:
         """The number that stands for a pending operation; ``shape`` makes of its results what users get."""
@@ -415,9 +325,7 @@ class Core(Generic[T]):
     ) -> Pending[T]:
         group = self._own_group(tensors)
         if not group:
-            nothing = Handle("an empty group")
-            nothing.resolve()
-            return Pending(nothing, list)
+            return Pending.of_nothing()
         return self.start(operation, group, name, in_place=in_place, grouped=True, waits=waits)
 
 

@@ -22,7 +22,8 @@ import numpy.typing as npt
 from hvdgloo._collectives import objects, process_sets
 from hvdgloo._collectives.adapter import TensorAdapter
 from hvdgloo._collectives.compression import Compressor, NoneCompressor
-from hvdgloo._collectives.core import Core, Pending, T
+from hvdgloo._collectives.core import Core, T
+from hvdgloo._collectives.persistent import Pending
 from hvdgloo._collectives.process_sets import ProcessSet, global_process_set, process_set_id
 from hvdgloo._collectives.spec import CollectiveSpec, broadcasting, exchanging, gathering, reduction, scattering
 from hvdgloo._engine.messages import Request
@@ -144,7 +145,7 @@ class Frontend(Core[T]):
     ) -> T:
         """``allreduce`` in place: the result is written into ``tensor``, which is returned. Records no gradient."""
         operation = reduction(average, op, prescale_factor, postscale_factor, process_set)
-        return self.start(operation, [tensor], name, in_place=True, waits=True).wait()[0]
+        return self.start(operation, [tensor], name, in_place=True, waits=True).result()[0]
 
     def allreduce_async_(
         self,
@@ -208,7 +209,7 @@ class Frontend(Core[T]):
     ) -> list[T]:
         """``grouped_allreduce`` in place. Records no gradient."""
         operation = reduction(average, op, prescale_factor, postscale_factor, process_set)
-        return self._start_group(operation, tensors, name, in_place=True, waits=True).wait()
+        return self._start_group(operation, tensors, name, in_place=True, waits=True).result()
 
     def grouped_allreduce_async_(
         self,
@@ -388,7 +389,7 @@ class Frontend(Core[T]):
         self, tensor: T, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
     ) -> T:
         """``broadcast`` in place: the other ranks' ``tensor`` is overwritten. Records no gradient."""
-        return self.start(broadcasting(root_rank, process_set), [tensor], name, in_place=True, waits=True).wait()[0]
+        return self.start(broadcasting(root_rank, process_set), [tensor], name, in_place=True, waits=True).result()[0]
 
     def broadcast_async_(
         self, tensor: T, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
@@ -408,7 +409,7 @@ class Frontend(Core[T]):
 
     def _broadcast_all(self, named: Iterable[tuple[str, T]], operation: CollectiveSpec, *, in_place: bool) -> list[T]:
         pending = [self.start(operation, [tensor], name, in_place=in_place) for name, tensor in named]
-        return [broadcast.wait()[0] for broadcast in pending]
+        return [broadcast.result()[0] for broadcast in pending]
 
     # Python objects ---------------------------------------------------------------------------------------------------
 
@@ -455,7 +456,7 @@ class Frontend(Core[T]):
 
     def barrier(self, process_set: ProcessSet = global_process_set) -> None:
         """Return once every rank has called it."""
-        self.start(CollectiveSpec(Collective.BARRIER, process_set=process_set_id(process_set)), [], waits=True).wait()
+        self.start(CollectiveSpec(Collective.BARRIER, process_set=process_set_id(process_set)), [], waits=True).result()
 
     # join -------------------------------------------------------------------------------------------------------------
 

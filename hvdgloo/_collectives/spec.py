@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,8 +15,7 @@ from hvdgloo.types import Collective, ReduceOp, TensorSpec
 REDUCE_OPS = frozenset(ReduceOp)
 
 
-@dataclass(frozen=True)
-class CollectiveSpec:
+class CollectiveSpec(NamedTuple):
     """A collective and its parameters, without tensors and names. The fields are ``Request``'s."""
 
     collective: Collective
@@ -47,6 +45,8 @@ def resolve_op(average: bool | None, op: int | None) -> ReduceOp:
         return ReduceOp.AVERAGE if average else ReduceOp.SUM
     if op is None:
         return ReduceOp.AVERAGE
+    if type(op) is ReduceOp:
+        return op
     try:
         resolved = ReduceOp(op)
     except ValueError:
@@ -64,22 +64,10 @@ def reduction(
     Raises:
         InvalidArgumentError: as ``resolve_op``; factors that are not numbers; a process set that cannot be used.
     """
-    if average is None and type(op) in _PLAIN and type(prescale) is float and type(postscale) is float:
-        return _plain_reduction(op, prescale, postscale, process_set_id(process_set))
     factors = _factors(prescale, postscale)
     return CollectiveSpec(
         Collective.ALLREDUCE, resolve_op(average, op), *factors, process_set=process_set_id(process_set)
     )
-
-
-@functools.lru_cache(maxsize=256)
-def _plain_reduction(op: int | None, prescale: float, postscale: float, process_set: int) -> CollectiveSpec:
-    """The same object for the same arguments, which programs repeat for every tensor."""
-    return CollectiveSpec(Collective.ALLREDUCE, resolve_op(None, op), prescale, postscale, process_set=process_set)
-
-
-_PLAIN = (ReduceOp, type(None), int)
-"""Types of ``op`` that hash as what they are."""
 
 
 def scattering(op: int, prescale: float, postscale: float, process_set: ProcessSet) -> CollectiveSpec:

@@ -115,7 +115,9 @@ class Control:
         self._selector.register(self._sockets, selectors.EVENT_READ)
         for peer, connection in self._connections.items():
             self._sockets.register(connection, selectors.EVENT_READ, peer)
-        self._may_wait = True
+        # What the thread that has the turn may do: wait for other ranks for a moment; take its time, for it is lent.
+        self._may_wait, self._lent = True, False
+        executor.tell(on_room=self.room, on_failure=self.data_plane_failed)
         self._thread = threading.Thread(target=self._run, name=f"{THREAD_PREFIX}control-{rank}", daemon=True)
 
     @property
@@ -146,24 +148,37 @@ class Control:
                 except BlockingIOError:
                     pass  # full: it is awake already
 
-    def submitted(self, awaited: Handle | None) -> None:
+    def submitted(self, *, waits: bool) -> None:
         """An operation was filed; callable from any thread.
 
         If the control thread sleeps, the caller does at once what it would wake for: a thread switch less on the path
         of every synchronous operation.
 
         Args:
-            awaited: what the caller is going to wait for; its thread is at the engine's disposal for a moment, then.
+            waits: the caller is going to wait for it: its thread is at the engine's disposal for a moment.
         """
-        if not self._turn_lock.acquire(blocking=False):
+        if self._turn_lock.acquire(blocking=False):
+            self._work_here(None, may_wait=waits)
+        else:
             self.wake()
-            return
+
+    def lend(self, awaited: Handle) -> None:
+        """The calling thread waits for an operation: have it do the control thread's work until that has ended, but not
+        for long. The others' answers are near, and to go to sleep and be woken takes longer than they do."""
+        if self._turn_lock.acquire(blocking=False):
+            self._work_here(awaited, may_wait=True)
+
+    def _work_here(self, awaited: Handle | None, *, may_wait: bool) -> None:
+        """Do the control thread's work on a caller's thread, which has taken the turn, and give that back."""
         try:
             try:
-                self._may_wait = awaited is not None
-                self._look_around(time.monotonic())
-                if awaited is not None and self._spin_time and not self._finished:
-                    self._spin(awaited)
+                self._may_wait, self._lent = may_wait, awaited is not None
+                if awaited is None:
+                    self._look_around(time.monotonic())
+                elif not self._finished:
+                    self._executor.execute_queued()
+                    if self._spin_time:
+                        self._spin(awaited)
             except BaseException as error:
                 # As on the thread itself: what was not said to the end must fail the job, not hang it. A Ctrl-C that
                 # falls just here belongs to the caller.
@@ -175,7 +190,7 @@ class Control:
             oversleeps = deadline is not None and (self._sleeps_until is None or deadline < self._sleeps_until)
             must_wake = oversleeps or self._finished or any(c.has_unsent for c in self._connections.values())
         finally:
-            self._may_wait = True
+            self._may_wait, self._lent = True, False
             self._turn_lock.release()
         if must_wake:
             self.wake()
@@ -256,12 +271,11 @@ class Control:
         return bool(ready)
 
     def _spin(self, awaited: Handle) -> None:
-        """Do the thread's work until an operation has ended, but not for long: the others' answers are near, and to go
-        to sleep and be woken takes longer than they do."""
+        """Read what the others say until an operation has ended, or its execution has begun elsewhere."""
         self._selector.unregister(self._sockets)  # or what arrives would wake the thread
         try:
             until = time.monotonic() + self._spin_time
-            while not awaited.done() and not self._finished and time.monotonic() < until:
+            while not (awaited.done() or self._executor.backlog or self._finished) and time.monotonic() < until:
                 if self._serve_sockets() and self._coordinator is not None:
                     self._conduct(self._coordinator, time.monotonic())
         finally:
@@ -354,7 +368,7 @@ class Control:
         """A message from the coordinator to this rank."""
         if isinstance(message, Execute):
             if self._ended is None:
-                self._executor.execute(self._member.accept(message), may_wait=self._may_wait)
+                self._executor.execute(self._member.accept(message), may_wait=self._may_wait, lent=self._lent)
         elif isinstance(message, Resend):
             self._to_coordinator(self._member.resend(message.signatures), now)
         elif isinstance(message, Ping):

@@ -22,7 +22,7 @@ from hvdgloo._engine.handle import Handle
 from hvdgloo._engine.member import Member
 from hvdgloo._engine.messages import REDUCTIONS, Leave, Request
 from hvdgloo._engine.planes import Group
-from hvdgloo._engine.submission import Submission
+from hvdgloo._engine.submission import PersistentRequest, Submission
 from hvdgloo._net.descriptors import bury
 from hvdgloo.errors import HorovodInternalError, InvalidArgumentError, JobShutdownError
 from hvdgloo.topology import Topology
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from hvdgloo._engine.timeline import Timeline
 
 _ALONG_ROWS = frozenset({Collective.ALLGATHER, Collective.ALLTOALL, Collective.REDUCESCATTER})
+_ALLOCATED_LATE = frozenset({Collective.ALLGATHER, Collective.ALLTOALL})
 _FLOATS = frozenset({DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32, DType.FLOAT64})
 
 _BATCH = 32
@@ -113,8 +114,6 @@ class Engine:
             separate_groups=settings.separate_groups,
             deterministic=settings.deterministic,
             operation_timeout=settings.operation_timeout,
-            on_room=self._room,
-            on_failure=self._data_plane_failed,
         )
         coordinator = None
         if rank == 0:
@@ -142,6 +141,7 @@ class Engine:
             describe=topology.describe,
             on_end=self._end,
         )
+        self._lend = self._control.lend
         self._close_timeout = settings.operation_timeout + _CLOSE_MARGIN
         self._closed = False
         _ENGINES.add(self)
@@ -176,12 +176,31 @@ class Engine:
         allocate: Callable[[int, TensorSpec], Buffer] | None = None,
         ready: Callable[[], None] | None = None,
         splits: Sequence[int] = (),
-        waits: bool = False,
     ) -> Handle:
+        """Take part in a collective once: ``launch`` with a request that does not come again, and a new Handle."""
+        handle = Handle(request.name)
+        self.launch(PersistentRequest(request), handle, inputs, outputs, allocate=allocate, ready=ready, splits=splits)
+        return handle
+
+    def launch(
+        self,
+        persistent: PersistentRequest,
+        handle: Handle,
+        inputs: Sequence[Buffer],
+        outputs: Sequence[Buffer] | None = None,
+        *,
+        allocate: Callable[[int, TensorSpec], Buffer] | None = None,
+        ready: Callable[[], None] | None = None,
+        splits: Sequence[int] = (),
+        waits: bool = False,
+    ) -> None:
         """Take part in a collective. Returns at once; callable from any thread.
 
         Args:
-            request: what to do; ``request.tensors`` describe ``inputs``.
+            persistent: what to do, made for this engine; the request's ``tensors`` describe ``inputs``. It is checked
+                unless it was agreed upon before.
+            handle: resolved at the end. Its outputs are in the order of the tensors; an alltoall has a second one, with
+                the number of rows (int64) that came from each rank of the set.
             inputs: contiguous memory, not written unless it is also an output. Must stay as it is until the handle
                 has resolved; the Buffers' owners are kept alive meanwhile.
             outputs: where results go, of the same specs as the inputs (in a reducescatter, of this rank's rows); the
@@ -191,10 +210,6 @@ class Engine:
             ready: called on an engine thread just before the memory is read: waits until it may be.
             splits: of an alltoall: how many rows go to each rank of the set.
             waits: the caller is going to wait at once, so its thread may do the engine's work for a moment.
-
-        Returns:
-            a Handle whose outputs are in the order of the tensors; an alltoall has a second one, with the number of
-            rows (int64) that came from each rank of the set.
 
         Raises:
             InvalidArgumentError: the request makes no sense on any rank.
@@ -206,22 +221,23 @@ class Engine:
                 "this process was forked from a rank of the job and is not a rank itself; collective operations belong "
                 "to the parent (start workers with the 'spawn' method and hvd.init() if they are to be ranks)"
             )
-        if not self._member.knows(request):
+        request = persistent.request
+        if not persistent.is_agreed:
             self._validate(request)
-        late = request.collective in (Collective.ALLGATHER, Collective.ALLTOALL)
-        results = list(inputs) if late else list(outputs or ())
+        results = inputs if request.collective in _ALLOCATED_LATE else outputs or ()
         if len(inputs) != len(request.tensors) or len(results) != len(request.tensors):
             raise InvalidArgumentError(
                 f"{request.name}: {len(request.tensors)} tensors are described, but there are {len(inputs)} inputs and "
                 f"{len(results)} outputs"
             )
-        operation = Submission(request, inputs, results, allocate, ready, splits)
-        filed, agreeing = self._member.add(operation)
+        handle.lend = self._lend
+        filed, agreeing = self._member.add(
+            Submission(request, inputs, results, allocate, ready, splits, persistent, handle)
+        )
         if filed == _BATCH or (filed == 1 and not agreeing):
-            self._control.submitted(operation.handle if waits else None)
+            self._control.submitted(waits=waits)
         elif filed == 1:
             self._control.wake()
-        return operation.handle
 
     def start_timeline(self, path: str, *, clock_offset: float = 0.0, mark_cycles: bool = False) -> None:
         """Trace operations into a file from now on, until ``stop_timeline`` or the end. Does nothing if one is written.
@@ -343,12 +359,6 @@ class Engine:
     def _group(self, number: int, ranks: tuple[int, ...], backend: Backend) -> Group:
         open_device = partial(self._open_device, number, ranks) if self._open_device is not None else None
         return Group(backend, ranks, ranks.index(self.rank), open_device)
-
-    def _room(self) -> None:
-        self._control.room()
-
-    def _data_plane_failed(self, error: BaseException) -> None:
-        self._control.data_plane_failed(error)
 
     def _end(self, error: HorovodInternalError) -> None:
         """Refuse submissions; fail those that were never ordered. The executor answers for the rest."""

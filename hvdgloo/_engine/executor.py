@@ -39,10 +39,14 @@ Batch = Sequence[tuple[Response, Submission]]
 _QUICK = frozenset({Collective.ALLREDUCE, Collective.ALLGATHER, Collective.BROADCAST, Collective.BARRIER})
 
 QUICK_BYTES = 1 << 16
+LENT_BYTES = 1 << 22
 QUICK_SECONDS = 0.005
-"""A bucket of at most this size may be executed where it was ordered (on the control thread, or that of a caller who
-waits) while the data thread is idle, for at most this time: it saves a thread switch, which is a good part of a small
-operation's latency."""
+"""A bucket of at most this size (the second one where it is the thread of a caller who waits) may be executed where
+it was ordered while the data thread is idle, for at most this time: it saves a thread switch, which is a good part of a
+small operation's latency."""
+
+_MOST_PLANS = 256
+"""Plans that are kept: the batches of a step differ a little from one to the next."""
 
 _LOOK_SECONDS = 0.2
 """How often a wait for the backend looks whether the job was aborted meanwhile."""
@@ -56,7 +60,7 @@ _SLOWEST_NETWORK = 1 << 20
 """Bytes per second that any usable network moves; the operation timeout is extended by the transfer time at this."""
 
 
-@dataclass
+@dataclass(slots=True)
 class _UnderWay:
     """A bucket whose transfer has begun.
 
@@ -92,8 +96,6 @@ class Executor:
         fusion_threshold: bytes.
         deterministic: results must not depend on what happens to be ready at the same time.
         operation_timeout: seconds that one backend call may take beyond its transfer time.
-        on_room: called after each bucket, on the thread that completed it.
-        on_failure: called once with the first failure.
     """
 
     def __init__(
@@ -106,8 +108,6 @@ class Executor:
         separate_groups: bool,
         deterministic: bool = False,
         operation_timeout: float,
-        on_room: Callable[[], None],
-        on_failure: Callable[[BaseException], None],
     ) -> None:
         self._groups = groups
         self._open_group = open_group
@@ -115,13 +115,15 @@ class Executor:
         self._separate_groups = separate_groups
         self._alone = self._depends_on_its_place if deterministic else None
         self._operation_timeout = operation_timeout
-        self._on_room = on_room
-        self._on_failure = on_failure
+        self._on_room: Callable[[], None] = _nothing
+        self._on_failure: Callable[[BaseException], None] = _nothing
         self._queue: queue.SimpleQueue[tuple[Bucket, Batch] | _UnderWay | Exception | Callable[[], None] | None] = (
             queue.SimpleQueue()
         )
         self._under_way: deque[_UnderWay] = deque()
-        self._unresolved: dict[int, Submission] = {}
+        self._unresolved: dict[Submission, None] = {}  # in order
+        self._plans: dict[tuple[int, ...], Sequence[Bucket]] = {}
+        self._waiting_here: tuple[Bucket, Batch] | None = None  # all that is queued, and was not executed at once
         self._submitted = 0
         self._completed = 0
         self._verdict: HorovodInternalError | None = None
@@ -145,6 +147,15 @@ class Executor:
         """True if the backend never let go of some operation."""
         return bool(self._stuck)
 
+    def tell(self, *, on_room: Callable[[], None], on_failure: Callable[[BaseException], None]) -> None:
+        """Say who is to be told; before ``start``.
+
+        Args:
+            on_room: called after each bucket, on the thread that completed it.
+            on_failure: called once with the first failure.
+        """
+        self._on_room, self._on_failure = on_room, on_failure
+
     def start(self) -> None:
         self._thread.start()
 
@@ -154,33 +165,63 @@ class Executor:
         assert self._thread.native_id is not None
         return self._thread.native_id
 
-    def execute(self, batch: Batch, *, may_wait: bool = True) -> None:
+    def execute(self, batch: Batch, *, may_wait: bool = True, lent: bool = False) -> None:
         """Queue one batch, or execute it here if it is quick.
 
         Called in the common order, by whoever does the control thread's work.
 
         Args:
             may_wait: this thread may wait for other ranks, for a moment.
+            lent: it is the thread of a caller who waits for this, and has nothing else to do.
         """
         if not batch:
             return
         if self.timeline is not None:
             self.timeline.ordered(batch)
-        for _, operation in batch:
-            self._unresolved[id(operation)] = operation
-        buckets = fusion.plan(
-            [response for response, _ in batch],
-            self._fusion_threshold,
-            separate_groups=self._separate_groups,
-            alone=self._alone,
-        )
-        if may_wait and len(buckets) == 1 and self.backlog == 0 and self._is_quick(buckets[0], batch):
-            self._submitted += 1
-            self._execute_here(buckets[0], batch)
-            return
+        self._unresolved.update(dict.fromkeys([operation for _, operation in batch]))
+        buckets = self._plan(batch)
+        self._waiting_here = None
+        if len(buckets) == 1 and not self.backlog:
+            if may_wait and self._is_quick(buckets[0], batch, LENT_BYTES if lent else QUICK_BYTES):
+                self._submitted += 1
+                self._execute_here(buckets[0], batch)
+                return
+            self._waiting_here = buckets[0], batch
         for bucket in buckets:
             self._submitted += 1
             self._queue.put((bucket, batch))
+
+    def execute_queued(self) -> None:
+        """Do on a thread that is lent what ``execute`` has just left to the data thread, if that has not begun and it
+        is quick. Called as ``execute`` is."""
+        queued, self._waiting_here = self._waiting_here, None
+        if queued is None or self.backlog != 1 or not self._is_quick(*queued, LENT_BYTES):
+            return
+        try:
+            item = self._queue.get_nowait()
+        except queue.Empty:
+            return
+        if isinstance(item, tuple):
+            self._execute_here(*item)
+        else:
+            self._queue.put(item)
+
+    def _plan(self, batch: Batch) -> Sequence[Bucket]:
+        """A batch's buckets; those of numbered operations are kept, since a program repeats its steps."""
+        numbers = tuple([response.signature for response, _ in batch])
+        buckets = self._plans.get(numbers)
+        if buckets is None:
+            buckets = fusion.plan(
+                [response for response, _ in batch],
+                self._fusion_threshold,
+                separate_groups=self._separate_groups,
+                alone=self._alone,
+            )
+            if -1 not in numbers:
+                if len(self._plans) >= _MOST_PLANS:
+                    self._plans.clear()
+                self._plans[numbers] = buckets
+        return buckets
 
     def _depends_on_its_place(self, response: Response, tensor: int) -> bool:
         """Whether a tensor's sums depend on where in a fused buffer it stands."""
@@ -201,11 +242,11 @@ class Executor:
         except Exception as error:  # noqa: BLE001 - whatever broke, the data thread reports it
             self._queue.put(error)
 
-    def _is_quick(self, bucket: Bucket, batch: Batch) -> bool:
+    def _is_quick(self, bucket: Bucket, batch: Batch, limit: int) -> bool:
         """True if nothing of it can take long, as far as this rank is concerned."""
         if bucket.collective not in _QUICK or _is_adasum(bucket, batch):
             return False
-        if sum(part.nbytes for part in bucket.parts) > QUICK_BYTES:
+        if bucket.nbytes > limit:
             return False
         if self._groups[batch[0][0].request.process_set].host.backend.blocks:
             return False
@@ -293,7 +334,7 @@ class Executor:
                     self._stuck.append(under_way)
             except Exception as failure:  # noqa: BLE001 - expected: it was aborted
                 logger.debug("aborted: %s", failure)
-        for operation in list(self._unresolved.values()):
+        for operation in list(self._unresolved):
             operation.handle.resolve(error=error)
         self._unresolved.clear()
         self._under_way.clear()
@@ -369,7 +410,7 @@ class Executor:
             return self._begin_scattered_allreduce(bucket, batch, group, plane, plane.backend)
         packed = len(bucket.parts) > 1 or not in_place
         if packed:
-            nbytes = sum(part.nbytes for part in bucket.parts)
+            nbytes = bucket.nbytes
             buffer = self._stage(group, plane, nbytes, request.tensors[first.tensor])
             plane.memory.pack(buffer, [batch[part.operation][1].inputs[part.tensor] for part in bucket.parts])
         else:
@@ -400,7 +441,7 @@ class Executor:
             _factor(request, len(group.ranks)),
         )
         under_way = _UnderWay(bucket, batch, group, plane, work, None, packed=False)
-        under_way.nbytes = sum(part.nbytes for part in bucket.parts)
+        under_way.nbytes = bucket.nbytes
         return under_way
 
     def _begin_reducescatter(self, bucket: Bucket, batch: Batch, group: Group, plane: Plane) -> _UnderWay:
@@ -432,7 +473,7 @@ class Executor:
         root = group.ranks.index(response.request.root)
         packed = len(bucket.parts) > 1 or not _holds_all(plane, bucket, batch)
         if packed:
-            nbytes = sum(part.nbytes for part in bucket.parts)
+            nbytes = bucket.nbytes
             buffer = self._stage(group, plane, nbytes, TensorSpec(DType.UINT8, ()))
             if group.rank == root:
                 plane.memory.pack(buffer, [batch[part.operation][1].inputs[part.tensor] for part in bucket.parts])
@@ -491,7 +532,7 @@ class Executor:
             response, operation = under_way.batch[part.operation]
             operation.remaining -= 1
             if not operation.remaining:
-                del self._unresolved[id(operation)]
+                del self._unresolved[operation]
                 operation.handle.resolve(operation.outputs, value=response.value)
         self._completed += 1
         self._on_room()
@@ -511,6 +552,10 @@ class Executor:
         if under_way.packed:
             pieces = _gathered_pieces(under_way) if collective is Collective.ALLGATHER else _pieces(under_way)
             under_way.plane.memory.unpack(buffer, pieces)
+
+
+def _nothing(*_: object) -> None:
+    """Nobody is told."""
 
 
 def _combining(op: ReduceOp) -> ReduceOp:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 from hvdgloo._engine.messages import Response
 from hvdgloo.types import Collective
@@ -35,6 +36,11 @@ class Bucket:
 
     collective: Collective
     parts: tuple[Part, ...]
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Of all results."""
+        return sum(part.nbytes for part in self.parts)
 
 
 class _Open:

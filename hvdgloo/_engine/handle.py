@@ -1,16 +1,28 @@
 """A submitted collective's future.
 
-It is resolved exactly once, by the engine, and may be waited for from any thread. A bare lock serves as the latch: it
-costs a tenth of a ``threading.Event``, and a training step makes one for every gradient.
+It is resolved exactly once, by the engine, and may be waited for from any thread. A training step makes one for every
+gradient and waits for few that have not ended, so what a wait needs is made by who waits, and one lock, which is held
+for a moment at a time, serves all handles.
 """
 
 from __future__ import annotations
 
 import _thread
+import os
 from collections.abc import Callable, Sequence
 
 from hvdgloo.errors import WaitTimeoutError
 from hvdgloo.types import Buffer
+
+_lock = _thread.allocate_lock()
+
+
+def _after_fork_in_child() -> None:
+    global _lock
+    _lock = _thread.allocate_lock()  # the parent's may have been held by another of its threads
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 class Handle:
@@ -20,20 +32,21 @@ class Handle:
         value: of a join the rank that came last, of a process set that was added or removed its id.
         name: the tensor's full name, as messages show it.
         outputs: where the results are, once ``done()``; in the order of the submitted tensors.
+        lend: called with the handle by a thread that is about to wait for it without a timeout: the engine may have
+            the thread work for it for a moment.
     """
 
-    __slots__ = ("_callbacks", "_done", "_error", "_latch", "_lock", "name", "outputs", "value")
+    __slots__ = ("_callbacks", "_done", "_error", "_latch", "lend", "name", "outputs", "value")
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.outputs: tuple[Buffer, ...] = ()
         self.value = -1
+        self.lend: Callable[[Handle], None] | None = None
         self._error: BaseException | None = None
         self._done = False
-        self._callbacks: list[Callable[[Handle], None]] = []
-        self._lock = _thread.allocate_lock()
-        self._latch = _thread.allocate_lock()
-        self._latch.acquire()
+        self._callbacks: list[Callable[[Handle], None]] | None = None
+        self._latch: _thread.LockType | None = None
 
     def done(self) -> bool:
         """True once the operation has ended, well or not."""
@@ -59,36 +72,54 @@ class Handle:
             HvdglooError: the operation's own failure.
         """
         if not self._done:
-            seconds = -1 if timeout is None else min(max(0.0, timeout), _thread.TIMEOUT_MAX)  # inf is no lock's timeout
-            if not self._latch.acquire(timeout=seconds):
-                raise WaitTimeoutError(f"{self.name} has not completed within {timeout:g} s; it is still pending")
-            self._latch.release()
+            lend = self.lend
+            if timeout is None and lend is not None:
+                lend(self)
+            if not self._done:
+                self._sleep(timeout)
         if self._error is not None:
             raise self._error.with_traceback(None)
         return self.outputs
+
+    def _sleep(self, timeout: float | None) -> None:
+        with _lock:
+            if self._done:
+                return
+            latch = self._latch
+            if latch is None:
+                latch = self._latch = _thread.allocate_lock()
+                latch.acquire()
+        seconds = -1 if timeout is None else min(max(0.0, timeout), _thread.TIMEOUT_MAX)  # inf is no lock's timeout
+        if not latch.acquire(timeout=seconds):
+            raise WaitTimeoutError(f"{self.name} has not completed within {timeout:g} s; it is still pending")
+        latch.release()
 
     def add_done_callback(self, callback: Callable[[Handle], None]) -> None:
         """Call ``callback(self)`` once the operation has ended: at once if it has, else on the engine's thread.
 
         The callback must not block and must not raise.
         """
-        with self._lock:
+        with _lock:
             if not self._done:
+                if self._callbacks is None:
+                    self._callbacks = []
                 self._callbacks.append(callback)
                 return
         callback(self)
 
     def resolve(self, outputs: Sequence[Buffer] = (), error: BaseException | None = None, *, value: int = -1) -> bool:
         """End the operation. For the engine alone; False if it had already ended, and then nothing changes."""
-        with self._lock:
+        with _lock:
             if self._done:
                 return False
             self.outputs = tuple(outputs)
             self.value = value
             self._error = error
             self._done = True
-            callbacks, self._callbacks = self._callbacks, []
-        self._latch.release()
-        for callback in callbacks:
+            self.lend = None
+            latch, callbacks, self._callbacks = self._latch, self._callbacks, None
+        if latch is not None:
+            latch.release()
+        for callback in callbacks or ():
             callback(self)
         return True

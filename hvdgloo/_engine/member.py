@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from hvdgloo._engine import inline, joined
 from hvdgloo._engine.messages import Execute, Request, Response, Submit
-from hvdgloo._engine.submission import Submission
+from hvdgloo._engine.submission import Signature, Submission
 from hvdgloo.errors import DuplicateNameError, HorovodInternalError, InvalidArgumentError, MismatchError
 from hvdgloo.types import Collective
 
@@ -44,8 +44,9 @@ class Member:
         self._new: list[Submission] = []
         self._orphans: list[Submission] = []
         self._closed: HorovodInternalError | None = None
-        self._numbers: dict[tuple[int, str], tuple[int, Request]] = {}
-        self._responses: dict[int, Response] = {}
+        # What is agreed at present, by its number, and by the name that this rank submits it under.
+        self._signatures: dict[int, Signature] = {}
+        self._agreed: dict[tuple[int, str], Signature] = {}
 
     @property
     def has_pending(self) -> bool:
@@ -55,11 +56,6 @@ class Member:
         """What this rank has submitted and not all others have, in order of submission."""
         with self._lock:
             return [name for _, name in self._pending]
-
-    def knows(self, request: Request) -> bool:
-        """True if this very object was agreed upon before, so that nothing can be wrong with it; from any thread."""
-        known = self._numbers.get(request.key)
-        return known is not None and known[1] is request
 
     @property
     def closed(self) -> HorovodInternalError | None:
@@ -80,7 +76,7 @@ class Member:
         """
         key = operation.request.key
         if self.timeline is not None:
-            operation.times.append(self.timeline.now())
+            operation.times = (self.timeline.now(),)
         with self._lock:
             if self._closed is not None:
                 raise self._closed.with_traceback(None)
@@ -92,7 +88,8 @@ class Member:
                     f"{key[1]} is already in flight on this rank; wait for the first one, or give each its own name",
                     name=key[1],
                 )
-            self._joined = self._joined or operation.request.collective is Collective.JOIN
+            if operation.request.collective is Collective.JOIN:
+                self._joined = True
             self._pending[key] = operation
             self._new.append(operation)
             return len(self._new), len(self._pending) > len(self._new)
@@ -110,12 +107,17 @@ class Member:
         numbers: list[int] = []
         requests: list[Request] = []
         for operation in new:
-            known = self._numbers.get(operation.request.key)
-            if known is not None and (known[1] is operation.request or known[1] == operation.request):
-                operation.number = known[0]
-                numbers.append(known[0])
-            else:
-                requests.append(operation.request)
+            persistent = operation.persistent
+            signature = None if persistent is None else persistent.signature
+            if signature is None or signature.number < 0:
+                signature = self._agreed.get(operation.request.key)
+                if signature is None or signature.request != operation.request:
+                    requests.append(operation.request)
+                    continue
+                if persistent is not None:
+                    persistent.signature = signature
+            operation.number = signature.number
+            numbers.append(signature.number)
         return Submit(tuple(numbers), tuple(requests), self._payload(new) if idle else b"")
 
     def _payload(self, new: Sequence[Submission]) -> bytes:
@@ -172,26 +174,39 @@ class Member:
         return pending
 
     def _forget(self, number: int) -> None:
-        response = self._responses.pop(number, None)
-        if response is not None and self._numbers.get(response.request.key, (-1,))[0] == number:
-            del self._numbers[response.request.key]
+        signature = self._signatures.pop(number, None)
+        if signature is not None:
+            signature.number = -1
+            key = signature.response.request.key
+            if self._agreed.get(key) is signature:
+                del self._agreed[key]
 
     def _pop(self, item: int | Response) -> tuple[Response, Submission | None]:
         """An item's Response, and this rank's part in it: None if it is not in the process set."""
-        response = self._responses[item] if isinstance(item, int) else item
-        request = response.request
-        operation = self._pending.pop(request.key, None)
-        if response is item and response.signature >= 0:
-            self._responses[response.signature] = response
-            if operation is not None:
-                self._numbers[request.key] = (response.signature, operation.request)
+        if isinstance(item, int):
+            response = self._signatures[item].response
+            request = response.request
+            operation = self._pending.pop(request.key, None)
+        else:
+            response, request = item, item.request
+            operation = self._pending.pop(request.key, None)
+            if response.signature >= 0:
+                self._remember(response, operation)
+            if not response.error:
+                self._change_sets(response)
         if request.collective is Collective.JOIN:
             self._joined = False
-        if operation is None and self._joined and self._rank in self.sets[request.process_set]:
+        elif operation is None and self._joined and self._rank in self.sets[request.process_set]:
             operation = joined.stand_in(request)
-        if not response.error:
-            self._change_sets(response)
         return response, operation
+
+    def _remember(self, response: Response, operation: Submission | None) -> None:
+        request = None if operation is None else operation.request
+        signature = self._signatures[response.signature] = Signature(response.signature, response, request)
+        if operation is not None:
+            self._agreed[response.request.key] = signature
+            if operation.persistent is not None:
+                operation.persistent.signature = signature
 
     def _change_sets(self, response: Response) -> None:
         request = response.request

@@ -1,16 +1,58 @@
-"""One rank's part in a collective, from its submission to its end."""
+"""One rank's part in a collective: what it asks for, once, and each time that it starts it, from then to its end."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 from hvdgloo._engine.handle import Handle
-from hvdgloo._engine.messages import Request
+from hvdgloo._engine.messages import Request, Response
 from hvdgloo.types import Buffer, TensorSpec
 
 
+class Signature:
+    """What all ranks agreed upon under a number, which stands for it in messages.
+
+    Attributes:
+        number: -1 once the coordinator has forgotten it.
+        response: the agreement.
+        request: this rank's request, in which dimensions may differ from the agreed ones; None if it made none.
+    """
+
+    __slots__ = ("number", "request", "response")
+
+    def __init__(self, number: int, response: Response, request: Request | None) -> None:
+        self.number = number
+        self.response = response
+        self.request = request
+
+
+class PersistentRequest:
+    """A Request that is started again and again, as MPI calls it: what was found out about it stays with it.
+
+    Attributes:
+        request: what is asked for.
+        signature: what was last agreed upon for it, if anything.
+    """
+
+    __slots__ = ("request", "signature")
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.signature: Signature | None = None
+
+    @property
+    def is_agreed(self) -> bool:
+        """Whether all ranks have agreed upon it, so that nothing can be wrong with it in itself."""
+        return self.signature is not None and self.signature.number >= 0
+
+
 class Submission:
-    """A submitted Request with this rank's memory for it."""
+    """A started operation: a Request with this rank's memory for it, and its Handle.
+
+    Args:
+        persistent: the request's, if it is one that is started again and again.
+        handle: resolved at the end; by default a new one.
+    """
 
     __slots__ = (
         "allocate",
@@ -18,6 +60,7 @@ class Submission:
         "inputs",
         "number",
         "outputs",
+        "persistent",
         "ready",
         "remaining",
         "request",
@@ -33,6 +76,8 @@ class Submission:
         allocate: Callable[[int, TensorSpec], Buffer] | None,
         ready: Callable[[], None] | None,
         splits: Sequence[int] = (),
+        persistent: PersistentRequest | None = None,
+        handle: Handle | None = None,
     ) -> None:
         self.request = request
         self.inputs = inputs
@@ -40,7 +85,8 @@ class Submission:
         self.allocate = allocate
         self.ready = ready
         self.splits = splits
-        self.handle = Handle(request.name)
+        self.persistent = persistent
+        self.handle = Handle(request.name) if handle is None else handle
         self.number = -1
-        self.remaining = max(1, len(request.tensors))
-        self.times: list[float] = []  # submitted, ordered; only while there is a timeline
+        self.remaining = len(request.tensors) or 1
+        self.times: Sequence[float] = ()  # submitted, ordered; only while there is a timeline

@@ -102,7 +102,7 @@ class Timeline:
             if operation.times:
                 for row in _rows(response):
                     self._negotiated(row, response, operation.times[0], now)
-            operation.times = [operation.times[0] if operation.times else now, now]
+            operation.times = (operation.times[0] if operation.times else now, now)
 
     def inlined(self, response: Response, operation: Submission) -> None:
         """An operation's result came with its order."""

@@ -8,34 +8,47 @@ what zeros stand in for one that never came is its caller's business.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 from hvdgloo._collectives.compression import Compressor, NoneCompressor, Steps
-from hvdgloo._collectives.core import Pending
 from hvdgloo._collectives.frontend import Frontend
+from hvdgloo._collectives.persistent import Pending, PersistentOperation
 from hvdgloo._collectives.process_sets import ProcessSet, global_process_set, process_set_id
 from hvdgloo._collectives.spec import CollectiveSpec, resolve_op
 from hvdgloo.errors import GradientsInFlightError, InvalidArgumentError
 from hvdgloo.types import Collective, ReduceOp
 
 T = TypeVar("T")
-V = TypeVar("V")
 
 
-@dataclass
 class _Transfer(Generic[T]):
-    """Gradients under way together: what was given, what was sent, and how to undo the compression.
+    """What is sent as one in every step, a gradient or a group of them, with its persistent operation.
 
-    ``names`` are those that became ready, of which merged ones are a single gradient.
+    Attributes:
+        label: of the operation.
+        names: of the gradients, in the order in which every rank lists them.
+        whole: what is sent in place of them, if they are parts of it.
+        grouped: the operation is one of a group of tensors.
+        held: gradients of the group that are there while others are not.
+        gradients: what is under way, ...
+        sent, contexts: ... what was sent for it if it was compressed, and how to undo that.
+        pending: its end.
     """
 
-    gradients: dict[str, T]
-    contexts: Sequence[Any]
-    sent: Sequence[T]
-    pending: Pending[T] | Steps[T]
-    names: Sequence[str]
+    __slots__ = ("contexts", "gradients", "grouped", "held", "label", "names", "operation", "pending", "sent", "whole")
+
+    def __init__(self, names: tuple[str, ...], whole: T | None = None, *, grouped: bool = False) -> None:
+        self.label = names[0] if len(names) == 1 else f"{names[0]}+{len(names) - 1}"
+        self.names = names
+        self.whole = whole
+        self.grouped = grouped
+        self.operation: PersistentOperation[T] | None = None
+        self.held: dict[str, T] = {}
+        self.gradients: Sequence[T] = ()
+        self.sent: Sequence[T] | None = None
+        self.contexts: Sequence[Any] = ()
+        self.pending: Pending[T] | Steps[T] | None = None
 
 
 class GradientReducer(Generic[T]):
@@ -84,16 +97,17 @@ class GradientReducer(Generic[T]):
             postscale=float(predivide_factor),
             process_set=process_set_id(process_set),
         )
-        self._group_of = _index_groups(groups)
-        self._merged: dict[tuple[str, ...], T] = {}
+        self._groups = _groups(groups)
+        # By name: what sends it. Those of groups and merged ones stay; others are made when they are first sent.
+        self._transfers: dict[str, _Transfer[T]] = dict(self._groups)
+        self._plain = getattr(compression, "compress", None) is NoneCompressor.compress
         self._passes = 1
         self.set_passes(passes)
-        # Name to backward passes still to come, for names that had some; name to gradient, for members of groups
-        # that are not complete; then all that has been submitted or is held back for its group.
+        # Name to backward passes still to come, for names that had some; then all that has been submitted or is held
+        # back for its group, and what has been submitted.
         self._left: dict[str, int] = {}
-        self._held: dict[tuple[str, ...], dict[str, T]] = {}
         self._open: set[str] = set()
-        self._transfers: list[_Transfer[T]] = []
+        self._started: list[_Transfer[T]] = []
 
     def ready(self, name: str, gradient: T, *, final: bool = False) -> None:
         """A backward pass has computed (or accumulated) a gradient. Returns at once.
@@ -112,29 +126,30 @@ class GradientReducer(Generic[T]):
                 f"the gradient of {name} became ready again while it is being reduced: more backward passes than "
                 "backward_passes_per_step ran before step() or synchronize()"
             )
-        if not final:
+        if not final and self._passes > 1:
             left = self._left.get(name, self._passes) - 1
             if left > 0:
                 self._left[name] = left
                 return
-        self._left.pop(name, None)
-        group = self._group_of.get(name)
-        if group is None:
-            self._send({name: gradient}, name, grouped=False)
+        if self._left:
+            self._left.pop(name, None)
+        transfer = self._transfers.get(name)
+        if transfer is None:
+            transfer = self._transfers[name] = _Transfer((name,))
+        if len(transfer.names) == 1:
+            self._send(transfer, (gradient if transfer.whole is None else transfer.whole,))
         else:
-            held = self._held.setdefault(group, {})
+            held = transfer.held
             held[name] = gradient
-            if len(held) == len(group):
-                del self._held[group]
-                whole = self._merged.get(group)
+            if len(held) == len(transfer.names):
+                transfer.held = {}
                 try:
-                    if whole is not None:
-                        self._send({_group_name(group): whole}, _group_name(group), grouped=False, names=group)
+                    if transfer.whole is not None:
+                        self._send(transfer, (transfer.whole,))
                     else:
-                        # Every rank has to list the members in the same order, whatever order its hooks fired in.
-                        self._send({member: held[member] for member in group}, _group_name(group), grouped=True)
+                        self._send(transfer, [held[member] for member in transfer.names])
                 except BaseException:
-                    self._open.difference_update(group)
+                    self._open.difference_update(transfer.names)
                     raise
         self._open.add(name)
 
@@ -145,16 +160,12 @@ class GradientReducer(Generic[T]):
             names: in no group, and not sent.
             whole: one tensor, in which they lie.
         """
-        group = tuple(names)
-        self._group_of.update(dict.fromkeys(group, group))
-        self._merged[group] = whole
+        transfer = _Transfer(tuple(names), whole)
+        self._transfers.update(dict.fromkeys(transfer.names, transfer))
 
     def part(self) -> None:
         """Undo every ``merge``. Nothing may be open."""
-        for group in self._merged:
-            for name in group:
-                del self._group_of[name]
-        self._merged.clear()
+        self._transfers = dict(self._groups)
 
     def wait(self) -> dict[str, T]:
         """Block until all that was sent has been reduced; afterwards every name may become ready anew.
@@ -168,13 +179,13 @@ class GradientReducer(Generic[T]):
             HorovodInternalError: a reduction failed. No other is under way any more either, so gradients may be
                 touched again.
         """
-        transfers, self._transfers = self._transfers, []
+        started, self._started = self._started, []
         reduced: dict[str, T] = {}
-        failure = self._advance(transfers)
-        for transfer in transfers:
+        failure = self._advance(started)
+        for transfer in started:
             self._open.difference_update(transfer.names)
             try:
-                reduced.update(self._receive(transfer))
+                self._receive(transfer, reduced)
             except Exception as error:  # noqa: BLE001 - all memory must be at rest before the first error leaves
                 failure = failure or error
         if failure is not None:
@@ -210,49 +221,65 @@ class GradientReducer(Generic[T]):
         try:
             self.wait()
         finally:
-            self._left, self._held, self._open = {}, {}, set()
+            self._left, self._open = {}, set()
+            for transfer in self._transfers.values():
+                transfer.held = {}
 
     @staticmethod
-    def _advance(transfers: Sequence[_Transfer[T]]) -> Exception | None:
+    def _advance(started: Sequence[_Transfer[T]]) -> Exception | None:
         """Have compressors that need several collectives start the next ones, all before the first is waited for."""
         failure: Exception | None = None
-        for transfer in transfers:
-            if not isinstance(transfer.pending, Pending):
+        for transfer in started:
+            pending = transfer.pending
+            if pending is not None and not isinstance(pending, Pending):
                 try:
-                    transfer.pending.advance()
+                    pending.advance()
                 except Exception as error:  # noqa: BLE001 - as in ``wait``
                     failure = failure or error
         return failure
 
-    def _send(self, gradients: dict[str, T], name: str, *, grouped: bool, names: Sequence[str] = ()) -> None:
-        names = names or list(gradients)
-        begin = getattr(self._compression, "begin", None)
-        if begin is not None:
-            tensors = list(gradients.values())
-            steps: Steps[T] = begin(self._frontend, self._operation, name, tensors)
-            self._transfers.append(_Transfer(gradients, [None] * len(tensors), tensors, steps, names))
-            return
-        pairs = [self._compression.compress(gradient) for gradient in gradients.values()]
-        sent = [tensor for tensor, _ in pairs]
-        # A compressed copy is ours to overwrite. Compressors return the very tensor where they leave it alone.
-        private = all(s is not g for s, g in zip(sent, gradients.values(), strict=True))
-        pending = self._frontend.start(self._operation, sent, name, in_place=self._in_place or private, grouped=grouped)
-        self._transfers.append(_Transfer(gradients, [ctx for _, ctx in pairs], sent, pending, names))
+    def _send(self, transfer: _Transfer[T], gradients: Sequence[T]) -> None:
+        in_place = self._in_place
+        sent: Sequence[T] | None = None
+        if not self._plain:
+            begin = getattr(self._compression, "begin", None)
+            if begin is not None:
+                transfer.pending = begin(self._frontend, self._operation, transfer.label, gradients)
+                transfer.gradients, transfer.sent = gradients, None
+                self._started.append(transfer)
+                return
+            pairs = [self._compression.compress(gradient) for gradient in gradients]
+            sent = [tensor for tensor, _ in pairs]
+            transfer.contexts = [context for _, context in pairs]
+            # A compressed copy is ours to overwrite. Compressors return the very tensor where they leave it alone.
+            in_place = in_place or all(s is not g for s, g in zip(sent, gradients, strict=True))
+        operation = transfer.operation
+        if operation is None or operation.in_place is not in_place:
+            operation = transfer.operation = self._frontend.persistent(
+                self._operation, transfer.label, in_place=in_place, grouped=transfer.grouped
+            )
+        transfer.pending = operation.start(gradients if sent is None else sent)
+        transfer.gradients, transfer.sent = gradients, sent
+        self._started.append(transfer)
 
-    def _receive(self, transfer: _Transfer[T]) -> Mapping[str, T]:
-        results = transfer.pending.wait()
-        if not isinstance(transfer.pending, Pending):
-            return dict(zip(transfer.gradients, results, strict=True))
+    def _receive(self, transfer: _Transfer[T], reduced: dict[str, T]) -> None:
+        """Wait for what is under way, and add what comes of it, by name: merged gradients have one."""
+        pending, gradients, sent = transfer.pending, transfer.gradients, transfer.sent
+        transfer.pending, transfer.gradients, transfer.sent = None, (), None  # the gradients are the caller's alone
+        assert pending is not None
+        names = transfer.names if transfer.whole is None else (transfer.label,)
+        results: Sequence[T] = pending.result() if isinstance(pending, Pending) else pending.wait()
+        if sent is None:
+            reduced.update(zip(names, results, strict=True))
+            return
         deliver = self._frontend.adapter.deliver
-        reduced = {}
-        for (name, gradient), ctx, sent, result in zip(
-            transfer.gradients.items(), transfer.contexts, transfer.sent, results, strict=True
+        for name, gradient, context, one, result in zip(
+            names, gradients, transfer.contexts, sent, results, strict=True
         ):
-            whole = self._compression.decompress(result, ctx)
-            if self._in_place and sent is not gradient:
+            whole = self._compression.decompress(result, context)
+            if self._in_place and one is not gradient:
                 whole = deliver(whole, gradient, in_place=True)
             reduced[name] = whole
-        return reduced
 
 
 def check_passes(passes: int) -> None:
@@ -265,15 +292,12 @@ def check_passes(passes: int) -> None:
         raise InvalidArgumentError(f"backward_passes_per_step must be a whole number from 1, not {passes!r}")
 
 
-def _index_groups(groups: Iterable[Sequence[str]]) -> dict[str, tuple[str, ...]]:
-    index: dict[str, tuple[str, ...]] = {}
+def _groups(groups: Iterable[Sequence[str]]) -> dict[str, _Transfer[Any]]:
+    index: dict[str, _Transfer[Any]] = {}
     for group in groups:
+        transfer: _Transfer[Any] | None = None
         for name in group:
             if name in index:
                 raise InvalidArgumentError(f"{name} is in two groups, or twice in one")
-            index[name] = tuple(group)
+            transfer = index[name] = transfer or _Transfer(tuple(group), grouped=True)
     return index
-
-
-def _group_name(group: tuple[str, ...]) -> str:
-    return group[0] if len(group) == 1 else f"{group[0]}+{len(group) - 1}"

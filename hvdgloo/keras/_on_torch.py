@@ -147,10 +147,10 @@ class TorchSync:
         state = _NOTHING if is_first else _CHANGED if changed else _SENT
         most = CollectiveSpec(Collective.ALLREDUCE, ReduceOp.MAX, process_set=process_set_id(self._options.process_set))
         asked = FRONTEND.start(most, [torch.tensor([state], dtype=torch.uint8)], f"changed.{next(iter(self._hooked))}")
-        if is_first and int(asked.wait()[0]) == _NOTHING:
+        if is_first and int(asked.result()[0]) == _NOTHING:
             return None
         reduced = self._settle()
-        if int(asked.wait()[0]) == _CHANGED:
+        if int(asked.result()[0]) == _CHANGED:
             logger.info(
                 "gradients have been changed since the backward pass computed them (clipped or scaled by the program?)"
                 ": from now on they are sent when there is a step"

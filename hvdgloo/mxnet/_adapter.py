@@ -10,7 +10,6 @@ so what it computes afterwards sees the result.
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -59,9 +58,9 @@ class MXNetAdapter:
             raise InvalidArgumentError(
                 f"arrays of type {tensor.dtype} cannot be sent; the types that can are {', '.join(names)}"
             )
-        return _spec(dtype, tensor.shape)
+        return TensorSpec(dtype, tensor.shape)
 
-    def export(self, tensor: Tensor, *, writable: bool = False) -> Buffer:
+    def export(self, tensor: Tensor, *, writable: bool = False, known: TensorSpec | None = None) -> Buffer:
         if not self.owns(tensor):
             raise InvalidArgumentError(
                 f"expected an array of MXNet, not {type(tensor).__name__}; {_instead_of(tensor)}"
@@ -143,9 +142,3 @@ def _settle(tensor: Tensor, *, written: bool) -> None:
         if ours is None:
             raise
         raise ours from error
-
-
-@functools.lru_cache(maxsize=4096)
-def _spec(dtype: DType, shape: tuple[int, ...]) -> TensorSpec:
-    """The same object for arrays of a kind: a model's gradients come again in every step."""
-    return TensorSpec(dtype, shape)

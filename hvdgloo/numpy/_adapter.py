@@ -35,7 +35,7 @@ class NumpyAdapter:
             )
         return TensorSpec(dtype, tensor.shape)
 
-    def export(self, tensor: Array, *, writable: bool = False) -> Buffer:
+    def export(self, tensor: Array, *, writable: bool = False, known: TensorSpec | None = None) -> Buffer:
         if not self.owns(tensor):
             raise InvalidArgumentError(
                 f"expected a numpy array, not {type(tensor).__name__}; numpy.asarray makes one of numbers and lists"

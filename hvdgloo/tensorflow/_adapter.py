@@ -56,7 +56,7 @@ class TensorFlowAdapter:
         dimensions = tensor.shape.as_list() if tensor.shape.rank is not None else []
         return TensorSpec(dtype, tuple(-1 if size is None else size for size in dimensions))
 
-    def export(self, tensor: Tensor, *, writable: bool = False) -> Buffer:
+    def export(self, tensor: Tensor, *, writable: bool = False, known: TensorSpec | None = None) -> Buffer:
         if isinstance(tensor, _ARRAYS):
             return self._export_array(np.asarray(tensor), writable)
         if not isinstance(tensor, (tf.Tensor, tf.Variable)):

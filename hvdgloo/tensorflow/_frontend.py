@@ -66,7 +66,7 @@ class TensorFlowFrontend(Frontend[Tensor]):
 
         def forward(inputs: Sequence[Tensor]) -> list[Tensor]:
             def run(*arrays: Any) -> Any:
-                return self.start(operation, arrays, label, grouped=group, waits=True).wait()
+                return self.start(operation, arrays, label, grouped=group, waits=True).result()
 
             return operator(run, inputs, [t.dtype for t in inputs], [_shape_after(operation, t) for t in inputs])
 
@@ -121,7 +121,7 @@ class TensorFlowFrontend(Frontend[Tensor]):
         def forward(inputs: Sequence[Tensor]) -> list[Tensor]:
             def run(array: Any, *rest: Any) -> Any:
                 rows = self._splits(operation, array, rest[0] if rest else None)
-                return self.start(operation, [array[: sum(rows)]], label, splits=rows, waits=True).wait()
+                return self.start(operation, [array[: sum(rows)]], label, splits=rows, waits=True).result()
 
             shapes = [_shape_after(operation, tensor), (None,)]
             received, numbers = operator(run, [*inputs, *chosen], [tensor.dtype, tf.int32], shapes)

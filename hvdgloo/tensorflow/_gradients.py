@@ -18,7 +18,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdgloo._collectives.adapter import Tape
-from hvdgloo._collectives.core import Pending
+from hvdgloo._collectives.persistent import Pending
 from hvdgloo._collectives.process_sets import process_set_id
 from hvdgloo._collectives.spec import CollectiveSpec, gathering
 from hvdgloo._training.options import GradientOptions, check, label, make_reducer, named_groups
@@ -238,7 +238,7 @@ class _Batch:
                 error = gathered[index]
                 if isinstance(error, Exception):
                     raise error
-                results.append(gathering[index].wait())
+                results.append(gathering[index].result())
         return results
 
     def _abandon(self) -> None:
@@ -253,7 +253,7 @@ class _Batch:
 
 def _settled(pending: Pending[Tensor]) -> Exception | None:
     try:
-        pending.wait()
+        pending.result()
     except Exception as error:  # noqa: BLE001 - told by whoever asks for the result
         return error
     return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -41,12 +40,19 @@ class TorchAdapter:
                 f"tensors of type {tensor.dtype} cannot be sent; the types that can are "
                 + ", ".join(str(supported) for supported in _DTYPES)
             )
-        return _spec(dtype, tensor.shape, "cuda" if self.is_cuda(tensor) else "cpu")
+        return TensorSpec(dtype, tuple(tensor.shape), "cuda" if self.is_cuda(tensor) else "cpu")
 
-    def export(self, tensor: torch.Tensor, *, writable: bool = False) -> Buffer:
+    def export(self, tensor: torch.Tensor, *, writable: bool = False, known: TensorSpec | None = None) -> Buffer:
         if not isinstance(tensor, torch.Tensor):
             raise InvalidArgumentError(f"expected a torch.Tensor, not {type(tensor).__name__}")
-        spec = self.describe(tensor)
+        spec = known
+        if (
+            spec is None
+            or spec.shape != tensor.shape
+            or _DTYPES.get(tensor.dtype) is not spec.dtype
+            or self.is_cuda(tensor) is not (spec.device == "cuda")
+        ):
+            spec = self.describe(tensor)
         if tensor.layout is not torch.strided or tensor.is_meta:
             kind = "meta" if tensor.is_meta else str(tensor.layout)
             raise InvalidArgumentError(f"a {kind} tensor cannot be sent; tensor.to_dense() gives one that can")
@@ -88,9 +94,12 @@ class TorchAdapter:
         return tensor.to(_TORCH_DTYPES[dtype])
 
     def fence(self, tensors: Sequence[torch.Tensor]) -> Callable[[], None] | None:
-        devices = {tensor.device for tensor in tensors if tensor.is_cuda}
-        if not devices:
+        for tensor in tensors:
+            if tensor.is_cuda:
+                break
+        else:
             return None
+        devices = {tensor.device for tensor in tensors if tensor.is_cuda}
         events = [torch.cuda.current_stream(device).record_event() for device in devices]
 
         def ready() -> None:
@@ -138,12 +147,6 @@ class _Differentiable(torch.autograd.Function):
         for index, result in zip(chosen, ctx.rule(tape, [gradients[index] for index in chosen]), strict=True):
             results[index] = result
         return None, None, None, *results
-
-
-@functools.lru_cache(maxsize=4096)
-def _spec(dtype: DType, shape: torch.Size, device: str) -> TensorSpec:
-    """The same object for tensors of a kind: a model's gradients come again in every step."""
-    return TensorSpec(dtype, tuple(shape), device)
 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:

@@ -385,7 +385,7 @@ class _Session:
         pending = {name: self.frontend.start(operation, [tensor], name) for name, (tensor, _) in sent.items()}
         with torch.no_grad():
             for name, combined in pending.items():
-                whole = compression.decompress(combined.wait()[0], sent[name][1])
+                whole = compression.decompress(combined.result()[0], sent[name][1])
                 trained[name].copy_(before[name] + whole)
         return result
 

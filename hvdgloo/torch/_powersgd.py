@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from hvdgloo._collectives.core import Core, Pending
+from hvdgloo._collectives.core import Core
+from hvdgloo._collectives.persistent import Pending
 from hvdgloo._collectives.spec import CollectiveSpec
 from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.types import ReduceOp
@@ -111,7 +111,7 @@ class _Steps:
         gradients: Sequence[Tensor],
     ) -> None:
         self._frontend = frontend
-        self._average = replace(operation, op=ReduceOp.AVERAGE, prescale=1.0, postscale=1.0)
+        self._average = operation._replace(op=ReduceOp.AVERAGE, prescale=1.0, postscale=1.0)
         self._factor = operation.prescale * operation.postscale
         if operation.op is ReduceOp.SUM:
             self._factor *= frontend.members(operation)[0]
@@ -135,16 +135,16 @@ class _Steps:
     def advance(self) -> None:
         if self._first is None:
             return
-        self._first.wait()
+        self._first.result()
         for approximation in self._large.values():
             approximation.project()
         self._second = self._start(self._average, [a.q for a in self._large.values()], f"{self._name}.q")
 
     def wait(self) -> list[Tensor]:
         if self._small is not None:
-            self._small.wait()
+            self._small.result()
         if self._second is not None:
-            self._second.wait()
+            self._second.result()
             for approximation in self._large.values():
                 approximation.finish(self._factor)
         return list(self._gradients)

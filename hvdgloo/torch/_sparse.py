@@ -41,7 +41,7 @@ def start_sparse_allreduce(
     pending = frontend.start(operation, parts, name, grouped=True)
 
     def finish() -> Tensor:
-        indices, values = pending.wait()
+        indices, values = pending.result()
         if op == ReduceOp.AVERAGE:
             values = values / frontend.members(operation)[0]
         return _sparse(indices.t(), values, tensor.shape, tensor.device).coalesce()

@@ -181,9 +181,9 @@ def test_several_backward_passes_add_up_before_one_step(world: MakeWorld) -> Non
             whole = part_of(context)
             middle = (whole.start + whole.stop) // 2
             loss_of(model, slice(whole.start, middle)).backward()
-            assert not optimizer._hvd.reducer._transfers
+            assert not optimizer._hvd.reducer.open
             loss_of(model, slice(middle, whole.stop)).backward()
-            assert optimizer._hvd.reducer._transfers
+            assert optimizer._hvd.reducer.open
             optimizer.step()  # torch adds gradients of passes up, hence twice the rate above
         return values(model)
 
@@ -197,9 +197,9 @@ def test_changing_the_number_of_passes(world: MakeWorld) -> None:
         optimizer = distribute(context, OPTIMIZERS["sgd"](model.parameters()))
         optimizer.set_backward_passes_per_step(2)
         loss_of(model).backward()
-        assert not optimizer._hvd.reducer._transfers
+        assert not optimizer._hvd.reducer.open
         loss_of(model).backward()
-        assert optimizer._hvd.reducer._transfers
+        assert optimizer._hvd.reducer.open
         optimizer.step()
         for wrong in (0, -1, 1.5):
             with pytest.raises(ValueError, match="backward_passes_per_step"):
@@ -223,8 +223,8 @@ def test_gradients_leave_before_the_backward_pass_ends(world: MakeWorld) -> None
             # Runs in the middle of backward, when the second layer's gradients have been handed over.
             assert optimizer._hvd.reducer.open == {"2.weight", "2.bias"}
             waited = threading.Event()
-            for transfer in optimizer._hvd.reducer._transfers:
-                transfer.pending._handle.add_done_callback(lambda handle: waited.set())
+            for transfer in optimizer._hvd.reducer._started:
+                transfer.pending.add_done_callback(lambda handle: waited.set())
             reduced_meanwhile.append(waited.wait(10))
 
         hidden = torch.tanh(model[0](INPUTS))
@@ -517,7 +517,7 @@ def test_a_later_optimizer_takes_the_parameters_over(world: MakeWorld) -> None:
         old = distribute(context, torch.optim.SGD(model.parameters(), lr=5.0), model.named_parameters())
         new = distribute(context, torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
         loss_of(model, part_of(context)).backward()
-        assert not old._hvd.reducer._transfers
+        assert not old._hvd.reducer.open
         with pytest.raises(InvalidArgumentError, match="later DistributedOptimizer"):
             old.step()
         new.step()
@@ -674,9 +674,9 @@ def test_loading_a_state_counts_passes_anew(world: MakeWorld) -> None:
         loss_of(model).backward()
         optimizer.load_state_dict(optimizer.state_dict())
         loss_of(model).backward()
-        assert not optimizer._hvd.reducer._transfers
+        assert not optimizer._hvd.reducer.open
         loss_of(model).backward()
-        assert optimizer._hvd.reducer._transfers
+        assert optimizer._hvd.reducer.open
         optimizer.step()
 
     world(2).run(rank_body)
@@ -740,7 +740,7 @@ def test_a_lost_job_is_an_error_in_step_and_gradients_come_to_rest(world: MakeWo
     two.contexts[1].close()
     with pytest.raises(HorovodInternalError):
         optimizer.step()
-    assert not optimizer._hvd.reducer._transfers
+    assert not optimizer._hvd.reducer.open
     optimizer.zero_grad()
     with pytest.raises(HorovodInternalError):
         loss_of(model).backward()

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -255,14 +256,19 @@ def test_gradients_travel_while_the_backward_pass_is_computed(ranks: Ranks) -> N
         frontend = frontend_of(context)
         weights = [tf.Variable([float(i + 1)]) for i in range(4)]
         reduced = threading.Event()
-        start = frontend.start
+        register = frontend.persistent
 
         def watched(*args: Any, **kwargs: Any) -> Any:
-            pending = start(*args, **kwargs)
-            pending._handle.add_done_callback(lambda _: (reduced.set(), arrived[context.rank].set()))
-            return pending
+            operation = register(*args, **kwargs)
 
-        frontend.start = watched  # type: ignore[method-assign]
+            def start(tensors: Any) -> Any:
+                pending = operation.start(tensors)
+                pending.add_done_callback(lambda _: (reduced.set(), arrived[context.rank].set()))
+                return pending
+
+            return SimpleNamespace(in_place=operation.in_place, start=start)
+
+        frontend.persistent = watched  # type: ignore[method-assign]
         opened: list[bool] = []
 
         @tf.custom_gradient

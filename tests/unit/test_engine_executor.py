@@ -137,9 +137,8 @@ class Bench:
             fusion_threshold=fusion_threshold,
             separate_groups=False,
             operation_timeout=operation_timeout,
-            on_room=self._on_room,
-            on_failure=self._on_failure,
         )
+        self.executor.tell(on_room=self._on_room, on_failure=self._on_failure)
 
     def open_group(self, number: int, ranks: tuple[int, ...]) -> Group | None:
         return Group(self.backend, ranks, ranks.index(RANK)) if RANK in ranks else None

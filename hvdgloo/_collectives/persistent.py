@@ -1,0 +1,194 @@
+"""A collective that a program starts again and again, as MPI calls it: registered once, started every step.
+
+All that does not change from one start to the next (name, Request, what the engine has checked and agreed upon) is
+worked out when it is first started, and again if the tensors have another shape or type, or the job is another one.
+What a start makes is its ``Pending``, the one future on the way from the user to the engine and back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from hvdgloo._collectives.adapter import TensorAdapter
+from hvdgloo._collectives.naming import names_of
+from hvdgloo._collectives.spec import CollectiveSpec
+from hvdgloo._engine.conventions import divide_rows
+from hvdgloo._engine.handle import Handle
+from hvdgloo._engine.submission import PersistentRequest
+from hvdgloo._job.context import Context
+from hvdgloo.types import Buffer, Collective, DType, TensorSpec
+
+T = TypeVar("T")
+
+_ALLOCATED_LATE = frozenset({Collective.ALLGATHER, Collective.ALLTOALL})
+
+
+class Pending(Handle, Generic[T]):
+    """A started collective: the engine's Handle, and the tensors that it was started with."""
+
+    __slots__ = ("_operation", "_results", "_tensors")
+
+    def __init__(self, name: str, operation: PersistentOperation[T] | None, tensors: Sequence[T]) -> None:
+        super().__init__(name)
+        self._operation = operation
+        self._tensors = tensors
+        self._results: list[T] | None = None
+
+    @classmethod
+    def of_nothing(cls) -> Pending[T]:
+        """What has ended already: a group without tensors."""
+        pending: Pending[T] = cls("an empty group", None, ())
+        pending._results = []
+        pending.resolve()
+        return pending
+
+    def result(self, timeout: float | None = None) -> list[T]:
+        """Block until the collective has ended.
+
+        Args:
+            timeout: seconds; None waits until it ends, which it does at the engine's own deadlines at the latest.
+
+        Returns:
+            the results in the order of the tensors; in an in-place operation those very tensors.
+
+        Raises:
+            WaitTimeoutError: not ended within ``timeout``; it may be waited for again.
+            HorovodInternalError: the collective failed.
+        """
+        outputs = self.wait(timeout)
+        results = self._results
+        if results is None:
+            assert self._operation is not None
+            results = self._results = self._operation.deliver(outputs, self._tensors)
+        return results
+
+
+class PersistentOperation(Generic[T]):
+    """A collective with its parameters and name, to be started with tensors any number of times.
+
+    It may not be started again before the former start has ended, unless it has automatic names.
+
+    Args:
+        adapter: the framework's tensors.
+        context: returns the Context to work in, or raises NotInitializedError.
+        spec: what to do.
+        name: without the operation's prefix; None for an automatic one at each start.
+        in_place: write the results into the tensors, which otherwise are never written.
+        grouped: the name is that of a group of tensors.
+    """
+
+    __slots__ = ("_adapter", "_context", "_export", "_registered", "in_place", "name", "prefix", "spec")
+
+    def __init__(
+        self,
+        adapter: TensorAdapter[T],
+        context: Callable[[], Context],
+        spec: CollectiveSpec,
+        name: str | None,
+        *,
+        in_place: bool,
+        grouped: bool,
+    ) -> None:
+        self.spec = spec
+        self.name = name
+        self.prefix = "grouped_" + spec.collective.value if grouped else spec.collective.value
+        self.in_place = in_place
+        self._adapter = adapter
+        self._export = adapter.export
+        self._context = context
+        # Of which job, for tensors of which kinds; one value, for whoever starts it on another thread meanwhile.
+        self._registered: tuple[Context, tuple[TensorSpec, ...], PersistentRequest] | None = None
+
+    def start(self, tensors: Sequence[T], *, splits: Sequence[int] = (), waits: bool = False) -> Pending[T]:
+        """Hand the collective to the engine, and return at once.
+
+        Args:
+            tensors: taken together: negotiated, executed and failed as one.
+            splits: of an alltoall: rows for each rank. Its results are the received rows and, int32, how many came from
+                each rank.
+            waits: the caller waits for it next.
+
+        Raises:
+            InvalidArgumentError: this start is wrong in itself; nothing was sent to other ranks.
+            DuplicateNameError: the former start has not ended yet.
+            HorovodInternalError: the job has ended.
+        """
+        context, registered = self._context(), self._registered
+        if registered is None or registered[0] is not context or len(registered[1]) != len(tensors):
+            inputs = [self._export(tensor, writable=self.in_place) for tensor in tensors]
+            persistent = self._register(context, inputs)
+        else:
+            _, specs, persistent = registered
+            inputs = []
+            same = True
+            for tensor, spec in zip(tensors, specs):  # noqa: B905 - they are as many
+                buffer = self._export(tensor, writable=self.in_place, known=spec)
+                same = same and (buffer.spec is spec or buffer.spec == spec)
+                inputs.append(buffer)
+            if not same:
+                persistent = self._register(context, inputs)
+        pending: Pending[T] = Pending(persistent.request.name, self, tensors)
+        launch = context.engine.launch
+        if self.spec.collective in _ALLOCATED_LATE:
+            fence = self._adapter.fence(tensors)
+            allocate = self._allocating(tensors)
+            launch(persistent, pending, inputs, allocate=allocate, ready=fence, splits=splits, waits=waits)
+        else:
+            outputs = inputs if self.in_place else self._outputs(context, inputs, tensors)
+            launch(persistent, pending, inputs, outputs, ready=self._adapter.fence(tensors), waits=waits)
+        return pending
+
+    def deliver(self, outputs: Sequence[Buffer], tensors: Sequence[T]) -> list[T]:
+        """Make of the engine's results what the caller of ``start`` gets."""
+        deliver, in_place = self._adapter.deliver, self.in_place
+        owners: Sequence[Any] = [buffer.owner for buffer in outputs]
+        if self.spec.collective is not Collective.ALLTOALL:
+            return [deliver(owner, tensor, in_place=in_place) for owner, tensor in zip(owners, tensors, strict=True)]
+        received = deliver(owners[0], tensors[0], in_place=in_place)
+        return [received, self._integers(outputs[1].array(), tensors[0])]
+
+    def _register(self, context: Context, inputs: Sequence[Buffer]) -> PersistentRequest:
+        """Work out what is the same for all starts with tensors of this kind."""
+        specs = tuple([buffer.spec for buffer in inputs])
+        full_name = names_of(context).full(self.spec.process_set, self.prefix, self.name)
+        persistent = PersistentRequest(self.spec.request(full_name, specs))
+        if self.name is not None:
+            self._registered = context, specs, persistent
+        return persistent
+
+    def _allocating(self, tensors: Sequence[T]) -> Callable[[int, TensorSpec], Buffer]:
+        adapter = self._adapter
+
+        def allocate(index: int, spec: TensorSpec) -> Buffer:
+            return adapter.export(adapter.allocate(spec, tensors[index]), writable=True)
+
+        return allocate
+
+    def _outputs(self, context: Context, inputs: Sequence[Buffer], tensors: Sequence[T]) -> list[Buffer]:
+        outputs = []
+        for exported, tensor in zip(inputs, tensors, strict=True):
+            spec = exported.spec
+            if self.spec.collective is Collective.REDUCESCATTER:
+                spec = replace(spec, shape=self._own_part(context, spec.shape))
+            elif exported.owner is not tensor:
+                outputs.append(exported)  # a staged input is a private copy already: it can hold the result as well
+                continue
+            outputs.append(self._export(self._adapter.allocate(spec, tensor), writable=True, known=spec))
+        return outputs
+
+    def _own_part(self, context: Context, shape: tuple[int, ...]) -> tuple[int, ...]:
+        if not shape:
+            return shape  # the engine refuses it
+        ranks = context.engine.members_of(self.spec.process_set, self.spec.collective.value)
+        return divide_rows(shape[0], len(ranks))[ranks.index(context.rank)], *shape[1:]
+
+    def _integers(self, values: npt.NDArray[np.int64], like: T) -> T:
+        """A tensor of int32, shape (len(values),)."""
+        memory = self._adapter.allocate(TensorSpec(DType.INT32, values.shape), like)
+        self._export(memory, writable=True).array()[:] = values
+        return self._adapter.deliver(memory, like, in_place=False)
