@@ -1,4 +1,4 @@
-"""The values that front-ends, engine and backends exchange. All are frozen; none knows a framework."""
+"""The values that front-ends, engine and backends exchange. None is ever changed, and none knows a framework."""
 
 from __future__ import annotations
 
@@ -56,6 +56,8 @@ class ReduceOp(enum.IntEnum):
     MAX = 4
     PRODUCT = 5
 
+    __hash__ = int.__hash__  # enum's own is a Python function
+
 
 class Collective(enum.Enum):
     """A collective operation; the value is the prefix of its tensors' names."""
@@ -90,7 +92,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
         return self.count * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, unsafe_hash=True)  # not frozen: that takes three times as long, and one is made for every tensor
 class Buffer:
     """Contiguous memory of one tensor, in row-major order, without a copy.
 

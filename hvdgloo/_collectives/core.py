@@ -24,7 +24,7 @@ from hvdgloo._collectives.adjoints import ADJOINTS, send_back
 from hvdgloo._collectives.naming import names_of
 from hvdgloo._collectives.persistent import Pending, PersistentOperation
 from hvdgloo._collectives.process_sets import ProcessSet, process_set_id
-from hvdgloo._collectives.spec import CollectiveSpec
+from hvdgloo._collectives.spec import CollectiveSpec, reduction
 from hvdgloo._job.context import Context
 from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.types import Buffer, Collective, TensorSpec
@@ -41,7 +41,7 @@ class _Session(Generic[T]):
 
     def __init__(self, context: Context) -> None:
         self.names = names_of(context)
-        self.operations: dict[tuple[str, bool, int, Collective], PersistentOperation[T]] = {}
+        self.operations: dict[tuple[object, ...], PersistentOperation[T]] = {}  # by all that tells them apart
         self.numbers = itertools.count(1)
         self.pending: dict[int, tuple[Pending[T], Callable[[list[T]], Any]]] = {}
 
@@ -100,14 +100,44 @@ class Core(Generic[T]):
             return self.persistent(operation, None, in_place=in_place, grouped=grouped).start(
                 tensors, splits=splits, waits=waits
             )
-        operations = self._bind()[1].operations
-        key = (name, grouped, operation.process_set, operation.collective)
-        known = operations.get(key)
-        if known is None or known.in_place is not in_place or known.spec != operation:
-            if len(operations) >= _MOST_OPERATIONS:
-                operations.clear()  # a program that makes up names
-            known = operations[key] = self.persistent(operation, name, in_place=in_place, grouped=grouped)
+        session = self._bind()[1]
+        key = name, in_place, grouped, operation
+        known = session.operations.get(key)
+        if known is None:
+            known = self._keep(session, key, self.persistent(operation, name, in_place=in_place, grouped=grouped))
         return known.start(tensors, splits=splits, waits=waits)
+
+    def _start_allreduce(
+        self,
+        tensor: T,
+        arguments: tuple[bool | None, int | None, float, float, ProcessSet],
+        name: str | None,
+        *,
+        in_place: bool,
+        waits: bool = False,
+    ) -> Pending[T]:
+        """``start`` for the arguments that users give to ``reduction``, which need not be looked at each time."""
+        if name is None or arguments[0] is not None:
+            return self.start(reduction(*arguments, depth=3), [tensor], name, in_place=in_place, waits=waits)
+        session = self._bind()[1]
+        _, op, prescale, postscale, process_set = arguments
+        key = name, in_place, op, prescale, postscale, process_set_id(process_set)
+        try:
+            known = session.operations.get(key)
+        except TypeError:  # no numbers; ``reduction`` says so
+            known = None
+        if known is None:
+            known = self._keep(session, key, self.persistent(reduction(*arguments), name, in_place=in_place))
+        return known.start((tensor,), waits=waits)
+
+    @staticmethod
+    def _keep(
+        session: _Session[T], key: tuple[object, ...], operation: PersistentOperation[T]
+    ) -> PersistentOperation[T]:
+        if len(session.operations) >= _MOST_OPERATIONS:
+            session.operations.clear()  # a program that makes up names
+        session.operations[key] = operation
+        return operation
 
     def apply(
         self,
@@ -275,7 +305,7 @@ class Core(Generic[T]):
 
     def _number(self, pending: Pending[T], shape: Callable[[list[T]], Any] = itemgetter(0)) -> int:
         """The number that stands for a pending operation; ``shape`` makes of its results what users get."""
-        session = self._bind()[1]
+        _, session = self._bind()
         number = next(session.numbers)
         session.pending[number] = (pending, shape)
         return number

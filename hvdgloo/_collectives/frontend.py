@@ -130,8 +130,8 @@ class Frontend(Core[T]):
 
         ``tensor`` must not be written until ``synchronize`` has returned.
         """
-        operation = reduction(average, op, prescale_factor, postscale_factor, process_set)
-        return self._number(self.start(operation, [tensor], name))
+        arguments = average, op, prescale_factor, postscale_factor, process_set
+        return self._number(self._start_allreduce(tensor, arguments, name, in_place=False))
 
     def allreduce_(
         self,
@@ -144,8 +144,8 @@ class Frontend(Core[T]):
         process_set: ProcessSet = global_process_set,
     ) -> T:
         """``allreduce`` in place: the result is written into ``tensor``, which is returned. Records no gradient."""
-        operation = reduction(average, op, prescale_factor, postscale_factor, process_set)
-        return self.start(operation, [tensor], name, in_place=True, waits=True).result()[0]
+        arguments = average, op, prescale_factor, postscale_factor, process_set
+        return self._start_allreduce(tensor, arguments, name, in_place=True, waits=True).result()[0]
 
     def allreduce_async_(
         self,
@@ -158,8 +158,8 @@ class Frontend(Core[T]):
         process_set: ProcessSet = global_process_set,
     ) -> int:
         """``allreduce_`` that returns a handle. ``tensor`` is not to be touched until ``synchronize`` has returned."""
-        operation = reduction(average, op, prescale_factor, postscale_factor, process_set)
-        return self._number(self.start(operation, [tensor], name, in_place=True))
+        arguments = average, op, prescale_factor, postscale_factor, process_set
+        return self._number(self._start_allreduce(tensor, arguments, name, in_place=True))
 
     def grouped_allreduce(
         self,

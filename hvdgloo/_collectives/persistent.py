@@ -101,8 +101,8 @@ class PersistentOperation(Generic[T]):
         self._adapter = adapter
         self._export = adapter.export
         self._context = context
-        # Of which job, for tensors of which kinds; one value, for whoever starts it on another thread meanwhile.
-        self._registered: tuple[Context, tuple[TensorSpec, ...], PersistentRequest] | None = None
+        # Of which job, for tensors of which kinds, whether they are on a GPU; one value, since threads may share it.
+        self._registered: tuple[Context, tuple[TensorSpec, ...], PersistentRequest, bool] | None = None
 
     def start(self, tensors: Sequence[T], *, splits: Sequence[int] = (), waits: bool = False) -> Pending[T]:
         """Hand the collective to the engine, and return at once.
@@ -118,29 +118,30 @@ class PersistentOperation(Generic[T]):
             DuplicateNameError: the former start has not ended yet.
             HorovodInternalError: the job has ended.
         """
-        context, registered = self._context(), self._registered
+        context, registered, export, in_place = self._context(), self._registered, self._export, self.in_place
         if registered is None or registered[0] is not context or len(registered[1]) != len(tensors):
-            inputs = [self._export(tensor, writable=self.in_place) for tensor in tensors]
-            persistent = self._register(context, inputs)
+            inputs = [export(tensor, writable=in_place) for tensor in tensors]
+            registered = self._register(context, inputs)
         else:
-            _, specs, persistent = registered
-            inputs = []
-            same = True
-            for tensor, spec in zip(tensors, specs):  # noqa: B905 - they are as many
-                buffer = self._export(tensor, writable=self.in_place, known=spec)
-                same = same and (buffer.spec is spec or buffer.spec == spec)
+            inputs, same = [], True
+            for tensor, spec in zip(tensors, registered[1]):  # noqa: B905 - they are as many
+                buffer = export(tensor, writable=in_place, known=spec)
                 inputs.append(buffer)
+                if buffer.spec is not spec and buffer.spec != spec:
+                    same = False
             if not same:
-                persistent = self._register(context, inputs)
+                registered = self._register(context, inputs)
+        _, _, persistent, on_device = registered
         pending: Pending[T] = Pending(persistent.request.name, self, tensors)
         launch = context.engine.launch
         if self.spec.collective in _ALLOCATED_LATE:
-            fence = self._adapter.fence(tensors)
+            fence = self._adapter.fence(tensors) if on_device else None
             allocate = self._allocating(tensors)
             launch(persistent, pending, inputs, allocate=allocate, ready=fence, splits=splits, waits=waits)
         else:
-            outputs = inputs if self.in_place else self._outputs(context, inputs, tensors)
-            launch(persistent, pending, inputs, outputs, ready=self._adapter.fence(tensors), waits=waits)
+            outputs = inputs if in_place else self._outputs(context, inputs, tensors)
+            fence = self._adapter.fence(tensors) if on_device else None  # once the results are allocated
+            launch(persistent, pending, inputs, outputs, ready=fence, waits=waits)
         return pending
 
     def deliver(self, outputs: Sequence[Buffer], tensors: Sequence[T]) -> list[T]:
@@ -152,14 +153,17 @@ class PersistentOperation(Generic[T]):
         received = deliver(owners[0], tensors[0], in_place=in_place)
         return [received, self._integers(outputs[1].array(), tensors[0])]
 
-    def _register(self, context: Context, inputs: Sequence[Buffer]) -> PersistentRequest:
+    def _register(
+        self, context: Context, inputs: Sequence[Buffer]
+    ) -> tuple[Context, tuple[TensorSpec, ...], PersistentRequest, bool]:
         """Work out what is the same for all starts with tensors of this kind."""
         specs = tuple([buffer.spec for buffer in inputs])
         full_name = names_of(context).full(self.spec.process_set, self.prefix, self.name)
         persistent = PersistentRequest(self.spec.request(full_name, specs))
+        registered = context, specs, persistent, any(spec.device != "cpu" for spec in specs)
         if self.name is not None:
-            self._registered = context, specs, persistent
-        return persistent
+            self._registered = registered
+        return registered
 
     def _allocating(self, tensors: Sequence[T]) -> Callable[[int, TensorSpec], Buffer]:
         adapter = self._adapter

@@ -32,8 +32,11 @@ class CollectiveSpec(NamedTuple):
         )
 
 
-def resolve_op(average: bool | None, op: int | None) -> ReduceOp:
+def resolve_op(average: bool | None, op: int | None, *, depth: int = 3) -> ReduceOp:
     """The reduction that ``average=`` and ``op=`` ask for together.
+
+    Args:
+        depth: calls between the user's and this one, which a warning is to point to.
 
     Raises:
         InvalidArgumentError: both are given, or ``op`` is not one of Average, Sum, Adasum, Min, Max, Product.
@@ -41,7 +44,7 @@ def resolve_op(average: bool | None, op: int | None) -> ReduceOp:
     if average is not None:
         if op is not None:
             raise InvalidArgumentError("average= and op= exclude each other; leave average= out, it is deprecated")
-        warnings.warn("average= is deprecated; use op=Average or op=Sum", DeprecationWarning, stacklevel=4)
+        warnings.warn("average= is deprecated; use op=Average or op=Sum", DeprecationWarning, stacklevel=1 + depth)
         return ReduceOp.AVERAGE if average else ReduceOp.SUM
     if op is None:
         return ReduceOp.AVERAGE
@@ -57,17 +60,25 @@ def resolve_op(average: bool | None, op: int | None) -> ReduceOp:
 
 
 def reduction(
-    average: bool | None, op: int | None, prescale: float, postscale: float, process_set: ProcessSet
+    average: bool | None,
+    op: int | None,
+    prescale: float,
+    postscale: float,
+    process_set: ProcessSet,
+    *,
+    depth: int = 2,
 ) -> CollectiveSpec:
     """An allreduce, from the arguments that users give.
+
+    Args:
+        depth: calls between the user's and this one, which a warning is to point to.
 
     Raises:
         InvalidArgumentError: as ``resolve_op``; factors that are not numbers; a process set that cannot be used.
     """
     factors = _factors(prescale, postscale)
-    return CollectiveSpec(
-        Collective.ALLREDUCE, resolve_op(average, op), *factors, process_set=process_set_id(process_set)
-    )
+    resolved = resolve_op(average, op, depth=depth + 1)
+    return CollectiveSpec(Collective.ALLREDUCE, resolved, *factors, process_set=process_set_id(process_set))
 
 
 def scattering(op: int, prescale: float, postscale: float, process_set: ProcessSet) -> CollectiveSpec:

@@ -222,7 +222,8 @@ class Engine:
                 "to the parent (start workers with the 'spawn' method and hvd.init() if they are to be ranks)"
             )
         request = persistent.request
-        if not persistent.is_agreed:
+        signature = persistent.signature
+        if signature is None or signature.number < 0:
             self._validate(request)
         results = inputs if request.collective in _ALLOCATED_LATE else outputs or ()
         if len(inputs) != len(request.tensors) or len(results) != len(request.tensors):

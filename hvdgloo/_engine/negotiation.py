@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from msgspec.structs import replace
@@ -25,14 +25,16 @@ _EXCUSABLE = frozenset({Collective.ALLREDUCE, Collective.BARRIER})
 """What goes on without the data of ranks that have joined."""
 
 
-@dataclass
 class PartialSubmission:
-    """An operation that some ranks have submitted."""
+    """An operation that some ranks have submitted, from the moment ``since``, and how many of them by its number."""
 
-    since: float
-    requests: dict[int, Request] = field(default_factory=dict)
-    payloads: dict[int, bytes] = field(default_factory=dict)
-    by_number: int = 0
+    __slots__ = ("by_number", "payloads", "requests", "since")
+
+    def __init__(self, since: float) -> None:
+        self.since = since
+        self.requests: dict[int, Request] = {}
+        self.payloads: dict[int, bytes] | None = None
+        self.by_number = 0
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,8 @@ class Negotiator:
         return sorted(report, key=lambda waiting: waiting.since)
 
     def _file(self, rank: int, request: Request, now: float, payload: bytes, *, by_number: bool) -> None:
-        if request.process_set not in self._members:
+        members = self._members.get(request.process_set)
+        if members is None:
             return  # it was removed while this was on its way; the rank has been told
         if request.collective is Collective.JOIN:
             # What this rank submitted before comes before: also what it is being asked to say again.
@@ -147,15 +150,17 @@ class Negotiator:
             return
         if self.observer is not None:
             self.observer.arrived(rank, request)
-        key = request.process_set, request.name
+        key = request.key
         pending = self._pending.get(key)
         if pending is None:
             pending = self._pending[key] = PartialSubmission(now)
         pending.requests[rank] = request
         if payload:
+            if pending.payloads is None:
+                pending.payloads = {}
             pending.payloads[rank] = payload
         pending.by_number += by_number
-        if len(pending.requests) == len(self._members[request.process_set]) or not self._missing(key[0], pending):
+        if len(pending.requests) == len(members) or (self._joined and not self._missing(key[0], pending)):
             self._order(key, pending)
 
     def _missing(self, process_set: int, pending: PartialSubmission) -> list[int]:
@@ -170,7 +175,10 @@ class Negotiator:
         members = self._members[key[0]]
         number = self._numbers.get(key)
         error = ""
-        as_before = pending.by_number == len(pending.requests) and not _lacks(pending.requests, members)
+        submitted = len(pending.requests)
+        as_before = pending.by_number == submitted and not (
+            submitted < len(members) and _lacks(pending.requests, members)
+        )
         if number is not None and as_before:
             self._signatures.move_to_end(number)
             self._ready.append(number)
@@ -181,8 +189,9 @@ class Negotiator:
         if self.observer is not None:
             request = next(iter(pending.requests.values()))
             self.observer.settled(request, executed_here=not error and COORDINATOR in members)
-        if len(pending.payloads) == len(pending.requests) and not error:
-            payloads = [pending.payloads[rank] for rank in sorted(pending.payloads)]
+        sent = pending.payloads
+        if sent is not None and len(sent) == submitted and not error:
+            payloads = [sent[rank] for rank in sorted(sent)]
             result = inline.combine(pending.requests[min(pending.requests)], payloads, len(members))
             if result:
                 self._results.append((len(self._ready) - 1, result))

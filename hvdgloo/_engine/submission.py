@@ -31,7 +31,8 @@ class PersistentRequest:
 
     Attributes:
         request: what is asked for.
-        signature: what was last agreed upon for it, if anything.
+        signature: what was last agreed upon for it, if anything. While that has a number, nothing can be wrong with the
+            request in itself.
     """
 
     __slots__ = ("request", "signature")
@@ -39,11 +40,6 @@ class PersistentRequest:
     def __init__(self, request: Request) -> None:
         self.request = request
         self.signature: Signature | None = None
-
-    @property
-    def is_agreed(self) -> bool:
-        """Whether all ranks have agreed upon it, so that nothing can be wrong with it in itself."""
-        return self.signature is not None and self.signature.number >= 0
 
 
 class Submission:

@@ -43,16 +43,21 @@ class TorchAdapter:
         return TensorSpec(dtype, tuple(tensor.shape), "cuda" if self.is_cuda(tensor) else "cpu")
 
     def export(self, tensor: torch.Tensor, *, writable: bool = False, known: TensorSpec | None = None) -> Buffer:
+        if (
+            known is not None
+            and isinstance(tensor, torch.Tensor)
+            and known.device == "cpu"
+            and tensor.is_cpu
+            and tensor.layout is torch.strided
+            and tensor.dtype is _TORCH_DTYPES[known.dtype]
+            and tensor.shape == known.shape
+            and tensor.is_contiguous()
+            and not tensor.is_neg()
+        ):
+            return Buffer(tensor.data_ptr(), known, tensor)
         if not isinstance(tensor, torch.Tensor):
             raise InvalidArgumentError(f"expected a torch.Tensor, not {type(tensor).__name__}")
-        spec = known
-        if (
-            spec is None
-            or spec.shape != tensor.shape
-            or _DTYPES.get(tensor.dtype) is not spec.dtype
-            or self.is_cuda(tensor) is not (spec.device == "cuda")
-        ):
-            spec = self.describe(tensor)
+        spec = self.describe(tensor)
         if tensor.layout is not torch.strided or tensor.is_meta:
             kind = "meta" if tensor.is_meta else str(tensor.layout)
             raise InvalidArgumentError(f"a {kind} tensor cannot be sent; tensor.to_dense() gives one that can")

@@ -207,7 +207,10 @@ class _Session:
         if kind is None:
             kind = _kind_of(parameter, self.options)
         if kind is _Kind.DENSE:
-            self.reducer.ready(name, self._dense_gradient(name, parameter))
+            gradient = parameter.grad if self._buckets is None else None
+            if gradient is None or gradient.is_sparse:
+                gradient = self._dense_gradient(name, parameter)
+            self.reducer.ready(name, gradient)
         # Sparse ones are gathered when all passes have added to them.
 
     def _dense_gradient(self, name: str, parameter: Tensor) -> Tensor:
