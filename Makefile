@@ -119,7 +119,7 @@ test-pythons:
 	+$(SIDE_BY_SIDE) $(PYTHON_TARGETS)
 
 test-python-%:
-	@if python=$$($(FIND_PYTHON) $* 2>/dev/null); then $(MAKE) test-with-python-$* PYTHON_HERE="$$python"; \
+	@if $(FIND_PYTHON) $* >/dev/null 2>&1; then $(MAKE) test-with-python-$*; \
 	    else echo "$@: skipped, for lack of CPython $* (on the PATH, of pyenv or uv)"; fi
 
 test-with-python-%: $(VENV_PYTHON)-%/.ready
@@ -200,6 +200,6 @@ $(READY_PACKAGING): $(READY)
 $(VENV_PYTHON)-%/.ready: setup.cfg setup.py Makefile
 	@echo "Making $(VENV_PYTHON)-$*, without torch."
 	rm -rf $(VENV_PYTHON)-$*
-	$(PYTHON_HERE) -m venv $(VENV_PYTHON)-$*
+	"$$($(FIND_PYTHON) $*)" -m venv $(VENV_PYTHON)-$*
 	$(VENV_PYTHON)-$*/bin/python -m pip install --quiet --editable ".[test-unit]"
 	touch $@

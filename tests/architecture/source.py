@@ -18,7 +18,17 @@ LIBRARY = {"hvdgloo": "hvdgloo", "rendezvous": "hvdgloo.rendezvous", "runner": "
 
 OTHERS = ("tests", "examples", "benchmarks", "docs")
 TEXT_SUFFIXES = frozenset({".py", ".md", ".cfg", ".toml", ".txt", ".html", ".yml", ".yaml"})
-_LOOSE_FILES = ("Makefile", ".ci/run", "README.md", "CHANGELOG.md", "setup.cfg", "setup.py", "ruff.toml", ".gitignore")
+_LOOSE_FILES = (
+    "Makefile",
+    ".ci/run",
+    "README.md",
+    "CHANGELOG.md",
+    "setup.cfg",
+    "setup.py",
+    "MANIFEST.in",
+    "ruff.toml",
+    ".gitignore",
+)
 
 
 @dataclass(frozen=True)
