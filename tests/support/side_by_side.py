@@ -8,6 +8,7 @@ standard library is needed.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import shutil
 import subprocess
@@ -114,6 +115,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--make", default=shutil.which("make") or "make", help="the program that is given each target")
     parser.add_argument("targets", nargs="+", metavar="TARGET")
     chosen = parser.parse_args(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # tests print what a terminal may not know
     return run(chosen.targets, chosen.jobs, [chosen.make, "--no-print-directory"])
 
 
