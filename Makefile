@@ -53,17 +53,16 @@ READY_PACKAGING := $(VENV_PACKAGING)/.ready
 
 # One environment for each version of Python: .venv-python-3.12 and so on.
 VENV_PYTHON ?= .venv-python
+TESTS_PYTHON ?= tests/unit tests/architecture/test_docs.py::test_this_environment_is_in_the_matrix
 FIND_PYTHON = $(PYTHON) tests/support/pythons.py
 SIDE_BY_SIDE = WORKERS=0 $(PYTHON) tests/support/side_by_side.py --make "$(MAKE)" $(if $(JOBS),--jobs $(JOBS))
 # Those of which nothing is found say so.
 PYTHON_TARGETS = $(addprefix test-python-,$(shell $(FIND_PYTHON)))
 
-# Makes the site-packages folder of $(VENV), the argument's parent, visible in the environment that is the argument,
-# behind what is installed there: what $(VENV) has (torch, numpy, the test tools) is not installed twice.
-SHARE = $(1)/bin/python -c "import pathlib, sysconfig; \
-    shared = sysconfig.get_path('purelib', vars={'base': '$(abspath $(VENV))'}); \
-    own = pathlib.Path(sysconfig.get_path('purelib')); \
-    (own / 'shared.pth').write_text(f'import site; site.addsitedir({shared!r})\n')"
+# What $(VENV) has (torch, numpy, the test tools) is not installed twice: in the environment that is the argument it is
+# visible, behind what is installed there.
+PURELIB = $$($(1)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")
+SHARE = echo "import site; site.addsitedir('$(call PURELIB,$(abspath $(VENV)))')" > $(call PURELIB,$(1))/shared.pth
 
 .PHONY: demo test test-all test-others test-tensorflow test-mxnet test-with-mxnet test-pygloo test-with-pygloo \
     test-packaging test-pythons test-gpu check clean
@@ -123,7 +122,7 @@ test-python-%:
 	    else echo "$@: skipped, for lack of CPython $* (on the PATH, of pyenv or uv)"; fi
 
 test-with-python-%: $(VENV_PYTHON)-%/.ready
-	HVDGLOO_TEST_FRONTENDS=numpy $(VENV_PYTHON)-$*/bin/python -m pytest -n $(WORKERS) tests/unit
+	HVDGLOO_TEST_FRONTENDS=numpy $(VENV_PYTHON)-$*/bin/python -m pytest -n $(WORKERS) $(TESTS_PYTHON)
 	HVDGLOO_TEST_FRONTENDS=numpy $(VENV_PYTHON)-$*/bin/python -m pytest -n $(WORKERS) tests/contract \
 	    -k "not (gloo or hierarchical)"
 
