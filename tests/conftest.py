@@ -47,16 +47,43 @@ def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture
-def world(backend: str) -> Iterator[Callable[..., World]]:
-    """``world(size, **settings)``: a World over each backend in turn, closed after the test."""
-    worlds: list[World] = []
+@pytest.fixture(scope="module")
+def spare_worlds() -> Iterator[dict[tuple[str, int], list[World]]]:
+    """Worlds that a module's tests have used and left as they were, by backend and size."""
+    spare: dict[tuple[str, int], list[World]] = {}
+    yield spare
+    for worlds in spare.values():
+        for made in worlds:
+            made.close()
 
-    def make(size: int, **options: Any) -> World:
-        worlds.append(World(size, backend, **options))
-        return worlds[-1]
+
+@pytest.fixture
+def world(
+    request: pytest.FixtureRequest, backend: str, spare_worlds: dict[tuple[str, int], list[World]]
+) -> Iterator[Callable[..., World]]:
+    """``world(size, **settings)``: a World over each backend in turn, closed after the test.
+
+    In a module that sets ``USED_AGAIN``, a world without settings of its own is the next test's, if all is well in it:
+    to connect the ranks takes most of the time of such a test, and a job goes on after one collective, too. With
+    ``fresh=True`` nobody has used it.
+    """
+    used_again = getattr(request.module, "USED_AGAIN", False)
+    worlds: list[World] = []
+    plain: list[World] = []
+
+    def make(size: int, *, fresh: bool = False, **options: Any) -> World:
+        own = bool(fresh or options or not used_again)
+        spare = [] if own else spare_worlds.get((backend, size), [])
+        made = spare.pop() if spare else World(size, backend, **options)
+        (worlds if own else plain).append(made)
+        return made
 
     yield make
+    for made in plain:
+        if made.is_as_new:
+            spare_worlds.setdefault((backend, made.size), []).append(made)
+        else:
+            worlds.append(made)
     for made in worlds:
         made.close()
 

@@ -83,8 +83,19 @@ def imports(module: Module, known: Sequence[str] | frozenset[str] = ()) -> list[
     Args:
         known: module names, by which ``from package import name`` is told to import a module or a value.
     """
+    return list(_imports(module, frozenset(known)))
+
+
+@cache
+def nodes(tree: ast.Module) -> tuple[ast.AST, ...]:
+    """Everything in a module: rules walk over the same trees again and again."""
+    return tuple(ast.walk(tree))
+
+
+@cache
+def _imports(module: Module, known: frozenset[str]) -> tuple[Import, ...]:
     found = []
-    for node in ast.walk(module.tree):
+    for node in nodes(module.tree):
         if isinstance(node, ast.Import):
             found += [Import(alias.name, node.lineno) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -96,7 +107,7 @@ def imports(module: Module, known: Sequence[str] | frozenset[str] = ()) -> list[
             argument = node.args[0] if node.args else None
             if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
                 found.append(Import(argument.value, node.lineno))
-    return found
+    return tuple(found)
 
 
 def dotted(node: ast.expr) -> str:

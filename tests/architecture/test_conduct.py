@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from tests.architecture.source import ROOT, Module, dotted, everything, functions, imports, library, parse, texts
+from tests.architecture.source import ROOT, Module, dotted, everything, functions, imports, library, nodes, parse, texts
 
 READS_ENVIRONMENT = {
     "hvdgloo.config": "the one reader of settings",
@@ -51,13 +51,11 @@ _SHELLS = {"os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatu
 
 def reads_environment(module: Module) -> list[int]:
     attributes = [
-        node.lineno
-        for node in ast.walk(module.tree)
-        if isinstance(node, ast.Attribute) and dotted(node) in _ENVIRONMENT
+        node.lineno for node in nodes(module.tree) if isinstance(node, ast.Attribute) and dotted(node) in _ENVIRONMENT
     ]
     names = [
         node.lineno
-        for node in ast.walk(module.tree)
+        for node in nodes(module.tree)
         if isinstance(node, ast.ImportFrom)
         and node.module == "os"
         and any(f"os.{alias.name}" in _ENVIRONMENT for alias in node.names)
@@ -99,7 +97,8 @@ def _unpickling(call: ast.Call) -> bool:
 
 
 def _calls(tree: ast.AST) -> Iterable[ast.Call]:
-    return (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    inside = nodes(tree) if isinstance(tree, ast.Module) else ast.walk(tree)
+    return (node for node in inside if isinstance(node, ast.Call))
 
 
 def _places(rule: Callable[[Module], list[int]], exceptions: Iterable[str] = ()) -> list[str]:

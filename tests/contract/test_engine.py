@@ -25,6 +25,7 @@ from hvdgloo.types import Buffer, Collective, DType, ReduceOp, TensorSpec
 from tests.support.world import World
 
 MakeWorld = Callable[..., World]
+USED_AGAIN = True  # worlds, by the tests that follow
 BACKENDS = (
     "local",
     "gloo",

@@ -27,6 +27,7 @@ from tests.support.frameworks import Framework
 from tests.support.world import World
 
 MakeWorld = Callable[..., World]
+USED_AGAIN = True  # worlds, by the tests that follow
 BACKENDS = ("local", "gloo", "inline", "shm", "shm-segment", "hierarchical")  # tiny tensors take another way
 SIZE = 3
 REDUCTIONS: dict[ReduceOp, Callable[[np.ndarray], np.ndarray]] = {
@@ -358,7 +359,7 @@ def test_automatic_names_count_per_operation(world: MakeWorld, framework: Framew
 
 
 def test_full_names(world: MakeWorld, framework: Framework) -> None:
-    context = world(2).contexts[0]  # the other rank never comes, so everything stays in flight
+    context = world(2, fresh=True).contexts[0]  # the other rank never comes, so everything stays in flight
     frontend = framework.frontend(context)
     tensor = framework.float64([1.0])
 

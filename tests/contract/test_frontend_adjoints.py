@@ -21,6 +21,7 @@ from tests.support.frameworks import Framework
 from tests.support.world import World
 
 MakeWorld = Callable[..., World]
+USED_AGAIN = True  # worlds, by the tests that follow
 SIZE = 3
 INPUTS = np.array([[1.0, -2.0, 3.0, 0.0], [1.0, 5.0, -3.0, 2.0], [4.0, 5.0, 0.5, 0.0]])
 GRADIENTS = np.array([[1.0, 2.0, 3.0, 4.0], [-1.0, 0.5, 2.0, 1.0], [2.0, 2.0, 2.0, 0.25]])

@@ -19,6 +19,7 @@ from tests.support.frameworks import Framework
 from tests.support.world import World
 
 MakeWorld = Callable[..., World]
+USED_AGAIN = True  # worlds, by the tests that follow
 SIZE = 3
 OBJECTS: list[Any] = [
     {"epoch": 3, "history": [1.5, None]},

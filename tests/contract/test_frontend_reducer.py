@@ -17,6 +17,7 @@ from tests.support.frameworks import Framework
 from tests.support.world import World
 
 MakeWorld = Callable[..., World]
+USED_AGAIN = True  # worlds, by the tests that follow
 SIZE = 3
 MEAN = (SIZE - 1) / 2
 

@@ -21,6 +21,7 @@ from hvdgloo.torch._state import broadcast_optimizer_state, broadcast_parameters
 from tests.support.world import World  # noqa: E402
 
 MakeWorld = Callable[..., World]
+USED_AGAIN = True  # worlds, by the tests that follow
 SIZE = 3
 
 

@@ -134,7 +134,7 @@ ENDINGS = {
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_leaving_the_interpreter_neither_hangs_nor_aborts(tmp_path: Path, ending: str) -> None:
     code, status = ENDINGS[ending]
-    with Job(2, LOOP + code, tmp_path) as job:
+    with Job(2, LOOP + code, tmp_path, fresh=True) as job:
         for ended in job.wait(20):
             assert ended.returncode == status, ended
 
@@ -166,14 +166,14 @@ def test_init_and_shutdown_twenty_times_leak_nothing(tmp_path: Path, operations:
     # The first turn may start what stays for ever (torch's own threads).
     assert all(last <= second for last, second in zip(counts[-1], counts[1])), counts
     """
-    with Job(2, code, tmp_path, HVDGLOO_CPU_OPERATIONS=operations) as job:
+    with Job(2, code, tmp_path, fresh=True, HVDGLOO_CPU_OPERATIONS=operations) as job:
         for ended in job.wait(50):
             assert ended.returncode == 0, ended
 
 
 def test_pain_28_an_idle_job_uses_under_one_percent_of_a_core(tmp_path: Path) -> None:
     code = LOOP + "mark(f'ready.{rank}')\nsignal.pause()\n"
-    with Job(2, code, tmp_path) as job:
+    with Job(2, code, tmp_path, fresh=True) as job:
         wait_ready(job)
         processes = [psutil.Process(worker.pid) for worker in job.workers]
         busy = [cpu_seconds(worker.pid) for worker in job.workers]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from hvdgloo._backends.select import gloo_provider
+from tests.support import warm
 from tests.support.hosts import Bed
 
 pytestmark = pytest.mark.skipif(not gloo_provider("auto"), reason="hosts need Gloo, and that needs torch or pygloo")
@@ -60,7 +61,7 @@ def test_each_byte_crosses_a_wire_once(bed: Bed, tmp_path: Path, hosts: str, lea
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
     flags = ["-H", hosts, "--hierarchical-threshold", "4096", "--hierarchical-distribution-threshold", "4096"]
-    done = bed["h1"].run([sys.executable, "-m", "hvdgloo.runner", *flags, str(script)], timeout=50)
+    done = bed["h1"].run([sys.executable, "-m", "hvdgloo.runner", *flags, warm.python(), str(script)], timeout=50)
     assert done.returncode == 0, done.stderr
     found = re.findall(r"FOUND (\w+) ([\d.]+)", done.stdout)
     assert [name for name, _ in found] == ["hierarchical"] * 4, done.stdout
@@ -79,6 +80,7 @@ def test_each_byte_crosses_a_wire_once(bed: Bed, tmp_path: Path, hosts: str, lea
 def test_which_plane_it_is(bed: Bed, tmp_path: Path, hosts: str, flags: list[str], plane: str) -> None:
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
-    done = bed["h1"].run([sys.executable, "-m", "hvdgloo.runner", "-H", hosts, *flags, str(script)], timeout=50)
+    where = ["-H", hosts, *flags]
+    done = bed["h1"].run([sys.executable, "-m", "hvdgloo.runner", *where, warm.python(), str(script)], timeout=50)
     assert done.returncode == 0, done.stderr
     assert re.findall(r"FOUND (\w+)", done.stdout) == [plane] * 4

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import warm
 from tests.support.hosts import Bed, Host, HostSpec
 from tests.support.launching import Launcher, launcher_in, wait_for
 
@@ -54,14 +55,16 @@ class TestATemplate:
         inits = [bed["h1"].init, bed["h2"].init]
         template = f"nsenter --target {{host}} -n -u -p -m -i --wd={launcher.folder} --"
         hosts = ",".join(f"{init}:1" for init in inits)
-        done = launcher.run("-H", hosts, "--agent-command", template, launcher.script(SUM))
+        done = launcher.run("-H", hosts, "--agent-command", template, warm.python(), launcher.script(SUM))
         assert lines(done) == ["h1 0 2 8", "h2 1 2 8"]
         launcher.assert_nothing_left()
 
     def test_ip_netns_exec(self, bed: Bed, launcher: Launcher) -> None:
         with named_namespaces([bed["h1"], bed["h3"]]) as names:
             hosts = ",".join(f"{name}:1" for name in names)
-            done = launcher.run("-H", hosts, "--agent-command", "ip netns exec {host}", launcher.script(SUM))
+            done = launcher.run(
+                "-H", hosts, "--agent-command", "ip netns exec {host}", warm.python(), launcher.script(SUM)
+            )
         assert [line.split()[1:] for line in lines(done)] == [["0", "2", "8"], ["1", "2", "8"]]
 
     def test_a_shell_around_the_agent(self, launcher: Launcher) -> None:
@@ -120,7 +123,7 @@ class TestRecipes:
             if template.startswith("ip netns"):
                 continue  # has a test of its own
             done = bed["h1"].run(
-                [*RUN, *re.sub(r":\d", ":1", hosts).split(), "--agent-command", template, "train.py"],
+                [*RUN, *re.sub(r":\d", ":1", hosts).split(), "--agent-command", template, warm.python(), "train.py"],
                 cwd=tmp_path,
                 env={"PATH": f"{tmp_path}:/usr/local/bin:/usr/bin:/bin"},
                 timeout=40.0,
@@ -146,7 +149,7 @@ class TestKubectl:
         template = f"{self.kubectl(launcher.folder)} exec -i {{host}} --"
         script = launcher.script(SUM)
         (launcher.folder / "w-0").write_text(str(bed["h1"].init))
-        process = launcher.start("-H", "w-0:1,w-1:2", "--agent-command", template, "--verbose", script)
+        process = launcher.start("-H", "w-0:1,w-1:2", "--agent-command", template, "--verbose", warm.python(), script)
         assert process.stderr is not None
         for line in process.stderr:
             if b'pods "w-1" not found' in line:
@@ -216,7 +219,7 @@ class TestSlurm:
     def test_pain_18_hosts_and_ways_are_slurm_s(self, bed: Bed, tmp_path: Path) -> None:
         (tmp_path / "worker.py").write_text(SUM)
         env = self.environment(tmp_path, "h[1-3]", SLURM_NTASKS="4", SLURM_TASKS_PER_NODE="1,2,1")
-        done = self.launch(bed["h1"], tmp_path, env, "worker.py")
+        done = self.launch(bed["h1"], tmp_path, env, warm.python(), "worker.py")
         assert lines(done) == ["h1 0 4 16", "h2 1 4 16", "h2 2 4 16", "h3 3 4 16"]
         assert "hosts of Slurm job 4711: h1:1, h2:2, h3:1, slots by SLURM_TASKS_PER_NODE" in done.stderr
         steps = self.calls(tmp_path)

@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.support import warm
 from tests.support.hosts import Bed, Host, HostSpec, Nic
 from tests.support.launching import Launcher, launcher_in, wait_for
 
@@ -102,7 +103,7 @@ def refused(host: Host, *arguments: str, status: int = 1) -> str:
 
 
 def test_pain_7_the_same_docker0_everywhere_and_a_nic_that_leads_nowhere(bed: Bed, worker: str) -> None:
-    ranks = found(start(bed["h1"], "-H", "h1:1,h2:2,h3:1", worker))
+    ranks = found(start(bed["h1"], "-H", "h1:1,h2:2,h3:1", warm.python(), worker))
     one, two, three = (bed[name].address for name in ("h1", "h2", "h3"))
     check(ranks, [one, two, two, three], one)
     assert {one["HOROVOD_GLOO_IFACE"] for one in ranks} == {one["GLOO_SOCKET_IFNAME"] for one in ranks} == {"eth0"}
@@ -115,7 +116,7 @@ def test_a_launcher_that_is_no_host_of_the_job(bed: Bed, quick: str) -> None:
 
 
 def test_one_other_host_alone_needs_no_network(bed: Bed, worker: str) -> None:
-    ranks = found(start(bed["h1"], "-H", "h2:2", worker))
+    ranks = found(start(bed["h1"], "-H", "h2:2", warm.python(), worker))
     check(ranks, ["127.0.0.1", "127.0.0.1"], "127.0.0.1")
     wait_for(lambda: not bed["h2"].processes() and not bed["h2"].listening(), what="the end of the server beside")
 
@@ -129,7 +130,7 @@ def test_pain_7_names_of_nics_that_differ_and_pain_9_names_that_mean_loopback(
             HostSpec("h2", nics=(Nic("ib0"),), loopback_name=True),
         ]
     )
-    ranks = found(start(bed["h1"], "-H", "h1:1,h2:1", worker))
+    ranks = found(start(bed["h1"], "-H", "h1:1,h2:1", warm.python(), worker))
     check(ranks, [bed["h1"].address, bed["h2"].address], bed["h1"].address)
     assert [one["HOROVOD_GLOO_IFACE"] for one in ranks] == ["enp3s0", "ib0"]
 
@@ -143,7 +144,7 @@ def test_pain_9_the_user_s_own_torch_distributed_works_as_well(make_bed: Callabl
         "dist.init_process_group('gloo')\ntotal = torch.ones(3)\ndist.all_reduce(total)\n"
         "print('TOTAL', total[0].item())\ndist.destroy_process_group()\n"
     )
-    done = start(bed["h1"], "-H", "h1:1,h2:1", str(script))
+    done = start(bed["h1"], "-H", "h1:1,h2:1", warm.python(), str(script))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("TOTAL 2.0") == 2
 
@@ -168,7 +169,7 @@ def test_a_first_nic_that_swallows_packets_costs_no_time(make_bed: Callable[...,
 
 def test_pain_13_ipv6_only(make_bed: Callable[..., Bed], worker: str) -> None:
     bed = make_bed([HostSpec(name, ipv4=False, ipv6=True) for name in ("h1", "h2")])
-    ranks = found(start(bed["h1"], "-H", "h1:1,h2:1", worker))
+    ranks = found(start(bed["h1"], "-H", "h1:1,h2:1", warm.python(), worker))
     check(ranks, ["fd77:1::10", "fd77:1::11"], "fd77:1::10")
     assert {one["NCCL_SOCKET_FAMILY"] for one in ranks} == {"AF_INET6"}
     assert {one["GLOO_SOCKET_IFNAME"] for one in ranks} == {None}
@@ -198,7 +199,7 @@ def test_a_launcher_that_workers_do_not_reach(make_bed: Callable[..., Bed], work
     ssh_config = bed["laptop"].path(f"{bed['laptop'].home}/.ssh/config")
     with ssh_config.open("a") as file:
         file.write("\nHost h2\n    ProxyJump h1\n")
-    ranks = found(start(bed["laptop"], "-H", "h1:1,h2:1", worker))
+    ranks = found(start(bed["laptop"], "-H", "h1:1,h2:1", warm.python(), worker))
     check(ranks, ["10.77.1.11", "10.77.1.12"], "10.77.1.11")
 
 
@@ -341,7 +342,7 @@ def test_pain_30_listeners_stand_at_the_chosen_addresses_alone(bed: Bed, tmp_pat
         "if os.environ['RANK'] == '1':\n    wait('come')\n"
         f"hvd.init()\nopen(r'{tmp_path}/' + os.environ['RANK'], 'w').close()\nwait('go')\n"
     )
-    job = bed["h1"].popen([sys.executable, "-m", "hvdgloo.runner", "-H", "h1:1,h2:1", str(script)])
+    job = bed["h1"].popen([sys.executable, "-m", "hvdgloo.runner", "-H", "h1:1,h2:1", warm.python(), str(script)])
     try:
         # Rank 0 waits for rank 1: the server listens, and so does rank 0 for control connections.
         wait_for(lambda: len(bed["h1"].listening()) == 2 and not bed["h2"].listening(), 30, "rank 0")
@@ -396,7 +397,7 @@ def test_pain_9_a_worker_that_says_127_0_0_1_is_named(bed: Bed, tmp_path: Path) 
             env = {"HVDGLOO_RENDEZVOUS": f"{address}:29500", "HVDGLOO_SECRET_FILE": str(secret)}
             env["HVDGLOO_INDEX"] = name[1:]
             code = "import hvdgloo.numpy as hvd; hvd.init()"
-            workers.append(bed[name].popen([sys.executable, "-c", code], env=env))
+            workers.append(bed[name].popen([warm.python(), "-c", code], env=env))
         for worker in workers:
             _, err = worker.communicate(timeout=20)
             assert worker.returncode == 1
@@ -441,7 +442,7 @@ def reach(bed: Bed, folder: Path) -> str:
 
 def test_a_launcher_to_which_no_network_leads(bed: Bed, outside: Launcher, tmp_path: Path, worker: str) -> None:
     command = reach(bed, tmp_path)
-    done = outside.run("--agent-command", command, "-H", "h1:1,h2:1", worker, timeout=40)
+    done = outside.run("--agent-command", command, "-H", "h1:1,h2:1", warm.python(), worker, timeout=40)
     check(found(done), [bed["h1"].address, bed["h2"].address], bed["h1"].address)
     wait_for(lambda: not bed["h1"].processes() and not bed["h1"].listening(), what="the end of the server beside")
 
@@ -453,7 +454,9 @@ def test_a_server_beside_the_agent_still_tells_who_is_missing(bed: Bed, outside:
     )
     path = str(outside.folder / script)
     command = reach(bed, tmp_path)
-    done = outside.run("--agent-command", command, "-H", "h1:1,h2:1", "--start-timeout", "6", path, timeout=40)
+    done = outside.run(
+        "--agent-command", command, "-H", "h1:1,h2:1", "--start-timeout", "6", warm.python(), path, timeout=40
+    )
     assert done.returncode == 1
     assert "rank 1 on host h2 had not called hvd.init() within 6 s" in done.stderr
     wait_for(lambda: not bed["h1"].processes() and not bed["h2"].processes(), what="the end of everything")

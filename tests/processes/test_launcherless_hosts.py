@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.architecture.source import ROOT
+from tests.support import warm
 from tests.support.hosts import Bed, Host, HostProcess
 from tests.support.launching import wait_for
 from tests.support.orchestra import Orchestra, blocks, compose, kubernetes, services
@@ -94,7 +95,7 @@ class Server:
 
 
 def worker(host: Host, program: str, variables: Mapping[str, str], prefix: tuple[str, ...] = ()) -> HostProcess:
-    return host.popen([*prefix, sys.executable, "-c", program], env=variables)
+    return host.popen([*prefix, warm.python(), "-c", program], env=variables)
 
 
 def answer(process: HostProcess, timeout: float = 50.0) -> str:
@@ -257,7 +258,7 @@ def test_the_recipe_for_a_kubernetes_job(make_bed: Callable[..., Bed], image: Pa
 def test_the_recipe_for_pods_with_several_gpus(bed: Bed, image: Path) -> None:
     (text,) = blocks(PAGE, "A Kubernetes Job", "sh")
     server = Server(bed["h1"], image, "-np", "4", "--once")
-    path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
+    path = f"{os.path.dirname(warm.python())}:{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
     pods = [
         bed[host].popen(
             ["sh", "-c", text], env={**server.variables, "JOB_COMPLETION_INDEX": index, "PATH": path}, cwd=image
@@ -314,7 +315,7 @@ def _answers(orchestra: Orchestra, name: str) -> int:
 def test_the_recipe_for_a_shell(bed: Bed, image: Path) -> None:
     """As it stands there, but for the address and the path of Python; with real ssh."""
     (text,) = blocks(PAGE, "A shell loop", "sh")
-    text = text.replace("10.0.0.5", bed["h1"].address).replace("python train.py", f"{sys.executable} train.py")
+    text = text.replace("10.0.0.5", bed["h1"].address).replace("python train.py", f"{warm.python()} train.py")
     path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
     done = bed["h1"].run(["sh", "-ec", text], env={"PATH": path}, cwd=image, timeout=50)
     assert done.returncode == 0, done.stderr

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support import warm
 from tests.support.job import Job
 from tests.support.launching import clean_environment, wait_for
 
@@ -152,14 +153,14 @@ hvd.init()
 assert hvd.allreduce(np.ones(5), op=hvd.Sum).tolist() == [3.0] * 5
 """
     )
-    with Job(3, code, tmp_path, HVDGLOO_SHM_DIRECT=direct) as job:
+    with Job(3, code, tmp_path, fresh=True, HVDGLOO_SHM_DIRECT=direct) as job:
         for ended in job.wait(30):
             assert (ended.returncode, ended.stdout) == (0, f"shm {direct == '1'}\n"), ended.stderr
 
 
 def test_without_torch_gloo_says_what_to_install(tmp_path: Path) -> None:
     code = HEAD + "sys.modules['torch'] = None\nhvd.init()\n"
-    with Job(2, code, tmp_path, HVDGLOO_CPU_OPERATIONS="gloo") as job:
+    with Job(2, code, tmp_path, fresh=True, HVDGLOO_CPU_OPERATIONS="gloo") as job:
         for ended in job.wait(20):
             assert ended.returncode == 1
             assert "pip install 'hvdgloo[torch]'" in ended.stderr
@@ -265,7 +266,7 @@ def test_pain_27_a_small_dev_shm_is_no_limit(tmp_path: Path) -> None:
         + "check_everything()\n"
         + "big = np.ones(1 << 24)\nassert hvd.allreduce(big, op=hvd.Sum)[-1] == 3\n"
     )
-    run = [sys.executable, "-m", "hvdgloo.runner", "-np", "3", "--cpu-operations", "shm", sys.executable, str(program)]
+    run = [sys.executable, "-m", "hvdgloo.runner", "-np", "3", "--cpu-operations", "shm", warm.python(), str(program)]
     mount = 'mount -t tmpfs -o size=4k tmpfs /dev/shm && exec "$@"'
     done = subprocess.run(
         ["unshare", "-m", "sh", "-c", mount, "sh", *run],

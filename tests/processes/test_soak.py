@@ -17,10 +17,10 @@ pytestmark = pytest.mark.skipif(not gloo_provider("auto"), reason="several proce
 SOAK = Path(__file__).resolve().parents[2] / "benchmarks" / "soak.py"
 
 
-def test_ten_seconds_of_random_collectives_are_right() -> None:
+def test_some_seconds_of_random_collectives_are_right() -> None:
     done = subprocess.run(
         # So short a time does not show leaks: buffers and allocators are still filling.
-        [sys.executable, str(SOAK), "--seconds", "10", "--seed", "7", "--growth", "200"],
+        [sys.executable, str(SOAK), "--seconds", "5", "--seed", "7", "--growth", "200"],
         env=clean_environment(),
         capture_output=True,
         text=True,
@@ -31,7 +31,7 @@ def test_ten_seconds_of_random_collectives_are_right() -> None:
     assert done.stdout.endswith("all results right\n")
 
 
-SHORT = ["--seconds", "4", "--seed", "11", "--growth", "200"]
+SHORT = ["--seconds", "2", "--seed", "11", "--growth", "200"]
 
 
 @pytest.mark.parametrize("plane", ["segment", "in-place"])

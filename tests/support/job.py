@@ -8,11 +8,14 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import IO
 
 from hvdgloo.rendezvous import RendezvousServer, generate_secret
+from tests.support import warm
 
 
 @dataclass(frozen=True)
@@ -24,21 +27,36 @@ class Ended:
     stderr: str
 
 
+def _start(
+    arguments: Sequence[str], env: Mapping[str, str], out: IO[bytes], err: IO[bytes], fresh: bool
+) -> subprocess.Popen[bytes] | warm.Process:
+    """An interpreter in a session of its own."""
+    with open(os.devnull, "rb") as null:
+        if not fresh and sys.platform == "linux":
+            fds = {"stdin": null.fileno(), "stdout": out.fileno(), "stderr": err.fileno()}
+            return warm.Process(arguments, env=env, **fds)
+        return subprocess.Popen(
+            [sys.executable, *arguments], env=env, stdin=null, stdout=out, stderr=err, start_new_session=True
+        )
+
+
 class Job:
     """``size`` workers that run ``code``, with ranks given as a launcher gives them.
 
     Args:
         code: a program; ``import hvdgloo.numpy as hvd`` and the like are its own affair.
         folder: for the workers' output; they find its path in ``JOB_FOLDER``.
+        fresh: in interpreters of their own, where those of ``tests.support.warm`` would do otherwise: for tests of an
+            interpreter's start and end, and of what is not to be imported.
         environ: further variables.
     """
 
-    def __init__(self, size: int, code: str, folder: Path, **environ: str) -> None:
+    def __init__(self, size: int, code: str, folder: Path, *, fresh: bool = False, **environ: str) -> None:
         self._folder = folder
         secret = generate_secret()
         self._server = RendezvousServer(secret=secret, hosts=[("localhost", size)])
         self._server.start()
-        self.workers: list[subprocess.Popen[bytes]] = []
+        self.workers: list[subprocess.Popen[bytes] | warm.Process] = []
         for rank in range(size):
             variables = {
                 **os.environ,
@@ -51,16 +69,7 @@ class Job:
                 **environ,
             }
             with (folder / f"{rank}.out").open("wb") as out, (folder / f"{rank}.err").open("wb") as err:
-                self.workers.append(
-                    subprocess.Popen(
-                        [sys.executable, "-u", "-c", textwrap.dedent(code)],
-                        env=variables,
-                        stdin=subprocess.DEVNULL,
-                        stdout=out,
-                        stderr=err,
-                        start_new_session=True,
-                    )
-                )
+                self.workers.append(_start(["-u", "-c", textwrap.dedent(code)], variables, out, err, fresh))
 
     def wait(self, timeout: float = 30.0) -> list[Ended]:
         """Wait for every worker's end.

@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from tests.support import warm
 from tests.support.hosts import Bed, HostProcess
 
 POD_INDEX = "metadata.labels['apps.kubernetes.io/pod-index']"
@@ -139,7 +140,7 @@ class Orchestra:
     def start(self, name: str) -> None:
         """Start a pod's container."""
         pod = self.pods[name]
-        path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
+        path = f"{os.path.dirname(warm.python())}:{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
         log = (self._cwd / f"{name}.log").open("a")
         with log:
             self.running[name] = self._hosts[name].popen(

@@ -69,6 +69,7 @@ class World:
             defaults["inline_threshold"] = 0  # tests are full of tiny tensors, which would never see the data plane
         config = Config(secret=SECRET, **{**defaults, **settings})
         topology = Topology.local(size, pid=os.getpid())
+        self._spoilt = False
         self._lock = threading.Lock()
         self._groups: dict[int, LocalGroup] = {}
         self._store = MemoryStore()
@@ -78,7 +79,7 @@ class World:
             assert {each.name for each in backends} == {"hierarchical" if size > 2 else "shm" if size > 1 else "local"}
         if wrap is not None:
             backends = [wrap(rank, b) for rank, b in enumerate(backends)]
-        self.contexts: list[Context] = []
+        self._contexts: list[Context] = []
         for rank in range(size):
             engine = Engine(
                 rank,
@@ -90,7 +91,7 @@ class World:
                 None if open_device is None else partial(open_device, rank),
             )
             engine.start()
-            self.contexts.append(Context(config, topology, rank, engine))
+            self._contexts.append(Context(config, topology, rank, engine))
 
     def run(self, function: Callable[[Context], T], deadline: float = DEADLINE) -> list[T]:
         """Call ``function(context)`` on every rank at once; results by rank.
@@ -109,7 +110,7 @@ class World:
 
         threads = [
             threading.Thread(target=body, args=(context,), name=f"rank-{context.rank}", daemon=True)
-            for context in self.contexts
+            for context in self._contexts
         ]
         for thread in threads:
             thread.start()
@@ -117,6 +118,7 @@ class World:
         for thread in threads:
             while thread.is_alive() and not failures and time.monotonic() < end:
                 thread.join(0.02)
+        self._spoilt |= len(results) < self.size
         if failures:
             rank, error = failures[0]
             raise RankError(f"rank {rank}: {type(error).__name__}: {error}") from error
@@ -125,10 +127,27 @@ class World:
             raise RankError(f"{', '.join(late)} did not end within {deadline:g} s")
         return [results[rank] for rank in range(self.size)]
 
+    @property
+    def contexts(self) -> list[Context]:
+        """Each rank's, for what is not done by all at once. Whoever takes them may leave anything behind."""
+        self._spoilt = True
+        return self._contexts
+
+    @property
+    def is_as_new(self) -> bool:
+        """Whether all that was run has succeeded, no rank has ended, nothing is in flight, and no set was added."""
+        return not self._spoilt and all(
+            not context.closed
+            and context.engine.error is None
+            and list(context.engine.process_sets) == [0]
+            and not context.engine._member.pending_names()
+            for context in self._contexts
+        )
+
     def close(self) -> None:
         """Shut all ranks down."""
         with ThreadPoolExecutor(self.size) as pool:
-            list(pool.map(lambda context: context.close(), self.contexts))
+            list(pool.map(lambda context: context.close(), self._contexts))
 
     def __enter__(self) -> World:
         return self

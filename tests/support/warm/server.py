@@ -11,6 +11,7 @@ import array
 import atexit
 import ctypes
 import gc
+import importlib.util
 import io
 import marshal
 import os
@@ -62,19 +63,11 @@ def reap() -> None:
 
 def preload() -> None:
     """Import what most workers import. What a package does at its import may depend on nothing that a test sets."""
-    import numpy.random
-
-    import hvdgloo._job.join
-    import hvdgloo.numpy  # noqa: F401
-
-    try:
-        import torch  # noqa: F401
-    except ImportError:
-        return
-    import torch.distributed
-
-    import hvdgloo._backends.gloo
-    import hvdgloo.torch  # noqa: F401
+    for name in ("numpy.random", "hvdgloo._job.join", "hvdgloo.numpy"):
+        importlib.import_module(name)
+    if importlib.util.find_spec("torch"):
+        for name in ("torch.distributed", "hvdgloo._backends.gloo", "hvdgloo.torch"):
+            importlib.import_module(name)
 
 
 def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
@@ -142,7 +135,7 @@ def be(request: dict[str, Any], fds: list[int]) -> NoReturn:
     arguments = list(request["arguments"])
     unbuffered = arguments[:1] == ["-u"]
     arguments = arguments[1:] if unbuffered else arguments
-    sys.stdin = open(0, closefd=False)
+    sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)))
     sys.stdout = _stream(1, unbuffered, "strict")
     sys.stderr = _stream(2, True, "backslashreplace")
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
@@ -151,7 +144,7 @@ def be(request: dict[str, Any], fds: list[int]) -> NoReturn:
         sys.modules["torch"].set_num_threads(int(threads) if threads.isdecimal() else os.cpu_count() or 1)
     sys.modules["numpy"].random.seed()
     status = _status_of(arguments)
-    # What an interpreter does at its end but for one thing: to take all modules down would cost more than most programs.
+    # What an interpreter does at its end, but for one thing: to take all modules down costs more than most programs.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -166,13 +159,14 @@ def _status_of(arguments: list[str]) -> int:
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
             return (end.code or 0) & 0xFF
-        print(end.code, file=sys.stderr)
+        sys.stderr.write(f"{end.code}\n")
         return 1
     except BaseException as error:
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
             trace = trace.tb_next
-        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error.with_traceback(trace), trace
+        sys.excepthook(type(error), error, trace)
         return 1
     return 0
 
