@@ -195,9 +195,10 @@ buffer = np.zeros(n, np.uint8)
 buffer[-3:] = rank + 1
 hvd.allreduce_(buffer, op=hvd.Sum, name="big")
 assert buffer[-4:].tolist() == [0, 3, 3, 3], buffer[-4:]
-buffer[:] = rank
+marks = [0, (1 << 31) - 1, 1 << 31, n - 1]
+buffer[marks] = 5 + rank
 hvd.broadcast_(buffer, 1, name="big")
-assert buffer[0] == 1 and buffer[-1] == 1
+assert buffer[marks].tolist() == [6] * 4
 """
     )
     with Job(2, code, tmp_path) as job:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import warm
 from tests.support.launching import Launcher, launcher_in
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -23,9 +24,13 @@ def launcher(tmp_path: Path) -> Iterator[Launcher]:
 
 
 def run_digits(launcher: Launcher, *arguments: str, np: int) -> str:
+    # Alone it starts as its docstring says; others have an interpreter that has imported torch already.
+    interpreter = [] if np == 1 else [warm.python()]
     script = str(EXAMPLES / "torch_digits.py")
     # Several tests share the cores: more threads than one would mostly wait for each other.
-    done = launcher.run("-np", str(np), "--", script, *arguments, env={"OMP_NUM_THREADS": "1"}, timeout=55)
+    done = launcher.run(
+        "-np", str(np), "--", *interpreter, script, *arguments, env={"OMP_NUM_THREADS": "1"}, timeout=55
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(re.findall(r"all ranks hold identical parameters", done.stdout)) == 1
     assert all(line.startswith("[0]") for line in done.stdout.splitlines())

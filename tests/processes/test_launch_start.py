@@ -16,6 +16,7 @@ import pytest
 
 import hvdgloo.run
 from hvdgloo.config import GLOO_PROVIDERS
+from tests.support import warm
 from tests.support.launching import Launcher, clean_environment, launcher_in
 
 DUMP = "import json, os, sys; print(json.dumps([dict(os.environ), sys.argv, sys.executable, os.getcwd()]))"
@@ -345,7 +346,7 @@ def test_the_user_s_own_torch_distributed_works_in_a_worker(launcher: Launcher) 
         dist.destroy_process_group()
         """
     )
-    done = launcher.run("-np", "2", script, timeout=50)
+    done = launcher.run("-np", "2", warm.python(), script, timeout=50)
     assert sorted(done.stdout.splitlines()) == [f"[{rank}]<stdout>:[3.0, 3.0, 3.0]" for rank in range(2)], done.stderr
 
 

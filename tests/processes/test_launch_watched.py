@@ -193,7 +193,7 @@ def test_after_the_start_timeout_who_is_missing_at_which_step(tmp_path: Path) ->
 def test_a_worker_that_ends_without_init_is_the_failure(tmp_path: Path) -> None:
     """Not after the start timeout, but at once; and it is named, not those that waited for it."""
     program = (
-        "import os, sys, hvdgloo.torch as hvd\n"
+        "import os, sys, hvdgloo.numpy as hvd\n"
         "if os.environ['RANK'] == '1': sys.exit(0)\n"
         "hvd.init()"
     )  # fmt: skip
@@ -217,7 +217,7 @@ def test_a_worker_that_does_not_call_init_in_time_is_the_failure(tmp_path: Path)
         "if os.environ['RANK'] != '0':\n"
         "    print('loading data', flush=True)\n"
         "    while not os.path.exists('go'): time.sleep(0.01)\n"
-        "import hvdgloo.torch as hvd\n"
+        "import hvdgloo.numpy as hvd\n"
         "hvd.init()"
     )
     done = subprocess.run(
