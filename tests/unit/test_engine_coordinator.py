@@ -538,6 +538,14 @@ class TestStalls:
         assert job.coordinator.over
         assert len(job.warned()) == 3
 
+    def test_the_shutdown_time_is_that_of_what_waits_longest(self) -> None:
+        job = Job(2, shutdown=150.0)
+        job.submits(0, "a")
+        job.run_until(job.now + WARNING + 1, answering=[1], stacks=[1])
+        job.submits(0, "b")
+        log = job.run_until(job.now + 1000, answering=[1], stacks=[1])
+        assert [when for when, _, message in log if isinstance(message, Abort)] == [1000.0 + 150.0]
+
     def test_no_check_no_deadline(self) -> None:
         job = Job(1, stall_check=False, members=(0, 1))
         job.submits(0, "a", process_set=1)

@@ -548,6 +548,20 @@ class TestFailure:
                 op.handle.wait(10)
         assert b.backend.log.index(("abort", None)) < b.backend.log.index(("wait", 1))
 
+    def test_an_operation_of_which_the_backend_never_lets_go_is_remembered(self, bench: Callable[..., Bench]) -> None:
+        """Or its process group would be released, whose destructor waits for it."""
+        b = bench(operation_timeout=0.1)
+        b.backend.gates[0] = threading.Event()
+        (_, operation) = pair = allreduce("x", np.ones(4, np.int32))
+        b.executor.execute([pair], may_wait=False)
+        b.executor.start()
+        assert b.failed.wait(10)
+        b.executor.abort(PeerLostError("lost"))
+        with pytest.raises(PeerLostError):
+            operation.handle.wait(10)
+        assert b.executor.join(10)
+        assert b.executor.is_stuck
+
     def test_the_first_verdict_counts(self, bench: Callable[..., Bench]) -> None:
         b = bench()
         b.backend.errors[0] = BackendError("reset")

@@ -106,6 +106,10 @@ def test_a_rank_plans_alike_whatever_other_sets_it_is_in(batch: list[Response], 
     assert translated == [[(part.operation, part.tensor) for part in bucket.parts] for bucket in among_others]
 
 
+def test_a_barrier_of_another_set_ends_no_bucket() -> None:
+    assert operations(plan([allreduce("a", 8), barrier(1), allreduce("b", 8)], LIMIT)) == [[0, 2], [1]]
+
+
 def test_small_tensors_travel_together() -> None:
     batch = [allreduce(str(i), 100) for i in range(50)]
     (bucket,) = plan(batch, LIMIT)

@@ -117,6 +117,15 @@ class TestAgreement:
             negotiation.absorb(rank, Submit((), (request(),), payload), 0.0)
         assert negotiation.take() == Execute((Response(request(), signature=0),))
 
+    def test_sums_are_in_order_of_ranks_whoever_comes_first(self) -> None:
+        values = [np.array([v], np.float32) for v in (1e8, 1.0, -1e8)]  # in another order the 1 is not lost
+        for order in ((0, 1, 2), (2, 0, 1), (0, 2, 1)):
+            negotiation = Negotiator({0: (0, 1, 2)}, 10)
+            for rank in order:
+                asked = request(count=1, op=ReduceOp.SUM)
+                negotiation.absorb(rank, Submit((), (asked,), values[rank].tobytes()), 0.0)
+            assert negotiation.take().results == ((0, np.zeros(1, np.float32).tobytes()),)
+
     def test_a_mismatch_is_still_an_error(self) -> None:
         negotiation = Negotiator({0: (0, 1)}, 10)
         negotiation.absorb(0, Submit((), (request(),), VALUES.tobytes()), 0.0)
@@ -142,6 +151,11 @@ class TestAgreement:
 def test_arithmetic_is_the_data_planes(asked: Request, first: np.ndarray, second: np.ndarray, expected: object) -> None:
     data = inline.combine(asked, [first.tobytes(), second.tobytes()], 2)
     assert np.frombuffer(data, first.dtype).tolist() == np.asarray(expected).tolist()
+
+
+def test_an_average_divides_by_all_members_also_if_some_have_joined_and_sent_nothing() -> None:
+    data = inline.combine(request(op=ReduceOp.AVERAGE), [VALUES.tobytes()] * 2, 4)
+    assert np.frombuffer(data, np.float32).tolist() == (VALUES / 2).tolist()
 
 
 def test_half_types_are_summed_in_float32() -> None:

@@ -308,6 +308,31 @@ class TestJoin:
         assert not negotiation.has_pending
         assert not negotiation.has_joined
 
+    def test_what_has_to_be_spelled_out_again_comes_before_the_join_that_follows_it(self) -> None:
+        negotiation = negotiator(2, capacity=1)
+        gather = Request("gather", Collective.ALLGATHER, (spec(2),))
+        for request in (gather, reduce("evicts", 1)):
+            for rank in (0, 1):
+                assert negotiation.absorb(rank, Submit((), (request,)), 0.0) == []
+        negotiation.take()
+        assert negotiation.absorb(0, Submit((0,), (JOIN,)), 0.0) == [0]
+        assert negotiation.absorb(1, Submit((), (gather,)), 0.0) == []
+        assert not negotiation.has_ready
+        negotiation.absorb(0, Submit((), (gather,), resent=True), 0.0)
+        (item,) = negotiation.take().items
+        assert isinstance(item, Response)
+        assert (item.request, item.error) == (gather, "")
+        assert negotiation.has_joined
+
+    @pytest.mark.parametrize("change", [Collective.ADD_PROCESS_SET, Collective.REMOVE_PROCESS_SET])
+    def test_sets_are_not_changed_in_the_absence_of_those_who_have_joined(self, change: Collective) -> None:
+        """They have to be connected with, and could be told of no number."""
+        negotiation = negotiator(2)
+        negotiation.absorb(1, Submit((), (JOIN,)), 0.0)
+        negotiation.absorb(0, Submit((), (Request("change", change, ranks=(0,)),)), 0.0)
+        assert not negotiation.has_ready
+        assert [waiting.missing for waiting in negotiation.waiting()] == [(1,)]
+
 
 class TestMember:
     def test_tells_how_many_wait_to_be_drained_and_whether_others_were(self) -> None:

@@ -174,6 +174,7 @@ def test_sealed_payloads_are_checked_before_they_are_unpickled() -> None:
     for secret, data, context in [
         (generate_secret(), sealed, "function"),
         (SECRET, sealed, "result of rank 3"),
+        (SECRET, sealed, "Function"),
         (SECRET, sealed[:-1], "function"),
         (SECRET, sealed[:-1] + b"x", "function"),
         (SECRET, payload, "function"),
