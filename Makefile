@@ -65,7 +65,7 @@ PURELIB = $$($(1)/bin/python -c "import sysconfig; print(sysconfig.get_path('pur
 SHARE = echo "import site; site.addsitedir('$(call PURELIB,$(abspath $(VENV)))')" > $(call PURELIB,$(1))/shared.pth
 
 .PHONY: demo test test-all test-others test-tensorflow test-mxnet test-with-mxnet test-pygloo test-with-pygloo \
-    test-packaging test-pythons test-gpu check clean
+    test-packaging test-pythons test-gpu mutants check clean
 
 demo: $(READY)
 	$(BIN)/hvdgloo-run -np 2 examples/torch_digits.py
@@ -136,6 +136,10 @@ test-packaging: $(READY_PACKAGING)
 # With the torch that is installed on a machine with a GPU, which this environment sees.
 test-gpu: $(READY_GPU)
 	HVDGLOO_TEST_REQUIRE_GPU=1 $(VENV_GPU)/bin/python -m pytest tests/gpu
+
+# Not part of the tests: that they catch planted faults (tests/mutants/README.md).
+mutants: $(READY)
+	$(BIN)/python -m tests.mutants -j 2
 
 check: $(READY)
 	$(BIN)/ruff check .

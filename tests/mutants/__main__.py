@@ -201,6 +201,10 @@ def _make_template(folder: Path) -> Path:
         elif entry.name in _COPIED:
             ignored = shutil.ignore_patterns("__pycache__")
             shutil.copytree(entry, template / entry.name, symlinks=True, ignore=ignored)
+    for name in ("rendezvous", "runner"):
+        link = template / "hvdgloo" / name
+        if not link.exists():  # a source distribution has no links
+            link.symlink_to(Path("..") / name)
     compileall.compile_dir(template, quiet=2)
     return template
 
