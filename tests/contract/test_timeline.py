@@ -205,6 +205,24 @@ def test_a_write_that_fails_leaves_what_was_whole(tmp_path: Path, monkeypatch: p
     timeline.close()
 
 
+def test_no_write_crosses_the_end_of_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a kill or a full disk may end it, with half an event."""
+    write, written = os.pwrite, []
+
+    def noted(descriptor: int, data: bytes, at: int) -> int:
+        written.append((at, len(data)))
+        return write(descriptor, data, at)
+
+    monkeypatch.setattr(os, "pwrite", noted)
+    timeline = Timeline(str(tmp_path / "trace"), 0)
+    for number in range(300):
+        timeline.phase(f"tensor {number}", "ALLREDUCE", timeline.now(), timeline.now())
+    timeline.close()
+    assert len(written) > 10
+    assert [(at, size) for at, size in written if at % 4096 + size > 4096] == []
+    assert len(json.loads((tmp_path / "trace").read_text())) == 2 + 3 * 300
+
+
 def test_nothing_is_kept_of_operations_that_rank_0_does_not_execute(tmp_path: Path) -> None:
     def rank_body(context: Context) -> int:
         context.start_timeline(str(tmp_path / "trace"))
