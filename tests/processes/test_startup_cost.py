@@ -17,7 +17,7 @@ from tests.support.launching import Launcher, clean_environment, launcher_in
 WEB = {"cheroot", "flask", "jinja2", "prometheus_client", "requests", "werkzeug"}
 MAIL_AND_TLS = {"email", "http.client", "ssl"}
 FRAMEWORKS = {"jax", "tensorflow", "torch"}
-RARELY = {"asyncio", "cloudpickle", "multiprocessing", "psutil", "uuid", "yaml"}
+RARELY = {"asyncio", "cloudpickle", "multiprocessing", "psutil", "yaml"}
 
 
 @pytest.fixture
