@@ -31,7 +31,7 @@ class NoAgents:
 
 @pytest.fixture(autouse=True)
 def no_agents(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def choose(hosts: object, reach: Reach) -> NoAgents:
+    def choose(hosts: object, reach: Reach, *, fork: bool = False) -> NoAgents:
         return NoAgents()
 
     monkeypatch.setattr("hvdgloo.runner.launch.choose_spawner", choose)
