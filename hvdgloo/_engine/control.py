@@ -7,7 +7,6 @@ itself take no detour through a socket.
 from __future__ import annotations
 
 import logging
-import os
 import selectors
 import socket
 import sys
@@ -38,6 +37,7 @@ from hvdgloo._engine.messages import (
     frame,
 )
 from hvdgloo._engine.planes import DEPTH
+from hvdgloo._net.event_loop import WakeUp
 from hvdgloo.errors import (
     BackendError,
     HorovodInternalError,
@@ -94,9 +94,7 @@ class Control:
         self._describe = describe
         self._on_end = on_end
         self._connections = {peer: ControlConnection(sock) for peer, sock in links.items()}
-        self._wake_out, self._wake_in = os.pipe()
-        os.set_blocking(self._wake_out, False)
-        os.set_blocking(self._wake_in, False)
+        self._wake_up = WakeUp()
         self._to_send: list[Message] = []
         self._failure: BaseException | None = None
         self._failure_deadline = 0.0
@@ -111,7 +109,7 @@ class Control:
         self._sleeps_until: float | None = None
         # The thread sleeps in the first, which tells it of the second; who lends a thread takes that out meanwhile.
         self._selector, self._sockets = selectors.DefaultSelector(), selectors.DefaultSelector()
-        self._selector.register(self._wake_out, selectors.EVENT_READ)
+        self._selector.register(self._wake_up, selectors.EVENT_READ)
         self._selector.register(self._sockets, selectors.EVENT_READ)
         for peer, connection in self._connections.items():
             self._sockets.register(connection, selectors.EVENT_READ, peer)
@@ -123,7 +121,7 @@ class Control:
     @property
     def descriptors(self) -> list[int]:
         """What a forked child must not keep open."""
-        return [self._wake_in, self._wake_out, *(c.fileno() for c in self._connections.values())]
+        return [*self._wake_up.descriptors, *(c.fileno() for c in self._connections.values())]
 
     def start(self) -> None:
         self._thread.start()
@@ -141,12 +139,7 @@ class Control:
 
     def wake(self) -> None:
         """Have the thread look around; callable from any thread."""
-        with self._lock:  # so that the descriptor's number is not closed, and reused, meanwhile
-            if self._wake_in >= 0:
-                try:
-                    os.write(self._wake_in, b"\0")
-                except BlockingIOError:
-                    pass  # full: it is awake already
+        self._wake_up.wake()
 
     def submitted(self, *, waits: bool) -> None:
         """An operation was filed; callable from any thread.
@@ -246,7 +239,7 @@ class Control:
             if key.fileobj is self._sockets:
                 self._serve_sockets()
             else:
-                self._clear_wake()
+                self._wake_up.clear()
 
     def _serve_sockets(self) -> bool:
         """Read and write what can be; False if there was nothing."""
@@ -299,12 +292,6 @@ class Control:
             return self._selector.select(timeout)
         finally:
             self._turn_lock.acquire()
-
-    def _clear_wake(self) -> None:
-        try:
-            os.read(self._wake_out, 4096)
-        except BlockingIOError:
-            pass
 
     def _speak(self, now: float) -> None:
         """Send what this rank's other threads have to say."""
@@ -475,10 +462,7 @@ class Control:
         self._connections.clear()
         self._sockets.close()
         self._selector.close()
-        with self._lock:
-            os.close(self._wake_in)
-            os.close(self._wake_out)
-            self._wake_in = self._wake_out = -1
+        self._wake_up.close()
 
 
 def _abort_error(message: Abort, describe: Callable[[int], str]) -> HorovodInternalError:

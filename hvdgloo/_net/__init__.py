@@ -1,1 +1,1 @@
-"""Sockets of the worker and the launcher: listening ports, the authenticated handshake, descriptors after a fork."""
+"""What processes speak with: ports, the handshake, framing, the codec of messages, the event loop, forks."""

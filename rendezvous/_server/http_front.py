@@ -31,6 +31,7 @@ from typing import Any
 from cheroot import server as cheroot_server
 from cheroot import wsgi
 
+from hvdgloo._net.event_loop import WakeUp
 from hvdgloo.rendezvous._server.streams import MAX_HEAD, WRITE_TIMEOUT, Reader, Writer
 from hvdgloo.rendezvous._server.thread_pool import ThreadPool
 
@@ -154,7 +155,7 @@ class Front(cheroot_server.HTTPServer):
         self.max_connections = max_connections
         self._listeners = list(listeners)
         self._selector = selectors.DefaultSelector()
-        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._wake_up = WakeUp()
         # Guards the selector and the tables below: pool threads give connections back.
         self._lock = threading.Lock()
         self._connections: set[HttpConnection] = set()
@@ -173,9 +174,7 @@ class Front(cheroot_server.HTTPServer):
             listener.setblocking(False)
             listener.listen(1024)
             self._selector.register(listener, selectors.EVENT_READ)
-        self._wake_reader.setblocking(False)
-        self._wake_writer.setblocking(False)
-        self._selector.register(self._wake_reader, selectors.EVENT_READ)
+        self._selector.register(self._wake_up, selectors.EVENT_READ)
         self.ready = True
         started = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(started,), name="hvdgloo-rendezvous-front", daemon=True)
@@ -187,7 +186,7 @@ class Front(cheroot_server.HTTPServer):
         if not self.ready:
             return
         self.ready = False
-        self._wake()
+        self._wake_up.wake()
         if self._thread is not None:
             self._thread.join(5)
         self.pool.stop(_STOP_GRACE)
@@ -200,8 +199,7 @@ class Front(cheroot_server.HTTPServer):
         for listener in self._listeners:
             listener.close()
         self._selector.close()
-        self._wake_reader.close()
-        self._wake_writer.close()
+        self._wake_up.close()
 
     # What pool threads call.
 
@@ -231,7 +229,7 @@ class Front(cheroot_server.HTTPServer):
                 connection.socket.setblocking(False)
                 self._register(connection)
         if begun:
-            self._wake()  # for its deadline
+            self._wake_up.wake()  # for its deadline
 
     def error_log(self, msg: str = "", level: int = 20, traceback: bool = False) -> None:
         logger.log(level, "%s", msg, exc_info=traceback)
@@ -267,13 +265,7 @@ class Front(cheroot_server.HTTPServer):
                 connection.socket.setblocking(False)
                 self._lingering[connection] = time.monotonic() + LINGER_TIMEOUT
                 self._register(connection)
-        self._wake()
-
-    def _wake(self) -> None:
-        try:
-            self._wake_writer.send(b"x")
-        except OSError:
-            pass  # it is full, so the front wakes anyway; or closed
+        self._wake_up.wake()
 
     # The front's own thread.
 
@@ -298,8 +290,8 @@ class Front(cheroot_server.HTTPServer):
     def _handle(self, key: selectors.SelectorKey) -> None:
         if isinstance(key.data, HttpConnection):
             self._readable(key.data)
-        elif key.fileobj is self._wake_reader:
-            self._wake_reader.recv(4096)
+        elif key.fileobj is self._wake_up:
+            self._wake_up.clear()
         elif isinstance(key.fileobj, socket.socket):
             self._accept(key.fileobj)
 

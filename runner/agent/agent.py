@@ -25,6 +25,7 @@ from functools import partial
 from types import FrameType
 from typing import IO, Any
 
+from hvdgloo._net.event_loop import EventLoop
 from hvdgloo._platform import machine
 from hvdgloo.errors import LaunchError
 from hvdgloo.runner.agent import watchdog
@@ -95,8 +96,8 @@ class Agent:
         self._mark = mark
         self._environ = environ
         self._warden = os.getppid()
-        self._selector = selectors.DefaultSelector()
-        self._wakeup, self._waker = socket.socketpair()
+        self._loop = EventLoop()
+        self._selector = self._loop.selector
         self._workers: dict[int, WorkerProcess] = {}
         self._by_pid: dict[int, WorkerProcess] = {}
         self._blob: IO[bytes] | None = None
@@ -111,7 +112,6 @@ class Agent:
         self._stop_deadline: float | None = None
         self._order_to_die = ""
         self._finish = False
-        self._writes_registered = False
         self._handlers: dict[type[Frame], Callable[[Any], None]] = {
             Require: self._on_require,
             Start: self._on_start,
@@ -134,7 +134,6 @@ class Agent:
     def run(self) -> None:
         """Serve until the job is over on this host."""
         self._watch_signals()
-        self._selector.register(self._wakeup, selectors.EVENT_READ, self._on_wakeup)
         self._selector.register(self._channel.receive_fd, selectors.EVENT_READ, self._on_readable)
         self._channel.send(self._hello())
         while not self._over():
@@ -185,18 +184,10 @@ class Agent:
                     worker.signal_group(signal.SIGKILL)
 
     def _watch_writes(self) -> None:
-        wanted = self._channel.pending > 0 and not self._channel.lost
-        if wanted != self._writes_registered:
-            if wanted:
-                self._selector.register(self._channel.send_fd, selectors.EVENT_WRITE, self._channel.flush)
-            else:
-                self._selector.unregister(self._channel.send_fd)
-            self._writes_registered = wanted
+        self._loop.watch_writes(self._channel, wanted=self._channel.pending > 0 and not self._channel.lost)
 
     def _watch_signals(self) -> None:
-        self._wakeup.setblocking(False)
-        self._waker.setblocking(False)
-        signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
+        signal.set_wakeup_fd(self._loop.wake_up.writing_fd, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, _ignore)
         # Someone who ends the agent, or the end of the warden, ends the job here.
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -205,12 +196,6 @@ class Agent:
     def _on_deadly_signal(self, signum: int, _frame: FrameType | None) -> None:
         orphaned = os.getppid() != self._warden
         self._die("its warden was killed" if orphaned else f"it received {signal.Signals(signum).name}")
-
-    def _on_wakeup(self) -> None:
-        try:
-            self._wakeup.recv(4096)
-        except BlockingIOError:
-            pass
 
     # Frames.
 
@@ -436,8 +421,7 @@ class Agent:
     def _turn(self, patience: float) -> None:
         """Do what is to be done about the descriptors that are ready; wait for one if none is."""
         self._watch_writes()
-        for key, _ in self._selector.select(patience):
-            key.data()
+        self._loop.turn(time.monotonic() + patience)
 
     def _leftovers(self) -> set[int]:
         job_id = self._start.job_id if self._start else ""

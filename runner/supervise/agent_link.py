@@ -28,7 +28,7 @@ class Link:
         owed: for each rank, bytes of output for which it was given no credit yet.
         held_back: lines that came before the agent could be used: its login shell's, or why there is none.
         stderr: the last lines that its command wrote there.
-        listening, stderr_open, writes_registered: what the loop's selector serves.
+        listening, stderr_open: what the loop's selector serves.
     """
 
     def __init__(self, state: HostState, stream: AgentStream) -> None:
@@ -42,7 +42,6 @@ class Link:
         self.stderr: deque[str] = deque(maxlen=_STDERR_KEPT)
         self.listening = False
         self.stderr_open = False
-        self.writes_registered = False
         os.set_blocking(stream.stderr.fileno(), False)
 
     @property

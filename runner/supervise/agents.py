@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Protocol
 
+from hvdgloo._net.event_loop import EventLoop
 from hvdgloo.errors import LaunchError
 from hvdgloo.runner.job.outcome import describe_loss
 from hvdgloo.runner.job.spec import HostEntry, LaunchSpec
@@ -75,7 +76,7 @@ class Agents:
     Args:
         hosts: in order; read by whoever wants to know how far they are.
         spawner: starts agents.
-        selector: of the supervisor's loop.
+        loop: the supervisor's.
     """
 
     def __init__(
@@ -84,14 +85,15 @@ class Agents:
         spawner: Spawner,
         hosts: Sequence[HostState],
         job_id: str,
-        selector: selectors.BaseSelector,
+        loop: EventLoop,
         job: Job,
     ) -> None:
         self.hosts = hosts
         self._spec = spec
         self._spawner = spawner
         self._job_id = job_id
-        self._selector = selector
+        self._loop = loop
+        self._selector = loop.selector
         self._job = job
         self._links: dict[str, Link] = {}
         self._past: list[Link] = []
@@ -171,7 +173,7 @@ class Agents:
     def watch_writes(self) -> None:
         """Have the loop write what waits to be."""
         for link in self.links:
-            self._watch_writes(link, wanted=not link.state.final and link.channel.pending > 0)
+            self._loop.watch_writes(link.channel, wanted=not link.state.final and link.channel.pending > 0)
 
     def next(self, now: float) -> float:
         """When something is to be done if nothing happens until then."""
@@ -358,7 +360,7 @@ class Agents:
         self._stop_listening(link)
         self._read_stderr(link)
         self._close_stderr(link)
-        self._watch_writes(link, wanted=False)
+        self._loop.watch_writes(link.channel, wanted=False)
 
     def _stop_listening(self, link: Link) -> None:
         if link.listening:
@@ -379,15 +381,6 @@ class Agents:
         if link.stderr_open:
             link.stderr_open = False
             self._selector.unregister(link.stream.stderr)
-
-    def _watch_writes(self, link: Link, *, wanted: bool) -> None:
-        if wanted == link.writes_registered:
-            return
-        if wanted:
-            self._selector.register(link.channel.send_fd, selectors.EVENT_WRITE, link.channel.flush)
-        else:
-            self._selector.unregister(link.channel.send_fd)
-        link.writes_registered = wanted
 
 
 def _describe_left(host: HostEntry, pids: Sequence[int]) -> str:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
+from hvdgloo._net.event_loop import EventLoop
 from hvdgloo.errors import JobFailedError, LaunchError
 from hvdgloo.runner.console.progress import MENDS
 from hvdgloo.runner.job.outcome import Failure, JobOutcome
@@ -43,7 +44,6 @@ from hvdgloo.runner.protocol.frames import (
 from hvdgloo.runner.supervise import host_state
 from hvdgloo.runner.supervise.agent_link import Link
 from hvdgloo.runner.supervise.agents import Agents
-from hvdgloo.runner.supervise.event_loop import Loop
 from hvdgloo.runner.supervise.first_failure import Verdict
 from hvdgloo.runner.supervise.host_state import HostState, Phase
 from hvdgloo.runner.supervise.init_watch import InitWatch
@@ -92,9 +92,9 @@ class Supervisor:
         self._spawner = spawner
         self._job_id = job_id
         self._observer = observer
-        self._loop = Loop()
+        self._loop = EventLoop()
         self._verdict = Verdict(self.outcome, observer.culprit, observer.notice, self._stop_after_failure)
-        self._agents = Agents(spec, spawner, hosts, job_id, self.selector, self)
+        self._agents = Agents(spec, spawner, hosts, job_id, self._loop, self)
         self._left_out: dict[HostEntry, str] | None = None
         self._last_beat = time.monotonic()
         self._hard_deadline: float | None = None

@@ -57,6 +57,7 @@ GRAPH: dict[str, set[str]] = {
     },
     "hvdgloo.runner.console": {"runner.job", "runner.protocol"},
     "hvdgloo.runner.supervise": {
+        "_net",
         "runner.console",
         "runner.job",
         "runner.processes",

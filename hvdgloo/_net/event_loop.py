@@ -1,0 +1,112 @@
+"""One thread's loop over descriptors and deadlines, which other threads and signal handlers can wake."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+
+class WakeUp:
+    """Ends a thread's wait in a selector, which this is registered with, to be read."""
+
+    def __init__(self) -> None:
+        self._reading, self._writing = os.pipe()
+        os.set_blocking(self._reading, False)
+        os.set_blocking(self._writing, False)
+        # So that a descriptor's number is not closed, and reused, while it is written to. A signal handler may
+        # interrupt the thread that holds it.
+        self._lock = threading.RLock()
+
+    def fileno(self) -> int:
+        """The end that becomes readable."""
+        return self._reading
+
+    @property
+    def writing_fd(self) -> int:
+        """The other end, for ``signal.set_wakeup_fd``."""
+        return self._writing
+
+    @property
+    def descriptors(self) -> list[int]:
+        """What a forked child must not keep open."""
+        return [self._writing, self._reading]
+
+    def wake(self) -> None:
+        """End the wait, or the next one. Safe in a signal handler and in any thread, also after ``close``."""
+        with self._lock:
+            if self._writing >= 0:
+                try:
+                    os.write(self._writing, b"\0")
+                except BlockingIOError:
+                    pass  # full: it is awake already
+
+    def clear(self) -> None:
+        """For the thread that was woken, before it looks why."""
+        try:
+            os.read(self._reading, 4096)
+        except BlockingIOError:
+            pass
+
+    def close(self) -> None:
+        """Give up the descriptors. May be repeated."""
+        with self._lock:
+            for descriptor in self.descriptors:
+                if descriptor >= 0:
+                    os.close(descriptor)
+            self._reading = self._writing = -1
+
+
+class Writer(Protocol):
+    """What keeps bytes that its descriptor does not take yet, and writes them in ``flush``."""
+
+    send_fd: int
+
+    def flush(self) -> None: ...
+
+
+class EventLoop:
+    """A selector whose registered data are called.
+
+    Attributes:
+        selector: for descriptors that are to be served; their data is called without arguments.
+        wake_up: has the thread look around.
+    """
+
+    def __init__(self) -> None:
+        self.selector = selectors.DefaultSelector()
+        self.wake_up = WakeUp()
+        self.selector.register(self.wake_up, selectors.EVENT_READ, self.wake_up.clear)
+        self._notes: deque[Callable[[], None]] = deque()
+        self._writers: set[Writer] = set()
+
+    def call_soon(self, action: Callable[[], None]) -> None:
+        """Have the loop call something. Safe in a signal handler and in any thread; nothing happens after ``close``."""
+        self._notes.append(action)
+        self.wake_up.wake()
+
+    def watch_writes(self, writer: Writer, *, wanted: bool) -> None:
+        """Call the writer's ``flush`` whenever its descriptor takes bytes, as long as that is wanted."""
+        if wanted == (writer in self._writers):
+            return
+        if wanted:
+            self.selector.register(writer.send_fd, selectors.EVENT_WRITE, writer.flush)
+            self._writers.add(writer)
+        else:
+            self.selector.unregister(writer.send_fd)
+            self._writers.remove(writer)
+
+    def turn(self, until: float) -> None:
+        """Serve what is there; if nothing is, wait for it until a moment on the monotonic clock."""
+        for key, _ in self.selector.select(max(0.0, until - time.monotonic())):
+            key.data()
+        while self._notes:
+            self._notes.popleft()()
+
+    def close(self) -> None:
+        self.selector.close()
+        self.wake_up.close()
