@@ -31,7 +31,6 @@ logger = logging.getLogger(__name__)
 _HELLO = struct.Struct("!8sIII16s")
 _MAGIC = b"hvdgloo1"
 _MAC_BYTES = 32
-_HANDSHAKE_SECONDS = 5.0
 _PARALLEL = 32
 _TURN = 0.25
 """Seconds after which a wait looks whether it was cancelled."""
@@ -60,13 +59,22 @@ class Handshake:
         epoch: of the membership.
         generation: how often this epoch's job was initialised before, so that a late connection is told apart.
         purpose: of the connections; each has a key of its own, so that a proof for one is none for another.
+        proof_timeout: seconds that whoever connects has for proving that it belongs to the job.
     """
 
-    def __init__(self, secret: bytes, epoch: int, generation: int, purpose: str = "control connection") -> None:
+    def __init__(
+        self,
+        secret: bytes,
+        epoch: int,
+        generation: int,
+        purpose: str = "control connection",
+        proof_timeout: float = 5.0,
+    ) -> None:
         self._purpose = purpose
         self._key = hmac.digest(secret, f"hvdgloo {purpose}".encode(), hashlib.sha256)
         self._epoch = epoch
         self._generation = generation
+        self._proof_timeout = proof_timeout
 
     def accept_all(
         self,
@@ -98,7 +106,7 @@ class Handshake:
         def admit(sock: socket.socket, peer: object) -> None:
             rank = -1
             try:
-                rank = self._admit(sock, size, min(deadline, time.monotonic() + _HANDSHAKE_SECONDS))
+                rank = self._admit(sock, size, min(deadline, time.monotonic() + self._proof_timeout))
                 if members.setdefault(rank, sock) is not sock:
                     raise AuthenticationError(f"rank {rank} is connected already")
                 body = json.dumps({**settings, "clock": time.time()}).encode()

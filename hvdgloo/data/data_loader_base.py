@@ -10,9 +10,6 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-END_TIME = 5.0
-"""Seconds that the loading thread has to end; it looks between two batches."""
-
 
 class BaseDataLoader:
     """A loader that subclasses complete: ``_iterate`` yields batches, ``_process_batch`` may change each."""
@@ -44,16 +41,23 @@ class AsyncDataLoaderMixin:
 
     Args:
         async_loader_queue_size: how many batches may wait; 0 loads in the training loop's own thread.
+        async_loader_end_timeout: seconds that the loading thread has to end; it looks between two batches.
         debug_data_loader: log what is loaded and used.
 
     Leaving the iteration early, or beginning another, ends the thread. An error in the thread is raised in the loop.
     """
 
     def __init__(
-        self, *args: Any, async_loader_queue_size: int = 64, debug_data_loader: bool = False, **kwargs: Any
+        self,
+        *args: Any,
+        async_loader_queue_size: int = 64,
+        async_loader_end_timeout: float = 5.0,
+        debug_data_loader: bool = False,
+        **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self.async_loader_queue_size = async_loader_queue_size
+        self.async_loader_end_timeout = async_loader_end_timeout
         self.debug_data_loader = debug_data_loader
         self._stop: threading.Event | None = None
         self._thread: threading.Thread | None = None
@@ -61,17 +65,18 @@ class AsyncDataLoaderMixin:
     def close_async_loader(self) -> None:
         """End the thread; what it has loaded ahead is dropped.
 
-        A thread that is in the middle of loading a batch is waited for, but not longer than 5 s: then it is left alone
-        (with a warning), loads that batch, drops it, and ends. It does not keep the program from ending.
+        A thread that is in the middle of loading a batch is waited for, but not longer than
+        ``async_loader_end_timeout``: then it is left alone (with a warning), loads that batch, drops it, and ends. It
+        does not keep the program from ending.
         """
         if self._stop is not None and self._thread is not None:
             self._stop.set()
-            self._thread.join(END_TIME)
+            self._thread.join(self.async_loader_end_timeout)
             if self._thread.is_alive():
                 logger.warning(
                     "the thread of %s is still loading a batch after %g s; it ends once it has that batch",
                     type(self).__name__,
-                    END_TIME,
+                    self.async_loader_end_timeout,
                 )
             self._stop = self._thread = None
 

@@ -21,9 +21,6 @@ from hvdgloo.runner.transport.srun import SrunSpawner
 from hvdgloo.runner.transport.ssh import SshSpawner
 from hvdgloo.runner.transport.template import TemplateSpawner
 
-LOOKUP_TIME = 3.0
-"""Seconds to look up names, to see which of them are this machine's. A name that takes longer is another's."""
-
 
 class Ways:
     """A Spawner that leaves each host to another one."""
@@ -68,15 +65,19 @@ def choose_spawner(hosts: Sequence[HostEntry], reach: Reach, *, fork: bool = Fal
     return Ways({host: local if host in here else way for host, way in chosen.items()})
 
 
-def hosts_here(hosts: Sequence[HostEntry], reach: Reach) -> list[HostEntry]:
-    """Those that are this machine: localhost, its own name, or one of its addresses."""
+def hosts_here(hosts: Sequence[HostEntry], reach: Reach, lookup_timeout: float = 3.0) -> list[HostEntry]:
+    """Those that are this machine: localhost, its own name, or one of its addresses.
+
+    Args:
+        lookup_timeout: seconds to look up names; a name that takes longer is another machine's.
+    """
     own_user = _own_user()
     candidates = [host for host in hosts if host.user in ("", own_user)]
     names = {host.name for host in candidates}
     own = {name for name in names if _is_own_name(name) or _is_own_address(name)}
     if not reach.agent_command:
         # A template's hosts may be pods and containers, whose names mean something else to DNS or nothing.
-        own |= _leading_here(names - own - reach.slurm_nodes)
+        own |= _leading_here(names - own - reach.slurm_nodes, lookup_timeout)
     return [host for host in candidates if host.name in own]
 
 
@@ -85,7 +86,7 @@ def _is_own_name(name: str) -> bool:
     return name.lower() in {"localhost", own, own.partition(".")[0]}
 
 
-def _leading_here(names: Iterable[str]) -> set[str]:
+def _leading_here(names: Iterable[str], timeout: float) -> set[str]:
     """Names that resolve to an address of this machine. All are looked up at once: DNS may be slow to say no."""
     found: set[str] = set()
 
@@ -101,7 +102,7 @@ def _leading_here(names: Iterable[str]) -> set[str]:
     threads = [threading.Thread(target=look_up, args=(name,), name="hvdgloo-lookup", daemon=True) for name in names]
     for thread in threads:
         thread.start()
-    deadline = time.monotonic() + LOOKUP_TIME
+    deadline = time.monotonic() + timeout
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     return set(found)

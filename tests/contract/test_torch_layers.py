@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 from hvdgloo._collectives.frontend import Frontend  # noqa: E402
 from hvdgloo._collectives.process_sets import global_process_set  # noqa: E402
 from hvdgloo._job.context import Context  # noqa: E402
-from hvdgloo.data import AsyncDataLoaderMixin, BaseDataLoader, data_loader_base  # noqa: E402
+from hvdgloo.data import AsyncDataLoaderMixin, BaseDataLoader  # noqa: E402
 from hvdgloo.errors import InvalidArgumentError, MismatchError  # noqa: E402
 from hvdgloo.torch import SyncBatchNorm, mpi_ops  # noqa: E402
 from hvdgloo.torch._adapter import TorchAdapter  # noqa: E402
@@ -236,9 +236,8 @@ class TestAsyncLoader:
         assert "hvdgloo-data-loader" not in {thread.name for thread in threading.enumerate()}
 
     def test_a_batch_that_never_comes_does_not_keep_the_loop_from_ending(
-        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+        self, caplog: pytest.LogCaptureFixture
     ) -> None:
-        monkeypatch.setattr(data_loader_base, "END_TIME", 0.1)
         disk = threading.Event()
 
         class Stuck(BaseDataLoader):
@@ -251,7 +250,7 @@ class TestAsyncLoader:
             pass
 
         try:
-            assert next(iter(AsyncStuck())) == 1
+            assert next(iter(AsyncStuck(async_loader_end_timeout=0.1))) == 1
             assert "AsyncStuck is still loading a batch after 0.1 s" in caplog.text
         finally:
             disk.set()

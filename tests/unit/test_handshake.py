@@ -235,10 +235,9 @@ def test_silent_clients_keep_nobody_waiting(meeting: Callable[..., Meeting]) -> 
         assert ended(sock)
 
 
-def test_a_client_that_drips_is_cut_off(meeting: Callable[..., Meeting], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_drips_is_cut_off(meeting: Callable[..., Meeting]) -> None:
     """The handshake has one deadline, not one for each piece."""
-    monkeypatch.setattr(connect, "_HANDSHAKE_SECONDS", 0.3)
-    m = meeting(2)
+    m = meeting(2, handshake=Handshake(b"secret", 3, 1, proof_timeout=0.3))
     sock = m.raw()
     sock.settimeout(0.05)
     begin = time.monotonic()
@@ -259,11 +258,8 @@ def test_a_client_that_drips_is_cut_off(meeting: Callable[..., Meeting], monkeyp
     m.accepted.result(10)
 
 
-def test_more_silent_clients_than_there_are_slots(
-    meeting: Callable[..., Meeting], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(connect, "_HANDSHAKE_SECONDS", 0.2)
-    m = meeting(2)
+def test_more_silent_clients_than_there_are_slots(meeting: Callable[..., Meeting]) -> None:
+    m = meeting(2, handshake=Handshake(b"secret", 3, 1, proof_timeout=0.2))
     for _ in range(connect._PARALLEL + 5):
         m.raw()
     m.join(1, RIGHT).result(10)

@@ -19,7 +19,6 @@ from hvdgloo.runner.job.spec import HostEntry, LaunchSpec, Reach
 from hvdgloo.runner.launch import _host_environment
 from hvdgloo.runner.network.interfaces import Address
 from hvdgloo.runner.protocol.frames import Hello
-from hvdgloo.runner.transport import select
 from hvdgloo.runner.transport.local import LocalSpawner
 from hvdgloo.runner.transport.select import choose_spawner, hosts_here
 
@@ -248,9 +247,8 @@ class TestThisMachine:
     def test_slow_name_servers_hold_up_nobody(self, monkeypatch: pytest.MonkeyPatch) -> None:
         release = threading.Event()
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: release.wait(30) and [])
-        monkeypatch.setattr(select, "LOOKUP_TIME", 0.2)
         started = time.monotonic()
-        assert hosts_here([HostEntry(f"h{number}") for number in range(40)], Reach()) == []
+        assert hosts_here([HostEntry(f"h{number}") for number in range(40)], Reach(), lookup_timeout=0.2) == []
         assert time.monotonic() - started < 2
         release.set()
 
