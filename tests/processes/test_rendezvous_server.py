@@ -6,6 +6,7 @@ import json
 import pickle
 import random
 import re
+import select
 import socket
 import statistics
 import threading
@@ -300,6 +301,19 @@ class TestOthersAreUnharmed:
             assert time.monotonic() - started < 1
             assert server.status()["store"]["keys"] == 1
 
+    def test_where_connections_are_scarce_strangers_go_first(
+        self, server: RendezvousServer, raw: RawClient, client: RendezvousClient
+    ) -> None:
+        client.store("s").set("k", b"v")
+        (connection,) = client._idle
+        server._front.max_connections = 5
+        with ExitStack() as stack:
+            strangers = [stack.enter_context(raw.connect()) for _ in range(10)]
+            strangers[0].settimeout(5)
+            assert strangers[0].recv(1) == b""
+            assert not connection.stale()
+            assert client.store("s").get("k", timeout=5) == b"v"
+
     def test_a_member_with_a_slow_body_does_not_stop_others(
         self, server: RendezvousServer, raw: RawClient, client: RendezvousClient
     ) -> None:
@@ -326,6 +340,20 @@ class TestOthersAreUnharmed:
             slow.sendall(b"GET / HTTP/1.1\r\n")
             refused(read_answer(slow), 408, "no whole request head")
             assert silent.recv(1) == b""
+
+    def test_so_does_a_head_that_drips(
+        self, server: RendezvousServer, raw: RawClient, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("hvdgloo.rendezvous._server.http_front.HEAD_TIMEOUT", 0.3)
+        with raw.connect() as sock:
+            sock.sendall(b"GET / HTTP/1.1\r\nX: ")
+            for _ in range(60):
+                if select.select([sock], [], [], 0.05)[0]:
+                    break
+                sock.sendall(b"x")
+            else:
+                pytest.fail("each piece was given the whole time anew")
+            refused(read_answer(sock), 408, "no whole request head")
 
     def test_ten_thousand_random_requests(
         self, server: RendezvousServer, raw: RawClient, client: RendezvousClient
