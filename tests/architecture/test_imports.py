@@ -39,7 +39,7 @@ GRAPH: dict[str, set[str]] = {
     "hvdgloo.tensorflow": {"_collectives", "_job", "_platform", "_training", "common"},
     "hvdgloo.tensorflow.data": {"_job", "_net", "config", "rendezvous", "tensorflow"},
     "hvdgloo.tensorflow.keras": {"_collectives", "_training", "keras"},
-    "hvdgloo.keras": {"_collectives", "_job", "_platform", "_training", "numpy", "tensorflow", "torch"},
+    "hvdgloo.keras": {"_collectives", "_platform", "_training", "numpy", "tensorflow", "torch"},
     "hvdgloo.as_horovod": set(),
     # The launcher, and its agents on the hosts.
     "hvdgloo.runner.protocol": set(),
