@@ -51,14 +51,17 @@ def make_reducer(
     options: GradientOptions,
     groups: Iterable[Sequence[str]],
     compression: Compressor[T] = NoneCompressor,
+    *,
+    in_place: bool = False,
 ) -> GradientReducer[T]:
-    """What reduces gradients, none of them in place.
+    """What reduces gradients.
 
     Args:
         frontend: where collectives are submitted.
         options: how.
         groups: the names of gradients that are sent as one.
         compression: instead of that of the options, which may be part of a graph.
+        in_place: reduce into the gradients themselves.
 
     Raises:
         InvalidArgumentError: an option cannot be used.
@@ -69,7 +72,7 @@ def make_reducer(
         compression=compression,
         predivide_factor=options.gradient_predivide_factor,
         groups=groups,
-        in_place=False,
+        in_place=in_place,
         process_set=options.process_set,
     )
 

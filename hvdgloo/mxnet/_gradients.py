@@ -8,28 +8,16 @@ engine looks at it, and travels while MXNet computes those of earlier layers. Al
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
 
-from hvdgloo._collectives.compression import Compressor, NoneCompressor
 from hvdgloo._collectives.frontend import Frontend
-from hvdgloo._collectives.process_sets import ProcessSet, global_process_set, process_set_id
-from hvdgloo._training.options import divided
+from hvdgloo._collectives.process_sets import process_set_id
+from hvdgloo._training.options import GradientOptions, divided, make_reducer
 from hvdgloo._training.reducer import GradientReducer
 from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.mxnet._adapter import Tensor
 
 
-@dataclass(frozen=True)
-class MXNetOptions:
-    """How gradients are reduced; the arguments that the trainer and the optimizers share."""
-
-    compression: Compressor[Tensor] = NoneCompressor
-    gradient_predivide_factor: float = 1.0
-    num_groups: int = 0
-    process_set: ProcessSet = global_process_set
-
-
-class GradientSync:
+class MXNetGradientSync:
     """Averages gradients over the ranks, in place; weights are known by what MXNet numbers or names them by.
 
     Args:
@@ -42,9 +30,9 @@ class GradientSync:
         InvalidArgumentError: (a ValueError) an option cannot be used.
     """
 
-    def __init__(self, frontend: Frontend[Tensor], options: MXNetOptions, label: str) -> None:
-        groups = options.num_groups
-        if not isinstance(groups, int) or isinstance(groups, bool) or groups < 0:
+    def __init__(self, frontend: Frontend[Tensor], options: GradientOptions, label: str) -> None:
+        groups = options.groups
+        if groups is not None and (not isinstance(groups, int) or isinstance(groups, bool) or groups < 0):
             raise InvalidArgumentError(f"num_groups must be a whole number, 0 or more; got {groups!r}")
         self._frontend = frontend
         self._options = options
@@ -53,7 +41,7 @@ class GradientSync:
         self._reducer(())  # raises for what cannot be used
 
     @classmethod
-    def reserved(cls, frontend: Frontend[Tensor], options: MXNetOptions, label: str) -> GradientSync:
+    def reserved(cls, frontend: Frontend[Tensor], options: GradientOptions, label: str) -> MXNetGradientSync:
         """One whose label gets a number behind it if it was reserved before in this job.
 
         Raises:
@@ -63,9 +51,9 @@ class GradientSync:
         (own,) = frontend.reserve_names([label])
         return cls(frontend, options, own)
 
-    def __reduce__(self) -> tuple[type[GradientSync], tuple[Frontend[Tensor], MXNetOptions, str]]:
+    def __reduce__(self) -> tuple[type[MXNetGradientSync], tuple[Frontend[Tensor], GradientOptions, str]]:
         # With its label: ranks that do not all load it must not number later ones otherwise than those that do.
-        return GradientSync, (self._frontend, self._options, self._label)
+        return MXNetGradientSync, (self._frontend, self._options, self._label)
 
     @property
     def active(self) -> bool:
@@ -103,13 +91,8 @@ class GradientSync:
         return [bool(count) for count in everyones.sum(axis=0)]
 
     def _reducer(self, keys: tuple[Hashable, ...]) -> GradientReducer[Tensor]:
-        return GradientReducer(
-            self._frontend,
-            compression=self._options.compression,
-            predivide_factor=self._options.gradient_predivide_factor,
-            groups=divided(self._options.num_groups, [self._name(key) for key in keys]),
-            process_set=self._options.process_set,
-        )
+        groups = divided(self._options.groups, [self._name(key) for key in keys])
+        return make_reducer(self._frontend, self._options, groups, self._options.compression, in_place=True)
 
     def _name(self, key: Hashable) -> str:
         return f"{self._label}.{key}"

@@ -13,24 +13,25 @@ import mxnet as mx
 from hvdgloo._collectives.compression import Compressor, NoneCompressor
 from hvdgloo._collectives.frontend import Frontend
 from hvdgloo._collectives.process_sets import ProcessSet, global_process_set
+from hvdgloo._training.options import GradientOptions
 from hvdgloo._training.subclass import shell_class
 from hvdgloo.errors import InvalidArgumentError, MismatchError
 from hvdgloo.mxnet._adapter import Tensor
 from hvdgloo.mxnet._frontend import FRONTEND
-from hvdgloo.mxnet._gradients import GradientSync, MXNetOptions
+from hvdgloo.mxnet._gradients import MXNetGradientSync
 from hvdgloo.mxnet.functions import require_dense
 
 __all__ = ["DistributedOptimizer", "DistributedTrainer"]
 
 
-class Distributed:
+class DistributedMXNetOptimizer:
     """What a distributed optimizer does otherwise than the plain one, which it holds and with which it shares its
     state."""
 
     __slots__ = ("_plain", "_sync")  # not in the state, which is the plain optimizer's
 
     _plain: Any
-    _sync: GradientSync
+    _sync: MXNetGradientSync
 
     @property
     def aggregate_num(self) -> int:
@@ -79,20 +80,20 @@ class Distributed:
             step(index[part], weight[part], grad[part], state[part])
 
 
-def _distributed(plain: Any, sync: GradientSync) -> Any:
-    shell = object.__new__(shell_class(Distributed, type(plain)))
+def _distributed(plain: Any, sync: MXNetGradientSync) -> Any:
+    shell = object.__new__(shell_class(DistributedMXNetOptimizer, type(plain)))
     shell.__dict__ = plain.__dict__
     shell._plain, shell._sync = plain, sync
     return shell
 
 
-def wrap(frontend: Frontend[Tensor], optimizer: Any, options: MXNetOptions) -> Any:
+def wrap(frontend: Frontend[Tensor], optimizer: Any, options: GradientOptions) -> Any:
     """``DistributedOptimizer`` on a given Frontend."""
     if not isinstance(optimizer, mx.optimizer.Optimizer):
         raise InvalidArgumentError(f"expected an mx.optimizer.Optimizer, not {type(optimizer).__name__}")
-    if isinstance(optimizer, Distributed):
+    if isinstance(optimizer, DistributedMXNetOptimizer):
         raise InvalidArgumentError("the optimizer is distributed already; wrap it once")
-    return _distributed(optimizer, GradientSync.reserved(frontend, options, "gradient"))
+    return _distributed(optimizer, MXNetGradientSync.reserved(frontend, options, "gradient"))
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name; it makes an instance of a class of its own
@@ -124,7 +125,12 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name; it makes an instance o
         InvalidArgumentError: (a ValueError) not an optimizer, or an option that cannot be used.
         NotInitializedError: before ``init()``.
     """
-    options = MXNetOptions(compression, gradient_predivide_factor, num_groups, process_set)
+    options = GradientOptions(
+        compression=compression,
+        gradient_predivide_factor=gradient_predivide_factor,
+        groups=num_groups,
+        process_set=process_set,
+    )
     return wrap(FRONTEND, optimizer, options)
 
 
@@ -163,14 +169,19 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         num_groups: int = 0,
         process_set: ProcessSet = global_process_set,
     ) -> None:
-        if isinstance(optimizer, Distributed):
+        if isinstance(optimizer, DistributedMXNetOptimizer):
             text = (
                 "DistributedTrainer averages gradients itself, and takes the plain optimizer that the given one holds"
             )
             warnings.warn(text, stacklevel=2)
             optimizer = optimizer._plain
-        options = MXNetOptions(compression, gradient_predivide_factor, num_groups, process_set)
-        self._sync = GradientSync.reserved(FRONTEND, options, f"{prefix or ''}gradient")
+        options = GradientOptions(
+            compression=compression,
+            gradient_predivide_factor=gradient_predivide_factor,
+            groups=num_groups,
+            process_set=process_set,
+        )
+        self._sync = MXNetGradientSync.reserved(FRONTEND, options, f"{prefix or ''}gradient")
         self._joining: list[Tensor] = []
         super().__init__(params, optimizer, optimizer_params, kvstore=None)
         require_dense(self._params)
@@ -217,7 +228,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         """
         super().load_states(fname)
         loaded: Any = self.optimizer
-        if isinstance(loaded, Distributed):
+        if isinstance(loaded, DistributedMXNetOptimizer):
             self._optimizer = loaded._plain
             for updater in self._updaters:
                 updater.optimizer = loaded._plain

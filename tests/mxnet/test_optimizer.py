@@ -14,10 +14,10 @@ import pytest
 import hvdgloo.mxnet as hvd
 from hvdgloo._collectives.process_sets import ProcessSet
 from hvdgloo._job.context import Context
+from hvdgloo._training.options import GradientOptions
 from hvdgloo.errors import DuplicateNameError, InvalidArgumentError, NotInitializedError
 from hvdgloo.mxnet._adapter import MXNetAdapter
 from hvdgloo.mxnet._frontend import MXNetFrontend
-from hvdgloo.mxnet._gradients import MXNetOptions
 from hvdgloo.mxnet._optimizer import wrap
 from hvdgloo.mxnet.compression import Compression
 from hvdgloo.mxnet.functions import _broadcast_parameters
@@ -60,9 +60,9 @@ def train(optimizer: Any, of_step: Callable[[int], list[np.ndarray]], dtype: str
 
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 @pytest.mark.parametrize(
-    "options", [MXNetOptions(), MXNetOptions(num_groups=2, gradient_predivide_factor=2.0)], ids=["", "groups"]
+    "options", [GradientOptions(), GradientOptions(groups=2, gradient_predivide_factor=2.0)], ids=["", "groups"]
 )
-def test_weights_are_those_of_one_process_with_all_the_data(ranks: Ranks, name: str, options: MXNetOptions) -> None:
+def test_weights_are_those_of_one_process_with_all_the_data(ranks: Ranks, name: str, options: GradientOptions) -> None:
     def average(step: int) -> list[np.ndarray]:
         return [
             np.mean(each, axis=0) for each in zip(*(gradients(r, step, "float32") for r in range(SIZE)), strict=True)
@@ -94,7 +94,7 @@ def test_weights_of_float16(ranks: Ranks, make: Callable[[], Any]) -> None:
     def rank_body(context: Context) -> list[np.ndarray]:
         held = make()
         held.multi_precision = True
-        optimizer = wrap(frontend_of(context), held, MXNetOptions())
+        optimizer = wrap(frontend_of(context), held, GradientOptions())
         return train(optimizer, lambda step: gradients(context.rank, step, "float16"), "float16")
 
     for result in ranks(2).run(rank_body):
@@ -125,7 +125,7 @@ def test_all_gradients_of_a_step_are_under_way_at_once(ranks: Ranks) -> None:
             return pending
 
         frontend.start = watched  # type: ignore[method-assign]
-        train(wrap(frontend, mx.optimizer.Adam(), MXNetOptions()), lambda step: gradients(0, step, "float32"))
+        train(wrap(frontend, mx.optimizer.Adam(), GradientOptions()), lambda step: gradients(0, step, "float32"))
         return events.index("wait"), events[: len(SHAPES)]
 
     for first_wait, names in ranks(2).run(rank_body):
@@ -137,7 +137,7 @@ def test_one_process_alone_does_nothing_else(ranks: Ranks) -> None:
     context = ranks(1).contexts[0]
     frontend = frontend_of(context)
     frontend.start = None  # type: ignore[method-assign,assignment]
-    optimizer = wrap(frontend, mx.optimizer.Adam(), MXNetOptions(compression=Compression.fp16))
+    optimizer = wrap(frontend, mx.optimizer.Adam(), GradientOptions(compression=Compression.fp16))
     alone = train(mx.optimizer.Adam(), lambda step: gradients(0, step, "float32"))
     for got, wanted in zip(train(optimizer, lambda step: gradients(0, step, "float32")), alone, strict=True):
         np.testing.assert_array_equal(got, wanted)
@@ -147,7 +147,7 @@ def test_ranks_outside_of_the_set_train_alone(ranks: Ranks) -> None:
     def rank_body(context: Context) -> float:
         frontend = frontend_of(context)
         pair = frontend.add_process_set(ProcessSet([0, 2]))
-        optimizer = wrap(frontend, mx.optimizer.SGD(learning_rate=1.0), MXNetOptions(process_set=pair))
+        optimizer = wrap(frontend, mx.optimizer.SGD(learning_rate=1.0), GradientOptions(process_set=pair))
         weight = mx.nd.zeros((1,))
         optimizer.update("w", weight, mx.nd.array([context.rank + 1.0]), None)
         return float(weight.asscalar())
@@ -158,14 +158,14 @@ def test_ranks_outside_of_the_set_train_alone(ranks: Ranks) -> None:
 def test_one_state(ranks: Ranks) -> None:
     frontend = frontend_of(ranks(1).contexts[0])
     plain = mx.optimizer.SGD(learning_rate=0.5)
-    optimizer = wrap(frontend, plain, MXNetOptions())
+    optimizer = wrap(frontend, plain, GradientOptions())
     optimizer.rescale_grad = 0.25
     plain.set_learning_rate(0.125)
     assert (plain.rescale_grad, optimizer.learning_rate) == (0.25, 0.125)
     assert (plain.aggregate_num, type(optimizer).__name__) == (4, "SGD")
     assert "_sync" not in vars(plain)
     with pytest.raises(InvalidArgumentError, match="distributed already"):
-        wrap(frontend, optimizer, MXNetOptions())
+        wrap(frontend, optimizer, GradientOptions())
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
@@ -179,7 +179,7 @@ def test_copies_are_distributed(
     monkeypatch.setattr(Compression.fp16, "compress", lambda tensor: (narrowed.append(tensor), compress(tensor))[1])
 
     def rank_body(context: Context) -> list[np.ndarray]:
-        optimizer = wrap(frontend_of(context), make(learning_rate=0.25), MXNetOptions(compression=Compression.fp16))
+        optimizer = wrap(frontend_of(context), make(learning_rate=0.25), GradientOptions(compression=Compression.fp16))
         made = copied(optimizer)
         optimizer.set_learning_rate(0.0)
         assert (made.learning_rate, type(made)) == (0.25, type(optimizer))
@@ -211,7 +211,7 @@ def test_a_loaded_one_does_not_train_alone_for_want_of_init() -> None:
 
 def test_a_gradient_that_cannot_be_sent_leaves_the_others_at_rest(ranks: Ranks) -> None:
     def rank_body(context: Context) -> list[float]:
-        optimizer = wrap(frontend_of(context), mx.optimizer.SGD(learning_rate=1.0), MXNetOptions())
+        optimizer = wrap(frontend_of(context), mx.optimizer.SGD(learning_rate=1.0), GradientOptions())
         weights = [mx.nd.zeros((2, 1)), mx.nd.zeros((2, 1))]
         good = mx.nd.ones((2, 1)) * (context.rank + 1)
         with pytest.raises(InvalidArgumentError, match="row_sparse"):
