@@ -89,12 +89,12 @@ def check(ranks: Sequence[dict[str, Any]], addresses: Sequence[str], server: str
         assert one["HVDGLOO_RENDEZVOUS"].rpartition(":")[0].strip("[]") == server
 
 
-def refused(host: Host, *arguments: str, status: int = 1) -> str:
+def refused(host: Host, *arguments: str) -> str:
     """What the launcher says about a network in which no job can run: soon, and before any worker was started."""
     begin = time.monotonic()
     done = start(host, *arguments)
     assert time.monotonic() - begin < LIMIT
-    assert done.returncode == status, done.stderr
+    assert done.returncode == 1, done.stderr
     assert "FOUND" not in done.stdout
     return done.stderr
 
@@ -290,20 +290,18 @@ def test_pain_8_nics_by_name_network_and_exception_and_per_host(make_bed: Callab
 
 
 @pytest.mark.parametrize(
-    ("nics", "status", "text"),
+    ("nics", "text"),
     [
-        ("eth7", 1, "--nics eth7 fits none of host h1's addresses; it has 10.77.1.10 (eth0), 172.17.0.1 (docker0)"),
-        ("h2=ib0", 1, "--nics ib0 fits none of host h2's addresses; it has 10.77.1.11 (eth0)"),
-        ("192.168.0.0/16", 1, "--nics 192.168.0.0/16 fits none of host h1's addresses"),
-        ("^eth0", 1, "  h1 -> h2: 172.17.0.1 (docker0) refused the connection (h1 has the same address), 10.200.1.1"),
-        ("lo", 1, "--nics lo chooses no address of host h1 that could be used: 127.0.0.1 (lo) is loopback, which no"),
-        ("127.0.0.0/8", 1, "127.0.0.1 (lo) is loopback, which no other host can reach"),
-        ("h9=eth0", 2, "--nics h9=eth0: h9 is not one of the hosts (h1, h2)"),
-        ("10.0.0.0/40", 2, "--nics 10.0.0.0/40: expected the name of a network interface"),
+        ("eth7", "--nics eth7 fits none of host h1's addresses; it has 10.77.1.10 (eth0), 172.17.0.1 (docker0)"),
+        ("h2=ib0", "--nics ib0 fits none of host h2's addresses; it has 10.77.1.11 (eth0)"),
+        ("192.168.0.0/16", "--nics 192.168.0.0/16 fits none of host h1's addresses"),
+        ("^eth0", "  h1 -> h2: 172.17.0.1 (docker0) refused the connection (h1 has the same address), 10.200.1.1"),
+        ("lo", "--nics lo chooses no address of host h1 that could be used: 127.0.0.1 (lo) is loopback, which no"),
+        ("127.0.0.0/8", "127.0.0.1 (lo) is loopback, which no other host can reach"),
     ],
 )
-def test_pain_8_and_9_nics_that_cannot_be(bed: Bed, quick: str, nics: str, status: int, text: str) -> None:
-    assert text in refused(bed["h1"], "-H", "h1:1,h2:1", "--nics", nics, quick, status=status)
+def test_pain_8_and_9_nics_that_cannot_be(bed: Bed, quick: str, nics: str, text: str) -> None:
+    assert text in refused(bed["h1"], "-H", "h1:1,h2:1", "--nics", nics, quick)
 
 
 def test_horovod_s_names_for_it(bed: Bed, quick: str) -> None:
