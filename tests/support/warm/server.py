@@ -94,10 +94,16 @@ def stand_between(connection: socket.socket) -> tuple[dict[str, Any], list[int]]
             if os.stat(fd).st_ino not in own and LIBC.setns(fd, 0) != 0:
                 raise OSError(ctypes.get_errno(), "setns")
         os.fchdir(fds[3])
+        session, begun = os.pipe()
         child = os.fork()
         if child == 0:
+            os.setsid()
+            for fd in (session, begun):
+                os.close(fd)
             connection.close()
             return request, fds
+        os.close(begun)
+        os.read(session, 1)  # nobody hears of it before it leads a session of its own
         for fd in fds:
             os.close(fd)
         connection.sendall(child.to_bytes(4, "big"))
@@ -105,10 +111,7 @@ def stand_between(connection: socket.socket) -> tuple[dict[str, Any], list[int]]
         while ended not in (ready := select.select([connection, ended], [], [])[0]):
             assert ready
             wanted = connection.recv(1)
-            try:
-                os.killpg(child, wanted[0] if wanted else signal.SIGKILL)
-            except ProcessLookupError:  # it is about to become a group of its own, or has just ended
-                os.kill(child, wanted[0] if wanted else signal.SIGKILL)
+            os.killpg(child, wanted[0] if wanted else signal.SIGKILL)
             if not wanted:
                 os._exit(0)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -123,7 +126,6 @@ def stand_between(connection: socket.socket) -> tuple[dict[str, Any], list[int]]
 
 def be(request: dict[str, Any], fds: list[int]) -> NoReturn:
     """Turn into the program."""
-    os.setsid()
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number, fd in enumerate(fds[:3]):
