@@ -113,6 +113,20 @@ def test_a_long_grace_period_still_ends_in_sigkill(start: Callable[..., subproce
     assert worker.wait(0) == -signal.SIGKILL
 
 
+def test_who_is_stopped_is_let_go_on_to_save_its_work(start: Callable[..., subprocess.Popen[bytes]]) -> None:
+    worker = start("import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(7)); " + WAITS)
+    worker.send_signal(signal.SIGSTOP)
+    assert reaper.end_all(lambda: set() if worker.poll() is not None else {worker.pid}, grace=10) == set()
+    assert worker.wait(0) == 7
+
+
+def test_a_job_s_processes_are_those_of_its_whole_id(start: Callable[..., subprocess.Popen[bytes]]) -> None:
+    job = os.urandom(16).hex()
+    own, other = start(WAITS, HVDGLOO_JOB_ID=job), start(WAITS, HVDGLOO_JOB_ID=f"{job}0")
+    assert reaper.processes_of(job) == {own.pid}
+    assert reaper.processes_of(f"{job}0") == {other.pid}
+
+
 IMMORTAL = """
 # The first process of a namespace: nothing inside it can kill it. It passes for a process of the job.
 import ctypes, os, subprocess, sys, time
