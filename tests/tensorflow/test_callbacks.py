@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from hvdgloo.errors import InvalidArgumentError
+from hvdgloo.keras import callbacks
 from hvdgloo.keras.callbacks import BestModelCheckpoint, LearningRateScheduleCallback, LearningRateWarmupCallback
 
 Schedule, Warmup = LearningRateScheduleCallback, LearningRateWarmupCallback
@@ -66,6 +67,14 @@ def test_warm_ups(
     callback = make()
     assert (callback.initial_lr, callback.warmup_epochs, callback.end_epoch) == (initial_lr, epochs, epochs)
     assert (callback.steps_per_epoch, callback.verbose) == (steps, verbose)
+
+
+def test_a_warm_up_goes_from_one_rank_s_share_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(callbacks._frontend, "size", lambda: 4)
+    callback = Warmup(0.1, warmup_epochs=2, steps_per_epoch=5)
+    factors = [callback.factor(batch / 5) for batch in range(10)]
+    assert factors == pytest.approx([(1 + 3 * (batch + 1) / 10) / 4 for batch in range(10)])
+    assert factors[-1] == pytest.approx(1.0)
 
 
 def test_wrong_arguments() -> None:
