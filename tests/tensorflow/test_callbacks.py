@@ -70,7 +70,7 @@ def test_warm_ups(
 
 
 def test_a_warm_up_goes_from_one_rank_s_share_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(callbacks._frontend, "size", lambda: 4)
+    monkeypatch.setattr(callbacks.FRONTEND, "size", lambda: 4)
     callback = Warmup(0.1, warmup_epochs=2, steps_per_epoch=5)
     factors = [callback.factor(batch / 5) for batch in range(10)]
     assert factors == pytest.approx([(1 + 3 * (batch + 1) / 10) / 4 for batch in range(10)])
