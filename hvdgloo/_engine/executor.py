@@ -289,6 +289,7 @@ class Executor:
 
     def _serve(self) -> None:
         while not self._aborted.is_set():
+            item = None  # who waits for more keeps no tensors alive
             try:
                 item = self._queue.get(block=not self._under_way)
             except queue.Empty:
@@ -534,6 +535,7 @@ class Executor:
             if not operation.remaining:
                 del self._unresolved[operation]
                 operation.handle.resolve(operation.outputs, value=response.value)
+        self._waiting_here = None  # it keeps tensors alive
         self._completed += 1
         self._on_room()
 
