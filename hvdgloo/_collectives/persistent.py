@@ -8,11 +8,11 @@ What a start makes is its ``Pending``, the one future on the way from the user t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from hvdgloo._collectives.adapter import TensorAdapter
 from hvdgloo._collectives.naming import names_of
