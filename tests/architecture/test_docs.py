@@ -38,6 +38,7 @@ OTHER_OPTIONS = {
     "--plane",
     "--layouts",
     "--only",
+    "--processor",
     "--rate",
     "--rounds",
     "--seconds",
