@@ -114,6 +114,18 @@ def test_every_element_is_summed_in_order_of_ranks(ranks: Callable[..., Ranks], 
         np.testing.assert_array_equal(result, expected)
 
 
+def test_half_types_are_summed_in_order_of_ranks_too(ranks: Callable[..., Ranks]) -> None:
+    group = ranks(3)
+    values = [32768.0, 2.0**-11, -32768.0]  # in another order the small one is not lost, even in float32
+
+    def rank(place: int) -> np.ndarray:
+        array = np.full(5000, values[place], np.float16)
+        finish(group.backends[place].allreduce(Buffer.of_array(array), ReduceOp.SUM))
+        return array
+
+    assert not np.concatenate(group.run(rank)).any()
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_payloads_beyond_the_segment_pass_piece_by_piece(ranks: Callable[..., Ranks], size: int) -> None:
     group = ranks(size)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from hvdgloo.errors import AuthenticationError
 from hvdgloo.runner.worker import function_task
 from tests.support.launching import clean_environment
 
@@ -58,3 +60,21 @@ def test_a_function_of_another_python_is_refused_in_a_line(
     assert f"cannot read a function of Python {version}" in found.text
     assert found.result is None
     assert "Traceback" not in done.stderr
+
+
+class _Trap:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = str(path)
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.mkdir, (self._path,)
+
+
+@pytest.mark.parametrize("seal", [b"", b"\0" * 32])
+def test_pain_30_what_a_worker_left_is_unpickled_only_after_its_seal_was_checked(tmp_path: Path, seal: bytes) -> None:
+    trap = tmp_path / "sprung"
+    with pytest.raises(AuthenticationError, match="not unpickled"):
+        function_task.unpack_outcome(seal + pickle.dumps(_Trap(trap)), 0, SECRET)
+    assert not trap.exists()
