@@ -306,6 +306,7 @@ class TestOthersAreUnharmed:
     ) -> None:
         client.store("s").set("k", b"v")
         (connection,) = client._idle
+        until(lambda: bool(server._front._idle), "the server to have done with it")
         server._front.max_connections = 5
         with ExitStack() as stack:
             strangers = [stack.enter_context(raw.connect()) for _ in range(10)]

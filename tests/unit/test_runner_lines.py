@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 
 import pytest
 from hypothesis import given
@@ -122,6 +123,34 @@ class TestWriter:
         writer.close()
         os.close(gate.read)
         os.close(gate.write_end)
+
+    def test_what_comes_last_waits_behind_what_is_on_disk_though_there_is_room_in_memory(self) -> None:
+        from hvdgloo.runner.console.writer import MEMORY, Writer
+
+        class Turnstile:
+            def __init__(self) -> None:
+                self.data = b""
+                self.permits = threading.Semaphore(0)
+                self.passed = threading.Semaphore(0)
+
+            def write(self, data: bytes) -> None:
+                assert self.permits.acquire(timeout=10)
+                self.data += data
+                self.passed.release()
+
+        target = Turnstile()
+        writer = Writer("test", [target])
+        pieces = [bytes([i]) * 1_000_000 for i in range(2 * MEMORY // 1_000_000)]
+        for piece in pieces:
+            writer.put(0, piece)
+        for _ in range(2):
+            target.permits.release()
+            assert target.passed.acquire(timeout=10)
+        writer.put(0, b"last")
+        target.permits.release(100)
+        assert writer.wait_until_written(10)
+        assert target.data == b"".join(pieces) + b"last"
+        writer.close()
 
     def test_a_target_that_fails_is_given_up_and_reported_once(self) -> None:
         from hvdgloo.runner.console.writer import Writer
