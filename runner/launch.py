@@ -48,6 +48,7 @@ LIBRARY_SIGNALS = (signal.SIGINT, signal.SIGTSTP)
 """What ``hvdgloo.run.run`` takes over while it runs: the others are the calling program's own business."""
 
 
+_LAST_WORDS = 0.5  # seconds that a blocked terminal may delay the end
 _DESCRIPTORS_PER_HOST = 4  # three pipes, and a probe's connection
 
 
@@ -224,6 +225,8 @@ def _console(spec: LaunchSpec, stdout: TextIO, stderr: TextIO, quiet: bool) -> I
     try:
         yield console
     finally:
+        # Also where an error ends the job: the list of a start is taken away, and notices are shown, before it is told.
+        console.wait_until_written(_LAST_WORDS)
         console.close()
 
 

@@ -117,7 +117,9 @@ class TestWhatWorkersFind:
         assert len(agents) == 2, seen  # agent and warden on h2
         assert folders == {"/"}  # where they keep no file system busy
         assert any(line.startswith("ssh ") for line in seen)
-        assert sum("HVDGLOO_SECRET" in line for line in seen) == sum("import os, time;" in line for line in seen) == 3
+        # The program's own text, which names the variable: two workers, the launcher, and its forks on h1, the agent and
+        # the agent's watchdog.
+        assert sum("HVDGLOO_SECRET" in line for line in seen) == sum("import os, time;" in line for line in seen) == 5
         assert not [line for line in seen for hidden in (secret, "token-4711", "quiet-4711") if hidden in line]
 
 
