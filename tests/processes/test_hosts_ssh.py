@@ -117,8 +117,8 @@ class TestWhatWorkersFind:
         assert len(agents) == 2, seen  # agent and warden on h2
         assert folders == {"/"}  # where they keep no file system busy
         assert any(line.startswith("ssh ") for line in seen)
-        # The program's own text, which names the variable: two workers, the launcher, and its forks on h1, the agent and
-        # the agent's watchdog.
+        # The program's own text names the variable: two workers, the launcher, and its forks on h1 (the agent, and the
+        # process that watches over it).
         assert sum("HVDGLOO_SECRET" in line for line in seen) == sum("import os, time;" in line for line in seen) == 5
         assert not [line for line in seen for hidden in (secret, "token-4711", "quiet-4711") if hidden in line]
 
