@@ -118,18 +118,18 @@ def counted(function: Callable[[], Any]) -> tuple[Any, int]:
     this rank submitted meanwhile."""
     from hvdgloo._engine.engine import Engine
 
-    plain, calls = Engine.submit, []
+    plain, calls = Engine.launch, []
 
-    def submit(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        if request.name.startswith(("allreduce.gradients", "allreduce.finite")):
-            calls.append(request.name)
-        return plain(self, request, *args, **kwargs)
+    def launch(self: Any, persistent: Any, *args: Any, **kwargs: Any) -> Any:
+        if persistent.request.name.startswith(("allreduce.gradients", "allreduce.finite")):
+            calls.append(persistent.request.name)
+        return plain(self, persistent, *args, **kwargs)
 
-    Engine.submit = submit  # type: ignore[method-assign]
+    Engine.launch = launch  # type: ignore[method-assign]
     try:
         return function(), len(calls)
     finally:
-        Engine.submit = plain  # type: ignore[method-assign]
+        Engine.launch = plain  # type: ignore[method-assign]
 
 
 def sgd_with_momentum() -> Any:

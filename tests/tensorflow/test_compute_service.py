@@ -168,8 +168,8 @@ def test_ranks_of_a_dispatcher_take_turns(service: Service) -> None:
 
 
 def test_a_dispatcher_of_the_training_job_stays_for_the_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readers.context, "is_initialized", lambda: True)
-    monkeypatch.setattr(readers.context, "current", lambda: SimpleNamespace(size=2))
+    monkeypatch.setattr(readers.process, "is_initialized", lambda: True)
+    monkeypatch.setattr(readers.process, "current", lambda: SimpleNamespace(size=2))
     key = generate_secret()
     with RendezvousServer(secret=key, size=1) as registry:
         config = TfDataServiceConfig(1, 1, "training", registry.endpoints, key, 20)

@@ -430,7 +430,7 @@ def test_memory_is_shared_where_it_can_be(ranks: Ranks) -> None:
     def watched(operation: CollectiveSpec, tensors: Any, *args: Any, **kwargs: Any) -> Any:
         seen.append(adapter.export(tensors[0]).address)
         pending = start(operation, tensors, *args, **kwargs)
-        seen.append(pending.wait()[0].__array_interface__["data"][0])
+        seen.append(pending.result()[0].__array_interface__["data"][0])
         return pending
 
     frontend.start = watched  # type: ignore[method-assign]
