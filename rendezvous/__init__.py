@@ -1,6 +1,6 @@
 """The rendezvous service: how the processes of a job find each other, get their ranks, and exchange small values.
 
-A ``RendezvousServer`` runs in the launcher, or by itself as ``hvdgloo-rendezvous``; workers reach it with a
+A ``RendezvousServer`` runs in the launcher, or on its own as ``hvdgloo-rendezvous``; workers reach it with a
 ``RendezvousClient``. It knows nothing of tensors and never unpickles anything.
 """
 
@@ -25,8 +25,8 @@ _PLACES = {
     "_server.server": ("RendezvousServer",),
     "_store": ("MemoryStore", "Store"),
 }
-"""Modules of the names below. They are imported when a name is first used: workers and agents do without the web
-server, launchers and agents without a client, and what they do not import does not delay a start."""
+"""Modules of the names below. They are imported when a name is first used: workers and agents need no web server,
+launchers and agents no client, and what they do not import does not delay a start."""
 
 __all__ = [
     "HttpStore",

@@ -8,9 +8,9 @@ Each purpose has a key of its own, derived from the secret, so that nothing sign
 
 The signature covers the method, the request target as it was sent (path and query), the digest of the body, the
 server's run id, the client's id and the counter. It can be checked before a byte of the body is read; the digest is
-checked after. Three things make a recorded request useless: the run id ties it to one life of one server, the client id
-and counter tie it to one place in a sliding window that the server keeps for each client (concurrent requests overtake
-each other, so a window and not a single number). No clock is asked.
+checked afterwards. Three things make a recorded request useless: the run id ties it to one life of one server, the
+client id and counter tie it to one place in a sliding window that the server keeps for each client (concurrent requests
+overtake each other, hence a window rather than a single number). No clock is involved.
 
 **Answers** carry ``X-Hvdgloo-Signature``, over the run id, the client id and counter of the request, the status and the
 digest of the body. So an answer fits one request only, and a client learns the run id safely: its first request, the
@@ -101,7 +101,7 @@ class Credentials:
         """Read an Authorization header.
 
         Raises:
-            AuthenticationError: it is absent, or has another form.
+            AuthenticationError: it is missing or malformed.
         """
         match = _CREDENTIALS.fullmatch(header)
         if match is None:
@@ -124,7 +124,7 @@ class Signer:
         return Credentials(run, client, counter, body_digest, signature)
 
     def verify(self, method: str, target: str, credentials: Credentials) -> None:
-        """Check a request's signature; the body may be still unread.
+        """Check a request's signature; the body may still be unread.
 
         Raises:
             AuthenticationError: it was made with another secret, or for another request.
@@ -157,7 +157,7 @@ class Signer:
 class ReplayWindow:
     """The counters that one client has used: the highest, and which of the ``WINDOW`` below it.
 
-    Not locked: whoever owns it is.
+    Not locked: its owner is.
     """
 
     __slots__ = ("_highest", "_seen")
@@ -185,7 +185,7 @@ class ReplayWindow:
 def bearer_matches(header: str, token: str) -> bool:
     """Whether an Authorization header carries the status token: as ``Bearer``, or as the password of ``Basic``.
 
-    Browsers cannot send the first and ask for the second by themselves; the user name does not matter.
+    Browsers cannot send the first, and ask for the second of their own accord; the user name does not matter.
     """
     kind, _, value = header.partition(" ")
     if kind.lower() == "basic":
@@ -213,10 +213,10 @@ def seal(secret: bytes, payload: bytes, context: bytes | str) -> bytes:
 
 
 def unseal(secret: bytes, sealed: bytes | bytearray | memoryview, context: bytes | str) -> bytes:
-    """The payload of ``seal(secret, payload, context)``, checked before anybody looks into it.
+    """The payload of ``seal(secret, payload, context)``, checked before anything looks into it.
 
     Raises:
-        AuthenticationError: another secret, another context, or bytes were changed.
+        AuthenticationError: the secret or the context is another one, or bytes were changed.
     """
     sealed = bytes(sealed)
     tag, payload = sealed[:_TAG_BYTES], sealed[_TAG_BYTES:]

@@ -1,9 +1,10 @@
-"""``hvdgloo-rendezvous``: the rendezvous by itself, where something else (Kubernetes, Slurm, ...) starts the workers.
+"""``hvdgloo-rendezvous``: the rendezvous server on its own, where something else (Kubernetes, Slurm, ...) starts the
+workers.
 
-It prints what workers need to know, then a line whenever somebody comes or goes. When does it end? By itself only if
-``--once`` asks for it: when all workers have come and have all gone again (they keep a connection while they live, so
-one that dies counts as gone), or when a start has failed. Otherwise SIGINT or SIGTERM end it, since nobody else can
-know whether workers will be started again. Nothing that workers do can keep it from ending.
+It prints what workers need to know, then a line whenever somebody comes or goes. It ends of its own accord only with
+``--once``: when all workers have come and have all gone again (they keep a connection while they live, so one that dies
+counts as gone), or when a start has failed. Otherwise SIGINT or SIGTERM ends it, since only their sender can know
+whether workers will be started again. Nothing that workers do can keep it from ending.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from hvdgloo.rendezvous._server.service import Refused
 from hvdgloo.version import __version__
 
 PROGRAM = "hvdgloo-rendezvous"
-_LOOK_AGAIN = 0.5  # seconds; only --once needs to look at all, for connections that have ended
+_LOOK_AGAIN = 0.5  # seconds; only --once needs to poll at all, for connections that have ended
 _BETWEEN_STRANGERS = 30.0  # seconds between two lines about refused requests
 _BETWEEN_LINES = 0.2  # seconds; a thousand workers that come together make a few lines, not a thousand
 
@@ -86,12 +87,12 @@ def _run(options: argparse.Namespace, stack: ExitStack) -> int:
 
 
 class _Stopped(BaseException):
-    """SIGINT or SIGTERM has come. Not an Exception, so that nobody on the way takes it for an error."""
+    """SIGINT or SIGTERM has arrived. Not an Exception, so that no handler on the way takes it for an error."""
 
 
 @contextmanager
 def _stopped_by_signals() -> Iterator[type[BaseException]]:
-    """The first SIGINT or SIGTERM raises what this yields; further ones change nothing, stopping takes a second."""
+    """The first SIGINT or SIGTERM raises what this yields; further ones change nothing, as stopping takes a second."""
 
     def stop(_number: int, _frame: Any) -> NoReturn:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -110,7 +111,7 @@ def _stopped_by_signals() -> Iterator[type[BaseException]]:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Names the option that was probably meant, before it misses one that was not."""
+    """Suggests the option that was probably meant before complaining of a missing one."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         options, unknown = self.parse_known_args(args, namespace)
@@ -247,7 +248,7 @@ def _existing(path: str) -> bytes:
 def _write_secret(path: str) -> bytes:
     secret = generate_secret()
     try:
-        # Exclusively: a file or link that somebody put there meanwhile is not written through.
+        # Exclusively: a file or link that somebody has put there in the meantime is not written through.
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w", encoding="ascii") as file:
             file.write(secret.hex() + "\n")
@@ -296,7 +297,7 @@ def _reachable(endpoint: str) -> list[str]:
 
 
 def _watch(server: RendezvousServer, once: bool) -> int:
-    """Tell who comes and goes, until there is a reason to end; returns the exit status."""
+    """Report who comes and goes, until there is a reason to end; returns the exit status."""
     started, seen, last, failure = time.monotonic(), -1, "", ""
     strangers = _Strangers()
     while True:
@@ -324,7 +325,7 @@ def _watch(server: RendezvousServer, once: bool) -> int:
 
 
 class _Strangers:
-    """Tells of refused requests: the first at once, further ones now and then, as they may be many."""
+    """Reports refused requests: the first at once, further ones at intervals, as there may be many."""
 
     def __init__(self) -> None:
         self._told = 0
@@ -332,7 +333,7 @@ class _Strangers:
         self._next = -math.inf
 
     def line(self, refused: Refused, now: float) -> str:
-        """What is to be said now, if anything."""
+        """What to say now, if anything."""
         new = refused.count - self._told
         self._waiting = new > 0 and now < self._next
         if not new or self._waiting:
@@ -368,5 +369,5 @@ def _say(line: str) -> None:
         sys.stdout.write(line + "\n")
         sys.stdout.flush()
     except BrokenPipeError:
-        # Whoever read our output has gone; workers still need us. At exit Python would flush, and complain.
+        # The reader of our output has gone; workers still need us. At exit Python would flush, and complain.
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115

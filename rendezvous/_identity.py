@@ -1,6 +1,6 @@
 """What "the same host" means: where processes can share memory and an abstract Unix socket.
 
-The host name alone does not say it. Two containers on one machine have one kernel and separate network namespaces; two
+The host name alone does not tell. Two containers on one machine have one kernel and separate network namespaces; two
 machines cloned from one image may have one name. So boot id, network namespace and host name go together into a hash.
 """
 
@@ -21,9 +21,9 @@ def _identity(pid: int) -> str:
 def host_identity() -> str:
     """16 hexadecimal digits, equal in all processes that can share memory with this one.
 
-    Elsewhere than on Linux there is neither boot id nor network namespace: the machine's hardware address stands in.
+    Outside Linux there is neither a boot id nor a network namespace; the machine's hardware address is used instead.
     """
-    # Asked for anew after a fork: the child may have entered another namespace.
+    # Determined anew after a fork: the child may have entered another namespace.
     return _identity(os.getpid())
 
 

@@ -1,11 +1,11 @@
 """The key-value store through which processes find each other.
 
-A ``Store`` holds bytes under text keys, and lets a reader wait for keys that are not there yet: that wait is the whole
-rendezvous. ``MemoryStore`` is the store of one process; the server keeps one for each scope, and tests and
-single-process jobs use it directly. ``hvdgloo.rendezvous.HttpStore`` is the same thing seen through the server.
+A ``Store`` holds bytes under text keys, and lets a reader wait for keys that are not there yet: that wait is all a
+rendezvous is. ``MemoryStore`` is the store of one process; the server keeps one for each scope, and tests and
+single-process jobs use it directly. ``hvdgloo.rendezvous.HttpStore`` is the same thing accessed through the server.
 
-Waiting costs nothing per key and wakes nobody in vain: each waiter is filed under *one* key that it lacks, and whoever
-sets that key moves the waiter on to the next one it lacks, or releases it. With a condition variable, N workers that
+Waiting costs nothing per key and wakes no thread in vain: each waiter is filed under *one* key that it lacks, and
+setting that key moves the waiter on to the next one it lacks, or releases it. With a condition variable, N workers that
 wait for N keys would be woken N x N times.
 """
 
@@ -26,16 +26,16 @@ class Store(Protocol):
     """What Gloo, the engine and the runner need of a store. Keys are text, values are bytes."""
 
     def set(self, key: str, value: bytes) -> None:
-        """Put ``value`` under ``key``, replacing what was there, and wake those who wait for it."""
+        """Put ``value`` under ``key``, replacing what was there, and wake those that wait for it."""
 
     def set_many(self, items: Mapping[str, bytes]) -> None:
-        """Set several keys at once; nobody sees only some of them."""
+        """Set several keys at once; no reader sees only some of them."""
 
     def get(self, key: str, *, timeout: float) -> bytes:
         """The value of ``key``, waiting up to ``timeout`` seconds until it is there.
 
         Raises:
-            RendezvousTimeoutError: nobody has set it by then.
+            RendezvousTimeoutError: it was not set by then.
         """
 
     def get_many(self, keys: Sequence[str], *, timeout: float) -> list[bytes]:
@@ -50,10 +50,10 @@ class Store(Protocol):
 
 
 def check_key(key: str, what: str = "key", limit: int = MAX_KEY_BYTES) -> str:
-    """Return ``key`` if it can be one.
+    """Return ``key`` if it is a valid key.
 
-    Slashes are welcome, doubled ones too (torch makes such keys). Segments "." and ".." are not: HTTP clients and
-    proxies rewrite paths that hold them, so that the key which arrives is another one.
+    Slashes are allowed, even doubled ones (torch makes such keys). Segments "." and ".." are not: HTTP clients and
+    proxies rewrite paths that contain them, so that a different key would arrive.
 
     Raises:
         ValueError: saying what is wrong with it.
@@ -66,7 +66,7 @@ def check_key(key: str, what: str = "key", limit: int = MAX_KEY_BYTES) -> str:
         raise ValueError(f"a {what} must have 1 to {limit} bytes, this one has {size}")
     if any(character < " " or character == "\x7f" for character in key):
         raise ValueError(f"a {what} must not hold control characters")
-    if key.startswith(".") or "/." in key:  # nearly always False, and then the split is saved
+    if key.startswith(".") or "/." in key:  # nearly always False, which saves the split
         for segment in key.split("/"):
             if segment in (".", ".."):
                 raise ValueError(f"a {what} must not hold a segment {segment!r}")
@@ -76,7 +76,7 @@ def check_key(key: str, what: str = "key", limit: int = MAX_KEY_BYTES) -> str:
 class Latch:
     """Something that happens once, waited for by one thread and caused by another.
 
-    A bare lock: a tenth of a ``threading.Event``'s cost, and a server of a large job makes thousands.
+    A bare lock: a tenth of a ``threading.Event``'s cost, and the server of a large job makes thousands.
     """
 
     __slots__ = ("_lock",)
@@ -86,7 +86,7 @@ class Latch:
         self._lock.acquire()
 
     def release(self) -> None:
-        """Let the waiting thread go on. Calling it again changes nothing."""
+        """Let the waiting thread continue. Calling it again changes nothing."""
         try:
             self._lock.release()
         except RuntimeError:
@@ -197,7 +197,7 @@ class MemoryStore:
                         del self._waiters[key]
 
     def close(self, reason: str) -> None:
-        """Release everybody who waits; ``get`` and ``get_many`` then raise RendezvousError(reason)."""
+        """Release all waiters; ``get`` and ``get_many`` then raise RendezvousError(reason)."""
         with self._lock:
             self._closed = reason
             waiters = [waiter for some in self._waiters.values() for waiter in some]
@@ -222,6 +222,6 @@ class MemoryStore:
 
 
 def describe_keys(keys: Sequence[str], show: int = 8) -> str:
-    """Some keys as an error names them: ``3 of the keys: a, b, c``."""
+    """Some keys, as an error names them: ``3 of the keys: a, b, c``."""
     listed = ", ".join(keys[:show]) + (f" and {len(keys) - show} more" if len(keys) > show else "")
     return f"key {listed} was" if len(keys) == 1 else f"{len(keys)} keys ({listed}) were"

@@ -1,9 +1,9 @@
-"""How several keys or values travel in one body. Pure.
+"""How several keys or values are packed into one body. Pure.
 
-Values are bytes and stay bytes: lengths first, then everything one after the other. Keys are JSON. A reader trusts no
-length: all are checked against what really arrived.
+Values are bytes and stay bytes: lengths first, then everything in sequence. Keys are JSON. A reader trusts no length:
+all are checked against what actually arrived.
 
-* keys: a JSON list of texts.
+* keys: a JSON list of strings.
 * values: ``count`` as 4 bytes, ``count`` lengths of 8 bytes each (big-endian), then the values.
 * items: the length of the keys' JSON as 4 bytes, the keys, the values.
 """
@@ -24,7 +24,7 @@ def pack_keys(keys: Sequence[str]) -> bytes:
 def unpack_keys(body: bytes) -> list[str]:
     """
     Raises:
-        ValueError: the body is something else; the text says what.
+        ValueError: the body is not a list of keys; the text says why.
     """
     try:
         keys = json.loads(body)

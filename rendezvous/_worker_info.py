@@ -15,12 +15,12 @@ class WorkerInfo:
     """What a worker says about itself.
 
     Attributes:
-        rank: its slot, if a launcher gave it one.
+        rank: its rank, if a launcher gave it one.
         index: its place among workers without a launcher, e.g. a Kubernetes job's completion index.
         host_name: for messages.
         host_identity: see ``hvdgloo.rendezvous._identity``.
         address: IP address at which other workers reach it.
-        port: of its control listener; 0 if it has none.
+        port: that of its control listener; 0 if it has none.
         pid: its process id.
 
     Raises:

@@ -1,17 +1,17 @@
 """The worker's side: RendezvousClient, and HttpStore, a Store behind it.
 
-Built on HTTP connections of its own (``hvdgloo.rendezvous._client.connection``) and not on ``requests``: they heed no
+Built on HTTP connections of its own (``hvdgloo.rendezvous._client.connection``) and not on ``requests``: they ignore
 proxy variables (a proxy cannot reach a job's inner addresses, but is often configured where jobs run), cost a fraction,
-and leave to us what a rendezvous needs: one deadline for a whole call, the local address of the connection, and the
-decision what may be repeated.
+and allow what a rendezvous needs: one deadline for a whole call, the local address of the connection, and control over
+what may be repeated.
 
 **Deadlines.** Every call has one, and it covers connecting, waiting and repeating. A wait is made of requests of at
-most ``MAX_POLL`` seconds, each told to the server, so its answer names who or what is missing; for an answer that is on
-its way at the deadline, a moment longer is waited.
+most ``MAX_POLL`` seconds, each told to the server, so its answer names who or what is missing; an answer that is on its
+way at the deadline is given a moment longer.
 
 **Repeating.** Connecting is repeated while the server is not there yet. A request that was sent and got no answer is
-repeated, under a signature of its own, only if doing it twice is doing it once: everything but ``delete``. A worker
-that registers stays through a restart of the server, which has forgotten nothing that the worker still needs.
+repeated, under a signature of its own, only if it is idempotent: everything but ``delete``. A worker that is
+registering survives a restart of the server, which has forgotten nothing that the worker still needs.
 
 **Forks.** A forked child gets connections and an id of its own when it first calls.
 """
@@ -66,7 +66,7 @@ class _Answer:
 
     @property
     def details(self) -> dict[str, Any]:
-        """The JSON object of a refusal; of something else, a made-up one."""
+        """The JSON object of a refusal; for anything else, one made up from the body."""
         try:
             details = json.loads(self.body)
         except ValueError:
@@ -86,12 +86,12 @@ class RendezvousClient:
     Args:
         server: ``host:port``, IPv6 addresses in brackets.
         secret: of the job.
-        connect_timeout: seconds for which a server that cannot be reached is tried again; it may start later than
-            its workers.
+        connect_timeout: seconds for which to retry a server that cannot be reached; it may start later than its
+            workers.
         secret_source: where the secret came from, for messages.
 
     Raises:
-        ConfigError: ``server`` has another form.
+        ConfigError: ``server`` is malformed.
     """
 
     _idle: list[HttpConnection]
@@ -125,8 +125,8 @@ class RendezvousClient:
             timeout: seconds.
 
         Raises:
-            RendezvousTimeoutError: not all came, with how many and which did.
-            RendezvousRefusedError: no such epoch, or the place is another worker's.
+            RendezvousTimeoutError: not all came; the text says how many and which did.
+            RendezvousRefusedError: there is no such epoch, or the place is another worker's.
             AuthenticationError: server and worker have different secrets.
             RendezvousError: the server cannot be reached.
         """
@@ -154,14 +154,27 @@ class RendezvousClient:
         return HttpStore(self, scope, timeout)
 
     def status(self, *, timeout: float = 10.0) -> dict[str, Any]:
-        """The job as the server sees it: the JSON of ``/v1/status``."""
+        """The job as the server sees it: the JSON of ``/v1/status``.
+
+        Args:
+            timeout: seconds.
+
+        Raises:
+            RendezvousTimeoutError: there was no answer within ``timeout``.
+            AuthenticationError: server and client have different secrets.
+            RendezvousError: the server cannot be reached.
+        """
         status: dict[str, Any] = json.loads(self._call("GET", "/v1/status", b"", timeout).body)
         return status
 
     def local_address(self, *, timeout: float = 30.0) -> str:
         """The IP address of this end of a connection to the server: an address at which this host is reached.
 
-        Waits for the server until ``timeout`` and not ``connect_timeout``: it may be started much later.
+        Waits for the server for ``timeout`` seconds rather than ``connect_timeout``: it may be started much later.
+
+        Raises:
+            AuthenticationError: server and client have different secrets.
+            RendezvousError: the server cannot be reached.
         """
         if not self._local_address or self._pid != os.getpid():
             self._run_id(time.monotonic() + timeout, patient=True)
@@ -201,8 +214,8 @@ class RendezvousClient:
         """A call that the server holds back until there is something to answer.
 
         Args:
-            follow: once the server has been there, wait for it until the deadline and say the same to another one at
-                its place, which has the same secret.
+            follow: once the server has been there, wait for it until the deadline, and repeat the call to another one
+                in its place that has the same secret.
 
         Returns:
             the answer; one with status ``pending`` if the deadline came first.
@@ -359,7 +372,7 @@ class RendezvousClient:
     # Connections.
 
     def _reset(self) -> None:
-        """Begin as a new client. What a parent process had is its own, and left alone."""
+        """Begin as a new client. What the parent process had is its own, and is left alone."""
         self._pid = os.getpid()
         self._client = auth.generate_id()
         self._counter = itertools.count()
@@ -455,11 +468,18 @@ class HttpStore:
         self._path = f"/v1/kv/{quote(scope, safe='')}"
 
     def set(self, key: str, value: bytes, *, timeout: float | None = None) -> None:
-        """Put ``value`` under ``key``. Errors as of ``get``; RendezvousRefusedError for a value that is too large."""
+        """Put ``value`` under ``key``, within ``timeout`` seconds.
+
+        Raises:
+            ValueError: the key cannot be used.
+            RendezvousRefusedError: the value is too large.
+            RendezvousTimeoutError: there was no answer in time.
+            RendezvousError: the server cannot be reached, or refuses.
+        """
         self._client._call("PUT", self._of(key), bytes(value), self._seconds(timeout))
 
     def set_many(self, items: Mapping[str, bytes], *, timeout: float | None = None) -> None:
-        """Set several keys in one request."""
+        """Set several keys in one request. Raises the errors of ``set``."""
         for key in items:
             check_key(key)
         if items:
@@ -469,6 +489,7 @@ class HttpStore:
         """The value of ``key``, as soon as it is there.
 
         Raises:
+            ValueError: the key cannot be used.
             RendezvousTimeoutError: it was not set within ``timeout`` seconds.
             RendezvousError: the server cannot be reached, or refuses.
         """
@@ -479,7 +500,8 @@ class HttpStore:
         return answer.body
 
     def get_many(self, keys: Sequence[str], *, timeout: float | None = None) -> list[bytes]:
-        """The values of all ``keys`` in their order, as soon as all are there: one request. Errors as of ``get``."""
+        """The values of all ``keys`` in their order, as soon as all are there, in one request. Raises the errors of
+        ``get``."""
         for key in keys:
             check_key(key)
         if not keys:
@@ -498,7 +520,13 @@ class HttpStore:
         return values
 
     def delete(self, key: str, *, timeout: float | None = None) -> bool:
-        """Remove ``key``; True if it was there. Not repeated by itself if the connection breaks."""
+        """Remove ``key``; True if it was there. Not repeated automatically if the connection breaks.
+
+        Raises:
+            ValueError: the key cannot be used.
+            RendezvousTimeoutError: there was no answer within ``timeout`` seconds.
+            RendezvousError: the server cannot be reached, or refuses.
+        """
         answer = self._client._call("DELETE", self._of(key), b"", self._seconds(timeout), repeat=False)
         return bool(json.loads(answer.body)["deleted"])
 

@@ -1,4 +1,4 @@
-"""One HTTP connection of the client: what HTTP/1.1 asks of one that speaks with a single server, and no more.
+"""One HTTP connection of the client: what HTTP/1.1 requires of a client that talks to a single server, and no more.
 
 ``http.client`` would import the standard library's mail and TLS packages into every worker, which takes longer than
 all requests of a start; it sends head and body apart, so a server under load wakes twice for each request; and its
@@ -31,10 +31,10 @@ class HttpConnection:
 
     Args:
         host, port: of the server.
-        deadline: monotonic seconds.
+        deadline: in seconds, on the monotonic clock.
 
     Raises:
-        OSError: it cannot be connected.
+        OSError: it cannot connect.
     """
 
     def __init__(self, host: str, port: int, deadline: float) -> None:
@@ -67,18 +67,18 @@ class HttpConnection:
         try:
             self._socket.sendall(head.encode("ascii") + body)
         except (BrokenPipeError, ConnectionResetError):
-            pass  # a server that refuses a body does not take all of it, and has said why
+            pass  # a server that refuses a body does not read all of it, and has said why
         incoming = _Incoming(self._socket, deadline)
         while True:
             status, headers = incoming.head()
             if status >= 200:
-                break  # what comes before is only to say that more will come
+                break  # what comes before only announces that more will come
         data, whole = incoming.body(status, headers)
         again = whole and headers.get("connection", "keep-alive").lower() != "close" and incoming.empty
         return status, data, headers.get(ANSWER_HEADER.lower(), ""), again
 
     def stale(self) -> bool:
-        """Whether the server has closed it while it was idle; there is nothing to read on a good one."""
+        """Whether the server has closed it while it was idle; a good one has nothing to read."""
         poller = select.poll()  # select() cannot watch descriptors above 1023
         poller.register(self._socket, select.POLLIN)
         return bool(poller.poll(0))
@@ -101,9 +101,9 @@ class _Incoming:
         return not self._buffer
 
     def head(self) -> tuple[int, dict[str, str]]:
-        """Status and headers, by their names in small letters; "connection: close" is put in for HTTP/1.0."""
+        """Status and headers, by their lower-case names; "connection: close" is added for HTTP/1.0."""
         while b"\n" not in self._buffer:
-            # Something else than an HTTP server may wait for more after its first words.
+            # Something other than an HTTP server may wait for more after its first words.
             if not self._buffer.startswith(b"HTTP/1."[: len(self._buffer)]) or len(self._buffer) > _LONGEST_HEAD:
                 raise NotHttpError(self._said())
             self._more("the connection was closed without an answer")
@@ -120,7 +120,7 @@ class _Incoming:
         return int(first[2]), headers
 
     def body(self, status: int, headers: dict[str, str]) -> tuple[bytes, bool]:
-        """The body, and whether its end is known; if it is not, the end of the connection was it."""
+        """The body, and whether its end was marked; if it was not, the end of the connection was its end."""
         if status in (204, 304):
             return b"", True
         if "chunked" in headers.get("transfer-encoding", "").lower():

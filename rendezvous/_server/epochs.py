@@ -1,11 +1,11 @@
-"""Workers gather: the waiting around the pure Membership.
+"""Where workers gather: the waiting around the pure Membership.
 
-Everybody who registers waits here until the last one has come, the epoch's deadline has passed, the server stops, or
-their own patience ends. The deadline belongs to the epoch and starts with its first worker: so all who wait learn of a
-worker that never comes at the same moment and with the same words, and no late one starts to wait alone.
+Every worker that registers waits here until the last one has come, the epoch's deadline has passed, the server stops,
+or its own timeout expires. The deadline belongs to the epoch and starts with its first worker: so all waiting workers
+learn of one that never comes at the same moment and in the same words, and no late one starts to wait alone.
 
-After a failed start, an epoch with a launcher stays failed: the launcher ends the job. Without one it gathers anew,
-since whatever starts the workers (Kubernetes, Slurm) will start them again.
+After a failed start, an epoch with a launcher stays failed: the launcher ends the job. Without a launcher it gathers
+anew, since whatever starts the workers (Kubernetes, Slurm) will start them again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HangUpWatch = Callable[[Callable[[], None]], AbstractContextManager[None]]
 
 
 class UnknownEpochError(Exception):
-    """Nobody has opened an epoch of this number; the text says which are there."""
+    """No epoch of this number has been opened; the text says which there are."""
 
 
 class EpochFailedError(Exception):
@@ -39,7 +39,7 @@ class StoppingError(Exception):
 
 @dataclass(frozen=True)
 class NotYet:
-    """The caller's patience ended first: ``summary`` says who is in. Registering again goes on waiting."""
+    """The caller's timeout expired first: ``summary`` says who is in. Registering again continues the wait."""
 
     summary: str
 
@@ -111,7 +111,7 @@ class Epochs:
     def register(
         self, epoch: int, client: str, info: WorkerInfo, *, timeout: float, watch: HangUpWatch
     ) -> Placed | NotYet:
-        """Take a worker in and wait for the others.
+        """Admit a worker and wait for the others.
 
         Args:
             epoch: which.
@@ -119,10 +119,10 @@ class Epochs:
             info: the worker.
             timeout: seconds to wait here.
             watch: entered while waiting; calls its argument if the client hangs up. The worker then loses its place,
-                so that one that is started again finds it free.
+                so that a restarted one finds it free.
 
         Raises:
-            UnknownEpochError, EpochFailedError, StoppingError, NotAcceptedError.
+            UnknownEpochError, EpochFailedError, StoppingError, NotAcceptedError: as each of them says.
         """
         latch = Latch()
         with self._lock:
@@ -154,14 +154,14 @@ class Epochs:
             return NotYet(current.membership.summary())
 
     def client_left(self, client: str) -> None:
-        """A client has no connection any more: it loses its place in whatever has not started."""
+        """A client has no connection left: it loses its place in every epoch that has not started."""
         with self._lock:
             for current in self._rounds.values():
                 if current.topology is None and client not in current.waiting:
                     self._leave(current, client)
 
     def close(self, reason: str) -> None:
-        """Release everybody who waits, with a StoppingError."""
+        """Release all waiters with a StoppingError."""
         with self._lock:
             self._closed = reason
             for current in self._rounds.values():
@@ -182,17 +182,17 @@ class Epochs:
             return self._changes
 
     def wake(self) -> None:
-        """Let ``wait_for_change`` return: something else has happened that whoever watches may want to tell."""
+        """Let ``wait_for_change`` return: something else has happened that a watcher may want to report."""
         with self._lock:
             self._note_change()
 
     def last_failure(self) -> str:
-        """Why the last attempt that failed did; empty if none has."""
+        """Why the last failed attempt did not succeed; empty if none has failed."""
         with self._lock:
             return self._last_failure
 
     def status(self, connected: Callable[[str], bool]) -> list[dict[str, Any]]:
-        """What ``/v1/status`` shows of the epochs, as JSON values; ``connected`` tells which clients are."""
+        """What ``/v1/status`` shows of the epochs, as JSON values; ``connected`` says which clients are."""
         with self._lock:
             return [self._describe(epoch, current, connected) for epoch, current in sorted(self._rounds.items())]
 
@@ -209,7 +209,7 @@ class Epochs:
             known = ", ".join(str(number) for number in sorted(self._rounds)[-8:])
             raise UnknownEpochError(f"there is no epoch {epoch}; open: {known}")
         if current.started is not None and not current.topology and self._clock() >= current.deadline:
-            # Everyone who waited has gone; nobody was there to say that it failed.
+            # All waiters have gone; none was left to say that it failed.
             self._fail(epoch, current, self._too_late(current))
             current = self._rounds[epoch]
         if current.failure:
@@ -263,7 +263,7 @@ class Epochs:
                 self._leave(current, client)
 
     def _leave(self, current: _Round, client: str) -> None:
-        """Take a worker out, so that one that is started in its stead finds its place free."""
+        """Remove a worker, so that one started in its stead finds its place free."""
         if not current.failure and current.membership.leave(client):
             self._note_change()
             if current.membership.arrived == 0:

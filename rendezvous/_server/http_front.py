@@ -1,17 +1,18 @@
 """The server's front: sockets, request heads and threads, around cheroot's HTTP parser and WSGI gateway.
 
-cheroot by itself gives a connection to a thread of a fixed pool as soon as it is accepted, and the thread then waits
-for the client to speak. Whoever opens connections and says little would so occupy all threads, and a job's long polls
-need them. Here one thread owns the quiet connections, and three rules hold:
+On its own, cheroot hands a connection to a thread of a fixed pool as soon as it is accepted, and the thread then waits
+for the client to speak. A client that opens connections and says little would thus occupy all threads, which a job's
+long polls need. Here one thread owns the quiet connections, and three rules hold:
 
 * A connection takes a thread only when a whole request head has arrived (or is too long to be one). So clients that are
-  slow or silent cost a descriptor each and, when descriptors become scarce, the oldest of them is closed.
+  slow or silent cost a descriptor each; when descriptors become scarce, the connection that has been quiet longest is
+  closed.
 * Only a request whose signature was verified may make its thread wait: for the body, within a deadline, or in a long
   poll. While a thread polls, this module watches the connection, and reports a client that hangs up.
-* A request that is refused with its body unread ends the connection: the refusal is sent, what still comes is thrown
-  away for a moment (closing at once would make the kernel discard the refusal), then it is closed.
+* A request that is refused with its body unread ends the connection: the refusal is sent, further input is discarded
+  for a moment (closing at once would make the kernel drop the refusal), and then it is closed.
 
-The pool's threads are made when they are needed, up to a limit that its user sets.
+The pool's threads are created when they are needed, up to a limit that its user sets.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ WSGIApplication = Callable[[dict[str, Any], Callable[..., Any]], Any]
 
 
 class _HeaderReader(cheroot_server.HeaderReader):
-    """Drops headers with underscores, which WSGI could not tell from those with dashes."""
+    """Drops headers with underscores, which WSGI could not distinguish from those with dashes."""
 
     def _allow_header(self, key_name: bytes) -> bool:
         return b"_" not in key_name
@@ -71,14 +72,14 @@ class _Request(cheroot_server.HTTPRequest):
 
     def send_headers(self) -> None:
         if self.conn.ending or self.chunked_read or getattr(self.rfile, "remaining", 0) != 0:
-            # cheroot would read the rest of a body that nobody wants, and wait for it.
+            # cheroot would wait for the rest of a body that nobody wants, and read it.
             self.close_connection = True
             self.conn.must_linger = True
         super().send_headers()
 
 
 class HttpConnection(cheroot_server.HTTPConnection):
-    """One client's connection. In the hands of the front's thread while quiet, of a pool's thread while served."""
+    """One client's connection. It belongs to the front's thread while quiet, to a pool thread while served."""
 
     RequestHandlerClass = _Request
 
@@ -123,14 +124,14 @@ class HttpConnection(cheroot_server.HTTPConnection):
 class Front(cheroot_server.HTTPServer):
     """Serves a WSGI application on several listening sockets.
 
-    cheroot's server only in what its parser and gateway ask of one; threads and sockets are this class's own.
+    It is cheroot's server only as far as its parser and gateway require; threads and sockets are this class's own.
 
     Args:
-        application: found as ``environ["hvdgloo.connection"]`` is the Connection, for ``watch``.
+        application: finds the HttpConnection, for ``watch``, as ``environ["hvdgloo.connection"]``.
         listeners: bound sockets, listening or not; closed by ``stop``.
-        threads: most threads; long polls must stay below it.
-        max_connections: most connections; above it the longest quiet one is closed.
-        max_body: most bytes of a request's body.
+        threads: maximum number of threads; long polls must stay below it.
+        max_connections: maximum number of connections; above it the one that has been quiet longest is closed.
+        max_body: maximum size of a request's body, in bytes.
     """
 
     max_request_header_size = MAX_HEAD
@@ -145,7 +146,7 @@ class Front(cheroot_server.HTTPServer):
         max_body: int,
     ) -> None:
         super().__init__(listeners[0].getsockname()[:2], _Gateway, server_name="hvdgloo-rendezvous")
-        # cheroot files every server there for ever.
+        # cheroot keeps every server there forever.
         logging.statistics.pop(f"Cheroot HTTPServer {id(self)}", None)  # type: ignore[attr-defined]
         self.software = "hvdgloo-rendezvous"
         self.ready = False
@@ -159,7 +160,7 @@ class Front(cheroot_server.HTTPServer):
         # Guards the selector and the tables below: pool threads give connections back.
         self._lock = threading.Lock()
         self._connections: set[HttpConnection] = set()
-        # Quiet connections by why they are, the longest quiet first; those that have a deadline with it.
+        # Quiet connections by the reason, longest quiet first; those with a deadline, together with it.
         self._reading: OrderedDict[HttpConnection, float] = OrderedDict()
         self._idle: OrderedDict[HttpConnection, float] = OrderedDict()
         self._lingering: OrderedDict[HttpConnection, float] = OrderedDict()
@@ -169,7 +170,7 @@ class Front(cheroot_server.HTTPServer):
     # The life of the server.
 
     def start(self) -> None:
-        """Listen, and serve on threads of its own."""
+        """Listen, and serve on its own threads."""
         for listener in self._listeners:
             listener.setblocking(False)
             listener.listen(1024)
@@ -182,7 +183,7 @@ class Front(cheroot_server.HTTPServer):
         started.wait(10)
 
     def stop(self) -> None:
-        """Close everything, within a second; answers that are being given are completed if that is quick."""
+        """Close everything within a second; answers in progress are completed if that is quick."""
         if not self.ready:
             return
         self.ready = False
@@ -205,7 +206,7 @@ class Front(cheroot_server.HTTPServer):
 
     @contextmanager
     def watch(self, connection: HttpConnection, on_hang_up: Callable[[], None]) -> Iterator[None]:
-        """While a pool's thread waits for something else: call ``on_hang_up`` if the client goes away."""
+        """While a pool thread waits for something else, call ``on_hang_up`` if the client goes away."""
         with self._lock:
             connection.on_hang_up = on_hang_up
             self._register(connection)
@@ -276,11 +277,11 @@ class Front(cheroot_server.HTTPServer):
                 for key, _ in self._selector.select(self._patience()):
                     self._handle(key)
                 self._expire(time.monotonic())
-            except Exception:  # one connection's trouble must not end the service
+            except Exception:  # one connection's failure must not end the service
                 logger.exception("the rendezvous server's front")
 
     def _patience(self) -> float | None:
-        """Seconds until something expires, if nothing happens before."""
+        """Seconds until something expires, if nothing happens first."""
         with self._lock:
             deadlines = [next(iter(table.values())) for table in (self._reading, self._lingering) if table]
         if self._accept_again:
@@ -298,7 +299,7 @@ class Front(cheroot_server.HTTPServer):
     def _readable(self, connection: HttpConnection) -> None:
         with self._lock:
             if not connection.registered:
-                return  # a pool's thread took it back meanwhile
+                return  # a pool thread has taken it back in the meantime
             if connection.on_hang_up is not None:
                 self._peek(connection)
                 return
@@ -416,7 +417,7 @@ class Front(cheroot_server.HTTPServer):
                 b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
             )
         except OSError:
-            pass  # it does not listen either
+            pass  # it does not read either
 
     # The selector and the tables; called with the lock held, except _close.
 
@@ -431,7 +432,7 @@ class Front(cheroot_server.HTTPServer):
             self._selector.unregister(connection.socket)
 
     def _forget(self, connection: HttpConnection) -> None:
-        """Take a connection out of the quiet ones."""
+        """Remove a connection from the quiet ones."""
         self._unregister(connection)
         for table in (self._reading, self._idle, self._lingering):
             table.pop(connection, None)

@@ -1,7 +1,7 @@
 """Workers in, ranks and topology out. Pure: no clock, no lock, no socket.
 
-An epoch is one generation of the job's membership. Its Membership knows who should come, takes in who does, and once
-all are there says who has which rank. Two ways:
+An epoch is one generation of the job's membership. Its Membership knows which workers should come, admits those that
+do, and once all are there says which has which rank. There are two ways:
 
 * **with a launcher** the slots are known: ``hosts`` says how many workers each host has, and each worker brings its
   rank.
@@ -21,7 +21,7 @@ from hvdgloo.topology import Host, Topology, Worker, fill
 
 
 class NotAcceptedError(Exception):
-    """A worker cannot be taken in; the text is the reason. ``taken``: its place is another worker's."""
+    """A worker cannot be admitted; the text is the reason. ``taken``: its place is another worker's."""
 
     def __init__(self, reason: str, *, taken: bool = False) -> None:
         super().__init__(reason)
@@ -31,7 +31,7 @@ class NotAcceptedError(Exception):
 
 @dataclass(frozen=True)
 class Seat:
-    """A worker that has been taken in: who (client id), what it says, and which arrival it was."""
+    """A worker that has been admitted: its client id, what it says about itself, and which arrival it was."""
 
     client: str
     info: WorkerInfo
@@ -81,7 +81,7 @@ class Membership:
         return tuple(self._seats.values())
 
     def join(self, client: str, info: WorkerInfo) -> None:
-        """Take a worker in. The same client may say the same again.
+        """Admit a worker. The same client may repeat the call.
 
         Raises:
             NotAcceptedError: it brings no rank where ranks are known, a rank out of range, one that another client
@@ -109,7 +109,7 @@ class Membership:
             self._slots[slot] = client
 
     def leave(self, client: str) -> bool:
-        """Forget a worker that went away before all were there; False if it had not come, or it is too late."""
+        """Forget a worker that left before all were there; False if it had not come, or it is too late."""
         if self.complete or client not in self._seats:
             return False
         del self._seats[client]
@@ -117,18 +117,18 @@ class Membership:
         return True
 
     def clear(self) -> None:
-        """Forget everybody, to gather anew."""
+        """Forget all workers, to gather anew."""
         self._seats.clear()
         self._slots.clear()
 
     def missing_ranks(self) -> list[int]:
-        """The ranks that have not come; empty without a launcher, which nobody can tell then."""
+        """The ranks that have not come; empty without a launcher, as nobody can tell then."""
         return [] if self.hosts is None else [rank for rank in range(self.size) if rank not in self._slots]
 
     def arrived_by_host(self) -> dict[str, int]:
-        """Host name to number of its workers that are in, hosts in order; hosts that nobody came from have 0.
+        """Host name to number of its workers that are in, hosts in order; hosts from which none came have 0.
 
-        Without a launcher, hosts of one name and several identities are told apart by the start of the identity.
+        Without a launcher, hosts of one name but several identities are distinguished by the start of the identity.
         """
         if self.hosts is not None:
             counts = Counter(self._places[rank][0] for rank in self._slots)
@@ -176,7 +176,7 @@ class Membership:
         for index, (name, seats) in enumerate(groups):
             identities = {seat.info.host_identity for seat in seats}
             addresses = tuple(dict.fromkeys(seat.info.address for seat in seats))
-            # Workers that a launcher put on one host and that say different things about it share no memory.
+            # Workers that a launcher put on one host but that disagree about its identity share no memory.
             hosts.append(Host(name, identities.pop() if len(identities) == 1 else "", addresses))
             for local_rank, seat in enumerate(seats):
                 rank, info = len(workers), seat.info
@@ -211,7 +211,7 @@ class Membership:
                     f"this worker brings {kind}, but others bring {_claim(seat.info)}: set HVDGLOO_RANK, or "
                     "HVDGLOO_INDEX, for all workers or for none"
                 )
-            break  # all that are in agree, so one of them speaks for all
+            break  # all present workers agree, so one of them speaks for all
         return info.rank if info.rank is not None else info.index
 
     def _groups(self) -> list[tuple[str, list[Seat]]]:
@@ -238,7 +238,7 @@ def _order(seat: Seat) -> int:
 
 
 def _summed(pairs: Any) -> dict[str, int]:
-    """Add up what has the same name: a host may be listed twice."""
+    """Add up entries of the same name: a host may be listed twice."""
     totals: dict[str, int] = {}
     for name, count in pairs:
         totals[name] = totals.get(name, 0) + count

@@ -1,6 +1,6 @@
-"""The server's Prometheus metrics: counted in plain numbers, and put into Prometheus' words when somebody asks.
+"""The server's Prometheus metrics: counted in plain numbers, and put into Prometheus' format on request.
 
-Its library is imported at the first such question: most jobs end without one.
+Its library is imported at the first such request: most jobs end without one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _BOUNDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, math
 
 
 class _Count:
-    """How often something has happened since it first did."""
+    """How often something has happened, and when it was first counted."""
 
     def __init__(self) -> None:
         self.created = time.time()
@@ -41,7 +41,7 @@ class _Distribution:
 
 
 class Metrics:
-    """Counts requests; everything else is read from the service when somebody asks.
+    """Counts requests; everything else is read from the service on request.
 
     Args:
         workers: for each epoch, how many workers are in and how many should come.
@@ -68,7 +68,7 @@ class Metrics:
             self._refused.setdefault(str(status), _Count()).value += 1
 
     def text(self) -> tuple[bytes, str]:
-        """All of it in Prometheus' text format, and that format's content type."""
+        """All metrics in Prometheus' text format, and that format's content type."""
         from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
         registry = CollectorRegistry()  # of its own: a process may hold several servers

@@ -1,4 +1,4 @@
-"""The Flask application: the page, and what Flask knows to say to methods and paths that no worker uses."""
+"""The Flask application: the page, and Flask's own answers to methods and paths that no worker uses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hvdgloo.rendezvous._server.service import Service
 
 
 def create_pages(service: Service) -> WSGIApplication:
-    """A WSGI application, to stand behind the gate."""
+    """A WSGI application, to be put behind the gate."""
     flask = Flask("hvdgloo.rendezvous", static_folder=None)
     flask.url_map.merge_slashes = False
     flask.url_map.redirect_defaults = False

@@ -12,11 +12,11 @@
 ``GET /v1/status /metrics /``         JSON, Prometheus, a page; also with the status token
 ====================================  ==============================================================================
 
-After the gate, answers are signed. Keys may hold slashes, and percent signs mean what they say: routes match the
+After the gate, answers are signed. Keys may contain slashes, and percent signs are unambiguous: routes match the
 request target as it was sent, undecoded, and only the scope and key are decoded, once.
 
-What a job asks for is answered here and imports no web framework: a launcher whose workers it would keep waiting does
-without. Everything else (the page, and methods and paths that no worker uses) is Flask's, which is imported then
+What a job asks for is answered here without importing a web framework, which would keep a launcher's workers waiting.
+Everything else (the page, and methods and paths that no worker uses) is left to Flask, which is imported only then
 (``hvdgloo.rendezvous._server.pages``), over the same table.
 """
 
@@ -64,12 +64,12 @@ class Answer:
 
 
 class Call:
-    """A request that the gate has let in.
+    """A request that the gate has admitted.
 
     Attributes:
         body: all of it.
         connection: its client's, for waits.
-        client: the id that it was signed with; empty if it carries the status token.
+        client: the id under which it was signed; empty if it carries the status token.
     """
 
     def __init__(self, environ: Environ) -> None:
@@ -89,7 +89,7 @@ class Call:
         """Seconds that it may wait.
 
         Raises:
-            Refusal: the query says something else.
+            Refusal: the query's ``timeout`` cannot be used.
         """
         try:
             timeout = float(self.argument("timeout", "0"))
@@ -109,7 +109,7 @@ class Route:
     handler: Callable[..., Answer]
 
     def answer(self, service: Service, call: Call, arguments: Mapping[str, str]) -> Answer:
-        """The handler's answer, or what its exception means."""
+        """The handler's answer, or the one that its exception stands for."""
         try:
             return self.handler(service, call, **arguments)
         except Refusal as refusal:
@@ -130,7 +130,7 @@ def refused(status: int, reason: object) -> Answer:
 
 
 def signature_headers(service: Service, environ: Environ, rule: str, status: int, body: bytes) -> dict[str, str]:
-    """What every answer carries, its signature above all; the answer is counted."""
+    """The headers that every answer carries, its signature above all; counts the answer."""
     headers = {"Cache-Control": "no-store"}
     credentials = environ.get("hvdgloo.credentials")
     if credentials is not None:
@@ -159,7 +159,7 @@ def _register(service: Service, call: Call, epoch: str) -> Answer:
     )
     if isinstance(placed, NotYet):
         return _json({"reason": placed.summary}, 202)
-    # The topology is the same for all and may be long: its text is put in as it is.
+    # The topology is the same for all and may be long: its text is inserted as it is.
     return Answer(b'{"rank":%d,"topology":%s}' % (placed.rank, placed.topology), content_type=_JSON)
 
 
@@ -214,13 +214,13 @@ def create_app(service: Service, create_rest: Callable[[Service], WSGIApplicatio
     """The WSGI application: the gate, and the routes behind it.
 
     Args:
-        create_rest: makes what answers all that is not in the table, when it is first asked for.
+        create_rest: creates the application for everything that is not in the table, when it is first needed.
     """
     return Gate(service, Router(service, create_rest))
 
 
 class Router:
-    """A WSGI application: the table above, and another one for what is not in it."""
+    """A WSGI application: the table above, and another application for what is not in it."""
 
     def __init__(self, service: Service, create_rest: Callable[[Service], WSGIApplication]) -> None:
         self._service = service
@@ -258,7 +258,7 @@ class Router:
 
 
 def _pattern(rule: str) -> str:
-    """A rule as a regular expression, with what werkzeug's converters take."""
+    """A rule as a regular expression that accepts what werkzeug's converters do."""
     pattern = re.sub(r"<int:(\w+)>", r"(?P<\1>[0-9]+)", rule)
     pattern = re.sub(r"<path:(\w+)>", r"(?P<\1>[^/].*)", pattern)
     return re.sub(r"(?<!P)<(\w+)>", r"(?P<\1>[^/]+)", pattern)

@@ -1,8 +1,8 @@
 """RendezvousServer: the service with its sockets and threads, as a context manager.
 
-Listening comes before serving: a launcher tells its workers the port and lets them start, then imports the web server
-(which takes longer than everything else that a launcher does) while they import their frameworks. Who comes earlier
-waits in the listener's queue.
+Listening comes before serving: a launcher tells its workers the port and starts them, then imports the web server
+(which takes longer than everything else that a launcher does) while they import their frameworks. Workers that come
+earlier wait in the listener's queue.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ _OTHER_DESCRIPTORS = 256  # that the process needs for itself
 class RendezvousServer:
     """Hands out ranks and topology, and keeps the store through which workers find each other.
 
-    Use it as a context manager, or call ``start`` and ``stop``, before that ``listen`` if the endpoint is needed early.
+    Use it as a context manager, or call ``start`` and ``stop``; call ``listen`` first if the endpoint is needed early.
     Epoch 0 is open from the start.
 
     Args:
-        secret: of the job; whoever knows it takes part.
-        size: number of workers, when nobody knows yet where they will be: ranks then go by host in order of first
+        secret: of the job; knowing it is what admits a client.
+        size: number of workers, when it is not known where they will be: ranks then go by host in order of first
             arrival, or by ``WorkerInfo.index`` if workers bring one.
-        hosts: (name, slots) in order, when a launcher knows: ranks fill hosts in this order, and workers bring theirs.
-            Exactly one of ``size`` and ``hosts`` is given.
-        bind: IP addresses to listen on, all at one port.
+        hosts: (name, slots) in order, when a launcher knows: ranks fill hosts in this order, and workers bring their
+            ranks. Exactly one of ``size`` and ``hosts`` is given.
+        bind: IP addresses to listen on, all on one port.
         port: 0 takes any free one.
         port_range: (first, last): the first free one of these, instead of ``port``.
-        start_timeout: seconds from an epoch's first worker until all who wait are told who is missing.
+        start_timeout: seconds from an epoch's first worker until all that wait are told which are missing.
 
     Raises:
         ConfigError: no such address here, the port is taken, or no worker is expected.
@@ -79,7 +79,13 @@ class RendezvousServer:
         self._open(0, size, hosts)
 
     def listen(self) -> RendezvousServer:
-        """Bind and listen: ``endpoint`` is known from now on, and who connects waits for ``start``. Returns itself."""
+        """Bind and listen: ``endpoint`` is known from now on, and clients that connect wait for ``start``. Returns
+        itself.
+
+        Raises:
+            RuntimeError: it has been called before.
+            ConfigError: there is no such address here, or the port is taken.
+        """
         if self._bound:
             raise RuntimeError("this rendezvous server listens already, or has done so")
         self._listeners = ports.listen(self._bind, self._port_range)
@@ -87,11 +93,16 @@ class RendezvousServer:
         return self
 
     def descriptors(self) -> tuple[int, ...]:
-        """Those of the listening sockets: readable while somebody has connected and waits for ``start``."""
+        """Those of the listening sockets: readable while a client has connected and waits for ``start``."""
         return tuple(listener.fileno() for listener in self._listeners)
 
     def start(self) -> RendezvousServer:
-        """Listen, unless it does so already, and serve on daemon threads. Returns itself."""
+        """Listen, unless it does so already, and serve on daemon threads. Returns itself.
+
+        Raises:
+            RuntimeError: it has been started before.
+            ConfigError: there is no such address here, or the port is taken.
+        """
         if self._front is not None:
             raise RuntimeError("this rendezvous server has been started before")
         if not self._bound:
@@ -125,14 +136,18 @@ class RendezvousServer:
 
     @property
     def endpoints(self) -> tuple[str, ...]:
-        """``host:port`` of each address that it listens on; IPv6 addresses in brackets."""
+        """``host:port`` of each address that it listens on; IPv6 addresses in brackets.
+
+        Raises:
+            RuntimeError: it does not listen yet.
+        """
         if not self._bound:
             raise RuntimeError("this rendezvous server does not listen yet")
         return tuple(format_endpoint(*listener[:2]) for listener in self._bound)
 
     @property
     def endpoint(self) -> str:
-        """The first of ``endpoints``."""
+        """The first of ``endpoints``; raises as that does."""
         return self.endpoints[0]
 
     @property
@@ -141,26 +156,33 @@ class RendezvousServer:
         return auth.status_token(self._secret)
 
     def status(self) -> dict[str, Any]:
-        """The same as ``GET /v1/status``."""
+        """The same as ``GET /v1/status``.
+
+        Raises:
+            RuntimeError: the server has not been started.
+        """
         return self._serving.status()
 
     @property
     def requests_served(self) -> int:
-        """How many requests were let in since the start, the clients' hellos included."""
+        """How many requests were admitted since the start, including the clients' hellos."""
         return self._serving.requests_served
 
     @property
     def refused(self) -> Refused:
-        """Requests that were turned away at the gate for their signature."""
+        """Requests that were turned away at the gate because of their signature."""
         return self._serving.refused
 
     def wait_for_change(self, seen: int = -1, *, timeout: float) -> int:
-        """Wait until workers have come or gone, or an epoch has failed; see ``Epochs.wait_for_change``."""
+        """Wait up to ``timeout`` seconds until workers have come or gone, or an epoch has failed.
+
+        See ``Epochs.wait_for_change``.
+        """
         return self._epochs.wait_for_change(seen, timeout)
 
     @property
     def last_failure(self) -> str:
-        """Why the last start that failed did, as its workers were told; empty if none has."""
+        """Why the last failed start did not succeed, as its workers were told; empty if none has failed."""
         return self._epochs.last_failure()
 
     def open_epoch(
@@ -196,7 +218,7 @@ class RendezvousServer:
         except ValueError as error:
             raise ConfigError(f"rendezvous: {error}") from None
         workers = size if size is not None else sum(slots for _, slots in hosts or ())
-        # Each worker may wait in one request, and in one more of an epoch that is ending.
+        # Each worker may wait in one request, and in one more for an epoch that is ending.
         self._threads = max(self._threads, 2 * workers + _SPARE_THREADS)
         if self._front is not None:
             self._front.pool.limit = self._threads

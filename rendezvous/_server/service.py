@@ -1,8 +1,8 @@
-"""What the rendezvous server knows, and the gate before it, which knows the job's secret.
+"""What the rendezvous server knows, and the gate in front of it, which knows the job's secret.
 
 The gate is plain WSGI and comes first: it verifies a request's signature from its head alone, takes the counter, reads
-the body within a deadline and a size limit, and checks the digest. The routes see only what passed. Whatever is refused
-is refused with a 4xx and a JSON object ``{"error": ..., "reason": ...}``.
+the body within a deadline and a size limit, and checks the digest. The routes see only what has passed. Whatever is
+refused gets a 4xx and a JSON object ``{"error": ..., "reason": ...}``.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Refusal(Exception):  # noqa: N818 - an answer rather than an error
 
 @dataclass(frozen=True)
 class Refused:
-    """Requests that were turned away because nobody of the job had signed them.
+    """Requests that were turned away because no member of the job had signed them.
 
     Attributes:
         count: how many.
@@ -67,8 +67,8 @@ class Service:
     Args:
         secret: of the job.
         epochs: where workers gather.
-        max_polls: how many requests may wait at a time; further ones are told to come again.
-        watch: context manager that calls back when a connection's client hangs up.
+        max_polls: how many requests may wait at a time; further ones are told to try again.
+        watch: makes a context manager that calls back when a connection's client hangs up.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Service:
         self._started = time.monotonic()
 
     def store(self, scope: str) -> MemoryStore:
-        """The store of a scope; scopes come into being when they are first used."""
+        """The store of a scope; scopes are created when they are first used."""
         with self._lock:
             if self._stopping:
                 raise StoppingError(self._stopping)
@@ -109,7 +109,7 @@ class Service:
     def take_counter(self, client: str, counter: int) -> None:
         """
         Raises:
-            Refusal: the counter was used before; or there are more clients than any job has.
+            Refusal: the counter was used before; or there are more clients than any job would have.
         """
         with self._lock:
             window = self._windows.get(client)
@@ -122,10 +122,10 @@ class Service:
 
     @contextmanager
     def poll(self, connection: Any, on_hang_up: Callable[[], None]) -> Iterator[None]:
-        """Around a wait on a thread of the pool.
+        """To be entered around a wait on a pool thread.
 
         Raises:
-            Refusal: so many wait already that other requests would find no thread.
+            Refusal: so many requests wait already that others would find no thread.
         """
         with self._lock:
             if self._polls >= self._max_polls():
@@ -139,19 +139,19 @@ class Service:
                 self._polls -= 1
 
     def note_served(self, method: str, route: str, status: int, seconds: float) -> None:
-        """Count a request that was let in."""
+        """Count a request that was admitted."""
         with self._lock:
             self.requests_served += 1
         self.metrics.served(method, route, status, seconds)
 
     def note_refused(self, address: str, reason: str) -> None:
-        """Somebody who does not know the job's secret, or an old one, knocks."""
+        """Count a request that was not signed with the job's secret, or with an old one."""
         with self._lock:
             self.refused = Refused(self.refused.count + 1, address, reason)
         self.epochs.wake()
 
     def note_client(self, connection: Any, client: str) -> None:
-        """A connection has proved to be a client's: the client is there until the last of them ends."""
+        """A connection has proved to be a client's: the client is present until its last connection ends."""
         if connection.on_close is None:
             with self._lock:
                 self._connected[client] += 1
@@ -166,7 +166,7 @@ class Service:
         self.epochs.client_left(client)
 
     def close(self, reason: str) -> None:
-        """Let every request that waits end with a clear error."""
+        """End every waiting request with a clear error."""
         with self._lock:
             self._stopping = reason
             stores = list(self._stores.values())
@@ -204,7 +204,7 @@ class Service:
 
 
 class Gate:
-    """Lets through only requests that the job's members, or for reading its state the token's holders, have made."""
+    """Admits only requests made by the job's members or, for reading its state, by holders of the token."""
 
     def __init__(self, service: Service, application: Callable[[Environ, StartResponse], Any]) -> None:
         self._service = service
@@ -252,7 +252,7 @@ class Gate:
 
     @staticmethod
     def _length(environ: Environ) -> int:
-        """The body's length. cheroot has refused what is no number, and what exceeds the limit."""
+        """The body's length. cheroot has already refused what is not a number or exceeds the limit."""
         if environ["wsgi.input_terminated"]:
             raise Refusal(411, "chunked bodies are not taken: send a Content-Length")
         length = int(environ.get("CONTENT_LENGTH") or 0)
@@ -280,10 +280,10 @@ class Gate:
         headers = [("Content-Type", "application/json"), ("Content-Length", str(len(body))), ("Connection", "close")]
         if refusal.status == 401:
             browser = environ["REQUEST_URI"].partition("?")[0] in _READ_ONLY
-            if not browser or environ.get("HTTP_AUTHORIZATION"):  # a browser asks first what it shall bring
+            if not browser or environ.get("HTTP_AUTHORIZATION"):  # a browser first asks what credentials to send
                 self._service.note_refused(environ.get("REMOTE_ADDR", ""), refusal.reason)
             headers.append(("WWW-Authenticate", _BROWSER_CHALLENGE if browser else auth.SCHEME))
-        # A stranger gets one request per connection, so many at once cost it as many connections.
+        # A stranger gets one request per connection, so many requests at once cost it as many connections.
         environ["hvdgloo.connection"].end_after_answer()
         start_response(f"{refusal.status} {HTTPStatus(refusal.status).phrase}", headers)
         return [] if environ["REQUEST_METHOD"] == "HEAD" else [body]

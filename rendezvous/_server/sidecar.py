@@ -1,10 +1,10 @@
 """The rendezvous server in a process of its own beside an agent (``-m hvdgloo.rendezvous._server.sidecar``).
 
 Where workers cannot reach the launcher (kubectl from a laptop), the server has to run where they can. The agent starts
-this process and speaks with it in lines of JSON: the first line on standard input says everything, secret included;
-the lines on standard output say where it listens, and then, whenever that changes, who has come. A further line on
-standard input is a question for the same, and comes back with the answer: it tells what is true after the question was
-asked. The end of standard input is the order to end.
+this process and talks to it in lines of JSON: the first line on standard input says everything, secret included; the
+lines on standard output say where it listens, and then, whenever that changes, who has come. A further line on standard
+input asks for the same, and is returned with the answer, which was true after the question was asked. The end of
+standard input is the order to end.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any
 from hvdgloo.errors import ConfigError
 from hvdgloo.rendezvous._server.server import RendezvousServer
 
-_LOCK = threading.Lock()  # what is said later was true later
+_LOCK = threading.Lock()  # so that what is said later was true later
 _BETWEEN_LINES = 0.1  # seconds; a thousand workers that come together make a few lines, not a thousand
 
 
 def arrivals(server: RendezvousServer) -> dict[str, Any]:
-    """What a launcher wants to know of a start: how many have come, which ranks have not, and why it failed."""
+    """What a launcher wants to know about a start: how many have come, which ranks have not, and why it failed."""
     epoch = server.status()["epochs"][-1]
     return {"arrived": epoch["arrived"], "missing": epoch["missing_ranks"], "failure": server.last_failure}
 

@@ -1,7 +1,7 @@
 """The two ends of a server's connection as cheroot's parser and gateway see them, with deadlines.
 
-cheroot's own file objects wait for a client anew with every packet, copy an answer several times, and send its head and
-body apart.
+cheroot's own file objects restart their timeout with every packet, copy an answer several times, and send its head and
+body separately.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 MAX_HEAD = 16 * 1024
 WRITE_TIMEOUT = 10.0
-SLOWEST_RATE = 256 * 1024  # bytes a second; a slower body or answer is given up
+SLOWEST_RATE = 256 * 1024  # bytes a second; a slower body or answer is abandoned
 
 
 class Reader:
@@ -29,7 +29,7 @@ class Reader:
 
     def feed(self, data: bytes) -> None:
         self._buffer += data
-        if self._buffer.startswith(b"\r\n"):  # empty lines before a request mean nothing, and hide where a head ends
+        if self._buffer.startswith(b"\r\n"):  # empty lines before a request mean nothing, but hide where a head ends
             del self._buffer[: len(self._buffer) - len(self._buffer.lstrip(b"\r\n"))]
 
     def has_data(self) -> bool:
@@ -107,7 +107,7 @@ class Writer:
     def flush(self) -> None:
         """
         Raises:
-            OSError: the client is gone, or takes nothing.
+            OSError: the client has gone, or does not read.
         """
         if self._pending:
             data = b"".join(self._pending)

@@ -1,4 +1,4 @@
-"""The threads that serve requests: made when they are needed, and as many as there are long polls."""
+"""The threads that serve requests: created when they are needed, and as many as there are long polls."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 
 class ThreadPool:
-    """Threads that run jobs, made when all others are busy, up to ``limit``. Daemons, joined by ``stop``."""
+    """Threads that run jobs, created when all others are busy, up to ``limit``. Daemons, joined by ``stop``."""
 
     def __init__(self, name: str, limit: int) -> None:
         self.name = name
@@ -17,7 +17,7 @@ class ThreadPool:
         self._lock = threading.Lock()
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._free = 0  # threads without a job, less jobs without a thread
+        self._free = 0  # threads without a job, minus jobs without a thread
 
     def submit(self, job: Callable[[], None]) -> None:
         """Run ``job`` on some thread; it must not raise."""
@@ -31,7 +31,7 @@ class ThreadPool:
         self._jobs.put(job)
 
     def stop(self, timeout: float) -> None:
-        """Let threads finish what they do, and wait for that at most ``timeout`` seconds."""
+        """Let threads finish what they are doing, waiting at most ``timeout`` seconds."""
         deadline = time.monotonic() + timeout
         with self._lock:
             threads = list(self._threads)
