@@ -1,8 +1,8 @@
-"""The launcher's part in finding out who reaches whom: every host reports its addresses, tries the others' and the
-launcher's, and from what came of that ``placement`` chooses.
+"""The launcher's part in finding out which hosts reach which: every host reports its addresses and tries the others'
+and the launcher's, and ``network.addressing`` chooses from the results.
 
-A job on this machine alone needs none of it and stays on loopback; one on another machine alone stays on that one's
-loopback, with the rendezvous server beside its agent.
+A job on this machine alone needs none of this and stays on loopback; one on a single other machine stays on that
+machine's loopback, with the rendezvous server beside its agent.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hvdgloo.runner.supervise.supervisor import Supervisor
 
 LOOPBACK = Address("", "127.0.0.1", 8)
 
-_SETTLE_SECONDS = 0.3  # that answers which might lead to a better choice still have, once there is one
+_SETTLE_SECONDS = 0.3  # to wait, once there is a choice, for answers that might lead to a better one
 _LOOK_AGAIN = 0.05
 _LEAST, _MOST = 0.5, 3.0
 
@@ -44,7 +44,7 @@ class DiscoveredNetwork:
 
 
 def probe_timeout(connect_timeout: float) -> float:
-    """Seconds for one probe: enough for a lost packet, and so short that all of them end within 10 s."""
+    """Seconds for one probe: enough to survive a lost packet, yet so short that all of them end within 10 s."""
     return min(_MOST, max(_LEAST, connect_timeout / 10))
 
 
@@ -52,7 +52,7 @@ def discover(supervisor: Supervisor, spec: LaunchSpec, hellos: Sequence[Hello]) 
     """Find out at which address each host is reached.
 
     Raises:
-        LaunchError: some host has no address that could be used, or does not report.
+        LaunchError: some host has no usable address, or does not report.
         HostsUnreachableError: two hosts do not reach each other.
         ConfigError: no port of the range is free.
         JobFailedError: a signal came first.
@@ -66,7 +66,7 @@ def discover(supervisor: Supervisor, spec: LaunchSpec, hellos: Sequence[Hello]) 
 
 
 def explore(supervisor: Supervisor, spec: LaunchSpec, hellos: Sequence[Hello]) -> Reports:
-    """All that can be found out about who reaches whom, for ``hvdgloo-run doctor``.
+    """Everything that can be found out about which hosts reach which, for ``hvdgloo-run doctor``.
 
     Raises:
         LaunchError: some host has no address that could be used, or does not report.
@@ -79,7 +79,7 @@ def explore(supervisor: Supervisor, spec: LaunchSpec, hellos: Sequence[Hello]) -
 def is_here(hello: Hello) -> bool:
     """Whether an agent shares this process's network.
 
-    Two clones of one virtual machine may have the same identity; but the port that an agent here holds is held here.
+    Two clones of one virtual machine may have the same identity; but the port of an agent that is here is in use here.
     """
     return hello.identity == host_identity() and ports.is_held(hello.port)
 
@@ -125,7 +125,7 @@ class _Discovery:
         """Have all hosts report and try.
 
         Args:
-            everything: wait for all answers, even for those that can change nothing.
+            everything: wait for all answers, even those that can change nothing.
         """
         launcher = interfaces.candidates(interfaces.own_addresses(), self._launcher_rules)
         listener = ProbeListener(
@@ -149,12 +149,12 @@ class _Discovery:
         """Have all hosts report their addresses.
 
         Raises:
-            LaunchError: one does not, or has none that could be used.
+            LaunchError: one does not, or has no usable address.
             ConfigError: the first host has no port for ``MASTER_PORT``.
         """
         for number, (link, rules) in enumerate(zip(self._supervisor.links, self._rules, strict=True)):
             link.channel.send(Survey(number, self._key.hex(), rules.items, listen, self._network.port_range))
-        # Nothing is probed yet: an agent that lives answers at once, unless its host is overloaded.
+        # Nothing is probed yet: a living agent answers at once, unless its host is overloaded.
         timeout = self._network.connect_timeout
         self._converse(lambda: len(self._surveyed) == len(self._names), time.monotonic() + timeout)
         silent = [name for number, name in enumerate(self._names) if number not in self._surveyed]
@@ -199,7 +199,7 @@ class _Discovery:
         return Reports(self._names, candidates, launcher, self._answers, unheard)
 
     def _probe(self, reports: Reports, listener: ProbeListener, everything: bool) -> None:
-        """Have all hosts try, until everything was answered or what is missing can change nothing."""
+        """Have all hosts try, until everything is answered or the missing answers can change nothing."""
         timeout = probe_timeout(self._network.connect_timeout)
         tries: list[list[ProbeTarget]] = [[] for _ in self._names]
         for source, target, address in addressing.tried(reports):
@@ -208,7 +208,7 @@ class _Discovery:
         for link, targets in zip(self._supervisor.links, tries, strict=True):
             link.channel.send(Probe([(t.host, t.address, t.port) for t in targets], timeout))
         expected = sum(len(targets) for targets in tries)
-        # The agents end their probes in time; only one that is overloaded takes longer to say so.
+        # The agents end their probes in time; only an overloaded one takes longer to say so.
         deadline = time.monotonic() + timeout + self._network.connect_timeout
         chosen_at: float | None = None
         while len(self._answers) < expected and time.monotonic() < deadline:
@@ -222,7 +222,8 @@ class _Discovery:
                 return
 
     def _converse(self, done: Callable[[], bool], deadline: float) -> None:
-        """Go on, unless an agent is lost; that ends the whole job, save where hosts are merely examined."""
+        """Continue until ``done`` or the deadline. A lost agent ends the whole job, unless hosts are merely examined.
+        """
         links = self._supervisor.links
         self._supervisor.converse(lambda: done() or any(link.gone for link in links), deadline)
         lost = [link.host.name for link in links if link.gone]

@@ -1,13 +1,14 @@
 """What runs on each host of a job: ``python -m hvdgloo.runner.agent``, frames on its standard input and output.
 
-It starts this host's workers, hands on their output, and ends them all when the job is over, when it is told to, or
+It starts this host's workers, passes on their output, and ends them all when the job is over, when it is told to, or
 when the launcher is lost: a stream that ends, or is silent for too long, is an order to die.
 
-There are two processes. The **warden** forks before anything else, adopts every orphan below it, and waits: when the
-agent proper ends, in whatever way, it ends what is left of the job and closes the stream.
+There are two processes. The watchdog (``watchdog``) forks before anything else, adopts every orphan below it, and
+waits: when the agent proper ends, in whatever way, the watchdog ends what is left of the job and closes the stream.
 
 The agent proper has one thread and one selector; nothing in it blocks. A worker's pipe is read only as far ahead as the
-launcher has given credit for, so a blocked terminal costs bounded memory here, while frames and heartbeats go on.
+launcher has given credit for, so a blocked terminal costs bounded memory here, while other frames and heartbeats
+continue.
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ LEFTOVER_GRACE = 1.0
 """Seconds that background processes get between SIGTERM and SIGKILL once the workers have ended."""
 
 DRAIN_TIME = 2.0
-"""Seconds to wait for the end of a pipe whose writers are all dead; longer only where a stranger holds it open."""
+"""Seconds to wait for the end of a pipe whose writers are all dead; longer only where a process of another job holds it
+open."""
 
 _RESULT_MARK = 1024 * 1024  # results are read from their files only while fewer bytes than this wait to be sent
 
@@ -87,7 +89,7 @@ class Agent:
 
     Args:
         channel: to the launcher.
-        mark: shared with the warden, which finds the job's id in it.
+        mark: shared with the watchdog, which finds the job's id in it.
         environ: the agent's own environment, for finding GPUs.
     """
 
@@ -145,7 +147,7 @@ class Agent:
         self._end()
 
     def _over(self) -> bool:
-        """Every worker has ended, and so have the processes around them that were promised time to."""
+        """Every worker has ended, and so have the processes around them that were promised time to end."""
         if not (self._finish or self._order_to_die):
             return False
         if any(worker.running or not self._told(worker) for worker in self._workers.values()):
@@ -164,7 +166,7 @@ class Agent:
         if self._scout.deadline is not None:
             deadline = min(deadline, self._scout.deadline)
         left = max(0.0, deadline - time.monotonic())
-        # What ends inside a worker's process group is seen by looking, unless it was adopted here.
+        # The end of a process inside a worker's process group is seen only by polling, unless it was adopted here.
         return left if self._stop_deadline is None else min(left, 0.05)
 
     def _keep_time(self) -> None:
@@ -189,7 +191,7 @@ class Agent:
     def _watch_signals(self) -> None:
         signal.set_wakeup_fd(self._loop.wake_up.writing_fd, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, _ignore)
-        # Someone who ends the agent, or the end of the warden, ends the job here.
+        # A signal that ends the agent, or the end of the watchdog, ends the job here.
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(signum, self._on_deadly_signal)
 
@@ -299,7 +301,7 @@ class Agent:
 
     def _on_output(self, worker: WorkerProcess, stream: int) -> None:
         if worker.paused:
-            return  # both of its pipes had something, and the first used up the credit
+            return  # both of its pipes had data, and the first used up the credit
         data = worker.read(stream)
         if data is None:
             return
@@ -342,7 +344,7 @@ class Agent:
         except BlockingIOError:
             pass
         except OSError:
-            worker.close_stdin()  # it does not read any more; what comes is dropped
+            worker.close_stdin()  # it no longer reads; what comes is dropped
             return
         if data:
             self._selector.register(
@@ -369,8 +371,8 @@ class Agent:
                 ended.append(worker)
         for worker in self._workers.values():
             worker.group_lives()
-        # Of several that ended since the last look, the one that a signal ended is the cause more likely than those
-        # that noticed its loss and gave up.
+        # Of several that ended since the last look, one that was ended by a signal is more likely to be the cause than
+        # those that noticed its loss and gave up.
         for worker in sorted(ended, key=lambda worker: (worker.status or 0) >= 0):
             if worker.result is not None:
                 worker.result.seek(0)
@@ -395,7 +397,7 @@ class Agent:
                 self._channel.send(Result(worker.rank, data))
 
     def _end(self) -> None:
-        """End what is left of the job, hand on its last words, say good-bye."""
+        """End what is left of the job, pass on its last output, and say good-bye."""
         self._scout.close()
         grace = 0.0 if self._order_to_die or self._stop_deadline is not None else LEFTOVER_GRACE
         left = reaper.end_all(self._leftovers, grace=grace, reap=self._reap, rest=self._serve)
@@ -410,7 +412,7 @@ class Agent:
             self._sign.close()
 
     def _serve(self, seconds: float) -> None:
-        """Go on with what the launcher is promised, signs of life above all, for so many seconds."""
+        """Keep up what the launcher is promised, signs of life above all, for ``seconds`` seconds."""
         until = time.monotonic() + seconds
         while True:
             self._turn(max(0.0, until - time.monotonic()))
@@ -419,7 +421,7 @@ class Agent:
                 return
 
     def _turn(self, patience: float) -> None:
-        """Do what is to be done about the descriptors that are ready; wait for one if none is."""
+        """Serve the descriptors that are ready; wait for one if none is."""
         self._watch_writes()
         self._loop.turn(time.monotonic() + patience)
 
@@ -429,7 +431,7 @@ class Agent:
         return (reaper.descendants(os.getpid()) | reaper.processes_of(job_id)) - ours
 
     def _drain(self) -> None:
-        """Hand on what the workers' pipes still hold, as fast as the launcher gives credit."""
+        """Pass on what the workers' pipes still hold, as fast as the launcher gives credit."""
         quiet_since = time.monotonic()
         while any(worker.streams for worker in self._workers.values()) and not self._order_to_die:
             before = self._output_position()
@@ -457,10 +459,10 @@ def _ignore(_signum: int, _frame: FrameType | None) -> None:
 
 
 def main(preamble: bytes = PREAMBLE) -> int:
-    """Be the warden, and fork the agent proper.
+    """Be the watchdog, and fork the agent proper.
 
     Args:
-        preamble: empty if it has been written already, by what imported this module.
+        preamble: empty if the importer of this module has written it already.
     """
     mark = Mark()
     reaper.take_name(PROCESS_NAME)
@@ -474,7 +476,7 @@ def main(preamble: bytes = PREAMBLE) -> int:
     if os.getppid() != parent:
         return 1
     reaper.become_subreaper()
-    # Nothing else shall get at the stream by accident: descriptors 0 and 1 become /dev/null and standard error.
+    # Nothing else must reach the stream by accident: descriptors 0 and 1 become /dev/null and standard error.
     receive, send = os.dup(0), os.dup(1)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)

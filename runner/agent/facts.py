@@ -1,7 +1,7 @@
-"""What ``hvdgloo-run doctor`` learns about a host: its agent looks round, and sends what it has found.
+"""What ``hvdgloo-run doctor`` learns about a host: its agent looks around, and sends what it has found.
 
 Frameworks are found without being imported: that would take seconds, and one that crashes at import would take the
-agent with it. Nothing here judges; ``doctor`` does, which knows all hosts.
+agent with it. Nothing is judged here; that is up to ``doctor``, which knows all hosts.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
     "numpy": ("numpy",),
     "pyspark": ("pyspark", "pyspark-client"),
 }
-"""What is imported, and the names under which it can be installed."""
+"""Import names, and the names under which each can be installed."""
 
 _SHM = "/dev/shm"
 _NVIDIA_TIME = 10.0
@@ -53,7 +53,7 @@ _TORCH_CUDA = re.compile(r"^cuda\b[^=\n]*=\s*(?:['\"](?P<version>[\d.]+)['\"]|No
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """A device as nvidia-smi lists it. ``memory`` is all that it has, in bytes."""
+    """A device as nvidia-smi lists it. ``memory`` is its total, in bytes."""
 
     name: str
     memory: int
@@ -61,20 +61,20 @@ class GpuFacts:
 
 @dataclass(frozen=True)
 class Facts:
-    """A host as its agent sees it. Sizes are in bytes; what cannot be found out is None, or empty.
+    """A host as its agent sees it. Sizes are in bytes; what cannot be determined is None or empty.
 
     Attributes:
         hostname, user, system, processor: of the machine.
         python, executable: the interpreter that runs the agent, and workers.
-        packages: what is imported to version; one without metadata has an empty version, an absent one is not there.
-        lacking: those of ``REQUIRED`` that are not there.
-        torch_cuda: the CUDA version that torch was built for; None if it was built without.
-        cores, machine_cores: that may be used after affinity and control groups; and that there are.
-        memory, memory_limit: of the machine; of the control groups around this process.
+        packages: import name to version; empty for one without metadata. Absent packages are left out.
+        lacking: those of ``REQUIRED`` that are missing.
+        torch_cuda: the CUDA version that torch was built for; None if it was built without CUDA.
+        cores, machine_cores: those that may be used, given affinity and control groups; and those that exist.
+        memory, memory_limit: the machine's; that of the control groups around this process.
         shm_size, shm_free: of /dev/shm.
-        gpus, visible_gpus, driver: NVIDIA's.
+        gpus, visible_gpus, driver: as NVIDIA's driver reports them.
         open_files, open_files_most: the soft and the hard limit.
-        directory, missing: what workers would need and is not there: ``frames.Lacking``.
+        directory, missing: what workers would need and is missing: see ``frames.Lacking``.
     """
 
     hostname: str = ""
@@ -101,7 +101,7 @@ class Facts:
     missing: Sequence[str] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """As it travels, and as ``--json`` shows it."""
+        """The form in which it is sent, and which ``--json`` shows."""
         return asdict(self)
 
     @classmethod
@@ -112,7 +112,7 @@ class Facts:
 
 
 def examine(environ: Mapping[str, str], required: Require) -> Facts:
-    """Look round.
+    """Look around.
 
     Args:
         environ: the agent's own, for finding GPUs and programs.
@@ -152,11 +152,11 @@ def examine(environ: Mapping[str, str], required: Require) -> Facts:
 
 
 def _distributions() -> dict[str, str]:
-    """Names, as package indices normalise them, and versions of all that is installed."""
+    """Names, as package indices normalise them, and versions of all installed packages."""
     found: dict[str, str] = {}
     for distribution in importlib.metadata.distributions():
         name = distribution.metadata["Name"]
-        if name:  # a folder that a failed installation left behind has none
+        if name:  # a folder left behind by a failed installation has none
             found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), distribution.version)
     return found
 
@@ -179,7 +179,7 @@ def _matching(names: Sequence[str], distributions: Mapping[str, str]) -> Iterato
 
 
 def _torch_cuda() -> str | None:
-    """torch writes it down in a file that need not be run."""
+    """torch records it in a file that need not be run."""
     try:
         spec = importlib.util.find_spec("torch")
     except (ImportError, ValueError):
@@ -201,7 +201,7 @@ def _user() -> str:
     try:
         return getpass.getuser()
     except (KeyError, OSError):
-        return str(os.getuid())  # a container's user that has no name
+        return str(os.getuid())  # a container's user may have no name
 
 
 def _finite(limit: int) -> int | None:

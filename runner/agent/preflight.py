@@ -1,7 +1,7 @@
-"""What must be on a host before its workers can start: working directory, script, program. Asked, and looked up there.
+"""What must be on a host before its workers can start: working directory, script, program.
 
-Without this look they would fail one after the other, each with a traceback of its own; with it all hosts that lack
-something are told in one report, and no worker has started anywhere.
+Without this check they would fail one after the other, each with a traceback of its own; with it all hosts that lack
+something are listed in one report, and no worker has been started anywhere.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hvdgloo.runner.protocol.frames import Lacking, Require
 
 
 def lacking(required: Require, environ: Mapping[str, str]) -> Lacking:
-    """What is not on this host.
+    """What is missing on this host.
 
     Args:
         environ: of this host's agent.

@@ -1,5 +1,5 @@
-"""The agent's part in finding out who reaches whom: it reports addresses, answers probes, tries others; and where the
-launcher is out of the workers' reach, it keeps the rendezvous server.
+"""The agent's part in finding out which hosts reach which: it reports addresses, answers probes and sends its own; and
+where the launcher is out of the workers' reach, it runs the rendezvous server.
 
 It lives in the agent's selector, and nothing here blocks.
 """
@@ -35,11 +35,11 @@ from hvdgloo.runner.protocol.frames import (
     Surveyed,
 )
 
-_BATCH_SECONDS = 0.02  # answers that come together travel together
+_BATCH_SECONDS = 0.02  # answers that arrive together are sent together
 
 
 class Scout:
-    """One host's scout.
+    """One host's part in it.
 
     Args:
         selector: the agent's.
@@ -47,7 +47,7 @@ class Scout:
         environ: the agent's own environment.
 
     Attributes:
-        handlers: what it does about which frame.
+        handlers: frame type to what handles it.
     """
 
     def __init__(
@@ -73,19 +73,19 @@ class Scout:
 
     @property
     def port(self) -> int:
-        """Held for ``MASTER_PORT``."""
+        """The port held for ``MASTER_PORT``."""
         return self._port.port
 
     @property
     def deadline(self) -> float | None:
-        """When ``tick`` is to be called at the latest."""
+        """When ``tick`` must be called at the latest."""
         times = [self._next_batch] if self._answers else []
         if self._prober is not None and self._prober.deadline is not None:
             times.append(self._prober.deadline)
         return min(times, default=None)
 
     def tick(self) -> None:
-        """Give up probes that take too long, and send what came of others."""
+        """Give up probes that take too long, and send the results of others."""
         if self._prober is None:
             return
         self._prober.tick()
@@ -161,7 +161,7 @@ class _ServerBeside:
     Args:
         request: what it is told.
         environ: its environment.
-        tell: receives each message of its, and its end as ``{"error": ...}``.
+        tell: receives each of its messages, and its end as ``{"error": ...}``.
 
     Raises:
         OSError: at construction, if it cannot be started.
@@ -180,7 +180,7 @@ class _ServerBeside:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "hvdgloo.rendezvous._server.sidecar"],
             env=environ,
-            cwd="/",  # a json.py of the user's must not be imported
+            cwd="/",  # a user's json.py must not be imported
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
@@ -192,16 +192,16 @@ class _ServerBeside:
         self._stdout: IO[bytes] | None = self._process.stdout
         os.set_blocking(self._stdout.fileno(), False)
         selector.register(self._stdout, selectors.EVENT_READ, self._on_readable)
-        # A thousand hosts fit into a pipe, which is empty.
+        # Even a thousand hosts fit into the pipe, which is empty.
         self._stdin.write(json.dumps(request).encode("ascii") + b"\n")
 
     def ask(self, number: int) -> None:
         """Have it say who has come."""
-        with contextlib.suppress(OSError, ValueError):  # it has ended, which is told elsewhere
+        with contextlib.suppress(OSError, ValueError):  # it has ended, which is reported elsewhere
             self._stdin.write(json.dumps(number).encode("ascii") + b"\n")
 
     def close(self) -> None:
-        """Order it to end. The agent collects it, and sweeps up if it does not."""
+        """Order it to end. The agent reaps it, and kills it in its final sweep if it does not end."""
         if not self._stdin.closed:
             self._stdin.close()
         if self._stdout is not None:

@@ -1,6 +1,6 @@
-"""The agent's parent, which outlives it: it ends what the agent has left, and only then lets go of the stream.
+"""The agent's parent, which outlives it: it ends what the agent has left behind, and only then closes the stream.
 
-So the launcher sees the end of the stream only when the host is clean, even if someone kills the agent.
+So the launcher sees the end of the stream only when the host is clean, even if the agent is killed.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import signal
 from hvdgloo.runner.processes import reaper
 
 _MARK_BYTES = 128
-_SECOND_LIMIT = 1.0  # seconds for what the agent itself could not kill before
+_SECOND_LIMIT = 1.0  # seconds for what the agent itself could not kill
 
 
 class Mark:
-    """The job's id, which the agent learns after the warden has forked it. Shared by the two."""
+    """The job's id, which the agent learns only after the watchdog has forked it. Shared by the two."""
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, _MARK_BYTES)
@@ -42,7 +42,7 @@ def watch(agent: int, mark: Mark) -> int:
         reap=_reap_all,
     )
     code = os.waitstatus_to_exitcode(status)
-    return code if code >= 0 else 128 - code  # as a shell would have it: this crosses ssh
+    return code if code >= 0 else 128 - code  # as in a shell: this crosses ssh
 
 
 def _reap_all() -> None:

@@ -1,1 +1,1 @@
-"""On the command line: flags, the configuration file, and the reports that need no job."""
+"""The command line: flags, the configuration file, and the reports that need no job."""

@@ -1,8 +1,8 @@
 """``hvdgloo-run --check-build``: what can be used on this machine, in the layout that Horovod's users know.
 
-Nothing is compiled here, so "built" means: our part for it is there, and so is the package that it needs. The packages
-that carry Gloo are told besides; of several the first is used, unless ``--gloo-provider`` chooses. Shared memory, which
-Horovod does not have, is a row of its own: on one host nothing else is needed.
+Nothing is compiled here, so "built" means that our part for it is there, and so is the package that it needs. The
+packages that carry Gloo are listed as well; of several the first is used, unless ``--gloo-provider`` says otherwise.
+Shared memory, which Horovod does not have, is a row of its own: on one host nothing else is needed.
 """
 
 from __future__ import annotations

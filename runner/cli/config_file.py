@@ -46,7 +46,7 @@ def read(path: str, parser: Parser) -> FileContent:
     """Read a configuration file.
 
     Raises:
-        ConfigError: it cannot be read, or naming the key that is unknown or has a value that cannot be used.
+        ConfigError: it cannot be read, or a key is unknown or has an unusable value; the text names it.
     """
     content = FileContent()
     fields = {setting.yaml: name for name, setting in settings().items() if setting.yaml is not None}
@@ -109,7 +109,7 @@ def _typed(action: argparse.Action, text: str, source: str) -> Any:
 
 
 def _load(path: str) -> Mapping[str, Any]:
-    import yaml  # some milliseconds that most jobs do without
+    import yaml  # costs some milliseconds that most jobs can save
 
     try:
         with open(path, encoding="utf-8") as file:

@@ -1,8 +1,8 @@
-"""The flags of ``hvdgloo-run``: what there is, in which group ``--help`` shows it, and where the command begins.
+"""The flags of ``hvdgloo-run``: which there are, in which group ``--help`` shows each, and where the command begins.
 
-They are those of ``horovodrun`` and some more. A flag that sets a worker's variable is generated from the fields of
-``Config`` (``options``); the launcher's own are declared here, each once: its names, its help, and the key that it has
-in a configuration file (``yaml=``). To add one is one call in ``build_parser``.
+They are those of ``horovodrun`` and some more. Flags that set workers' variables are generated from the fields of
+``Config`` (``setting_flags``); the launcher's own are declared here, each once: its names, its help, and its key in a
+configuration file (``yaml=``). Adding one takes one call in ``build_parser``.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ GROUPS = {
     "information": "information",
     "horovod": "accepted from horovodrun",
 }
-"""Groups of ``--help`` in their order: name here, and title."""
+"""Groups of ``--help`` in their order: name in this module, and title."""
 
 ALTERNATIVES: tuple[tuple[str, ...], ...] = (("hosts", "hostfile"),)
-"""Flags (by their ``dest``) of which one may be given. One on the command line also silences the others in a file."""
+"""Flags (by their ``dest``) of which only one may be given. One on the command line also overrides the others in a
+file."""
 
 _SECTIONS = {
     "as_horovod": "job",
@@ -56,7 +57,7 @@ _SECTIONS = {
     "logging": "log",
     "timeline": "log",
 }
-"""Section, or single key, of the configuration file to the group that shows a setting's flag."""
+"""Section, or single key, of the configuration file to the group in which a setting's flag is shown."""
 
 _ELSEWHERE = {
     "-n": "-np",
@@ -70,7 +71,7 @@ _ELSEWHERE = {
     "--machinefile": "--hostfile",
     "--port": "--ssh-port",
 }
-"""What mpirun and torchrun call some flags, to what they are called here."""
+"""Names of flags in mpirun and torchrun, to their names here."""
 
 _DESCRIPTION = """\
 Start the workers of a training job on one or many hosts, watch over them, and
@@ -127,7 +128,7 @@ was found will stop it, 2 if the command line cannot be used.
 
 
 class Parser(argparse.ArgumentParser):
-    """Knows, besides what argparse does, how many values each flag takes and which keys a file may have.
+    """Knows, in addition to what argparse does, how many values each flag takes and which keys a file may have.
 
     Attributes:
         values: each spelling of a flag, and the number of its values.
@@ -165,7 +166,7 @@ class Parser(argparse.ArgumentParser):
         return add
 
     def given(self, flags: Sequence[str]) -> argparse.Namespace:
-        """What the command line gives; None for every flag that it does not."""
+        """What the command line gives; None for every flag that is not given."""
         absent = argparse.Namespace(**{action.dest: None for action in self._actions})
         return self.parse_args(list(self._joined(flags)), absent)
 
@@ -227,7 +228,7 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
         super().__init__(prog, max_help_position=26, width=width)
 
     def _split_lines(self, text: str, width: int) -> list[str]:
-        # Neither --ssh-args nor a path is to be torn apart.
+        # Neither --ssh-args nor a path may be split.
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False, break_long_words=False)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
@@ -353,7 +354,7 @@ def _add_information_flags(add: setting_flags.AddArgument) -> None:
 
 
 def _add_known_flags(parser: Parser) -> None:
-    """Horovod's other flags, so that they are not taken for mistakes."""
+    """Horovod's other flags, so that they are not rejected as unknown."""
     add = parser.adder("horovod")
     hidden = argparse.SUPPRESS
     add("--gloo", action="store_true", help="the only controller, and the default")
@@ -367,10 +368,10 @@ def _add_known_flags(parser: Parser) -> None:
 
 
 def judge_known_flags(arguments: argparse.Namespace) -> list[str]:
-    """A line for each of Horovod's flags that was given and has no effect, or another name now.
+    """A line for each of Horovod's flags that was given and has no effect, or now has another name.
 
     Raises:
-        ConfigError: one was given without which the job would be another one.
+        ConfigError: one was given that cannot be ignored without changing the job.
     """
     given = vars(arguments)
     for flag, _, reason in setting_flags.REFUSED_FLAGS:
@@ -391,7 +392,7 @@ def split(argv: Sequence[str], values: Mapping[str, int]) -> tuple[list[str], li
     The command begins after ``--``, with ``-m``, or with the first word that is neither a flag nor a flag's value.
 
     Raises:
-        ConfigError: a flag that does not exist, with the one that may have been meant.
+        ConfigError: a flag that does not exist; the text suggests the one that may have been meant.
     """
     position = 0
     while position < len(argv):
@@ -408,7 +409,7 @@ def split(argv: Sequence[str], values: Mapping[str, int]) -> tuple[list[str], li
 
 
 def misplaced(command: Sequence[str], spellings: Sequence[str]) -> str:
-    """What to say about one of the launcher's flags with a value that stands behind the program; empty if none does.
+    """What to say about one of the launcher's flags, with a value, that comes after the program; empty if none does.
 
     Args:
         spellings: of that flag.

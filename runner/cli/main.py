@@ -1,7 +1,7 @@
 """``hvdgloo-run``: the command line, to a LaunchSpec.
 
-The flags are those of ``horovodrun``, so that scripts keep working: what has a meaning here means the same, what has
-none is accepted with a line that says so, and what would make it another job is refused.
+The flags are those of ``horovodrun``, so that scripts keep working: a flag that has a meaning here means the same, one
+that has none is accepted with a line that says so, and one that would make it a different job is refused.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _WIDTH, _WIDEST = 100, 120  # of reports: in a file, and on a terminal at most
 
 @dataclass(frozen=True)
 class CommandLine:
-    """What was asked for, and what is to be said about it."""
+    """What was asked for, and what to tell the user about it."""
 
     spec: LaunchSpec
     notices: tuple[str, ...] = ()
@@ -70,7 +70,7 @@ def _nowhere() -> TextIO:
 def _run(argv: Sequence[str], stdout: TextIO, stderr: TextIO, *, alone: bool) -> int:
     """
     Args:
-        alone: this process is the command, and not a program that calls ``main``.
+        alone: this process is the command itself rather than a program that calls ``main``.
     """
     if argv[:2] == ["timeline", "merge"]:
         from hvdgloo.runner.cli import trace_merge
@@ -93,7 +93,7 @@ def _run(argv: Sequence[str], stdout: TextIO, stderr: TextIO, *, alone: bool) ->
     for notice in line.notices:
         stderr.write(f"{PROGRAM}: {notice}\n")
     stderr.flush()
-    # The launcher's heavier half; --help and a mistyped flag do without it.
+    # The launcher's heavier half, which --help and a mistyped flag do not need.
     if doctor:
         from hvdgloo.runner.doctor.doctor import run
 
@@ -104,7 +104,7 @@ def _run(argv: Sequence[str], stdout: TextIO, stderr: TextIO, *, alone: bool) ->
     report = launch(line.spec, stdout=stdout, stderr=stderr, fork=alone)
     summary = report.summary()
     if summary:
-        # All output is out; if nobody reads it any more, that is no news here.
+        # All output has been written; if it has lost its reader, that no longer matters here.
         try:
             stderr.write("".join(f"{PROGRAM}: {text}\n" for text in summary.splitlines()))
             stderr.flush()
@@ -114,7 +114,7 @@ def _run(argv: Sequence[str], stdout: TextIO, stderr: TextIO, *, alone: bool) ->
 
 
 def _print(text: str, stdout: TextIO, stderr: TextIO) -> int:
-    """Write it, and return the exit status: a reader that is gone (``| head``) is no reason for a traceback."""
+    """Write it, and return the exit status: a reader that has gone (``| head``) is not a reason for a traceback."""
     try:
         stdout.write(text)
         stdout.flush()
@@ -133,9 +133,9 @@ def _width(stdout: TextIO) -> int:
 
 
 def split_all(argv: Sequence[str], values: Mapping[str, int]) -> tuple[list[str], list[str], bool]:
-    """Flags, command, and whether the job is only to be examined: ``doctor`` may stand before or after the flags.
+    """Flags, command, and whether the job is only to be examined: ``doctor`` may come before or after the flags.
 
-    A program that is called so is run by ``-- doctor``.
+    A program of that name is run by ``-- doctor``.
     """
     flags, command = split(argv, values)
     if argv[len(flags) : len(flags) + 1] != ["doctor"]:
@@ -147,13 +147,13 @@ def split_all(argv: Sequence[str], values: Mapping[str, int]) -> tuple[list[str]
 def command_line(
     parser: Parser, given: argparse.Namespace, command: Sequence[str], *, doctor: bool = False
 ) -> CommandLine:
-    """From the flags that were given to a job.
+    """From the given flags to a job.
 
     Args:
-        doctor: no command is needed, and what is said about starting processes is left out.
+        doctor: no command is needed, and notices about starting processes are left out.
 
     Raises:
-        ConfigError: a value that cannot be used, or there is no such command.
+        ConfigError: a value cannot be used, or there is no such command.
     """
     notices = judge_known_flags(given)
     content = FileContent() if given.config_file is None else config_file.read(given.config_file, parser)

@@ -1,4 +1,4 @@
-"""The flags that say how other hosts are reached and what workers find there, and what they amount to."""
+"""The flags that say how other hosts are reached and what workers find there, and what their values amount to."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hvdgloo.runner.transport.template import parse_template
 
 
 def add_reach_flags(add: AddArgument) -> None:
-    """Add those about ways to hosts."""
+    """Add those about how hosts are reached."""
     add("-p", "--ssh-port", type=_port, metavar="PORT", yaml="ssh.port", help="port of sshd on the hosts")
     add("-i", "--ssh-identity-file", metavar="FILE", yaml="ssh.identity_file", help="private key for ssh")
     add(
@@ -78,7 +78,7 @@ def reach_from(arguments: argparse.Namespace) -> Reach:
     """How hosts are reached, according to the command line.
 
     Raises:
-        ConfigError: a value that cannot be used.
+        ConfigError: a value cannot be used.
     """
     try:
         ssh_args = tuple(shlex.split(arguments.ssh_args))
@@ -99,7 +99,7 @@ def exports_from(arguments: argparse.Namespace, environ: Mapping[str, str]) -> d
     """The variables that the command line passes on by name; ``-x`` wins over files.
 
     Raises:
-        ConfigError: naming the flag, or file and line.
+        ConfigError: a variable cannot be used; the text names the flag, or the file and line.
     """
     exports: dict[str, str] = {}
     for path in arguments.env_file or ():

@@ -1,8 +1,8 @@
 """Flags that set workers' variables, all generated from the fields of ``Config``.
 
-A flag's value becomes the text of the field's ``HVDGLOO_*`` variable; nothing else of the launcher knows which settings
-there are (``config_file`` reads the same from a file). Horovod's flags that have no field stand in tables here, each
-with what becomes of it.
+A flag's value becomes the text of the field's ``HVDGLOO_*`` variable; no other part of the launcher knows which
+settings there are (``config_file`` reads the same from a file). Horovod's flags that have no field are in tables here,
+each with what becomes of it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ REFUSED_FLAGS: tuple[tuple[str, int, str], ...] = (
     ("--reset-limit", 1, _ELASTIC),
     ("--blacklist-cooldown-range", 2, _ELASTIC),
 )
-"""Horovod's flags without which the job would be another one: flag, number of values, why."""
+"""Horovod's flags that cannot be ignored without changing the job: flag, number of values, why."""
 
 AddArgument = Callable[..., argparse.Action]
 
@@ -69,7 +69,7 @@ def add_setting_flags(adder: Callable[[str], AddArgument]) -> None:
     """Add the flag of every field that has one; booleans get a twin for the opposite.
 
     Args:
-        adder: a setting's key in the configuration file to what adds its flag.
+        adder: takes a setting's key in the configuration file, and returns what adds its flag.
     """
     for name, setting in settings().items():
         if setting.flag is None:
@@ -100,7 +100,7 @@ def from_flags(arguments: argparse.Namespace) -> dict[str, str]:
     """The variables that the flags given on the command line set.
 
     Raises:
-        ConfigError: naming the flag.
+        ConfigError: a value cannot be used; the text names the flag.
     """
     environ: dict[str, str] = {}
     for name, setting in settings().items():
@@ -111,10 +111,10 @@ def from_flags(arguments: argparse.Namespace) -> dict[str, str]:
 
 
 def to_variable(setting: Setting, text: str, source: str) -> str:
-    """The text of the variable, after the unit of the flag was turned into the field's own.
+    """The text of the variable, converted from the flag's unit to the field's own.
 
     Raises:
-        ConfigError: naming ``source``.
+        ConfigError: the value cannot be used; the text names ``source``.
     """
     if setting.scale != 1:
         try:

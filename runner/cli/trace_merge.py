@@ -16,13 +16,13 @@ USAGE = "hvdgloo-run timeline merge OUT FILE FILE ..."
 
 
 def main(arguments: Sequence[str]) -> str:
-    """Carry the subcommand out.
+    """Carry out the subcommand.
 
     Returns:
         what to print.
 
     Raises:
-        ConfigError: it was not called as it must be, or as ``merge``.
+        ConfigError: the arguments are wrong, or as for ``merge``.
     """
     if len(arguments) < 3 or any(argument.startswith("-") for argument in arguments):
         raise ConfigError(f"timeline: write {USAGE}, where OUT is the file to be written")
@@ -43,7 +43,7 @@ def merge(paths: Sequence[str], out: str) -> int:
         how many events it has.
 
     Raises:
-        ConfigError: naming the file that cannot be read or is no timeline, or ``out`` if it cannot be written.
+        ConfigError: a file cannot be read or is not a timeline, or ``out`` cannot be written; the text names it.
     """
     loaded = [_load(path) for path in paths]
     base = min(start for start, _, _ in loaded)
@@ -88,7 +88,7 @@ def _load(path: str) -> tuple[int, int, list[dict[str, Any]]]:
 
 
 def _is_event(event: Any) -> bool:
-    """Whether it has what ``merge`` changes."""
+    """Whether it has the fields that ``merge`` changes."""
     if not (isinstance(event, dict) and isinstance(event.get("pid"), int) and isinstance(event.get("name"), str)):
         return False
     if "ts" in event:
@@ -98,7 +98,7 @@ def _is_event(event: Any) -> bool:
 
 
 def _refuse_to_overwrite_a_rank_s(out: str) -> None:
-    """Where OUT was forgotten, the first rank's timeline stands in its place."""
+    """Where OUT was forgotten, the first rank's timeline is in its place."""
     try:
         _, rank, _ = _load(out)
     except ConfigError:

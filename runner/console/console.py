@@ -1,7 +1,7 @@
 """What becomes of the workers' output: prefixed lines here, byte-exact files there, and the last lines for a summary.
 
-The supervisor calls ``output`` with whatever arrives and never waits: two writer threads do, one for the console and
-one for the files.
+The supervisor calls ``output`` with whatever arrives and never waits; two writer threads do that, one for the console
+and one for the files.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TAIL = 10
 """Lines of each worker that are kept for the summary."""
 
 _TAIL_WIDTH = 400
-_IDLE = 0.1  # seconds after which an unfinished line is shown where that is wanted
+_IDLE = 0.1  # seconds after which an unfinished line is shown, where that is wanted
 _STREAM_NAMES = {STDOUT: "stdout", STDERR: "stderr"}
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -48,13 +48,13 @@ class Console:
     """Where output goes.
 
     Args:
-        stdout, stderr: receive the workers' lines; launcher's own notices go to ``stderr``.
+        stdout, stderr: receive the workers' lines; the launcher's own notices go to ``stderr``.
         timestamps: precede every line with the time.
         interactive: the rank whose unfinished lines (prompts) are shown at once.
         quiet: no notices.
 
     Attributes:
-        on_broken: called, from another thread, when nobody reads ``stdout`` or ``stderr`` any more.
+        on_broken: called, from another thread, when ``stdout`` or ``stderr`` has lost its reader.
     """
 
     def __init__(
@@ -80,8 +80,8 @@ class Console:
         self._files: Writer | None = None
         self._file_list: list[FileTarget] = []
         self._file_index: dict[tuple[int, int], int] = {}
-        # Where both lead to one place, one thread writes them and lines keep their order; else neither waits for the
-        # other: `hvdgloo-run ... | less` still shows errors.
+        # Where both lead to one place, one thread writes them and lines keep their order; otherwise neither waits for
+        # the other: `hvdgloo-run ... | less` still shows errors.
         out = Writer("hvdgloo-stdout", [_target(stdout)], lambda _, error: self._console_failed(STDOUT, error))
         err = (
             out
@@ -93,10 +93,10 @@ class Console:
     # From the supervisor.
 
     def expect(self, size: int, directory: str | None = None) -> None:
-        """Prepare for the output of so many workers.
+        """Prepare for the output of ``size`` workers.
 
         Args:
-            directory: for per-rank files, or None.
+            directory: for per-rank files; None for no files.
 
         Raises:
             LaunchError: the directory cannot be written to.
@@ -107,7 +107,7 @@ class Console:
         self._file_index = {source: index for index, source in enumerate(files)}
 
     def output(self, rank: int, stream: int, data: bytes) -> None:
-        """Take bytes that a worker wrote."""
+        """Take in bytes that a worker wrote."""
         source = (rank, stream)
         if self._files is not None:
             self._files.put(self._file_index[source], data)
@@ -118,17 +118,17 @@ class Console:
             self._unfinished[source] = time.monotonic() + _IDLE
 
     def notice(self, text: str) -> None:
-        """Say something in the launcher's own name."""
+        """Print a notice of the launcher's own."""
         if not self._quiet:
             self.always(text)
 
     def always(self, text: str) -> None:
-        """Say it even if notices are switched off."""
+        """Print it even if notices are switched off."""
         line = f"hvdgloo-run: {text}\n".encode("utf-8", "surrogateescape")
         self._draw(STDERR, self._screens[STDERR].line((-1, STDERR), b"", line))
 
     def window(self) -> Window | None:
-        """Where ``below`` can draw; None where it cannot: no terminal, one that is others' at present, or quiet."""
+        """Where ``below`` can draw; None where it cannot: there is no terminal, others are using it at present, or notices are off."""
         if self._quiet or not self._screens[STDERR].terminal or self._terminal is None:
             return None
         try:
@@ -143,7 +143,7 @@ class Console:
         return Window(size.columns or 80, size.lines or 24)
 
     def below(self, lines: Sequence[str]) -> None:
-        """Keep these lines below everything else on the terminal, until others replace them. None takes them away."""
+        """Keep these lines below everything else on the terminal, until others replace them. An empty list removes them."""
         screen = self._screens[STDERR]
         lifted = screen.lift()
         screen.below = tuple(line.encode("utf-8", "replace") for line in lines)
@@ -152,12 +152,12 @@ class Console:
             self._put(STDERR, data)
 
     def wait_until_written(self, timeout: float) -> None:
-        """Give the console's writers a moment."""
+        """Wait up to ``timeout`` seconds for each of the console's writers."""
         for writer in {*self._writers.values()}:
             writer.wait_until_written(timeout)
 
     def tick(self) -> float | None:
-        """Show unfinished lines whose time has come; the time of the next one, on the monotonic clock."""
+        """Show unfinished lines whose time has come; returns the time of the next one, on the monotonic clock."""
         now = time.monotonic()
         for source, when in list(self._unfinished.items()):
             if when <= now:
@@ -170,7 +170,7 @@ class Console:
 
     @property
     def congested(self) -> bool:
-        """So much waits to be written that workers should wait too."""
+        """Whether so much is waiting to be written that workers should wait too."""
         return sum(writer.backlog for writer in self._all_writers()) > BACKLOG
 
     def tail(self, rank: int) -> tuple[str, ...]:
@@ -182,7 +182,7 @@ class Console:
         return named_culprit(self._tails[rank])
 
     def finish(self) -> None:
-        """No more output comes: write the unfinished lines."""
+        """No more output will come: write the unfinished lines."""
         for source, lines in self._lines.items():
             if rest := lines.finish():
                 self._emit(source, [rest])
@@ -223,7 +223,7 @@ class Console:
         return f"{when}[{source[0]}]<{_STREAM_NAMES[source[1]]}>:".encode()
 
     def _draw(self, stream: int, data: bytes) -> None:
-        """Write what a Screen gave, with our own lines out of its way."""
+        """Write what a Screen returned, with our own lines out of its way."""
         screen = self._screens[stream]
         self._put(stream, screen.lift() + data + screen.lower())
 
@@ -255,10 +255,10 @@ def rank_folder(directory: str, rank: int, size: int) -> str:
 
 
 def make_directory(directory: str) -> None:
-    """Have a folder for per-rank files, so that it is known at once whether there can be one.
+    """Create the folder for per-rank files, so that it is known at once whether there can be one.
 
     Raises:
-        LaunchError: it cannot be made, or not be written to.
+        LaunchError: it cannot be created or written to.
     """
     try:
         os.makedirs(directory, exist_ok=True)
@@ -294,7 +294,7 @@ def _descriptor(stream: TextIO) -> int | None:
 
 def _target(stream: TextIO) -> Target:
     descriptor = _descriptor(stream)
-    # A stream in the place of sys.stdout may borrow the real one's descriptor and mean to be written itself.
+    # A replacement of sys.stdout may expose the real one's descriptor, and still expect to be written to itself.
     if descriptor is None or stream not in (sys.__stdout__, sys.__stderr__):
         return TextTarget(stream)
     stream.flush()

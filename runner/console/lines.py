@@ -1,12 +1,11 @@
 """Workers' bytes to whole, prefixed lines. Pure.
 
-Lines end at a newline or a carriage return, so that progress bars stay what they are: each state of a bar is a line
-that ends in a carriage return, and on a terminal the next one overwrites it. The bytes of a line are never changed or
-decoded.
+Lines end at a newline or a carriage return, so that progress bars still work: each state of a bar is a line that ends
+in a carriage return, and on a terminal the next one overwrites it. The bytes of a line are never changed or decoded.
 
-``Lines`` cuts one stream; ``Screen`` knows what stands on the last line of one output and so what must precede the
-next piece: nothing, a line break, or erasing a bar of another rank that is still there. On a terminal it also keeps
-the launcher's own list below everything else.
+``Lines`` cuts one stream; ``Screen`` knows what is on the last line of one output, and so what must precede the next
+piece: nothing, a line break, or the erasure of another rank's bar that is still there. On a terminal it also keeps the
+launcher's own list below everything else.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ MAX_LINE = 1024 * 1024
 """Longer lines are broken on the console, to bound memory. Per-rank files hold them unbroken."""
 
 _ERASE = b"\x1b[K"
-# A carriage return that is followed by a newline, or by nothing yet, does not end a line by itself.
+# A carriage return that is followed by a newline, or by nothing yet, does not end a line on its own.
 _END = re.compile(rb"\r?\n|\r(?=[^\n])")
 
 Source = tuple[int, int]
@@ -38,7 +37,7 @@ class Lines:
 
     def feed(self, data: bytes) -> list[bytes]:
         """The lines that these bytes complete, with their ends."""
-        looked_at = max(0, len(self.rest) - 1)  # a carriage return at the end was undecided
+        looked_at = max(0, len(self.rest) - 1)  # a carriage return at the end was left undecided
         self.rest += data
         lines: list[bytes] = []
         position = 0
@@ -55,7 +54,7 @@ class Lines:
         return lines
 
     def finish(self) -> bytes:
-        """The rest as a line, when nothing follows any more; empty if there is none."""
+        """The rest as a line, when nothing more follows; empty if there is none."""
         rest, self.rest = self.rest, b""
         return rest + b"\n" if rest and not rest.endswith(b"\r") else rest
 
@@ -64,7 +63,7 @@ class Screen:
     """The last line of one output, shared by all sources that write to it.
 
     Args:
-        terminal: it is one, where a carriage return moves the cursor.
+        terminal: the output is one, on which a carriage return moves the cursor.
     """
 
     def __init__(self, *, terminal: bool) -> None:
@@ -74,20 +73,20 @@ class Screen:
         self._is_bar = False
         self._drawn_by: Source | None = None
         self.below: tuple[bytes, ...] = ()
-        """Lines of ours that stand below all others; drawn by ``lower``, taken away again by ``lift``."""
+        """Our own lines, kept below all others; drawn by ``lower``, removed again by ``lift``."""
         self._lowered = 0
 
     def lift(self) -> bytes:
-        """What to write before anything else: takes the lines below away.
+        """What to write before anything else: removes the lines below.
 
-        Only as many lines as were drawn: where a terminal that became narrower has broken them into more, a part stays
-        behind, but nothing of anybody else's is ever erased.
+        Only as many lines as were drawn: where a terminal that became narrower has wrapped them into more, some remain,
+        but no other line is ever erased.
         """
         lines, self._lowered = self._lowered, 0
         return b"\x1b[%dA\r\x1b[J" % lines if lines else b""
 
     def lower(self) -> bytes:
-        """What to write after anything else: draws the lines below, unless somebody's line is unfinished."""
+        """What to write after anything else: draws the lines below, unless another line is unfinished."""
         if not self.below or self._open is not None or self._drawn_by is not None:
             return b""
         self._lowered = len(self.below)
@@ -113,7 +112,7 @@ class Screen:
         return out
 
     def _break(self) -> bytes:
-        """Get off another source's unfinished line."""
+        """Leave another source's unfinished line."""
         if self._open is None:
             return b""
         self._drawn_by = None

@@ -1,7 +1,7 @@
-"""How far each host has come while a job starts: what is known, and how it is said. Pure; times are the caller's.
+"""How far each host has come while a job starts: what is known, and how it is put. Pure; times are the caller's.
 
-A host goes through steps. Each has an answer to the question that somebody asks who waits: what is it that does not
-come, and what can I do about it?
+A host goes through steps. Each answers the questions of a user who is kept waiting: what is it that does not come, and
+what can I do about it?
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Protocol
 from unicodedata import east_asian_width
 
 SHOWN = 20
-"""Hosts up to which each has a line of its own; more are counted by step, and the slowest few named."""
+"""Up to this many hosts have a line each; more are counted by step, and the slowest few named."""
 
 NOT_TRIED = "not tried yet"
-"""The detail of a host whose turn has not come: only so many are connected to at a time."""
+"""The detail of a host whose turn has not come: only a limited number are connected to at a time."""
 
 _SLOWEST = 5
 _NAMED = 16  # hosts that a line of a log names
@@ -47,7 +47,7 @@ MENDS = {
     Step.PROBING: "the agent is up, but its addresses have not been tried out yet: a firewall may swallow the packets; "
     "--nics chooses other addresses",
 }
-"""For each step that can take too long: what that means, and what to do."""
+"""For each step that may take too long: what that means, and what to do."""
 
 
 class Stage(Protocol):
@@ -67,8 +67,8 @@ class Progress:
     """What each host is at, in words.
 
     Args:
-        hosts: in order; whatever becomes of them is read from them.
-        now: seconds, on the clock of all other times.
+        hosts: in order; their progress is read from them.
+        now: in seconds, on the same clock as all other times.
         doing: what is done with them.
     """
 
@@ -99,7 +99,7 @@ class Progress:
         return [_cut(head, width), *lines][:height]
 
     def line(self, now: float) -> str:
-        """The same in one line, for a log; empty if nothing is waited for."""
+        """The same in one line, for a log; empty if no host is waited for."""
         waiting = self.waiting
         if not waiting:
             return ""
@@ -108,7 +108,7 @@ class Progress:
         return f"{ready} of {_hosts(total)} ready after {seconds(self.elapsed(now))}; still waiting for {named}"
 
     def _slowest(self) -> list[Stage]:
-        """Hosts that are not ready: the earliest step first, and of those the one that is at it longest."""
+        """Hosts that are not ready: the earliest step first, and within a step the one that has been at it longest."""
         order = list(Step)
         return sorted(self.waiting, key=lambda host: (order.index(host.step), host.since))
 
@@ -118,7 +118,7 @@ class Progress:
 
 
 class Backoff:
-    """Times at which to say something again: the pause doubles.
+    """Times at which to repeat a report: the pause doubles.
 
     Args:
         start: on the caller's clock.
@@ -130,7 +130,7 @@ class Backoff:
         self.next = start + first
 
     def due(self, now: float) -> bool:
-        """It is time; the next one is then set."""
+        """Whether it is time; if so, the next time is set."""
         if now < self.next:
             return False
         self._pause *= 2
@@ -139,7 +139,7 @@ class Backoff:
 
 
 def first_report(verbose: bool) -> float:
-    """Seconds after which a log first says what is waited for."""
+    """Seconds after which a log first says what is being waited for."""
     return 1.0 if verbose else 10.0
 
 
@@ -150,7 +150,7 @@ class Missing:
     Attributes:
         step: how far it has come.
         detail: what is known beyond that, or nothing.
-        ended: the command that leads there does not run any more: the last of several attempts has ended.
+        ended: the command that leads there no longer runs: the last attempt has ended.
     """
 
     host: str
@@ -215,6 +215,6 @@ def _row(host: Stage, now: float, name_width: int, width: int, colour: bool) -> 
 
 
 def _cut(text: str, width: int) -> str:
-    """One column short of the terminal, as some wrap at the last; and each character one column wide."""
+    """One column short of the terminal's width, as some wrap at the last; and each character one column wide."""
     clean = "".join(c if c.isprintable() and east_asian_width(c) not in "WF" else "?" for c in text)
     return clean if len(clean) < width else clean[: max(0, width - 4)] + "..."

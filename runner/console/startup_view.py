@@ -1,10 +1,10 @@
-"""What a user sees of a start: a live list on a terminal, plain lines in a log, nothing where all goes quickly.
+"""What a user sees of a start: a live list on a terminal, plain lines in a log, nothing where it is quick.
 
-On a terminal the list appears only after a while, is drawn anew when a host gets on and once a second, and vanishes
-when all are ready. It stands below whatever is printed meanwhile. Its lines are cut to the terminal's present width
-every time, so a window may change its size; and it is taken away before Ctrl-Z stops the launcher.
+On a terminal the list appears only after a while, is redrawn when a host makes progress and once a second, and vanishes
+when all are ready. It stays below whatever is printed meanwhile. Its lines are cut to the terminal's current width
+every time, so the window may be resized; and it is removed before Ctrl-Z stops the launcher.
 
-In a log there is a line after some seconds, and then more and more rarely; with ``--verbose`` one for every step of
+In a log there is a line after some seconds, and then at growing intervals; with ``--verbose``, one for every step of
 every host.
 """
 
@@ -20,8 +20,8 @@ from hvdgloo.runner.console.progress import Backoff, Progress, Stage, first_repo
 SHOW_AFTER = 2.0
 """Seconds of start-up after which the list appears."""
 
-_REDRAW = 1.0  # seconds between two drawings where only the time has changed
-_CALM = 0.1  # seconds between two drawings at least
+_REDRAW = 1.0  # seconds between redraws where only the time has changed
+_CALM = 0.1  # minimum seconds between redraws
 
 
 class Surface(Protocol):
@@ -37,9 +37,9 @@ class StartDisplay:
     """Shows how far the hosts have come, until all are ready or ``close``.
 
     Args:
-        hosts: in order; whatever becomes of them is read from them.
-        surface: where to.
-        environ: says whether the terminal knows colours (TERM, NO_COLOR).
+        hosts: in order; their progress is read from them.
+        surface: where to show it.
+        environ: says whether the terminal supports colours (TERM, NO_COLOR).
         verbose: lines instead of a list, and one for each step.
         doing: what is done with the hosts.
         clock: monotonic seconds.
@@ -76,7 +76,7 @@ class StartDisplay:
         self.close()
 
     def step(self, host: Stage) -> None:
-        """A host has got on, or there is news about it."""
+        """A host has made progress, or there is news about it."""
         if self._closed:
             return
         if self._verbose:
@@ -87,7 +87,7 @@ class StartDisplay:
             self._next_drawing = min(self._next_drawing, self._last_drawing + _CALM)
 
     def tick(self) -> float | None:
-        """Show what is due; the time at which to be called again."""
+        """Show what is due; returns the time at which to be called again."""
         if self._closed or not self._progress.waiting:
             self._hide()
             return None
@@ -104,7 +104,8 @@ class StartDisplay:
         return self._lines.next
 
     def suspend(self) -> None:
-        """The launcher is about to be stopped: leave the terminal to others. What is due later appears anew."""
+        """The launcher is about to be stopped: leave the terminal to others. The list appears anew when it is next due.
+        """
         self._hide()
         self._surface.wait_until_written(0.5)
 
@@ -113,7 +114,7 @@ class StartDisplay:
         self._closed = True
         self._hide()
         if self._said and not self._progress.waiting:
-            # Who was told that something is waited for is told that it has come.
+            # A user who was told what is being waited for is told that it has come.
             self._surface.notice(f"all hosts are ready after {seconds(self._progress.elapsed(self._clock()))}")
 
     def _draw(self, now: float, window: Window) -> None:

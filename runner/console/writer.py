@@ -1,7 +1,7 @@
-"""A thread that writes, so that nobody else ever waits for a terminal, a pipe that nobody reads, or a hung disk.
+"""A thread that writes, so that no other thread ever waits for a terminal, a pipe without a reader, or a hung disk.
 
-What cannot be written yet waits in memory up to a mark and in an anonymous temporary file beyond it. The file is
-bounded too, by whoever watches ``backlog``: the supervisor gives workers no more credit while it is too long.
+What cannot be written yet waits in memory up to a limit, and beyond it in an anonymous temporary file. That file is
+bounded too, by the user of ``backlog``: the supervisor gives workers no more credit while it is too long.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class DescriptorTarget:
             try:
                 rest = rest[os.write(self._descriptor, rest) :]
             except BlockingIOError:
-                # Whoever shares the terminal with us has made it non-blocking.
+                # Another program that shares the terminal has made it non-blocking.
                 select.select([], [self._descriptor], [])
 
 
 class TextTarget:
-    """A Python text stream, such as a notebook puts in the place of ``sys.stdout``."""
+    """A Python text stream, such as a notebook's replacement of ``sys.stdout``."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -90,7 +90,7 @@ class Writer:
         self._read_at = self._write_at = 0
         self._writing = 0
         self._closed = False
-        # Started with the first bytes: until then the launcher has one thread, and can be forked.
+        # Started with the first bytes: until then the launcher has only one thread, and can be forked.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     @property
@@ -99,7 +99,7 @@ class Writer:
         return self._in_memory + self._write_at - self._read_at + self._writing
 
     def put(self, target: int, data: bytes) -> None:
-        """Have the bytes written. Never waits for a target."""
+        """Queue bytes to be written. Never waits for a target."""
         with self._changed:
             if self._thread.ident is None:
                 self._thread.start()
@@ -112,12 +112,13 @@ class Writer:
             self._changed.notify()
 
     def wait_until_written(self, timeout: float) -> bool:
-        """True once nothing waits any more."""
+        """Wait up to ``timeout`` seconds; True once nothing is waiting to be written."""
         with self._changed:
             return self._changed.wait_for(lambda: self.backlog == 0, timeout)
 
     def close(self, timeout: float = 1.0) -> None:
-        """End the thread. What still waits is dropped; a blocked write is left behind."""
+        """End the thread, within ``timeout`` seconds. What is still queued is dropped; a blocked write is left behind.
+        """
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -135,7 +136,7 @@ class Writer:
             while done < len(record):
                 done += os.pwrite(self._file.fileno(), record[done:], self._write_at + done)
         except OSError:
-            return False  # the disk is full; memory, which credit bounds, has to do
+            return False  # the disk is full; memory, which credit bounds, has to suffice
         self._write_at += len(record)
         return True
 
@@ -189,5 +190,5 @@ class Writer:
 
 
 def is_broken_pipe(error: Exception) -> bool:
-    """The reader of a pipe has gone, or the terminal was closed."""
+    """Whether the reader of a pipe has gone, or the terminal was closed."""
     return isinstance(error, OSError) and error.errno in (errno.EPIPE, errno.EIO)

@@ -1,7 +1,7 @@
 """``hvdgloo-run doctor``: what a job would meet on its hosts, without starting one.
 
-Agents are started in the same way as for a job, look round (``examine``), try each other's addresses, and end. What
-they found is judged by ``diagnosis`` and shown by ``doctor_report``.
+Agents are started in the same way as for a job, look around (``agent.facts``), try each other's addresses, and end.
+What they found is judged by ``rules`` and shown by ``report``.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def run(
 
     Args:
         spec: the job; its command may be empty.
-        stderr: for what is to be said meanwhile.
-        width: of the report's lines.
+        stderr: for messages in the meantime.
+        width: of the report's lines, in characters.
         json: report as JSON.
         spawner: how agents are started; by default chosen from the hosts.
 
@@ -67,7 +67,7 @@ def run(
         _try_addresses(supervisor, spec, round_)
     visits = [_visit(host, round_) for host in spec.hosts]
     launcher = examine(spec.environ, Require(spec.cwd))
-    # A template may lead into several containers that look like one machine, and is let.
+    # A template may lead into several containers that look like one machine, which is allowed.
     one_machine = Severity.WARNING if spec.reach.agent_command else Severity.STOP
     config = Config.from_env(spec.environ)
     findings = diagnose(visits, launcher, spec.cwd, round_.connections, one_machine=one_machine, config=config)
@@ -97,7 +97,7 @@ class _Round:
 
 @contextmanager
 def _agents(spec: LaunchSpec, spawner: Spawner, stderr: TextIO) -> Iterator[Supervisor]:
-    """What starts agents, with what a user sees of that."""
+    """What starts agents, with what a user sees of it."""
     console = Console(stdout=stderr, stderr=stderr)
     try:
         states = host_states(spec.hosts, spec)
@@ -139,7 +139,7 @@ def _look_round(supervisor: Supervisor, spec: LaunchSpec, spawner: Spawner, roun
     for link in supervisor.links:
         assert link.hello is not None
         round_.answers[link.host] = _Answer(link.hello, time.time())
-        # An agent that waits for a driver or a file system says nothing meanwhile.
+        # An agent that waits for a driver or a file system is silent meanwhile.
         link.state.bear(spec.start_timeout, time.monotonic())
         link.channel.send(Examine(**asdict(required_on(spec, spawner, link.host))))
     supervisor.converse(
@@ -149,7 +149,7 @@ def _look_round(supervisor: Supervisor, spec: LaunchSpec, spawner: Spawner, roun
 
 
 def _try_addresses(supervisor: Supervisor, spec: LaunchSpec, round_: _Round) -> None:
-    """Have the hosts reach for each other, as they do before a job that is on several of them."""
+    """Have the hosts try to reach each other, as they do before a job on several of them."""
     links = supervisor.links
     able = [answer.examined is not None and not answer.examined.facts["lacking"] for answer in round_.answers.values()]
     if len(able) < 2 or not all(able):
@@ -167,7 +167,7 @@ def _try_addresses(supervisor: Supervisor, spec: LaunchSpec, round_: _Round) -> 
 
 
 def _without_launcher(reports: Reports) -> Reports:
-    """It is one of the hosts, and shows as that."""
+    """The launcher is one of the hosts, and is shown as such."""
     return Reports(reports.names, reports.candidates, (), reports.answers, reports.unheard)
 
 

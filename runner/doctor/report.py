@@ -45,7 +45,7 @@ def as_json(visits: Sequence[Visit], findings: Sequence[Finding]) -> str:
 
 
 def all_well(findings: Sequence[Finding]) -> bool:
-    """Nothing was found that will stop a job."""
+    """Whether nothing was found that will stop a job."""
     return not any(finding.severity is Severity.STOP for finding in findings)
 
 
@@ -95,13 +95,13 @@ def _memory(facts: Facts) -> str:
 def _clock(clock: Clock | None) -> str:
     if clock is None:
         return ""
-    # What is smaller than the measurement's own error is nothing.
+    # A difference smaller than the measurement's own error counts as none.
     offset = 0.0 if abs(clock.offset) <= clock.uncertainty else clock.offset
     return f"{offset:+.3f} s" if offset else "same"
 
 
 def _packages(visits: Sequence[Visit]) -> str:
-    """Versions, of what is installed anywhere."""
+    """Versions of the packages that are installed on any host."""
     seen = [(visit, visit.facts) for visit in visits if visit.facts is not None]
     names = list(dict.fromkeys(name for _, facts in seen for name in facts.packages))
     rows = [(visit.host, *(_version(facts, name) for name in names)) for visit, facts in seen]
@@ -157,7 +157,7 @@ def _finding(finding: Finding, width: int) -> str:
 
 
 def _wrapped(text: str, width: int, indent: str) -> list[str]:
-    """Lines of a width; what has lines of its own keeps them."""
+    """Lines of at most ``width`` characters; existing line breaks are kept."""
     first, *others = text.split("\n")
     lines = _fill(first, width, "", indent)
     for line in others:

@@ -1,7 +1,7 @@
 """From what is known of a job's hosts to what is wrong with them, and what to do about it. Pure.
 
 ``diagnose`` is a list of rules. Each looks at all visits and yields findings; a new rule is one more function. What
-stops a job is told from what is merely likely to disappoint.
+stops a job is distinguished from what is merely likely to disappoint.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SMALL_SHM = 1 * _GIB
 CLOCK_TOLERANCE = 1.0
 """Seconds; nothing here depends on clocks, but logs and traces are compared by them."""
 
-_DESCRIPTORS = 256  # that a worker needs besides four for each rank
+_DESCRIPTORS = 256  # that a worker needs in addition to four for each rank
 
 
 class Severity(enum.Enum):
@@ -47,7 +47,7 @@ class Clock:
 
 
 def compare_clocks(sent: float, asked: float, answered: float, received: float) -> Clock:
-    """From the times of a question and its answer, the middle two on the other clock."""
+    """From the times of a question and its answer, the middle two of which are on the other clock."""
     return Clock(((asked - sent) + (answered - received)) / 2, max(0.0, (received - sent) - (answered - asked)) / 2)
 
 
@@ -58,10 +58,10 @@ class Visit:
     Attributes:
         host: its name as the user gave it.
         slots: how many workers it would run.
-        problem: why its agent could not be started; then there is nothing else.
-        mend: what to do about that.
+        problem: why its agent could not be started; then all the rest is empty.
+        mend: what to do about it.
         identity: equal where two names lead to one machine.
-        addresses: each with what is to be said of it: ``10.0.0.5 (eth0)``, ``reached by all``.
+        addresses: each with a remark: ``10.0.0.5 (eth0)``, ``reached by all``.
     """
 
     host: str
@@ -102,11 +102,11 @@ def diagnose(
     """All findings, the worst first.
 
     Args:
-        launcher: the machine that all this is asked from.
+        launcher: the machine that ``hvdgloo-run doctor`` runs on.
         cwd: where workers would run.
         connections: what was found between the hosts.
         one_machine: what it means for the job if hosts are the same machine.
-        config: the job's settings; by default there are none.
+        config: the job's settings; by default, the defaults.
     """
     settings = config or Config()
     rules: tuple[Callable[[Sequence[Visit]], Iterable[Finding]], ...] = (
@@ -131,7 +131,7 @@ def diagnose(
 
 
 def verdict(host: str, findings: Sequence[Finding]) -> Severity | None:
-    """The worst that was found about a host; None if it is well."""
+    """The worst that was found about a host; None if nothing was found."""
     found = {finding.severity for finding in findings if host in finding.hosts}
     return next((severity for severity in Severity if severity in found), None)
 
@@ -152,7 +152,7 @@ def _names(found: Iterable[tuple[Visit, Facts]]) -> tuple[str, ...]:
 
 
 def _grouped(seen: Iterable[tuple[Visit, Facts]], key: Callable[[Facts], str | None]) -> dict[str, list[str]]:
-    """Host names by what ``key`` says of them; those of which it says nothing are left out."""
+    """Host names grouped by ``key``; those for which it gives nothing are left out."""
     groups: dict[str, list[str]] = defaultdict(list)
     for visit, facts in seen:
         if name := key(facts):
@@ -161,7 +161,7 @@ def _grouped(seen: Iterable[tuple[Visit, Facts]], key: Callable[[Facts], str | N
 
 
 def _difference(what: str, groups: Mapping[str, list[str]], mend: str) -> Iterator[Finding]:
-    """A finding about the hosts that differ from the most."""
+    """A finding about the hosts that differ from the majority."""
     if len(groups) > 1:
         usual = max(groups, key=lambda name: len(groups[name]))
         parts = "; ".join(f"{name} on {listed(hosts)}" for name, hosts in groups.items())
@@ -176,7 +176,7 @@ def _unreachable(visits: Sequence[Visit]) -> Iterator[Finding]:
 
 
 def _required(visits: Sequence[Visit], cwd: str) -> Iterator[Finding]:
-    """In the words in which a job would refuse to start."""
+    """In the words with which a job would refuse to start."""
 
     def reason(facts: Facts) -> str | None:
         diagnosis = preflight_failure(Lacking(facts.directory, facts.missing), cwd)
@@ -202,7 +202,7 @@ def _requirements(visits: Sequence[Visit]) -> Iterator[Finding]:
 def _gloo(visits: Sequence[Visit], config: Config) -> Iterator[Finding]:
     """All ranks take Gloo from the package that rank 0 has, which is on the first host.
 
-    Those of one host need none, if nobody asks for it.
+    Ranks on a single host need none, unless it is asked for.
     """
     seen = list(_seen(visits))
     if not seen:
@@ -248,14 +248,14 @@ def _gloo(visits: Sequence[Visit], config: Config) -> Iterator[Finding]:
 
 
 def _providers(facts: Facts) -> list[str]:
-    """The packages there that carry Gloo, the one that is taken first."""
+    """The packages there that carry Gloo, the preferred one first."""
     return [package for package in GLOO_PROVIDERS if package in facts.packages]
 
 
 def _frameworks(visits: Sequence[Visit]) -> Iterator[Finding]:
     seen = list(_seen(visits))
     for package in dict.fromkeys(name for _, facts in seen for name in facts.packages):
-        # What hvdgloo itself needs was told by other rules.
+        # What hvdgloo itself needs is reported by other rules.
         lacking = [(visit, facts) for visit, facts in seen if package not in {*facts.packages, *facts.lacking}]
         if lacking and package not in GLOO_PROVIDERS:
             yield Finding(
@@ -458,7 +458,7 @@ def _reached(answer: Answer | None) -> bool:
 
 
 def unconnected(error: HvdglooError, hosts: Sequence[str]) -> Finding:
-    """Why hosts cannot be connected: a finding about those that are named, else about all."""
+    """Why hosts cannot be connected: a finding about those that it names, else about all."""
     text, newline, mend = str(error).rpartition("\n")
     if not newline:
         text, _, mend = str(error).partition("; ")
