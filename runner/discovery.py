@@ -222,7 +222,8 @@ class _Discovery:
                 return
 
     def _converse(self, done: Callable[[], bool], deadline: float) -> None:
-        """Continue until ``done`` or the deadline. A lost agent ends the whole job, unless hosts are merely examined.
+        """Continue until ``done`` or the deadline. A lost agent ends the whole job, except where hosts are only
+        examined.
         """
         links = self._supervisor.links
         self._supervisor.converse(lambda: done() or any(link.gone for link in links), deadline)

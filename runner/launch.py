@@ -1,4 +1,4 @@
-"""From a LaunchSpec to the end of its job: the story in one screen, and what it leads to."""
+"""From a LaunchSpec to the end of its job: the whole course on one screen, and its parts."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ COMMAND_LINE_SIGNALS = (
 )
 _ENDING = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 LIBRARY_SIGNALS = (signal.SIGINT, signal.SIGTSTP)
-"""What ``hvdgloo.run.run`` takes over while it runs: the others are the calling program's own business."""
+"""What ``hvdgloo.run.run`` takes over while it runs: the others are up to the calling program."""
 
 
 _LAST_WORDS = 0.5  # seconds that a blocked terminal may delay the end
@@ -53,7 +53,7 @@ _DESCRIPTORS_PER_HOST = 4  # three pipes, and a probe's connection
 
 
 class Results(Protocol):
-    """Receives what tasks leave behind, piece by piece."""
+    """Receives what tasks return, piece by piece."""
 
     def add(self, rank: int, data: bytes) -> None: ...
 
@@ -63,10 +63,10 @@ class Report:
     """A job that has ended.
 
     Attributes:
-        outcome: how.
+        outcome: how it ended.
         slots: where its workers were.
-        last_lines: the end of what the first worker that failed printed.
-        advice: what to do about them, in a line; empty if that is not known.
+        last_lines: the end of the output of the first worker that failed.
+        advice: what to do about them, in one line; empty if that is not known.
     """
 
     outcome: JobOutcome
@@ -89,7 +89,7 @@ class Report:
         return f"{text}\n{self.advice}" if self.advice else text
 
     def error(self) -> JobFailedError:
-        """The same as an exception."""
+        """The failure as an exception."""
         first = self.outcome.first
         return JobFailedError(
             self.summary(),
@@ -116,12 +116,12 @@ def launch(
 
     Args:
         stdout, stderr: for the workers' output.
-        quiet: print nothing in the launcher's own name.
+        quiet: print no notices of the launcher's own.
         signals: to pass on to the workers, if this is the main thread.
-        results: for tasks.
-        spawner: how agents are started; by default chosen from the hosts. One that is given may start several on one
-            machine.
-        fork: this process is for this job alone, and has loaded nothing that a fork might hurt.
+        results: receives those of tasks.
+        spawner: how agents are started; by default chosen from the hosts. One that is given here may start several on
+            one machine.
+        fork: this process exists for this job alone, and has loaded nothing that a fork might break.
 
     Raises:
         ConfigError, LaunchError: it could not be started. Nothing is left running.
@@ -139,7 +139,7 @@ def launch(
         display = StartDisplay(states, console, environ=spec.environ, verbose=spec.verbose)
         supervisor = Supervisor(spec, spawner, states, job_id, _Observer(console, display, results))
         console.on_broken = partial(supervisor.interrupt, signal.SIGPIPE)
-        # Signals are ours until everything is cleaned up: a second one must not cut that short.
+        # We handle signals until everything is cleaned up: a second one must not cut that short.
         with passed_on(signals, supervisor.interrupt) as signal_came, supervisor:
             with display:
                 hellos = supervisor.gather(partial(required_on, spec, spawner))
@@ -189,7 +189,7 @@ def describe_failure(failure: Failure) -> str:
 
 
 class _Observer:
-    """Output to the console, steps to the display, results to whoever wants them."""
+    """Passes output to the console, steps to the start-up view, and results to their receiver."""
 
     def __init__(self, console: Console, display: StartDisplay, results: Results | None) -> None:
         self.output = console.output
@@ -232,15 +232,15 @@ def _console(spec: LaunchSpec, stdout: TextIO, stderr: TextIO, quiet: bool) -> I
 
 @contextmanager
 def passed_on(signals: Sequence[signal.Signals], note: Callable[[int], None]) -> Iterator[Callable[[], bool]]:
-    """Take signals over for a while, giving them to ``note``.
+    """Take over signals for a while, passing them to ``note``.
 
     Signals that are ignored (nohup, a shell's background job) stay so, and so do handlers that the calling program has
-    installed. Only a main thread can do this; elsewhere nothing changes. Afterwards all is as before, except that
-    ``COMMAND_LINE_SIGNALS`` are ignored if one of them has ended the job: the command ends by that one, with the exit
-    status that says so.
+    installed. Only a main thread can do this; elsewhere nothing changes. Afterwards everything is as before, except
+    that ``COMMAND_LINE_SIGNALS`` are ignored if one of them has ended the job: the command ends by that signal, with
+    the corresponding exit status.
 
     Yields:
-        a question: has a signal come since the last time it was asked for the first time?
+        a function that says whether a signal has come since its first call.
     """
     came: list[int] = []
 
@@ -275,7 +275,7 @@ def _expect(console: Console, spec: LaunchSpec, np: int) -> None:
 
 
 def _hosts_in_use(slots: Sequence[Slot]) -> tuple[HostEntry, ...]:
-    """The hosts that ranks fall on, with as many slots as are used."""
+    """The hosts that have ranks, with as many slots as are used."""
     used: dict[int, HostEntry] = {}
     for slot in slots:
         used[slot.host] = HostEntry(slot.hostname, slot.local_size)
@@ -285,7 +285,7 @@ def _hosts_in_use(slots: Sequence[Slot]) -> tuple[HostEntry, ...]:
 def required_on(spec: LaunchSpec, spawner: Spawner, host: HostEntry) -> Require:
     """What must be on a host before workers start."""
     if spawner.is_local(host):
-        return Require(spec.cwd)  # the rest has been looked up here
+        return Require(spec.cwd)  # the rest has been checked here
     files, programs = needs(_command(spec, spawner, host), spec.reach.python)
     environ = _base_environment(spec, spawner, host)
     return Require(spec.cwd, files, programs, environ.get("PATH", ""))
@@ -297,14 +297,14 @@ def _command(spec: LaunchSpec, spawner: Spawner, host: HostEntry) -> tuple[str, 
 
 def _advice(spec: LaunchSpec, spawner: Spawner, host: HostEntry, lines: Sequence[str]) -> str:
     if spec.function is not None:
-        return ""  # its program and its interpreter are the calling ones
+        return ""  # its program and its interpreter are the caller's
     here = spawner.is_local(host)
     python, option = (sys.executable, "") if here else (spec.reach.python, "--remote-python")
     return advise(lines, _command(spec, spawner, host), python, option=option)
 
 
 def _base_environment(spec: LaunchSpec, spawner: Spawner, host: HostEntry) -> Mapping[str, str]:
-    """What is sent to a host of the user's variables."""
+    """Those of the user's variables that are sent to a host."""
     if spawner.is_local(host):
         return spec.environ
     return for_other_hosts(spec.environ, spec.exported, export_all=spec.export_all)
@@ -373,7 +373,7 @@ def _init_watch(spec: LaunchSpec, slots: Sequence[Slot], meeting: RendezvousHost
 
 
 def _feed_stdin(supervisor: Supervisor, rank: int) -> None:
-    """Hand the launcher's standard input to a worker, a piece whenever the last one was taken."""
+    """Pass the launcher's standard input to a worker, a piece whenever the last one has been taken."""
     taken = threading.Semaphore(1)
     supervisor.on_stdin_taken = taken.release
 
@@ -388,5 +388,5 @@ def _feed_stdin(supervisor: Supervisor, rank: int) -> None:
             if not data:
                 return
 
-    # It cannot be joined: only the user's next key would end its wait. As a daemon it ends with the launcher.
+    # It cannot be joined: only the user's next keystroke would end its wait. As a daemon it ends with the launcher.
     threading.Thread(target=read, name="hvdgloo-stdin", daemon=True).start()

@@ -24,8 +24,8 @@ from hvdgloo.runner.supervise.supervisor import Supervisor
 
 _START_SECONDS = 10.0
 HEAD_START = 0.1
-"""Seconds that a job's workers get before the web server is imported, unless one of them connects before: a job that
-does not live longer than this (a command without hvdgloo, a mistake in the script's first line) does without it."""
+"""Seconds that a job's workers get before the web server is imported, unless one of them connects earlier: a job that
+does not live longer than this (a command without hvdgloo, a mistake in the script's first line) never needs it."""
 
 
 class RendezvousHost(Protocol):
@@ -36,13 +36,13 @@ class RendezvousHost(Protocol):
         """Address and port at which workers reach it."""
 
     def serve(self) -> None:
-        """Answer workers, which may be on their way already: to be called once they have been started."""
+        """Answer workers, which may be connecting already; to be called once they have been started."""
 
     def arrivals(self) -> Arrivals:
-        """What it knows of the workers' start."""
+        """What it knows about the workers' start."""
 
     def ask(self) -> int:
-        """Have it say so again: what ``arrivals`` tells as of this number, or a later one, was true after the call."""
+        """Request an update: what ``arrivals`` says as of the returned number or later was true after the call."""
 
 
 @contextmanager
@@ -55,14 +55,14 @@ def open_meeting(
     *,
     head_start: float = HEAD_START,
 ) -> Iterator[RendezvousHost]:
-    """A server for this job's workers, as long as the job lasts.
+    """A server for this job's workers, for as long as the job lasts.
 
     Args:
-        head_start: seconds; see ``HEAD_START``.
+        head_start: in seconds; see ``HEAD_START``.
 
     Raises:
-        ConfigError: the launcher's cannot listen.
-        LaunchError: the one beside the agent cannot be had.
+        ConfigError: the launcher's server cannot listen.
+        LaunchError: the server beside the agent cannot be started.
     """
     places = [(host.name, host.slots or 0) for host in hosts]
     if placement.server is Server.LAUNCHER:
@@ -85,8 +85,8 @@ def open_meeting(
 class _InLauncher:
     """Serves on threads of this process.
 
-    The web server is imported on one of them, when workers may soon need it: on a busy machine that takes seconds, in
-    which the supervisor has to show its agents that it lives.
+    The web server is imported on one of them, when workers may soon need it: on a busy machine that takes seconds,
+    during which the supervisor has to show its agents that it is alive.
     """
 
     def __init__(self, server: RendezvousServer, supervisor: Supervisor, head_start: float) -> None:
@@ -108,7 +108,7 @@ class _InLauncher:
         return Arrivals(**arrivals(self._server)) if self._serving else Arrivals()
 
     def ask(self) -> int:
-        return 0  # it is asked whenever it is looked at
+        return 0  # it is asked at every ``arrivals``
 
     def close(self) -> None:
         """Stop serving."""
@@ -119,7 +119,7 @@ class _InLauncher:
         self._closed.close()
 
     def _wanted(self) -> bool:
-        """Whether there is anybody to serve: waits until somebody connects, for a moment at most, or for the end."""
+        """Whether there is a client to serve: waits until one connects, for a moment at most, or for the end."""
         poller = select.poll()  # select() cannot watch descriptors above 1023
         for descriptor in (self._closed.fileno(), *self._server.descriptors()):
             poller.register(descriptor, select.POLLIN)
@@ -130,14 +130,14 @@ class _InLauncher:
             if self._wanted():
                 self._server.start()
                 self._serving = True
-        except Exception as error:  # noqa: BLE001 - nobody waits for this thread, and the job cannot go on without it
+        except Exception as error:  # noqa: BLE001 - nothing waits for this thread, and the job cannot go on without it
             name = socket.gethostname()
             text = f"the rendezvous server in the launcher failed: {type(error).__name__}: {error}"
             self._supervisor.fail_soon(Failure(None, name, 1, text))
 
 
 class _Beside:
-    """Known through the agent, which tells whatever changes; it ends with the agent."""
+    """Known through the agent, which reports every change; it ends with the agent."""
 
     def __init__(
         self,
@@ -175,7 +175,7 @@ class _Beside:
         return self._endpoint
 
     def serve(self) -> None:
-        """It does so since it was started."""
+        """It has done so since it was started."""
 
     def arrivals(self) -> Arrivals:
         return Arrivals(**self._said, as_of=self._answered)

@@ -78,7 +78,7 @@ LEFTOVER_GRACE = 1.0
 """Seconds that background processes get between SIGTERM and SIGKILL once the workers have ended."""
 
 DRAIN_TIME = 2.0
-"""Seconds to wait for the end of a pipe whose writers are all dead; longer only where a process of another job holds it
+"""Seconds to wait for the end of a pipe whose writers are all dead; longer only if a process outside the job holds it
 open."""
 
 _RESULT_MARK = 1024 * 1024  # results are read from their files only while fewer bytes than this wait to be sent

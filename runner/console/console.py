@@ -128,7 +128,8 @@ class Console:
         self._draw(STDERR, self._screens[STDERR].line((-1, STDERR), b"", line))
 
     def window(self) -> Window | None:
-        """Where ``below`` can draw; None where it cannot: there is no terminal, others are using it at present, or notices are off."""
+        """Where ``below`` can draw; None where there is no terminal, others are using it at present, or notices are
+        off."""
         if self._quiet or not self._screens[STDERR].terminal or self._terminal is None:
             return None
         try:
@@ -143,7 +144,7 @@ class Console:
         return Window(size.columns or 80, size.lines or 24)
 
     def below(self, lines: Sequence[str]) -> None:
-        """Keep these lines below everything else on the terminal, until others replace them. An empty list removes them."""
+        """Keep these lines below everything else on the terminal, until others replace them; empty: remove them."""
         screen = self._screens[STDERR]
         lifted = screen.lift()
         screen.below = tuple(line.encode("utf-8", "replace") for line in lines)

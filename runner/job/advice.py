@@ -1,4 +1,4 @@
-"""What to add to a failed worker's last lines, where they are a newcomer's usual mistake. Pure."""
+"""What to add to a failed worker's last lines, where they show a newcomer's usual mistake. Pure."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def advise(lines: Sequence[str], argv: Sequence[str], python: str, *, option: st
     Args:
         lines: the last ones that the worker printed.
         argv: what was executed.
-        python: the interpreter that the launcher takes by itself on the worker's host.
-        option: of the launcher, that names another interpreter there; empty if that is the one it runs with itself.
+        python: the interpreter that the launcher uses by default on the worker's host.
+        option: the launcher's option that names another interpreter there; empty if it is the launcher's own.
     """
     found = _NO_MODULE.match(lines[-1]) if lines else None
     if found is None:

@@ -1,6 +1,6 @@
 """From what was asked for to a job: the same way from the command line and from ``hvdgloo.run.run``.
 
-What can be wrong with a value is found here, or before, and not when agents are up already.
+What can be wrong with a value is found here or earlier, and not once agents are running.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def assemble(
 
     Args:
         inventory: what it runs on.
-        environ: of the workers; its settings are the launcher's, too.
-        reach: how hosts are reached, except for what inventory and settings know.
+        environ: of the workers; its settings apply to the launcher, too.
+        reach: how hosts are reached, except for what inventory and settings determine.
         nics: the user's words on which addresses to use, in the form of ``--nics``.
-        start_timeout: seconds; None for the setting.
+        start_timeout: in seconds; None for the setting.
 
     Raises:
-        ConfigError: naming the value that cannot be used.
+        ConfigError: a value cannot be used; the text names it.
     """
     config = Config.from_env(environ)
     identity = reach.ssh_identity_file

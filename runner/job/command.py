@@ -28,11 +28,11 @@ def resolve_command(
     """The argv that a command means.
 
     ``train.py ...`` and ``-m package.module ...`` are run by ``python``, the interpreter that hvdgloo is installed for;
-    so is a command that begins with the bare word ``python`` or ``python3``. Anything else is a program, looked up like
-    a shell does.
+    so is a command that begins with the bare word ``python`` or ``python3``. Anything else is a program, looked up as a
+    shell does.
 
     Args:
-        module_path: where ``-m`` looks, besides ``cwd``.
+        module_path: where ``-m`` looks, in addition to ``cwd``.
 
     Raises:
         ConfigError: there is no such file, module or program, or no command at all.
@@ -52,7 +52,7 @@ def resolve_command(
 
 
 def resolve_elsewhere(command: Sequence[str], *, python: str) -> tuple[str, ...]:
-    """The argv that a command means on another host, whose interpreter and search path may be others."""
+    """The argv that a command means on another host, whose interpreter and search path may differ."""
     program = command[0]
     if program == "-m" or program.endswith(".py"):
         return (python, *command)
@@ -60,10 +60,10 @@ def resolve_elsewhere(command: Sequence[str], *, python: str) -> tuple[str, ...]
 
 
 def needs(argv: Sequence[str], python: str) -> tuple[Sequence[str], Sequence[str]]:
-    """The files and programs that must be where workers run, as far as an argv shows them.
+    """The files and programs that must be present where workers run, as far as an argv shows them.
 
     Args:
-        python: our own interpreter there, which is there if an agent is.
+        python: our own interpreter on that host, which is present if an agent is.
     """
     if not argv:
         return (), ()
@@ -85,7 +85,7 @@ def _module(arguments: Sequence[str], path: Sequence[str]) -> tuple[str]:
 
 
 def _check_script(arguments: Sequence[str], cwd: str) -> None:
-    """``python train.py``: a script that is the first argument must be there."""
+    """``python train.py``: a script given as the first argument must exist."""
     if arguments and arguments[0].endswith(".py"):
         _require_file(arguments[0], cwd)
 
@@ -120,14 +120,14 @@ def worker_environment(
     address: str,
     master: tuple[str, int],
 ) -> dict[str, str]:
-    """What one worker finds in its environment besides the user's own.
+    """What one worker finds in its environment in addition to the user's own.
 
-    Three families: hvdgloo's names, the Horovod names that mean something here, and those that torch.distributed's
+    Three families: hvdgloo's names, the Horovod names that have a meaning here, and those that torch.distributed's
     ``env://`` reads.
 
     Args:
         rendezvous: address and port of the server.
-        address: at which this worker is reached.
+        address: where this worker is reached.
         master: an address of rank 0's host and a free port there, for the user's own torch.distributed.
     """
     places = {
@@ -163,7 +163,7 @@ def worker_environment(
 def interface_variables(address: Address) -> dict[str, str]:
     """For libraries that choose a network interface by its name: the one that the job uses on this host.
 
-    Gloo would take an interface's first address, which for IPv6 is the link-local one: there it is not told.
+    Gloo would take an interface's first address, which for IPv6 is the link-local one, so with IPv6 it is not told.
     """
     if not address.nic:
         return {}
@@ -176,7 +176,7 @@ def interface_variables(address: Address) -> dict[str, str]:
 def thread_defaults(cores: int, local_size: int, environ: Mapping[str, str], *, machine_cores: int) -> dict[str, str]:
     """Numbers of threads that keep the workers of a host from fighting over its cores.
 
-    What the user has set stays, and so do libraries that follow it: with OMP_NUM_THREADS given, nothing is added. A
+    What the user has set is kept; with OMP_NUM_THREADS given, nothing is added, since the other libraries follow it. A
     single worker that may use the whole machine needs no limit either.
     """
     if "OMP_NUM_THREADS" in environ or (local_size == 1 and cores == machine_cores):

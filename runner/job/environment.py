@@ -1,8 +1,8 @@
-"""Which of the launcher's variables workers on other hosts find, and in which folder. Pure, but for files looked at.
+"""Which of the launcher's variables workers on other hosts find, and in which folder. Pure, except for reading files.
 
-By default all, because a program that runs here should run there; except those that describe this host, this session or
-this login, which would be wrong there. Workers keep what their own host says about these. ``-x`` and ``--env-file`` add
-variables, whatever they are; ``--export named`` passes only these and settings.
+By default all, because a program that runs here should run there, except those that describe this host, this session or
+this login, which would be wrong there. For these, workers keep what their own host says. ``-x`` and ``--env-file`` add
+any variables; ``--export named`` passes only these and settings.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ HOST_SPECIFIC = (
     "PWD", "OLDPWD", "SHLVL", "_", "TTY", "SSH_*", "DISPLAY", "XAUTHORITY", "WAYLAND_DISPLAY", "WINDOWID", "XDG_*",
     "DBUS_*", "GPG_*", "STY", "TMUX*", "TERM_SESSION_ID", "TERM_PROGRAM*", "VSCODE_*", "INVOCATION_ID",
     "JOURNAL_STREAM", "NOTIFY_SOCKET", "LISTEN_*", "MAINPID", "MANAGERPID", "SYSTEMD_*", "SUDO_*",
-    # the scheduler's about this node or task
+    # the scheduler's, about this node or task
     "SLURM_*", "SLURMD_*", "SLURMSTEPD_*", "SRUN_*", "PMI_*", "PMIX_*", "OMPI_*", "MPI_LOCAL*", "LSB_*", "LSF_*",
     "PBS_*", "KUBERNETES_*", "*_SERVICE_HOST", "*_SERVICE_PORT", "*_SERVICE_PORT_*", "*_PORT_*_TCP*",
 )  # fmt: skip
-"""Names that are not passed on unless they are asked for; ``*`` stands for anything."""
+"""Names that are passed on only if they are asked for; ``*`` stands for anything."""
 
 _PATTERN = re.compile("|".join(re.escape(name).replace(r"\*", ".*") for name in HOST_SPECIFIC))
 _NAME = re.compile(r"[^=\s\0]+")
 
 
 def working_directory(environ: Mapping[str, str]) -> str:
-    """The current folder, by the name under which the user went there, if it has several.
+    """The current folder, by the name under which the user entered it, if it has several.
 
-    With an automounter, what stands behind that name differs from host to host.
+    With an automounter, what is behind that name differs from host to host.
 
     Raises:
-        ConfigError: it has been removed.
+        ConfigError: the current folder has been removed.
     """
     try:
         real = os.getcwd()
@@ -53,12 +53,13 @@ def working_directory(environ: Mapping[str, str]) -> str:
 
 
 def is_host_specific(name: str) -> bool:
-    """Whether a variable describes this host, session, login or task, and so stays here unless it is asked for."""
+    """Whether a variable describes this host, session, login or task, and so is not passed on unless it is asked for.
+    """
     return _PATTERN.fullmatch(name) is not None
 
 
 def is_setting(name: str) -> bool:
-    """It may be a setting of ours, or one that frameworks' launchers set."""
+    """Whether it may be a setting of ours, or one that frameworks' launchers set."""
     return name.startswith(("HVDGLOO_", "HOROVOD_"))
 
 
@@ -66,9 +67,9 @@ def for_other_hosts(environ: Mapping[str, str], exported: Set[str], *, export_al
     """The variables that are sent to another host.
 
     Args:
-        environ: those of the job.
+        environ: the job's variables.
         exported: names that the user asked for.
-        export_all: send all others, too, except what is specific to a host.
+        export_all: send all others, too, except those specific to a host.
     """
     return {
         name: value
@@ -81,7 +82,7 @@ def parse_exports(texts: Sequence[str], environ: Mapping[str, str]) -> dict[str,
     """What ``-x NAME`` and ``-x NAME=VALUE`` amount to.
 
     Raises:
-        ConfigError: no name, or a variable that is not set here.
+        ConfigError: there is no name, or the variable is not set here.
     """
     return dict(_parse(text, environ, f"-x {text.partition('=')[0]}") for text in texts)  # a value may be secret
 
@@ -89,10 +90,10 @@ def parse_exports(texts: Sequence[str], environ: Mapping[str, str]) -> dict[str,
 def read_env_file(path: str, environ: Mapping[str, str]) -> dict[str, str]:
     """A line for each variable: ``NAME=VALUE``, or ``NAME`` for the value here; ``#`` begins a comment line.
 
-    A value may stand in quotes, which are taken off; nothing in it is replaced.
+    A value may be in quotes, which are removed; nothing in it is expanded.
 
     Raises:
-        ConfigError: naming file and line.
+        ConfigError: a line cannot be used; the text names file and line.
     """
     try:
         with open(path, encoding="utf-8", errors="surrogateescape") as file:

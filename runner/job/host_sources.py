@@ -1,8 +1,8 @@
-"""The hosts of a job, from whatever says which they are: options, a file, a Slurm allocation, or nothing.
+"""The hosts of a job, from whatever specifies them: options, a file, a Slurm allocation, or nothing.
 
-Inside a Slurm allocation its nodes are the hosts if none are given, and srun leads to them: started by ssh, processes
-would escape the job's limits and its end. Given hosts win; those among them that are nodes of the allocation are still
-reached by srun. ``--no-slurm`` is for who wants none of this.
+Inside a Slurm allocation its nodes are the hosts if none are given, and srun leads to them: processes started by ssh
+would escape the job's limits and survive its end. Given hosts win; those of them that are nodes of the allocation are
+still reached by srun. ``--no-slurm`` turns all of this off.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Inventory:
     Attributes:
         hosts: in order.
         np: number of workers; None for all slots.
-        notices: what is to be said about it.
-        allocation: that it is in, if Slurm is to be used.
+        notices: what to tell the user about it.
+        allocation: the one that it runs in, if Slurm is to be used.
     """
 
     hosts: tuple[HostEntry, ...]
@@ -34,7 +34,7 @@ class Inventory:
     allocation: Allocation | None = None
 
     def completed(self, reach: Reach) -> Reach:
-        """The same, knowing to which hosts srun leads."""
+        """The same, with the hosts to which srun leads."""
         if self.allocation is None:
             return reach
         nodes = frozenset(host.name for host in self.allocation.hosts)
@@ -49,14 +49,14 @@ def take_inventory(
     np: int | None = None,
     slurm: bool = True,
 ) -> Inventory:
-    """What the job runs on, with the defaults for what was not given.
+    """What the job runs on, with defaults for what was not given.
 
     Args:
         environ: of the launcher.
         slurm: look for an allocation.
 
     Raises:
-        ConfigError: hosts, file or Slurm's variables that cannot be used.
+        ConfigError: hosts, file or Slurm's variables cannot be used.
     """
     if hosts is not None and hostfile is not None:
         raise ConfigError("give either hosts or a hostfile, not both")

@@ -1,7 +1,7 @@
 """From what the user says about hosts to a list of them. Pure, except that a host file is read.
 
-A host may come without a number of slots: then it has one for each GPU that its agent reports, else one. Until the
-agents have answered, it counts for one.
+A host may be given without a number of slots: then it has one for each GPU that its agent reports, or else one. Until
+the agents have answered, it counts as one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hvdgloo.runner.job.spec import HostEntry, LaunchSpec, Slot, assign
 from hvdgloo.runner.protocol.frames import Hello
 
 MOST_WORKERS = 65536
-"""Of one job. Nobody has more; who asks for more has typed something else than he meant."""
+"""In one job. No cluster has more; a larger number is a typing error."""
 
 _LEAST_LIMIT = 256
 _PER_CORE = 32
@@ -40,7 +40,7 @@ def parse_hosts(text: str) -> tuple[HostEntry, ...]:
     """``name:slots,user@name:slots,[IPv6 address]:slots,...``
 
     Raises:
-        ConfigError: naming the item that cannot be understood, or the host that comes twice.
+        ConfigError: an item cannot be understood, or a host comes twice; the text names it.
     """
     items = [item.strip() for item in text.split(",")]
     mentions = []
@@ -55,10 +55,10 @@ def parse_hosts(text: str) -> tuple[HostEntry, ...]:
 def read_hostfile(path: str) -> tuple[HostEntry, ...]:
     """One host per line: ``name slots=4``, ``name:4`` or ``name``; ``#`` begins a comment.
 
-    ``max_slots`` is understood and has no meaning here.
+    ``max_slots`` is accepted but has no meaning here.
 
     Raises:
-        ConfigError: the file cannot be read, or naming the line that cannot be understood.
+        ConfigError: the file cannot be read, or a line cannot be understood; the text names it.
     """
     try:
         with open(path, encoding="utf-8-sig") as file:
@@ -82,7 +82,7 @@ def _parse_lines(lines: Sequence[str], source: str) -> Iterable[_Mention]:
 
 
 def _bracketed(name: str) -> str:
-    """In a file an IPv6 address may stand without brackets: slots have words of their own there."""
+    """In a file an IPv6 address may be written without brackets: slots are given by separate words there."""
     try:
         return f"[{name}]" if ipaddress.ip_address(name).version == 6 else name
     except ValueError:
@@ -123,7 +123,8 @@ def _slots(text: str, name: str, where: str) -> int:
 
 
 def _merged(mentions: Iterable[_Mention]) -> tuple[HostEntry, ...]:
-    """Each host once. One that is mentioned several times without slots has as many (as batch systems write it)."""
+    """Each host once. One that is mentioned several times without slots has as many slots as mentions, as batch systems
+    write it."""
     found: dict[str, list[_Mention]] = {}
     for mention in mentions:
         found.setdefault(mention.host.name, []).append(mention)
@@ -146,7 +147,7 @@ def _merge(mentions: Sequence[_Mention]) -> HostEntry:
 
 
 def shortlist(hosts: Sequence[HostEntry], np: int | None) -> tuple[HostEntry, ...]:
-    """The hosts that can be needed: the first ones that have ``np`` slots, all if it is not given.
+    """The hosts that may be needed: the first ones that have ``np`` slots together, or all if it is not given.
 
     Raises:
         ConfigError: they have fewer slots (the text has both numbers), or more than a job can have.
@@ -168,7 +169,7 @@ def shortlist(hosts: Sequence[HostEntry], np: int | None) -> tuple[HostEntry, ..
 
 
 def too_few(hosts: Sequence[HostEntry], np: int) -> ConfigError:
-    """The error that says so. Slots are known."""
+    """The error for hosts that have fewer slots than ``np``. Slots are known."""
     total = sum(host.slots or 1 for host in hosts)
     listed = ", ".join(map(str, hosts[:16])) + (f" and {len(hosts) - 16} more hosts" if len(hosts) > 16 else "")
     share = -(-np // len(hosts))
@@ -180,7 +181,7 @@ def too_few(hosts: Sequence[HostEntry], np: int) -> ConfigError:
 
 
 def with_slots(hosts: Sequence[HostEntry], gpus: Sequence[int]) -> tuple[HostEntry, ...]:
-    """The same hosts, all with a number of slots.
+    """The same hosts, each with a number of slots.
 
     Args:
         gpus: what each host's agent has found.
@@ -195,7 +196,7 @@ def place(hosts: Sequence[HostEntry], hellos: Sequence[Hello], spec: LaunchSpec)
     """Every worker's place, once the agents have said what there is.
 
     Raises:
-        ConfigError: fewer slots than workers, or more workers than a host can bear.
+        ConfigError: there are fewer slots than workers, or more workers than a host can bear.
     """
     known = with_slots(hosts, [hello.gpus for hello in hellos])
     total = sum(host.slots or 0 for host in known)
@@ -221,7 +222,7 @@ def check_load(host: str, workers: int, cores: int) -> None:
     """Refuse what would only bring a host to its knees.
 
     Raises:
-        ConfigError: more workers than it can start in a reasonable time.
+        ConfigError: there are more workers than it can start in a reasonable time.
     """
     most = max(_LEAST_LIMIT, _PER_CORE * cores)
     if workers > most:
@@ -232,7 +233,7 @@ def check_load(host: str, workers: int, cores: int) -> None:
 
 
 def remark_on_load(hosts: Sequence[HostEntry], cores: Sequence[int]) -> str:
-    """What to say about hosts with far more workers than cores, most likely by mistake; empty if there is none.
+    """What to say about hosts with far more workers than cores, most likely by mistake; empty if there are none.
 
     Args:
         hosts: with slots that are all used.

@@ -1,4 +1,4 @@
-"""How a job ended: values that the supervisor fills in and that command line and ``run`` turn into words."""
+"""How a job ended: values that the supervisor fills in, and that the command line and ``run`` put into words."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _ECHO = re.compile(r"hvdgloo\.errors\.(?:JobShutdownError|PeerLostError): .*?\br
 
 _LOST = re.compile(r"hvdgloo\.errors\.PeerLostError: .*?\brank \d+ \(host .*?\) (was lost: .*)$")
 
-_CONNECTION_LOST = 255  # ssh's status for whatever goes wrong with itself
+_CONNECTION_LOST = 255  # ssh's status for any failure of its own
 _LAST_SIGNAL = 64
 
 
@@ -33,7 +33,7 @@ class Failure:
 
     @property
     def exit_code(self) -> int:
-        """As a shell would have it: 128+N for signal N."""
+        """As in a shell: 128+N for signal N."""
         return self.status if self.status >= 0 else 128 - self.status
 
     @property
@@ -70,19 +70,19 @@ _LEFT = (
 
 
 def named_culprit(lines: Sequence[str]) -> int | None:
-    """The rank that a worker's last words give as the reason of its own failure, if they do."""
+    """The rank that a worker's last words name as the reason for its own failure, if any."""
     named = _ECHO.match(lines[-1]) if lines else None
     return int(named[1]) if named is not None else None
 
 
 def _said_of_it(lines: Sequence[str]) -> str:
-    """How a rank ended, from the last words of one that waited for it in vain."""
+    """How a rank ended, according to the last words of one that waited for it in vain."""
     said = _LOST.search(lines[-1]) if lines else None
     return said[1] if said is not None else "failed"
 
 
 def blame(outcome: JobOutcome, hosts: Mapping[int, str], tail: Callable[[int], Sequence[str]]) -> Failure | None:
-    """The failure that is to be reported: the first one, unless it is only an echo.
+    """The failure to report: the first one, unless it is only an echo.
 
     A worker that ends with an uncaught exception tells its peers on the way out, and they may be gone before it is.
     What they printed last then names it: ``JobShutdownError: rank 2 (host ...) ...``.
@@ -99,11 +99,11 @@ def blame(outcome: JobOutcome, hosts: Mapping[int, str], tail: Callable[[int], S
         rank = found.rank if named is None else named
         status = outcome.statuses.get(rank)
         if rank != found.rank and status == 0:
-            # Nobody failed by themselves: one left while the others were still at work.
+            # No worker failed on its own: one left while the others were still at work.
             return Failure(rank, hosts[rank], found.status, _LEFT)
         if rank == found.rank or not status:
             break
-        # Having printed why, it may have been ended by us before it could exit by itself.
+        # Having printed why, it may have been ended by us before it could exit on its own.
         ended_by_us = status == -signal.SIGTERM
         reason = _said_of_it(tail(found.rank)) if ended_by_us else describe_status(status)
         found = Failure(rank, hosts[rank], found.status if ended_by_us else status, reason)
@@ -111,11 +111,11 @@ def blame(outcome: JobOutcome, hosts: Mapping[int, str], tail: Callable[[int], S
 
 
 def describe_loss(status: int | None, said_why: bool) -> str:
-    """How the command that leads to an agent ended, as what happened to the agent."""
+    """How the command that leads to an agent ended, put as what happened to the agent."""
     if status is None:
         return "closed its stream"
     if status == _CONNECTION_LOST:
-        # ssh says why, unless it was that the command on the other host was killed.
+        # ssh says why, unless the reason was that the command on the other host was killed.
         return "lost its connection" if said_why else "was killed, or lost its connection"
     if status < 0:
         return f"or the command that leads to it {describe_status(status)}"

@@ -25,10 +25,10 @@ class Allocation:
     """The nodes of a job that this process belongs to.
 
     Attributes:
-        job_id: of Slurm.
+        job_id: Slurm's.
         hosts: the nodes in Slurm's order; without slots where Slurm was told neither tasks nor GPUs.
         source: the variable that the slots come from.
-        launchers: how many tasks of the job step that this process is in run the launcher.
+        launchers: how many tasks of this process's job step run the launcher.
     """
 
     job_id: str
@@ -41,7 +41,7 @@ def find_allocation(environ: Mapping[str, str]) -> Allocation | None:
     """The allocation that the variables describe; None outside of one.
 
     Raises:
-        ConfigError: a variable that cannot be understood; the text names it.
+        ConfigError: a variable cannot be understood; the text names it.
     """
     job_id = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID") or ""
     name = next((name for name in ("SLURM_JOB_NODELIST", "SLURM_NODELIST") if environ.get(name)), None)
@@ -62,7 +62,7 @@ def expand(text: str, source: str = "node list") -> tuple[str, ...]:
     """``a[001-003,7],b1`` to the names of its nodes, in order.
 
     Raises:
-        ConfigError: what cannot be understood; the text names ``source``.
+        ConfigError: ``text`` cannot be understood; the error names ``source``.
     """
     nodes: list[str] = []
     for item in _items(text, source):
@@ -76,7 +76,7 @@ def expand(text: str, source: str = "node list") -> tuple[str, ...]:
 
 
 def _items(text: str, source: str) -> Iterator[str]:
-    """What stands between the commas that are outside of brackets."""
+    """What is between the commas that are outside of brackets."""
     item, depth = "", 0
     for letter in text.strip():
         depth += (letter == "[") - (letter == "]")
@@ -124,8 +124,8 @@ def _malformed(text: str, source: str, reason: str) -> ConfigError:
 def _slots(environ: Mapping[str, str], nodes: int) -> tuple[Sequence[int | None], str]:
     """How many workers each node may run, and the variable that says so.
 
-    What was asked for as tasks counts first, then GPUs. ``SLURM_TASKS_PER_NODE`` is there in any case, but follows the
-    number of cores where tasks were not asked for.
+    The tasks that were asked for count first, then GPUs. ``SLURM_TASKS_PER_NODE`` is always set, but follows the number
+    of cores where no tasks were asked for.
     """
     if environ.get("SLURM_NTASKS_PER_NODE"):
         name = "SLURM_NTASKS_PER_NODE"

@@ -1,4 +1,4 @@
-"""A job, described: frozen values that command line and ``hvdgloo.run.run`` build and ``launch`` carries out."""
+"""A job, described: frozen values that the command line and ``hvdgloo.run.run`` build and ``launch`` carries out."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class HostEntry:
     """A host as the user gave it, and how many workers it may run.
 
     Attributes:
-        slots: None if the host itself is to say: one for each of its GPUs, else one.
+        slots: None if the host itself decides: one for each of its GPUs, else one.
         user: to log in as; empty if none was given.
     """
 
@@ -34,16 +34,17 @@ class HostEntry:
 
 @dataclass(frozen=True)
 class Reach:
-    """How other hosts than this one are reached.
+    """How hosts other than this one are reached.
 
     Attributes:
         python: the interpreter there.
         connect_timeout: seconds that one attempt to connect may take.
         silence: seconds without a sign of life after which a connection that is up counts as lost.
-        wait_for_hosts: try hosts that are not up again and again, until the start timeout; None leaves it to the way.
-        ssh_port, ssh_identity_file, ssh_args: for the system's ssh; what is not given is ssh's own configuration's.
+        wait_for_hosts: keep trying hosts that are not up, until the start timeout; None leaves it to the transport.
+        ssh_port, ssh_identity_file, ssh_args: for the system's ssh; what is not given is left to ssh's own
+            configuration.
         agent_command: the words of a template; empty for ssh.
-        slurm_job: of whose allocation the nodes ``slurm_nodes`` are: srun leads there.
+        slurm_job: the job whose allocation has the nodes ``slurm_nodes``, which srun leads to.
     """
 
     python: str = sys.executable
@@ -64,8 +65,8 @@ class NetworkOptions:
 
     Attributes:
         nics: the user's words on which addresses to use, in the form of ``--nics``.
-        port_range: first and last port for listeners of ours.
-        connect_timeout: seconds that connecting two processes may take; probes take a part of it.
+        port_range: first and last port for our own listeners.
+        connect_timeout: seconds that connecting two processes may take; probes get a part of it.
     """
 
     nics: tuple[str, ...] = ()
@@ -89,20 +90,20 @@ class Slot:
 
 @dataclass(frozen=True)
 class LaunchSpec:
-    """All that is asked of one job.
+    """Everything that is asked of one job.
 
     Attributes:
         command: program and arguments of every worker on this host, ready to be executed.
         hosts: in order; ranks fill them in this order.
         np: number of workers, at most the hosts' slots; None for as many.
         cwd: working directory of the workers.
-        environ: what workers find in their environment besides what the launcher adds.
-        exported: names of variables that the user wants on other hosts, too, whatever they are.
-        export_all: other hosts get the others, too, except those that are specific to a host.
-        remote_command: what workers on other hosts execute; None for the same.
+        environ: what workers find in their environment, apart from what the launcher adds.
+        exported: names of variables that are passed to other hosts in any case.
+        export_all: other hosts get all other variables, too, except those that are specific to a host.
+        remote_command: what workers on other hosts execute; None for ``command``.
         function: sealed and pickled, for ``hvdgloo.run.run``; ``command`` then runs ``worker.function_task``.
         secret: the job's secret.
-        start_timeout: seconds for the agents, and then for the workers, to be there.
+        start_timeout: seconds for the agents, and then for the workers, to come up.
         grace_period: seconds between asking workers to end and killing them; None means 3 after a failure and 30 after
             a signal.
         heartbeat_timeout: seconds of silence between launcher and agent after which either is lost to the other.
@@ -135,10 +136,10 @@ class LaunchSpec:
     network: NetworkOptions = field(default_factory=NetworkOptions)
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be used, before anything is started for it.
+        """Refuse what cannot be used, before anything is started.
 
         Raises:
-            ConfigError: naming the option.
+            ConfigError: a value cannot be used; the text names the option.
         """
         parse_nics(self.network.nics, [host.name for host in self.hosts])
         slots = [host.slots for host in self.hosts if host.slots is not None]
@@ -148,10 +149,10 @@ class LaunchSpec:
             self.check_stdin(sum(slots))
 
     def check_stdin(self, np: int) -> None:
-        """Refuse a rank for the launcher's standard input that there is not.
+        """Refuse a rank for the launcher's standard input that does not exist.
 
         Raises:
-            ConfigError: naming it.
+            ConfigError: there is no such rank; the text names it.
         """
         if self.stdin_rank is not None and not 0 <= self.stdin_rank < np:
             raise ConfigError(f"--stdin {self.stdin_rank}: there are only ranks 0 to {np - 1}")
@@ -172,7 +173,7 @@ def assign(hosts: Sequence[HostEntry], np: int) -> tuple[Slot, ...]:
         hosts: with slots, at least ``np`` in all.
 
     Returns:
-        the slots in order of ranks. Hosts that no rank falls on take no part: indices run over the others.
+        the slots in order of ranks. Hosts without a rank take no part, and are not counted in indices.
     """
     spots = topology.fill([host.name for host in hosts], [host.slots or 0 for host in hosts], np)
     taking_part = {host: index for index, host in enumerate(dict.fromkeys(host for host, _ in spots))}

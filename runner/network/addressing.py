@@ -1,8 +1,8 @@
-"""At which address each host of a job is reached, and where the rendezvous server runs: decided from reports. Pure.
+"""Decides from reports at which address each host of a job is reached, and where the rendezvous server runs. Pure.
 
-``plan`` says who tries whom; ``choose`` looks at what came of it. The same reports give the same choice, in whatever
-order they came, and an answer more can only lead to a choice that ranks higher: so whoever collects answers may stop
-once those that are still missing can change nothing (``settled``).
+``plan`` says which hosts try which; ``choose`` looks at the results. The same reports give the same choice, in whatever
+order they came, and a further answer can only lead to a choice that ranks higher: so collecting answers may stop once
+those that are still missing can change nothing (``settled``).
 
 Ranks, highest first:
 
@@ -11,8 +11,8 @@ Ranks, highest first:
 3. For the hosts: the addresses from which they reach the launcher's; else those in one network that all hosts are in;
    else each host's first.
 
-A host's addresses are in its own order, save that those in networks of which many hosts are go first, and addresses
-which several hosts have (a Docker bridge's) and link-local ones last. Of what is left out nothing is decided here.
+A host's addresses are in its own order, except that those in networks shared by many hosts go first, and link-local
+ones and those which several hosts have (a Docker bridge's) go last. What is left out is not decided here.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from hvdgloo.runner.network.interfaces import Address
 from hvdgloo.runner.network.probe import LAUNCHER, Answer, ProbeResult
 
 ALL_PAIRS = 32
-"""Up to so many hosts everybody tries everybody."""
+"""Up to this many hosts, all try all others."""
 
 NEIGHBOURS = 4
-"""Above that, everybody tries the first host and so many that come next."""
+"""Above that, each host tries the first one and this many that follow it."""
 
 _VERSIONS = (4, 6)
 _NAMED_PAIRS = 6
 
 Answers = Mapping[tuple[int, int, str], Answer]
-"""Who tried, whom, at which address: and what came of it. Numbers of hosts, or LAUNCHER."""
+"""Who tried whom at which address, to the result. Hosts are numbers, or LAUNCHER."""
 
 
 class Server(enum.Enum):
@@ -64,13 +64,13 @@ class Placement:
 
 @dataclass(frozen=True)
 class Reports:
-    """All that is known of a job's hosts.
+    """Everything that is known of a job's hosts.
 
     Attributes:
         names: of the hosts, in order.
         candidates: each host's addresses that may be used.
         launcher: the launcher's own.
-        answers: what came of probes; one that is absent has not been answered.
+        answers: the results of probes; a probe that is absent has not been answered.
         unheard: (host, address) where nothing listens, and why.
     """
 
@@ -83,11 +83,11 @@ class Reports:
 
 @functools.cache
 def plan(hosts: int) -> tuple[tuple[int, ...], ...]:
-    """Whom each host tries: numbers of others, in order; the launcher comes on top."""
+    """Which others each host tries: their numbers, in order; the launcher comes on top."""
     everybody = range(hosts)
     if hosts <= ALL_PAIRS:
         return tuple(tuple(other for other in everybody if other != host) for host in everybody)
-    # The first host tries everybody, as everybody tries it.
+    # The first host tries all others, as all others try it.
     return tuple(
         tuple(sorted({0, *((host + step) % hosts for step in range(1, NEIGHBOURS + 1))} - {host}))
         if host
@@ -98,7 +98,7 @@ def plan(hosts: int) -> tuple[tuple[int, ...], ...]:
 
 @functools.cache
 def _tried_by(hosts: int) -> tuple[tuple[int, ...], ...]:
-    """Who tries each host."""
+    """Which others try each host."""
     found: list[list[int]] = [[] for _ in range(hosts)]
     for source, targets in enumerate(plan(hosts)):
         for target in targets:
@@ -107,7 +107,7 @@ def _tried_by(hosts: int) -> tuple[tuple[int, ...], ...]:
 
 
 def choose(reports: Reports) -> Placement | None:
-    """The choice, as far as answers are there; None if none can be made of them."""
+    """The choice, as far as answers are there; None if they allow none."""
     for version in _VERSIONS:
         usable = _usable(reports, version)
         if all(usable):
@@ -129,7 +129,7 @@ def _all_reached(reports: Reports) -> Reports:
 
 
 def tried(reports: Reports) -> list[tuple[int, int, Address]]:
-    """Every probe of the plan: who, whom, at which address."""
+    """Every probe of the plan: who tries whom, at which address."""
     return [
         (source, target, address)
         for source, targets in enumerate(plan(len(reports.names)))
@@ -140,7 +140,7 @@ def tried(reports: Reports) -> list[tuple[int, int, Address]]:
 
 
 def _usable(reports: Reports, version: int) -> list[list[Address]]:
-    """For each host, the addresses that all who tried have reached, best first."""
+    """For each host, the addresses that all which tried have reached, best first."""
     order = _Order(reports)
     return [
         [
@@ -159,7 +159,7 @@ def _reached(answers: Answers, source: int, target: int, address: Address) -> bo
 
 
 class _Order:
-    """Which addresses go first, before anything has been tried."""
+    """Which addresses are preferred, before any has been tried."""
 
     def __init__(self, reports: Reports) -> None:
         self._owners = Counter(a for host in reports.candidates for a in {a.address for a in host})
@@ -194,7 +194,7 @@ def _place(reports: Reports, version: int, usable: Sequence[Sequence[Address]]) 
 
 
 def _in_one_network(usable: Sequence[Sequence[Address]]) -> list[Address] | None:
-    """An address of each host in the first host's first network that all are in."""
+    """An address of each host, in the first of the first host's networks that all are in."""
     for wanted in usable[0]:
         found = [next((a for a in addresses if a.network == wanted.network), None) for addresses in usable]
         if None not in found:
@@ -202,11 +202,12 @@ def _in_one_network(usable: Sequence[Sequence[Address]]) -> list[Address] | None
     return None
 
 
-# When there is none.
+# When there is no choice.
 
 
 def explain(reports: Reports) -> HostsUnreachableError:
-    """The error that says why no choice could be made: which host does not reach which, and what each address said."""
+    """The error that says why no choice could be made: which host does not reach which, and the result for each
+    address."""
     usable = {version: _usable(reports, version) for version in _VERSIONS}
     hosts = range(len(reports.names))
     lacking = {version: {host for host in hosts if not usable[version][host]} for version in _VERSIONS}
@@ -233,7 +234,8 @@ def explain(reports: Reports) -> HostsUnreachableError:
 
 
 def _failing_pairs(reports: Reports, targets: set[int]) -> list[tuple[int, int]]:
-    """For each host that cannot be used, who does not reach it at some address, those first that reach it at none."""
+    """For each host that cannot be used, those that do not reach it at some address; first those that reach it at none.
+    """
     found = [
         (source, target)
         for source, others in enumerate(plan(len(reports.names)))

@@ -1,7 +1,7 @@
-"""A host's addresses: what there is, which of it others could reach at all, and which of that the user wants.
+"""A host's addresses: which there are, which of them others could reach at all, and which of those the user wants.
 
 An agent reports all of its addresses, so that an error can say why one was not considered. ``InterfaceFilter`` is what
-the user said with ``--nics``. Everything here but ``own_addresses`` is pure.
+the user asked for with ``--nics``. Everything here except ``own_addresses`` is pure.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Address:
     Attributes:
         nic: the name of its network interface.
         address: without a scope.
-        prefix: length of the network's part, in bits.
+        prefix: length of the network part, in bits.
         up: the interface is up, and has a carrier.
     """
 
@@ -60,12 +60,12 @@ class Address:
 
 def own_addresses() -> tuple[Address, ...]:
     """This host's addresses, in the system's own order of interfaces."""
-    import psutil  # a few milliseconds that a job on one host does without
+    import psutil  # a few milliseconds that a job on one host can save
 
     try:
         stats = psutil.net_if_stats()
     except OSError:
-        stats = {}  # an interface that vanishes at this moment; all then count as up
+        stats = {}  # an interface vanished at this moment; all then count as up
     found = [
         Address(nic, entry.address.partition("%")[0], _prefix(entry.netmask, entry.address), _is_up(stats.get(nic)))
         for nic, entries in psutil.net_if_addrs().items()
@@ -88,11 +88,11 @@ def _prefix(netmask: str | None, address: str) -> int:
 
 
 class InterfaceFilter:
-    """What the user said about one host's addresses: names of interfaces, networks, and exceptions from both.
+    """What the user asked for one host's addresses: names of interfaces, networks, and exceptions from both.
 
     Args:
         items: each ``eth0``, ``eth*``, ``10.0.0.0/8`` or ``10.0.0.5``, with ``^`` before it for an exception.
-            Nothing means: any.
+            Empty means any.
     """
 
     def __init__(self, items: Sequence[str] = ()) -> None:
@@ -101,7 +101,7 @@ class InterfaceFilter:
         self._unwanted = [item[1:] for item in items if item.startswith("^")]
 
     def allow(self, address: Address) -> bool:
-        """Whether an address may be used: it is no exception and, if anything was asked for by name, is among that."""
+        """Whether an address may be used: it is not an exception and, if anything was asked for, is among that."""
         if any(_matches(item, address) for item in self._unwanted):
             return False
         return not self._wanted or any(_matches(item, address) for item in self._wanted)
@@ -126,13 +126,13 @@ def _network(item: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
 
 @dataclass(frozen=True)
 class NicSettings:
-    """All of ``--nics``: rules for every host, and such for single ones, which then do not heed the others."""
+    """All of ``--nics``: rules for every host, and rules for single hosts, which replace the general ones."""
 
     general: tuple[str, ...] = ()
     by_host: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     def rules(self, host: str) -> InterfaceFilter:
-        """Those for one host."""
+        """The rules for one host."""
         return InterfaceFilter(dict(self.by_host).get(host, self.general))
 
     def __bool__(self) -> bool:
@@ -143,12 +143,12 @@ def parse_nics(texts: Iterable[str], hosts: Sequence[str]) -> NicSettings:
     """What the values of ``--nics`` mean.
 
     Args:
-        texts: each a comma-separated list of ``name``, ``network`` and ``^`` with one of these, where ``host=`` may
-            precede each.
+        texts: each a comma-separated list of names and networks, each with an optional ``^`` before it, and before that
+            an optional ``host=``.
         hosts: the job's.
 
     Raises:
-        ConfigError: naming the item that cannot be understood, or the host that is not the job's.
+        ConfigError: an item cannot be understood, or a host is not the job's; the text names it.
     """
     general: list[str] = []
     by_host: dict[str, list[str]] = {}
@@ -178,7 +178,7 @@ def _checked(rule: str, item: str) -> str:
 def candidates(addresses: Iterable[Address], rules: InterfaceFilter) -> tuple[Address, ...]:
     """The addresses at which other hosts may be able to reach this one, and which the user allows.
 
-    Each one once: several interfaces may have the same (an anycast address, a bond's halves), and it leads to one host.
+    Each one once: several interfaces may have the same address (anycast, a bond's halves), and it leads to one host.
     """
     found: dict[str, Address] = {}
     for address in addresses:
@@ -205,7 +205,7 @@ def why_not(address: Address, rules: InterfaceFilter, *, alone: bool = False) ->
 
 
 def explain_none(host: str, addresses: Sequence[Address], rules: InterfaceFilter, *, alone: bool = False) -> str:
-    """Why a host has no address that could be used, and what to do."""
+    """Why a host has no usable address, and what to do."""
     if not rules.items:
         listed = ", ".join(f"{a} is {why_not(a, rules, alone=alone)}" for a in addresses) or "it has none at all"
         return f"host {host} has no address that another host could reach: {listed}. Bring a network interface up there"

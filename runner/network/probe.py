@@ -1,16 +1,16 @@
-"""Trying out addresses: does this host reach that one there, and is it really that one who answers?
+"""Trying out addresses: does this host reach that one there, and is it really that one that answers?
 
-That something accepts a connection says little: 172.17.0.1 is the address of every host's own Docker bridge, and
-private networks of one number exist many times. So whoever asks names the host and the address that it means, and only
-the agent of that host, at that address, can give the answer: an HMAC under the job's secret::
+That something accepts a connection says little: 172.17.0.1 is the address of every host's own Docker bridge, and the
+same private network exists many times. So a prober names the host and the address that it means, and only the agent of
+that host, at that address, can give the answer: an HMAC under the job's secret::
 
     prober   -> listener   magic, nonce, host, address, HMAC(key, "question", nonce, host, address)
     listener -> prober     magic, own host, own address, HMAC(key, "answer", nonce, own host, own address)
 
-A listener tells strangers nothing. It names the host that it is rather than refuse, since "answered as h1" explains
-much to whoever meant h2.
+A listener tells strangers nothing. It names its own host rather than refuse, since "answered as h1" explains much to a
+prober that meant h2.
 
-Everything here is non-blocking, and lives in its owner's selector: each registered object's data is a callable without
+Everything here is non-blocking, and uses its owner's selector: each registered object's data is a callable without
 arguments.
 """
 
@@ -41,7 +41,7 @@ _MAGIC = b"hvdprob1"
 _QUESTION = struct.Struct("!8s16sI16s32s")
 _ANSWER = struct.Struct("!8sI16s32s")
 _AT_ONCE = 256  # probes, and visitors of a listener
-_ALL_TOGETHER = 2.0  # timeouts of one probe that all together may take, should there be very many
+_ALL_TOGETHER = 2.0  # how many times one probe's timeout all of them together may take, if there are very many
 _VISIT_SECONDS = 5.0
 
 
@@ -61,7 +61,7 @@ class ProbeResult(enum.Enum):
 
 @dataclass(frozen=True)
 class ProbeTarget:
-    """An address to try: of which host, and where it listens."""
+    """An address to try: the host, and where it listens."""
 
     host: int
     address: str
@@ -73,10 +73,10 @@ class Answer:
     """What became of a probe.
 
     Attributes:
-        outcome: in a word.
+        outcome: the result.
         source: this host's own address in the connection, if there was one.
-        host: who answered instead.
-        detail: the system's word, a time, an address.
+        host: the one that answered instead.
+        detail: the system's message, a time, or an address.
     """
 
     outcome: ProbeResult
@@ -105,7 +105,7 @@ def _unpacked(data: bytes) -> str:
 
 
 def question(key: bytes, nonce: bytes, target: ProbeTarget) -> bytes:
-    """What a prober says."""
+    """What a prober sends."""
     address = _packed(target.address)
     return _QUESTION.pack(_MAGIC, nonce, target.host, address, _proof(key, b"question", nonce, target.host, address))
 
@@ -133,7 +133,7 @@ def judge(key: bytes, nonce: bytes, target: ProbeTarget, reply: bytes, source: s
 
 @dataclass
 class _Visit:
-    """Somebody who has connected and not asked everything yet."""
+    """A connection whose question has not arrived completely."""
 
     deadline: float
     asked: bytes = b""
@@ -146,7 +146,7 @@ class ProbeListener:
         selector: of its owner.
         key: of the job's proofs.
         host: its own number.
-        addresses: to listen at; what cannot be listened at is in ``failures``.
+        addresses: to listen on; those where that is not possible are in ``failures``.
         port_range: first and last port that may be used.
 
     Attributes:
@@ -192,7 +192,7 @@ class ProbeListener:
         try:
             sock, _ = listener.accept()
         except OSError:
-            return  # it is gone again
+            return  # it has gone again
         now = time.monotonic()
         for visitor in [v for v, visit in self._visitors.items() if now >= visit.deadline]:
             self._dismiss(visitor)
@@ -205,7 +205,7 @@ class ProbeListener:
     def _serve(self, sock: socket.socket) -> None:
         visit = self._visitors.get(sock)
         if visit is None:
-            return  # dismissed while this event waited
+            return  # dismissed while this event was pending
         try:
             data = sock.recv(_QUESTION.size - len(visit.asked))
             visit.asked += data
@@ -228,10 +228,10 @@ class Prober:
     """Tries addresses, all at once.
 
     Args:
-        selector: of its owner, who calls ``tick`` when ``deadline`` has come.
+        selector: of its owner, which calls ``tick`` when ``deadline`` has come.
         key: of the job's proofs.
         targets: to try.
-        timeout: seconds for each. Of very many that are swallowed, some are not tried at all.
+        timeout: seconds for each. If very many get no answer, some are not tried at all.
         report: receives each answer.
     """
 
@@ -271,7 +271,7 @@ class Prober:
         self._fill()
 
     def close(self) -> None:
-        """Stop; what has not been answered is not reported. May be repeated."""
+        """Stop; probes without an answer are not reported. May be repeated."""
         self._waiting.clear()
         for probe in list(self._running):
             self._drop(probe)
@@ -289,7 +289,7 @@ class Prober:
 
     def _advance(self, probe: _Probe) -> None:
         if probe not in self._running:
-            return  # ended while this event waited
+            return  # ended while this event was pending
         try:
             result = probe.advance()
         except OSError as error:
@@ -332,7 +332,7 @@ class _Probe:
             raise OSError(code, os.strerror(code))
 
     def advance(self) -> Answer | None:
-        """Do what the socket is ready for; the answer, once there is one."""
+        """Do what the socket is ready for; returns the answer, once there is one."""
         if not self.asked:
             code = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if code:
@@ -354,7 +354,7 @@ class _Probe:
         return Answer(ProbeResult.TIMED_OUT, detail=f"{timeout:g}")
 
     def broken(self, error: OSError) -> Answer:
-        # Whoever breaks off after it was asked is no part of this job.
+        # A peer that hangs up after the question is not part of this job.
         return Answer(ProbeResult.STRANGER, detail=error.strerror or "") if self.asked else _failure(error)
 
     def _source(self) -> str:

@@ -1,1 +1,1 @@
-"""Starting a process and its children, and finding all of them again to end them."""
+"""Starting a process and its children, and finding all of them again in order to end them."""

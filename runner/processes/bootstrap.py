@@ -1,8 +1,8 @@
-"""What the ways to other hosts have in common: the agent's command line there, and the command that leads to it.
+"""What the transports to other hosts have in common: the agent's command line there, and the command that leads to it.
 
 The command line holds nothing that is secret or large: the job's secret and the environment travel inside the stream.
-It runs ``python -c`` with a few lines that any version of hvdgloo can be given, so that a missing or another version is
-told in one line instead of a traceback.
+It runs ``python -c`` with a few lines that work with any version of hvdgloo, so that a missing or different version is
+reported in one line instead of a traceback.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from hvdgloo.runner.protocol.frames import PREAMBLE
 from hvdgloo.version import __version__
 
 REQUIRED = ("cheroot", "cloudpickle", "flask", "msgspec", "numpy", "prometheus_client", "psutil", "yaml")
-"""What hvdgloo itself imports, and is installed with it: looked for on every host, by its agent and by ``doctor``.
+"""What hvdgloo itself imports and what is installed with it: looked for on every host, by its agent and by ``doctor``.
 
-Where something is lacking, each worker would fail with a traceback of its own.
+Where something is missing, each worker would fail with a traceback of its own.
 """
 
-# In "/" and not in the user's folder: the agent must not import a json.py that lies there. The preamble goes first,
-# so that a slow file system shows as a slow Python. No single quote, backslash, "!" or newline: some shell reads this.
+# In "/" and not in the user's folder: the agent must not import a json.py from there. The preamble goes first, so that
+# a slow file system shows as a slow Python. No single quote, backslash, "!" or newline: a shell reads this.
 _BOOTSTRAP = (
     "import os, sys; "
     'os.chdir("/"); '
@@ -55,10 +55,10 @@ def checkout() -> tuple[str, ...]:
 
 
 def agent_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a local agent: the launcher's, and hvdgloo can be imported in it.
+    """The environment of a local agent: the launcher's, modified so that hvdgloo can be imported in it.
 
-    Where hvdgloo is installed nothing needs to be added; a checkout that is merely in the current folder, or was put
-    on ``sys.path`` by the caller, is named in PYTHONPATH.
+    Where hvdgloo is installed nothing needs to be added; a checkout that is just in the current folder, or was put on
+    ``sys.path`` by the caller, is named in PYTHONPATH.
     """
     root = checkout()
     if not root:
@@ -68,7 +68,7 @@ def agent_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 class PipedProcess(subprocess.Popen[bytes]):
-    """A command whose standard streams are pipes to the launcher, in a session of its own.
+    """A command in its own session, whose standard streams are pipes to the launcher.
 
     Without a terminal it cannot ask for passwords, and a terminal's Ctrl-C and Ctrl-Z do not reach it: they concern the
     launcher, which passes them on.
@@ -77,7 +77,7 @@ class PipedProcess(subprocess.Popen[bytes]):
         instead: what the child calls instead of executing the command; it does not return.
     """
 
-    # Popen's own annotations allow for streams that are absent.
+    # Popen's own annotations allow for absent streams.
     stdin: IO[bytes]
     stdout: IO[bytes]
     stderr: IO[bytes]
@@ -93,7 +93,7 @@ class PipedProcess(subprocess.Popen[bytes]):
         """Start it.
 
         Raises:
-            OSError: there is no such program or folder, or the program cannot be executed.
+            OSError: the program or folder does not exist, or the program cannot be executed.
         """
         pipe = subprocess.PIPE
         super().__init__(
@@ -110,7 +110,7 @@ class PipedProcess(subprocess.Popen[bytes]):
 
 
 class CommandStream(PipedProcess):
-    """A command that leads to an agent, with all that it starts."""
+    """A command that leads to an agent, with everything that it starts."""
 
     def __init__(self, argv: Sequence[str], *, environ: Mapping[str, str] | None = None) -> None:
         """Start it.
@@ -144,6 +144,6 @@ class CommandStream(PipedProcess):
             pass
 
     def _look(self) -> None:
-        # Once the command has been waited for and nothing of what it started is left, its number may be a stranger's.
+        # Once the command has been reaped and nothing that it started is left, its number may be another process's.
         if self._group_lives and self.returncode is not None:
             self._group_lives = group_exists(self.pid)

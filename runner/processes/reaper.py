@@ -2,9 +2,9 @@
 
 Process groups miss children that called setsid, and PDEATHSIG skips grandchildren. Two things hold: a process stays a
 descendant of its agent, because agents are subreapers (Linux), and it inherits ``HVDGLOO_JOB_ID`` in its environment
-unless it cleared that on purpose. A sweep ends whatever either of them finds.
+unless it cleared that on purpose. A sweep ends whatever either way finds.
 
-Where an agent was lost, another one is sent to its host to sweep. An agent therefore leaves a sign as long as it lives,
+Where an agent was lost, another one is sent to its host to sweep. An agent therefore shows a sign as long as it lives,
 so that the other one can leave it the time in which workers may save their work.
 """
 
@@ -29,13 +29,13 @@ LIMIT = 10.0
 """Seconds after which a process that even SIGKILL has not ended counts as one that cannot be killed."""
 
 HANG_TIME = 0.5
-"""Seconds that an agent may take longer than its workers, and its warden longer than it."""
+"""Seconds that an agent may take longer than its workers, and its watchdog longer than the agent."""
 
 _LOOK = 0.02
 
 
 def become_subreaper() -> None:
-    """Adopt orphaned descendants from now on. Without effect where the system cannot do that."""
+    """Adopt orphaned descendants from now on. Has no effect where the system does not support it."""
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
@@ -82,13 +82,13 @@ def end_all(
     reap: Callable[[], None] = lambda: None,
     rest: Callable[[float], None] = time.sleep,
 ) -> set[int]:
-    """End what ``find`` finds, until it finds nothing: SIGTERM, after ``grace`` seconds SIGKILL.
+    """End what ``find`` finds, until it finds nothing: SIGTERM, and after ``grace`` seconds SIGKILL.
 
     Args:
         reap: collects children that have ended, so that zombies are not found again.
-        limit: seconds after the first SIGKILL in which it gives up on processes that even this does not end (a hung
+        limit: seconds after the first SIGKILL until it gives up on processes that even SIGKILL does not end (a hung
             disk).
-        rest: waits for so many seconds; who has other duties sees to them meanwhile.
+        rest: waits for the given seconds; a caller with other duties attends to them meanwhile.
 
     Returns:
         the processes that are left.
@@ -113,10 +113,11 @@ def end_all(
 
 
 def attend(job_id: str) -> socket.socket | None:
-    """Show, as long as what is returned is open, that this process sees to the job's processes on this host."""
+    """Show, as long as the returned socket is open, that this process takes care of the job's processes on this host.
+    """
     if sys.platform != "linux":
         return None
-    # Nobody talks to it, so nobody can fill a queue or make this process wait: it is there, and the system tells whose
+    # Nothing talks to it, so nothing can fill a queue or make this process wait: it exists, and the system says whose
     # it is.
     sign = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
@@ -132,7 +133,7 @@ def _sign_name(job_id: str) -> str:
 
 
 def _shown(job_id: str) -> str:
-    """The number of the sign that someone on this host shows for the job; empty if there is none."""
+    """The number of the sign that a process on this host shows for the job; empty if there is none."""
     name = "@" + _sign_name(job_id)
     try:
         with open("/proc/net/unix", encoding="utf-8", errors="replace") as file:
@@ -142,7 +143,7 @@ def _shown(job_id: str) -> str:
 
 
 def _attendants(job_id: str) -> set[int]:
-    """The processes of this user that see to the job's processes on this host, as far as they can be seen."""
+    """The processes of this user that take care of the job's processes on this host, as far as they can be seen."""
     number = _shown(job_id)
     return set(_holders(f"socket:[{number}]")) - {os.getpid()} if number else set()
 
@@ -167,9 +168,9 @@ def end_abandoned(job_id: str, grace: float, rest: Callable[[float], None] = tim
 
 
 def _end_hung(agent: int, rest: Callable[[float], None]) -> None:
-    """End an agent that does not end by itself, and its warden, which gets a moment to clean up."""
+    """End an agent that does not end on its own, and its watchdog, which gets a moment to clean up."""
     warden = next((parent for pid, parent in _parents() if pid == agent), 0)
-    # The agent was forked by its warden; if that is gone, someone else has adopted it.
+    # The agent was forked by its watchdog; if that has gone, another process has adopted it.
     twins = warden > 1 and _command(warden) == _command(agent)
     signal_all([agent], signal.SIGKILL)
     if twins:
@@ -189,7 +190,7 @@ def _command(pid: int) -> bytes:
 
 
 def signal_all(pids: Iterable[int], signum: int) -> None:
-    """Send a signal to processes, some of which may just have ended or not be ours."""
+    """Send a signal to processes, some of which may have just ended, or may not be ours."""
     for pid in pids:
         try:
             os.kill(pid, signum)
@@ -206,7 +207,7 @@ if os.path.isdir("/proc/self/fd"):
         for pid in _pids():
             try:
                 with open(f"/proc/{pid}/stat", "rb") as file:
-                    # The name, in parentheses, may itself hold spaces and parentheses.
+                    # The name, in parentheses, may itself contain spaces and parentheses.
                     state, parent = file.read().rpartition(b")")[2].split()[:2]
             except (OSError, ValueError):
                 continue
@@ -265,4 +266,4 @@ else:  # macOS: slower, by way of psutil
                 yield process.pid
 
     def _holders(thing: str) -> Iterable[int]:
-        return ()  # nobody shows a sign here
+        return ()  # no process shows a sign here

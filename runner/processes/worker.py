@@ -1,7 +1,7 @@
-"""One worker, as its agent holds it: a process in a session of its own, its pipes, and how it ended.
+"""One worker, as its agent sees it: a process in a session of its own, its pipes, and how it ended.
 
-A session of its own means that a terminal's Ctrl-C reaches it once and through us, and that a signal to its process
-group reaches a shell script's children too.
+A session of its own means that a terminal's Ctrl-C reaches it only once, through us, and that a signal to its process
+group also reaches a shell script's children.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hvdgloo.runner.processes import reaper
 from hvdgloo.runner.protocol.frames import CHUNK, STDERR, STDOUT, Spawn
 
 WINDOW = 256 * 1024
-"""Bytes of one worker's output that may be on their way to the launcher without a Credit for them."""
+"""Bytes of one worker's output that may be sent to the launcher without a Credit for them."""
 
 
 class WorkerProcess:
@@ -30,9 +30,9 @@ class WorkerProcess:
         streams: the pipes that are still open, by their number (1 stdout, 2 stderr).
         stdin: the pipe to its standard input, if it has one.
         unacknowledged: bytes of output without credit.
-        paused: its pipes are not read until there is credit again.
+        paused: whether its pipes stay unread until there is credit again.
         result: what a task leaves behind.
-        reported: its end has been told to the launcher.
+        reported: whether its end has been reported to the launcher.
     """
 
     def __init__(self, spawn: Spawn, environ: Mapping[str, str], cwd: str, blob: IO[bytes] | None) -> None:
@@ -66,7 +66,7 @@ class WorkerProcess:
             start_new_session=True,
             pass_fds=descriptors,
             # The agent has one thread, so running Python in the forked child is safe. This is the last of three nets:
-            # it ends workers at once should agent and warden both be killed.
+            # it ends workers at once should agent and watchdog both be killed.
             preexec_fn=_die_with_agent,
         )
         self.pid = self._popen.pid
@@ -85,11 +85,11 @@ class WorkerProcess:
 
     @property
     def may_be_read(self) -> bool:
-        """The launcher keeps up with its output."""
+        """Whether the launcher keeps up with its output."""
         return self.unacknowledged < WINDOW
 
     def read(self, stream: int) -> bytes | None:
-        """Output that is there; empty at the end of the stream, None if there is nothing now."""
+        """The available output; empty at the end of the stream, None if there is nothing now."""
         try:
             return os.read(self.streams[stream].fileno(), CHUNK)
         except BlockingIOError:
@@ -100,12 +100,12 @@ class WorkerProcess:
     def ended(self, wait_status: int) -> None:
         """Take note of the status that waitpid gave for it."""
         self.status = os.waitstatus_to_exitcode(wait_status)
-        # waitpid was called by the agent, for adopted processes come up there too: Popen shall not ask again.
+        # The agent has called waitpid, as adopted processes show up there too; Popen must not call it again.
         self._popen.returncode = self.status
         self.group_lives()
 
     def signal_group(self, signum: int) -> None:
-        """Send a signal to every process of its process group, the worker itself having ended or not."""
+        """Send a signal to every process of its process group, whether or not the worker itself has ended."""
         if not self.group_lives():
             return
         if signum == signal.SIGKILL and self.running:
@@ -113,15 +113,15 @@ class WorkerProcess:
         try:
             os.killpg(self.pid, signum)
             if signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-                os.killpg(self.pid, signal.SIGCONT)  # a stopped process would not hear of it
+                os.killpg(self.pid, signal.SIGCONT)  # a stopped process would not receive it
         except (ProcessLookupError, PermissionError):
             pass
 
     def group_lives(self) -> bool:
-        """Some process of its group is still there.
+        """Whether any process of its group is still there.
 
-        To be asked now and then once the worker has ended: the system keeps the group's number from others as long as
-        someone is in it, and may then give it to a stranger. So a group that was empty once is gone for good.
+        To be polled once the worker has ended: the system reserves the group's number as long as any process is in it,
+        and may then give it to an unrelated one. So a group that was empty once is gone for good.
         """
         if self._group_lives and not self.running:
             self._group_lives = group_exists(self.pid)
@@ -144,7 +144,7 @@ class WorkerProcess:
 
 
 def group_exists(number: int) -> bool:
-    """Some process is in the process group of this number."""
+    """Whether any process is in the process group of this number."""
     try:
         os.killpg(number, 0)
     except ProcessLookupError:

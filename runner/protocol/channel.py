@@ -1,6 +1,6 @@
 """A stream of frames over two descriptors that never blocks its owner.
 
-Launcher and agents each run one selector loop. A Channel reads what is there, and keeps what cannot be written yet;
+Launcher and agents each run one selector loop. A Channel reads what has arrived, and keeps what cannot be written yet;
 how much that may become is bounded by its users (credit for output, a low-water mark for results).
 """
 
@@ -18,8 +18,8 @@ class Channel:
     """Frames over ``receive`` and ``send``, which become non-blocking.
 
     Attributes:
-        ended: everything that the other side ever sent has been received.
-        broken: the other side does not read any more; what is sent is dropped.
+        ended: whether everything that the other side ever sent has been received.
+        broken: whether the other side has stopped reading; what is sent is dropped.
         pending: bytes that wait to be written.
     """
 
@@ -36,14 +36,14 @@ class Channel:
 
     @property
     def lost(self) -> bool:
-        """One of the two directions is closed."""
+        """Whether one of the two directions is closed."""
         return self.ended or self.broken
 
     def receive(self) -> list[Frame | Noise]:
         """What has arrived; sets ``ended`` at the end of the stream.
 
         Raises:
-            LaunchError: the bytes are no frames.
+            LaunchError: the bytes are not frames.
         """
         try:
             data = os.read(self.receive_fd, _READ)
@@ -69,12 +69,12 @@ class Channel:
             self.flush()
 
     def beat(self) -> None:
-        """Show life; needless while other bytes are on their way."""
+        """Show life; unnecessary while other bytes are on their way."""
         if not self.pending:
             self.send(Beat())
 
     def flush(self) -> None:
-        """Write as much as the stream takes now."""
+        """Write as much as the stream accepts now."""
         while self._out:
             try:
                 written = os.write(self.send_fd, self._out[0])
