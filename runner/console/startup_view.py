@@ -104,8 +104,7 @@ class StartDisplay:
         return self._lines.next
 
     def suspend(self) -> None:
-        """The launcher is about to be stopped: leave the terminal to others. The list reappears when it is next due.
-        """
+        """The launcher is about to be stopped: leave the terminal to others. The list reappears when next due."""
         self._hide()
         self._surface.wait_until_written(0.5)
 

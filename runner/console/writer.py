@@ -117,8 +117,7 @@ class Writer:
             return self._changed.wait_for(lambda: self.backlog == 0, timeout)
 
     def close(self, timeout: float = 1.0) -> None:
-        """End the thread, within ``timeout`` seconds. What is still queued is dropped; a blocked write is abandoned.
-        """
+        """End the thread within ``timeout`` seconds. What is still queued is dropped, a blocked write abandoned."""
         with self._changed:
             self._closed = True
             self._changed.notify()

@@ -53,8 +53,7 @@ def working_directory(environ: Mapping[str, str]) -> str:
 
 
 def is_host_specific(name: str) -> bool:
-    """Whether a variable describes this host, session, login or task, and so is not passed on unless it is asked for.
-    """
+    """Whether a variable describes this host, session, login or task, and so is passed on only if asked for."""
     return _PATTERN.fullmatch(name) is not None
 
 

@@ -234,8 +234,7 @@ def explain(reports: Reports) -> HostsUnreachableError:
 
 
 def _failing_pairs(reports: Reports, targets: set[int]) -> list[tuple[int, int]]:
-    """For each host that cannot be used, those that do not reach it at some address; first those that reach it at none.
-    """
+    """For each unusable host, those that do not reach it at some address; first those that reach it at none."""
     found = [
         (source, target)
         for source, others in enumerate(plan(len(reports.names)))

@@ -113,8 +113,7 @@ def end_all(
 
 
 def attend(job_id: str) -> socket.socket | None:
-    """Show, as long as the returned socket is open, that this process takes care of the job's processes on this host.
-    """
+    """Show, as long as the returned socket is open, that this process takes care of the job on this host."""
     if sys.platform != "linux":
         return None
     # Nothing talks to it, so nothing can fill a queue or make this process wait: it exists, and the system says whose

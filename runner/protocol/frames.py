@@ -2,10 +2,10 @@
 
 They share one byte stream in each direction (a pipe, or what ssh makes of one). A frame is a fixed head, a JSON object
 with the frame's fields, and raw bytes if it carries any. The agent opens with a preamble, because login shells like to
-print greetings: what comes before it is handed on as ``Noise``, to be shown and not parsed.
+print greetings: what comes before it is passed on as ``Noise``, to be shown and not parsed.
 
-Pure: nothing here reads or writes. Environments travel inside frames and nowhere else, so no secret is ever on a
-command line.
+Pure: nothing here reads or writes. Environments travel inside frames and nowhere else, so that no secret is ever on a
+    command line.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from hvdgloo.errors import LaunchError
 PROTOCOL = 1
 """Raised when frames change their meaning; launcher and agent must agree."""
 
-PREAMBLE = b"\0hvdgloo agent: frames follow\n"  # no end of it is a beginning of it
+PREAMBLE = b"\0hvdgloo agent: frames follow\n"  # none of its suffixes is also a prefix of it
 MAX_FRAME = 64 * 1024 * 1024
 CHUNK = 64 * 1024
-"""Bytes of output, input or results that one frame carries at most."""
+"""The maximum number of bytes of output, input or results in one frame."""
 
 STDOUT, STDERR = 1, 2
 
@@ -34,7 +34,7 @@ _HEAD = struct.Struct("!BII")  # kind, bytes of JSON, bytes of data
 
 @dataclass(frozen=True)
 class Frame:
-    """The base of all frames. A field called ``data`` travels raw, all others as JSON."""
+    """The base of all frames. A field called ``data`` is sent raw, all others as JSON."""
 
 
 # From the launcher to an agent.
@@ -46,8 +46,8 @@ class Require(Frame):
 
     Attributes:
         cwd: their working directory.
-        files: relative ones are meant in ``cwd``.
-        programs: the same, or looked up in ``search_path`` (empty: the host's own).
+        files: relative ones are in ``cwd``.
+        programs: likewise, or looked up in ``search_path`` (empty: the host's own).
     """
 
     cwd: str
@@ -58,7 +58,7 @@ class Require(Frame):
 
 @dataclass(frozen=True)
 class Start(Frame):
-    """The first frame: what all workers of this host have in common.
+    """The first frame: what all of this host's workers have in common.
 
     Attributes:
         job_id: carried by every process of the job in ``HVDGLOO_JOB_ID``.
@@ -66,7 +66,7 @@ class Start(Frame):
         cwd: working directory of the workers.
         heartbeat_timeout: seconds of silence after which the other side counts as dead.
         grace: seconds between SIGTERM and SIGKILL when the launcher is lost.
-        inherit: the agent's own environment is beneath ``env``, which comes from another host.
+        inherit: add ``env``, which comes from another host, to the agent's own environment.
     """
 
     job_id: str
@@ -89,10 +89,11 @@ class Spawn(Frame):
     """Start one worker.
 
     Attributes:
-        rank: names it from now on.
-        argv: the program and its arguments; a ``task`` gets two descriptor numbers more (Blob's file, result file).
+        rank: identifies it from now on.
+        argv: the program and its arguments; a ``task`` gets two additional descriptor numbers (Blob's file, result
+            file).
         env: added to the environment of ``Start``.
-        stdin: give it a pipe that ``Stdin`` frames feed, instead of /dev/null.
+        stdin: give it a pipe fed by ``Stdin`` frames, instead of /dev/null.
         task: it reads a function from the first descriptor and leaves its result in the second.
     """
 
@@ -105,7 +106,7 @@ class Spawn(Frame):
 
 @dataclass(frozen=True)
 class Stdin(Frame):
-    """Input for a worker; empty at the end of it. The next one is sent after ``StdinTaken``."""
+    """Input for a worker; empty at its end. The next one is sent after ``StdinTaken``."""
 
     rank: int
     data: bytes = field(repr=False)
@@ -113,7 +114,7 @@ class Stdin(Frame):
 
 @dataclass(frozen=True)
 class Credit(Frame):
-    """So many bytes of a worker's output have been dealt with; an agent reads no further than WINDOW ahead."""
+    """This many bytes of a worker's output have been dealt with; an agent reads no further than WINDOW ahead."""
 
     rank: int
     amount: int
@@ -143,7 +144,7 @@ class Suspend(Frame):
 
 @dataclass(frozen=True)
 class Examine(Require):
-    """Look round on this host, for ``hvdgloo-run doctor``; no job is started. The answer is ``Examined``."""
+    """Look around on this host, for ``hvdgloo-run doctor``; no job is started. The answer is ``Examined``."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ class Survey(Frame):
 
     Attributes:
         host: its number among the job's hosts.
-        key: of all proofs, in hexadecimal digits.
+        key: the key of all proofs, in hexadecimal digits.
         rules: the user's, for this host's addresses (``hvdgloo.runner.network.interfaces``).
         listen: others will try to reach it.
         port_range: first and last port that may be used.
@@ -172,7 +173,7 @@ class Survey(Frame):
 
 @dataclass(frozen=True)
 class Probe(Frame):
-    """Try these addresses: number of a host, address, port; each for so many seconds."""
+    """Try these addresses (number of a host, address, port), each for ``timeout`` seconds."""
 
     targets: Sequence[Sequence[Any]]
     timeout: float
@@ -180,7 +181,7 @@ class Probe(Frame):
 
 @dataclass(frozen=True)
 class ProbesEnd(Frame):
-    """The choice has been made: try no more, and answer no more probes."""
+    """The choice has been made: send and answer no more probes."""
 
 
 @dataclass(frozen=True)
@@ -198,7 +199,7 @@ class Serve(Frame):
 
 @dataclass(frozen=True)
 class AskServed(Frame):
-    """Who has come to the rendezvous server beside the agent? The ``Served`` that answers has ``asked`` in it."""
+    """Who has come to the rendezvous server beside the agent? The ``Served`` that answers contains ``asked``."""
 
     asked: int
 
@@ -226,10 +227,10 @@ class Hello(Frame):
         protocol, version: must equal the launcher's.
         hostname, identity: of the host (see ``hvdgloo.rendezvous._identity``).
         pid: of the agent.
-        cores: that this process may use, after affinity and control groups.
-        machine_cores: all that the machine has; 0 if that is not known.
-        gpus: that are visible.
-        port: free, and kept free from other jobs, for ``MASTER_PORT``.
+        cores: those that this process may use, given affinity and control groups.
+        machine_cores: all those of the machine; 0 if that is not known.
+        gpus: those that are visible.
+        port: a free one, kept from other jobs, for ``MASTER_PORT``.
     """
 
     protocol: int
@@ -245,10 +246,10 @@ class Hello(Frame):
 
 @dataclass(frozen=True)
 class Examined(Frame):
-    """What there is.
+    """What an agent has found on its host.
 
     Attributes:
-        facts: ``hvdgloo.runner.agent.facts.Facts``.
+        facts: the fields of ``hvdgloo.runner.agent.facts.Facts``.
         asked, answered: this host's clock when the question came and when the answer left, in seconds since 1970.
     """
 
@@ -278,7 +279,7 @@ class Surveyed(Frame):
 
 @dataclass(frozen=True)
 class Probed(Frame):
-    """What came of probes: the fields of ``network.probe``'s Target, and of Answer with the outcome last."""
+    """Probes' results: the fields of ``network.probe``'s ProbeTarget, and those of Answer with the outcome last."""
 
     answers: Sequence[Sequence[Sequence[Any]]]
 
@@ -292,7 +293,7 @@ class Served(Frame):
 
 @dataclass(frozen=True)
 class Lacking(Frame):
-    """What is not there of all that was required: the working directory itself, or things in it."""
+    """What is missing of what was required: the working directory itself, or things in it."""
 
     directory: str = ""
     things: Sequence[str] = ()
@@ -300,7 +301,7 @@ class Lacking(Frame):
 
 @dataclass(frozen=True)
 class Spawned(Frame):
-    """A worker runs, as this process of its host (in the process namespace of its agent)."""
+    """A worker runs as this process of its host (in the process namespace of its agent)."""
 
     rank: int
     pid: int
@@ -346,7 +347,7 @@ class Result(Frame):
 class Exited(Frame):
     """A worker has ended: ``status`` is its exit status, or minus the signal that ended it.
 
-    Output may still follow: from background processes, and what the launcher gave no credit for yet.
+    Output may still follow: that of background processes, and what the launcher has given no credit for yet.
     """
 
     rank: int
@@ -356,7 +357,7 @@ class Exited(Frame):
 
 @dataclass(frozen=True)
 class Dying(Frame):
-    """The agent ends its workers without having been told to, and this is why."""
+    """The agent ends its workers without having been told to, for this reason."""
 
     reason: str
 
@@ -373,7 +374,7 @@ class Bye(Frame):
 
 @dataclass(frozen=True)
 class Beat(Frame):
-    """Says nothing, to show that the sender lives."""
+    """Carries nothing, to show that the sender lives."""
 
 
 KINDS: tuple[type[Frame], ...] = (
@@ -396,16 +397,16 @@ def encode(frame: Frame) -> bytes:
     """The bytes of one frame."""
     fields = {f.name: getattr(frame, f.name) for f in dataclasses.fields(frame)}
     data: bytes = fields.pop("data", b"")
-    # Environments may hold any bytes: as surrogates they pass through JSON's escapes unharmed.
+    # Environments may contain any bytes: as surrogates they survive JSON's escapes.
     text = json.dumps(fields, separators=(",", ":")).encode("ascii")
     return _HEAD.pack(_NUMBERS[type(frame)], len(text), len(data)) + text + data
 
 
 class Decoder:
-    """Bytes in, frames out, however the bytes were cut.
+    """Bytes in, frames out, however the bytes were split.
 
     Args:
-        preamble: what precedes the first frame; empty if frames come at once.
+        preamble: what precedes the first frame; empty if frames follow at once.
     """
 
     def __init__(self, preamble: bytes = b"") -> None:
@@ -414,14 +415,14 @@ class Decoder:
 
     @property
     def opened(self) -> bool:
-        """The preamble has been seen."""
+        """Whether the preamble has been seen."""
         return not self._preamble
 
     def feed(self, data: bytes) -> list[Frame | Noise]:
-        """All that these bytes complete.
+        """Everything that these bytes complete.
 
         Raises:
-            LaunchError: they are no frames of this protocol.
+            LaunchError: they are not frames of this protocol.
         """
         self._buffer += data
         items: list[Frame | Noise] = []
@@ -446,7 +447,7 @@ class Decoder:
             del self._buffer[: position + len(self._preamble)]
             self._preamble = b""
             return noise
-        # The preamble's beginning may be at the end of what is here.
+        # The preamble's beginning may be at the end of what has arrived.
         keep = next(
             (n for n in range(min(len(self._preamble), len(self._buffer)), 0, -1)
              if self._buffer.endswith(self._preamble[:n])),

@@ -13,20 +13,20 @@ from hvdgloo.runner.supervise.host_state import HostState
 from hvdgloo.runner.transport.base import AgentStream
 
 _STDERR_KEPT = 20
-_HELD_BACK = 200  # lines kept of what comes before an agent can be used
-_END_TIME = 5.0  # seconds in which a command ends whose agent has
-_KILL_TIME = 5.0  # and in which it does once it was killed
+_HELD_BACK = 200  # lines kept of what arrives before an agent can be used
+_END_TIME = 5.0  # seconds that a command has to end after its agent
+_KILL_TIME = 5.0  # seconds that it has to end once killed
 
 
 class Link:
-    """A command, its streams, and what came from them. How far its host is, ``state`` knows alone.
+    """A command, its streams, and what came from them. How far its host is, only ``state`` knows.
 
     Attributes:
         state: of the host, whichever of its commands this is.
         hello: what the agent said first.
         ranks: of the workers that it was told to start.
-        owed: for each rank, bytes of output for which it was given no credit yet.
-        held_back: lines that came before the agent could be used: its login shell's, or why there is none.
+        owed: for each rank, bytes of output for which it has not been given credit yet.
+        held_back: lines that came before the agent could be used: from its login shell, or on why there is no agent.
         stderr: the last lines that its command wrote there.
         listening, stderr_open: what the loop's selector serves.
     """
@@ -51,7 +51,7 @@ class Link:
 
     @property
     def gone(self) -> bool:
-        """Its agent does not answer any more."""
+        """Whether its agent no longer answers."""
         return self.state.gone
 
     @property
@@ -68,7 +68,7 @@ class Link:
         return self.keep(data) if data else None
 
     def keep(self, data: bytes) -> list[str]:
-        """The lines in what is no frame; the last ones are kept for error messages."""
+        """The lines in what is not a frame; the last ones are kept for error messages."""
         lines = [line for line in data.decode("utf-8", "replace").splitlines() if line.strip()]
         self.stderr.extend(lines)
         return lines
@@ -95,4 +95,4 @@ class Link:
         try:
             self.stream.wait(_KILL_TIME)
         except subprocess.TimeoutExpired:
-            pass  # the system keeps it, for a device or file system that does not answer; there is no more to be done
+            pass  # the system keeps it, for a device or file system that does not answer; nothing more can be done

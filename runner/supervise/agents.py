@@ -1,14 +1,14 @@
-"""All agents of a job: their commands are started, listened to and ended as each host's state asks for it.
+"""All agents of a job: their commands are started, listened to and ended as each host's state requires.
 
-Of what comes from a host, this module takes what concerns the host: that it answers, its agent's hello, its good-bye,
-its end. The rest is handed to the supervisor, once the agent can be used.
+Of what comes from a host, this module handles what concerns the host: that it answers, its agent's hello, its good-bye,
+its end. The rest is passed to the supervisor, once the agent can be used.
 
 What comes before that is held back: a login shell's greetings are shown once the agent can be used, and ssh's own words
 not at all if a line of ours says the same.
 
-**The second way to a lost host.** The first one is the agent itself, or its watchdog: they hear that the stream has
-ended, or nothing any more, and end the workers. That does not help where both were killed, or hang. So another agent is
-sent after it, if the host can still be reached; a host that cannot has only the first way.
+**The second way to clean up a lost host.** The first one is the agent itself, or its watchdog: they notice that the
+stream has ended or is silent, and end the workers. That does not help where both were killed, or hang. So another agent
+is sent after the first, if the host can still be reached; for a host that cannot, only the first way remains.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ from hvdgloo.runner.transport.base import Spawner
 from hvdgloo.runner.transport.failures import Cause, Diagnosis, Ending, other_version, preflight_failure
 from hvdgloo.version import __version__
 
-_POLL = 0.02  # seconds between two looks at a command whose stream has ended
+_POLL = 0.02  # seconds between polls of a command whose stream has ended
 
 
 class Job(Protocol):
-    """The supervisor, as its agents' ends need it."""
+    """The supervisor, as far as ``Agents`` needs it."""
 
     @property
     def settled(self) -> bool:
-        """What ends from now on ends because it was told to."""
+        """Whether everything that ends from now on ends because it was told to."""
 
     def shown(self, host: HostState) -> None:
-        """A host has come to another step of its start."""
+        """A host has reached another step of its start."""
 
     def notice(self, text: str) -> None:
-        """Say something to the user."""
+        """Tell the user something."""
 
     def received(self, link: Link, frame: Frame) -> None:
-        """Something came from an agent that concerns its workers."""
+        """A frame that concerns its workers has come from an agent."""
 
     def ended(self, link: Link) -> None:
         """An agent has ended as it should."""
@@ -74,7 +74,7 @@ class Agents:
     """The launcher's ends of all agents.
 
     Args:
-        hosts: in order; read by whoever wants to know how far they are.
+        hosts: in order; others read from them how far they are.
         spawner: starts agents.
         loop: the supervisor's.
     """
@@ -112,16 +112,16 @@ class Agents:
             Action.TELL: self._tell_unreached,
         }
 
-    # What the supervisor asks for.
+    # What the supervisor calls.
 
     @property
     def links(self) -> list[Link]:
-        """The ends that there are, in order of hosts."""
+        """The current ends, in order of hosts."""
         return [self._links[host.name] for host in self.hosts if host.name in self._links]
 
     @property
     def all_ended(self) -> bool:
-        """Nothing of any host is waited for any more."""
+        """Whether no host has to be waited for any longer."""
         return all(host.final for host in self.hosts)
 
     @contextmanager
@@ -129,7 +129,7 @@ class Agents:
         """As long as this lasts, agents are started where ``startup`` says so.
 
         Args:
-            required: what workers will need on a host; None if nothing is to be looked up.
+            required: what workers will need on a host; None if nothing is to be checked.
         """
         self._startup, self._required = startup, required
         self.start_due(time.monotonic())
@@ -137,29 +137,29 @@ class Agents:
         self._startup = None
 
     def happen(self, host: HostState, event: Event) -> None:
-        """Something has happened to a host, or was decided about it: take note, and do what follows.
+        """Take note of what has happened to a host, or was decided about it, and do what follows.
 
         Raises:
-            IllegalEventError: it cannot happen now.
-            LaunchError: its command cannot be executed here.
+            IllegalEventError: the event cannot happen now.
+            LaunchError: the host's command cannot be executed here.
         """
         for action in host.feed(event, time.monotonic()):
             self._perform[action](host)
 
     def offer(self, event: Event, hosts: Iterable[HostState] | None = None) -> None:
-        """The same for those hosts to which it can happen now; all if none are given."""
+        """The same for those of ``hosts`` (by default all) to which it can happen now."""
         for host in self.hosts if hosts is None else hosts:
             if host.accepts(type(event)):
                 self.happen(host, event)
 
     def tell(self, frame: Frame) -> None:
-        """Send something to all agents, but not to those that sweep up."""
+        """Send a frame to all agents except those that sweep up."""
         for link in self.links:
             if not link.gone:
                 link.channel.send(frame)
 
     def release(self, links: Iterable[Link]) -> None:
-        """Forget hosts, which the job does without."""
+        """Forget hosts that the job does not use."""
         for link in links:
             link.close()
             del self._links[link.host.name]
@@ -171,12 +171,12 @@ class Agents:
                 link.channel.beat()
 
     def watch_writes(self) -> None:
-        """Have the loop write what waits to be."""
+        """Have the loop write what is waiting to be written."""
         for link in self.links:
             self._loop.watch_writes(link.channel, wanted=not link.state.final and link.channel.pending > 0)
 
     def next(self, now: float) -> float:
-        """When something is to be done if nothing happens until then."""
+        """When something must be done if nothing happens until then."""
         times = [host.next for host in self.hosts if host.phase is not Phase.WAITING]
         times += [now + _POLL for host in self.hosts if host.phase in host_state.JUDGED]
         if self._startup is not None:
@@ -184,7 +184,7 @@ class Agents:
         return min(times, default=math.inf)
 
     def keep_time(self, now: float) -> None:
-        """Judge what has ended, or was silent for too long."""
+        """Judge what has ended, or has been silent for too long."""
         for host in self.hosts:
             if host.phase in host_state.JUDGED:
                 self._judge(host, self._links[host.name], now)
@@ -193,13 +193,13 @@ class Agents:
                 self.happen(host, late)
 
     def start_due(self, now: float) -> None:
-        """Start the commands that are to be started now."""
+        """Start the commands that are due now."""
         if self._startup is not None:
             for host in self._startup.due(now):
                 self.happen(host, host_state.Try())
 
     def close(self) -> None:
-        """Let go of everything, once all have ended, or as if they had."""
+        """Release everything, once all have ended, or as if they had."""
         self.offer(host_state.SweepFailed("the launcher ends"))
         for link in (*self._past, *self._links.values()):
             link.close()
@@ -208,7 +208,7 @@ class Agents:
 
     def _on_readable(self, link: Link) -> None:
         if not link.listening:
-            return  # it was lost while this event waited
+            return  # it was lost while this event was pending
         host = link.state
         host.heard(time.monotonic())
         try:
@@ -253,7 +253,7 @@ class Agents:
         self.happen(link.state, host_state.Greeted())
 
     def _checked(self, link: Link, diagnosis: Diagnosis | None) -> None:
-        """The agent has looked for what workers will need."""
+        """The agent has checked for what workers will need."""
         if diagnosis is not None:
             self._reject(link, diagnosis)
             return
@@ -268,7 +268,7 @@ class Agents:
         self._unusable(link, diagnosis, time.monotonic())
 
     def _judge(self, host: HostState, link: Link, now: float) -> None:
-        """Judge a command whose stream has ended without a good-bye, once its exit status is there."""
+        """Judge a command whose stream has ended without a good-bye, once its exit status is known."""
         status = link.stream.poll()
         if status is None and now < host.deadline and not self._job.settled:
             return
@@ -281,7 +281,7 @@ class Agents:
     def _unusable(self, link: Link, diagnosis: Diagnosis, now: float) -> None:
         assert self._startup is not None, "the start-up goes on while hosts are starting up"
         if diagnosis.cause is Cause.OTHER or self._spec.verbose:
-            self._show_held_back(link)  # the diagnosis says less
+            self._show_held_back(link)  # the diagnosis tells less
         self.happen(link.state, self._startup.judge(link.state, diagnosis, now))
 
     def _on_lines(self, link: Link, lines: list[str]) -> None:
@@ -298,7 +298,7 @@ class Agents:
         for line in lines:
             self._job.notice(f"[{link.host.name}] {line}")
 
-    # What a host's state asks for.
+    # What a host's state requires.
 
     def _connect(self, host: HostState) -> None:
         """Start the command for a host, and listen to it."""
@@ -328,7 +328,7 @@ class Agents:
 
     def _kill(self, host: HostState) -> None:
         link = self._links.get(host.name)
-        if link is not None:  # else its command could not be started
+        if link is not None:  # otherwise its command could not be started
             self._ignore(link)
             link.stream.kill()
 
@@ -338,7 +338,7 @@ class Agents:
         self._job.lost(host, link, f"{host.reason}{last}")
 
     def _sweep(self, host: HostState) -> None:
-        """Send another agent, which ends what the first one may have left."""
+        """Send another agent, to end what the first one may have left."""
         self._past.append(self._links.pop(host.name))
         try:
             self._connect(host)
@@ -356,7 +356,7 @@ class Agents:
     # Streams.
 
     def _ignore(self, link: Link) -> None:
-        """Read what its command wrote last, and listen to it no longer."""
+        """Read the last words of its command, and stop listening to it."""
         self._stop_listening(link)
         self._read_stderr(link)
         self._close_stderr(link)

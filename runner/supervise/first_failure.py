@@ -10,12 +10,12 @@ from hvdgloo.runner.job.outcome import Failure, JobOutcome, describe_status
 from hvdgloo.runner.protocol.frames import Exited, SpawnFailed
 
 ECHO_TIME = 2.0
-"""Seconds that a worker has to end by itself after another one's last words named it as the reason of its failure."""
+"""Seconds that a worker has to end on its own after another one's last words named it as the reason for its failure."""
 
 
 @dataclass(frozen=True)
 class _Echo:
-    """A failure that another worker's end explains, which has not been seen yet."""
+    """A failure that is explained by another worker's end, which has not been seen yet."""
 
     failure: Failure
     culprit: int
@@ -23,17 +23,17 @@ class _Echo:
 
 
 class Verdict:
-    """Who still runs, and what has failed first.
+    """Which workers still run, and what failed first.
 
     Args:
-        outcome: is filled in.
-        culprit: the rank that a worker's last words name as the reason of its failure, if they do.
+        outcome: to be filled in.
+        culprit: returns the rank that a worker's last words name as the reason for its failure, if any.
         notice: is told of the first failure.
         stop: ends the other workers.
 
     Attributes:
         running: ranks of workers that have not ended.
-        settled: what ends from now on ends because it was told to.
+        settled: whether everything that ends from now on ends because it was told to.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Verdict:
         self.fail(Failure(frame.rank, host, frame.status, f"could not be started: {frame.reason}"))
 
     def gone(self, ranks: Iterable[int]) -> None:
-        """Workers whose host was lost: nobody will tell how they ended."""
+        """Workers whose host was lost: nothing will report how they ended."""
         self.running.difference_update(ranks)
 
     def fail(self, failure: Failure) -> None:
@@ -94,14 +94,14 @@ class Verdict:
         self._stop()
 
     def keep_time(self, now: float) -> None:
-        """An echo whose cause does not show itself is a failure like any other."""
+        """An echo whose cause does not appear is a failure like any other."""
         if self._echo is not None and now >= self._echo.deadline:
             self._take_echo()
 
     def _fail_unless_echo(self, failure: Failure) -> None:
         """A worker that ends with an error tells its peers on its way out, and they may be gone before it is.
 
-        It gets a moment to end by itself, so that its own exit status is the job's.
+        The culprit gets a moment to end on its own, so that its exit status becomes the job's.
         """
         assert failure.rank is not None
         culprit = self._culprit(failure.rank)

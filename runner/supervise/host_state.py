@@ -1,11 +1,11 @@
 """One host's way through a job, as a table: which phases there are, what may happen in each, and what follows.
 
-Pure: events go in, actions come out, and times are the caller's. ``Agents`` owns the commands and streams, tells what
-has happened, and does what it is asked for. ``Startup`` decides whom to try, and when. The start-up view, the errors
-of a start and the end of the job read the same object; nobody keeps a second account.
+Pure: events go in, actions come out, and times are the caller's. ``Agents`` owns the commands and streams, reports what
+    has happened, and does what it is asked for. ``Startup`` decides which hosts to try, and when. The start-up view,
+    the errors of a start and the end of the job read the same object; there is no second account.
 
-An event that the table does not have in a phase is a mistake of the caller, and raises. What a peer may say at any
-time, crossing our own word on its way, is offered only if the host ``accepts`` it.
+An event that the table does not list for a phase is the caller's mistake, and raises. What a peer may say at any time,
+crossing a message of ours on its way, is offered only if the host ``accepts`` it.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from hvdgloo.runner.protocol.heartbeat import Silence
 from hvdgloo.runner.transport.failures import Diagnosis
 
 EXIT_TIME = 1.0
-"""Seconds that a command has to end by itself after its stream did."""
+"""Seconds that a command has to end on its own after its stream did."""
 
 ANSWER_TIME = 3.0
-"""Seconds in which the second agent must be there: beyond these the host counts as unreachable."""
+"""Seconds in which the second agent must have come up: after these the host counts as unreachable."""
 
 SWEEP_TIME = reaper.LIMIT + 2 * reaper.HANG_TIME + 2.0
 """Seconds that a second agent may take beyond the grace period."""
@@ -44,21 +44,21 @@ class Phase(enum.Enum):
     STARTING = "Python runs there"
     CHECKING = "its agent is up, and looks for what workers will need"
     FALLEN = "the stream of its command has ended; the exit status will say why"
-    # It can.
+    # It can be used.
     READY = "its agent can be used"
     PROBING = "it tries the other hosts' addresses"
     RUNNING = "it was told to start workers"
-    # It is to end, or does.
+    # It is to end, or is ending.
     DISMISSED = "the job goes on without it"
     LEAVING = "it was told that the job is over, and had no workers"
     ENDING = "it was told that the job is over"
     QUIET = "it has said good-bye: nothing of the job is left there"
     BROKEN = "its stream has ended without a good-bye; there were no workers"
     CUT = "its stream has ended without a good-bye, and workers may be left"
-    # It was lost, and another agent follows.
+    # It was lost, and another agent is sent after it.
     REVISITED = "another agent is on its way to it"
     SWEEPING = "another agent ends what may be left there"
-    # The ends.
+    # Final phases.
     FAILED = "it cannot be used"
     ENDED = "it has ended as it was told to"
     LOST = "its agent was lost, and had no workers"
@@ -81,24 +81,24 @@ class Try(Event):
 
 @dataclass(frozen=True)
 class Answered(Event):
-    """The first bytes of ours have come from there."""
+    """The first bytes of our protocol have come from there."""
 
 
 @dataclass(frozen=True)
 class Greeted(Event):
-    """Its agent has said hello, and is of our version."""
+    """Its agent has said hello, and has our version."""
 
 
 @dataclass(frozen=True)
 class Checked(Event):
-    """Workers will find there what they need. ``detail`` is shown."""
+    """Workers will find what they need there. ``detail`` is shown."""
 
     detail: str = ""
 
 
 @dataclass(frozen=True)
 class TryAgain(Event):
-    """Its command has led to nothing, but may at another time: at ``due``, on the clock of all times."""
+    """Its command has failed, but may succeed later: to be tried at ``due``, on the clock of all times."""
 
     diagnosis: Diagnosis
     due: float
@@ -125,7 +125,7 @@ class Probed(Event):
 
 @dataclass(frozen=True)
 class Start(Event):
-    """Its workers are to be started; ``heartbeat_timeout`` seconds of silence mean from now on that it is lost."""
+    """Its workers are to be started; from now on ``heartbeat_timeout`` seconds of silence mean that it is lost."""
 
     heartbeat_timeout: float
 
@@ -137,7 +137,7 @@ class Dismiss(Event):
 
 @dataclass(frozen=True)
 class Finish(Event):
-    """The job is over, or will not be."""
+    """The job is over, or will not take place."""
 
 
 @dataclass(frozen=True)
@@ -159,13 +159,13 @@ class Lost(Event):
 
 @dataclass(frozen=True)
 class SweepFailed(Event):
-    """The second agent could not be had, or did not do its work, and ``why``."""
+    """The second agent could not be started or did not do its work; ``why`` is the reason."""
 
     why: str
 
 
 class Action(enum.Enum):
-    """What is to be done. Its values are the host's: ``detail``, ``reason``."""
+    """What is to be done. Its details are in the host's attributes: ``detail``, ``reason``."""
 
     CONNECT = "start the command that leads there"
     SHOW = "show that it has come to another step"
@@ -236,25 +236,25 @@ TABLE: Mapping[Phase, _Row] = {
     P.SWEPT: {},
     P.UNREACHED: {},
 }
-"""For each phase, and each event that a host may meet in it, what follows."""
+"""For each phase, and each event that may happen in it, what follows."""
 
 FINAL = frozenset(phase for phase, row in TABLE.items() if not row)
-"""Phases in which nothing can happen any more."""
+"""Phases in which nothing more can happen."""
 
 UNDER_WAY = frozenset({P.CONNECTING, P.STARTING, P.CHECKING, P.FALLEN})
-"""Its command was started, and whether its agent can be used is not known yet."""
+"""Phases in which its command was started, but it is not known yet whether its agent can be used."""
 
 STARTING_UP = UNDER_WAY | {P.WAITING}
-"""Phases that the start timeout bounds."""
+"""Phases bounded by the start timeout."""
 
 SECOND = frozenset({P.REVISITED, P.SWEEPING})
-"""What comes from it comes from a second agent."""
+"""Phases in which what comes from it comes from a second agent."""
 
 JUDGED = frozenset({P.FALLEN, P.BROKEN, P.CUT})
-"""The stream has ended without a good-bye, and what became of the command is looked for until the ``deadline``."""
+"""Phases in which the stream has ended without a good-bye, and the command's exit is awaited until the ``deadline``."""
 
 WATCHED = frozenset({P.CHECKING, P.READY, P.PROBING, P.RUNNING, P.DISMISSED, P.LEAVING, P.ENDING, P.QUIET, P.SWEEPING})
-"""Its agent shows life all the time; silence means that it is lost."""
+"""Phases in which its agent shows life all the time; silence means that it is lost."""
 
 _STEPS = {
     P.WAITING: Step.CONNECTING,
@@ -264,11 +264,11 @@ _STEPS = {
     P.PROBING: Step.PROBING,
     P.READY: Step.READY,
 }
-"""How users see a phase while they watch a start; in the others the last step stays."""
+"""How a phase is shown to users during a start; in all other phases the last step stays."""
 
 
 class IllegalEventError(HvdglooError):
-    """An event that cannot happen in a host's phase: a mistake in this program."""
+    """An event that cannot happen in a host's phase: a bug in this program."""
 
 
 class HostState:
@@ -276,20 +276,20 @@ class HostState:
 
     Args:
         host: as the user gave it.
-        now: seconds, on the clock of all other times.
-        grace: seconds between asking workers to end and killing them, for whoever sweeps up.
+        now: in seconds, on the clock of all other times.
+        grace: seconds between asking workers to end and killing them, for the agent that sweeps up.
 
     Attributes:
-        phase: changed by ``feed`` alone.
-        step: the same as users see it during a start.
-        since: when it came to this step.
+        phase: changed only by ``feed``.
+        step: the phase as users see it during a start.
+        since: when it reached this step.
         detail: what is known beyond the step.
-        attempts: how often its command was started, the one that runs included.
+        attempts: how often its command was started, including the one that runs.
         last: why it could not be used the last time.
-        reason: how it was lost; then, why it could not be swept.
-        deadline: when it is to be looked at again, whatever happens; infinity where silence or the start timeout says
-            so.
-        silence: how long nothing has been heard of its agent.
+        reason: how it was lost; later, why it could not be swept.
+        deadline: when it is to be looked at again, whatever happens; infinite where silence or the start timeout
+            decides.
+        silence: for how long nothing has been heard of its agent.
     """
 
     def __init__(self, host: HostEntry, now: float, grace: float) -> None:
@@ -311,26 +311,26 @@ class HostState:
 
     @property
     def final(self) -> bool:
-        """Nothing of this host is waited for any more."""
+        """Whether this host need not be waited for any longer."""
         return self.phase in FINAL
 
     @property
     def gone(self) -> bool:
-        """Its first agent does not answer any more."""
+        """Whether its first agent no longer answers."""
         return self.phase in FINAL or self.phase in SECOND
 
     @property
     def starting_up(self) -> bool:
-        """Whether it can be used is not known yet."""
+        """Whether it is still unknown if it can be used."""
         return self.phase in STARTING_UP
 
     @property
     def next(self) -> float:
-        """When ``overdue`` may have something to say if nothing happens until then."""
+        """When ``overdue`` may return something if nothing happens until then."""
         return min(self.deadline, self.silence.deadline if self.phase in WATCHED else math.inf)
 
     def accepts(self, kind: type[Event]) -> bool:
-        """Whether such an event can happen now."""
+        """Whether an event of this kind can happen now."""
         return kind in TABLE[self.phase]
 
     def feed(self, event: Event, now: float) -> tuple[Action, ...]:
@@ -340,7 +340,7 @@ class HostState:
             what is to be done about it, in order.
 
         Raises:
-            IllegalEventError: it cannot happen in this phase, which stays.
+            IllegalEventError: it cannot happen in this phase, which does not change.
         """
         to = TABLE[self.phase].get(type(event))
         if to is None:
@@ -353,15 +353,15 @@ class HostState:
         return to.actions
 
     def heard(self, now: float) -> None:
-        """Something came from there."""
+        """Something has come from there."""
         self.silence.heard(now)
 
     def bear(self, silence: float, now: float) -> None:
-        """From now on, only as many seconds of silence mean that its agent is lost."""
+        """From now on, ``silence`` seconds of silence mean that its agent is lost."""
         self.silence = Silence(silence, now)
 
     def overdue(self, now: float) -> Lost | SweepFailed | None:
-        """What follows from time alone; None if nothing does. To be asked in each turn of the loop."""
+        """What follows from the passage of time; None if nothing does. To be called in each turn of the loop."""
         silent = self.phase in WATCHED and self.silence.over(now)
         if self.phase is Phase.REVISITED and now >= self.deadline:
             return SweepFailed("it does not answer")
@@ -373,18 +373,18 @@ class HostState:
 
     @property
     def failure(self) -> str:
-        """Why it cannot be used, once that is known for good."""
+        """Why it cannot be used, once that is final."""
         tried = f" ({self.attempts} attempts)" if self.attempts > 1 else ""
         return (self.last.text if self.last is not None else self.reason) + tried
 
     def _show(self, step: Step, detail: str, now: float) -> None:
-        # A further attempt has another detail, but the host is at its step for as long as before.
+        # A further attempt has another detail, but the host remains at its step since the same time.
         if step is not self.step or self.detail == NOT_TRIED:
             self.since = now
         self.step, self.detail = step, detail
 
     def _take_note(self, event: Event, now: float) -> str:
-        """What an event leaves behind; returns what is to be shown of it."""
+        """Record an event; returns what to show of it."""
         match event:
             case Try():
                 self.attempts += 1

@@ -1,9 +1,9 @@
 """Workers that wait in ``hvd.init()`` for others: who is missing, what became of them, and what to do.
 
 The rendezvous knows who has called ``hvd.init()``; the launcher knows which processes it has started and which have
-ended. Only both together tell a worker that is slow from one that never will: it has ended already.
+ended. Only both together distinguish a worker that is slow from one that never will call it, as it has ended already.
 
-Pure, but for ``look``, which asks the rendezvous.
+Pure, except for ``look``, which asks the rendezvous.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from hvdgloo.runner.job.outcome import Failure
 
 _NAMED = 16
 _LOOK_AGAIN = 1.0  # seconds; only while a worker has ended that may not have called hvd.init()
-_LOOK_SOON = 0.05  # only while the rendezvous has been asked whether it has
+_LOOK_SOON = 0.05  # seconds; only while the rendezvous has been asked whether it has
 
 
 @dataclass(frozen=True)
 class Arrivals:
-    """What the rendezvous knows of a start.
+    """What the rendezvous knows about a start.
 
     Attributes:
         arrived: how many workers have called ``hvd.init()``.
@@ -38,7 +38,7 @@ class Arrivals:
 
     @property
     def waited_for(self) -> Sequence[int]:
-        """Ranks that others wait for; nobody in a job that does not use ``hvd.init()`` at all."""
+        """Ranks that others wait for; none in a job that does not use ``hvd.init()`` at all."""
         return self.missing if self.arrived else ()
 
 
@@ -46,10 +46,10 @@ class InitWatch:
     """Watches the workers' start.
 
     Args:
-        look: what the rendezvous has said.
-        ask: has it say so once more; see ``RendezvousHost.ask``.
+        look: returns what the rendezvous has said.
+        ask: requests an update; see ``RendezvousHost.ask``.
         hosts: rank to host name.
-        timeout: the start timeout.
+        timeout: the start timeout, in seconds.
         verbose: report sooner.
     """
 
@@ -80,9 +80,9 @@ class InitWatch:
         self._pids[rank] = pid
 
     def ended(self, rank: int, status: int) -> None:
-        """A worker has ended. One that failed speaks for itself; one that ended well may be missed by others."""
+        """A worker has ended. One that failed speaks for itself; one that succeeded may be missed by others."""
         if status == 0 and self.next < math.inf:
-            # What is known of it may be older than its end, and it may have called hvd.init() and all.
+            # What is known of it may be older than its end, and it may have called hvd.init() after all.
             self._gone[rank] = self._ask()
             self.next = -math.inf
         self._see()
@@ -110,7 +110,7 @@ class InitWatch:
     def verdict(self) -> Failure | None:
         """The failure that makes this start hopeless, if there is one: the start timeout, or a worker that has ended.
 
-        What the waiting workers then fail with is a consequence.
+        The failures of the waiting workers are then consequences of it.
         """
         arrivals = self._arrivals
         gone = next((rank for rank in arrivals.waited_for if self._gone.get(rank, math.inf) <= arrivals.as_of), None)

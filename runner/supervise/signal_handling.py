@@ -1,7 +1,7 @@
-"""What signals that come to the launcher mean for its job.
+"""What signals to the launcher mean for its job.
 
 The first one that asks for the end is passed on, and leaves workers time to save their work; a second one kills them.
-Ctrl-Z stops the launcher like any program, but no worker.
+Ctrl-Z stops the launcher like any program, but not the workers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _FLUSH_TIME = 1.0  # seconds that telling the agents of Ctrl-Z may take
 
 
 class Job(Protocol):
-    """The supervisor, as signals need it."""
+    """The supervisor, as far as signals need it."""
 
     outcome: JobOutcome
 
@@ -26,25 +26,25 @@ class Job(Protocol):
         """Whether there are workers that have not ended."""
 
     def tell_all(self, frame: Frame) -> None:
-        """Send something to all agents."""
+        """Send a frame to all agents."""
 
     def flush(self, seconds: float) -> None:
-        """Wait until what was sent to agents has left, but not longer than this."""
+        """Wait until what was sent to agents has left, for at most this many seconds."""
 
     def stop(self, signum: int, grace: float) -> None:
-        """End the workers by a signal, and kill what is left after ``grace`` seconds."""
+        """End the workers with a signal, and kill what is left after ``grace`` seconds."""
 
     def kill(self) -> None:
         """End everything now."""
 
 
 class SignalHandling:
-    """Acts on signals, in the loop: handlers only leave a note.
+    """Acts on signals in the loop; handlers only leave a note.
 
     Args:
         grace: seconds that workers have to end after the first signal.
-        notice: is told what the user should know.
-        suspend: is called before the launcher stops itself.
+        notice: receives what the user should know.
+        suspend: called before the launcher stops itself.
     """
 
     def __init__(self, job: Job, grace: float, notice: Callable[[str], None], suspend: Callable[[], None]) -> None:
@@ -77,17 +77,17 @@ class SignalHandling:
                 f"{signal.Signals(signum).name} is passed on to the workers, which have {self._grace:g} s to end; "
                 f"{'Ctrl-C again' if signum == signal.SIGINT else 'a second signal'} kills them at once"
             )
-        # The reader of a pipe is gone; that signal means nothing to workers.
+        # The reader of a pipe has gone; that signal means nothing to workers.
         self._job.stop(signal.SIGTERM if signum == signal.SIGPIPE else signum, self._grace)
 
     def _suspend(self) -> None:
-        """Be stopped like any program at Ctrl-Z, after telling the agents that silence will follow."""
+        """Stop like any program at Ctrl-Z, after telling the agents that silence will follow."""
         self._job.tell_all(Suspend(True))
         self._before_suspension()
         self._job.flush(_FLUSH_TIME)
         previous = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTSTP])
         signal.raise_signal(signal.SIGTSTP)
-        # Here it goes on at SIGCONT.
+        # At SIGCONT it continues here.
         signal.signal(signal.SIGTSTP, previous)
         self._job.tell_all(Suspend(False))

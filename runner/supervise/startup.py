@@ -1,12 +1,12 @@
-"""Getting an agent up on every host: whom to try now, whom to try again and when, and when it makes no sense any more.
+"""Getting an agent up on every host: which hosts to try now, which to try again and when, and when to give up.
 
-Pure: it reads the hosts' states, and decides; the supervisor owns commands and clock. The rules:
+Pure: it reads the hosts' states and decides; the supervisor owns commands and clock. The rules:
 
 - At most ``AT_ONCE`` commands are on their way to their hosts at the same time: sshd drops connections at random when
   more than ten have not logged in yet (MaxStartups), and a host with many ssh clients is slow at all of them.
-- What may pass by itself is tried again, after a pause that doubles and is never quite the same.
-- The first failure that will not pass starts no further hosts. Those on their way get ``SETTLE`` seconds to fail too,
-  so that one look at the report shows as much as possible of what is to be mended.
+- A failure that may be temporary is followed by another attempt, after a pause that doubles and varies a little.
+- After the first permanent failure no further hosts are started. Those on their way get ``SETTLE`` seconds to fail too,
+  so that one report shows as much as possible of what has to be fixed.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from hvdgloo.runner.transport.failures import Diagnosis, Retry
 
 AT_ONCE = 32
 ATTEMPTS = 8
-"""How often a host is tried whose connection drops."""
+"""How often a host whose connection drops is tried."""
 
 SETTLE = 2.0
-"""Seconds that hosts on their way have once another one has failed for good."""
+"""Seconds that hosts on their way still have once another one has failed for good."""
 
 _FIRST_PAUSE = 0.25
 _LONGEST_PAUSE = 5.0
@@ -38,8 +38,8 @@ class Startup:
 
     Args:
         hosts: in order; each name once.
-        chance: for pauses.
-        patient: no failure ends it; what may pass by itself gets a second attempt, not more.
+        chance: random numbers for pauses.
+        patient: no failure ends it; what may be temporary gets a second attempt, and no more.
     """
 
     def __init__(
@@ -51,16 +51,16 @@ class Startup:
         self._settled = math.inf
 
     def due(self, now: float) -> list[HostState]:
-        """The hosts to which a command is to be started now."""
+        """The hosts whose commands are to be started now."""
         return [host for host in self._startable() if host.deadline <= now]
 
     @property
     def next(self) -> float:
-        """When something is to be done again if nothing happens until then."""
+        """When something must be done next if nothing happens until then."""
         return min([self._settled, *(host.deadline for host in self._startable())])
 
     def _startable(self) -> list[HostState]:
-        """The hosts that wait for their turn, as many as there is room for: those that are due first."""
+        """The hosts that wait for their turn, as many as there is room for; those that are due first come first."""
         if self._settled < math.inf:
             return []
         room = AT_ONCE - sum(host.phase in (Phase.CONNECTING, Phase.FALLEN) for host in self._hosts)
@@ -68,7 +68,7 @@ class Startup:
         return sorted(waiting, key=lambda host: host.deadline)[: max(0, room)]
 
     def judge(self, host: HostState, diagnosis: Diagnosis, now: float) -> TryAgain | GiveUp:
-        """What becomes of a host whose command has led to no agent that can be used."""
+        """What becomes of a host whose command has not led to a usable agent."""
         if self._may_try_again(host, diagnosis):
             pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** min(host.attempts - 1, 10))
             return TryAgain(diagnosis, now + pause * self._chance.uniform(0.5, 1.5))
@@ -84,12 +84,12 @@ class Startup:
         return diagnosis.retry is Retry.UNTIL_THE_DEADLINE or host.attempts < ATTEMPTS
 
     def over(self, now: float) -> bool:
-        """All are ready; or some have failed, and the others have had their time."""
+        """Whether all are ready, or some have failed and the others have had their time."""
         if self._settled < math.inf:
             return now >= self._settled or not any(host.phase in UNDER_WAY for host in self._hosts)
         return not any(host.starting_up for host in self._hosts)
 
-    # What came of it.
+    # The result.
 
     def check(self, words: Mapping[str, str], timeout: float) -> None:
         """Refuse a start-up that is not complete.
@@ -133,13 +133,13 @@ def _describe(reasons: Mapping[str, str], waiting: Sequence[str], total: int) ->
 
 
 def check_machines(hosts: Sequence[HostEntry], hellos: Sequence[Hello], reach: Reach) -> None:
-    """Refuse two names for one machine: they would mean two local ranks 0, which take the same GPU.
+    """Refuse two names for one machine: they would mean two local ranks 0, which would take the same GPU.
 
-    Not where a template leads to the hosts: it may well lead into several containers that look like one machine, or
-    try out on one machine what is meant for many.
+    This is allowed where a template leads to the hosts: it may well lead into several containers that look like one
+    machine, or be used to try out on one machine what is meant for many.
 
     Raises:
-        UnusableHostsError: with all such names.
+        UnusableHostsError: there are such names; it has all of them.
     """
     if reach.agent_command:
         return

@@ -2,9 +2,9 @@
 
 The loop never waits for output to be written, for a host, or for a worker. It ends when nothing of the job is left on
 any host: every agent has said good-bye, or was lost and then swept up after. ``Agents`` owns the connections, and each
-host's state says what is to be done with its own; here is what concerns the job as a whole.
+host's state says what is to be done with its own; this module has what concerns the job as a whole.
 
-Signals only leave a note and wake the loop, where ``signals`` knows what they mean.
+Signals only leave a note and wake the loop, where ``signal_handling`` decides what they mean.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ from hvdgloo.runner.transport.base import Spawner
 END_TIME = 15.0
 """Seconds that an agent has, after everything was killed, to say good-bye before it is killed itself."""
 
-_LATE = 1.0  # seconds for which one turn of the loop counts at most, beyond those that it was meant to take
+_LATE = 1.0  # the most seconds that one turn of the loop counts for, beyond those that it was meant to take
 _ACKNOWLEDGE = 64 * 1024  # bytes of output for which credit is given at once
 
 
 class SupervisionObserver(Protocol):
-    """Who is told what comes from the workers. None of these may block."""
+    """Receives what comes from the workers. None of these may block."""
 
     def output(self, rank: int, stream: int, data: bytes) -> None: ...
     def result(self, rank: int, data: bytes) -> None: ...
@@ -73,13 +73,13 @@ class SupervisionObserver(Protocol):
 
 
 def host_states(hosts: Sequence[HostEntry], spec: LaunchSpec) -> tuple[HostState, ...]:
-    """Where the hosts of a job are before it begins."""
+    """The states of a job's hosts before it begins."""
     now = time.monotonic()
     return tuple(HostState(host, now, spec.grace_after_failure) for host in hosts)
 
 
 class Supervisor:
-    """Starts agents, has them start workers, and sees to the end of all of them.
+    """Starts agents, has them start workers, and makes sure that all of them end.
 
     A context manager: leaving it, in whatever way, ends everything that it started.
     """
@@ -124,30 +124,30 @@ class Supervisor:
         self._agents.close()
         self._loop.close()
 
-    # The story, as launch tells it.
+    # The steps of a job, in the order in which launch calls them.
 
     def gather(self, required: Callable[[HostEntry], Require]) -> tuple[Hello, ...]:
-        """Start an agent on every host, and wait until all are there.
+        """Start an agent on every host, and wait until all have come up.
 
         Args:
             required: what workers will need on a host.
 
         Raises:
-            LaunchError: one did not come before the start timeout, or could not be used.
+            LaunchError: one did not come up before the start timeout, or could not be used.
             JobFailedError: a signal came first.
         """
         startup = Startup(self._agents.hosts)
         self._bring_up(startup, required)
-        # Whoever has not come yet is no reason, if an agent that had come was lost.
+        # Hosts that have not come up yet are not the reason if an agent that had come up was lost.
         self._check_agents()
         startup.check({link.host.name: link.last_words for link in self.links}, self._spec.start_timeout)
         return self._hellos()
 
     def gather_usable(self) -> Mapping[HostEntry, str]:
-        """Like ``gather``, but what cannot be used, or is lost later, is left out and not the end of it.
+        """Like ``gather``, but hosts that cannot be used, or are lost later, are left out instead of ending the job.
 
         Returns:
-            the hosts that are left out, and why. More may come while this goes on.
+            the hosts that are left out, and why. More may be added while the supervisor runs.
 
         Raises:
             LaunchError: a command that leads to a host could not be executed here.
@@ -182,26 +182,26 @@ class Supervisor:
         """Each host's address is known.
 
         Args:
-            details: what is to be shown about them, in order of hosts.
+            details: what to show about them, in order of hosts.
         """
         for link, detail in zip(self.links, details, strict=True):
             self._agents.happen(link.state, host_state.Probed(detail))
 
     def converse(self, done: Callable[[], bool], deadline: float) -> None:
-        """Go on until ``done`` or the deadline; what agents answer goes to ``handlers``.
+        """Continue until ``done`` or the deadline; what agents answer goes to ``handlers``.
 
         Raises:
-            LaunchError: an agent was lost meanwhile.
+            LaunchError: an agent was lost in the meantime.
             JobFailedError: a signal came first.
         """
         self._run(lambda: self._verdict.settled or done(), deadline)
         self._check_agents()
 
     def keep(self, hosts: Sequence[HostEntry]) -> tuple[tuple[HostEntry, ...], tuple[Hello, ...]]:
-        """Go on with these hosts only, and let the other agents go.
+        """Continue with these hosts only, and dismiss the other agents.
 
         Args:
-            hosts: in the order of those that were gathered, with the numbers of workers that they will run.
+            hosts: in the order in which they were gathered, with the numbers of workers that they will run.
 
         Returns:
             the hosts, and what their agents said.
@@ -252,7 +252,7 @@ class Supervisor:
         """Watch until nothing of the job is left.
 
         Args:
-            init: knows which ranks others wait for at start-up.
+            init: knows which ranks the others wait for at start-up.
         """
         self._init = init
         self._run(self._nothing_left)
@@ -265,7 +265,7 @@ class Supervisor:
 
     @property
     def selector(self) -> selectors.BaseSelector:
-        """For sockets that are to be served by the loop; their data is called."""
+        """The loop's selector: the data of a registered socket is called when it is ready."""
         return self._loop.selector
 
     # From other threads and from signal handlers.
@@ -279,7 +279,7 @@ class Supervisor:
         self._loop.call_soon(partial(self.fail, failure))
 
     def feed_stdin(self, rank: int, data: bytes) -> None:
-        """Give a worker input; empty at its end. The next piece after ``on_stdin_taken``."""
+        """Give a worker input; empty at its end. The next piece may follow after ``on_stdin_taken``."""
         self._loop.call_soon(partial(self._send_stdin, rank, data))
 
     # The loop.
@@ -297,10 +297,10 @@ class Supervisor:
             self._keep_time()
 
     def _turn(self, until: float) -> None:
-        """Serve what is there, once.
+        """Serve what is ready, once.
 
-        Where this process did not run for a while (Ctrl-Z, a debugger, a machine that was frozen), nobody is late
-        because of that: what came meanwhile is read before anything is judged.
+        Where this process did not run for a while (Ctrl-Z, a debugger, a frozen machine), that makes no agent late:
+        what came in the meantime is read before anything is judged.
         """
         begin = time.monotonic()
         self._loop.turn(until)
@@ -310,7 +310,7 @@ class Supervisor:
             return
         self._slept += slept
         if self._hard_deadline is not None:
-            # The agents' own time went on, so that no more than this is left for any of them to do.
+            # The agents' own time went on, so that they have no more than this left to do.
             self._hard_deadline = max(self._hard_deadline, now + END_TIME)
         self._loop.turn(now)
 
@@ -345,23 +345,23 @@ class Supervisor:
         if not self._verdict.settled:
             self._agents.start_due(now)
 
-    # What agents' ends tell.
+    # What ``Agents`` calls.
 
     @property
     def settled(self) -> bool:
-        """What ends from now on ends because it was told to."""
+        """Whether everything that ends from now on ends because it was told to."""
         return self._verdict.settled
 
     def shown(self, host: HostState) -> None:
-        """A host has come to another step of its start."""
+        """A host has reached another step of its start."""
         self._observer.step(host)
 
     def notice(self, text: str) -> None:
-        """Say something to the user."""
+        """Tell the user something."""
         self._observer.notice(text)
 
     def received(self, link: Link, frame: Frame) -> None:
-        """Something came from an agent that concerns its workers."""
+        """A frame that concerns its workers has come from an agent."""
         if type(frame) in self.handlers:
             self.handlers[type(frame)](link, frame)
 
@@ -381,7 +381,7 @@ class Supervisor:
         self._finish_if_over()
 
     def _check_agents(self) -> None:
-        """What may go wrong before any worker is started."""
+        """Raise what has gone wrong before any worker is started."""
         if self.outcome.interrupted is not None:
             raise JobFailedError("interrupted before the workers were started", exit_code=self.outcome.exit_code)
         if self.outcome.first is not None:
@@ -440,7 +440,7 @@ class Supervisor:
         self.stop(signal.SIGTERM, self._spec.grace_after_failure)
 
     def stop(self, signum: int, grace: float) -> None:
-        """End the workers by a signal, and kill what is left after ``grace`` seconds."""
+        """End the workers with a signal, and kill what is left after ``grace`` seconds."""
         self._verdict.settled = True
         self._hard_deadline = time.monotonic() + grace + END_TIME
         self.tell_all(Stop(signum, grace))
@@ -460,11 +460,11 @@ class Supervisor:
         return bool(self._verdict.running)
 
     def tell_all(self, frame: Frame) -> None:
-        """Send something to all agents."""
+        """Send a frame to all agents."""
         self._agents.tell(frame)
 
     def flush(self, seconds: float) -> None:
-        """Wait until what was sent to agents has left, but not longer than this."""
+        """Wait until what was sent to agents has left, for at most this many seconds."""
         self._run(
             lambda: not any(link.channel.pending for link in self.links if not link.gone), time.monotonic() + seconds
         )
@@ -476,7 +476,8 @@ class Supervisor:
     # Who is missing.
 
     def _watch_init(self, now: float) -> None:
-        """Say who has not called ``hvd.init()`` while others wait in it, and stop where nobody will."""
+        """Say which workers have not called ``hvd.init()`` while others wait in it, and stop the job if they never
+        will."""
         if self._init is None or self._verdict.settled:
             return
         text = self._init.report(now)

@@ -1,7 +1,7 @@
 """What a transport offers: a way to get an agent running on a host.
 
-Each transport is a module of its own (``local``, ``ssh``, ``srun``, ``template``); ``select`` chooses. Nothing else of
-the launcher knows how an agent came to be.
+Each transport is a module of its own (``local``, ``ssh``, ``srun``, ``template``); ``select`` chooses. No other part of
+the launcher knows how an agent was started.
 """
 
 from __future__ import annotations
@@ -20,13 +20,17 @@ class AgentStream(Protocol):
     stderr: IO[bytes]
 
     def poll(self) -> int | None:
-        """The command's exit status, None while it runs."""
+        """The command's exit status; None while it runs."""
 
     def kill(self) -> None:
         """End the command at once. Its agent sees the end of its stream and dies."""
 
     def wait(self, timeout: float) -> int:
-        """Wait for the command's end and return its status; subprocess.TimeoutExpired if it does not come."""
+        """Wait for the command's end and return its status.
+
+        Raises:
+            subprocess.TimeoutExpired: it has not ended within ``timeout`` seconds.
+        """
 
 
 class Spawner(Protocol):
@@ -40,7 +44,7 @@ class Spawner(Protocol):
         """
 
     def is_local(self, host: HostEntry) -> bool:
-        """Its agent is a child of this process, with the same environment."""
+        """Whether its agent is a child of this process, with the same environment."""
 
     def diagnose(self, host: HostEntry, ending: Ending) -> Diagnosis:
-        """Why the command for ``host`` has ended without an agent that can be used."""
+        """Why the command for ``host`` has ended without a usable agent."""

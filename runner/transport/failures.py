@@ -1,7 +1,7 @@
-"""Why a command that should lead to an agent did not: from its last words to one line that says what to do. Pure.
+"""Why a command that should have led to an agent did not: from its last words to one line that says what to do. Pure.
 
 Users see only what the launcher prints, and most failures at start-up are not the launcher's: a name, a key, a
-firewall, an installation. Each has its mend, so they are told apart. What may pass by itself is told apart, too: it is
+firewall, an installation. Each has its own remedy, so they are distinguished. So is what may be temporary, which is
 tried again.
 """
 
@@ -51,7 +51,7 @@ class Diagnosis:
     """Why a host cannot be used.
 
     Attributes:
-        cause: to tell them apart.
+        cause: what distinguishes one from another.
         text: one line: what, and what to do.
         retry: whether to try again.
     """
@@ -63,11 +63,11 @@ class Diagnosis:
 
 @dataclass(frozen=True)
 class Ending:
-    """How a command ended that was to lead to an agent.
+    """How a command that should have led to an agent ended.
 
     Attributes:
         status: exit status, or minus the signal; None if it had to be ended.
-        lines: the last ones that it wrote.
+        lines: the last lines that it wrote.
     """
 
     status: int | None
@@ -92,7 +92,7 @@ _NO_PROGRAM = re.compile(
 
 
 def python_failure(ending: Ending, python: str) -> Diagnosis | None:
-    """What can be wrong on any host that was reached, in whatever way: its Python, and hvdgloo there."""
+    """What may be wrong on any host, however it was reached: its Python, and hvdgloo there."""
     found = _VERSION.search(ending.text)
     if found is not None:
         return Diagnosis(Cause.VERSION, other_version(found[1], python))
@@ -119,7 +119,7 @@ def python_failure(ending: Ending, python: str) -> Diagnosis | None:
 
 
 def preflight_failure(found: Lacking, cwd: str) -> Diagnosis | None:
-    """The reason why a host cannot be used, if something is lacking."""
+    """The reason why a host cannot be used, if something is missing there."""
     mend = "hvdgloo-run copies no files: have it there, too, at the same path (a shared file system, rsync, the image)"
     if found.directory and found.things:
         return Diagnosis(Cause.DIRECTORY, f"the working directory {found.directory} may not be entered there")
@@ -139,7 +139,7 @@ def other_version(found: str, python: str) -> str:
 
 
 def other_failure(ending: Ending, command: str) -> Diagnosis:
-    """What nobody has foreseen: the command's own last words."""
+    """For failures that were not foreseen: the command's own last words."""
     how = "was ended" if ending.status is None else _describe_exit(ending.status)
     words = "; ".join(line.strip() for line in ending.lines[-3:] if line.strip())
     return Diagnosis(Cause.OTHER, f"{command} {how}" + (f": {words}" if words else " and said nothing"))

@@ -1,8 +1,8 @@
 """The way to this machine: an agent as a child process.
 
-The command line's launcher forks it, before it has any thread: a third of what ``hvdgloo-run`` costs would else be a
-second Python that imports the same again. Any other program (``hvdgloo.run.run`` in a notebook, say) may have threads,
-a GPU and gigabytes that a fork must not meet: its agent is a fresh process.
+The command line's launcher forks it, before it has any thread: otherwise a third of what ``hvdgloo-run`` costs would be
+a second Python importing the same again. Any other program (``hvdgloo.run.run`` in a notebook, say) may have threads, a
+GPU and gigabytes of memory, with which a fork is unsafe or slow: its agent is a fresh process.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class LocalSpawner:
     """
 
     def __init__(self, *, fork: bool = False) -> None:
-        self._fork = fork and sys.platform == "linux"  # macOS' libraries do not bear it
+        self._fork = fork and sys.platform == "linux"  # macOS libraries do not support it
 
     def start(self, host: HostEntry) -> AgentStream:
-        # In "/" and not in the user's folder: the agent must not import a json.py that lies there.
+        # In "/" and not in the user's folder: the agent must not import a json.py from there.
         try:
             return LocalStream(
                 [sys.executable, "-m", "hvdgloo.runner.agent"],
@@ -62,9 +62,9 @@ class LocalStream(PipedProcess):
 
     def kill(self) -> None:
         if self.returncode is not None:
-            return  # its number may be a stranger's by now; an agent that outlives its warden ends by itself
-        # Agent and warden share a process group that nobody else is in. The agent goes first, so that the warden can
-        # end what is left of the job; then the warden too, should it hang.
+            return  # its number may be another process's by now; an agent that outlives its watchdog ends on its own
+        # Agent and watchdog share a process group with no other process. The agent goes first, so that the watchdog can
+        # end what is left of the job; then the watchdog too, should it hang.
         agents = [pid for pid in reaper.descendants(self.pid) if _group(pid) == self.pid]
         reaper.signal_all(agents, signal.SIGKILL)
         try:
@@ -74,10 +74,10 @@ class LocalStream(PipedProcess):
 
 
 def _be_the_agent() -> NoReturn:
-    """In the forked child, which has its streams, folder and session already: what a fresh process would be and do."""
+    """In the forked child, which already has its streams, folder and session: be and do what a fresh process would."""
     status = 1
     try:
-        # Whoever forked waits for the end of one of these, too.
+        # The parent also waits for the end of one of these.
         for descriptor in map(int, os.listdir("/proc/self/fd")):
             if descriptor > 2:
                 with contextlib.suppress(OSError):  # the list's own

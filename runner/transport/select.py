@@ -1,4 +1,4 @@
-"""Which way leads to which host: this machine's agent is a child process, all others are reached in one chosen way.
+"""Which transport leads to which host: this machine's agent is a child process, all others are reached in one way.
 
 That way is the user's template if there is one, srun for nodes of the Slurm allocation, else ssh.
 """
@@ -23,7 +23,7 @@ from hvdgloo.runner.transport.template import TemplateSpawner
 
 
 class Ways:
-    """A Spawner that leaves each host to another one."""
+    """A Spawner that delegates each host to one of several others."""
 
     def __init__(self, spawners: Mapping[HostEntry, Spawner]) -> None:
         self._spawners = {host.name: spawner for host, spawner in spawners.items()}
@@ -39,13 +39,13 @@ class Ways:
 
 
 def choose_spawner(hosts: Sequence[HostEntry], reach: Reach, *, fork: bool = False) -> Spawner:
-    """The way to start agents on these hosts.
+    """The Spawner that starts agents on these hosts.
 
     Args:
         fork: this process is a launcher and nothing else, and may be forked.
 
     Raises:
-        ConfigError: this machine comes twice.
+        ConfigError: this machine is listed twice.
     """
     here = hosts_here(hosts, reach)
     if len(here) > 1:
@@ -66,17 +66,17 @@ def choose_spawner(hosts: Sequence[HostEntry], reach: Reach, *, fork: bool = Fal
 
 
 def hosts_here(hosts: Sequence[HostEntry], reach: Reach, lookup_timeout: float = 3.0) -> list[HostEntry]:
-    """Those that are this machine: localhost, its own name, or one of its addresses.
+    """The hosts that are this machine: localhost, its own name, or one of its addresses.
 
     Args:
-        lookup_timeout: seconds to look up names; a name that takes longer is another machine's.
+        lookup_timeout: seconds to look up names; a name that takes longer counts as another machine's.
     """
     own_user = _own_user()
     candidates = [host for host in hosts if host.user in ("", own_user)]
     names = {host.name for host in candidates}
     own = {name for name in names if _is_own_name(name) or _is_own_address(name)}
     if not reach.agent_command:
-        # A template's hosts may be pods and containers, whose names mean something else to DNS or nothing.
+        # A template's hosts may be pods and containers, whose names mean something else to DNS, or nothing at all.
         own |= _leading_here(names - own - reach.slurm_nodes, lookup_timeout)
     return [host for host in candidates if host.name in own]
 
@@ -123,4 +123,4 @@ def _own_user() -> str:
     try:
         return getpass.getuser()
     except (KeyError, OSError):
-        return ""  # a container's user that has no name
+        return ""  # a container's user may have no name

@@ -1,8 +1,8 @@
-"""Agents by way of Slurm's srun, so that nothing of a job runs outside of its allocation.
+"""Agents started by Slurm's srun, so that nothing of a job runs outside its allocation.
 
-One job step for each node: each has a stream of its own, and a node that fails does not take the others' steps along.
-The step shares the node with whatever else the job runs there, and has all of the job's cores, memory and GPUs on it:
-the agent divides them.
+One job step for each node: each has a stream of its own, and a failing node does not take the other nodes' steps down
+with it. The step shares the node with whatever else the job runs there, and has all of the job's cores, memory and GPUs
+on it; the agent divides them.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _WISHES = re.compile(
     r"|MEM_.*|THREADS_PER_CORE|TRES_PER_TASK|HINT|DISTRIBUTION|EXACT|EXCLUSIVE|STEP_.*|LABELIO|UNBUFFEREDIO"
     r"|STDINMODE|STDOUTMODE|STDERRMODE|MPI_TYPE|MULTI_PROG|WCKEY|THREADS)"
 )
-"""Variables by which a job's own wishes for its tasks would shape the agents' steps."""
+"""Variables through which a job's own settings for its tasks would affect the agents' steps."""
 
 
 class SrunSpawner:
     """One job step for each node.
 
     Args:
-        environ: of the launcher; srun finds its job and its controller in it.
+        environ: of the launcher, in which srun finds its job and its controller.
     """
 
     def __init__(self, reach: Reach, job_id: str, environ: Mapping[str, str]) -> None:
@@ -52,7 +52,7 @@ def srun_argv(host: HostEntry, reach: Reach, job_id: str) -> tuple[str, ...]:
         f"--nodelist={host.name}",
         "--nodes=1",
         "--ntasks=1",
-        "--mem=0",  # all that the job has on the node
+        "--mem=0",  # all of the job's memory on the node
         "--cpu-bind=none",
         "--mpi=none",
         "--kill-on-bad-exit=1",
@@ -62,10 +62,10 @@ def srun_argv(host: HostEntry, reach: Reach, job_id: str) -> tuple[str, ...]:
 
 
 def step_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """What srun is started with.
+    """The environment in which srun is started.
 
-    ``SLURM_OVERLAP`` is ``--overlap`` (share the node with the job's other steps), which releases before 20.11 would
-    refuse as an option, but shared by default.
+    ``SLURM_OVERLAP`` is ``--overlap`` (share the node with the job's other steps), which releases before 20.11 refuse
+    as an option, but do by default.
     """
     kept = {name: value for name, value in environ.items() if _WISHES.fullmatch(name) is None}
     return {**kept, "SLURM_OVERLAP": "1"}

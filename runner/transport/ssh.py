@@ -1,9 +1,9 @@
-"""Agents by way of the system's ssh: users' own ssh_config, keys, agents and jump hosts work as they do by hand.
+"""Agents started by the system's ssh: users' own ssh_config, keys, agents and jump hosts work as they do by hand.
 
 One session per host. Nothing may prompt in the middle of a job, so ssh runs in batch mode; host keys are checked as the
-user's own configuration says, and nothing is forwarded that the user's configuration does not forward.
+user's own configuration says, and nothing is forwarded except what the user's configuration forwards.
 
-ssh itself ends with status 255, whatever was wrong, and says why in words that have changed little in twenty years.
+ssh itself ends with status 255, whatever went wrong, and says why in words that have changed little in twenty years.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hvdgloo.runner.transport.failures import Cause, Diagnosis, Ending, Retry, o
 
 SSH_FAILED = 255
 
-_ALIVE_COUNT = 3  # questions without an answer after which ssh gives up
+_ALIVE_COUNT = 3  # unanswered questions after which ssh gives up
 
 
 class SshSpawner:
@@ -45,8 +45,8 @@ class SshSpawner:
 
 
 def ssh_argv(host: HostEntry, reach: Reach) -> tuple[str, ...]:
-    """The command line. ssh takes the first value that it meets of an option, so the user's arguments come first."""
-    # One word for ssh, which hands it to the login shell there.
+    """The command line. ssh uses the first value that it finds for an option, so the user's arguments come first."""
+    # One word for ssh, which passes it to the login shell there.
     return (*ssh_options(host, reach), "--", host.name, "exec " + shlex.join(agent_argv(reach.python)))
 
 
@@ -58,11 +58,11 @@ def ssh_options(host: HostEntry, reach: Reach) -> tuple[str, ...]:
     if reach.ssh_identity_file is not None:
         argv += ["-i", reach.ssh_identity_file]
     argv += ["-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={max(1, round(reach.connect_timeout))}"]
-    # Ports that the user's configuration forwards are taken already where he is logged in there, too.
+    # Ports that the user's configuration forwards are already taken if the user is logged in there, too.
     argv += ["-o", "ClearAllForwardings=yes"]
     # A connection that others may share would outlive the job, or die with it while others use it.
     argv += ["-o", "ControlMaster=no"]
-    # The launcher judges silence by itself; this ends a client whose launcher was killed and whose network was cut.
+    # The launcher judges silence on its own; this ends a client whose launcher was killed and whose network was cut.
     interval = max(1, math.ceil(reach.silence / _ALIVE_COUNT))
     argv += ["-o", f"ServerAliveInterval={interval}", "-o", f"ServerAliveCountMax={_ALIVE_COUNT}"]
     if host.user:
@@ -71,7 +71,7 @@ def ssh_options(host: HostEntry, reach: Reach) -> tuple[str, ...]:
 
 
 def _by_hand(host: HostEntry, reach: Reach) -> str:
-    """What the user can type to see the same and answer questions."""
+    """What the user can type to see the same failure and answer questions."""
     words = ["ssh"]
     words += reach.ssh_args
     if reach.ssh_port is not None:
@@ -83,7 +83,7 @@ def _by_hand(host: HostEntry, reach: Reach) -> str:
 
 @dataclass(frozen=True)
 class _Rule:
-    """Words of ssh, what they mean, and the mend. ``{by_hand}``, ``{said}`` and others are filled in."""
+    """Words of ssh, what they mean, and the remedy. ``{by_hand}``, ``{said}`` and others are filled in."""
 
     pattern: re.Pattern[str]
     cause: Cause
@@ -178,10 +178,10 @@ _RULES = (
         Retry.A_FEW_TIMES,
     ),
 )
-"""In the order in which they are tried: a jump host's refusal, say, is followed by a dropped connection."""
+"""In the order in which they are tried: a jump host's refusal, for example, is followed by a dropped connection."""
 
 _NOT_UP = frozenset({Cause.NAME, Cause.REFUSED, Cause.TIMED_OUT, Cause.NO_ROUTE, Cause.NOT_THERE})
-"""What a host that is being started may say."""
+"""What the attempt may report for a host that is still starting up."""
 
 
 def diagnose(host: HostEntry, ending: Ending, reach: Reach) -> Diagnosis:
@@ -189,7 +189,7 @@ def diagnose(host: HostEntry, ending: Ending, reach: Reach) -> Diagnosis:
     found = python_failure(ending, reach.python)
     if found is not None:
         return found
-    # A login shell may pass on 255 from something else; but then nothing here matches.
+    # A login shell may pass on 255 from another program; but then nothing here matches.
     rule = next((rule for rule in _RULES if ending.status == SSH_FAILED and _matching(rule, ending)), None)
     if rule is None:
         return other_failure(ending, "ssh" if ending.status == SSH_FAILED else "its login shell or agent")
@@ -207,6 +207,6 @@ def diagnose(host: HostEntry, ending: Ending, reach: Reach) -> Diagnosis:
 
 
 def _matching(rule: _Rule, ending: Ending) -> str:
-    """The last line with the rule's words, without ssh's name before it."""
+    """The last line that contains the rule's words, without the leading name of ssh."""
     line = next((line for line in reversed(ending.lines) if rule.pattern.search(line)), "")
     return line.strip().removeprefix("ssh: ")

@@ -1,8 +1,9 @@
-"""Agents by way of any command that connects standard input and output: ``kubectl exec``, ``docker exec``, ``nsenter``.
+"""Agents started by any command that connects standard input and output: ``kubectl exec``, ``docker exec``,
+``nsenter``.
 
-The command may fail because its host is not there yet (a pod that is being scheduled, a container that is being
-started), and nobody can know all such commands' words for it. So what is not known to last is tried again, until the
-start timeout.
+The command may fail because its host is not up yet (a pod that is being scheduled, a container that is being started),
+and the words of all such commands for this cannot be known. So whatever is not known to be permanent is tried again,
+until the start timeout.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ FIELDS = {
     "command": "the agent's command line: as words if it stands alone, else as text for a shell",
     "shell": "the same as one word, quoted for a shell",
 }
-"""What may stand in braces."""
+"""What may be in braces."""
 
 
 class TemplateSpawner:
     """One command for each host.
 
     Args:
-        hosts: to which it will lead.
+        hosts: those to which it will lead.
 
     Raises:
-        ConfigError: the template uses what a host does not have.
+        ConfigError: the template uses a field that a host does not have.
     """
 
     def __init__(self, reach: Reach, hosts: Sequence[HostEntry]) -> None:
@@ -54,10 +55,10 @@ class TemplateSpawner:
 
 
 def parse_template(text: str) -> tuple[str, ...]:
-    """The words of a template, by a shell's rules.
+    """The words of a template, split by a shell's rules.
 
     Raises:
-        ConfigError: no words, or braces with something unknown in them.
+        ConfigError: there are no words, or something unknown in braces.
     """
     try:
         words = tuple(shlex.split(text))
@@ -82,7 +83,7 @@ def fill_in(template: Sequence[str], host: HostEntry, reach: Reach) -> tuple[str
     """The command line for one host.
 
     Raises:
-        ConfigError: a field that is not given for this host.
+        ConfigError: a field is not given for this host.
     """
     agent = agent_argv(reach.python)
     values = {

@@ -1,7 +1,7 @@
-"""A worker of ``hvdgloo.run.run``: reads a function, calls it, leaves its result.
+"""A worker of ``hvdgloo.run.run``: reads a function, calls it, and leaves its result.
 
-Both travel through descriptors that the agent opened, so they may be of any size; both are sealed with the job's
-secret, and nothing is unpickled before the seal was checked.
+Both are passed through descriptors that the agent opened, so they may be of any size; both are sealed with the job's
+secret, and nothing is unpickled before the seal has been checked.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class TaskResult:
 
     Attributes:
         result: pickled, if it returned and the result can be pickled.
-        exception: pickled, if it raised one that can be.
+        exception: pickled, if it raised one that can be pickled.
         text: the last line of the traceback, or why the result cannot be pickled.
         traceback: as Python prints it, with the rank's own frames.
-        exited: it called sys.exit() instead of returning.
-        secondary: it failed because another rank did.
+        exited: whether it called sys.exit() instead of returning.
+        secondary: whether it failed because another rank did.
     """
 
     result: bytes | None = None
@@ -51,7 +51,7 @@ class TaskResult:
 def command(python: str) -> tuple[str, ...]:
     """The argv of a task, to which the agent adds two descriptors.
 
-    Not ``-m``: then the current folder, and a json.py in it, would come first, and ``multiprocessing`` would take this
+    Not ``-m``: that would put the current folder, and a json.py in it, first, and ``multiprocessing`` would take this
     module for the user's main program.
     """
     root = os.path.dirname(os.path.dirname(os.path.abspath(hvdgloo.__file__)))
@@ -63,7 +63,7 @@ def command(python: str) -> tuple[str, ...]:
 
 
 def pack_function(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], secret: bytes) -> bytes:
-    """A call, sealed.
+    """A sealed call.
 
     Raises:
         InvalidArgumentError: the function or an argument cannot be pickled.
@@ -75,17 +75,17 @@ def pack_function(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
             f"the function or its arguments cannot be sent to the workers ({type(error).__name__}: {error}); "
             "open files, locks and connections must be created inside the function"
         ) from error
-    # What the function's modules are imported from must be known before it is unpickled.
+    # The folders of the function's modules must be known before it is unpickled.
     return seal(secret, pickle.dumps((_version(), _installation(), list(sys.path), call)), _FUNCTION)
 
 
 def _version() -> str:
-    """Functions can be unpickled by the same one only: their bytecode is none of another's."""
+    """The version of Python: functions can be unpickled only by the same one, as bytecode differs between versions."""
     return "{}.{}".format(*sys.version_info)
 
 
 def _installation() -> list[str]:
-    """Folders that belong to this Python, and not to what is run by it."""
+    """Folders that belong to this Python itself rather than to the programs that it runs."""
     paths = [sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     archive = os.path.join(os.path.dirname(paths[0]), f"python{_version().replace('.', '')}.zip")
     return sorted({*paths, archive, *site.getsitepackages(), site.getusersitepackages()})
@@ -94,12 +94,12 @@ def _installation() -> list[str]:
 def adopt_path(
     path: Sequence[str], installation: Sequence[str], *, own: Sequence[str], here: Sequence[str]
 ) -> list[str]:
-    """The folders from which a worker imports: as the caller does.
+    """The folders from which a worker imports, so that it does so as the caller does.
 
     Args:
         path: the caller's ``sys.path``.
         installation: the caller's folders of Python itself and its packages.
-        own: this interpreter's folders of that kind. If they are others, they stand in for the caller's.
+        own: this interpreter's folders of that kind. If they differ, they replace the caller's.
         here: this interpreter's ``sys.path``.
     """
     if list(own) == list(installation):
@@ -155,7 +155,7 @@ def _call(call: bytes) -> tuple[TaskResult, int | str | None]:
         return TaskResult(
             text=f"called sys.exit({'' if error.code is None else repr(error.code)})", exited=True
         ), error.code
-    except BaseException as error:  # noqa: BLE001 - whatever it is, the caller of run() is to see it
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the caller of run() must see it
         return _failed(error), 1
     try:
         return TaskResult(result=cloudpickle.dumps(result)), 0
@@ -171,9 +171,9 @@ def _failed(error: BaseException) -> TaskResult:
     own_frames = error.__traceback__.tb_next if error.__traceback__ else None
     lines = traceback.format_exception(type(error), error, own_frames)
     text = "".join(lines)
-    # As any program that ends with it: what hvd.init() or the user put in this place has its way.
+    # As in any program that ends with it: what hvd.init() or the user installed in this place is called.
     sys.excepthook(type(error), error.with_traceback(own_frames), own_frames)
-    sys.last_value = error  # as the interpreter leaves it, for what tells the other ranks at exit
+    sys.last_value = error  # as the interpreter leaves it, for the code that informs the other ranks at exit
     sys.stderr.flush()
     return TaskResult(
         exception=_pickled(error),
@@ -184,11 +184,11 @@ def _failed(error: BaseException) -> TaskResult:
 
 
 def _pickled(error: BaseException) -> bytes | None:
-    """The exception, if it survives the journey: many cannot be built again from what they keep."""
+    """The exception, if it survives pickling: many cannot be rebuilt from what they keep."""
     try:
         data: bytes = cloudpickle.dumps(error)
         return data if type(pickle.loads(data)) is type(error) else None  # noqa: S301 - made one line above
-    except Exception:  # noqa: BLE001 - objects raise what they like; then the traceback's text has to do
+    except Exception:  # noqa: BLE001 - objects raise what they like; then the traceback's text has to suffice
         return None
 
 
