@@ -1,7 +1,7 @@
 """``hvdgloo-rendezvous``: the rendezvous server on its own, where something else (Kubernetes, Slurm, ...) starts the
 workers.
 
-It prints what workers need to know, then a line whenever somebody comes or goes. It ends of its own accord only with
+It prints what workers need to know, then a line whenever a worker comes or goes. It ends of its own accord only with
 ``--once``: when all workers have come and have all gone again (they keep a connection while they live, so one that dies
 counts as gone), or when a start has failed. Otherwise SIGINT or SIGTERM ends it, since only their sender can know
 whether workers will be started again. Nothing that workers do can keep it from ending.
@@ -248,7 +248,7 @@ def _existing(path: str) -> bytes:
 def _write_secret(path: str) -> bytes:
     secret = generate_secret()
     try:
-        # Exclusively: a file or link that somebody has put there in the meantime is not written through.
+        # Exclusively: a file or link that was put there in the meantime is not written through.
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w", encoding="ascii") as file:
             file.write(secret.hex() + "\n")
@@ -297,7 +297,7 @@ def _reachable(endpoint: str) -> list[str]:
 
 
 def _watch(server: RendezvousServer, once: bool) -> int:
-    """Report who comes and goes, until there is a reason to end; returns the exit status."""
+    """Report which workers come and go, until there is a reason to end; returns the exit status."""
     started, seen, last, failure = time.monotonic(), -1, "", ""
     strangers = _Strangers()
     while True:

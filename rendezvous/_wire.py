@@ -22,7 +22,8 @@ def pack_keys(keys: Sequence[str]) -> bytes:
 
 
 def unpack_keys(body: bytes) -> list[str]:
-    """
+    """The keys in a body.
+
     Raises:
         ValueError: the body is not a list of keys; the text says why.
     """
@@ -43,7 +44,8 @@ def pack_values(values: Sequence[bytes]) -> bytes:
 
 
 def unpack_values(body: bytes, offset: int = 0) -> list[bytes]:
-    """
+    """The values in a body, from ``offset``.
+
     Raises:
         ValueError: the lengths and the body do not fit together.
     """
@@ -69,7 +71,8 @@ def pack_items(items: Mapping[str, bytes]) -> bytes:
 
 
 def unpack_items(body: bytes) -> dict[str, bytes]:
-    """
+    """The items in a body.
+
     Raises:
         ValueError: the body is not what ``pack_items`` makes, or names a key twice.
     """

@@ -1,4 +1,4 @@
-"""What a worker says about itself when it registers: all that clients and the server share about workers."""
+"""What a worker says about itself when it registers: everything that clients and the server share about workers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ class WorkerInfo:
 
     @classmethod
     def from_dict(cls, data: Any) -> WorkerInfo:
-        """
+        """The worker that ``to_dict`` describes.
+
         Raises:
             ValueError: naming what is missing, unknown or unusable.
         """

@@ -222,9 +222,7 @@ class _Discovery:
                 return
 
     def _converse(self, done: Callable[[], bool], deadline: float) -> None:
-        """Continue until ``done`` or the deadline. A lost agent ends the whole job, except where hosts are only
-        examined.
-        """
+        """Continue until ``done`` or the deadline. A lost agent ends the job, unless hosts are only examined."""
         links = self._supervisor.links
         self._supervisor.converse(lambda: done() or any(link.gone for link in links), deadline)
         lost = [link.host.name for link in links if link.gone]

@@ -479,7 +479,7 @@ class HttpStore:
         self._client._call("PUT", self._of(key), bytes(value), self._seconds(timeout))
 
     def set_many(self, items: Mapping[str, bytes], *, timeout: float | None = None) -> None:
-        """Set several keys in one request. Raises the errors of ``set``."""
+        """Set several keys in one request. Raises as ``set``."""
         for key in items:
             check_key(key)
         if items:
@@ -500,8 +500,7 @@ class HttpStore:
         return answer.body
 
     def get_many(self, keys: Sequence[str], *, timeout: float | None = None) -> list[bytes]:
-        """The values of all ``keys`` in their order, as soon as all are there, in one request. Raises the errors of
-        ``get``."""
+        """The values of all ``keys`` in their order, as soon as all are there, in one request. Raises as ``get``."""
         for key in keys:
             check_key(key)
         if not keys:

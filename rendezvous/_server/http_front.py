@@ -72,7 +72,7 @@ class _Request(cheroot_server.HTTPRequest):
 
     def send_headers(self) -> None:
         if self.conn.ending or self.chunked_read or getattr(self.rfile, "remaining", 0) != 0:
-            # cheroot would wait for the rest of a body that nobody wants, and read it.
+            # cheroot would read the rest of an unwanted body, and wait for it.
             self.close_connection = True
             self.conn.must_linger = True
         super().send_headers()

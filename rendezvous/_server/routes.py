@@ -125,7 +125,7 @@ class Route:
 
 
 def refused(status: int, reason: object) -> Answer:
-    """An answer that says why there is no other."""
+    """An answer that says why a request is refused."""
     return Answer(Refusal(status, str(reason)).body(), status, _JSON)
 
 

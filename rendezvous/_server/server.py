@@ -79,8 +79,9 @@ class RendezvousServer:
         self._open(0, size, hosts)
 
     def listen(self) -> RendezvousServer:
-        """Bind and listen: ``endpoint`` is known from now on, and clients that connect wait for ``start``. Returns
-        itself.
+        """Bind and listen. Returns itself.
+
+        ``endpoint`` is known from now on, and clients that connect wait for ``start``.
 
         Raises:
             RuntimeError: it has been called before.

@@ -107,7 +107,8 @@ class Service:
             return store
 
     def take_counter(self, client: str, counter: int) -> None:
-        """
+        """Note that a client has used a counter.
+
         Raises:
             Refusal: the counter was used before; or there are more clients than any job would have.
         """

@@ -70,7 +70,7 @@ def _tell(server: RendezvousServer) -> None:
 
 
 def _say(message: dict[str, Any]) -> None:
-    # One write, so that lines of two threads stay whole. If nobody reads them any more, standard input ends as well.
+    # One write, so that lines of two threads stay whole. If they have lost their reader, standard input ends as well.
     try:
         os.write(1, json.dumps(message).encode("ascii") + b"\n")
     except OSError:

@@ -105,7 +105,8 @@ class Writer:
             self.flush()
 
     def flush(self) -> None:
-        """
+        """Send what has been written, within the deadline.
+
         Raises:
             OSError: the client has gone, or does not read.
         """

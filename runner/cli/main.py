@@ -68,7 +68,8 @@ def _nowhere() -> TextIO:
 
 
 def _run(argv: Sequence[str], stdout: TextIO, stderr: TextIO, *, alone: bool) -> int:
-    """
+    """Run the command line with these streams; returns the exit status.
+
     Args:
         alone: this process is the command itself rather than a program that calls ``main``.
     """

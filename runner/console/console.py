@@ -128,8 +128,7 @@ class Console:
         self._draw(STDERR, self._screens[STDERR].line((-1, STDERR), b"", line))
 
     def window(self) -> Window | None:
-        """Where ``below`` can draw; None where there is no terminal, others are using it at present, or notices are
-        off."""
+        """Where ``below`` can draw; None if there is no terminal, others are using it, or notices are off."""
         if self._quiet or not self._screens[STDERR].terminal or self._terminal is None:
             return None
         try:

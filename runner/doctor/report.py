@@ -30,7 +30,7 @@ def as_text(visits: Sequence[Visit], findings: Sequence[Finding], width: int = 8
 
 
 def as_json(visits: Sequence[Visit], findings: Sequence[Finding]) -> str:
-    """The same, and all that was found out about each host."""
+    """The same, and everything that was found out about each host."""
     return json.dumps(
         {
             "version": __version__,

@@ -123,8 +123,7 @@ def _slots(text: str, name: str, where: str) -> int:
 
 
 def _merged(mentions: Iterable[_Mention]) -> tuple[HostEntry, ...]:
-    """Each host once. One that is mentioned several times without slots has as many slots as mentions, as batch systems
-    write it."""
+    """Each host once. If mentioned several times without slots, it has one for each mention (batch systems)."""
     found: dict[str, list[_Mention]] = {}
     for mention in mentions:
         found.setdefault(mention.host.name, []).append(mention)

@@ -206,8 +206,7 @@ def _in_one_network(usable: Sequence[Sequence[Address]]) -> list[Address] | None
 
 
 def explain(reports: Reports) -> HostsUnreachableError:
-    """The error that says why no choice could be made: which host does not reach which, and the result for each
-    address."""
+    """The error that says why there is no choice: which host does not reach which, with the result for each address."""
     usable = {version: _usable(reports, version) for version in _VERSIONS}
     hosts = range(len(reports.names))
     lacking = {version: {host for host in hosts if not usable[version][host]} for version in _VERSIONS}

@@ -191,7 +191,7 @@ def why_not(address: Address, rules: InterfaceFilter, *, alone: bool = False) ->
     """Why an address is not considered; empty if it is.
 
     Args:
-        alone: there is no other host, so that loopback will do.
+        alone: there is no other host, so loopback will do.
     """
     if not rules.allow(address):
         return "left out by --nics"

@@ -245,7 +245,7 @@ if os.path.isdir("/proc/self/fd"):
         except FileNotFoundError:
             return ""  # closed meanwhile
 
-else:  # macOS: slower, by way of psutil
+else:  # macOS: slower, through psutil
 
     def _parents() -> Iterable[tuple[int, int]]:
         import psutil

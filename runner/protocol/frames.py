@@ -4,8 +4,8 @@ They share one byte stream in each direction (a pipe, or what ssh makes of one).
 with the frame's fields, and raw bytes if it carries any. The agent opens with a preamble, because login shells like to
 print greetings: what comes before it is passed on as ``Noise``, to be shown and not parsed.
 
-Pure: nothing here reads or writes. Environments travel inside frames and nowhere else, so that no secret is ever on a
-    command line.
+This module is pure: nothing here reads or writes. Environments travel inside frames and nowhere else, so that no secret
+is ever on a command line.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class Verdict:
     Args:
         outcome: to be filled in.
         culprit: returns the rank that a worker's last words name as the reason for its failure, if any.
-        notice: is told of the first failure.
+        notice: receives a line about the first failure.
         stop: ends the other workers.
 
     Attributes:

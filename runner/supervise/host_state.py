@@ -1,8 +1,8 @@
 """One host's way through a job, as a table: which phases there are, what may happen in each, and what follows.
 
-Pure: events go in, actions come out, and times are the caller's. ``Agents`` owns the commands and streams, reports what
-    has happened, and does what it is asked for. ``Startup`` decides which hosts to try, and when. The start-up view,
-    the errors of a start and the end of the job read the same object; there is no second account.
+This module is pure: events go in, actions come out, and times are the caller's. ``Agents`` owns the commands and
+streams, reports what has happened, and does what it is asked for. ``Startup`` decides which hosts to try, and when. The
+start-up view, the errors of a start and the end of the job read the same object; there is no second account.
 
 An event that the table does not list for a phase is the caller's mistake, and raises. What a peer may say at any time,
 crossing a message of ours on its way, is offered only if the host ``accepts`` it.

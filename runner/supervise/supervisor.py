@@ -476,8 +476,7 @@ class Supervisor:
     # Who is missing.
 
     def _watch_init(self, now: float) -> None:
-        """Say which workers have not called ``hvd.init()`` while others wait in it, and stop the job if they never
-        will."""
+        """Say which workers the others wait for in ``hvd.init()``, and stop the job if they will never call it."""
         if self._init is None or self._verdict.settled:
             return
         text = self._init.report(now)
