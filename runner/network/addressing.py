@@ -12,7 +12,7 @@ Ranks, highest first:
    else each host's first.
 
 A host's addresses are in its own order, except that those in networks shared by many hosts go first, and link-local
-ones and those which several hosts have (a Docker bridge's) go last. What is left out is not decided here.
+ones and those that several hosts have (a Docker bridge's) go last. What is left out is not decided here.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def tried(reports: Reports) -> list[tuple[int, int, Address]]:
 
 
 def _usable(reports: Reports, version: int) -> list[list[Address]]:
-    """For each host, the addresses that all which tried have reached, best first."""
+    """For each host, the addresses reached by every host that tried them, best first."""
     order = _Order(reports)
     return [
         [

@@ -7,8 +7,8 @@ that host, at that address, can give the answer: an HMAC under the job's secret:
     prober   -> listener   magic, nonce, host, address, HMAC(key, "question", nonce, host, address)
     listener -> prober     magic, own host, own address, HMAC(key, "answer", nonce, own host, own address)
 
-A listener tells strangers nothing. It names its own host rather than refuse, since "answered as h1" explains much to a
-prober that meant h2.
+A listener tells strangers nothing. It names its own host rather than refusing, since "answered as h1" explains much to
+a prober that meant h2.
 
 Everything here is non-blocking, and uses its owner's selector: each registered object's data is a callable without
 arguments.

@@ -116,7 +116,7 @@ class Agents:
 
     @property
     def links(self) -> list[Link]:
-        """The current ends, in order of hosts."""
+        """The launcher's ends that exist now, in order of hosts."""
         return [self._links[host.name] for host in self.hosts if host.name in self._links]
 
     @property

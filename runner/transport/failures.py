@@ -51,7 +51,7 @@ class Diagnosis:
     """Why a host cannot be used.
 
     Attributes:
-        cause: what distinguishes one from another.
+        cause: the kind of failure.
         text: one line: what, and what to do.
         retry: whether to try again.
     """

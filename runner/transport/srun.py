@@ -65,7 +65,7 @@ def step_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment in which srun is started.
 
     ``SLURM_OVERLAP`` is ``--overlap`` (share the node with the job's other steps), which releases before 20.11 refuse
-    as an option, but do by default.
+    as an option, but which is their default.
     """
     kept = {name: value for name, value in environ.items() if _WISHES.fullmatch(name) is None}
     return {**kept, "SLURM_OVERLAP": "1"}
