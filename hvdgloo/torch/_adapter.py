@@ -22,12 +22,12 @@ Backward = Callable[[Tape[torch.Tensor], Sequence[torch.Tensor]], Sequence[torch
 class TorchAdapter:
     """TensorAdapter for ``torch.Tensor``.
 
-    Contiguous CPU and CUDA tensors are shared with the engine; others are staged in contiguous memory: on the same GPU,
-    or the CPU for other kinds of devices. A CUDA event is the fence of what runs on the tensor's current stream.
+    Contiguous CPU and CUDA tensors are shared with the engine; others are staged in contiguous memory, on the same GPU
+    or, for other kinds of devices, on the CPU. A CUDA event fences what runs on the tensor's current stream.
     """
 
     def is_cuda(self, tensor: torch.Tensor) -> bool:
-        """Whether it is the engine's affair how the tensor gets to the other ranks' GPUs."""
+        """Whether the engine decides how the tensor gets to the other ranks' GPUs."""
         return tensor.is_cuda
 
     def owns(self, tensor: object) -> bool:

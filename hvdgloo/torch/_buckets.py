@@ -1,14 +1,14 @@
-"""Gradients that live in a few large tensors, which are what travels.
+"""Gradients that live in a few large tensors, each of which is sent as a whole.
 
 After its first step an optimizer knows which gradients it has and in which order they become ready. From then on they
 are parts of buckets, in that order: a gradient is written into its part as soon as it is complete, while it is still in
-the cache, and the part takes its place as ``parameter.grad``; a bucket is reduced when all its gradients are there.
+the cache, and the part takes its place as ``parameter.grad``; a bucket is reduced when all its gradients are complete.
 Nothing is packed or unpacked for a transfer. Where ranks share memory the buckets lie in it, and ranks read each
 other's.
 
-The parts are separate tensors over one piece of memory, not views of one tensor: each is saved, copied and versioned by
-itself. Programs may move them elsewhere (``p.grad.data = x``, ``model.to(...)``): so it is looked each time whether a
-part is still where it belongs, and a new one is made if not.
+The parts are separate tensors over one piece of memory, not views of one tensor: each is saved, copied and versioned on
+its own. Programs may move them elsewhere (``p.grad.data = x``, ``model.to(...)``), so each time it is checked whether a
+part is still where it belongs, and if not, a new one is made.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _FIRST_BYTES = 1 << 20
 """The first bucket is small, so that its transfer begins early."""
 
 _ALIGNED = 64
-"""Bytes to a multiple of which parts begin: a cache line, and what vector instructions like best."""
+"""Parts begin at multiples of this many bytes: a cache line, and what suits vector instructions best."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Buckets:
     Args:
         parameters: by name, those whose gradients are in buckets.
         plan: the names in each bucket, the same on all ranks.
-        frontend, process_set: among whom the buckets travel.
+        frontend, process_set: where the buckets are submitted, and the ranks that share them.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Buckets:
 
     def adopt(self, name: str, parameter: Tensor) -> Tensor:
         """The part that has the parameter's gradient, and is the gradient from now on, unless somebody else holds the
-        one that there was: then ``deliver`` copies the result to that."""
+        previous one: then ``deliver`` copies the result there."""
         bucket, part = self._bucket_of[name], self._parts[name]
         if part.data_ptr() != bucket.address(name) or not part.is_contiguous():
             part = self._parts[name] = bucket.part(name, parameter)
@@ -116,7 +116,7 @@ class Buckets:
         return part
 
     def deliver(self) -> None:
-        """Results have come: tell autograd that gradients have changed, and copy those that belong elsewhere."""
+        """Results have arrived: tell autograd that gradients have changed, and copy those that belong elsewhere."""
         elsewhere, self._elsewhere = self._elsewhere, {}
         for part in self._parts.values():
             torch.autograd.graph.increment_version(part)
@@ -125,7 +125,7 @@ class Buckets:
                 gradient.copy_(self._parts[name])
 
     def forget(self) -> None:
-        """Gradients so far are not going to be reduced."""
+        """The gradients so far will not be reduced."""
         self._elsewhere.clear()
 
 
@@ -151,7 +151,7 @@ def plan(parameters: Mapping[str, Tensor], order: Iterable[str], limit: int) -> 
 
     Args:
         parameters: by name.
-        order: of the names, as their gradients become ready.
+        order: the names, in the order in which their gradients become ready.
     """
     done: list[list[str]] = []
     filling: dict[torch.dtype, tuple[list[str], int]] = {}
@@ -171,7 +171,7 @@ def plan(parameters: Mapping[str, Tensor], order: Iterable[str], limit: int) -> 
 def agree(
     frontend: Frontend[Tensor], process_set: int, names: Sequence[str], planned: Sequence[Sequence[str]], label: str
 ) -> list[list[str]]:
-    """The plan of the set's first rank, which holds for all.
+    """The plan of the set's first rank, which applies to all.
 
     Args:
         names: of all gradients, in an order that is the same on all ranks.
@@ -198,14 +198,14 @@ _storage_uses = getattr(torch._C, "_storage_Use_Count", None)
 
 
 def _uses(gradient: Tensor) -> tuple[int, ...]:
-    """How many hold a tensor, and how many its memory, as Python and torch count them; nothing where they do not."""
+    """How many references a tensor has, and how many its memory, as Python and torch count them; empty if unknown."""
     if _storage_uses is None or type(gradient) is not Tensor or gradient.requires_grad:
         return ()
     return sys.getrefcount(gradient), _storage_uses(gradient.untyped_storage()._cdata)
 
 
 def _uses_of_a_private_gradient() -> tuple[int, ...]:
-    """What ``_uses`` tells of a gradient that only its parameter knows. It differs between versions."""
+    """What ``_uses`` returns for a gradient that only its parameter refers to. It differs between versions."""
     found: list[tuple[int, ...]] = []
     probe = torch.nn.Parameter(torch.ones(2))
 

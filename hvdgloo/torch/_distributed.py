@@ -1,13 +1,13 @@
 """DistributedOptimizer: the user's optimizer, stepping on gradients that all ranks share.
 
-**Holding against deriving.** Programs rely on three facts about the result: it is an instance of the wrapped
+**Holding versus deriving.** Programs rely on three facts about the result: it is an instance of the wrapped
 optimizer's class (learning-rate schedulers check), its class has the same name (checkpoints and logs show it), and its
 state is that of the plain optimizer. A held object satisfies only the last, a rewritten class none safely: copying
 state into a second optimizer lets the two drift apart. So both: ``Distributed`` is a thin shell whose class derives
 from the user's, so that ``isinstance`` holds, but which has no state of its own: every attribute except the few listed
 in ``_OWN`` is read from and written to the user's optimizer, which stays intact, is held, and does the stepping. A
-scheduler that was given the plain optimizer before wrapping works on. What is distributed about it lives in
-``_Session``, an ordinary object with an ordinary life.
+scheduler that was given the plain optimizer before wrapping keeps working. What is distributed about it lives in
+``_Session``, an ordinary object with an ordinary lifetime.
 
 A step: every parameter's hook fires as its gradient is complete and hands it to the reducer, whose transfers overlap
 with the rest of the backward pass; ``step()`` waits for them and lets the held optimizer step.
@@ -58,14 +58,14 @@ _OWN = frozenset(
         "zero_grad",
     }
 )
-"""What the shell answers itself; dunder names aside, all else is the held optimizer's."""
+"""What the shell answers itself; apart from dunder names, everything else is the held optimizer's."""
 
 _ELEMENTWISE = (Compression.none, Compression.fp16, Compression.bf16)
-"""Compressors that do the same to many gradients at once as to each."""
+"""Compressors that treat many gradients at once just as they treat each of them."""
 
 _owners: MutableMapping[Tensor, weakref.ref[_Session]] = WeakIdKeyDictionary()
-"""Parameter to a weak reference to the _Session that reduces its gradient: the latest one, by decision and not by
-chance of garbage collection, which ranks would not share."""
+"""Parameter to a weak reference to the _Session that reduces its gradient: the latest one, by rule and not
+by the accidents of garbage collection, which differ between ranks."""
 
 
 @dataclass(frozen=True)
@@ -89,9 +89,9 @@ class _Gradients(enum.Enum):
 
 
 class _Kind(enum.IntEnum):
-    """How a parameter's gradient travels; the greatest of the ranks' is what all do."""
+    """How a parameter's gradient travels; the greatest value of any rank holds for all."""
 
-    NONE = 0  # it has had none
+    NONE = 0  # no gradient so far
     SPARSE = 1
     DENSE = 2
 
@@ -142,7 +142,7 @@ class _Session:
         self._frozen: dict[str, Tensor] = {}
         self._hooks: dict[str, torch.utils.hooks.RemovableHandle] = {}
         self._lost: set[str] = set()
-        self._first_order: dict[str, None] | None = {}  # in which gradients became ready; None once there are buckets
+        self._first_order: dict[str, None] | None = {}  # as gradients became ready; None once there are buckets
         self._buckets: Buckets | None = None
         self._sparse: dict[str, Callable[[], Tensor]] = {}  # gradients under way, to what waits for them
         self._kinds: dict[str, _Kind] = {}
@@ -243,9 +243,9 @@ class _Session:
         self._sparse[name] = sparse.start_sparse_allreduce(self.frontend, gradient, name, op, self.options.process_set)
 
     def _learn_kinds(self) -> None:
-        """Agree how gradients travel that no rank has had so far: a rank where one is missing cannot know.
+        """Agree on how gradients travel that no rank has had so far: a rank that lacks one cannot know.
 
-        A gradient that is dense on some rank travels so from all, from then on: that rank may have sent it already.
+        A gradient that is dense on some rank is sent as dense by all from then on: that rank may already have sent it.
         """
         unknown = {name: p for name, p in self._tracked.items() if name not in self._kinds}
         if not unknown:
@@ -270,7 +270,7 @@ class _Session:
         try:
             self._learn_kinds()
             for name, parameter in self._tracked.items():
-                # A parameter frozen since has nothing to send, unless the rest of its group waits for it.
+                # A parameter frozen since then has nothing to send, unless the rest of its group waits for it.
                 if name in opened or not (parameter.requires_grad or self._has_company(name)):
                     continue
                 if self._kinds.get(name) is _Kind.SPARSE:
@@ -295,7 +295,7 @@ class _Session:
         return name in self._grouped or (self._buckets is not None and name in self._buckets)
 
     def _form_buckets(self, order: dict[str, None]) -> None:
-        """Put gradients into buckets from now on, as the set's first rank finds right: it may be set up otherwise."""
+        """From now on put gradients into buckets, as the set's first rank decides: its settings may differ."""
         limit = self.frontend.context.config.gradient_bucket
         chosen: dict[str, Tensor] = {}
         if limit and any(self.options.compression is elementwise for elementwise in _ELEMENTWISE):
@@ -304,7 +304,7 @@ class _Session:
                 for name, parameter in self._tracked.items()
                 if self._kinds.get(name) is _Kind.DENSE and name not in self._grouped and suits(parameter)
             }
-        # Those that this rank has no gradient of at first come last.
+        # Those for which this rank had no gradient at first come last.
         planned = plan(chosen, [name for name in {**order, **self._tracked} if name in chosen], limit)
         names = list(self._tracked)
         if not names:
@@ -318,7 +318,7 @@ class _Session:
         self._first_order = None
 
     def _leave_buckets(self) -> None:
-        """The job is another one, or the model was converted: begin anew, as all ranks do, with a step without."""
+        """A new job, or a converted model: start over, as all ranks do, with a step without buckets."""
         self.require_rest("a model was converted, or hvd.init() was called again,")
         self._buckets = None
         self._first_order = {}
@@ -336,7 +336,7 @@ class _Session:
             self._gradients = _Gradients.REDUCED
 
     def forget(self) -> None:
-        """Begin anew with gradients, and with counting backward passes."""
+        """Start over with gradients and with counting backward passes."""
         self.reducer.reset()
         if self._buckets is not None:
             self._buckets.forget()
@@ -426,7 +426,7 @@ class Distributed(torch.optim.Optimizer):
         session: _Session = object.__getattribute__(self, "_hvd")
         if name == "param_groups" and session.active and _caller() == "torch.amp.grad_scaler":
             # A GradScaler unscales gradients, and looks for infinities, before it calls step(), and has no hook for us.
-            # It must see the reduced ones: the local ones are in flight, and ranks must skip a step all or none.
+            # It must see the reduced ones: the local ones are in flight, and either all ranks or none must skip a step.
             session.settle()
         return getattr(session.held, name)
 
@@ -456,9 +456,9 @@ class Distributed(torch.optim.Optimizer):
         return wrap(session.frontend, held, named, groups or None, session.options)
 
     def synchronize(self) -> None:
-        """Wait until all gradients have been reduced, those of parameters that have none (as zeros) included.
+        """Wait until all gradients have been reduced, including, as zeros, those of parameters that have none.
 
-        For whoever looks at gradients before ``step()``, e.g. to clip them; then step in ``skip_synchronize()``.
+        For looking at gradients before ``step()``, e.g. to clip them; then step inside ``skip_synchronize()``.
 
         Raises:
             HorovodInternalError: a reduction failed.
@@ -467,7 +467,11 @@ class Distributed(torch.optim.Optimizer):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Inside, ``step()`` does not reduce gradients: ``synchronize()`` was called before."""
+        """Inside, ``step()`` does not reduce gradients: ``synchronize()`` was called before.
+
+        Raises:
+            AssertionError: with op=Adasum, where there is nothing to skip.
+        """
         session = self._hvd
         if session.adaptive and session.active:
             raise AssertionError(
@@ -484,7 +488,7 @@ class Distributed(torch.optim.Optimizer):
         """Wait until all gradients have been reduced, and let the held optimizer step.
 
         Args:
-            closure: evaluates the model anew and returns the loss; may be called several times. Its gradients are
+            closure: evaluates the model again and returns the loss; may be called several times. Its gradients are
                 reduced after every call, and the loss is averaged, so that all ranks take the same decisions.
 
         Returns:
@@ -496,7 +500,7 @@ class Distributed(torch.optim.Optimizer):
         return self._hvd.step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, and count backward passes anew: what they added up is gone.
+        """Clear the gradients, and restart the count of backward passes: what they have added up is gone.
 
         Raises:
             GradientsInFlightError: (an AssertionError) they are being reduced.
@@ -506,7 +510,7 @@ class Distributed(torch.optim.Optimizer):
         self._hvd.held.zero_grad(set_to_none)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a checkpoint, of this or of the plain optimizer; backward passes are counted anew."""
+        """Load a checkpoint of this or of the plain optimizer; the count of backward passes restarts."""
         self._hvd.forget()
         self._hvd.held.load_state_dict(state_dict)
 

@@ -17,12 +17,12 @@ from hvdgloo.torch._sparse import start_sparse_allreduce
 
 
 class TorchFrontend(Frontend[torch.Tensor]):
-    """A Frontend that takes sparse tensors, too."""
+    """A Frontend that also takes sparse tensors."""
 
     def sparse_allreduce_async(
         self, tensor: torch.Tensor, name: str | None, op: int, process_set: ProcessSet = global_process_set
     ) -> Callable[[], torch.Tensor]:
-        """Start to average or add up the ranks' sparse tensors.
+        """Start averaging or adding up the ranks' sparse tensors.
 
         Args:
             tensor: of layout sparse_coo, with the same shape, dtype and number of sparse dimensions on every rank.
@@ -31,10 +31,10 @@ class TorchFrontend(Frontend[torch.Tensor]):
             process_set: the ranks that take part.
 
         Returns:
-            what waits for the result and returns it: a coalesced sparse tensor, the same on every rank.
+            a function that waits for the result and returns it: a coalesced sparse tensor, the same on every rank.
 
         Raises:
-            InvalidArgumentError: (a ValueError) not such a tensor, or another operation.
+            InvalidArgumentError: (a ValueError) the tensor is not sparse, or ``op`` is neither Average nor Sum.
         """
         return start_sparse_allreduce(self, tensor, name, op, process_set)
 

@@ -30,7 +30,7 @@ class PowerSGD:
         min_saving: matrices that would shrink by less than this factor, and vectors, are sent as they are.
 
     Raises:
-        InvalidArgumentError: rank is not a whole number from 1; later, for reductions other than Average and Sum.
+        InvalidArgumentError: rank is not a positive whole number; later, for reductions other than Average and Sum.
     """
 
     def __init__(self, rank: int = 4, min_saving: float = 2.0) -> None:
@@ -58,14 +58,14 @@ class PowerSGD:
         return _Steps(self, frontend, operation, name, gradients)
 
     def is_worthwhile(self, gradient: Tensor) -> bool:
-        """Whether the factors are enough smaller than the gradient."""
+        """Whether the factors are sufficiently smaller than the gradient."""
         if gradient.dim() < 2 or not gradient.is_floating_point() or not gradient.numel():
             return False
         n, m = _as_matrix(gradient).shape
         return n * m >= self.min_saving * self.rank * (n + m)
 
     def factor(self, key: str, columns: int, like: Tensor) -> Tensor:
-        """Where the subspace iteration of a gradient goes on; at first a random matrix, the same on all ranks."""
+        """Where the subspace iteration of a gradient continues; at first a random matrix, the same on all ranks."""
         kept = self.factors.get(key)
         if kept is None or kept.shape[0] != columns:
             generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))

@@ -1,4 +1,4 @@
-"""Reducing sparse tensors: every rank's entries are gathered, and those at one place add up."""
+"""Reducing sparse tensors: every rank's entries are gathered, and those at the same place are added up."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def start_sparse_allreduce(
     """Start to gather all ranks' entries, indices and values in one group.
 
     Args:
-        tensor: of layout sparse_coo. Not to be changed before the result is there.
+        tensor: of layout sparse_coo. It must not be changed before the result is there.
         name: what matches the ranks' calls; None for an automatic one.
         op: Average or Sum.
 
     Returns:
-        what waits for them and returns their sum or average as a coalesced tensor, the same on every rank.
+        a function that waits for them and returns their sum or average as a coalesced tensor, the same on every rank.
 
     Raises:
-        InvalidArgumentError: (a ValueError) not such a tensor, or another operation.
+        InvalidArgumentError: (a ValueError) the tensor is not sparse, or ``op`` is neither Average nor Sum.
     """
     if not isinstance(tensor, Tensor) or tensor.layout is not torch.sparse_coo:
         raise InvalidArgumentError("expected a torch tensor of layout sparse_coo; allreduce takes dense ones")

@@ -16,10 +16,11 @@ Tensor = torch.Tensor
 
 
 def broadcast_parameters(frontend: Frontend[Tensor], params: Any, root_rank: int) -> None:
-    """Overwrite tensors with the root's, each under its own name; a dict's go by name, a list's in order.
+    """Overwrite tensors with the root's, each under its own name; a dict's are matched by name, a list's by position.
 
     Raises:
-        InvalidArgumentError: (a ValueError) ``params`` is neither a dict nor a list, or has values that are no tensors.
+        InvalidArgumentError: (a ValueError) ``params`` is neither a dict nor a list, or has values that are not
+            tensors.
     """
     frontend.broadcast_all_(_named(params), root_rank)
 
@@ -66,7 +67,7 @@ def broadcast_optimizer_state(frontend: Frontend[Tensor], optimizer: torch.optim
     is_root = frontend.rank() == root_rank
     tensors: list[Tensor] = []
     structure = _take_tensors(optimizer.state_dict(), tensors) if is_root else None
-    # The structure says what there is: ranks whose optimizer has no state yet, or another, create the root's.
+    # The structure says what there is: ranks whose optimizer has no state yet, or a different one, create the root's.
     structure = objects.broadcast_object(frontend, structure, root_rank)
     if not is_root:
         slots: list[_Slot] = []
@@ -79,7 +80,7 @@ def broadcast_optimizer_state(frontend: Frontend[Tensor], optimizer: torch.optim
 
 
 def _map(structure: Any, leaf: Any) -> Any:
-    """A structure of dicts, lists and tuples with ``leaf`` applied to all else, in a fixed order."""
+    """A structure of dicts, lists and tuples with ``leaf`` applied to everything else, in a fixed order."""
     if isinstance(structure, dict):
         return {key: _map(value, leaf) for key, value in structure.items()}
     if type(structure) in (list, tuple):

@@ -26,7 +26,8 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
         root_rank: global rank of the source.
 
     Raises:
-        InvalidArgumentError: (a ValueError) ``params`` is neither a dict nor a list, or has values that are no tensors.
+        InvalidArgumentError: (a ValueError) ``params`` is neither a dict nor a list, or has values that are not
+            tensors.
     """
     state.broadcast_parameters(FRONTEND, params, root_rank)
 
@@ -36,7 +37,7 @@ def broadcast_optimizer_state(
 ) -> None:
     """Give all ranks' optimizers the state and the hyperparameters of one rank's, usually after loading a checkpoint.
 
-    Ranks whose optimizer has no state yet get the root's. No step is made for it.
+    Ranks whose optimizer has no state yet get the root's. No step is taken for this.
 
     Args:
         optimizer: plain or distributed, with the same parameters on every rank.

@@ -52,7 +52,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name; it makes an instance o
     Returns:
         an instance of the optimizer's own class, with the methods of ``hvdgloo.torch._distributed.Distributed``.
         Its state dict is that of the plain optimizer, and either loads the other's. A parameter without a gradient
-        counts as zeros. Copying it deeply gives another distributed optimizer, pickling it the plain one.
+        counts as zeros. A deep copy is another distributed optimizer, a pickle the plain one.
 
     Raises:
         InvalidArgumentError: (a ValueError) names that are not tuples, not unique, or not complete; malformed groups;

@@ -1,4 +1,4 @@
-"""What elastic training needs of torch: so far the sampler, which serves jobs of a fixed size as well."""
+"""What elastic training needs for torch: so far the sampler, which also serves jobs of a fixed size."""
 
 from __future__ import annotations
 

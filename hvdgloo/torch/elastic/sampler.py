@@ -12,15 +12,15 @@ from hvdgloo.torch import mpi_ops
 
 
 class ElasticSampler(Sampler[int]):
-    """Divides a dataset's indices among the ranks, those that have been processed left out.
+    """Divides a dataset's indices among the ranks, leaving out those that have been processed.
 
     All ranks see the same shuffled order. ``record_batch`` after each batch, ``state_dict`` at a commit and
-    ``load_state_dict`` after a restart let an epoch go on where it stopped, on any number of ranks: each index is then
-    seen once, but for the few that pad the shares to one length.
+    ``load_state_dict`` after a restart let an epoch continue where it stopped, on any number of ranks: each index is
+    then seen once, except for the few that pad the shares to one length.
 
     Args:
         dataset: has a length.
-        shuffle: a new order in each epoch, else ascending.
+        shuffle: take a new order in each epoch, instead of ascending.
         seed: of the order; the same on all ranks.
     """
 
@@ -33,13 +33,13 @@ class ElasticSampler(Sampler[int]):
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch: nothing of it has been processed. To be called at the end of the one before."""
+        """Begin an epoch, of which nothing has been processed yet. Call it at the end of the previous one."""
         self.epoch = epoch
         self.processed_num = 0
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Take note that all ranks have processed a batch of ``batch_size`` each; ``batch_idx`` is for the caller."""
+        """Record that all ranks have processed a batch of ``batch_size`` each; ``batch_idx`` is for the caller."""
         self.processed_num += batch_size * self.num_replicas
 
     def state_dict(self) -> dict[str, Any]:
@@ -47,13 +47,13 @@ class ElasticSampler(Sampler[int]):
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where a checkpoint was made, maybe on another number of ranks."""
+        """Continue where a checkpoint was made, possibly on a different number of ranks."""
         self.epoch = state_dict["epoch"]
         self.processed_num = state_dict["processed_num"]
         self.reset()
 
     def reset(self) -> None:
-        """Divide what is left among the ranks that there are now."""
+        """Divide what is left among the current ranks."""
         self.num_replicas = mpi_ops.size() if mpi_ops.is_initialized() else 1
         self.rank = mpi_ops.rank() if mpi_ops.is_initialized() else 0
         order = list(range(len(self.dataset)))
