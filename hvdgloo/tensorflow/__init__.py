@@ -14,10 +14,10 @@
         optimizer.apply_gradients(zip(gradients, model.trainable_variables))
         return loss
 
-and after the first step ``hvd.broadcast_variables(model.variables, root_rank=0)``, likewise the optimizer's; each rank
-trains on its own part of the data. The collectives are documented where they are defined, once for all frameworks:
-``hvdgloo._collectives.frontend.Frontend``. Programs of ``model.fit`` take ``hvdgloo.tensorflow.keras`` or
-``hvdgloo.keras``.
+and after the first step ``hvd.broadcast_variables(model.variables, root_rank=0)``, and the same for the optimizer's;
+each rank trains on its own part of the data. The collectives are documented where they are defined, once for all
+frameworks: ``hvdgloo._collectives.frontend.Frontend``. Programs that call ``model.fit`` take
+``hvdgloo.tensorflow.keras`` or ``hvdgloo.keras``.
 """
 
 from __future__ import annotations

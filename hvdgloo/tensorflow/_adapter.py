@@ -1,9 +1,9 @@
 """TensorFlow's tensors and variables as the Frontend sees them.
 
 A tensor on the CPU is shared with the engine as a numpy view of it. Results are made in numpy memory of the alignment
-that TensorFlow asks for, and become tensors by DLPack; so neither way copies. Tensors are immutable: nothing here
-writes into one that a user has seen. Inside a graph operators are Python functions that get their inputs as arrays,
-which are therefore tensors of this adapter too.
+that TensorFlow asks for, and become tensors through DLPack; so nothing is copied either way. Tensors are immutable:
+nothing here writes into one that a user has seen. Inside a graph operators are Python functions that get their inputs
+as arrays, which are therefore tensors of this adapter too.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from hvdgloo.types import Buffer, DType, TensorSpec
 
 Array = npt.NDArray[Any]
 Tensor = Any
-"""A tf.Tensor, a tf.Variable, or (inside of a graph's operators) a numpy array; TensorFlow ships no types."""
+"""A tf.Tensor, a tf.Variable, or (inside a graph's operators) a numpy array; TensorFlow ships no types."""
 
 Forward = Callable[[Sequence[Tensor]], list[Tensor]]
 Backward = Callable[[Tape[Tensor], Sequence[Tensor]], Sequence[Tensor]]
 
 _DTYPES = {dtype.value: dtype for dtype in DType}
 _ARRAYS = (np.ndarray, np.generic)
-"""What numpy computes of an array without dimensions is a number, no array."""
+"""What numpy computes from an array without dimensions is a number, not an array."""
 _ALIGNMENT = 64
-"""Of memory that TensorFlow takes over as it is; anything less is copied, or faults in vector instructions."""
+"""The alignment of memory that TensorFlow takes over as it is; with less it is copied, or vector instructions fault."""
 
 
 class TensorFlowAdapter:
@@ -109,9 +109,9 @@ class TensorFlowAdapter:
 
     @staticmethod
     def tensor_of(array: Array) -> Tensor:
-        """An eager tensor that has the memory of an array of ``allocate``'s."""
+        """An eager tensor over the memory of an array that ``allocate`` made."""
         if array.dtype == np.bool_ or array.size == 0:
-            return tf.constant(array)  # DLPack knows neither booleans everywhere, nor where nothing is
+            return tf.constant(array)  # DLPack does not have booleans everywhere, nor empty arrays
         if array.dtype.name == "bfloat16":
             return tf.bitcast(_from_dlpack(array.view(np.uint16)), tf.bfloat16)
         return _from_dlpack(array)

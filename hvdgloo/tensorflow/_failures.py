@@ -1,10 +1,10 @@
 """Errors on their way through TensorFlow's graphs.
 
-A Python exception in a graph's operator reaches the caller as ``tf.errors.UnknownError`` with a text: nothing of the
-exception's class or facts survives. Here ``guarded`` marks the text (see ``hvdgloo._platform.error_tokens``), and where
-TensorFlow makes an UnknownError with such a mark, it gets one that is ours as well: both
-``except hvd.HorovodInternalError`` and ``except tf.errors.UnknownError`` catch it, whether a ``tf.function``, ``fit``
-or a session ran the graph.
+A Python exception in a graph's operator reaches the caller as ``tf.errors.UnknownError`` with a text: neither the
+exception's class nor its facts survive. Here ``guarded`` marks the text (see ``hvdgloo._platform.error_tokens``), and
+where TensorFlow makes an UnknownError with such a mark, it gets one that is ours as well: both ``except
+hvd.HorovodInternalError`` and ``except tf.errors.UnknownError`` catch it, whether a ``tf.function``, ``fit`` or a
+session ran the graph.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any) -> Any:
         try:
-            return function(*map(np.asarray, args))  # a tensor without dimensions comes as a number
+            return function(*map(np.asarray, args))  # a tensor without dimensions arrives as a number
         except HvdglooError as error:
             raise ForeignError(error) from error
 
@@ -37,9 +37,9 @@ def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _install() -> None:
-    """Have ``tf.errors.UnknownError(node_def, op, message)`` look for the mark, from now on and in all of the process.
+    """Have ``tf.errors.UnknownError(node_def, op, message)`` look for the mark, from now on and throughout the process.
 
-    TensorFlow's native code makes these exceptions, and keeps the class itself: so no other can be put in its place.
+    TensorFlow's native code makes these exceptions, and keeps the class itself, so no other class can take its place.
     """
     plain = tf.errors.UnknownError.__new__
     if hasattr(plain, "hvdgloo"):

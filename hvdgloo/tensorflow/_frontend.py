@@ -1,4 +1,4 @@
-"""The Frontend of TensorFlow: ``hvdgloo._collectives.frontend``'s collectives, and what becomes of them in a graph.
+"""The Frontend of TensorFlow: ``hvdgloo._collectives.frontend``'s collectives, and what they become in a graph.
 
 Eagerly a collective runs at once. In a graph (a ``tf.function``, or TensorFlow 1's) it becomes an operator that runs
 Python and blocks until the collective has ended; its gradient is another collective, see
@@ -6,12 +6,12 @@ Python and blocks until the collective has ended; its gradient is another collec
 
 **Names.** Operators with effects run in a ``tf.function`` in the order in which they were written, so there the names
 of unnamed calls are counted as they run: it does not matter in which order ranks trace their functions, nor how often.
-TensorFlow 1's graphs have no such order; a name is then given as the operator is made, and must be made alike on all
-ranks.
+TensorFlow 1's graphs have no such order; there a name is given when the operator is made, and all ranks must make
+theirs alike.
 
-**Order.** TensorFlow puts operators in order that use a common resource, and operators that use none among each other;
-so calls of nested functions, and branches, which use variables of their own, would run beside each other and beside
-what is around them. All our operators therefore read one variable before they run and write it after.
+**Order.** TensorFlow orders operators that use a common resource, and, among themselves, those that use none. So calls
+of nested functions, and branches, which use variables of their own, would run beside each other and beside what
+surrounds them. All our operators therefore read one variable before they run and write it after.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _ALONG_ROWS = frozenset({Collective.ALLGATHER, Collective.ALLTOALL, Collective.REDUCESCATTER})
 _AT_RUN_TIME = frozenset({Collective.ALLGATHER, Collective.ALLTOALL, Collective.BROADCAST})
-"""Whose gradients are taken inside of one operator: they need to know shapes, or must take part in a collective whose
-result they do not use, which TensorFlow 1 would leave out of its graph."""
+"""Collectives whose gradients are taken inside one operator: they need to know shapes, or must take part in a
+collective whose result they do not use, which TensorFlow 1 would leave out of its graph."""
 
 
 class TensorFlowFrontend(Frontend[Tensor]):
@@ -76,7 +76,7 @@ class TensorFlowFrontend(Frontend[Tensor]):
             if not at_run_time:
                 return adjoint.rule(self, operation, tape, gradients)
             count = len(gradients)
-            # The inputs serve as such, or to tell their shapes.
+            # The inputs are used as such, or for their shapes.
             before = [given[i] for i in range(len(given)) if given[i].dtype.is_floating]
 
             def run(*arrays: Any) -> Any:
@@ -162,14 +162,14 @@ def unconverted(function: F) -> F:
 
 
 def in_graph(values: Sequence[Any]) -> bool:
-    """Whether a collective of these values belongs into a graph; arrays are what a graph's operator gets as it runs."""
+    """Whether a collective of these values belongs in a graph; arrays are what a graph's operator gets as it runs."""
     return not tf.executing_eagerly() and not any(isinstance(value, np.ndarray) for value in values[:1])
 
 
 def is_ordered() -> bool:
     """Whether operators with effects run in the order in which they are made.
 
-    Not so in TensorFlow 1's branches and loops: they are functions, too, but nothing orders one and another.
+    Not so in TensorFlow 1's branches and loops: they are functions, too, but nothing orders them among themselves.
     """
     in_function = getattr(tf.compat.v1.get_default_graph(), "building_function", False)
     return bool(in_function) and tf.compat.v1.executing_eagerly_outside_functions()
@@ -194,7 +194,7 @@ def operator(
     """An operator of the current graph that calls ``function`` with arrays; it returns a list of arrays.
 
     Args:
-        function: raises our errors as they are; see ``failures``.
+        function: raises our errors as they are; see ``hvdgloo.tensorflow._failures``.
         dtypes, shapes: of the outputs.
     """
     with _in_order() as made:
@@ -206,7 +206,7 @@ def operator(
 
 
 def effect(function: Callable[..., Any], inputs: Sequence[Tensor]) -> Any:
-    """An operator that calls ``function`` with arrays and has no output; what it returns is to run before others."""
+    """An operator that calls ``function`` with arrays and has no output; it is returned, to run before others."""
 
     def call(*arrays: Any) -> Any:
         function(*arrays)
@@ -237,7 +237,7 @@ _turns: list[Any] = []
 
 
 def _turn() -> Tensor:
-    """The handle of the variable by which all our operators are put in order, in the current graph.
+    """The current graph's handle of the variable that puts all our operators in order.
 
     The variable is made late: TensorFlow begins to run with it.
     """
@@ -251,8 +251,8 @@ def _turn() -> Tensor:
 def _captured(handle: Tensor, graph: Any) -> Tensor:
     """A handle in a function's graph.
 
-    In a branch or a loop it comes by way of what is around it, and in their gradients from the branch or loop itself,
-    if that has it: TensorFlow finds nothing else there, and of two ways for one tensor it would forget one.
+    In a branch or a loop it comes through what surrounds it, and in their gradients from the branch or loop itself, if
+    that has it: TensorFlow finds nothing else there, and of two ways for one tensor it would lose one.
     """
     known = handle
     if graph.is_control_flow_graph:
@@ -264,13 +264,13 @@ def _captured(handle: Tensor, graph: Any) -> Tensor:
 
 
 def _captured_before(handle: Tensor, graph: Any) -> Tensor | None:
-    """A handle in a graph that is complete; None if it has not got it."""
+    """A handle in a graph that is complete; None if the graph does not have it."""
     known = _captured_before(handle, graph.outer_graph) if graph.is_control_flow_graph else handle
     return next((internal for external, internal in graph.captures if external is known), None)
 
 
 def _tensor_here(value: Any) -> Tensor:
-    """A value as a tensor of the current graph. A gradient that has one of another besides forgets one of them."""
+    """A value as a tensor of the current graph. A gradient that uses it from another graph as well would lose one."""
     tensor = tf.convert_to_tensor(value)
     return tf.compat.v1.get_default_graph().capture(tensor) if is_ordered() else tensor
 

@@ -34,7 +34,7 @@ class GradientSync:
 
     Args:
         frontend: where collectives are submitted.
-        options: how.
+        options: how gradients are reduced.
 
     Raises:
         InvalidArgumentError: (a ValueError) an option cannot be used.
@@ -69,9 +69,10 @@ class GradientSync:
         """The reduced gradients, in order.
 
         Args:
-            gradients: of each variable a tensor, a ``tf.IndexedSlices`` or None, alike on all ranks. None is written.
+            gradients: for each variable a tensor, a ``tf.IndexedSlices`` or None, alike on all ranks. They are not
+                changed.
             variables: what they are the gradients of.
-            differentiable: the results have gradients in turn, which all ranks then ask for alike; not if any of these
+            differentiable: the results have gradients in turn, which all ranks then ask for alike; not if any of them
                 is sparse.
 
         Returns:
@@ -100,9 +101,9 @@ class GradientSync:
         return results
 
     def reduce_alike(self, gradients: Sequence[Any], variables: Sequence[Any], name: str) -> list[Any]:
-        """``reduce``, after which some gradient is not finite on any rank, if a given one is not on one of them.
+        """``reduce``; if a gradient given on some rank is not finite, one of the results is not finite on any rank.
 
-        For whoever decides by that whether to step. Sums are so by themselves.
+        For deciding by that whether to step. Sums have this property anyway.
 
         Args:
             gradients, variables: as for ``reduce``.
@@ -216,14 +217,14 @@ class _Batch:
         name = self._names[index]
         with self._lock:  # TensorFlow 1 orders nothing, and has several threads
             if self._reducer.is_open(name) or index in self._sparse:
-                self._abandon()  # the step before did not come to its end
+                self._abandon()  # the previous step did not finish
             if len(tensors) == 1:
                 self._reducer.ready(name, tensors[0])
             else:
                 self._sparse[index] = self._frontend.start(self._gather, tensors, name, grouped=True)
 
     def wait(self) -> list[list[Tensor]]:
-        """What became of each gradient."""
+        """Each gradient's result."""
         gathering, self._sparse = self._sparse, {}
         try:
             reduced = self._reducer.wait()
@@ -254,7 +255,7 @@ class _Batch:
 def _settled(pending: Pending[Tensor]) -> Exception | None:
     try:
         pending.result()
-    except Exception as error:  # noqa: BLE001 - told by whoever asks for the result
+    except Exception as error:  # noqa: BLE001 - raised where the result is needed
         return error
     return None
 
@@ -285,6 +286,6 @@ def _in_graph(batch: _Batch, parts: Sequence[Sequence[Tensor]]) -> list[list[Ten
 
 
 def inner(variable: Any) -> Any:
-    """What is one object for one variable: Keras's variables have TensorFlow's inside."""
+    """The one object that stands for a variable: Keras's variables have TensorFlow's inside."""
     inside = getattr(variable, "value", None)
     return variable if inside is None or callable(inside) else inside

@@ -1,8 +1,8 @@
 """The collectives of TensorFlow's front-end, under the names and with the parameters that Horovod's programs use.
 
 Each is a method of ``hvdgloo._collectives.frontend.Frontend``, whose docstring says what it promises. Here are only
-the parameters that TensorFlow's programs pass besides: ``device_dense`` and ``device_sparse`` (there is one place where
-collectives run), and ``ignore_name_scope`` (names do not depend on scopes).
+the parameters that TensorFlow's programs pass in addition: ``device_dense`` and ``device_sparse`` (there is one place
+where collectives run), and ``ignore_name_scope`` (names do not depend on scopes).
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def alltoall(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Send every rank a part of the tensor's rows, and receive its part of each: ``Frontend.alltoall``. Differentiable.
+    """Send every rank a part of the tensor's rows, and receive one from each: ``Frontend.alltoall``. Differentiable.
 
     Args:
         tensor: first dimensions may differ between ranks, others may not.
@@ -243,7 +243,7 @@ def join() -> Tensor:
     """Say that this rank has no more data; wait until all have said so: ``Frontend.join``.
 
     Returns:
-        the rank that came last, int32; in a ``tf.function`` a tensor of it.
+        the rank that joined last, int32; in a ``tf.function`` a tensor of it.
     """
     return FRONTEND.reads(FRONTEND.join)
 
@@ -286,5 +286,5 @@ def _ranks(number: int) -> tuple[int, ...]:
 
 
 def _tensors(tensors: Any) -> Any:
-    # Whatever is no group is left to the Frontend, which says what is wrong.
+    # Whatever is not a group is left to the Frontend, which says what is wrong.
     return [tf.convert_to_tensor(tensor) for tensor in tensors] if isinstance(tensors, (list, tuple)) else tensors

@@ -40,7 +40,7 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name; it makes an instanc
     In a function, gradients are sent while the rest of the backward pass is computed.
 
     Args:
-        gradtape: a ``tf.GradientTape``, which may have recorded already; both have one state from then on.
+        gradtape: a ``tf.GradientTape``, which may have recorded already; the two share one state from then on.
         device_dense, device_sparse: accepted for programs that pass them.
         compression: ``Compression.fp16`` and ``Compression.bf16`` send float32 and float64 as float16 or bfloat16.
         sparse_as_dense: send a ``tf.IndexedSlices`` as a dense tensor; without it all ranks' entries are gathered.
@@ -53,7 +53,7 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name; it makes an instanc
         scale_local_gradients: divide gradients of ``register_local_source(variable)`` by the number of ranks.
 
     Returns:
-        an instance of the tape's own class, with the methods of ``hvdgloo.tensorflow._tape.DistributedTape`` besides.
+        an instance of the tape's own class, which also has the methods of ``hvdgloo.tensorflow._tape.DistributedTape``.
 
     Raises:
         InvalidArgumentError: (a ValueError) not a tape, or an option that cannot be used.
@@ -72,7 +72,7 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name; it makes an instanc
 
 
 @unconverted
-def PartialDistributedGradientTape(  # noqa: N802 - likewise
+def PartialDistributedGradientTape(  # noqa: N802 - as above
     gradtape: tf.GradientTape,
     device_dense: str = "",
     device_sparse: str = "",
@@ -112,7 +112,7 @@ def PartialDistributedGradientTape(  # noqa: N802 - likewise
     return made
 
 
-def DistributedOptimizer(  # noqa: N802 - likewise
+def DistributedOptimizer(  # noqa: N802 - as above
     optimizer: Any,
     name: str | None = None,
     use_locking: bool = False,
@@ -148,7 +148,7 @@ def DistributedOptimizer(  # noqa: N802 - likewise
         scale_local_gradients: divide gradients of ``register_local_var(variable)`` by the number of ranks.
 
     Raises:
-        InvalidArgumentError: (a ValueError) no such optimizer, or an option that cannot be used.
+        InvalidArgumentError: (a ValueError) not such an optimizer, or an option that cannot be used.
     """
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
         options = GradientOptions(
@@ -191,6 +191,6 @@ def _make_allreduce_grads_fn(
     groups: Groups,
     process_set: ProcessSet = global_process_set,
 ) -> Callable[[Sequence[Any], Sequence[Any]], list[Any]]:
-    """What reduces gradients of some variables, for programs that have an optimizer of their own."""
+    """A function that reduces gradients of some variables, for programs that have an optimizer of their own."""
     options = GradientOptions(compression, op, gradient_predivide_factor, sparse_as_dense, groups, process_set)
     return GradientSync(FRONTEND, options).reduce

@@ -1,4 +1,4 @@
-"""Reducing ``tf.IndexedSlices``: every rank's entries are gathered; those of one index add up where they are used."""
+"""Reducing ``tf.IndexedSlices``: every rank's entries are gathered; equal indices add up where they are used."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def broadcast_variables(
         the variables; in a graph of TensorFlow 1 the operator that assigns them.
 
     Raises:
-        InvalidArgumentError: (a ValueError) something is no variable.
+        InvalidArgumentError: (a ValueError) something is not a variable.
     """
     given = list(variables)
     targets = [variable_of(variable) for variable in given]
@@ -56,10 +56,10 @@ def broadcast_variables(
 
 
 def variable_of(variable: Any) -> Any:
-    """The ``tf.Variable`` of what programs call a variable: itself, or what is inside of Keras's.
+    """The ``tf.Variable`` of what programs call a variable: itself, or the one inside Keras's.
 
     Raises:
-        InvalidArgumentError: (a ValueError) it is no variable.
+        InvalidArgumentError: (a ValueError) it is not a variable.
     """
     inside = variable if is_variable(variable) else getattr(variable, "value", None)
     if not is_variable(inside):
@@ -68,5 +68,5 @@ def variable_of(variable: Any) -> Any:
 
 
 def is_variable(value: object) -> bool:
-    """Whether it is a variable of TensorFlow's, of either kind."""
+    """Whether it is a TensorFlow variable, of either kind."""
     return isinstance(value, (tf.Variable, tf.compat.v1.Variable))

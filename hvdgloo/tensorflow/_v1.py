@@ -53,7 +53,7 @@ class DistributedV1Optimizer:
         return whole() if self._accumulation is None else self._accumulation.apply_gradients(whole)
 
     def _reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        # By Adasum it is not gradients that are reduced.
+        # With Adasum it is not gradients that are reduced.
         return list(gradients) if self._adaptive else self._sync.reduce(gradients, variables)
 
     def _adaptive_step(self, step: Callable[[], Any], pairs: GradientsAndVariables) -> Any:
@@ -81,9 +81,9 @@ def wrap(
 
     Args:
         frontend: where collectives are submitted.
-        optimizer: does the stepping. It and the result have one state: slots, variables, what a checkpoint holds.
+        optimizer: does the stepping. It and the result share one state: slots, variables, what a checkpoint holds.
         options: how gradients are reduced.
-        passes: in how many calls gradients add up before they are reduced and applied.
+        passes: over how many calls gradients add up before they are reduced and applied.
         average: divide what has added up by ``passes``.
 
     Raises:

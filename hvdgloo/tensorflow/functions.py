@@ -40,7 +40,7 @@ def broadcast_variables(
         the variables; in a graph of TensorFlow 1 the operator that assigns them.
 
     Raises:
-        InvalidArgumentError: (a ValueError) something is no variable.
+        InvalidArgumentError: (a ValueError) something is not a variable.
     """
     return state.broadcast_variables(FRONTEND, variables, root_rank, process_set)
 

@@ -14,16 +14,17 @@ __all__ = ["LocalGradientAggregationHelper"]
 
 
 class LocalGradientAggregationHelper:
-    """Adds gradients up over several passes, in variables that the graph has besides.
+    """Adds gradients up over several passes, in additional variables of the graph.
 
     Args:
         backward_passes_per_step: how many passes.
-        allreduce_func: of gradients and their variables, the reduced gradients; called with the sums of the last pass.
+        allreduce_func: given gradients and their variables, returns the reduced gradients; called with the sums of the
+            last pass.
         sparse_as_dense: accepted; sums are dense.
         average_aggregated_gradients: divide the sums by the number of passes.
 
     Raises:
-        InvalidArgumentError: (a ValueError) the number of passes is not a whole number from 1.
+        InvalidArgumentError: (a ValueError) the number of passes is not a positive whole number.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class LocalGradientAggregationHelper:
         """Add gradients up.
 
         Returns:
-            in the last pass of a step the reduced sums, before it what there is so far; None where None was given.
+            in the last pass of a step the reduced sums, before that the sums so far; None where None was given.
         """
         variables = vars
         dense = [None if g is None else tf.convert_to_tensor(g) for g in grads]
@@ -79,7 +80,7 @@ class LocalGradientAggregationHelper:
 
         Args:
             apply_grads_closure: makes the step, and its operator in a graph.
-            prepare: makes variables that the step needs, of which it can make none itself in a branch of a graph.
+            prepare: makes the variables that the step needs; in a branch of a graph the step itself cannot make any.
 
         Returns:
             an operator that steps or does not; eagerly, whether it did.

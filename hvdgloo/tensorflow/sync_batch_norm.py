@@ -27,7 +27,7 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignor
     """``keras.layers.BatchNormalization`` whose statistics in training are those of all ranks' batches together.
 
     Args:
-        fused: accepted for programs that pass False; the fused kernel knows nothing of other ranks.
+        fused: accepted for programs that pass False; the fused kernel does not know about other ranks.
         kwargs: as for ``keras.layers.BatchNormalization``.
 
     Ranks' batches may differ in size. In inference, and in a job of one process, it is the plain layer. All ranks must
@@ -35,7 +35,7 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignor
 
     Raises:
         InvalidArgumentError: (a ValueError) ``fused`` is True or None.
-        MissingDependencyError: (an ImportError) ``tf.keras`` is tf_keras, or a Keras of which this layer knows nothing.
+        MissingDependencyError: (an ImportError) ``tf.keras`` is tf_keras, or a Keras that this layer does not support.
     """
 
     frontend: TensorFlowFrontend = FRONTEND

@@ -1,4 +1,4 @@
-"""Small functions that programs import from where Horovod has them."""
+"""Small functions, where programs of Horovod import them from."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def check_num_rank_power_of_2(num_rank: int) -> bool:
 
 
 def vars_to_refs(vars: Any) -> Any:
-    """What can be hashed in place of variables, which cannot: their references, of a list or tuple a tuple."""
+    """What can be hashed in place of variables, which cannot: their references; for a list or tuple, a tuple."""
     return tuple(vars_to_refs(each) for each in vars) if isinstance(vars, (list, tuple)) else vars.ref()
 
 
 def refs_to_vars(refs: Any) -> Any:
-    """The variables again, of a tuple a list."""
+    """The variables again; for a tuple, a list."""
     return [refs_to_vars(each) for each in refs] if isinstance(refs, (list, tuple)) else refs.deref()
 
 

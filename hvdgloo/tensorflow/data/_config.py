@@ -24,15 +24,15 @@ class TfDataServiceConfig:
     """How to reach a data service; the compute job writes it to a file, and the training job reads it.
 
     ``TfDataServiceConfig.read(filename, wait_for_file_creation=False, timeout=600)`` is the inverse of ``write``: it
-    raises ConfigError (a ValueError) for a file that cannot be used, and WaitTimeoutError if it waits and none comes.
+    raises ConfigError (a ValueError) for a file that cannot be used, and WaitTimeoutError if it waits in vain.
     ``from_dict`` is the inverse of ``to_dict``.
 
     Args:
         dispatchers: how many there are, at least 1.
-        workers_per_dispatcher: likewise.
+        workers_per_dispatcher: how many each of them has, at least 1.
         dispatcher_side: ``"compute"`` or ``"training"``: the job on whose ranks 0 to dispatchers-1 they run.
         addresses: ``host:port`` of the service's registry, at least one.
-        key: who knows it may use and end the service. It is left out of the representation.
+        key: anyone who knows it may use and end the service. It is left out of the representation.
         timeout: seconds that dispatchers and workers may take to start, and after which one job notices that the other
             is gone.
 
@@ -104,7 +104,7 @@ class TfDataServiceConfig:
         """Read a file that ``write`` has written.
 
         Args:
-            wait_for_file_creation: wait for the file, which the compute job may write later, ``timeout`` seconds.
+            wait_for_file_creation: wait up to ``timeout`` seconds for the file, which the compute job may write later.
 
         Raises:
             ConfigError: (a ValueError) it cannot be read, or holds something else.
@@ -134,6 +134,6 @@ class TfDataServiceConfig:
         """A client of the service's registry, whose ``shutdown()`` ends the service. It connects when it is first used.
 
         Args:
-            verbose: 2 logs each step as INFO, else as DEBUG.
+            verbose: with 2 each step is logged as INFO, otherwise as DEBUG.
         """
         return ComputeClient(self.addresses, self.key, self.timeout, verbose)

@@ -1,10 +1,10 @@
-"""Reader: a training process's tie to a data service.
+"""Reader: a training process's connection to a data service.
 
 A thread tells the registry that this process is there, and notices when the service is shut down or lost. TensorFlow
-itself does not: it asks dispatchers and workers that are gone again and again for an hour, inside an operator that
-nothing interrupts. But it gives up at once when a dispatcher does not know its iteration. So the dispatcher's address
-has a second part, a port of this process's that is free at first; when the service is gone, a dispatcher that knows
-nothing is started there, and what waits for data fails.
+itself does not: for an hour it keeps asking dispatchers and workers that are gone, inside an operator that nothing
+interrupts. But it gives up at once when a dispatcher does not know its iteration. So the dispatcher's address has a
+second part, a port of this process's that is free at first; when the service is gone, a dispatcher that knows no
+iteration is started there, and whatever waits for data fails.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class ServiceReader:
-    """What this process has to do with one service; ``of`` gives the only one."""
+    """This process's side of one service; ``of`` returns the only instance."""
 
     def __init__(self, config: TfDataServiceConfig) -> None:
         self.entered = False
@@ -45,7 +45,7 @@ class ServiceReader:
         """Run this rank's dispatcher in this process.
 
         Raises:
-            InvalidArgumentError: it has run before; the workers have found that one, and look for no other.
+            InvalidArgumentError: it has run before; the workers have found that one, and do not look for another.
         """
         if self._dispatcher is not None:
             raise InvalidArgumentError(
@@ -70,12 +70,12 @@ class ServiceReader:
         return f"{family}:{endpoint},{format_endpoint(own, self._hold.port)}"
 
     def explain(self, error: Exception) -> None:
-        """Raise what TensorFlow's error was caused by, if it was the end of the service."""
+        """Raise the cause of TensorFlow's error, if it was the end of the service."""
         if self._ended:
             raise DataServiceError(self._ended) from error
 
     def leave(self, rank: int, wait: bool) -> None:
-        """This rank reads no more. Its dispatcher ends, with ``wait`` not before the others that use it have left."""
+        """This rank has stopped reading. Its dispatcher ends, with ``wait`` once all others that use it have left."""
         try:
             if not self._ended:
                 self._client.say_left(rank)

@@ -1,13 +1,13 @@
 """The registry of a data service: where its dispatchers, workers and readers find each other, and how it ends.
 
-A store on a rendezvous server of its own, which rank 0 of the compute job runs; whoever has the configuration's key may
-use it. The training job's readers say from time to time that they are there, so that a training job which died without
+A store on a rendezvous server of its own, which rank 0 of the compute job runs; anyone who has the configuration's key
+may use it. The training job's readers report regularly that they are there, so that a training job that died without
 shutting the service down is noticed.
 
 ============================  ========================================================================
 ``dispatcher/<d>``            the address of dispatcher d
 ``worker/<d>/<w>``            there once worker w of dispatcher d runs
-``present``                   set by readers, taken away by the compute job
+``present``                   set by readers, removed by the compute job
 ``left/<rank>``               there once a rank of the training job has read all that it wants
 ``end``                       there once the service is to end
 ============================  ========================================================================
@@ -40,7 +40,7 @@ class ComputeClient:
         addresses: ``host:port`` of the registry; the first that answers is used.
         key: of the service.
         timeout: seconds that a call may take unless it says otherwise.
-        verbose: 2 logs each step as INFO, else as DEBUG.
+        verbose: with 2 each step is logged as INFO, otherwise as DEBUG.
 
     All methods raise RendezvousError if the registry cannot be reached, and AuthenticationError if the key is another
     service's.
@@ -100,14 +100,15 @@ class ComputeClient:
             ) from error
 
     def shutdown(self) -> None:
-        """End the service: all processes of the compute job end. Does nothing if there is none any more."""
+        """End the service: all processes of the compute job end. Does nothing if it has ended already."""
         if self._key in _ended:
             return
         self._say("shutting the data service down")
         try:
             self._store.set("end", b"", timeout=min(self._timeout, _SHUTDOWN_SECONDS))
         except RendezvousError as error:
-            # Usually another rank has shut it down. If the compute job only cannot be reached, it misses its readers.
+            # Usually another rank has shut it down. If the compute job merely cannot be reached, it will miss its
+            # readers.
             logger.info("the data service is not there to be shut down: %s", error)
         finally:
             self.close()
@@ -125,10 +126,10 @@ class ComputeClient:
             pass
 
     def wait_for_shutdown_or_silence(self) -> None:
-        """Wait until the service is shut down, by readers that show that they are there; for one process of the job.
+        """Wait until the service is shut down, while readers show that they are there; for one process of the job.
 
         Raises:
-            DataServiceError: nobody has shown up for the service's timeout.
+            DataServiceError: no reader has shown up for the length of the service's timeout.
         """
         heard = time.monotonic()
         while not self.has_ended(self._timeout / 4):
@@ -151,18 +152,18 @@ class ComputeClient:
         return True
 
     def say_present(self, timeout: float) -> None:
-        """Say that somebody reads."""
+        """Report that somebody is reading."""
         self._store.set("present", b"", timeout=timeout)
 
     def say_left(self, rank: int) -> None:
-        """Say that a rank of the training job reads no more."""
+        """Report that a rank of the training job has stopped reading."""
         self._store.set(f"left/{rank}", b"", timeout=min(self._timeout, _SHUTDOWN_SECONDS))
 
     def wait_for_leaving(self, ranks: Sequence[int]) -> None:
-        """Wait until these ranks read no more.
+        """Wait until these ranks have stopped reading.
 
         Raises:
-            RendezvousTimeoutError: they still do at the service's timeout.
+            RendezvousTimeoutError: some are still reading at the service's timeout.
         """
         self._store.get_many([f"left/{rank}" for rank in ranks])
 

@@ -32,12 +32,12 @@ def tf_data_service(compute_config: TfDataServiceConfig, rank: int) -> Iterator[
     """Use a data service in a process of the training job.
 
     Where dispatchers are on the training side, this rank's runs until the end of the ``with``, which waits for the
-    other ranks that use it (at most the service's timeout, and only if ``hvd.init()`` was called); a process can enter
-    it once then.
+    other ranks that use it (at most the service's timeout, and only if ``hvd.init()`` was called); a process can then
+    enter it only once.
 
     Args:
-        compute_config: of the service.
-        rank: of this process in the training job.
+        compute_config: the service's configuration.
+        rank: this process's rank in the training job.
 
     Returns:
         (as the target of the ``with``) the address of this rank's dispatcher, for
@@ -76,20 +76,20 @@ def send_to_data_service(
 ) -> Any:
     """Have a dataset prepared by a data service; also a method of ``tf.data.Dataset`` once this module is imported.
 
-    What stands before this call runs on the workers, what is applied to the result runs here. Each worker takes a part
+    What comes before this call runs on the workers, what is applied to the result runs here. Each worker takes a part
     of what the dataset begins with (files, numbers, slices). Python functions (``from_generator``, ``py_function``) do
     not travel.
 
     Args:
         dataset: a ``tf.data.Dataset``.
-        compute_config: of the service.
-        rank: of this process in the training job.
+        compute_config: the service's configuration.
+        rank: this process's rank in the training job.
         size: number of the training job's ranks; needed with ``round_robin``.
         reuse_dataset: the ranks of a dispatcher share one pass over the dataset, so that each element goes to one of
             them; otherwise each rank gets all of it. All ranks make their calls for the same datasets in the same
             order.
-        round_robin: likewise, and the ranks take turns, each time all from one worker: with one worker per dispatcher,
-            what a rank gets follows from the dataset alone. The dataset must be without end (``repeat()``).
+        round_robin: as ``reuse_dataset``, and the ranks take turns, each time all from one worker: with one worker per
+            dispatcher, what a rank gets follows from the dataset alone. The dataset must be endless (``repeat()``).
 
     Returns:
         the dataset of what the service prepares.
@@ -132,7 +132,7 @@ def compute_worker_fn(compute_config: TfDataServiceConfig) -> None:
     ``compute_worker`` is the program that also runs the registry, at ``compute_config.addresses``.
 
     Raises:
-        ConfigError: (a ValueError) the job has not dispatchers x workers_per_dispatcher processes.
+        ConfigError: (a ValueError) the job does not have dispatchers x workers_per_dispatcher processes.
         DataServiceError: a dispatcher did not start in time, or cannot be reached; or, on rank 0, no rank of the
             training job has used the service for its timeout.
         RendezvousError: the registry cannot be reached.

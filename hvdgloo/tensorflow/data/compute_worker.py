@@ -31,8 +31,9 @@ def main(dispatchers: int, dispatcher_side: str, configfile: str, timeout: float
         timeout: seconds; see ``TfDataServiceConfig``.
 
     Raises:
-        ConfigError: (a ValueError) a value that cannot be used; the number of processes is no multiple of dispatchers.
-        DataServiceError: as of ``compute_worker_fn``.
+        ConfigError: (a ValueError) a value that cannot be used; the number of processes is not a multiple of
+            dispatchers.
+        DataServiceError: as for ``compute_worker_fn``.
     """
     job = process.init()
     if dispatchers < 1 or job.size % dispatchers:

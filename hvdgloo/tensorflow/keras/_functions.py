@@ -22,10 +22,10 @@ def load_model(
     compression: Compressor[Any] = NoneCompressor,
     legacy_opts: bool = False,
 ) -> Any:
-    """``hvdgloo.keras.load_model``; where ``tf.keras`` is tf_keras (TF_USE_LEGACY_KERAS=1), of what that has saved.
+    """``hvdgloo.keras.load_model``; where ``tf.keras`` is tf_keras (TF_USE_LEGACY_KERAS=1), for what that has saved.
 
     Args:
-        filepath: of a ``.keras`` or ``.h5`` file; of tf_keras, also of a SavedModel's folder.
+        filepath: of a ``.keras`` or ``.h5`` file; with tf_keras, also of a SavedModel's folder.
         custom_optimizers, custom_objects, compression, legacy_opts: see there.
     """
     if not tf.keras.Model.__module__.startswith("tf_keras."):
