@@ -1,7 +1,7 @@
 """A folder for PYTHONPATH in which ``horovod`` is hvdgloo: ``hvdgloo-run --as-horovod``.
 
-It is put there by the agents, each of which knows where hvdgloo is on its host, and is inherited like any variable: by
-DataLoader workers and by interpreters that the program starts.
+It is put there by the agents, each of which knows where hvdgloo is on its host. DataLoader workers and interpreters
+that the program starts inherit it like any variable.
 """
 
 from __future__ import annotations

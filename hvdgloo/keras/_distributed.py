@@ -3,13 +3,13 @@
 The user's optimizer becomes an instance of a class that derives from its own and has the same name and module: so its
 state, its checkpoints and its configuration are the plain optimizer's, and plain Keras loads what was saved. The class
 overrides the one method through which every gradient passes just before a step, also where gradients are accumulated:
-there they are reduced, before they are clipped. How, depends on the backend: see the modules ``_on_tensorflow``,
+there they are reduced, before they are clipped. How depends on the backend: see the modules ``_on_tensorflow``,
 ``_on_torch`` (with hooks) and ``_on_jax`` beside this one.
 
 Under mixed precision a LossScaleOptimizer decides whether gradients are finite before it calls the optimizer inside.
-All ranks must decide alike, or those that step would wait for those that skip. So gradients are reduced before that one
-looks at them: a sum is finite only if all its parts are, and all ranks look at the same. Where gradients stay a rank's
-own (local layers, passes that only add up, reductions that can lose a NaN), its question is put to all ranks.
+All ranks must decide alike, or those that step would wait for those that skip. So gradients are reduced before it looks
+at them: a sum is finite only if all its parts are, and all ranks look at the same one. Where gradients stay a rank's
+own (local layers, passes that only add up, reductions that can lose a NaN), the question is put to all ranks.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ class Sync(Protocol):
         """The optimizer has been built for these variables; it ``changes`` gradients before it has them reduced."""
 
     def complete(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """The gradients, with zeros for those that this rank has not, and others might."""
+        """The gradients, with zeros for those that this rank does not have and others might."""
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Gradients of all ranks; None of those given is written that the user can see."""
+        """Gradients of all ranks; those given are not changed where the user can see it."""
 
     def agree(self, holds: Any) -> Any:
         """Whether a boolean tensor is true on all ranks."""
 
 
 class Distributed:
-    """What an optimizer has besides, once it is distributed. ``DistributedOptimizer`` makes them."""
+    """What an optimizer has in addition once it is distributed. ``DistributedOptimizer`` makes them."""
 
     _hvd: _State
     _hvd_options: ClassVar[KerasOptions]
@@ -74,7 +74,7 @@ class Distributed:
         _track(self)
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-        """Step: the plain optimizer's, which passes over variables without gradients."""
+        """The plain optimizer's step, which skips variables without gradients."""
         grads, trainable_variables = _complete(self, self._hvd.sync, grads, trainable_variables)
         super().apply(grads, trainable_variables)  # type: ignore[misc]
 
@@ -89,7 +89,7 @@ class Distributed:
         whole = [gradient * state.factor for gradient in grads] if state.factor != 1 else list(grads)
         variables = state.variables
         if keras.backend.backend() == "jax" and self.gradient_accumulation_steps:  # type: ignore[attr-defined]
-            # There a step is computed each time, and thrown away unless it is the last pass.
+            # There a step is computed in every pass, and discarded unless it is the last one.
             passes = self.gradient_accumulation_steps  # type: ignore[attr-defined]
             is_last = keras.ops.equal((self._iterations + 1) % passes, 0)  # type: ignore[attr-defined]
             reduced = keras.ops.cond(is_last, lambda: state.sync.reduce(whole, variables), lambda: whole)
@@ -98,7 +98,7 @@ class Distributed:
         return super()._clip_gradients(reduced)  # type: ignore[misc]
 
     def register_local_var(self, variable: Any) -> None:
-        """Leave a variable's gradient to this rank alone. Before the optimizer steps for the first time."""
+        """Leave a variable's gradient to this rank alone. To be called before the optimizer first steps."""
         self._hvd.add_local(variable)
         if self.built:  # type: ignore[attr-defined]
             _track(self)
@@ -120,7 +120,7 @@ class Distributed:
 
     @classmethod
     def from_config(cls, config: Any, **kwargs: Any) -> Any:
-        """The optimizer of a configuration, distributed as this class's are; what is local is to be told anew.
+        """The optimizer of a configuration, distributed as this class's are; what is local must be registered again.
 
         Keras itself asks the plain class for it, whose name is in what it saves.
         """
@@ -129,7 +129,7 @@ class Distributed:
 
 
 class _State:
-    """What is distributed about an optimizer; no part of what Keras tracks and saves."""
+    """What is distributed about an optimizer; not part of what Keras tracks and saves."""
 
     def __init__(self, options: KerasOptions, local_layers: Sequence[Any]) -> None:
         passes = options.backward_passes_per_step
@@ -138,8 +138,8 @@ class _State:
         self.sync = open_sync(options)
         self.variables: list[Any] = []
         self.local_layers = list(local_layers)
-        self.is_reduced = False  # the gradients under way, by the LossScaleOptimizer around this one
-        self.is_alike = False  # and all of them are
+        self.is_reduced = False  # whether the LossScaleOptimizer around this one has reduced gradients
+        self.is_alike = False  # and whether all of them
 
     def add_local(self, *variables: Any) -> None:
         local = self.options.local_variables
@@ -156,10 +156,10 @@ def names_of(variables: Sequence[Any]) -> list[str]:
 
 
 def check_op(options: KerasOptions) -> None:
-    """Whether Keras's optimizers can step on gradients that are reduced so.
+    """Check that Keras's optimizers can step on gradients that are reduced in this way.
 
     Raises:
-        InvalidArgumentError: they are not gradients of all ranks, but what optimizers did.
+        InvalidArgumentError: for Adasum, which combines what optimizers did, not gradients.
     """
     if options.op == ReduceOp.ADASUM:
         raise InvalidArgumentError(
@@ -245,7 +245,7 @@ def saved_as(saving: Any, mixin: type, base: type, options: KerasOptions, module
     if is_registered and saving.get_registered_name(made) != registered:
         register, found = saving.register_keras_serializable(package, name), saving.get_registered_object(registered)
         register(made)
-        register(found or base)  # the name goes on to mean what it did
+        register(found or base)  # the name still means what it did
     return made
 
 
@@ -295,7 +295,7 @@ def _reducing(plain: Any) -> Any:
         trainable_variables = None if trainable_variables is None else list(trainable_variables)
         if not self.built:
             with keras.name_scope(self.name):
-                self.build(trainable_variables)  # plain would do so too late: what is local is known then
+                self.build(trainable_variables)  # plain would do so too late; what is local is known after this
         grads, trainable_variables = _complete(self, self.inner_optimizer._hvd.sync, grads, trainable_variables)
         with _reduced(self, grads, trainable_variables or self._trainable_variables) as reduced:
             plain(self, reduced, trainable_variables)
@@ -322,7 +322,7 @@ def _reduced(scaling: Any, gradients: Sequence[Any], variables: Sequence[Any]) -
     if not adds or scaling.inner_optimizer.gradient_accumulation_steps or len(results) != len(variables):
         yield results
         return
-    # What is no gradient, but a variable's next value (of float8 scales), is each rank's own.
+    # What is not a gradient but a variable's next value (of float8 scales) is each rank's own.
     chosen = [
         index
         for index, (gradient, variable) in enumerate(zip(results, variables, strict=True))
@@ -347,7 +347,7 @@ def _complete(optimizer: Any, sync: Sync, gradients: Any, given: Any) -> tuple[l
 
 
 def train_without_xla(models: Any, mixin: type) -> None:
-    """Have models whose optimizer, or the one inside of it, derives from ``mixin`` train without XLA, and say so."""
+    """Have models whose optimizer, or the one inside it, derives from ``mixin`` train without XLA, and say so."""
     if not hasattr(models.make_train_function, "hvdgloo"):
         models.make_train_function = _without_xla(models.make_train_function, mixin)
 

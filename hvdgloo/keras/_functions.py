@@ -61,13 +61,14 @@ def allreduce(
         average: True for ``op=Average``, False for ``op=Sum``.
         prescale_factor, postscale_factor: multiply each rank's value before, and the result after.
         op: Average (default), Sum, Min, Max or Product.
-        compression: with ``Compression.fp16`` floating-point values travel as float16; with others as they are.
+        compression: with ``Compression.fp16`` floating-point values travel as float16; with others, unchanged.
 
     Returns:
         a numpy array.
 
     Raises:
-        InvalidArgumentError: (a ValueError) the value is part of a step under way; so do the other functions here.
+        InvalidArgumentError: (a ValueError) the value is part of a step under way. The other functions here raise
+            it as well.
     """
     if average is not None and op is None:
         average, op = None, ReduceOp.AVERAGE if average else ReduceOp.SUM
@@ -151,7 +152,7 @@ def load_model(
 
 
 def names_in_file(custom_optimizers: Sequence[type] | None, custom_objects: dict[str, Any] | None) -> dict[str, Any]:
-    """What ``load_model``'s arguments say that names in a file stand for."""
+    """What names in a file stand for according to ``load_model``'s arguments."""
     return {optimizer.__name__: optimizer for optimizer in custom_optimizers or ()} | (custom_objects or {})
 
 
@@ -166,7 +167,7 @@ def array_of(value: Any) -> Array:
     inner = value.value if isinstance(value, keras.Variable) else value
     if getattr(inner, "grad_fn", None) is not None:
         raise InvalidArgumentError(_VALUES)
-    # Variables of Keras and of TensorFlow do not speak numpy 2's protocol, and are asked directly.
+    # Variables of Keras and of TensorFlow do not support numpy 2's protocol, and are asked directly.
     known = keras.backend.backend() == "tensorflow" and hasattr(inner, "numpy")
     try:
         return np.asarray(inner.numpy() if known else keras.ops.convert_to_numpy(inner))

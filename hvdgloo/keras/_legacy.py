@@ -23,7 +23,7 @@ _NO_PASSES = (
 
 
 class DistributedLegacy:
-    """What an optimizer of tf_keras has besides, once it is distributed."""
+    """What an optimizer of tf_keras has in addition once it is distributed."""
 
     _hvd: _State
     _hvd_options: ClassVar[KerasOptions]
@@ -40,7 +40,7 @@ class DistributedLegacy:
         if passes is None:
             return plain(together, *args, **kwargs)
         trained = [variable for gradient, variable in pairs if gradient is not None]
-        # There is no making of variables in a branch.
+        # No variables can be made in a branch.
         make = self.build if hasattr(self, "build") else self._create_all_weights  # type: ignore[attr-defined]
         return passes.apply_gradients(lambda: plain(together, *args, **kwargs), lambda: make(trained))
 
@@ -55,7 +55,7 @@ class DistributedLegacy:
 
     @classmethod
     def from_config(cls, config: Any, **kwargs: Any) -> Any:
-        """The optimizer of a configuration, distributed as this class's are; what is local is to be told anew.
+        """The optimizer of a configuration, distributed as this class's are; what is local must be registered again.
 
         tf_keras itself asks the plain class for it, whose name is in what it saves.
         """
@@ -106,7 +106,7 @@ def load_model(filepath: Any, names: dict[str, Any], options: KerasOptions) -> A
 
 
 class _State:
-    """What is distributed about an optimizer; no part of what tf_keras tracks and saves."""
+    """What is distributed about an optimizer; not part of what tf_keras tracks and saves."""
 
     def __init__(self, options: KerasOptions, local_variables: Iterable[Any] = ()) -> None:
         gradients = importlib.import_module("hvdgloo.tensorflow._gradients")
@@ -122,7 +122,7 @@ class _State:
                 self.sync.reduce,
                 average_aggregated_gradients=options.average_aggregated_gradients,
             )
-        self.is_reduced = False  # the gradients under way, by the LossScaleOptimizer around this one
+        self.is_reduced = False  # whether the LossScaleOptimizer around this one has reduced the gradients
 
     def __deepcopy__(self, memo: Any) -> _State:
         return _State(self.sync.options, self.sync.local_sources)

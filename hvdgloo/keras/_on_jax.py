@@ -51,7 +51,7 @@ class JaxSync:
         def exchange(arrays: Sequence[Any]) -> list[Any]:
             for name, array in reversed(list(zip(names, arrays, strict=True))):
                 if reducer.is_open(name):
-                    reducer.reset()  # the step before did not come to its end
+                    reducer.reset()  # the previous step did not finish
                 reducer.ready(name, np.asarray(array))
             reduced = reducer.wait()
             return [reduced[name] for name in names]
@@ -79,7 +79,7 @@ class JaxSync:
 
 
 def _outside(function: Callable[[Sequence[Any]], list[Any]], tensors: Sequence[Any]) -> list[Any]:
-    """``function`` of arrays, which returns arrays like them, called from a compiled step; in the steps' order."""
+    """Call ``function``, which turns arrays into arrays like them, from a compiled step; in the order of the steps."""
 
     def call(*arrays: Any) -> Any:
         try:
@@ -112,7 +112,7 @@ class BF16Compressor(compression.BF16Compressor[Any]):
 
 
 def prepare() -> None:
-    """Have ``fit`` and its like raise our errors: JAX makes one of its own out of what a callback raises."""
+    """Have ``fit`` and the like raise our errors: JAX turns what a callback raises into an error of its own."""
     for name in ("fit", "train_on_batch"):
         plain = getattr(keras.Model, name)
         if not hasattr(plain, "hvdgloo"):

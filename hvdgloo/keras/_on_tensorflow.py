@@ -1,4 +1,4 @@
-"""Keras on TensorFlow: gradients go the way of ``hvdgloo.tensorflow``'s tape."""
+"""Keras on TensorFlow: gradients are reduced as by ``hvdgloo.tensorflow``'s tape."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Keras on torch: hooks hand every gradient to the reducer while the backward pass still runs.
 
-``fit`` gives the optimizer the very gradients that the parameters hold. What is given besides has been changed after
-the backward pass (scaled, clipped, masked): if so on any rank, what the hooks have sent is thrown away on all, and what
-is given is sent, with hooks no more. So gradients are not reduced in place: nobody sees them half reduced. With
+``fit`` gives the optimizer the same gradient objects that the parameters hold. Anything else has been changed after the
+backward pass (scaled, clipped, masked): if so on any rank, what the hooks have sent is discarded on all, what is given
+is sent, and hooks are no longer used. So gradients are not reduced in place: nobody sees them half reduced. With
 accumulation, or a loss scale of the optimizer's own, there are no hooks to begin with.
 """
 
@@ -28,12 +28,12 @@ Tensor = torch.Tensor
 
 logger = logging.getLogger(__name__)
 
-# What the gradients that are given have to do with those that hooks have sent; the greatest of the ranks' counts.
+# How the given gradients relate to those that hooks have sent; the greatest value of any rank counts.
 _NOTHING, _SENT, _CHANGED = range(3)
 
 _owners: MutableMapping[Tensor, weakref.ref[TorchSync]] = WeakIdKeyDictionary()
-"""Parameter to a weak reference to the TorchSync whose hook it may have: the latest one, by decision and not by chance
-of garbage collection, which ranks would not share."""
+"""Parameter to a weak reference to the TorchSync whose hook it may have: the latest one, by rule and not by the
+accidents of garbage collection, which differ between ranks."""
 
 
 class TorchSync:
@@ -48,7 +48,7 @@ class TorchSync:
         self._hooked: dict[str, Any] = {}
         self._hooks: list[Any] = []
         self._sent: dict[str, tuple[Tensor, int]] = {}  # by hooks: gradients, and their versions at the time
-        self._is_new = True  # no step since there are hooks
+        self._is_new = True  # no step since the hooks were made
 
     @property
     def active(self) -> bool:
@@ -82,7 +82,7 @@ class TorchSync:
     def ready(self, name: str, gradient: Tensor) -> None:
         """A backward pass has computed a gradient; from a parameter's hook."""
         if self._reducer.is_open(name):
-            self._abandon()  # no step followed the backward pass before
+            self._abandon()  # no step followed the previous backward pass
         self._sent[name] = gradient, gradient._version
         self._reducer.ready(name, gradient)
 
@@ -139,9 +139,9 @@ class TorchSync:
         return tensor is gradient and gradient._version == version
 
     def _from_hooks(self, *, changed: bool) -> dict[str, Tensor] | None:
-        """What has come of what hooks have sent; None on all ranks if on any this is not what was given to be reduced.
+        """The results of what hooks have sent; None on all ranks if on any something else was given to be reduced.
 
-        Then hooks are given up, unless they are so new that they have sent nothing: the first step makes them.
+        In that case hooks are given up, unless they are so new that they have sent nothing: the first step makes them.
         """
         is_first, self._is_new = self._is_new and not self._sent, False
         state = _NOTHING if is_first else _CHANGED if changed else _SENT
@@ -160,7 +160,7 @@ class TorchSync:
         return reduced
 
     def _settle(self) -> dict[str, Tensor]:
-        """What has come of the gradients that hooks have sent."""
+        """The results of the gradients that hooks have sent."""
         # Other ranks' backward passes may have reached parameters that this one's has not.
         for name, parameter in self._hooked.items():
             if not self._reducer.is_open(name):
@@ -178,7 +178,7 @@ class TorchSync:
             self._reducer.reset()
 
     def _lose(self) -> None:
-        """Another optimizer takes these parameters over, and has the hooks; this one sends what it is given."""
+        """Another optimizer takes over these parameters and has the hooks now; this one sends what it is given."""
         self._abandon()
         self._unhook()
         # The other's gradients may be under way when this one steps.

@@ -36,8 +36,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     """Have an optimizer step on gradients reduced over all ranks. Call it on every rank alike, after ``init()``.
 
     Args:
-        optimizer: of Keras 3, on its TensorFlow, torch or JAX backend, also a LossScaleOptimizer; or of tf_keras. It is
-            this very object that is distributed from then on, with all the state it has.
+        optimizer: of Keras 3, on its TensorFlow, torch or JAX backend, also a LossScaleOptimizer; or of tf_keras. This
+            object itself is distributed from then on, with all the state it has.
         name, device_dense, device_sparse: accepted for programs that pass them.
         compression: ``Compression.fp16`` and ``Compression.bf16`` send float32 and float64 as float16 or bfloat16.
         sparse_as_dense: send an embedding's gradient as a dense tensor; without it all ranks' rows are gathered.
@@ -56,7 +56,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         model, and puts into copies of a LossScaleOptimizer: distribute these again.
 
     Raises:
-        InvalidArgumentError: (a ValueError) no such optimizer, one that is distributed already, or an option that
+        InvalidArgumentError: (a ValueError) not such an optimizer, one that is distributed already, or an option that
             cannot be used.
         NotInitializedError: before ``init()``, when it steps.
     """

@@ -27,7 +27,7 @@ Multiplier = float | Callable[[float], float]
 
 
 class _ForTfKeras:
-    """What tf_keras asks callbacks besides, to leave out those that have nothing to do with batches."""
+    """What tf_keras also asks callbacks, to leave out those that have nothing to do with batches."""
 
     def _implements_train_batch_hooks(self) -> bool:
         hooks = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
@@ -43,7 +43,8 @@ class _ForTfKeras:
 class BroadcastGlobalVariablesCallback(_ForTfKeras, keras.callbacks.Callback):  # type: ignore[misc]
     """Gives all ranks the root's weights, and the state of its optimizer, when training begins.
 
-    At once if the model is built on all ranks, and again after the first batch, when the optimizer's state is there.
+    This happens at once if the model is built on all ranks, and again after the first batch, when the optimizer's state
+    exists.
     Random seeds, of Dropout for example, stay each rank's own.
 
     Args:
@@ -84,7 +85,7 @@ class BroadcastGlobalVariablesCallback(_ForTfKeras, keras.callbacks.Callback):  
     def _weights(self) -> list[Any]:
         try:
             weights = self.model.weights
-        except ValueError:  # so tf_keras says that the model is not built
+        except ValueError:  # this is how tf_keras says that the model is not built
             return []
         return self._shared(weights)
 
@@ -97,10 +98,10 @@ class BroadcastGlobalVariablesCallback(_ForTfKeras, keras.callbacks.Callback):  
 
 
 class MetricAverageCallback(_ForTfKeras, keras.callbacks.Callback):  # type: ignore[misc]
-    """Replaces the metrics of an epoch by their averages over all ranks; of arrays, element by element.
+    """Replaces the metrics of an epoch with their averages over all ranks; arrays are averaged element by element.
 
-    What is not numbers of one shape on all ranks stays as it is on all. Callbacks that look at metrics come after it in
-    the list: they then decide alike on all ranks.
+    Metrics that are not numbers of one shape on all ranks stay as they are. Put callbacks that look at metrics after
+    this one in the list: they then decide alike on all ranks.
 
     Args:
         device: accepted for programs that pass it.
@@ -132,13 +133,13 @@ class LearningRateScheduleCallback(_ForTfKeras, keras.callbacks.Callback):  # ty
             ``multiplier ** (epoch - start_epoch)``; without an ``initial_lr`` it is a constant factor.
         start_epoch, end_epoch: the first epoch, and the first after the last (None: no end).
         staircase: change it once an epoch, and not with every batch.
-        momentum_correction: while it changes, scale the momentum likewise (Goyal et al., 2017), where the optimizer's
-            momentum is a variable (tf_keras); Keras 3 compiles it in as a constant.
+        momentum_correction: while it changes, scale the momentum in the same way (Goyal et al., 2017), where the
+            optimizer's momentum is a variable (tf_keras); Keras 3 compiles it in as a constant.
         steps_per_epoch: batches in an epoch, if Keras does not know.
 
     Programs of Horovod 0.19 pass ``(multiplier, start_epoch, ..., initial_lr=None)``: a call whose first argument is a
-    function, or which names ``initial_lr``, or which has but one argument, is understood so; without an ``initial_lr``
-    the optimizer's learning rate counts, and a number is a constant factor of it, as it was there.
+    function, or that names ``initial_lr``, or that has only one argument, is understood in that way; without an
+    ``initial_lr`` the optimizer's learning rate counts, and a number is a constant factor of it, as it was there.
 
     Raises:
         InvalidArgumentError: (a ValueError) there is no multiplier.
@@ -211,7 +212,7 @@ class LearningRateScheduleCallback(_ForTfKeras, keras.callbacks.Callback):  # ty
             logs["lr"] = float(_learning_rate(self.model))
 
     def factor(self, epoch: float) -> float:
-        """What the learning rate is multiplied with at a time, counted in epochs."""
+        """What the learning rate is multiplied by at a given time, counted in epochs."""
         if callable(self._multiplier):
             return float(self._multiplier(epoch))
         if self._is_constant:
@@ -239,7 +240,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         verbose: 1 to print the learning rate when the warm-up has ended.
 
     Programs of Horovod 0.19 pass ``(warmup_epochs=5, ..., initial_lr=None)``: a call that names ``initial_lr``, or
-    whose first argument is a whole number which no number follows, is understood so.
+    whose first argument is a whole number that no number follows, is understood in that way.
     """
 
     __signature__ = inspect.Signature(
@@ -274,11 +275,11 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         super().on_epoch_end(epoch, logs)
         if epoch == self.warmup_epochs - 1 and self.verbose > 0:
             rate = float(_learning_rate(self.model))
-            # Beside Keras's own progress, and like it no matter of log levels.
+            # Beside Keras's own progress and, like it, independent of log levels.
             print(f"\nEpoch {epoch + 1}: the warm-up has ended at a learning rate of {rate:g}", flush=True)  # noqa: T201
 
     def _warm(self, epoch: float) -> float:
-        # The rate is that of the batch's end, so that the last batch of the warm-up has the full one.
+        # The rate is the one at the batch's end, so that the last batch of the warm-up has the full one.
         assert self.steps_per_epoch is not None
         size = FRONTEND.size()
         return ((epoch + 1.0 / self.steps_per_epoch) * (size - 1) / self.warmup_epochs + 1) / size
@@ -371,7 +372,7 @@ def _check_models(models: Sequence[Sequence[tuple[str, Any]]]) -> None:
     """Whether the weights of all ranks' models, by name and shape, can be one model's.
 
     Raises:
-        MismatchError: they cannot; it is the same on all ranks.
+        MismatchError: they cannot; the error is the same on all ranks.
     """
     first = models[0]
     for rank, other in enumerate(models):

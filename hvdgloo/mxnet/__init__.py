@@ -20,7 +20,7 @@ from hvdgloo.errors import MissingDependencyError
 try:
     import mxnet  # noqa: F401 - to say what is missing, before anything else fails for want of it
 except (ModuleNotFoundError, AttributeError) as error:
-    # MXNet, which is not developed any more, uses names that numpy 1.24 has removed.
+    # MXNet, which is no longer developed, uses names that numpy 1.24 has removed.
     if getattr(error, "name", None) != "mxnet" and "'numpy'" not in str(error) and "np." not in str(error):
         raise
     raise MissingDependencyError(

@@ -1,10 +1,10 @@
 """MXNet's arrays as the Frontend sees them: classic ones (``mx.nd``) and those of its numpy interface (``mx.np``).
 
-MXNet computes behind the program's back: an array is there at once, its values later. Memory that the engine is given
-must therefore be waited for: until all that writes it has ended, and, if results go into it, all that reads it. That
-happens in the calling thread, not in a fence, since until then the memory may still be in another layout (oneDNN's
-blocks, for convolutions), and even elsewhere. MXNet is asked to compute nothing on it before the collective has ended,
-so what it computes afterwards sees the result.
+MXNet computes in the background: an array is there at once, its values later. Before the engine is given memory,
+everything that writes it must therefore have ended and, if results go into it, everything that reads it. The wait is in
+the calling thread, not in a fence, since until then the memory may still be in another layout (oneDNN's blocks, for
+convolutions), and even elsewhere. MXNet is asked to compute nothing on it before the collective has ended, so what it
+computes afterwards sees the result.
 """
 
 from __future__ import annotations
@@ -128,10 +128,10 @@ def _instead_of(value: object) -> str:
 
 
 def _settle(tensor: Tensor, *, written: bool) -> None:
-    """Wait until MXNet has done with an array's memory what the program has asked for so far.
+    """Wait until MXNet has done everything with an array's memory that the program has asked for so far.
 
     Raises:
-        HvdglooError: it comes out of the gradient of a collective, which failed with this.
+        HvdglooError: the array comes from the gradient of a collective, which failed with this error.
         MXNetError: computing it failed otherwise.
     """
     wait = _LIB.MXNDArrayWaitToWrite if written else _LIB.MXNDArrayWaitToRead

@@ -15,10 +15,10 @@ from hvdgloo.mxnet._adapter import MXNetAdapter, Tensor
 
 
 class MXNetFrontend(Frontend[Tensor]):
-    """A Frontend whose gradients are named by their calls' order in the program, whatever that of the backward pass."""
+    """A Frontend whose gradients are named by their calls' order in the program, not by that of the backward pass."""
 
     def _for_gradient(self, operation: CollectiveSpec, name: str | None) -> Core[Tensor]:
-        # Calls with names may come in any order, so each name is counted by itself.
+        # Calls with names may come in any order, so each name is counted separately.
         prefix = "gradient" if name is None else f"{name}.gradient"
         return NamedFrontend(self.adapter, self._context, self.automatic_name(prefix, operation.process_set))
 

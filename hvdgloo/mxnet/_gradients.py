@@ -1,6 +1,6 @@
 """Reducing the gradients of a step: what the trainer and the optimizers call.
 
-MXNet has no hooks that fire while the backward pass runs, but its backward pass runs behind the program's back. So
+MXNet has no hooks that fire while the backward pass runs, but its backward pass runs in the background. So
 gradients are handed over last weight first, in about the order in which they are computed: each is waited for as the
 engine looks at it, and travels while MXNet computes those of earlier layers. All are waited for once, at the end.
 """
@@ -22,9 +22,9 @@ class MXNetGradientSync:
 
     Args:
         frontend: where collectives are submitted.
-        options: how.
-        label: begins the gradients' names; the same on all ranks. Of those that may be reduced at a time each has its
-            own, see ``reserved``.
+        options: how gradients are reduced.
+        label: begins the gradients' names; the same on all ranks. Objects that may reduce at the same time have
+            different ones, see ``reserved``.
 
     Raises:
         InvalidArgumentError: (a ValueError) an option cannot be used.
@@ -42,7 +42,7 @@ class MXNetGradientSync:
 
     @classmethod
     def reserved(cls, frontend: Frontend[Tensor], options: GradientOptions, label: str) -> MXNetGradientSync:
-        """One whose label gets a number behind it if it was reserved before in this job.
+        """One whose label has a number appended if the label was reserved before in this job.
 
         Raises:
             InvalidArgumentError: (a ValueError) an option cannot be used.
@@ -52,7 +52,7 @@ class MXNetGradientSync:
         return cls(frontend, options, own)
 
     def __reduce__(self) -> tuple[type[MXNetGradientSync], tuple[Frontend[Tensor], GradientOptions, str]]:
-        # With its label: ranks that do not all load it must not number later ones otherwise than those that do.
+        # With its label: ranks that do not load it must number later ones just as those that do.
         return MXNetGradientSync, (self._frontend, self._options, self._label)
 
     @property
@@ -61,10 +61,10 @@ class MXNetGradientSync:
         return self._frontend.is_shared(self._options.process_set)
 
     def reduce(self, gradients: Mapping[Hashable, Tensor]) -> None:
-        """Overwrite gradients by the ranks' average.
+        """Overwrite gradients with the ranks' average.
 
         Args:
-            gradients: by their weights, the same ones in the same order on all ranks; dense.
+            gradients: keyed by their weights, the same ones in the same order on all ranks; dense.
 
         Raises:
             InvalidArgumentError: (a ValueError) one is sparse, or of a type that cannot be sent.
@@ -101,5 +101,5 @@ class MXNetGradientSync:
     def _abandon(reducer: GradientReducer[Tensor]) -> None:
         try:
             reducer.reset()
-        except Exception:  # noqa: BLE001 - memory is at rest, and the first error is the one to tell
+        except Exception:  # noqa: BLE001 - memory is at rest, and the first error is the one to report
             pass

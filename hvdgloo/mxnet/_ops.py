@@ -168,7 +168,7 @@ def alltoall(
     priority: int = 0,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Send every rank a part of the array's rows, and receive its part of each: ``Frontend.alltoall``. Differentiable.
+    """Send every rank a part of the array's rows, and receive one from each: ``Frontend.alltoall``. Differentiable.
 
     Args:
         tensor: first dimensions may differ between ranks, others may not.

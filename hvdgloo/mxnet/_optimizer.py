@@ -1,4 +1,4 @@
-"""``DistributedOptimizer`` for the Module API and loops of one's own, and ``DistributedTrainer`` for Gluon."""
+"""``DistributedOptimizer`` for the Module API and custom loops, and ``DistributedTrainer`` for Gluon."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ __all__ = ["DistributedOptimizer", "DistributedTrainer"]
 
 
 class DistributedMXNetOptimizer:
-    """What a distributed optimizer does otherwise than the plain one, which it holds and with which it shares its
-    state."""
+    """What a distributed optimizer does differently from the plain one, which it holds and whose state it shares."""
 
     __slots__ = ("_plain", "_sync")  # not in the state, which is the plain optimizer's
 
@@ -61,7 +60,7 @@ class DistributedMXNetOptimizer:
         return _distributed(copy.deepcopy(self._plain, memo), self._sync)
 
     def __reduce__(self) -> Any:
-        # As itself: ``gluon.Trainer.load_states`` trains on with whatever comes out.
+        # As itself: ``gluon.Trainer.load_states`` continues training with whatever comes out.
         return _distributed, (self._plain, self._sync)
 
     def _update(self, step: Any, index: Any, weight: Any, grad: Any, state: Any) -> None:
@@ -108,7 +107,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name; it makes an instance o
     For ``Module.fit(kvstore=None, optimizer=...)`` and ``Module.init_optimizer``. Gluon has ``DistributedTrainer``.
 
     Args:
-        optimizer: a plain optimizer. It is held and does the updating; both have one state from then on. Its
+        optimizer: a plain optimizer. It is held and does the updating; both share one state from then on. Its
             ``rescale_grad`` is for this rank's batch: 1 / batch size, not divided by the number of ranks.
         gradient_predivide_factor: splits the average's division: by this before the sum, by size / this after it.
         num_groups: how many groups of gradients to send as one each; 0 sends every gradient by itself.
@@ -138,7 +137,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
     """A Gluon trainer that steps on gradients averaged over all ranks; without a kvstore.
 
     ``step(batch_size)`` gets the batch size of this rank. ``allreduce_grads()`` and ``update()`` work as in a plain
-    trainer. With ``ignore_stale_grad=True``, on both ways, a parameter is updated on all ranks if it has a new gradient
+    trainer. With ``ignore_stale_grad=True``, either way, a parameter is updated on all ranks if it has a new gradient
     on one: the others add zeros. ``save_states()`` saves the plain optimizer, for any trainer.
 
     Args:
@@ -148,7 +147,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         compression: ``Compression.fp16`` sends float32 and float64 gradients as float16.
         gradient_predivide_factor: splits the average's division: by this before the sum, by size / this after it.
         prefix: begins the names of gradients in messages. They end in the parameter's number, counted from 0 in order
-            of names (of a list: in its order).
+            of names (for a list: in its order).
         num_groups: how many groups of gradients to send as one each; 0 sends every gradient by itself.
         process_set: the ranks that share gradients.
 
@@ -223,8 +222,8 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         """Load what ``save_states`` has written: the optimizer, its state, and its options.
 
         Args:
-            fname: a file of this trainer's or of ``gluon.Trainer``'s. Of a ``DistributedOptimizer`` in it the plain one
-                is taken: this trainer averages, with its own options.
+            fname: a file of this trainer's or of ``gluon.Trainer``'s. From a ``DistributedOptimizer`` in it the plain
+                one is taken: this trainer averages, with its own options.
         """
         super().load_states(fname)
         loaded: Any = self.optimizer
@@ -238,7 +237,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         try:
             self._sync.reduce({index: self._params[index].list_grad()[0] for index in trained})
         except MismatchError as error:
-            # Numbers name gradients, since parameters' names tell what else a rank has built.
+            # Numbers name gradients, since parameters' names depend on what else a rank has built.
             number = error.name.rpartition(".")[2].partition("+")[0]
             here = self._params[int(number)].name
             raise MismatchError(f"{error} (on this rank {number} is {here})", name=error.name) from error

@@ -2,10 +2,10 @@
 
 ``mx.autograd.Function`` would be the ordinary way. It loses gradients, though: those that are to be added to what is
 there (``grad_req="add"``), and all of a group as soon as one input needs none. So this is done here with the function
-of MXNet's C interface that it calls, too.
+of MXNet's C interface that ``Function`` also calls.
 
-MXNet runs the backward callback in threads of its own, several at a time: rules must not rely on an order. Of several
-that fail at a time it tells of one; the log has all.
+MXNet runs the backward callback in threads of its own, several at a time: rules must not rely on an order. If several
+fail at a time, it reports one; the log has all.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _log = logging.getLogger(__name__)
 Rule = Callable[[Sequence[Any]], Sequence[Any]]
 
 _NOTHING, _ADD = 0, 3
-"""What may be asked for of a gradient; all else is to write it."""
+"""What may be requested for a gradient; anything else means to write it."""
 _MARK = "kCustomFunctionBackward"
-"""In the text of MXNet's error when a backward callback has said that it failed."""
+"""In the text of MXNet's error when a backward callback has reported failure."""
 
 _numbers = itertools.count(1)
 _nodes: dict[int, tuple[Rule, Any, Any]] = {}
-"""Of nodes that MXNet may still call: the rule, and memory that MXNet reads."""
+"""For nodes that MXNet may still call: the rule, and memory that MXNet reads."""
 _last_failure: HvdglooError | None = None
 
 
 def record(inputs: Sequence[Any], outputs: Sequence[Any], rule: Rule) -> None:
-    """Tell autograd, which must be recording, that ``outputs`` were computed of ``inputs``.
+    """Tell autograd, which must be recording, that ``outputs`` were computed from ``inputs``.
 
     Args:
         inputs, outputs: arrays; outputs are new ones.
@@ -61,7 +61,7 @@ def record(inputs: Sequence[Any], outputs: Sequence[Any], rule: Rule) -> None:
 
 
 def failure_behind(error: Exception) -> HvdglooError | None:
-    """What a rule raised, if that is why MXNet raised ``error``. MXNet lets nothing through but that one has failed."""
+    """What a rule raised, if that is why MXNet raised ``error``. MXNet passes on only that something failed."""
     return _last_failure if _MARK in str(error) else None
 
 
@@ -79,7 +79,7 @@ def _on_backward(outputs: int, inputs: int, handles: Any, requests: Any, is_trai
                     target += gradient
                 else:
                     target[:] = gradient
-    except Exception as error:  # noqa: BLE001 - nothing may leave a callback; who waits for the gradient hears of it
+    except Exception as error:  # noqa: BLE001 - nothing may leave a callback; the wait for the gradient raises it
         _log.error("the gradient of a collective failed: %s: %s", type(error).__name__, error)
         if isinstance(error, HvdglooError):
             _last_failure = error.with_traceback(None)  # whose frames hold arrays

@@ -1,4 +1,4 @@
-"""Shapes with zero rows, and of scalars, which MXNet's legacy semantics does not know."""
+"""Shapes with zero rows, and of scalars, which MXNet's legacy semantics do not have."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _OFF, _ON = 0, 1
 
 @contextmanager
 def numpy_shapes() -> Iterator[None]:
-    """This thread makes arrays with numpy's shapes meanwhile.
+    """Inside, this thread makes arrays with numpy's shapes.
 
-    As ``mx.util.np_shape``, whose first use tells the user's log about a switch that the user has not touched.
+    Like ``mx.util.np_shape``, whose first use logs a message about a switch that the user has not touched.
     """
     was_on = _switch(_ON)
     try:
@@ -26,7 +26,7 @@ def numpy_shapes() -> Iterator[None]:
 
 
 def _switch(semantics: int) -> bool:
-    """Whether numpy's semantics was on before."""
+    """Whether numpy's semantics were on before."""
     before = ctypes.c_int()
     check_call(_LIB.MXSetIsNumpyShape(ctypes.c_int(semantics), ctypes.byref(before)))
     return bool(before.value)

@@ -27,7 +27,8 @@ def broadcast_parameters(params: Any, root_rank: int = 0, prefix: str | None = N
         prefix: begins the names in messages.
 
     Raises:
-        InvalidArgumentError: (a ValueError) ``params`` is no dict, or has values that are neither or are sparse.
+        InvalidArgumentError: (a ValueError) ``params`` is not a dict, or has values that are neither arrays nor
+            parameters, or are sparse.
     """
     _broadcast_parameters(FRONTEND, params, root_rank, prefix or "")
 
@@ -74,11 +75,11 @@ def _arrays_of(parameter: Any, label: str) -> list[tuple[str, Tensor]]:
 
 def _broadcast_once_initialized(frontend: Frontend[Tensor], parameter: Any, root_rank: int, label: str) -> None:
     def initialize(parameter: Any, *args: Any, **kwargs: Any) -> None:
-        del parameter._init_impl  # once; and what was asked for before is forgotten
+        del parameter._init_impl  # once only; earlier requests are forgotten
         parameter._init_impl(*args, **kwargs)
         frontend.broadcast_all_(_arrays_of(parameter, label), root_rank)
 
-    parameter._init_impl = MethodType(initialize, parameter)  # of which a deep copy is the copied parameter's
+    parameter._init_impl = MethodType(initialize, parameter)  # a deep copy of it belongs to the copied parameter
 
 
 broadcast_object = FRONTEND.broadcast_object

@@ -19,7 +19,7 @@ _DTYPES = {dtype.value: dtype for dtype in DType}
 
 
 class NumpyAdapter:
-    """TensorAdapter for ``numpy.ndarray``, and for the scalars that numpy's functions return.
+    """TensorAdapter for ``numpy.ndarray`` and for the scalars that numpy's functions return.
 
     C-contiguous arrays in native byte order are shared with the engine, others staged. numpy records no gradients.
     """

@@ -1,4 +1,4 @@
-"""``horovod`` in the place of Horovod: every module of it that hvdgloo has is hvdgloo's own, the very object.
+"""``horovod`` in the place of Horovod: every module of it that hvdgloo has is hvdgloo's own, the same object.
 
 ``import horovod.torch as hvd`` gives ``hvdgloo.torch``; classes and exceptions are the same under both names, and so
 ``except`` clauses and pickles work whichever a program uses.
@@ -20,11 +20,11 @@ import hvdgloo
 __all__ = ["__version__"]
 
 __version__ = "0.28.1"
-"""The last version of Horovod: programs ask for it, to know which functions there are. Ours is hvdgloo.__version__."""
+"""The last version of Horovod: programs look at it to see which functions exist. Ours is hvdgloo.__version__."""
 
 
 class _Alias(importlib.abc.Loader):
-    """Gives a module of hvdgloo another name."""
+    """Gives a module of hvdgloo a second name."""
 
     def __init__(self, target: str) -> None:
         self._target = target
