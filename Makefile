@@ -3,8 +3,8 @@
 # PYTHON chooses the interpreter. torch is pinned in this project's own environment; what users may install is a range
 # (setup.cfg).
 #
-# Environments: .venv has torch and numpy, and is all that `make test` needs. Each other one is for what .venv cannot
-# have beside it; `make test-all` makes them and runs their tests, too.
+# Environments: .venv has torch and numpy, and is all that `make test` needs. Each of the others is for what cannot be
+# installed in .venv as well; `make test-all` makes them and runs their tests, too.
 
 PYTHON ?= python3
 # pytest's processes in each target. Where targets run side by side it is 0: then each has one core, and its own process.
@@ -56,11 +56,11 @@ VENV_PYTHON ?= .venv-python
 TESTS_PYTHON ?= tests/unit tests/architecture/test_docs.py::test_this_environment_is_in_the_matrix
 FIND_PYTHON = $(PYTHON) tests/support/pythons.py
 SIDE_BY_SIDE = WORKERS=0 $(PYTHON) tests/support/side_by_side.py --make "$(MAKE)" $(if $(JOBS),--jobs $(JOBS))
-# Those of which nothing is found say so.
+# Versions that are not found are reported.
 PYTHON_TARGETS = $(addprefix test-python-,$(shell $(FIND_PYTHON)))
 
-# What $(VENV) has (torch, numpy, the test tools) is not installed twice: in the environment that is the argument it is
-# visible, behind what is installed there.
+# What $(VENV) has (torch, numpy, the test tools) is not installed twice: the environment that is the argument
+# sees it, behind what is installed there.
 PURELIB = $$($(1)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")
 SHARE = echo "import site; site.addsitedir('$(call PURELIB,$(abspath $(VENV)))')" > $(call PURELIB,$(1))/shared.pth
 
@@ -71,8 +71,8 @@ demo: $(READY)
 	$(BIN)/hvdgloo-run -np 2 examples/torch_digits.py
 
 # Where ranks are threads of one process, a second pytest has the second core to itself. Tests of several processes wait
-# half of their time, for programs to start and for deadlines to pass; a third pytest has the cores meanwhile. torch meets
-# every data plane here, numpy those that are left in test-pygloo.
+# half of their time, for programs to start and for deadlines to pass; a third pytest uses the cores meanwhile. torch
+# meets every data plane here, numpy those that are left in test-pygloo.
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 $(TESTS_THREADS) -k "not (numpy and (gloo or segment or hierarchical or inline))"
 	$(BIN)/python -m pytest -n 3 --dist worksteal $(TESTS_PROCESSES)
@@ -80,14 +80,14 @@ test: $(READY)
 test-all: test
 	$(MAKE) test-others
 
-# All but `make test`: each environment is made by its own target, so that one is made while another one's tests run. The
-# target that takes longest comes first.
+# All but `make test`: each environment is made by its own target, so that one is made while the tests of another run.
+# The target that takes longest comes first.
 test-others: $(READY)
 	+$(SIDE_BY_SIDE) test-tensorflow test-pygloo test-mxnet $(PYTHON_TARGETS) test-packaging
 
-# TensorFlow has an environment of its own: users have one framework or the other, and so has the rest of the tests. Of
-# the contracts all run that concern tensors, on data planes that treat memory differently; on Gloo and on a segment of
-# shared memory a sample, since what becomes of a tensor there does not depend on the framework.
+# TensorFlow has an environment of its own: users have one framework or the other, and so do the other tests. All
+# contracts that concern tensors run, on data planes that treat memory differently; on Gloo and on a segment of shared
+# memory only a sample, since what happens to a tensor there does not depend on the framework.
 test-tensorflow: $(READY_TF)
 	HVDGLOO_TEST_FRONTENDS=tensorflow $(VENV_TF)/bin/python -m pytest tests/tensorflow
 	HVDGLOO_TEST_FRONTENDS=tensorflow $(VENV_TF)/bin/python -m pytest -n $(WORKERS) $(TESTS_TF) \
@@ -104,7 +104,7 @@ test-with-pygloo: $(READY_PYGLOO)
 	    -k "(gloo or hierarchical or shm or front_end) and not (mxnet and (hierarchical or shm))"
 	$(VENV_PYGLOO)/bin/python -m pytest $(PROCESSES_PYGLOO)
 
-# MXNet needs an old numpy and an old Python, so nothing of the other environments is of use; there is no torch in this.
+# MXNet needs an old numpy and an old Python, so nothing from the other environments can be used; this one has no torch.
 test-mxnet:
 	$(if $(PYTHON_MXNET),$(MAKE) test-with-mxnet PYTHON_MXNET="$(PYTHON_MXNET)",@echo "$@: skipped, for lack of" \
 	    "Python 3.10 or 3.11 (on the PATH, of pyenv or uv, or as PYTHON_MXNET=...), which MXNet 1.9.1 needs")
@@ -126,7 +126,7 @@ test-with-python-%: $(VENV_PYTHON)-%/.ready
 	HVDGLOO_TEST_FRONTENDS=numpy $(VENV_PYTHON)-$*/bin/python -m pytest -n $(WORKERS) tests/contract \
 	    -k "not (gloo or hierarchical)"
 
-# Not to be removed as a file that only a pattern has asked for.
+# Not to be removed as an intermediate file of a pattern rule.
 .PRECIOUS: $(VENV_PYTHON)-%/.ready
 
 # What users install: distributions are built, installed and run.
@@ -137,7 +137,7 @@ test-packaging: $(READY_PACKAGING)
 test-gpu: $(READY_GPU)
 	HVDGLOO_TEST_REQUIRE_GPU=1 $(VENV_GPU)/bin/python -m pytest tests/gpu
 
-# Not part of the tests: that they catch planted faults (tests/mutants/README.md).
+# Not part of the tests: it shows that they catch planted faults (tests/mutants/README.md).
 mutants: $(READY)
 	$(BIN)/python -m tests.mutants -j 2
 
@@ -183,7 +183,7 @@ $(READY_PYGLOO): setup.cfg setup.py Makefile
 	$(VENV_PYGLOO)/bin/python -m pip install --quiet --no-deps $(MXNET)
 	touch $@
 
-# MXNet comes without its dependencies: of these only numpy and requests serve, and graphviz would be an ancient one.
+# MXNet comes without its dependencies: of these only numpy and requests are used, and graphviz would be ancient.
 $(READY_MXNET): setup.cfg setup.py Makefile
 	@echo "Making $(VENV_MXNET); MXNet and what it needs are 120 MB."
 	rm -rf $(VENV_MXNET)

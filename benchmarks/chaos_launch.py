@@ -1,12 +1,12 @@
-"""Jobs over several hosts that something ends at a random moment: nothing of them may be left anywhere.
+"""Jobs over several hosts that are cut short at a random moment: nothing of them may be left anywhere.
 
 Hosts are namespaces of this machine with real ssh between them (root is needed, and ``ip``, ``sshd``). Each trial
 starts a job of two workers per host whose workers have offspring, waits for a random time - it may be during start-up -
 and has one accident, or two: a worker, an agent, its warden, an ssh client, an sshd session, any process or the
 launcher is killed, an agent hangs, the launcher is interrupted, a host's network is cut. Then all processes of the job,
 listening sockets and shared-memory segments must be gone from all hosts within 5 seconds; within 10 where the only sign
-is silence (a network that was cut, an agent that hangs). A connection that is lost before its agent was there is tried
-again, so a job may get over an accident during start-up: then it has another one.
+is silence (a network that was cut, an agent that hangs). A connection that is lost before its agent was there is
+retried, so a job may survive an accident during start-up: it then has another one.
 
 Two accidents together leave nobody who could do anything, and do not occur: agent and warden of a host are killed (or
 hang), and the launcher too is killed or cannot reach that host any more.
@@ -75,8 +75,8 @@ class Trial:
         accidents: in words.
         moment: seconds after the launcher's start.
         stage: how many workers were up by then.
-        took: seconds until everything was gone; the limit and what was left otherwise.
-        left: by host.
+        took: seconds until everything was gone, or the limit had passed.
+        left: what was left when the limit had passed, by host.
     """
 
     number: int
@@ -102,7 +102,7 @@ class Trial:
 
 
 class Accidents:
-    """What may happen to a job; each returns what it did in words, or None where there is nobody to do it to."""
+    """What may happen to a job; each method returns in words what it did, or None if there was nothing to do it to."""
 
     def __init__(self, job: HostsJob, chance: random.Random) -> None:
         self._job = job
@@ -167,7 +167,7 @@ class Accidents:
         return self._signal(chosen, signal.SIGKILL, "some process")
 
     def _is_anything(self, process: psutil.Process) -> bool:
-        # What a worker's own children come to is the worker's business.
+        # What happens to a worker's own children is up to the worker.
         command = process.cmdline()
         return STUBBORN not in command and not (self._unwatched and _LAUNCHER in command)
 
@@ -253,14 +253,14 @@ def stage(job: HostsJob) -> str:
 
 
 def got_over(job: HostsJob) -> bool:
-    """Nothing that happened during start-up has ended the job."""
+    """Whether the job has survived what happened during start-up."""
     assert job.process is not None
     ends = ("stopping", "failed", "passed on to the workers", "killing the workers")
     return stage(job) == RUNNING and job.process.poll() is None and not any(text in job.error for text in ends)
 
 
 def one_trial(number: int, bed: Bed, folder: Path, chance: random.Random) -> Trial:
-    """Start a job, have an accident or two, and look what is left."""
+    """Start a job, have an accident or two, and see what is left."""
     job = HostsJob(bed, folder, slots=SLOTS)
     training = chance.random() < 0.25
     moment = chance.uniform(0.0, 6.0 if training else 3.0)

@@ -2,7 +2,7 @@
 
     python benchmarks/collectives.py [--np 2] [--rounds 15] [--only allreduce,gradients] [--json FILE] [--plot FILE]
 
-torch.distributed on Gloo is always there. Open MPI is if mpirun and mpi4py are (Debian's openmpi-bin, and
+torch.distributed on Gloo is always measured. Open MPI is if mpirun and mpi4py are installed (Debian's openmpi-bin, and
 ``pip install 'hvdgloo[benchmarks]'``): then mpirun starts the processes, which all libraries share. Horovod is if it
 can be imported.
 
@@ -32,10 +32,10 @@ from typing import Any
 
 SIZES = [4, 64, 1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26, 1 << 28]
 IDLE_SECONDS = 2.0
-"""For how long nothing is done, to see what that costs."""
+"""How long to do nothing, to see what that costs."""
 
 ENOUGH_SECONDS = 0.004
-"""Small operations are repeated until a measurement takes about so long."""
+"""Small operations are repeated until a measurement takes about this long."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Case:
     """One operation.
 
     Attributes:
-        group: by which it is chosen on the command line.
-        nbytes: that a rank has.
+        group: what selects it on the command line.
+        nbytes: size of a rank's data.
     """
 
     group: str
@@ -53,7 +53,7 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """All of them, by what they cost."""
+    """All cases."""
     return [
         *(Case("allreduce", f"allreduce {shown(size)}", size) for size in SIZES),
         Case("gradients", "161 gradients", 102_228_128),
@@ -138,7 +138,7 @@ def worker(path: str, rounds: int, groups: list[str]) -> None:
 
 
 def prepare(peer: Any, case: Case, rank: int, size: int) -> Callable[[], object]:
-    """What is called again and again, after it was called once and its result was right."""
+    """The call to measure, after one whose result was checked."""
     import torch
 
     if case.group == "gradients":
@@ -170,7 +170,7 @@ def prepare(peer: Any, case: Case, rank: int, size: int) -> Callable[[], object]
 
 
 def copying(nbytes: int) -> float:
-    """Seconds in which one process copies so many bytes: the best of several."""
+    """Seconds in which one process copies this many bytes: the best of several."""
     import numpy as np
 
     source, target = np.ones(nbytes, np.uint8), np.empty(nbytes, np.uint8)

@@ -1,6 +1,6 @@
 """What the engine costs: hvdgloo against torch.distributed's Gloo, in interleaved rounds of one run.
 
-On one host hvdgloo takes shared memory by itself; HVDGLOO_CPU_OPERATIONS=gloo has both on Gloo.
+On one host hvdgloo chooses shared memory; with HVDGLOO_CPU_OPERATIONS=gloo both run on Gloo.
 
 Two cases on ``--np`` ranks, one thread each:
 
@@ -15,7 +15,7 @@ Medians and minima in milliseconds are printed, with the ratio of medians: below
 
     python benchmarks/engine.py --processor
 
-shows instead what repeated operations cost, in processor time of rank 0 by thread, so that other work of the machine
+shows instead what repeated operations cost, in processor time of rank 0 by thread, so that other work on the machine
 hardly matters: 161 tensors of 4 bytes one by one by ``allreduce_async_`` and ``synchronize``, and what an optimizer's
 hooks add to a backward pass of 161 parameters, without buckets (HVDGLOO_GRADIENT_BUCKET=0).
 """

@@ -95,7 +95,7 @@ def main() -> None:
 
 
 def cost(rounds: int) -> dict[str, Any]:
-    """What a job costs that does nothing, and what a worker's import does."""
+    """What a job that does nothing costs, and what a worker's import costs."""
     python = sys.executable
     commands = {
         "an empty Python": [python, "-c", "pass"],
@@ -126,7 +126,7 @@ def many(rounds: int) -> dict[str, Any]:
 
 
 def processor_time(command: Sequence[str]) -> dict[str, float]:
-    """Seconds until a command has ended, and what it and all its descendants that it waited for used of processors."""
+    """Seconds until a command has ended, and the processor time of it and of all descendants that it waited for."""
     before, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=300)
     ended, after = time.monotonic() - begin, resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -4,10 +4,10 @@
 
 Hosts are network namespaces of this machine (the tests' bed; Linux, root), each with its own link, which ``tc tbf``
 limits in both directions as a network card of that speed would; ``--rate none`` leaves links as they are, and then the
-processors are the limit. The workers are started over real ssh. Rounds alternate between the libraries; medians of the
-slowest rank's time. No allreduce can send less than 2(h-1)/h times the tensor's size from each of h hosts, whatever the
-number of ranks on it; a flat ring in host order sends 2(p-1)/p times as much for p ranks. Variables HVDGLOO_* reach the
-workers: with HVDGLOO_HIERARCHICAL_THRESHOLD=0 nothing is reduced in each host first.
+processors are the limit. The workers are started over real ssh. Rounds alternate between the libraries; figures are
+medians of the slowest rank's time. No allreduce can send less than 2(h-1)/h times the tensor's size from each of h
+hosts, whatever the number of ranks on it; a flat ring in host order sends 2(p-1)/p times as much for p ranks. Variables
+HVDGLOO_* reach the workers: with HVDGLOO_HIERARCHICAL_THRESHOLD=0 nothing is reduced in each host first.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The libraries that benchmarks/collectives.py compares, behind one interface.
 
-All of them work on the same float32 tensors of the same processes, one thread each. What a library is asked for is what
-its users would call: gradients one by one where it fuses by itself, in buckets of 25 MB where its users' framework does
-that (torch), in place on each where there is no fusing (Open MPI).
+All of them work on the same float32 tensors of the same processes, one thread each. Each library is called as its users
+would call it: gradients one by one where it fuses by itself, in buckets of 25 MB where its users' framework does that
+(torch), in place on each where there is no fusing (Open MPI).
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Hvdgloo:
 
 
 class Horovod(Hvdgloo):
-    """The original, with whatever it was built for."""
+    """The original, on whatever it was built for."""
 
     name = "horovod"
 

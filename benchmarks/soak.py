@@ -5,8 +5,8 @@
 
 Each thread of a rank works in a process set of its own (they overlap). It draws batches of operations, the same on all
 members, submits each batch in an order of its own, and compares every result with numpy's. Memory and open files are
-looked at ten times; at the end they must be what they were after half of the time. Over the hierarchical plane every
-tensor is reduced in each host first, however small; that it was the plane that was asked for is checked, too.
+checked ten times; at the end they must be what they were halfway through. Over the hierarchical plane every tensor is
+reduced in each host first, however small; that it was the requested plane is checked as well.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def draw(rng: random.Random, members: list[int], step: int, place: str) -> Draw:
     large = rng.random() < 0.1
     return Draw(
         kind=rng.choice(KINDS),
-        # Names come again, with other shapes and types.
+        # Names are reused, with other shapes and types.
         name=f"{place}.{step % 3}",
         dtype=rng.choice(DTYPES),
         rows=rng.choice((0, 1, 2, 3, 5, 17)) if not large else rng.randint(1000, 60_000),
@@ -154,7 +154,7 @@ class Soaker:
     def run(self, number: int, process_set: hvd.ProcessSet) -> None:
         try:
             self.soak(number, process_set)
-        except BaseException as error:  # noqa: BLE001 - the main thread tells it
+        except BaseException as error:  # noqa: BLE001 - the main thread reports it
             self.failures.append(f"rank {hvd.rank()}, thread {number}: {type(error).__name__}: {error}")
 
 
@@ -198,7 +198,7 @@ def worker(seconds: float, seed: int, plane: str) -> dict[str, Any]:
     stuck = [thread.name for thread in threads if thread.is_alive()]
     samples.append(resources())
     if not stuck:
-        hvd.barrier()  # a rank that leaves ends the others' collectives, and not all are in as many sets
+        hvd.barrier()  # a rank that leaves ends the others' collectives, and ranks are in unequal numbers of sets
     hvd.shutdown()
     return {"done": soaker.done, "failures": soaker.failures, "stuck": stuck, "samples": samples}
 

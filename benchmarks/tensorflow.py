@@ -2,10 +2,10 @@
 
     python benchmarks/tensorflow.py [--np 2] [--rounds 20] [--only mlp,conv] [--json FILE]
 
-Two networks of Keras on made-up data, in a tf.function, one thread for operators' insides and two for operators per
-rank. All ways train copies of the same network in the same processes; a round is one step of each in turn, after a
-barrier. The strategy's collectives are its gRPC ring. The time of a step is the slowest rank's; medians are printed,
-and how many times as fast as the strategy hvdgloo is. "alone" does not communicate: nobody can be faster.
+Two networks of Keras on made-up data, in a tf.function, one thread within operators and two across them per rank. All
+ways train copies of the same network in the same processes; a round is one step of each in turn, after a barrier. The
+strategy's collectives are its gRPC ring. The time of a step is the slowest rank's; medians are printed, and how many
+times as fast as the strategy hvdgloo is. "alone" does not communicate: nobody can be faster.
 """
 
 from __future__ import annotations

@@ -22,11 +22,12 @@ _INTRODUCTION = """\
 
 Every setting is an environment variable of the workers, `HVDGLOO_*`. Most can also be given to `hvdgloo-run` as a flag
 or in a YAML file (`--config-file FILE`). If several are given, the flag wins over the file, and the file over the
-variable. Where Horovod has a variable for the same thing, that is read if ours is absent. An empty variable counts as
+variable. Where Horovod has a variable for the same thing, it is read if ours is absent. An empty variable counts as
 absent.
 
 A value that cannot be used is an error (`hvdgloo.errors.ConfigError`) that names the variable, flag or key, the value,
-and the form it should have. A variable `HVDGLOO_*` that is no setting, probably a mistyped one, is named in a warning.
+and the form it should have. A variable `HVDGLOO_*` that is not a setting, probably a mistyped one, is named in a
+warning.
 
 Rank 0 decides for all ranks how tensors are ordered and fused: the fusion threshold, group fusion, the cycle time, the
 cache's capacity and the stall times are read on rank 0 alone. All other settings are each worker's own.

@@ -49,7 +49,7 @@ def path(name: str) -> Path:
 
 
 def text(name: str) -> str:
-    """A module's stub: of each name where it comes from, by which its type, its parameters and its docstring are known.
+    """A module's stub: for each name where it comes from, which gives its type, its parameters and its docstring.
 
     Args:
         name: of a module that can be imported here.

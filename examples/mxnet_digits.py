@@ -2,8 +2,8 @@
 
     hvdgloo-run -np 2 examples/mxnet_digits.py
 
-The data are the 1,797 images of 8 x 8 pixels that scikit-learn ships, so nothing is downloaded; of scikit-learn take
-version 1.3.2, the last one for MXNet's old numpy. What makes this program distributed is marked (1) to (6); without
+The data are the 1,797 images of 8 x 8 pixels that scikit-learn ships, so nothing is downloaded; use version 1.3.2
+of scikit-learn, the last one for MXNet's old numpy. What makes this program distributed is marked (1) to (6); without
 those lines it is an ordinary Gluon program, and run without hvdgloo-run it is a job of one process.
 """
 
@@ -70,7 +70,7 @@ def main() -> None:
     order = np.random.default_rng(args.seed)
     steps = len(images) // (args.batch_size * hvd.size())
 
-    # (3) All begin with rank 0's weights. Gluon learns the layers' shapes as the first images pass, and initialises
+    # (3) All begin with rank 0's weights. Gluon learns the layers' shapes when the first images pass, and initialises
     # the weights then; so they are broadcast then.
     network = build_network()
     network.initialize(mx.init.Xavier())
@@ -93,7 +93,7 @@ def main() -> None:
             with autograd.record():
                 loss = loss_of(network(mx.nd.array(images[batch])), mx.nd.array(digits[batch]))
             loss.backward()
-            trainer.step(args.batch_size)  # of this rank
+            trainer.step(args.batch_size)  # this rank's batch size
         mean = hvd.allreduce(loss.mean(), name="loss")
         if hvd.rank() == 0:
             print(f"epoch {epoch + 1}/{args.epochs}: loss {mean.asscalar():.4f}", flush=True)

@@ -2,8 +2,8 @@
 
     hvdgloo-run -np 2 examples/mxnet_module_digits.py
 
-The data are the 1,797 images of 8 x 8 pixels that scikit-learn ships, so nothing is downloaded; of scikit-learn take
-version 1.3.2, the last one for MXNet's old numpy. What makes this program distributed is marked (1) to (5).
+The data are the 1,797 images of 8 x 8 pixels that scikit-learn ships, so nothing is downloaded; use version 1.3.2
+of scikit-learn, the last one for MXNet's old numpy. What makes this program distributed is marked (1) to (5).
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ def main() -> None:
     # (1) Find the other processes and get a rank.
     hvd.init()
     if hvd.rank() == 0:
-        logging.basicConfig(level=logging.INFO)  # of what fit() does
+        logging.basicConfig(level=logging.INFO)  # show what fit() does
     mx.random.seed(args.seed + hvd.rank())
-    np.random.seed(args.seed + hvd.rank())  # by which NDArrayIter shuffles
+    np.random.seed(args.seed + hvd.rank())  # NDArrayIter shuffles with it
 
     # (2) Each rank trains and tests on its own part of the data; all take the same number of steps.
     (images, digits), (test_images, test_digits) = load_data()
@@ -76,7 +76,7 @@ def main() -> None:
     hvd.broadcast_parameters(aux_params, root_rank=0)
 
     # (4) Gradients are averaged over all ranks. These together take larger batches, so the learning rate grows; the
-    # division by the batch size is each rank's own affair. A kvstore has nothing to do.
+    # division by the batch size is up to each rank. No kvstore is needed.
     rate = args.lr * hvd.size()
     optimizer = mx.optimizer.SGD(learning_rate=rate, momentum=0.9, rescale_grad=1 / args.batch_size)
     module.fit(
@@ -86,7 +86,7 @@ def main() -> None:
         num_epoch=args.epochs,
         arg_params=arg_params,
         aux_params=aux_params,
-        force_init=True,  # with these
+        force_init=True,  # use these parameters
     )
 
     # (5) Counts are averaged, not percentages; and only one rank reports.

@@ -28,7 +28,7 @@ import hvdgloo.torch as hvd
 
 try:
     from tqdm import tqdm
-except ImportError:  # then a line per epoch has to do
+except ImportError:  # then one line per epoch must do
     tqdm = None
 
 
@@ -175,7 +175,7 @@ def main() -> None:
             # The optimizer's state is that of a plain torch.optim.SGD, which can load it without hvdgloo.
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch + 1}
             torch.save(state, unfinished)
-            unfinished.replace(checkpoint)  # at once: a job that dies while saving leaves the previous one
+            unfinished.replace(checkpoint)  # atomic: a job that dies while saving leaves the previous one
     seconds = time.perf_counter() - started
 
     accuracy = test_accuracy(model, test_loader)
