@@ -1,7 +1,7 @@
 """The libraries that benchmarks/collectives.py compares, behind one interface.
 
 All of them work on the same float32 tensors of the same processes, one thread each. Each library is called as its users
-would call it: gradients one by one where it fuses by itself, in buckets of 25 MB where its users' framework does that
+would call it: gradients one by one where it fuses on its own, in buckets of 25 MB where its users' framework does that
 (torch), in place on each where there is no fusing (Open MPI).
 """
 

@@ -172,7 +172,7 @@ def open_sync(options: KerasOptions) -> Sync:
     """What reduces gradients on the backend that Keras uses.
 
     Raises:
-        MissingDependencyError: there is no way for this backend.
+        MissingDependencyError: this backend is not supported.
         InvalidArgumentError: (a ValueError) an option cannot be used.
     """
     backend = keras.backend.backend()

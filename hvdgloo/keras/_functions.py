@@ -130,8 +130,8 @@ def load_model(
 
     Args:
         filepath: of a ``.keras`` file; or of an ``.h5`` file, of which Keras 3 does not read the optimizer's state, so
-            that it begins anew, with a warning.
-        custom_optimizers: classes of optimizers that Keras cannot find by itself.
+            that it starts afresh, with a warning.
+        custom_optimizers: classes of optimizers that Keras cannot find on its own.
         custom_objects: other names in the file, as for ``keras.models.load_model``.
         compression: for ``DistributedOptimizer``.
         legacy_opts: accepted for programs that pass it.

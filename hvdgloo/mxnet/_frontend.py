@@ -1,4 +1,4 @@
-"""The Frontend of MXNet, which runs the gradients of several collectives at a time."""
+"""The Frontend of MXNet, which runs the gradients of several collectives at once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class MXNetFrontend(Frontend[Tensor]):
         return NamedFrontend(self.adapter, self._context, self.automatic_name(prefix, operation.process_set))
 
     def _splits(self, operation: CollectiveSpec, tensor: Tensor, splits: Any) -> list[int]:
-        # MXNet makes float32 of a list of integers unless it is told otherwise.
+        # MXNet turns a list of integers into float32 unless told otherwise.
         if self.adapter.owns(splits) and self.adapter.describe(splits).dtype.is_floating:
             splits = _integers(splits)
         return super()._splits(operation, tensor, splits)

@@ -110,7 +110,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name; it makes an instance o
         optimizer: a plain optimizer. It is held and does the updating; both share one state from then on. Its
             ``rescale_grad`` is for this rank's batch: 1 / batch size, not divided by the number of ranks.
         gradient_predivide_factor: splits the average's division: by this before the sum, by size / this after it.
-        num_groups: how many groups of gradients to send as one each; 0 sends every gradient by itself.
+        num_groups: how many groups of gradients to send as one each; 0 sends each gradient separately.
         process_set: the ranks that share gradients.
         compression: ``Compression.fp16`` sends float32 and float64 gradients as float16.
 
@@ -148,7 +148,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         gradient_predivide_factor: splits the average's division: by this before the sum, by size / this after it.
         prefix: begins the names of gradients in messages. They end in the parameter's number, counted from 0 in order
             of names (for a list: in its order).
-        num_groups: how many groups of gradients to send as one each; 0 sends every gradient by itself.
+        num_groups: how many groups of gradients to send as one each; 0 sends each gradient separately.
         process_set: the ranks that share gradients.
 
     Raises:

@@ -5,7 +5,7 @@ there (``grad_req="add"``), and all of a group as soon as one input needs none. 
 of MXNet's C interface that ``Function`` also calls.
 
 MXNet runs the backward callback in threads of its own, several at a time: rules must not rely on an order. If several
-fail at a time, it reports one; the log has all.
+fail at once, it reports one; the log has all.
 """
 
 from __future__ import annotations

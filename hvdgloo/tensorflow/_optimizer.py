@@ -47,7 +47,7 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name; it makes an instanc
         op: Average, Sum, Adasum, Min, Max or Product; Average or Sum of a ``tf.IndexedSlices``.
         gradient_predivide_factor: splits an average's division: by this before the sum, by size / this after it.
         num_groups: deprecated: the same as an integer for ``groups``.
-        groups: how many groups of gradients to send as one each (0: every gradient by itself), or a list of lists of
+        groups: how many groups of gradients to send as one each (0: each gradient separately), or a list of lists of
             variables that are groups.
         process_set: the ranks that share gradients.
         scale_local_gradients: divide gradients of ``register_local_source(variable)`` by the number of ranks.

@@ -14,7 +14,7 @@ from hvdgloo.tensorflow._gradients import GradientSync
 
 
 class DistributedTape:
-    """What ``DistributedGradientTape`` returns has besides the methods of ``tf.GradientTape``."""
+    """What the result of ``DistributedGradientTape`` adds to the methods of ``tf.GradientTape``."""
 
     __slots__ = ("_hvd",)
     _hvd: GradientSync

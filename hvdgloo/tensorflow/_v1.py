@@ -21,7 +21,7 @@ GradientsAndVariables = Sequence[tuple[Any, Any]]
 
 
 class DistributedV1Optimizer:
-    """What ``DistributedOptimizer`` returns has besides the methods of the user's class."""
+    """What the result of ``DistributedOptimizer`` adds to the methods of the user's class."""
 
     __slots__ = ("_accumulation", "_adaptive", "_sync")
     _sync: GradientSync

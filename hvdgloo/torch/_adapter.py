@@ -77,7 +77,7 @@ class TorchAdapter:
         device = like.device if spec.device == "cuda" else "cpu"
         tensor = torch.empty(spec.shape, dtype=_TORCH_DTYPES[spec.dtype], device=device)
         if spec.nbytes >= LARGE_BYTES and tensor.is_cpu:
-            advise_large_pages(tensor.data_ptr(), spec.nbytes)  # as numpy does by itself
+            advise_large_pages(tensor.data_ptr(), spec.nbytes)  # as numpy does on its own
         return tensor
 
     def deliver(self, result: torch.Tensor, target: torch.Tensor, *, in_place: bool) -> torch.Tensor:
@@ -87,7 +87,7 @@ class TorchAdapter:
         if not in_place:
             return result.to(target.device)
         if result is target:
-            # The engine wrote behind autograd's back: a backward pass that saved the old values must be told.
+            # The engine wrote behind autograd's back: a backward pass that saved the old values must learn of it.
             if not target.is_inference():
                 torch.autograd.graph.increment_version(target)
         else:

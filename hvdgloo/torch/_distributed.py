@@ -519,7 +519,11 @@ class Distributed(torch.optim.Optimizer):
         self._hvd.add_param_group(param_group)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Reduce gradients after this many backward passes, counted from now on."""
+        """Reduce gradients after this many backward passes, counted from now on.
+
+        Raises:
+            InvalidArgumentError: (a ValueError) not a positive whole number.
+        """
         self._hvd.reducer.set_passes(passes)
         self._hvd.options = _replace_passes(self._hvd.options, passes)
 

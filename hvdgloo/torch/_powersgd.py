@@ -42,11 +42,19 @@ class PowerSGD:
         self.factors: dict[str, Tensor] = {}
 
     def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
-        """Not for a tensor by itself."""
+        """Not supported for a single tensor.
+
+        Raises:
+            InvalidArgumentError: always.
+        """
         raise InvalidArgumentError("PowerSGD approximates gradients over many steps; give it to DistributedOptimizer")
 
     def decompress(self, tensor: Tensor, ctx: Any) -> Tensor:
-        """Not for a tensor by itself."""
+        """Not supported for a single tensor.
+
+        Raises:
+            InvalidArgumentError: always.
+        """
         raise InvalidArgumentError("PowerSGD approximates gradients over many steps; give it to DistributedOptimizer")
 
     def begin(

@@ -43,7 +43,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name; it makes an instance o
             gradients, and what these steps changed is combined.
         gradient_predivide_factor: splits an average's division: by this before the sum, by size / this after it.
         num_groups: deprecated: the same as an integer for ``groups``.
-        groups: how many groups of gradients to send as one each (0: every gradient by itself), or a list of lists of
+        groups: how many groups of gradients to send as one each (0: each gradient separately), or a list of lists of
             parameters that are groups.
         sparse_as_dense: send sparse gradients as dense ones; without it all ranks' entries are gathered, with Average
             or Sum, and not in groups.

@@ -152,7 +152,7 @@ class ComputeClient:
         return True
 
     def say_present(self, timeout: float) -> None:
-        """Report that somebody is reading."""
+        """Report that somebody is reading; takes at most ``timeout`` seconds."""
         self._store.set("present", b"", timeout=timeout)
 
     def say_left(self, rank: int) -> None:

@@ -1,4 +1,4 @@
-"""Each rank's share of a dataset, which can be divided anew in the middle of an epoch."""
+"""Each rank's share of a dataset, which can be divided again in the middle of an epoch."""
 
 from __future__ import annotations
 
