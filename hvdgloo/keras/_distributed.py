@@ -185,7 +185,12 @@ def open_sync(options: KerasOptions) -> Sync:
 
 
 def wrap(optimizer: Any, options: KerasOptions) -> Any:
-    """``DistributedOptimizer``: see there."""
+    """``DistributedOptimizer``: see there.
+
+    Raises:
+        InvalidArgumentError: (a ValueError) not an optimizer, one that is distributed already, or an option that
+            cannot be used.
+    """
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         wrap(optimizer.inner_optimizer, options)
         return optimizer

@@ -72,7 +72,11 @@ def is_legacy(optimizer: Any) -> bool:
 
 
 def wrap(optimizer: Any, options: KerasOptions) -> Any:
-    """``DistributedOptimizer`` of an optimizer of tf_keras."""
+    """``DistributedOptimizer`` of an optimizer of tf_keras.
+
+    Raises:
+        InvalidArgumentError: (a ValueError) it is distributed already, or an option cannot be used.
+    """
     if isinstance(optimizer, DistributedLegacy):
         raise InvalidArgumentError("the optimizer is distributed already; wrap it once")
     if hasattr(optimizer, "inner_optimizer"):

@@ -178,7 +178,11 @@ class LearningRateScheduleCallback(_ForTfKeras, keras.callbacks.Callback):  # ty
         self._momentum: Any = None
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Called by Keras."""
+        """Called by Keras.
+
+        Raises:
+            InvalidArgumentError: (a ValueError) ``steps_per_epoch`` is needed, and Keras does not know it.
+        """
         if self.initial_lr is None:
             self.initial_lr = float(_learning_rate(self.model))
         if not self.staircase and not self.steps_per_epoch:

@@ -87,7 +87,13 @@ def _distributed(plain: Any, sync: MXNetGradientSync) -> Any:
 
 
 def wrap(frontend: Frontend[Tensor], optimizer: Any, options: GradientOptions) -> Any:
-    """``DistributedOptimizer`` on a given Frontend."""
+    """``DistributedOptimizer`` on a given Frontend.
+
+    Raises:
+        InvalidArgumentError: (a ValueError) not an optimizer, one that is distributed already, or an option that
+            cannot be used.
+        NotInitializedError: before ``init()``.
+    """
     if not isinstance(optimizer, mx.optimizer.Optimizer):
         raise InvalidArgumentError(f"expected an mx.optimizer.Optimizer, not {type(optimizer).__name__}")
     if isinstance(optimizer, DistributedMXNetOptimizer):

@@ -58,7 +58,11 @@ def _broadcast_parameters(frontend: Frontend[Tensor], params: Any, root_rank: in
 
 
 def require_dense(parameters: Iterable[Any]) -> None:
-    """Refuse Gluon's parameters that are sparse: (a ValueError) InvalidArgumentError. Their gradients may be."""
+    """Refuse Gluon's parameters that are sparse. Their gradients may be.
+
+    Raises:
+        InvalidArgumentError: (a ValueError) a parameter is sparse.
+    """
     for parameter in parameters:
         if parameter._stype != "default":
             raise InvalidArgumentError(

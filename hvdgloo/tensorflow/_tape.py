@@ -46,7 +46,12 @@ class DistributedTape:
 
 
 def wrap(frontend: TensorFlowFrontend, tape: Any, options: GradientOptions) -> Any:
-    """``DistributedGradientTape`` on a given Frontend."""
+    """``DistributedGradientTape`` on a given Frontend.
+
+    Raises:
+        InvalidArgumentError: (a ValueError) not a tape, one that is distributed already, or an option that cannot
+            be used.
+    """
     if not isinstance(tape, tf.GradientTape):
         raise InvalidArgumentError(f"expected a tf.GradientTape, not {type(tape).__name__}")
     if isinstance(tape, DistributedTape):

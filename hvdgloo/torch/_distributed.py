@@ -535,7 +535,12 @@ def wrap(
     groups: Groups,
     options: TorchOptions,
 ) -> Distributed:
-    """``DistributedOptimizer`` on a given Frontend."""
+    """``DistributedOptimizer`` on a given Frontend.
+
+    Raises:
+        InvalidArgumentError: (a ValueError) not an optimizer, one that is distributed already, or an option that
+            cannot be used.
+    """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InvalidArgumentError(f"expected a torch.optim.Optimizer, not {type(optimizer).__name__}")
     if isinstance(optimizer, Distributed):

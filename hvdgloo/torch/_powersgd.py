@@ -60,7 +60,11 @@ class PowerSGD:
     def begin(
         self, frontend: Core[Tensor], operation: CollectiveSpec, name: str, gradients: Sequence[Tensor]
     ) -> _Steps:
-        """See ``hvdgloo._collectives.compression.MultiStep``."""
+        """See ``hvdgloo._collectives.compression.MultiStep``.
+
+        Raises:
+            InvalidArgumentError: for reductions other than Average and Sum.
+        """
         if operation.op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
             raise InvalidArgumentError("PowerSGD approximates an average or a sum; use op=Average or op=Sum")
         return _Steps(self, frontend, operation, name, gradients)

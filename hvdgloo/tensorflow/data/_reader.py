@@ -70,7 +70,11 @@ class ServiceReader:
         return f"{family}:{endpoint},{format_endpoint(own, self._hold.port)}"
 
     def explain(self, error: Exception) -> None:
-        """Raise the cause of TensorFlow's error, if it was the end of the service."""
+        """Raise the cause of TensorFlow's error, if it was the end of the service.
+
+        Raises:
+            DataServiceError: the service was shut down or lost.
+        """
         if self._ended:
             raise DataServiceError(self._ended) from error
 
