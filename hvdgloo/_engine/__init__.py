@@ -1,1 +1,1 @@
-"""Agreement between ranks on one order of operations, and its execution. Knows no framework."""
+"""Agreement between ranks on one order of operations, and its execution. Independent of frameworks."""

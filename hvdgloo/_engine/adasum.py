@@ -2,10 +2,11 @@
 summation", MLSys 2021).
 
 Two gradients combine to ``(1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b``: orthogonal ones add, parallel ones average.
-More combine in pairs of neighbours, then in pairs of pairs; of an odd number the last waits for the next round.
+More are combined in pairs of neighbours, then in pairs of pairs; if their number is odd, the last waits for the next
+round.
 
 Whatever the tree, its result is a linear combination of the ranks' gradients whose coefficients follow from their inner
-products alone. So each rank takes a slice of all gradients, the ranks add up their slices' inner products, everybody
+products alone. So each rank takes a slice of all gradients, the ranks add up their slices' inner products, every rank
 computes the same coefficients, and each combines its slice: as many bytes travel as in an ordinary allreduce, for any
 number of ranks. A bucket of several tensors is combined tensor by tensor.
 """
@@ -23,16 +24,16 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 
 _SMALLEST = sys.float_info.min
-"""Squared norms below count as those of no gradient at all, whose direction means nothing."""
+"""A gradient with a smaller squared norm counts as zero: its direction means nothing."""
 
 _CHUNK = 1 << 16
 
 
 def inner_products(vectors: Sequence[npt.NDArray[Any]], bounds: Sequence[int]) -> Floats:
-    """Inner products of every two of equally long vectors, piece by piece.
+    """Inner products of every pair of equally long vectors, piece by piece.
 
     Args:
-        bounds: ascending positions at which pieces begin, and the end of the last.
+        bounds: ascending positions at which pieces begin, followed by the end of the last one.
 
     Returns:
         shape (pieces, vectors, vectors).
@@ -50,7 +51,7 @@ def coefficients(products: Floats) -> Floats:
     """How much of each vector is in the result.
 
     Args:
-        products: shape (vectors, vectors), the inner products of every two.
+        products: shape (vectors, vectors), the inner products of every pair.
 
     Returns:
         shape (vectors,).

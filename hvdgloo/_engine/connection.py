@@ -11,7 +11,7 @@ MAX_FRAME = 256 << 20
 
 
 class ControlConnection:
-    """One control connection. Only its thread may use it, save for ``shutdown``."""
+    """One control connection. Only its thread may use it, except for ``shutdown``."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -28,7 +28,7 @@ class ControlConnection:
         return bool(self._unsent)
 
     def send(self, framed: bytes) -> None:
-        """Send what the kernel takes and keep the rest for ``flush``.
+        """Send as much as the kernel accepts and keep the rest for ``flush``.
 
         Raises:
             OSError: the connection has ended.
@@ -37,7 +37,7 @@ class ControlConnection:
         self.flush()
 
     def flush(self) -> None:
-        """Send what is left, as far as the kernel takes it. Raises OSError as ``send`` does."""
+        """Send what is left, as far as the kernel accepts it. Raises OSError as ``send`` does."""
         try:
             while self._unsent:
                 del self._unsent[: self._socket.send(self._unsent)]
@@ -45,7 +45,7 @@ class ControlConnection:
             pass
 
     def receive(self) -> list[Message]:
-        """All messages that have arrived whole.
+        """All messages that have arrived completely.
 
         Raises:
             EOFError: the peer has closed the connection, or its process has ended.
@@ -68,7 +68,7 @@ class ControlConnection:
         return messages
 
     def shutdown(self) -> None:
-        """End the conversation for both sides, whoever else holds the descriptor."""
+        """End the connection for both sides, even if other processes hold the descriptor too."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:

@@ -1,7 +1,8 @@
-"""The control thread: sleeps until a submission, a message or a deadline wakes it, and does what the pure parts decide.
+"""The control thread: sleeps until a submission, a message or a deadline wakes it, then carries out what the pure parts
+decide.
 
-An idle job sends nothing and burns nothing. On rank 0 the thread also runs the Coordinator, whose messages to rank 0
-itself take no detour through a socket.
+An idle job sends nothing and uses no CPU time. On rank 0 the thread also runs the Coordinator, whose messages to rank 0
+itself bypass the socket.
 """
 
 from __future__ import annotations
@@ -53,11 +54,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 VERDICT_SECONDS = 3.0
-"""How long a rank whose data plane broke waits for the coordinator to say why."""
+"""Seconds that a rank whose data plane broke waits for the coordinator to say why."""
 
 _FLUSH_SECONDS = 1.0
 THREAD_PREFIX = "hvdgloo-"
-"""Names of the engine's own threads begin so; their stacks are of no interest to users."""
+"""Names of the engine's own threads begin with this; their stacks are of no interest to users."""
 
 
 class Control:
@@ -65,10 +66,10 @@ class Control:
 
     Args:
         rank: this rank.
-        links: connected sockets: on rank 0 one for each other rank, elsewhere one for rank 0.
+        links: connected sockets: on rank 0 one for every other rank, elsewhere one for rank 0.
         coordinator: on rank 0, else None.
         operation_timeout: seconds after which a silent rank counts as lost.
-        spin_time: seconds that a caller who waits looks for the answer before it goes to sleep; 0 for not at all.
+        spin_time: seconds that a waiting caller polls for the answer before it goes to sleep; 0 for not at all.
         on_end: called once, on the thread, with the error that later submissions get.
     """
 
@@ -104,23 +105,25 @@ class Control:
         self._ended: HorovodInternalError | None = None
         self._finished = False
         self._lock = threading.Lock()
-        # Held by whoever does the thread's work: the thread itself except while it sleeps, or a thread that submits.
+        # Held by the thread that does the work: the control thread itself except while it sleeps, or a thread that
+        # submits.
         self._turn_lock = threading.Lock()
         self._sleeps_until: float | None = None
-        # The thread sleeps in the first, which tells it of the second; who lends a thread takes that out meanwhile.
+        # The thread sleeps in the first, which watches the second; a caller that lends its thread unregisters that
+        # meanwhile.
         self._selector, self._sockets = selectors.DefaultSelector(), selectors.DefaultSelector()
         self._selector.register(self._wake_up, selectors.EVENT_READ)
         self._selector.register(self._sockets, selectors.EVENT_READ)
         for peer, connection in self._connections.items():
             self._sockets.register(connection, selectors.EVENT_READ, peer)
-        # What the thread that has the turn may do: wait for other ranks for a moment; take its time, for it is lent.
+        # What the thread that has the turn may do: wait briefly for other ranks; take longer, since it is lent.
         self._may_wait, self._lent = True, False
         executor.tell(on_room=self.room, on_failure=self.data_plane_failed)
         self._thread = threading.Thread(target=self._run, name=f"{THREAD_PREFIX}control-{rank}", daemon=True)
 
     @property
     def descriptors(self) -> list[int]:
-        """What a forked child must not keep open."""
+        """The descriptors that a forked child must not keep open."""
         return [*self._wake_up.descriptors, *(c.fileno() for c in self._connections.values())]
 
     def start(self) -> None:
@@ -128,27 +131,27 @@ class Control:
 
     @property
     def native_id(self) -> int:
-        """The running thread, as the system numbers it."""
+        """The system's id of the running thread."""
         assert self._thread.native_id is not None
         return self._thread.native_id
 
     def join(self, timeout: float) -> bool:
-        """Wait for the thread's end; False if it has not ended within ``timeout`` seconds."""
+        """Wait for the thread to end; False if it has not ended within ``timeout`` seconds."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
     def wake(self) -> None:
-        """Have the thread look around; callable from any thread."""
+        """Have the thread check for work; callable from any thread."""
         self._wake_up.wake()
 
     def submitted(self, *, waits: bool) -> None:
         """An operation was filed; callable from any thread.
 
-        If the control thread sleeps, the caller does at once what it would wake for: a thread switch less on the path
-        of every synchronous operation.
+        If the control thread sleeps, the caller does at once what it would wake for: this saves a thread switch on the
+        path of every synchronous operation.
 
         Args:
-            waits: the caller is going to wait for it: its thread is at the engine's disposal for a moment.
+            waits: the caller is about to wait for the operation, so the engine may use its thread for a moment.
         """
         if self._turn_lock.acquire(blocking=False):
             self._work_here(None, may_wait=waits)
@@ -157,12 +160,12 @@ class Control:
 
     def lend(self, awaited: Handle) -> None:
         """The calling thread waits for an operation: have it do the control thread's work until that has ended, but not
-        for long. The others' answers are near, and to go to sleep and be woken takes longer than they do."""
+        for long. The others' answers usually arrive sooner than a thread can go to sleep and be woken."""
         if self._turn_lock.acquire(blocking=False):
             self._work_here(awaited, may_wait=True)
 
     def _work_here(self, awaited: Handle | None, *, may_wait: bool) -> None:
-        """Do the control thread's work on a caller's thread, which has taken the turn, and give that back."""
+        """Do the control thread's work on a caller's thread, which has taken the turn, and give the turn back."""
         try:
             try:
                 self._may_wait, self._lent = may_wait, awaited is not None
@@ -173,8 +176,8 @@ class Control:
                     if self._spin_time:
                         self._spin(awaited)
             except BaseException as error:
-                # As on the thread itself: what was not said to the end must fail the job, not hang it. A Ctrl-C that
-                # falls just here belongs to the caller.
+                # As on the thread itself: a message that was only partly sent must fail the job, not hang it. A Ctrl-C
+                # that arrives just here belongs to the caller.
                 self._end(HorovodInternalError(f"the control plane of rank {self._rank} was interrupted: {error!r}"))
                 if not isinstance(error, Exception):
                     raise
@@ -210,7 +213,7 @@ class Control:
             self.wake()
 
     def close(self) -> None:
-        """Close connections at once, for an engine whose thread did not end by itself."""
+        """Close connections at once, for an engine whose thread did not end on its own."""
         for connection in list(self._connections.values()):  # the thread may be losing one just now
             connection.shutdown()
         self.wake()
@@ -242,7 +245,7 @@ class Control:
                 self._wake_up.clear()
 
     def _serve_sockets(self) -> bool:
-        """Read and write what can be; False if there was nothing."""
+        """Read and write whatever is possible now; False if there was nothing to do."""
         ready = self._sockets.select(0)
         for key, events in ready:
             peer: int = key.data
@@ -250,7 +253,7 @@ class Control:
                 continue
             connection = self._connections[peer]
             try:
-                # Read first: who has gone cannot be written to, but may have said why (an Abort) before.
+                # Read first: a peer that has gone cannot be written to, but may have said why (an Abort) before.
                 if events & selectors.EVENT_READ:
                     for message in connection.receive():
                         self._receive(peer, message, time.monotonic())
@@ -264,7 +267,7 @@ class Control:
         return bool(ready)
 
     def _spin(self, awaited: Handle) -> None:
-        """Read what the others say until an operation has ended, or its execution has begun elsewhere."""
+        """Read the others' messages until an operation has ended, or its execution has begun elsewhere."""
         self._selector.unregister(self._sockets)  # or what arrives would wake the thread
         try:
             until = time.monotonic() + self._spin_time
@@ -294,7 +297,7 @@ class Control:
             self._turn_lock.acquire()
 
     def _speak(self, now: float) -> None:
-        """Send what this rank's other threads have to say."""
+        """Send the messages of this rank's other threads."""
         submission = self._member.drain(idle=self._executor.backlog == 0)
         if submission is not None:
             self._to_coordinator(submission, now)
@@ -328,7 +331,7 @@ class Control:
         coordinator.busy = self._executor.backlog > 0
 
     def _deliver(self, coordinator: Coordinator, now: float) -> None:
-        """Rank 0: do what the coordinator says."""
+        """Rank 0: send the coordinator's messages, and log its warnings."""
         while coordinator.outbox:
             outbox, coordinator.outbox = coordinator.outbox, []
             for destination, message in outbox:
@@ -411,7 +414,7 @@ class Control:
             self._watch_coordinator(now)
 
     def _watch_coordinator(self, now: float) -> None:
-        """Other ranks: is rank 0 there, while something is pending?"""
+        """Other ranks: check that rank 0 still answers, while something is pending."""
         active = self._member.has_pending or self._executor.backlog or self._ended
         if self._pinging_since is None:
             if active:
@@ -447,7 +450,7 @@ class Control:
         return min(times, default=None)
 
     def _farewell(self) -> None:
-        """Let last words reach the peers, then close."""
+        """Let the last messages reach the peers, then close."""
         deadline = time.monotonic() + _FLUSH_SECONDS
         for connection in self._connections.values():
             try:
@@ -477,7 +480,7 @@ def _abort_error(message: Abort, describe: Callable[[int], str]) -> HorovodInter
 
 
 def python_stacks() -> str:
-    """The stacks of this process's Python threads, without the engine's own, innermost call last."""
+    """The stacks of this process's Python threads except the engine's own, innermost call last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     parts = []
     for ident, stack in sys._current_frames().items():

@@ -1,4 +1,4 @@
-"""What several parts of the engine, and those who submit to it, hold to alike."""
+"""Conventions shared by several parts of the engine and by the code that submits to it."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ def ping_interval(operation_timeout: float) -> float:
 
 
 def divide_rows(rows: int, size: int) -> list[int]:
-    """How many rows each rank gets of a reducescatter: the first ranks one more where it does not divide evenly."""
+    """How many rows of a reducescatter each rank gets: the first ranks one more where they do not divide evenly."""
     return [rows // size + (rank < rows % size) for rank in range(size)]

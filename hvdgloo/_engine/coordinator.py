@@ -6,7 +6,7 @@ Pure: messages and times go in, messages to send come out in ``outbox``; the con
     running, ending  --a rank lost, a data plane failed, a stall-->  over
 
 A data plane that fails says only that *some* peer went away, so a rank's ``Failed`` opens an inquest: every rank is
-asked for a sign of life, and whoever's connection has ended, or does not answer, is named as the cause.
+asked for a sign of life, and a rank whose connection has ended, or which does not answer, is named as the cause.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ if TYPE_CHECKING:
     from hvdgloo._engine.timeline import Timeline
 
 INQUEST_SECONDS = 0.5
-"""How long ranks have to show that they live after one of them reported a broken data plane."""
+"""Seconds that ranks have to show that they are alive after one of them reported a broken data plane."""
 
 STACKS_SECONDS = 2.0
-"""How long late ranks have to say what they are doing."""
+"""Seconds that late ranks have to say what they are doing."""
 
 
 @dataclass(frozen=True)
 class CoordinatorSettings:
-    """The settings that the coordinator decides by; seconds and counts."""
+    """The settings that the coordinator's decisions depend on; seconds and counts."""
 
     operation_timeout: float
     cache_capacity: int
@@ -109,7 +109,7 @@ class Coordinator:
         self._told: dict[int, str | None] | None = None
 
     def show(self, timeline: Timeline | None) -> None:
-        """Note arrivals and orders in a timeline from now on, or in none."""
+        """Record arrivals and orders in this timeline from now on; None for no timeline."""
         self._timeline = timeline
         self._negotiator.observer = timeline
 
@@ -119,7 +119,7 @@ class Coordinator:
         return self._negotiator.has_ready
 
     def receive(self, rank: int, message: Message, now: float) -> None:
-        """Take in what a rank said."""
+        """Handle a rank's message."""
         self._heard[rank] = now
         if self.over:
             return
@@ -127,7 +127,7 @@ class Coordinator:
             self._inquest.silent.discard(rank)
         if isinstance(message, Submit):
             if self._leaver is not None:
-                return  # it crossed End on its way, and its rank fails these operations when End arrives
+                return  # it crossed with End, and its rank fails these operations when End arrives
             unknown = self._negotiator.absorb(rank, message, now)
             if unknown:
                 self.outbox.append((rank, Resend(tuple(unknown))))
@@ -158,7 +158,7 @@ class Coordinator:
         self.outbox.append((EVERYONE, self._negotiator.take()))
 
     def may_release(self, now: float) -> bool:
-        """False while the least delay between two batches has not passed."""
+        """False until the minimum delay since the last batch has passed."""
         return now >= self._last_release + self._rules.cycle_time
 
     def tick(self, now: float) -> None:
@@ -192,7 +192,7 @@ class Coordinator:
             times.append(self._next_stall_check)
         release = self._last_release + self._rules.cycle_time
         if self._negotiator.has_ready and release > self._ticked:
-            # One that is due already waits for room in the data plane, which wakes the control thread by itself.
+            # One that is already due waits for room in the data plane, which wakes the control thread in any case.
             times.append(release)
         return min(times, default=None)
 
@@ -238,7 +238,7 @@ class Coordinator:
         else:
             self._abort("backend", f"{self._describe(inquest.rank)} reports: {inquest.text}", inquest.rank)
 
-    # Signs of life, asked for only while somebody waits.
+    # Signs of life, asked for only while some rank waits.
 
     @property
     def _active(self) -> bool:

@@ -1,6 +1,6 @@
 """The engine of one rank: takes collectives from any thread, agrees on an order with all ranks, executes that order.
 
-It owns two threads, control and data, and knows no framework: tensors arrive as Buffers.
+It owns two threads, control and data, and is independent of frameworks: tensors arrive as Buffers.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ _ALLOCATED_LATE = frozenset({Collective.ALLGATHER, Collective.ALLTOALL})
 _FLOATS = frozenset({DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32, DType.FLOAT64})
 
 _BATCH = 32
-"""Operations that wait to be told to the others, while earlier ones are being agreed upon: a message for each would
-cost more than all else. The control thread comes when a thread waits, or computes without the interpreter's lock."""
+"""How many operations may collect here, not yet sent to the others, while earlier ones are being agreed upon: a message
+for each would cost more than everything else. The control thread gets its turn when a thread waits, or computes without
+the interpreter's lock."""
 
 _CLOSE_MARGIN = 5.0
-"""Seconds that closing may take beyond the operation timeout, which bounds what was ordered before."""
+"""Seconds that closing may take beyond the operation timeout, which limits what was ordered before."""
 
 
 OpenBackend: TypeAlias = Callable[[int, tuple[int, ...], Callable[[], bool]], Backend]
@@ -49,7 +50,7 @@ OpenDevice: TypeAlias = Callable[[int, tuple[int, ...], Backend, Buffer], Sequen
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What an engine decides by. What shapes plans must be the same on all ranks: ``fusion_threshold``,
+    """An engine's settings. Those that shape plans must be the same on all ranks: ``fusion_threshold``,
     ``separate_groups`` and ``deterministic``.
 
     Times are in seconds, thresholds in bytes, the capacity in tensors.
@@ -79,9 +80,9 @@ class Engine:
         settings: see ``EngineSettings``.
         open_backend: makes the data plane of a process set that is added later, given a number that was never used
             before (the same on all ranks), the members' global ranks in ascending order, and what tells it to give up;
-            called on the data thread of every member. Without it no sets can be added.
+            called on the data thread of every member. Without it, no sets can be added.
         open_device: makes the data planes of a process set's CUDA tensors, see ``planes.OpenDevice``, given that number
-            and those ranks (0 for the set of all). Without it there can be none.
+            and those ranks (0 for the set of all). Without it, there are none.
     """
 
     def __init__(
@@ -101,7 +102,8 @@ class Engine:
         self._open_device = open_device
         self._groups = {0: self._group(0, everyone, backend)}
         self._sets_added = 0
-        # Sums that travel with the agreement are in rank order, and whether they do depends on who came first.
+        # Sums that travel with the agreement are added in rank order, and whether they do depends on which rank came
+        # first.
         steady = backend.in_rank_order or not settings.deterministic
         self._member = Member(rank, {0: everyone}, settings.inline_threshold if steady else 0)
         self._forked = False
@@ -117,7 +119,7 @@ class Engine:
         )
         coordinator = None
         if rank == 0:
-            from hvdgloo._engine.coordinator import Coordinator, CoordinatorSettings  # the other ranks need none
+            from hvdgloo._engine.coordinator import Coordinator, CoordinatorSettings  # the other ranks do not need it
 
             rules = CoordinatorSettings(
                 settings.operation_timeout,
@@ -152,7 +154,7 @@ class Engine:
         self._control.start()
 
     def pin(self, core: int) -> None:
-        """Have both threads, which run, use one core only.
+        """Restrict both threads, which must be running, to one core.
 
         Raises:
             OSError: this process may not use it, or the system cannot do this.
@@ -177,7 +179,7 @@ class Engine:
         ready: Callable[[], None] | None = None,
         splits: Sequence[int] = (),
     ) -> Handle:
-        """Take part in a collective once: ``launch`` with a request that does not come again, and a new Handle."""
+        """Take part in a collective once: ``launch`` with a request that is not repeated, and a new Handle."""
         handle = Handle(request.name)
         self.launch(PersistentRequest(request), handle, inputs, outputs, allocate=allocate, ready=ready, splits=splits)
         return handle
@@ -204,12 +206,13 @@ class Engine:
             inputs: contiguous memory, not written unless it is also an output. Must stay as it is until the handle
                 has resolved; the Buffers' owners are kept alive meanwhile.
             outputs: where results go, of the same specs as the inputs (in a reducescatter, of this rank's rows); the
-                very same memory means in place. Not for an allgather or alltoall, whose results' first dimensions are
-                known only later.
-            allocate: for those: called on an engine thread with a tensor's index and the result's spec.
-            ready: called on an engine thread just before the memory is read: waits until it may be.
-            splits: of an alltoall: how many rows go to each rank of the set.
-            waits: the caller is going to wait at once, so its thread may do the engine's work for a moment.
+                same memory as the inputs means in place. Not for an allgather or alltoall, whose results' first
+                dimensions are known only later.
+            allocate: for allgather and alltoall: called on an engine thread with a tensor's index and the result's
+                spec.
+            ready: called on an engine thread just before the memory is read; blocks until it may be.
+            splits: for an alltoall: how many rows go to each rank of the set.
+            waits: the caller is about to wait, so its thread may do the engine's work for a moment.
 
         Raises:
             InvalidArgumentError: the request makes no sense on any rank.
@@ -241,7 +244,8 @@ class Engine:
             self._control.wake()
 
     def start_timeline(self, path: str, *, clock_offset: float = 0.0, mark_cycles: bool = False) -> None:
-        """Trace operations into a file from now on, until ``stop_timeline`` or the end. Does nothing if one is written.
+        """Trace operations into a file from now on, until ``stop_timeline`` or the end. Does nothing if a trace is
+        already being written.
 
         Raises:
             ConfigError: the file cannot be written.
@@ -254,7 +258,7 @@ class Engine:
 
     def stop_timeline(self) -> None:
         """End the trace, if there is one; its file is complete then."""
-        if not self._forked:  # a child has no part in it, nor its writer's thread
+        if not self._forked:  # a forked child has neither the trace nor its writer's thread
             with self._closing:
                 self._stop_timeline()
 
@@ -271,10 +275,10 @@ class Engine:
             self._coordinator.show(timeline)
 
     def close(self, reason: str = "") -> None:
-        """End this rank's part of the job, and so everybody's; waits until what was ordered before has completed.
+        """End this rank's part of the job, and thereby every rank's; waits until what was ordered before has completed.
 
         Args:
-            reason: the error that this rank ends with, for the others' messages.
+            reason: the error that this rank ends with, shown in the others' messages.
 
         Safe to call twice, from any thread, and in a forked child, where it does nothing.
         """
@@ -317,14 +321,14 @@ class Engine:
 
     @property
     def process_sets(self) -> dict[int, tuple[int, ...]]:
-        """The global ranks of every process set by id, 0 being all ranks."""
+        """The global ranks of every process set by id; 0 is the set of all ranks."""
         return dict(self._member.sets)
 
     def members_of(self, process_set: int, what: str) -> tuple[int, ...]:
         """The global ranks of a process set that this rank is in.
 
         Args:
-            what: is wanted of it, for messages.
+            what: what the set is needed for, for messages.
 
         Raises:
             InvalidArgumentError: there is no such set, or this rank is not in it.
@@ -339,7 +343,7 @@ class Engine:
         return members
 
     def allocate(self, process_set: int, nbytes: int) -> Any | None:
-        """Memory in which a set's data plane finds tensors without their being copied there; see ``Sharing``.
+        """Memory in which a set's data plane can use tensors without copying them; see ``Sharing``.
 
         Returns:
             an object with a buffer; None where the data plane has no such memory, or none left.
@@ -362,7 +366,7 @@ class Engine:
         return Group(backend, ranks, ranks.index(self.rank), open_device)
 
     def _end(self, error: HorovodInternalError) -> None:
-        """Refuse submissions; fail those that were never ordered. The executor answers for the rest."""
+        """Refuse submissions; fail those that were never ordered. The executor is responsible for the rest."""
         for operation in self._member.close(error):
             operation.handle.resolve(error=error)
 

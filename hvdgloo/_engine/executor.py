@@ -1,10 +1,10 @@
 """The data thread: executes agreed operations in the common order.
 
 A bucket of several tensors is packed into one buffer, handed to the backend, scaled and unpacked. A few buckets are
-under way at once, so that copying one overlaps with transferring the other.
+under way at once, so that copying one overlaps with transferring another.
 
 When a bucket fails, the thread keeps its memory and waits: the coordinator finds out why, every rank's backend is then
-aborted, and only when the backend has let go of the memory are the handles failed.
+aborted, and the handles are failed only when the backend has released the memory.
 """
 
 from __future__ import annotations
@@ -41,23 +41,24 @@ _QUICK = frozenset({Collective.ALLREDUCE, Collective.ALLGATHER, Collective.BROAD
 QUICK_BYTES = 1 << 16
 LENT_BYTES = 1 << 22
 QUICK_SECONDS = 0.005
-"""A bucket of at most this size (the second one where it is the thread of a caller who waits) may be executed where
-it was ordered while the data thread is idle, for at most this time: it saves a thread switch, which is a good part of a
-small operation's latency."""
+"""While the data thread is idle, a bucket of at most this size (the second one on the thread of a waiting caller) may
+be executed on the thread that ordered it, for at most this many seconds: this saves a thread switch, which is a good
+part of a small operation's latency."""
 
 _MOST_PLANS = 256
 """Plans that are kept: the batches of a step differ a little from one to the next."""
 
 _LOOK_SECONDS = 0.2
-"""How often a wait for the backend looks whether the job was aborted meanwhile."""
+"""Seconds between two checks, while waiting for the backend, whether the job was aborted."""
 
 _LET_GO_SECONDS = 0.3
-"""How long the backend has to fail an operation after ``abort``. About once in fifty killed ranks Gloo never ends an
-operation although its connections have all been shut down. Nothing can be written to its memory any more, so its handle
-is failed all the same; memory and process group are never released then."""
+"""Seconds that the backend has to fail an operation after ``abort``. For about one killed rank in fifty, Gloo never
+ends an operation although all its connections have been shut down. Nothing can be written to its memory any more, so
+its handle is failed all the same; memory and process group are never released then."""
 
 _SLOWEST_NETWORK = 1 << 20
-"""Bytes per second that any usable network moves; the operation timeout is extended by the transfer time at this."""
+"""Bytes per second that any usable network moves; the operation timeout is extended by the transfer time at this rate.
+"""
 
 
 @dataclass(slots=True)
@@ -66,7 +67,7 @@ class _UnderWay:
 
     Attributes:
         buffer: what the plane works on; None if there is nothing.
-        packed: the results are in ``buffer`` and not yet where they belong.
+        packed: the results are in ``buffer``, not yet in their places.
         times: begun, fenced, sent; only while there is a timeline.
     """
 
@@ -123,7 +124,7 @@ class Executor:
         self._under_way: deque[_UnderWay] = deque()
         self._unresolved: dict[Submission, None] = {}  # in order
         self._plans: dict[tuple[int, ...], Sequence[Bucket]] = {}
-        self._waiting_here: tuple[Bucket, Batch] | None = None  # all that is queued, and was not executed at once
+        self._waiting_here: tuple[Bucket, Batch] | None = None  # the only one queued, if not executed at once
         self._submitted = 0
         self._completed = 0
         self._verdict: HorovodInternalError | None = None
@@ -148,7 +149,7 @@ class Executor:
         return bool(self._stuck)
 
     def tell(self, *, on_room: Callable[[], None], on_failure: Callable[[BaseException], None]) -> None:
-        """Say who is to be told; before ``start``.
+        """Set the callbacks; to be called before ``start``.
 
         Args:
             on_room: called after each bucket, on the thread that completed it.
@@ -161,18 +162,18 @@ class Executor:
 
     @property
     def native_id(self) -> int:
-        """The running thread, as the system numbers it."""
+        """The system's id of the running thread."""
         assert self._thread.native_id is not None
         return self._thread.native_id
 
     def execute(self, batch: Batch, *, may_wait: bool = True, lent: bool = False) -> None:
         """Queue one batch, or execute it here if it is quick.
 
-        Called in the common order, by whoever does the control thread's work.
+        Called in the common order, by the thread that does the control thread's work.
 
         Args:
-            may_wait: this thread may wait for other ranks, for a moment.
-            lent: it is the thread of a caller who waits for this, and has nothing else to do.
+            may_wait: this thread may wait briefly for other ranks.
+            lent: it is the thread of a caller that waits for this and has nothing else to do.
         """
         if not batch:
             return
@@ -192,8 +193,8 @@ class Executor:
             self._queue.put((bucket, batch))
 
     def execute_queued(self) -> None:
-        """Do on a thread that is lent what ``execute`` has just left to the data thread, if that has not begun and it
-        is quick. Called as ``execute`` is."""
+        """Do on a lent thread what ``execute`` has just left to the data thread, if that has not begun it and it is
+        quick. Called as ``execute`` is."""
         queued, self._waiting_here = self._waiting_here, None
         if queued is None or self.backlog != 1 or not self._is_quick(*queued, LENT_BYTES):
             return
@@ -207,7 +208,7 @@ class Executor:
             self._queue.put(item)
 
     def _plan(self, batch: Batch) -> Sequence[Bucket]:
-        """A batch's buckets; those of numbered operations are kept, since a program repeats its steps."""
+        """A batch's buckets; those of numbered operations are cached, since a program repeats its steps."""
         numbers = tuple([response.signature for response, _ in batch])
         buckets = self._plans.get(numbers)
         if buckets is None:
@@ -224,7 +225,7 @@ class Executor:
         return buckets
 
     def _depends_on_its_place(self, response: Response, tensor: int) -> bool:
-        """Whether a tensor's sums depend on where in a fused buffer it stands."""
+        """Whether a tensor's sums depend on its position in a fused buffer."""
         request = response.request
         if request.collective not in REDUCTIONS:
             return False
@@ -232,7 +233,7 @@ class Executor:
         return request.tensors[tensor].device != "cpu" or not backend.in_rank_order
 
     def _execute_here(self, bucket: Bucket, batch: Batch) -> None:
-        """Do the data thread's work while it has none; it takes over if this bucket turns out to be slow, or fails."""
+        """Do the data thread's work while that is idle; it takes over if this bucket turns out to be slow, or fails."""
         try:
             under_way = self._begin(bucket, batch)
             if not under_way.work.completes_within(QUICK_SECONDS):
@@ -243,7 +244,7 @@ class Executor:
             self._queue.put(error)
 
     def _is_quick(self, bucket: Bucket, batch: Batch, limit: int) -> bool:
-        """True if nothing of it can take long, as far as this rank is concerned."""
+        """True if no part of it can take long, as far as this rank is concerned."""
         if bucket.collective not in _QUICK or _is_adasum(bucket, batch):
             return False
         if bucket.nbytes > limit:
@@ -257,11 +258,11 @@ class Executor:
         self._queue.put(callback)
 
     def stop(self) -> None:
-        """Let the thread end after what is queued."""
+        """Let the thread end once everything queued has been executed."""
         self._queue.put(None)
 
     def abort(self, error: HorovodInternalError) -> None:
-        """End everything that is under way or queued with ``error``. Callable from any thread, more than once."""
+        """Fail everything that is under way or queued with ``error``. Callable from any thread, more than once."""
         if self._verdict is None:
             self._verdict = error
         for group in list(self._groups.values()):
@@ -271,7 +272,7 @@ class Executor:
         self._queue.put(None)
 
     def join(self, timeout: float) -> bool:
-        """Wait for the thread's end; False if it has not ended within ``timeout`` seconds."""
+        """Wait for the thread to end; False if it has not ended within ``timeout`` seconds."""
         if self._thread.ident is None:
             return True
         self._thread.join(timeout)
@@ -289,7 +290,7 @@ class Executor:
 
     def _serve(self) -> None:
         while not self._aborted.is_set():
-            item = None  # who waits for more keeps no tensors alive
+            item = None  # while waiting for more, keep no tensors alive
             try:
                 item = self._queue.get(block=not self._under_way)
             except queue.Empty:
@@ -312,7 +313,7 @@ class Executor:
             item()
 
     def _make_room(self, bucket: Bucket, batch: Batch) -> None:
-        """Complete what must have ended before this bucket begins."""
+        """Complete the buckets that must have ended before this one begins."""
         if bucket.collective in SET_CHANGES or bucket.collective is Collective.ALLTOALL or _is_adasum(bucket, batch):
             self._drain()
         elif len(self._under_way) == DEPTH:
@@ -323,7 +324,7 @@ class Executor:
             self._finish(self._under_way.popleft())
 
     def _settle(self) -> None:
-        """Fail what is left, once the backend has let go of its memory."""
+        """Fail what is left, once the backend has released its memory."""
         if not self._unresolved:
             return
         # The control thread aborts with a verdict in a second or two; the limit is for a control thread that is gone.
@@ -388,7 +389,7 @@ class Executor:
             return _UnderWay(bucket, batch, group, plane, work, operation.inputs[0], packed=False)
         if bucket.collective in SET_CHANGES:
             self._change_sets(response)
-        return _UnderWay(bucket, batch, group, plane, Done(), None, packed=False)  # else agreement was all
+        return _UnderWay(bucket, batch, group, plane, Done(), None, packed=False)  # else agreement was all it took
 
     def _change_sets(self, response: Response) -> None:
         if response.request.collective is Collective.REMOVE_PROCESS_SET:
@@ -431,7 +432,7 @@ class Executor:
     def _begin_scattered_allreduce(
         bucket: Bucket, batch: Batch, group: Group, plane: Plane, backend: Scattered
     ) -> _UnderWay:
-        """Nothing is packed, copied or scaled here: the data plane does it all."""
+        """Nothing is packed, copied or scaled here: the data plane does all of it."""
         request = batch[bucket.parts[0].operation][0].request
         operations = [batch[part.operation][1] for part in bucket.parts]
         work = backend.allreduce_several(
@@ -522,7 +523,7 @@ class Executor:
         self._complete(under_way)
 
     def _complete(self, under_way: _UnderWay) -> None:
-        """Put the results of a bucket whose transfer has ended in their places, and resolve handles."""
+        """Put the results of a bucket whose transfer has ended in their places, and resolve its handles."""
         timeline = self.timeline
         done = timeline.now() if timeline is not None else 0.0
         self._deliver(under_way)
@@ -540,7 +541,7 @@ class Executor:
         self._on_room()
 
     def _deliver(self, under_way: _UnderWay) -> None:
-        """Finish a bucket's results and bring them where they belong, once."""
+        """Finish a bucket's results and put them in their places, once."""
         buffer = under_way.buffer
         if under_way.delivered or buffer is None or not buffer.nbytes:
             return
@@ -561,12 +562,12 @@ def _nothing(*_: object) -> None:
 
 
 def _combining(op: ReduceOp) -> ReduceOp:
-    """What the data plane does of a reduction; dividing comes after."""
+    """The part of a reduction that the data plane does; dividing comes after."""
     return ReduceOp.SUM if op is ReduceOp.AVERAGE else op
 
 
 def _factor(request: Request, size: int) -> float:
-    """What a reduction's sums are multiplied by: an average is one."""
+    """The factor that a reduction's sums are multiplied by; averaging is part of it."""
     return request.postscale / size if request.op is ReduceOp.AVERAGE else request.postscale
 
 
@@ -575,7 +576,7 @@ def _is_adasum(bucket: Bucket, batch: Batch) -> bool:
 
 
 def _describe(under_way: _UnderWay) -> str:
-    """A bucket in a sentence: ``allreduce of 12 tensors (first: allreduce.fc.weight)``."""
+    """A bucket as it appears in messages: ``allreduce of 12 tensors (first: allreduce.fc.weight)``."""
     parts = under_way.bucket.parts
     first = under_way.batch[parts[0].operation][1].request.name
     tensors = f"{len(parts)} tensors (first: {first})" if len(parts) > 1 else first
@@ -623,7 +624,7 @@ def _pieces(under_way: _UnderWay) -> Iterator[tuple[Buffer, int, int]]:
 
 
 def _gathered_pieces(under_way: _UnderWay) -> Iterator[tuple[Buffer, int, int]]:
-    """The same of gathered tensors: they come rank by rank, of each rank all tensors one after another."""
+    """The same for gathered tensors: they come rank by rank, all tensors of a rank one after another."""
     parts: Sequence[Part] = under_way.bucket.parts
     sizes = [_block_sizes(under_way.batch[part.operation][0], part.tensor) for part in parts]
     targets = [under_way.batch[part.operation][1].outputs[part.tensor] for part in parts]

@@ -1,8 +1,8 @@
 """Which operations travel together.
 
-``plan`` is a pure function of the common order, so every rank forms the same buckets without another word. Fusing saves
-the fixed cost of a collective and costs a copy in and out; a tensor that is large enough to amortise that fixed cost
-by itself travels alone, in its own memory.
+``plan`` is a pure function of the common order, so every rank forms the same buckets without further messages. Fusing
+saves the fixed cost of a collective and costs a copy in and out; a tensor that is large enough to amortise that fixed
+cost by itself travels alone, in its own memory.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class Bucket:
 
     @cached_property
     def nbytes(self) -> int:
-        """Of all results."""
+        """The size of all results."""
         return sum(part.nbytes for part in self.parts)
 
 
 class _Open:
-    """A bucket that still takes tensors."""
+    """A bucket that still has room for tensors."""
 
     def __init__(self, collective: Collective, part: Part) -> None:
         self.collective = collective
@@ -64,15 +64,15 @@ def plan(
     Args:
         responses: without errors, in the common order.
         limit: the largest fused bucket in bytes; 0 sends each tensor alone.
-        separate_groups: tensors of an explicit group are fused with each other only.
-        alone: whether a tensor of a response is fused with no other.
+        separate_groups: tensors of an explicit group are fused only with each other.
+        alone: whether a tensor of a response must not be fused with others.
 
     Returns:
         buckets in the order in which they must be executed. Every tensor is in exactly one; an operation without
         tensors (a barrier) is a bucket of its own with a single part, ``Part(operation, -1, 0)``.
     """
     buckets: list[_Open] = []
-    # By process set: a rank plans only for the sets that it is in, so they must not influence each other.
+    # By process set: a rank plans only for the sets it belongs to, so they must not influence each other.
     accepting: defaultdict[int, dict[str, _Open]] = defaultdict(dict)
     lone_bytes = min(LONE_BYTES, limit)
     for operation, response in enumerate(responses):

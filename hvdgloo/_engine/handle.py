@@ -1,8 +1,8 @@
 """A submitted collective's future.
 
 It is resolved exactly once, by the engine, and may be waited for from any thread. A training step makes one for every
-gradient and waits for few that have not ended, so what a wait needs is made by who waits, and one lock, which is held
-for a moment at a time, serves all handles.
+gradient and waits for few that have not ended, so what a wait needs is created by the waiter, and one lock, held only
+briefly, serves all handles.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Handle:
     """The result of ``Engine.submit``.
 
     Attributes:
-        value: of a join the rank that came last, of a process set that was added or removed its id.
+        value: for a join, the rank that came last; for a process set that was added or removed, its id.
         name: the tensor's full name, as messages show it.
         outputs: where the results are, once ``done()``; in the order of the submitted tensors.
-        lend: called with the handle by a thread that is about to wait for it without a timeout: the engine may have
-            the thread work for it for a moment.
+        lend: called with the handle by a thread that is about to wait for it without a timeout: the engine may use the
+            thread for a moment.
     """
 
     __slots__ = ("_callbacks", "_done", "_error", "_latch", "lend", "name", "outputs", "value")
@@ -89,7 +89,7 @@ class Handle:
             if latch is None:
                 latch = self._latch = _thread.allocate_lock()
                 latch.acquire()
-        seconds = -1 if timeout is None else min(max(0.0, timeout), _thread.TIMEOUT_MAX)  # inf is no lock's timeout
+        seconds = -1 if timeout is None else min(max(0.0, timeout), _thread.TIMEOUT_MAX)  # a lock does not take inf
         if not latch.acquire(timeout=seconds):
             raise WaitTimeoutError(f"{self.name} has not completed within {timeout:g} s; it is still pending")
         latch.release()
@@ -108,7 +108,7 @@ class Handle:
         callback(self)
 
     def resolve(self, outputs: Sequence[Buffer] = (), error: BaseException | None = None, *, value: int = -1) -> bool:
-        """End the operation. For the engine alone; False if it had already ended, and then nothing changes."""
+        """End the operation; for the engine only. If it had already ended, nothing changes and the result is False."""
         with _lock:
             if self._done:
                 return False

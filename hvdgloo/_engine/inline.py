@@ -1,8 +1,9 @@
 """Tiny allreduces that travel inside the agreement itself.
 
-For a few bytes the agreement is the whole cost of an allreduce: so a rank that has nothing else to do sends a small
-tensor's bytes along, and if all did, the coordinator reduces them and its order to execute carries the result. No data
-plane takes part. If some rank did not (it has several operations under way, which fuse better), all execute as usual.
+For a few bytes, the agreement is the whole cost of an allreduce. So a rank that has nothing else to do sends a small
+tensor's bytes along; if all ranks did, the coordinator reduces them, and its order to execute carries the result. No
+data plane takes part. If some rank did not (it has several operations under way, which fuse better), all execute as
+usual.
 """
 
 from __future__ import annotations
@@ -61,5 +62,5 @@ def combine(request: Request, payloads: Sequence[bytes], size: int) -> bytes:
 
 
 def deliver(result: bytes, output: Buffer) -> None:
-    """Put a result in its place."""
+    """Write a result to where it belongs."""
     ctypes.memmove(output.address, result, output.nbytes)

@@ -1,7 +1,7 @@
-"""The part of a rank that has joined in what the others go on with: tensors that change nothing.
+"""What a rank that has joined contributes to operations that the others go on with: tensors that change nothing.
 
-Zeros do that for a sum, and an average still divides by all ranks. A minimum, a maximum and a product need the largest
-number, the smallest, and one.
+For a sum these are zeros (an average still divides by all ranks); for a minimum the largest number, for a maximum the
+smallest, for a product one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _neutral(spec: TensorSpec, op: ReduceOp) -> Buffer:
 
 
 def _element(dtype: DType, op: ReduceOp) -> object:
-    """What leaves the other operand of ``op`` as it is."""
+    """The neutral element of ``op``, which leaves the other operand as it is."""
     if op is ReduceOp.PRODUCT:
         return _encoded(1.0, dtype)
     if op not in (ReduceOp.MIN, ReduceOp.MAX):

@@ -1,6 +1,6 @@
-"""Every rank's side of the control plane: what it has submitted, and what the coordinator's numbers stand for.
+"""Each rank's side of the control plane: what it has submitted, and what the coordinator's numbers stand for.
 
-The queue of pending operations is shared between the threads that submit and the control thread; everything else here
+The queue of pending operations is shared between the submitting threads and the control thread; everything else here
 belongs to the control thread.
 """
 
@@ -24,13 +24,13 @@ class Member:
     """This rank's pending operations.
 
     Args:
-        rank: this one.
+        rank: this rank.
         members: the global ranks of each process set by id, at the beginning; 0 is all ranks.
         inline_threshold: bytes up to which a single operation's tensor travels with its submission.
 
     Attributes:
-        sets: the process sets as of what has been accepted, of which this rank may be in some.
-        timeline: where the times of operations are noted, if anywhere.
+        sets: the process sets after everything accepted so far; this rank may be in some of them.
+        timeline: where the times of operations are recorded, if anywhere.
     """
 
     def __init__(self, rank: int, members: Mapping[int, Sequence[int]], inline_threshold: int) -> None:
@@ -44,7 +44,7 @@ class Member:
         self._new: list[Submission] = []
         self._orphans: list[Submission] = []
         self._closed: HorovodInternalError | None = None
-        # What is agreed at present, by its number, and by the name that this rank submits it under.
+        # The current agreements, by number, and by the name under which this rank submits them.
         self._signatures: dict[int, Signature] = {}
         self._agreed: dict[tuple[int, str], Signature] = {}
 
@@ -66,8 +66,8 @@ class Member:
         """File an operation; callable from any thread.
 
         Returns:
-            how many were filed since the last ``drain``, this one included, and whether others were drained before that
-            are still to be agreed upon.
+            how many were filed since the last ``drain``, this one included, and whether some drained earlier are still
+            to be agreed upon.
 
         Raises:
             DuplicateNameError: the name is pending. Nothing of this operation was filed.
@@ -81,7 +81,7 @@ class Member:
             if self._closed is not None:
                 raise self._closed.with_traceback(None)
             if self._rank not in self.sets.get(key[0], ()):
-                # It was there when the operation was checked, and has been removed since.
+                # It existed when the operation was checked, and has been removed since.
                 raise InvalidArgumentError(f"{key[1]}: there is no process set {key[0]} with rank {self._rank}")
             if key in self._pending:
                 raise DuplicateNameError(
@@ -95,7 +95,7 @@ class Member:
             return len(self._new), len(self._pending) > len(self._new)
 
     def drain(self, *, idle: bool = True) -> Submit | None:
-        """What was filed since the last call.
+        """The operations filed since the last call.
 
         Args:
             idle: nothing is being executed on this rank.
@@ -121,7 +121,7 @@ class Member:
         return Submit(tuple(numbers), tuple(requests), self._payload(new) if idle else b"")
 
     def _payload(self, new: Sequence[Submission]) -> bytes:
-        # Only of an operation that is all there is. Those of a training step fuse; one by one they would load rank 0.
+        # Only for an operation that is alone. Those of a training step are fused; one by one they would load rank 0.
         if len(new) > 1 or len(self._pending) > 1 or new[0].ready is not None:
             return b""
         if not inline.suits(new[0].request, self._inline_threshold):
@@ -138,7 +138,7 @@ class Member:
         return Submit((), tuple(operation.request for operation in operations), resent=True)
 
     def accept(self, message: Execute) -> list[tuple[Response, Submission]]:
-        """The operations to execute, in order. Those whose result is known, or is an error, end here."""
+        """The operations to execute, in order. Those whose result is already known, or is an error, end here."""
         batch = []
         results = dict(message.results)
         with self._lock:
@@ -182,7 +182,7 @@ class Member:
                 del self._agreed[key]
 
     def _pop(self, item: int | Response) -> tuple[Response, Submission | None]:
-        """An item's Response, and this rank's part in it: None if it is not in the process set."""
+        """An item's Response, and this rank's part in it: None if this rank is not in the process set."""
         if isinstance(item, int):
             response = self._signatures[item].response
             request = response.request

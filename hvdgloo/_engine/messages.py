@@ -2,8 +2,8 @@
 
 A member (any rank) tells the coordinator (rank 0) what it has submitted; the coordinator answers with one order of
 execution for all. A tensor's signature is spelled out once and stands for a small integer afterwards, and consecutive
-integers travel as runs, so a steady training step is a message of a few bytes. How classes become bytes is told in
-``hvdgloo._net.codec``.
+integers travel as runs, so a steady training step is a message of a few bytes. ``hvdgloo._net.codec`` turns classes
+into bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SET_CHANGES = frozenset({Collective.ADD_PROCESS_SET, Collective.REMOVE_PROCESS_S
 """Operations of all ranks that change the process sets."""
 
 REDUCTIONS = frozenset({Collective.ALLREDUCE, Collective.REDUCESCATTER})
-"""Collectives that compute, by a reduce operation and scale factors."""
+"""Collectives that compute, with a reduce operation and scale factors."""
 
 
 class Request(codec.Message, frozen=True, dict=True):
@@ -34,11 +34,11 @@ class Request(codec.Message, frozen=True, dict=True):
         name: unique among what is pending in the process set, e.g. ``allreduce.fc.weight``. Ranks are matched by it.
         collective: what to do.
         tensors: what ranks must agree upon; in an allgather the first dimensions may differ.
-        op: of a reduction.
+        op: the reduce operation of a reduction.
         prescale, postscale: factors applied before and after a reduction, in addition to the average's 1/size.
         root: global rank of a broadcast's source, else -1.
         process_set: id of the set that takes part; 0 is all ranks.
-        ranks: members of the process set that is to be added or removed.
+        ranks: members of the process set to be added or removed.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Response(codec.Message, frozen=True, dict=True):
         rows: for an allgather, one tuple per tensor with every member's first dimension, in order of ranks.
         error: why it cannot be executed; empty if it can.
         signature: the number that stands for it from now on, -1 for none.
-        value: of a join the rank that came last, of a process set that was added or removed its id, else -1.
+        value: for a join, the rank that came last; for a process set that was added or removed, its id; else -1.
     """
 
     request: Request
@@ -92,7 +92,7 @@ class Response(codec.Message, frozen=True, dict=True):
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:
-        """For each tensor a text that is equal where tensors may share a buffer."""
+        """A text for each tensor; tensors with equal texts may share a buffer."""
         r = self.request
         # Gathering moves bytes, whatever they mean; reducing computes on one dtype with one set of factors.
         common = f"{r.collective.value} {r.process_set} {r.root}"
@@ -119,7 +119,8 @@ class Submit(msgspec.Struct, frozen=True):
 
 
 class Leave(codec.Message, frozen=True, tag=3):
-    """This rank ends its part: ``shutdown()`` was called, or the interpreter exits, perhaps by the error ``reason``."""
+    """This rank ends its part: ``shutdown()`` was called, or the interpreter exits, perhaps because of the error
+    ``reason``."""
 
     reason: str = ""
 
@@ -146,7 +147,7 @@ class Stacks(codec.Message, frozen=True, tag=6):
 class Execute(msgspec.Struct, frozen=True):
     """The next operations in the common order: a signature's number, or a Response spelled out.
 
-    ``results`` holds, by position in ``items``, the bytes of those whose result is known already; see ``inline``.
+    ``results`` holds, by position in ``items``, the bytes of results that are already known; see ``inline``.
     """
 
     items: tuple[int | Response, ...]
@@ -155,7 +156,7 @@ class Execute(msgspec.Struct, frozen=True):
 
 
 class Resend(codec.Message, frozen=True, tag=2):
-    """These numbers were forgotten before they arrived; say again what they stood for."""
+    """These numbers were forgotten before they arrived; spell out again what they stood for."""
 
     signatures: tuple[Count, ...]
 
@@ -172,7 +173,8 @@ class End(codec.Message, frozen=True, tag=8):
 
 
 class Abort(codec.Message, frozen=True, tag=9):
-    """The job's collectives have failed for all. ``kind`` chooses the error's class, ``rank`` is to blame or -1."""
+    """The job's collectives have failed on all ranks. ``kind`` chooses the error's class; ``rank`` is the one to blame,
+    or -1."""
 
     kind: str
     text: str
@@ -199,11 +201,11 @@ Message: TypeAlias = (
 )
 
 
-# Signatures as they travel: start and length of each run.
+# Signatures as sent: start and length of each run.
 
 
 class _SubmitRuns(codec.Message, frozen=True, tag=0):
-    """As Submit; without a payload there is None, a byte less in every step."""
+    """Like Submit, but a missing payload is None, which saves a byte in every step."""
 
     runs: tuple[Count, ...]
     requests: tuple[Request, ...]
@@ -237,7 +239,7 @@ _CODEC: codec.Codec[Any] = codec.Codec(
 )
 
 _MAX_NUMBERS = 1 << 20
-"""How many signatures one message may list: far beyond any model's tensors, and a few dozen megabytes."""
+"""How many signatures one message may list: far more than any model has tensors, and a few dozen megabytes."""
 
 
 def encode(message: Message) -> bytes:
@@ -246,7 +248,7 @@ def encode(message: Message) -> bytes:
 
 
 def frame(message: Message) -> bytes:
-    """A message as it goes over the wire."""
+    """A message as it is sent."""
     return _CODEC.frame(_travelling(message))
 
 
@@ -282,7 +284,7 @@ def _to_runs(items: tuple[int | Response, ...]) -> tuple[int | Response, ...]:
     """Consecutive numbers as start and length, everything else as it is."""
     if items and isinstance(items[0], int):
         start, count = items[0], len(items)
-        if items == tuple(range(start, start + count)):  # a steady step, mostly
+        if items == tuple(range(start, start + count)):  # usually a steady step
             return start, count
     runs: list[int | Response] = []
     length = expected = -1
@@ -304,7 +306,8 @@ def _to_runs(items: tuple[int | Response, ...]) -> tuple[int | Response, ...]:
 
 
 def _from_runs(runs: tuple[int | Response, ...]) -> tuple[int | Response, ...]:
-    """The inverse of ``_to_runs``. A run is a few bytes that stand for any number of integers: their total is limited.
+    """The inverse of ``_to_runs``. A run is a few bytes that may stand for any number of integers, so their total is
+    limited.
 
     Raises:
         ValueError: a run has no length, or there are too many numbers.

@@ -19,14 +19,14 @@ from hvdgloo._engine.messages import REDUCTIONS, SET_CHANGES, Execute, Request, 
 from hvdgloo.types import Collective, ReduceOp
 
 COORDINATOR = 0
-"""The rank whose negotiator orders the operations of all."""
+"""The rank whose negotiator orders the operations of all ranks."""
 
 _EXCUSABLE = frozenset({Collective.ALLREDUCE, Collective.BARRIER})
-"""What goes on without the data of ranks that have joined."""
+"""Collectives that go on without the data of ranks that have joined."""
 
 
 class PartialSubmission:
-    """An operation that some ranks have submitted, from the moment ``since``, and how many of them by its number."""
+    """An operation that some ranks have submitted, since the time ``since``; how many of them by its number."""
 
     __slots__ = ("by_number", "payloads", "requests", "since")
 
@@ -54,14 +54,14 @@ class _Signature:
 
 
 class Observer(Protocol):
-    """Who is told what happens to operations."""
+    """What is notified of what happens to operations."""
 
     def arrived(self, rank: int, request: Request) -> None: ...
     def settled(self, request: Request, *, executed_here: bool) -> None: ...
 
 
 class Negotiator:
-    """Absorbs every rank's submissions and yields agreed Responses in order.
+    """Takes every rank's submissions and yields agreed Responses in order.
 
     Args:
         members: the global ranks of each process set by id, at the beginning; 0 is all ranks.
@@ -89,7 +89,7 @@ class Negotiator:
         """File a rank's submission.
 
         Returns:
-            numbers that stand for nothing any more; the rank must spell these requests out.
+            numbers that no longer stand for anything; the rank must spell out these requests.
         """
         unknown = []
         for number in submission.signatures:
@@ -106,7 +106,7 @@ class Negotiator:
         return unknown
 
     def take(self) -> Execute:
-        """What has become ready since the last call, in order, and the signatures forgotten meanwhile."""
+        """What has become ready since the last call, in order, and the signatures that have been forgotten since."""
         message = Execute(tuple(self._ready), tuple(self._forgotten), tuple(self._results))
         self._ready, self._forgotten, self._results = [], [], []
         return message
@@ -140,9 +140,9 @@ class Negotiator:
     def _file(self, rank: int, request: Request, now: float, payload: bytes, *, by_number: bool) -> None:
         members = self._members.get(request.process_set)
         if members is None:
-            return  # it was removed while this was on its way; the rank has been told
+            return  # the set was removed while this was on its way; the rank has been told
         if request.collective is Collective.JOIN:
-            # What this rank submitted before comes before: also what it is being asked to say again.
+            # What this rank submitted earlier comes first, including what it is being asked to spell out again.
             if self._asked_back[rank]:
                 self._late_joins[rank] = request
             else:
@@ -164,13 +164,14 @@ class Negotiator:
             self._order(key, pending)
 
     def _missing(self, process_set: int, pending: PartialSubmission) -> list[int]:
-        """Who keeps an operation waiting. Nobody may change the sets in the absence of those who have joined."""
+        """The ranks that an operation still waits for. The sets may not be changed in the absence of ranks that have
+        joined."""
         first = next(iter(pending.requests.values()))
         excused = () if first.collective in SET_CHANGES else self._joined
         return [rank for rank in self._members[process_set] if rank not in pending.requests and rank not in excused]
 
     def _order(self, key: tuple[int, str], pending: PartialSubmission) -> None:
-        """Everyone has submitted it: give it its place in the order."""
+        """Every member has submitted it: give it its place in the order."""
         del self._pending[key]
         members = self._members[key[0]]
         number = self._numbers.get(key)
@@ -197,10 +198,11 @@ class Negotiator:
                 self._results.append((len(self._ready) - 1, result))
 
     def _join(self, rank: int, request: Request) -> None:
-        """A rank has no more data. When all have said so, all go on, and learn who was last."""
+        """A rank has no more data. When all have said so, all go on, and learn which was last."""
         if rank not in self._joined:
             self._joined.append(rank)
-        # Also when it is the last: what it submitted before, and others will not, goes on without them.
+        # Also when it is the last: operations that it submitted before, and that others will not submit, go on without
+        # them.
         for key, pending in list(self._pending.items()):
             if not self._missing(key[0], pending):
                 self._order(key, pending)
@@ -212,7 +214,7 @@ class Negotiator:
         """Spell out a Response, and remember it under a new number if it may come again."""
         old = self._numbers.pop(key, None)
         if old is not None:
-            # Members replace it when they see the new Response; nobody sends it again.
+            # Members replace it when they see the new Response; no rank sends it again.
             del self._signatures[old]
             self._forgotten.append(old)
         response = agree(requests, [rank for rank in members if rank in requests])
@@ -252,7 +254,7 @@ class Negotiator:
         return replace(response, value=number)
 
     def _forget_set(self, number: int) -> None:
-        """Pending operations end with it on the ranks themselves: every rank is told of the removal."""
+        """Its pending operations are ended by the ranks themselves, since every rank is told of the removal."""
         del self._members[number]
         self._freed_sets.append(number)
         self._pending = {key: pending for key, pending in self._pending.items() if key[0] != number}
@@ -263,12 +265,12 @@ class Negotiator:
 
 
 def _lacks(requests: Mapping[int, Request], members: Sequence[int]) -> bool:
-    """True if members have joined without whose data the operation cannot go on."""
+    """True if members have joined and the operation cannot go on without their data."""
     return len(requests) < len(members) and next(iter(requests.values())).collective not in _EXCUSABLE
 
 
 def agree(requests: Mapping[int, Request], members: Sequence[int]) -> Response:
-    """What the members' requests amount to; a Response with an error if they contradict each other.
+    """The Response to the members' requests; one with an error if they contradict each other.
 
     Checks follow Horovod's order: dtype, operation, shape, scale factors, reduce operation, then what belongs to one
     collective, then device. The first that fails is reported, with the ranks on both sides.

@@ -1,7 +1,7 @@
 """Collectives that take several calls of the data plane, each as one Work.
 
 Such a collective is a generator: it yields the Work of each call, and is resumed when that has completed. Meanwhile
-nothing else may be under way on the group, since ranks would begin it at different moments; the executor sees to it.
+nothing else may be under way on the group, since ranks would begin it at different moments; the executor ensures this.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Phases:
         self._current: Work | None = next(steps, None)
 
     def completes_within(self, timeout: float) -> bool:
-        """As ``Work``'s; the timeout is each call's."""
+        """As in ``Work``; the timeout, in seconds, applies to each call."""
         while self._current is not None:
             if not self._current.completes_within(timeout):
                 return False
@@ -39,11 +39,11 @@ class Phases:
 def exchange(host: Backend, plane: Plane, operation: Submission, size: int) -> Iterator[Work]:
     """An alltoall. The numbers of rows travel first: they may differ in every step, and only pairs of ranks need them.
 
-    The operation's outputs become the received rows and, per rank, how many they are (int64).
+    The operation's outputs become the received rows and how many came from each rank (int64).
 
     Args:
-        host: for these numbers.
-        plane: for the rows.
+        host: the plane for these numbers.
+        plane: the one for the rows.
     """
     source = operation.inputs[0]
     spec = source.spec

@@ -1,8 +1,8 @@
 """A process set as one rank's data thread sees it: its members, and the data planes between them.
 
 The plane of CPU memory exists from the beginning. Those of CUDA memory are opened when the members first have CUDA
-tensors to exchange: only then does each know which GPU it uses. They all come to this at the same place in the common
-order, so the opening may itself exchange something.
+tensors to exchange: only then does each know which GPU it uses. All members reach this point at the same place in the
+common order, so the opening may itself exchange messages.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ DEPTH = 2
 """Buckets under way at once."""
 
 OpenDevice = Callable[[Backend, Buffer], Sequence[Plane]]
-"""The planes for a device's tensors, from the one for CPU memory and a tensor of this rank: the best one, and one on
-that same CPU backend, through which the tensors are staged; these may be one and the same."""
+"""Makes the planes for a device's tensors from the plane for CPU memory and a tensor of this rank: the best one, and
+one on that same CPU backend through which the tensors are staged; both may be the same."""
 
 
 class Staging:
-    """Memory for fused buckets: one of DEPTH blocks in turn, each free again when its bucket has completed."""
+    """Memory for fused buckets: DEPTH blocks used in turn, each free again when its bucket has completed."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
@@ -34,7 +34,7 @@ class Staging:
         """Room for ``nbytes`` of a dtype.
 
         Args:
-            at_least: how large a new block is made, so that it does for later buckets as well.
+            at_least: minimum size of a new block, so that it is large enough for later buckets too.
         """
         block = self._blocks.popleft()
         if block is None or block.nbytes < nbytes:
@@ -68,19 +68,19 @@ class Group:
 
     @property
     def backends(self) -> list[Backend]:
-        """All that are open, each once."""
+        """All open planes, each once."""
         planes = [self.host, *(plane for plane in (self._device,) if plane is not None)]
         return list({id(plane.backend): plane.backend for plane in planes}.values())
 
     def plane(self, device: str, example: Buffer | None, *, on_host: bool = False) -> Plane:
-        """The plane for tensors of one kind of device, opened if it is the first of them.
+        """The plane for tensors of one kind of device, opened if this is the first of them.
 
         Args:
             example: one of this rank's tensors.
             on_host: the operation needs its data in CPU memory.
 
         Raises:
-            BackendError: there can be none.
+            BackendError: there is no such plane here.
         """
         if device == "cpu" or example is None:
             return self.host

@@ -11,7 +11,7 @@ _GROUPS_SHOWN = 4
 
 
 def overdue(waiting: Sequence[Waiting], now: float, limit: float) -> list[Waiting]:
-    """Those that have waited at least ``limit`` seconds."""
+    """The operations that have waited at least ``limit`` seconds."""
     return [operation for operation in waiting if now - operation.since >= limit]
 
 
@@ -33,7 +33,7 @@ def report(
         now: the present, on the clock of ``Waiting.since``.
         describe: a rank with its host and pid.
         stacks: what each missing rank answered; None if it did not answer in time.
-        told: the stacks of the message before this one about the same stall: what is in it is not repeated.
+        told: the stacks in the previous message about the same stall, which are not repeated.
     """
     still = "Stalled" if told is None else "Still stalled"
     lines = [f"{still}: some ranks wait for tensors that others have not submitted."]
@@ -50,7 +50,8 @@ def report(
 
 
 def verdict(waiting: Sequence[Waiting], now: float, describe: Callable[[int], str]) -> str:
-    """What a stall's error says: few lines, for they end a rank's output. Where ranks are, ``report`` has told.
+    """The text of a stall's error: only a few lines, since they end a rank's output. ``report`` has already said where
+    ranks are.
 
     Args:
         waiting, now, describe: as for ``report``.
@@ -75,7 +76,7 @@ def _groups(waiting: Sequence[Waiting]) -> list[list[Waiting]]:
 
 
 def _wait(group: Sequence[Waiting], now: float, missing: Callable[[Sequence[int]], str]) -> str:
-    """One group in a line; ``missing`` words the ranks that it waits for."""
+    """One group in a line; ``missing`` formats the ranks that it waits for."""
     oldest = max(now - operation.since for operation in group)
     names = ", ".join(operation.name for operation in group[:_NAMES_SHOWN])
     more = f" and {len(group) - _NAMES_SHOWN} more" if len(group) > _NAMES_SHOWN else ""

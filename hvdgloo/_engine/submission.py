@@ -1,4 +1,4 @@
-"""One rank's part in a collective: what it asks for, once, and each time that it starts it, from then to its end."""
+"""One rank's part in a collective: what it asks for, made once, and each start of it, from submission to end."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Signature:
     """What all ranks agreed upon under a number, which stands for it in messages.
 
     Attributes:
-        number: -1 once the coordinator has forgotten it.
+        number: the number; -1 once the coordinator has forgotten it.
         response: the agreement.
-        request: this rank's request, in which dimensions may differ from the agreed ones; None if it made none.
+        request: this rank's request, whose dimensions may differ from the agreed ones; None if it made none.
     """
 
     __slots__ = ("number", "request", "response")
@@ -27,12 +27,12 @@ class Signature:
 
 
 class PersistentRequest:
-    """A Request that is started again and again, as MPI calls it: what was found out about it stays with it.
+    """A Request that is started again and again (MPI's term): what was found out about it is kept with it.
 
     Attributes:
         request: what is asked for.
-        signature: what was last agreed upon for it, if anything. While that has a number, nothing can be wrong with the
-            request in itself.
+        signature: what was last agreed upon for it, if anything. While that has a number, the request is known to be
+            valid in itself.
     """
 
     __slots__ = ("request", "signature")
@@ -46,7 +46,7 @@ class Submission:
     """A started operation: a Request with this rank's memory for it, and its Handle.
 
     Args:
-        persistent: the request's, if it is one that is started again and again.
+        persistent: the PersistentRequest, if it is one that is started again and again.
         handle: resolved at the end; by default a new one.
     """
 

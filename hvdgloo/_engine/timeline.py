@@ -1,15 +1,15 @@
 """Where the time goes: a trace in Chrome's event format, for chrome://tracing and ui.perfetto.dev.
 
-Every tensor is a row ("process") of its own, on which the phases of each collective follow and enclose each other::
+Every tensor has a row ("process") of its own, on which the phases of each collective follow and enclose each other::
 
     NEGOTIATE_ALLREDUCE  (rank 0: a tick for every rank that comes)
     ALLREDUCE
         QUEUE  MEMCPY_IN_FUSION_BUFFER  GLOO_ALLREDUCE  MEMCPY_OUT_FUSION_BUFFER
 
-The file is a JSON array that is whole at every moment, also if the process is killed or the disk is full: events are
-put into space that was left before the closing bracket, and when that is used up, a copy with more of it takes the
-file's place. (Who reads it in pieces just while it grows gets some or none of what is new.)
-Events are formatted and written by a thread of their own: the engine only notes times.
+The file is a complete JSON array at every moment, even if the process is killed or the disk is full: events are written
+into space left before the closing bracket, and when that is used up, a copy with more of it replaces the file. (A
+program that reads it in pieces while it grows gets some or none of what is new.) Events are formatted and written by a
+thread of their own: the engine only notes times.
 
 Source: "Trace Event Format", the Chromium project's document of that name.
 """
@@ -42,7 +42,7 @@ _PAGE = 4096
 _CAPACITY = 1 << 16
 _COPY = 1 << 20
 _BATCH = 4096
-"""Events that are written at once at most."""
+"""How many events are written at once, at most."""
 
 
 class Timeline:
@@ -96,7 +96,7 @@ class Timeline:
         return time.perf_counter()
 
     def ordered(self, batch: Sequence[tuple[Response, Submission]]) -> None:
-        """Operations have been given their place, and wait for the data plane."""
+        """Operations have been given their places in the order, and wait for the data plane."""
         now = self.now()
         for response, operation in batch:
             if operation.times:
@@ -125,8 +125,9 @@ class Timeline:
         """A bucket's results are in place.
 
         Args:
-            name: of what the backend did.
-            times: when it was begun, its tensors' fences had been waited for, the backend was called, and had done it.
+            name: the name of what the backend did.
+            times: when it was begun, when its tensors' fences had been waited for, when the backend was called, and
+                when that had finished.
             packed: its tensors were copied into a buffer and out of it.
         """
         now = self.now()
@@ -155,7 +156,7 @@ class Timeline:
             self.phase(row, str(rank), at, at)
 
     def settled(self, request: Request, *, executed_here: bool) -> None:
-        """Rank 0: an operation got its place, or its error."""
+        """Rank 0: an operation was given its place in the order, or an error."""
         if not executed_here:
             for row in _rows(Response(request)):
                 self._first_arrival.pop((request.process_set, row), None)
@@ -198,7 +199,7 @@ class Timeline:
         try:
             while True:
                 batch = [self._queue.get()]
-                # A moment's events at once: fewer writes.
+                # Events that arrive together are written together: fewer writes.
                 until = time.monotonic() + _GATHER_SECONDS
                 while batch[-1] is not None and len(batch) < _BATCH and (left := until - time.monotonic()) > 0:
                     try:
@@ -218,7 +219,7 @@ class Timeline:
             os.close(self._file)
 
     def _placed(self, event: dict[str, Any]) -> list[dict[str, Any]]:
-        """An event with its row's number, after the row's name if it is new."""
+        """An event with its row's number, preceded by the row's name if the row is new."""
         tensor = event.pop("tensor", None)
         if tensor is None:
             return [event]
@@ -253,18 +254,18 @@ class Timeline:
 
     def _put_down(self, piece: bytes) -> None:
         if self._end % _PAGE + len(piece) > _PAGE:
-            self._end += -self._end % _PAGE  # spaces stay where it would have begun
+            self._end += -self._end % _PAGE  # spaces remain where the event would have begun
         if self._end + len(piece) > self._capacity:
             self._move(2 * self._capacity + len(piece))
         try:
             os.pwrite(self._file, piece, self._end)
         except OSError:
-            os.pwrite(self._file, b" " * len(piece), self._end)  # what of it has been written
+            os.pwrite(self._file, b" " * len(piece), self._end)  # erase the part that has been written
             raise
         self._end += len(piece)
 
     def _move(self, capacity: int) -> None:
-        """Take another file's place, with room for ``capacity`` bytes before the closing bracket."""
+        """Replace the file by a copy with room for ``capacity`` bytes before the closing bracket."""
         part = f"{self.path}.part"
         try:
             with open(part, "wb") as file:
@@ -286,7 +287,7 @@ class Timeline:
 
 
 def _rows(response: Response) -> list[str]:
-    """The names of an operation's rows: one for each tensor."""
+    """The names of an operation's rows, one for each tensor."""
     request = response.request
     if len(request.tensors) < 2:
         return [request.name]
