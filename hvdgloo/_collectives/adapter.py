@@ -1,12 +1,12 @@
-"""What a framework has to know about its own tensors, and nothing else.
+"""What hvdgloo needs from each framework about its own tensors, and nothing else.
 
 A TensorAdapter never sees names, ranks, fusion or process sets; the Frontend never sees a framework. Adding a framework
-is writing these eight methods.
+means writing these eight methods.
 
 The engine reads and writes memory in row-major order: a CPU's, and torch's on a CUDA device. A tensor that is such
-memory is *shared* with it: the exported Buffer's owner is the very tensor, and nothing is copied. Any other tensor (not
-contiguous, on another kind of device, in foreign byte order) is *staged*: the owner is a private copy, and ``deliver``
-brings the result to where it belongs.
+memory is *shared* with it: the exported Buffer's owner is the tensor itself, and nothing is copied. Any other tensor
+(not contiguous, on another kind of device, in foreign byte order) is *staged*: the owner is a private copy, and
+``deliver`` copies the result to where it belongs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Tape(Generic[T]):
-    """What a forward call leaves for its backward call.
+    """What a forward call records for its backward call.
 
     Attributes:
         shapes: of the inputs.
@@ -53,8 +53,8 @@ class TensorAdapter(Protocol[T]):
         Args:
             tensor: anything that ``owns`` accepts.
             writable: the result is to be written back into the tensor.
-            known: what ``describe`` may well say of it: an adapter that compares faster than it describes returns this
-                very value if it is right.
+            known: what ``describe`` would probably return: an adapter that compares faster than it describes returns
+                this object if it is right.
 
         Returns:
             a Buffer whose owner is ``tensor`` itself if it is shared, and a tensor of the framework if it is staged.
@@ -67,13 +67,13 @@ class TensorAdapter(Protocol[T]):
     def allocate(self, spec: TensorSpec, like: T) -> T:
         """A new uninitialised tensor that ``export`` shares, from which ``deliver`` is cheap for tensors like ``like``.
 
-        ``spec.device`` says where: "cuda" is the GPU of ``like``.
+        ``spec.device`` says where: "cuda" means the GPU of ``like``.
 
         May be called on an engine thread.
         """
 
     def deliver(self, result: T, target: T, *, in_place: bool) -> T:
-        """Bring a result from memory that the engine uses to the user.
+        """Hand a result from memory that the engine uses to the user.
 
         Args:
             result: the owner of the memory that holds it.
@@ -88,10 +88,10 @@ class TensorAdapter(Protocol[T]):
         """A tensor of the same values in another element type; differentiable where the framework can."""
 
     def fence(self, tensors: Sequence[T]) -> Callable[[], None] | None:
-        """What to call, from any thread, before the tensors' exported memory is used; None if it may be at once.
+        """What to call, from any thread, before the tensors' exported memory is used; None if it may be used at once.
 
-        What that thread then does with the memory, on a CUDA device on its current stream, comes after all that has
-        been done with the tensors so far. Called once the results are allocated, by the thread that did it.
+        What that thread then does with the memory (on a CUDA device, on its current stream) comes after everything that
+        has been done with the tensors so far. Called once the results are allocated, by the thread that allocated them.
         """
 
     def differentiable(
@@ -105,8 +105,8 @@ class TensorAdapter(Protocol[T]):
         """``forward(inputs)``, with ``backward`` recorded as its gradient where the framework records gradients.
 
         Args:
-            forward: inputs to outputs.
-            backward: the tape and the gradients of the outputs, to the gradients of the inputs.
+            forward: takes the inputs and returns the outputs.
+            backward: takes the tape and the gradients of the outputs, and returns the gradients of the inputs.
             inputs: the tensors.
             keep: whether the tape holds inputs and outputs, which costs their memory.
         """

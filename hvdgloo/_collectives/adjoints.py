@@ -1,9 +1,10 @@
 """The gradient of each collective, stated once for all frameworks.
 
-A rule takes what the forward call left (a Tape) and the gradients that arrived for its outputs on this rank, and gives
-the gradients of its inputs on this rank. Rules call collectives in their turn, so every rank must run them: a tensor
-needs a gradient on all ranks or on none. The linear rules are made of differentiable operations, so second derivatives
-work; those of Min, Max and Product are not, and adapters refuse to differentiate what ``keep`` marks a second time.
+A rule takes what the forward call recorded (a Tape) and the gradients that arrived for its outputs on this rank, and
+returns the gradients of its inputs on this rank. Rules call collectives themselves, so every rank must run them: a
+tensor needs a gradient on all ranks or on none. The linear rules are made of differentiable operations, so second
+derivatives work; those of Min, Max and Product are not, so adapters refuse to differentiate calls marked by ``keep`` a
+second time.
 
 With L = the sum of the ranks' losses, x the input of this rank and g the gradients of the outputs:
 
@@ -38,7 +39,7 @@ from hvdgloo.types import Collective, ReduceOp
 
 
 class Collectives(Protocol):
-    """What rules call: the part of ``core.Core`` that computes."""
+    """What rules call: the part of ``core.Core`` that runs collectives."""
 
     adapter: TensorAdapter[Any]
 
@@ -50,7 +51,7 @@ class Collectives(Protocol):
         """One collective, waited for, with its gradient recorded."""
 
     def exchange(self, spec: CollectiveSpec, tensor: Any, splits: Sequence[int]) -> list[Any]:
-        """An alltoall: the received rows, and how many came from whom."""
+        """An alltoall: the received rows, and how many came from each rank."""
 
     def gather_integers(self, values: Sequence[int], process_set: int) -> npt.NDArray[Any]:
         """Every rank's values as an array of shape (ranks, len(values))."""
@@ -101,7 +102,7 @@ def _product(frontend: Collectives, spec: CollectiveSpec, tape: Tape[Any], gradi
     gather = spec._replace(collective=Collective.ALLGATHER, op=ReduceOp.SUM, prescale=1.0, postscale=1.0)
     results = []
     for x, g in zip(tape.inputs, sums, strict=True):
-        # Dividing the product by x would be cheaper, and wrong where x is zero.
+        # Dividing the product by x would be cheaper, but wrong where x is zero.
         (everyone,) = frontend.apply(gather, [x[None]])
         for index in range(ranks):
             if index != own:
@@ -129,7 +130,7 @@ def _to_root(frontend: Collectives, spec: CollectiveSpec, tape: Tape[Any], gradi
 
 
 def send_back(frontend: Collectives, spec: CollectiveSpec, counts: Any, gradients: Sequence[Any]) -> Sequence[Any]:
-    """The rule of an alltoall, which alone needs to know how many rows came from whom."""
+    """The rule of an alltoall, the only one that needs to know how many rows came from each rank."""
     splits = [int(n) for n in frontend.adapter.export(counts).array()]
     return frontend.exchange(spec, gradients[0], splits)[:1]
 

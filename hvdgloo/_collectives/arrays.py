@@ -14,7 +14,7 @@ from hvdgloo._collectives.process_sets import ProcessSet, global_process_set
 Array = npt.NDArray[Any]
 
 _AS_SIGNED = {"uint16": np.int16, "uint32": np.int32, "uint64": np.int64}
-"""Types of no arithmetic of ours, such as a seed's, travel as the bits that they are."""
+"""Types that collectives do not compute with, such as a seed's, are sent as integers with the same bits."""
 
 
 def broadcast_arrays(
@@ -24,13 +24,13 @@ def broadcast_arrays(
     label: str,
     process_set: ProcessSet = global_process_set,
 ) -> list[Array]:
-    """One rank's arrays, on all; all are under way before the first is waited for.
+    """One rank's arrays, on all ranks; all are under way before the first is waited for.
 
     Args:
-        frontend: one that takes arrays.
-        arrays: on every rank of the same shapes and types; none is written.
+        frontend: a Frontend whose tensors are arrays.
+        arrays: of the same shapes and types on every rank; none is written.
         root_rank: global rank of the source.
-        label: what the names begin with that match the ranks' calls.
+        label: the prefix of the names that match the ranks' calls.
         process_set: the ranks that take part.
 
     Returns:

@@ -1,7 +1,7 @@
 """The names that every front-end exports and that concern no tensor: start, end, and what this installation can do.
 
 Programs written for Horovod ask what was compiled into it. Nothing is compiled into hvdgloo, and MPI, DDL and CCL have
-no meaning here: the questions stay, with honest answers.
+no meaning here: the functions remain, with honest answers.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         ConfigError: a setting is missing or cannot be used.
         RendezvousError: the rendezvous server cannot be reached, refused, or other workers did not come.
         ConnectError: ranks cannot be connected with each other.
-        MissingDependencyError: several hosts need Gloo, which torch or pygloo carries.
-        InvalidArgumentError: (a ValueError) comm or process_sets make no sense, or differ between ranks.
+        MissingDependencyError: several hosts need Gloo, which torch and pygloo provide.
+        InvalidArgumentError: (a ValueError) comm or process_sets are invalid, or differ between ranks.
     """
     sets = _sets(process_sets)
 
@@ -68,7 +68,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
 
 
 def shutdown() -> None:
-    """End this rank's part of the job, and so everybody's collectives. Does nothing when not initialized."""
+    """End this rank's part of the job, and thereby all ranks' collectives. Does nothing when not initialized."""
     process.shutdown()
 
 
@@ -96,7 +96,8 @@ def _sets(process_sets: Any) -> list[ProcessSet]:
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Trace where the time of collectives goes, from now on; see docs/timeline.md. Nothing happens if a trace is on.
+    """Trace where the time of collectives goes, from now on; see docs/timeline.md. Does nothing if a trace is already
+    being written.
 
     Args:
         file_path: overwritten, on rank 0 alone; with ``{rank}`` in it, on every rank that calls this.
@@ -110,7 +111,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
 
 def stop_timeline() -> None:
-    """End the trace; its file is complete then. Nothing happens if there is none.
+    """End the trace; its file is then complete. Does nothing if there is none.
 
     Raises:
         NotInitializedError: (a ValueError) before ``init()``.
@@ -143,12 +144,12 @@ def gloo_enabled() -> bool:
 
 
 def gloo_built() -> bool:
-    """Whether jobs can run without MPI: always. ``hvdgloo-run --check-build`` shows which package carries Gloo here."""
+    """Whether jobs can run without MPI: always. ``hvdgloo-run --check-build`` shows which package provides Gloo."""
     return True
 
 
 def nccl_built() -> int:
-    """The version code of the NCCL that torch brings, 22105 for 2.21.5; 0 without it, or without torch."""
+    """The version code of the NCCL that torch includes, 22105 for 2.21.5; 0 without it, or without torch."""
     return nccl.version() if (nccl := _nccl()) is not None else 0
 
 
@@ -168,12 +169,12 @@ def cuda_built() -> bool:
 
 
 def rocm_built() -> bool:
-    """Whether the installed torch was built for ROCm, whose devices it calls CUDA's."""
+    """Whether the installed torch was built for ROCm, whose devices torch calls "cuda" too."""
     return (nccl := _nccl()) is not None and nccl.platform() == "rocm"
 
 
 def _nccl() -> ModuleType | None:
-    """Our part for NCCL, if there is a torch to carry it."""
+    """Our NCCL module, if torch is installed."""
     if not has_package("torch"):
         return None
     return importlib.import_module("hvdgloo._backends.nccl")

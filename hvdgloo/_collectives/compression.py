@@ -1,7 +1,7 @@
 """Fewer bytes on the wire: a Compressor changes a tensor before a collective and changes the result back.
 
 Horovod's programs write ``Compression.fp16`` and derive their own classes from ``Compression.none``, so compressors are
-classes that are never made instances of. The only framework-specific part is the cast, which an adapter brings.
+classes that are never instantiated. The only framework-specific part is the cast, which an adapter provides.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ T = TypeVar("T")
 
 
 class Compressor(Protocol[T]):
-    """Two functions that undo each other, up to rounding. A class with static methods serves as well as an instance."""
+    """Two functions, each the inverse of the other up to rounding. A class with static methods serves as well as an
+    instance."""
 
     def compress(self, tensor: T) -> tuple[T, Any]:
         """The tensor to send, and whatever ``decompress`` needs to know. The tensor given is not written."""
 
     def decompress(self, tensor: T, ctx: Any) -> T:
-        """The reduced tensor in the form that the original had."""
+        """The reduced tensor in the original's form."""
 
 
 class NoneCompressor:
@@ -37,7 +38,7 @@ class NoneCompressor:
 
 
 class Casts(Protocol[T]):
-    """What casting compressors need of an adapter."""
+    """What casting compressors need from an adapter."""
 
     def describe(self, tensor: T) -> TensorSpec:
         """As ``TensorAdapter.describe``."""
@@ -53,9 +54,9 @@ class _CastCompressor(Generic[T]):
 
     @classmethod
     def compress(cls, tensor: T) -> tuple[T, DType | None]:
-        """The tensor in fewer bytes, and its own type; or the very tensor and None.
+        """The tensor in fewer bytes, and its original type; or the tensor itself and None.
 
-        Types of two bytes would gain nothing, and integers would lose digits.
+        Two-byte types would gain nothing, and integers would lose digits.
         """
         dtype = cls.adapter.describe(tensor).dtype
         if not dtype.is_floating or dtype.itemsize <= cls.dtype.itemsize:
@@ -65,7 +66,7 @@ class _CastCompressor(Generic[T]):
 
     @classmethod
     def decompress(cls, tensor: T, ctx: DType | None) -> T:
-        """The tensor in the type that it had."""
+        """The tensor in its original type."""
         wide: T = tensor if ctx is None else cls.adapter.cast(tensor, ctx)
         return wide
 
@@ -83,14 +84,14 @@ class BF16Compressor(_CastCompressor[T]):
 
 
 class MultiStep(Protocol[T]):
-    """What a compressor that needs several collectives for one gradient has besides, for GradientReducer."""
+    """What a compressor that needs several collectives for one gradient has in addition, for GradientReducer."""
 
     def begin(self, frontend: Any, operation: Any, name: str, gradients: Sequence[T]) -> Steps[T]:
-        """Start on gradients that travel together. Called while the backward pass runs; must not block."""
+        """Begin with gradients that travel together. Called while the backward pass runs; must not block."""
 
 
 class Steps(Protocol[T]):
-    """Gradients that such a compressor has begun with."""
+    """Gradients whose compression such a compressor has begun."""
 
     def advance(self) -> None:
         """Wait for the collective under way, and start the next. Called once, before ``wait``."""

@@ -1,9 +1,9 @@
-"""What every collective of every framework goes through: tensors in, a request to the engine, tensors out.
+"""The path that every collective of every framework takes: tensors in, a request to the engine, tensors out.
 
-A collective is a ``CollectiveSpec``. ``Core.persistent`` makes of it what can be started on lists of tensors (one
-tensor is a list of one, in place means that the inputs are also the outputs), and ``Core.start`` starts one at once,
-that of an earlier call of the same name if there was one. What is started is a ``Pending``; blocking means waiting for
-it; ``apply`` does that and records a gradient. The well-known names in ``frontend`` are thin methods over it.
+A collective is a ``CollectiveSpec``. ``Core.persistent`` makes it into something that can be started on lists of
+tensors (one tensor is a list of one; in place means that the inputs are also the outputs). ``Core.start`` starts one at
+once, reusing that of an earlier call with the same name. What is started is a ``Pending``; blocking means waiting for
+it; ``apply`` does that and records a gradient. The well-known functions in ``frontend`` are thin methods over it.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from hvdgloo.types import Buffer, Collective, TensorSpec
 T = TypeVar("T")
 
 _MOST_OPERATIONS = 1 << 14
-"""Named operations that are kept to be started again."""
+"""How many named operations are kept to be started again."""
 
 
 class _Session(Generic[T]):
-    """What a Frontend keeps for one Context: its names, what calls with names have registered, and the numbers that
-    stand for pending operations."""
+    """What a Frontend keeps for one Context: its names, the operations registered by calls with names, and the numbers
+    that stand for pending operations."""
 
     def __init__(self, context: Context) -> None:
         self.names = names_of(context)
-        self.operations: dict[tuple[object, ...], PersistentOperation[T]] = {}  # by all that tells them apart
+        self.operations: dict[tuple[object, ...], PersistentOperation[T]] = {}  # by everything that distinguishes them
         self.numbers = itertools.count(1)
         self.pending: dict[int, tuple[Pending[T], Callable[[list[T]], Any]]] = {}
 
@@ -89,7 +89,7 @@ class Core(Generic[T]):
         With a name it is persistent: a call that repeats it starts what the first one registered.
 
         Args:
-            operation: what to do.
+            operation: the collective and its parameters.
             tensors: as for ``PersistentOperation.start``.
             name: without the operation's prefix; None for an automatic one.
             in_place: write the results into ``tensors``, which otherwise are never written.
@@ -116,7 +116,7 @@ class Core(Generic[T]):
         in_place: bool,
         waits: bool = False,
     ) -> Pending[T]:
-        """``start`` for the arguments that users give to ``reduction``, which need not be looked at each time."""
+        """``start`` for the arguments that users give to ``reduction``, which need not be checked each time."""
         if name is None or arguments[0] is not None:
             return self.start(reduction(*arguments, depth=3), [tensor], name, in_place=in_place, waits=waits)
         session = self._bind()[1]
@@ -124,7 +124,7 @@ class Core(Generic[T]):
         key = name, in_place, op, prescale, postscale, process_set_id(process_set)
         try:
             known = session.operations.get(key)
-        except TypeError:  # no numbers; ``reduction`` says so
+        except TypeError:  # not numbers; ``reduction`` says so
             known = None
         if known is None:
             known = self._keep(session, key, self.persistent(reduction(*arguments), name, in_place=in_place))
@@ -135,7 +135,7 @@ class Core(Generic[T]):
         session: _Session[T], key: tuple[object, ...], operation: PersistentOperation[T]
     ) -> PersistentOperation[T]:
         if len(session.operations) >= _MOST_OPERATIONS:
-            session.operations.clear()  # a program that makes up names
+            session.operations.clear()  # a program that keeps inventing names
         session.operations[key] = operation
         return operation
 
@@ -164,7 +164,8 @@ class Core(Generic[T]):
         return self.adapter.differentiable(forward, backward, tensors, keep=adjoint.keep)
 
     def exchange(self, operation: CollectiveSpec, tensor: T, splits: Sequence[int], name: str | None = None) -> list[T]:
-        """An alltoall, waited for, with its gradient recorded: the received rows, and (int32) how many from whom."""
+        """An alltoall, waited for, with its gradient recorded: the received rows, and (int32) how many came from each
+        rank."""
         counts: list[T] = []
         rules = self._for_gradient(operation, name)
 
@@ -185,13 +186,13 @@ class Core(Generic[T]):
         return [*self.adapter.differentiable(forward, backward, [sent], keep=False), *counts]
 
     def _for_gradient(self, operation: CollectiveSpec, name: str | None) -> Core[T]:
-        """What the gradient of a call runs its collectives on; asked for in the order of the calls."""
+        """What the gradient of a call runs its collectives on; requested in the order of the calls."""
         return self
 
     def reserve_names(self, names: Sequence[str]) -> list[str]:
         """Names for tensors that are submitted again and again, such as an optimizer's gradients.
 
-        A name that was reserved before in this job gets a number behind it: two models may both have a ``fc.weight``
+        A name that was reserved before in this job gets a number appended: two models may both have an ``fc.weight``
         whose gradients are under way at the same time.
         """
         return self._bind()[1].names.reserve(names)
@@ -242,15 +243,15 @@ class Core(Generic[T]):
         return len(ranks), ranks.index(context.rank)
 
     def sharers(self, process_set: ProcessSet) -> tuple[int, ...]:
-        """The set's ranks, if this process and another one are among them; else none.
+        """The set's ranks, if this process and at least one other are among them; else none.
 
-        Who has nobody to reduce with trains exactly as without us.
+        A rank with no other to reduce with trains exactly as it would without hvdgloo.
         """
         ranks = self.context.engine.process_sets.get(process_set_id(process_set), ())
         return ranks if len(ranks) > 1 and self.context.rank in ranks else ()
 
     def is_shared(self, process_set: ProcessSet) -> bool:
-        """Whether this process and another one are in the set."""
+        """Whether this process and at least one other are in the set."""
         return bool(self.sharers(process_set))
 
     def zeros(self, like: T) -> T:
@@ -304,7 +305,7 @@ class Core(Generic[T]):
         return shape(pending.result())
 
     def _number(self, pending: Pending[T], shape: Callable[[list[T]], Any] = itemgetter(0)) -> int:
-        """The number that stands for a pending operation; ``shape`` makes of its results what users get."""
+        """The number that stands for a pending operation; ``shape`` turns its results into what users get."""
         _, session = self._bind()
         number = next(session.numbers)
         session.pending[number] = (pending, shape)
@@ -324,11 +325,11 @@ class Core(Generic[T]):
         return [self._own(tensor) for tensor in tensors]
 
     def _splits(self, operation: CollectiveSpec, tensor: T, splits: Any) -> list[int]:
-        """How many rows go to each rank of the operation's set, from what the user gave.
+        """How many rows go to each rank of the operation's set, from the user's argument.
 
         Raises:
-            InvalidArgumentError: they are no integers, too many or too few, negative, or more than there are; or the
-                rows cannot be divided evenly.
+            InvalidArgumentError: the splits are not integers, too many or too few, negative, or more than there are
+                rows; or the rows cannot be divided evenly.
         """
         shape = self.adapter.describe(tensor).shape
         rows = shape[0] if shape else 0
@@ -360,6 +361,6 @@ class Core(Generic[T]):
 
 
 def _frontend_of(module: str) -> Core[Any]:
-    """The Frontend that a front-end's module binds; how its methods are unpickled."""
+    """The Frontend that a front-end's module binds; used to unpickle its methods."""
     frontend: Core[Any] = importlib.import_module(module).FRONTEND
     return frontend

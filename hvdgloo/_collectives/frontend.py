@@ -1,11 +1,11 @@
 """Every collective once, for all frameworks, under the names that users know.
 
 Horovod has {allreduce, allgather, ...} x {blocking, asynchronous} x {in place, new result} x {one tensor, group} x
-framework. Here each axis is met once, in ``core``; the methods below say which Operation is meant, and theirs are the
-only docstrings.
+framework. Here each axis is handled once, in ``core``; the methods below only say which operation is meant, and hold
+the only docstrings.
 
-A framework's package binds one Frontend to the process's Context and exports its methods. Tests and embedders construct
-their own, each with its own Context, which is what allows many ranks in one process.
+A framework's package binds one Frontend to the process's Context and exports its methods. Tests and embedding programs
+construct their own, each with its own Context, which allows many ranks in one process.
 
 Adding a collective: a member of ``types.Collective``, its methods here, their names in ``names``, a row in
 ``adjoints.ADJOINTS``.
@@ -46,8 +46,8 @@ class Frontend(Core[T]):
     matched by their order. Common errors, not repeated below:
 
     Raises:
-        InvalidArgumentError: (a ValueError) this call is wrong in itself; nothing was sent to other ranks.
-        DuplicateNameError: (a ValueError) an operation of the same name has not ended yet.
+        InvalidArgumentError: (a ValueError) the call itself is invalid; nothing was sent to other ranks.
+        DuplicateNameError: (a ValueError) an operation with the same name has not ended yet.
         NotInitializedError: (a ValueError and a HorovodInternalError) before ``init()``, after ``shutdown()``.
         HorovodInternalError: (a RuntimeError) the operation failed on all ranks: they disagree about it (the job stays
             usable), one of them was lost or shut down, or the data plane failed. Asynchronous forms raise it when they
@@ -57,7 +57,7 @@ class Frontend(Core[T]):
     # Who and where ----------------------------------------------------------------------------------------------------
 
     def rank(self) -> int:
-        """This process's number among all, from 0."""
+        """This process's number among all processes of the job, from 0."""
         return self._context().rank
 
     def size(self) -> int:
@@ -65,7 +65,7 @@ class Frontend(Core[T]):
         return self._context().size
 
     def local_rank(self) -> int:
-        """This process's number among those on its host: which GPU to take, for example."""
+        """This process's number among those on its host; for example, to choose a GPU."""
         return self._context().local_rank
 
     def local_size(self) -> int:
@@ -272,7 +272,7 @@ class Frontend(Core[T]):
             process_set: the ranks that take part.
 
         Returns:
-            the rows that came, in order of the ranks that sent them; with ``splits`` also how many came from each
+            the received rows, in order of the ranks that sent them; with ``splits`` also how many came from each
             (int32, shape (set size,)).
         """
         operation = exchanging(process_set)
@@ -366,10 +366,10 @@ class Frontend(Core[T]):
     def broadcast(
         self, tensor: T, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
     ) -> T:
-        """The tensor of one rank, on all. Differentiable.
+        """Return one rank's tensor on all ranks. Differentiable.
 
         Args:
-            tensor: the same shape and type on every rank; its values count on the root alone.
+            tensor: the same shape and type on every rank; only the root's values matter.
             root_rank: global rank of the source.
             name: what matches the ranks' calls.
             process_set: the ranks that take part.
@@ -416,10 +416,10 @@ class Frontend(Core[T]):
     def broadcast_object(
         self, obj: V, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
     ) -> V:
-        """The Python object of one rank, on all.
+        """Return one rank's Python object on all ranks.
 
         Args:
-            obj: anything that cloudpickle can pickle; its value counts on the root alone.
+            obj: anything that cloudpickle can pickle; only the root's value matters.
             root_rank: global rank of the source.
             name: what matches the ranks' calls; by default they are matched by their order.
             process_set: the ranks that take part.
@@ -436,7 +436,7 @@ class Frontend(Core[T]):
     def allgather_object(
         self, obj: V, name: str | None = None, process_set: ProcessSet = global_process_set
     ) -> list[V]:
-        """Every rank's Python object, in rank order.
+        """Return every rank's Python object, in rank order.
 
         Args:
             obj: anything that cloudpickle can pickle; types and sizes may differ between ranks.
@@ -464,11 +464,11 @@ class Frontend(Core[T]):
         """Say that this rank has no more data; return when all ranks have said so.
 
         Until then the others' allreduces go on without it: it adds zeros to their sums, averages still divide by all
-        ranks, and minima, maxima and products are those of the others. Other collectives fail meanwhile. So it is with
-        what a rank submitted before it joined, and the others never will.
+        ranks, and minima, maxima and products are those of the others. Other collectives fail meanwhile. The same
+        applies to operations that a rank submitted before it joined and that the others never submit.
 
         Args:
-            device: accepted for programs that pass it.
+            device: ignored; accepted for programs that pass it.
 
         Returns:
             the rank that came last, the same on all ranks.
@@ -489,7 +489,8 @@ class Frontend(Core[T]):
             the registered set.
 
         Raises:
-            InvalidArgumentError: (a ValueError) ranks that do not exist, or a set of the same ranks is registered.
+            InvalidArgumentError: (a ValueError) ranks that do not exist, or a set of the same ranks is already
+                registered.
             MismatchError: the ranks disagree about the set.
         """
         return process_sets.add(self.context, process_set)
@@ -498,17 +499,18 @@ class Frontend(Core[T]):
         """Forget a registered set. Collective over all ranks of the job.
 
         Returns:
-            False for a set that is not registered, and for the global one; nothing was done then.
+            False, with nothing done, for a set that is not registered and for the global one.
         """
         return process_sets.remove(self.context, process_set)
 
 
 class NamedFrontend(Frontend[T]):
-    """A Frontend for one run of a gradient's rule, where nothing orders runs of rules: its calls all have names.
+    """A Frontend for one run of a gradient's rule, in frameworks where runs of rules have no fixed order: all its calls
+    have names.
 
     Args:
         adapter, context: as for ``Frontend``.
-        label: begins the names; the same on all ranks.
+        label: the prefix of the names; the same on all ranks.
     """
 
     def __init__(self, adapter: TensorAdapter[T], context: Callable[[], Context], label: str) -> None:

@@ -1,9 +1,9 @@
-"""The names that front-ends export, and what each stands for: written here once, bound by every front-end's package.
+"""The names that front-ends export, and what each stands for: listed here once, bound by every front-end's package.
 
-A name is the same thing in all front-ends (``SHARED``), or a method of the package's own ``Frontend``. A package says
-which groups of names it has and where they are to be found, see ``bind``; what only its framework knows it defines
-itself. Nothing of that can be seen by type checkers, which do not run code: for them there is a stub (``.pyi``) beside
-each module that binds names, which docs/generate_stubs.py writes.
+A name stands for the same object in all front-ends (``SHARED``), or for a method of the package's own ``Frontend``. A
+package says which groups of names it has and where to find them, see ``bind``; names that only its framework has it
+defines itself. Type checkers, which do not run code, see none of this: for them there is a stub (``.pyi``) next to each
+module that binds names, written by docs/generate_stubs.py.
 
 Adding a collective: a method of ``Frontend``, and its name here.
 """
@@ -72,7 +72,7 @@ BASE = (*REDUCTIONS, *BASICS, *PLACES, *PROCESS_SETS)
 """What every front-end has, whatever its tensors."""
 
 EAGER = (*BASE, *COLLECTIVES, *IN_PLACE, *ASYNCHRONOUS)
-"""What a front-end has besides whose tensors hold values that can be written."""
+"""What a front-end has in addition if its tensors can be written."""
 
 
 def bind(
@@ -82,16 +82,16 @@ def bind(
 
     Args:
         namespace: the module's ``globals()``.
-        homes: where the names that are not ``SHARED`` are to be found: modules, or a Frontend; the first that has a
-            name gives it.
-        names: of the groups above.
+        homes: where to find the names that are not ``SHARED``: modules, or a Frontend; the first that has a name
+            provides it.
+        names: names of the groups above.
         own: names that other front-ends lack; in the module already, or in one of ``homes``.
 
     Returns:
         all of them, sorted, for the module's ``__all__``.
 
     Raises:
-        AttributeError: a name is nowhere to be found.
+        AttributeError: a name is in none of them.
     """
     given = {*names}
     for name in given | {*own} - namespace.keys():

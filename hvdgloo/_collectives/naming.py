@@ -2,8 +2,8 @@
 
 Ranks match their calls by name. A call without one gets the number of calls of its kind so far, which is the same on
 all ranks as long as they make the same calls in the same order, whatever their timing. The counters belong to the
-Context, not to a front-end: two front-ends in one program must not give one name to two tensors, and a re-initialised
-job starts from 1 like a fresh one.
+Context, not to a front-end: two front-ends in one program must not give one name to two tensors, and a reinitialised
+job starts from 1 like a new one.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ class Names:
             return f"{prefix}.noname.{next(self._counters[process_set, prefix])}"
 
     def restart(self, process_set: int) -> None:
-        """Count from 1 again in a new set: its number may have been another's, of which not all its ranks were."""
+        """Count from 1 again in a new set: its number may have been that of an earlier set, to which not all its ranks
+        belonged."""
         with self._lock:
             for counted in [key for key in self._counters if key[0] == process_set]:
                 del self._counters[counted]
 
     def full(self, process_set: int, prefix: str, name: str | None) -> str:
-        """An operation's whole name: the user's after the prefix, or a new one."""
+        """An operation's full name: the user's after the prefix, or a new one."""
         return self.next(process_set, prefix) if name is None else f"{prefix}.{name}"
 
     def reserve(self, names: Sequence[str]) -> list[str]:

@@ -2,10 +2,10 @@
 
 Bytes need no framework, so these functions serve all of them. A pickle can run any code when it is read, and the planes
 that carry tensors are not authenticated: each pickle therefore carries an HMAC under the job's secret, which is checked
-before anybody looks into the pickle. A job of one process has no secret, and sends nothing to anyone else.
+before the pickle is read. A job of one process has no secret, and sends nothing to other processes.
 
 Lengths travel first. Minus one stands for "this object could not be pickled", so that one rank's mistake is an error on
-every rank instead of a wait without end.
+every rank instead of an endless wait.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hvdgloo._collectives.spec import broadcasting, gathering
 from hvdgloo._platform.machine import has_package
 from hvdgloo.errors import HorovodInternalError
 
-if not has_package("cloudpickle"):  # imported with the first object; that it is missing is told at once
+if not has_package("cloudpickle"):  # imported with the first object; if it is missing, say so at once
     raise ModuleNotFoundError("No module named 'cloudpickle'", name="cloudpickle")
 
 T = TypeVar("T")
@@ -36,7 +36,7 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> T:
-    """``Frontend.broadcast_object``: see there."""
+    """See ``Frontend.broadcast_object``."""
     operation = broadcasting(root_rank, process_set)
     is_root = frontend.context.rank == root_rank
     label = frontend.automatic_name("broadcast_object", operation.process_set) if name is None else name
@@ -55,7 +55,7 @@ def broadcast_object(
 def allgather_object(
     frontend: Core[Any], obj: T, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[T]:
-    """``Frontend.allgather_object``: see there."""
+    """See ``Frontend.allgather_object``."""
     gather = gathering(process_set)
     ranks = frontend.context.engine.process_sets[gather.process_set]
     label = frontend.automatic_name("allgather_object", gather.process_set) if name is None else name
@@ -74,7 +74,7 @@ def allgather_object(
 
 
 def _purpose(label: str, rank: int) -> str:
-    # The rank is signed too: no rank's object passes for another's.
+    # The rank is signed too, so that no rank's object can pass for another's.
     return f"object {label} of rank {rank}"
 
 

@@ -1,8 +1,8 @@
-"""A collective that a program starts again and again, as MPI calls it: registered once, started every step.
+"""Persistent collectives (MPI's term), which a program starts again and again: registered once, started every step.
 
-All that does not change from one start to the next (name, Request, what the engine has checked and agreed upon) is
-worked out when it is first started, and again if the tensors have another shape or type, or the job is another one.
-What a start makes is its ``Pending``, the one future on the way from the user to the engine and back.
+Everything that does not change from one start to the next (name, Request, what the engine has checked and agreed upon)
+is worked out at the first start, and again if the tensors' shapes or types change, or the job is another one. A start
+creates only its ``Pending``, the one future on the way from the user to the engine and back.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Pending(Handle, Generic[T]):
 
     @classmethod
     def of_nothing(cls) -> Pending[T]:
-        """What has ended already: a group without tensors."""
+        """A collective that has already ended: a group without tensors."""
         pending: Pending[T] = cls("an empty group", None, ())
         pending._results = []
         pending.resolve()
@@ -54,7 +54,7 @@ class Pending(Handle, Generic[T]):
             timeout: seconds; None waits until it ends, which it does at the engine's own deadlines at the latest.
 
         Returns:
-            the results in the order of the tensors; in an in-place operation those very tensors.
+            the results in the order of the tensors; for an in-place operation, the tensors themselves.
 
         Raises:
             WaitTimeoutError: not ended within ``timeout``; it may be waited for again.
@@ -71,12 +71,12 @@ class Pending(Handle, Generic[T]):
 class PersistentOperation(Generic[T]):
     """A collective with its parameters and name, to be started with tensors any number of times.
 
-    It may not be started again before the former start has ended, unless it has automatic names.
+    It must not be started again before the previous start has ended, unless it has automatic names.
 
     Args:
         adapter: the framework's tensors.
         context: returns the Context to work in, or raises NotInitializedError.
-        spec: what to do.
+        spec: the collective and its parameters.
         name: without the operation's prefix; None for an automatic one at each start.
         in_place: write the results into the tensors, which otherwise are never written.
         grouped: the name is that of a group of tensors.
@@ -101,7 +101,7 @@ class PersistentOperation(Generic[T]):
         self._adapter = adapter
         self._export = adapter.export
         self._context = context
-        # Of which job, for tensors of which kinds, whether they are on a GPU; one value, since threads may share it.
+        # The job, the tensors' specs, and whether they are on a GPU; one value, since threads may share it.
         self._registered: tuple[Context, tuple[TensorSpec, ...], PersistentRequest, bool] | None = None
 
     def start(self, tensors: Sequence[T], *, splits: Sequence[int] = (), waits: bool = False) -> Pending[T]:
@@ -109,13 +109,13 @@ class PersistentOperation(Generic[T]):
 
         Args:
             tensors: taken together: negotiated, executed and failed as one.
-            splits: of an alltoall: rows for each rank. Its results are the received rows and, int32, how many came from
-                each rank.
-            waits: the caller waits for it next.
+            splits: for an alltoall: rows for each rank. Its results are the received rows and how many came from each
+                rank (int32).
+            waits: the caller is about to wait for it.
 
         Raises:
-            InvalidArgumentError: this start is wrong in itself; nothing was sent to other ranks.
-            DuplicateNameError: the former start has not ended yet.
+            InvalidArgumentError: this start itself is invalid; nothing was sent to other ranks.
+            DuplicateNameError: the previous start has not ended yet.
             HorovodInternalError: the job has ended.
         """
         context, registered, export, in_place = self._context(), self._registered, self._export, self.in_place
@@ -124,7 +124,7 @@ class PersistentOperation(Generic[T]):
             registered = self._register(context, inputs)
         else:
             inputs, same = [], True
-            for tensor, spec in zip(tensors, registered[1]):  # noqa: B905 - they are as many
+            for tensor, spec in zip(tensors, registered[1]):  # noqa: B905 - of equal length
                 buffer = export(tensor, writable=in_place, known=spec)
                 inputs.append(buffer)
                 if buffer.spec is not spec and buffer.spec != spec:
@@ -145,7 +145,7 @@ class PersistentOperation(Generic[T]):
         return pending
 
     def deliver(self, outputs: Sequence[Buffer], tensors: Sequence[T]) -> list[T]:
-        """Make of the engine's results what the caller of ``start`` gets."""
+        """Turn the engine's results into what the caller of ``start`` gets."""
         deliver, in_place = self._adapter.deliver, self.in_place
         owners: Sequence[Any] = [buffer.owner for buffer in outputs]
         if self.spec.collective is not Collective.ALLTOALL:

@@ -1,8 +1,7 @@
 """Named subsets of the ranks, which every collective can be given.
 
 A set is a description until it is registered (``init(process_sets=...)``, ``add_process_set``), which is a collective
-of all ranks: afterwards it has a number that stands for it in messages, and its members have a process group of their
-own.
+of all ranks: it then has a number that stands for it in messages, and its members have a process group of their own.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class ProcessSet:
     """
 
     mpi_comm = None
-    """There is no MPI communicator; the attribute is for programs that look."""
+    """There is no MPI communicator; the attribute exists for programs that check it."""
 
     def __init__(self, ranks_or_comm: Iterable[int]) -> None:
         if not isinstance(ranks_or_comm, Iterable):
@@ -58,7 +57,7 @@ class ProcessSet:
 
     @property
     def ranks(self) -> list[int]:
-        """The members in ascending order. The global set has some between ``init()`` and ``shutdown()`` only."""
+        """The members in ascending order. The global set has members only between ``init()`` and ``shutdown()``."""
         if self._ranks is None:
             return list(range(process.current().size)) if process.is_initialized() else []
         return list(self._ranks)
@@ -114,7 +113,7 @@ global_process_set = ProcessSet._global()
 
 
 def _of_ranks(ranks: tuple[int, ...] | None) -> ProcessSet:
-    """A set from a pickle: registered if this process's job has one with these ranks."""
+    """A set from a pickle: registered if this process's job has a set with these ranks."""
     if ranks is None:
         return global_process_set
     made = ProcessSet(ranks)
@@ -130,7 +129,7 @@ def process_set_id(process_set: ProcessSet) -> int:
     """The number that stands for a set in messages.
 
     Raises:
-        InvalidArgumentError: for anything but a set that is registered.
+        InvalidArgumentError: for anything but a registered set.
     """
     if not isinstance(process_set, ProcessSet):
         raise InvalidArgumentError(
@@ -173,7 +172,7 @@ def remove(ctx: Context, process_set: ProcessSet) -> bool:
 
 
 def _negotiate(ctx: Context, change: Collective, ranks: tuple[int, ...]) -> int:
-    # Numbered, not named after the ranks: so that processes which disagree learn it, and do not wait for each other.
+    # Numbered, not named after the ranks, so that ranks that disagree get an error instead of waiting for each other.
     handle = ctx.engine.submit(Request(names_of(ctx).next(0, change.value), change, ranks=ranks))
     handle.wait()
     return handle.value

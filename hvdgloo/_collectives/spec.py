@@ -1,4 +1,4 @@
-"""A collective and its parameters as one value, and the way from what users write to it."""
+"""A collective and its parameters as one value, and how it is made from users' arguments."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def reduction(
         depth: calls between the user's and this one, which a warning is to point to.
 
     Raises:
-        InvalidArgumentError: as ``resolve_op``; factors that are not numbers; a process set that cannot be used.
+        InvalidArgumentError: as for ``resolve_op``; factors that are not numbers; a process set that cannot be used.
     """
     factors = _factors(prescale, postscale)
     resolved = resolve_op(average, op, depth=depth + 1)
@@ -85,7 +85,7 @@ def scattering(op: int, prescale: float, postscale: float, process_set: ProcessS
     """A reducescatter, from the arguments that users give.
 
     Raises:
-        InvalidArgumentError: op is neither Average nor Sum; otherwise as ``reduction``.
+        InvalidArgumentError: op is neither Average nor Sum; otherwise as for ``reduction``.
     """
     if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
         raise InvalidArgumentError(f"op of a reducescatter must be Average or Sum, not {op!r}")

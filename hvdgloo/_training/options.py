@@ -19,7 +19,8 @@ from hvdgloo.types import ReduceOp
 T = TypeVar("T")
 
 Groups = int | Sequence[Sequence[Any]] | None
-"""How many groups of gradients are sent as one each, or lists of the parameters in each; 0 or None: no groups."""
+"""The number of groups into which gradients are divided, each sent as one, or lists of the parameters in each; 0 or
+None: no groups."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +37,12 @@ class GradientOptions:
 
 
 def label(described: Sequence[object]) -> str:
-    """What names of gradients begin with: the same on all ranks that have the same variables.
+    """The prefix of gradients' names: the same on all ranks that have the same variables.
 
-    It does not depend on what else a rank has built, nor on the order in which it did.
+    It does not depend on what else a rank has built, nor in which order.
 
     Args:
-        described: of each gradient what ranks agree on, such as its shape and type; something with a ``repr``.
+        described: for each gradient, what ranks agree on, such as its shape and type; something with a ``repr``.
     """
     return f"gradients.{hashlib.sha256(repr(list(described)).encode()).hexdigest()[:8]}"
 
@@ -54,13 +55,13 @@ def make_reducer(
     *,
     in_place: bool = False,
 ) -> GradientReducer[T]:
-    """What reduces gradients.
+    """A reducer of gradients.
 
     Args:
         frontend: where collectives are submitted.
-        options: how.
-        groups: the names of gradients that are sent as one.
-        compression: instead of that of the options, which may be part of a graph.
+        options: how gradients are reduced.
+        groups: the names of gradients that are sent together.
+        compression: used instead of that of the options, which may be part of a graph.
         in_place: reduce into the gradients themselves.
 
     Raises:
@@ -78,7 +79,7 @@ def make_reducer(
 
 
 def whichever(num_groups: int, groups: Groups) -> Groups:
-    """``groups``, or ``num_groups``, which is its older name. To be called by the function that has both arguments.
+    """``groups``, or ``num_groups``, its older name. To be called by the function that has both arguments.
 
     Raises:
         InvalidArgumentError: both are given.
@@ -92,15 +93,15 @@ def whichever(num_groups: int, groups: Groups) -> Groups:
 
 
 def divided(groups: Groups, members: Sequence[T], identity: Callable[[Any], int] = id) -> list[list[T]]:
-    """Those of ``members`` that are reduced as one.
+    """The groups of ``members`` that are reduced together.
 
     Args:
-        groups: what the user asks for; in lists, what is no member (a parameter that is not trained) is passed over.
-        members: in the order that all ranks have them in.
-        identity: the same number for what is the same variable.
+        groups: the user's argument; items of lists that are not members (parameters that are not trained) are ignored.
+        members: in the same order on all ranks.
+        identity: returns the same number for the same variable.
 
     Raises:
-        InvalidArgumentError: it is not groups, or something is in two groups.
+        InvalidArgumentError: ``groups`` is not valid, or something is in two groups.
     """
     check(groups)
     if not groups:
@@ -116,7 +117,7 @@ def divided(groups: Groups, members: Sequence[T], identity: Callable[[Any], int]
 
 
 def layers_in(local_layers: Any) -> list[Any]:
-    """The layers that an argument ``local_layers`` means: none, one or several.
+    """The layers given as an argument ``local_layers``: none, one or several.
 
     Raises:
         InvalidArgumentError: (a ValueError) something has no trainable variables.
@@ -132,16 +133,16 @@ def layers_in(local_layers: Any) -> list[Any]:
 def named_groups(
     groups: Groups, names: Sequence[str], members: Sequence[Any], identity: Callable[[Any], int] = id
 ) -> list[list[str]]:
-    """As ``divided``, the members' names."""
+    """Like ``divided``, but the members' names."""
     name_of = {identity(member): name for member, name in zip(members, names, strict=True)}
     return [[name_of[identity(each)] for each in group] for group in divided(groups, members, identity)]
 
 
 def check(groups: Groups) -> None:
-    """Whether ``divided`` will know what is meant.
+    """Check that ``divided`` can use this.
 
     Raises:
-        InvalidArgumentError: it will not.
+        InvalidArgumentError: it cannot.
     """
     counted = isinstance(groups, int) and not isinstance(groups, bool) and groups >= 0
     listed = isinstance(groups, (list, tuple)) and all(isinstance(group, (list, tuple)) for group in groups)

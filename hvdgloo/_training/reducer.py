@@ -1,9 +1,10 @@
-"""What an optimizer's hook, a tape, a trainer and a callback all call: ``ready(name, gradient)`` and ``wait()``.
+"""The calls that an optimizer's hook, a tape, a trainer and a callback all make: ``ready(name, gradient)`` and
+``wait()``.
 
-A gradient becomes ready; once it has done so in as many backward passes as asked for, and with it all members of its
+A gradient becomes ready; once it has done so in as many backward passes as requested, and so have all members of its
 group, it is compressed and handed to the engine, and the hook returns. Nothing blocks before ``wait()``, so transfers
-overlap with the rest of the backward pass. The reducer knows names, not parameters: where a gradient comes from and
-what zeros stand in for one that never came is its caller's business.
+overlap with the rest of the backward pass. The reducer knows names, not parameters: where a gradient comes from, and
+which zeros replace one that never came, is up to its caller.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ class _Transfer(Generic[T]):
     """What is sent as one in every step, a gradient or a group of them, with its persistent operation.
 
     Attributes:
-        label: of the operation.
-        names: of the gradients, in the order in which every rank lists them.
-        whole: what is sent in place of them, if they are parts of it.
-        grouped: the operation is one of a group of tensors.
-        held: gradients of the group that are there while others are not.
+        label: the operation's label in messages.
+        names: the gradients' names, in the order in which every rank lists them.
+        whole: the tensor that is sent instead of them, if they are parts of one.
+        grouped: the operation is that of a group of tensors.
+        held: gradients of the group that are ready while others are not.
         gradients: what is under way, ...
-        sent, contexts: ... what was sent for it if it was compressed, and how to undo that.
-        pending: its end.
+        sent, contexts: ... what was sent for them if they were compressed, and how to undo that.
+        pending: the started operation.
     """
 
     __slots__ = ("contexts", "gradients", "grouped", "held", "label", "names", "operation", "pending", "sent", "whole")
@@ -60,8 +61,8 @@ class GradientReducer(Generic[T]):
         compression: how gradients travel.
         predivide_factor: splits the division of an average: gradients are divided by it before they are summed, the sum
             by size / factor afterwards. Guards float16 sums against overflow.
-        passes: in how many backward passes a gradient becomes ready before it is sent.
-        groups: names that are sent as one; a name that is in none is sent alone.
+        passes: how many backward passes a gradient becomes ready in before it is sent.
+        groups: names that are sent together; a name in no group is sent alone.
         in_place: reduce into the gradients themselves; False leaves them as they are, for frameworks whose tensors
             cannot be written.
         process_set: the ranks that take part.
@@ -98,13 +99,14 @@ class GradientReducer(Generic[T]):
             process_set=process_set_id(process_set),
         )
         self._groups = _groups(groups)
-        # By name: what sends it. Those of groups and merged ones stay; others are made when they are first sent.
+        # The transfer of each name. Those of groups and merged ones are permanent; others are made when they are first
+        # sent.
         self._transfers: dict[str, _Transfer[T]] = dict(self._groups)
         self._plain = getattr(compression, "compress", None) is NoneCompressor.compress
         self._passes = 1
         self.set_passes(passes)
-        # Name to backward passes still to come, for names that had some; then all that has been submitted or is held
-        # back for its group, and what has been submitted.
+        # Backward passes still to come, for names that had some; then what has been submitted or is held back for its
+        # group, and what has been submitted.
         self._left: dict[str, int] = {}
         self._open: set[str] = set()
         self._started: list[_Transfer[T]] = []
@@ -118,7 +120,7 @@ class GradientReducer(Generic[T]):
             final: send it now, whatever the number of passes so far.
 
         Raises:
-            GradientsInFlightError: it has been sent already and not been waited for.
+            GradientsInFlightError: it has already been sent and not yet been waited for.
             HorovodInternalError: as ``Frontend.start``.
         """
         if name in self._open:
@@ -154,30 +156,30 @@ class GradientReducer(Generic[T]):
         self._open.add(name)
 
     def merge(self, names: Sequence[str], whole: T) -> None:
-        """Send ``whole`` in place of these gradients, whose memory it is, from now on, when all of them are ready.
+        """From now on, send ``whole``, in whose memory these gradients lie, instead of them, when all of them are
+        ready.
 
         Args:
-            names: in no group, and not sent.
-            whole: one tensor, in which they lie.
+            names: in no group, and not under way.
+            whole: one tensor that contains them.
         """
         transfer = _Transfer(tuple(names), whole)
         self._transfers.update(dict.fromkeys(transfer.names, transfer))
 
     def part(self) -> None:
-        """Undo every ``merge``. Nothing may be open."""
+        """Undo every ``merge``. ``open`` must be empty."""
         self._transfers = dict(self._groups)
 
     def wait(self) -> dict[str, T]:
-        """Block until all that was sent has been reduced; afterwards every name may become ready anew.
+        """Block until everything that was sent has been reduced; afterwards every name may become ready again.
 
         Members that wait for the rest of their group stay held back: make the rest ready first.
 
         Returns:
-            the reduced gradients by name; the very tensors that were given, if in place. Of merged ones the whole.
+            the reduced gradients by name; if in place, the tensors that were given. For merged ones, the whole.
 
         Raises:
-            HorovodInternalError: a reduction failed. No other is under way any more either, so gradients may be
-                touched again.
+            HorovodInternalError: a reduction failed. None is under way any more, so gradients may be touched again.
         """
         started, self._started = self._started, []
         reduced: dict[str, T] = {}
@@ -186,7 +188,7 @@ class GradientReducer(Generic[T]):
             self._open.difference_update(transfer.names)
             try:
                 self._receive(transfer, reduced)
-            except Exception as error:  # noqa: BLE001 - all memory must be at rest before the first error leaves
+            except Exception as error:  # noqa: BLE001 - all memory must be at rest before the first error is raised
                 failure = failure or error
         if failure is not None:
             raise failure
@@ -207,7 +209,7 @@ class GradientReducer(Generic[T]):
         return self._passes
 
     def set_passes(self, passes: int) -> None:
-        """Change the number of backward passes, and begin to count anew.
+        """Change the number of backward passes, and restart the count.
 
         Raises:
             InvalidArgumentError: not a whole number from 1.
@@ -217,7 +219,7 @@ class GradientReducer(Generic[T]):
         self._left = {}
 
     def reset(self) -> None:
-        """Begin anew: wait for what is under way, drop what is held back and all counts."""
+        """Start over: wait for what is under way, drop what is held back and all counts."""
         try:
             self.wait()
         finally:
@@ -227,7 +229,7 @@ class GradientReducer(Generic[T]):
 
     @staticmethod
     def _advance(started: Sequence[_Transfer[T]]) -> Exception | None:
-        """Have compressors that need several collectives start the next ones, all before the first is waited for."""
+        """Have compressors that need several collectives start their next ones, all before the first is waited for."""
         failure: Exception | None = None
         for transfer in started:
             pending = transfer.pending
@@ -251,7 +253,8 @@ class GradientReducer(Generic[T]):
             pairs = [self._compression.compress(gradient) for gradient in gradients]
             sent = [tensor for tensor, _ in pairs]
             transfer.contexts = [context for _, context in pairs]
-            # A compressed copy is ours to overwrite. Compressors return the very tensor where they leave it alone.
+            # A compressed copy is ours to overwrite. Compressors return the tensor itself where they leave it
+            # unchanged.
             in_place = in_place or all(s is not g for s, g in zip(sent, gradients, strict=True))
         operation = transfer.operation
         if operation is None or operation.in_place is not in_place:
@@ -263,7 +266,7 @@ class GradientReducer(Generic[T]):
         self._started.append(transfer)
 
     def _receive(self, transfer: _Transfer[T], reduced: dict[str, T]) -> None:
-        """Wait for what is under way, and add what comes of it, by name: merged gradients have one."""
+        """Wait for what is under way, and add the results by name; merged gradients share one."""
         pending, gradients, sent = transfer.pending, transfer.gradients, transfer.sent
         transfer.pending, transfer.gradients, transfer.sent = None, (), None  # the gradients are the caller's alone
         assert pending is not None
@@ -283,7 +286,7 @@ class GradientReducer(Generic[T]):
 
 
 def check_passes(passes: int) -> None:
-    """Whether gradients can add up over so many backward passes.
+    """Check that gradients can be accumulated over this many backward passes.
 
     Raises:
         InvalidArgumentError: not a whole number from 1.

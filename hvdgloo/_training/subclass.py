@@ -1,4 +1,4 @@
-"""Classes of distributed objects: each derives from the class of the user's object, and has its name.
+"""Classes of distributed objects: each derives from the class of the user's object, and has that class's name.
 
 Programs ask ``isinstance``, and checkpoints and logs show the class's name.
 """
@@ -15,8 +15,8 @@ def shell_class(mixin: type, base: type, module: str | None = None, options: Has
     """The class that is ``mixin`` first and ``base`` otherwise; equal arguments give one class.
 
     Args:
-        module: where it claims to be from, if not where ``base`` is from.
-        options: what the class knows as ``_hvd_options``, for those of its methods that have no instance.
+        module: the class's ``__module__``, if not that of ``base``.
+        options: stored as ``_hvd_options`` on the class, for methods without an instance.
     """
     if (mixin, base, options) not in _classes:
         names = {"__module__": module or base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
