@@ -18,7 +18,7 @@ __all__ = ["__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    # The launcher is imported where it is used: workers have no need of it.
+    # The launcher is imported where it is used: workers do not need it.
     if name == "run":
         import importlib
 

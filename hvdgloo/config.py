@@ -22,11 +22,11 @@ T = TypeVar("T")
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off", ""})
 GLOO_PROVIDERS = ("torch", "pygloo")
-"""The packages that carry Gloo, the better one first."""
+"""The packages that provide Gloo, the preferred one first."""
 _TOLD = frozenset(f"HVDGLOO_{name}" for name in ("SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE"))
-"""Variables by which a launcher tells the user's program its place; no setting reads them."""
+"""Variables by which a launcher tells the user's program its place in the job; no setting reads them."""
 _NOT_OURS = re.compile(r"HVDGLOO_(TEST_\w+|\w+_SERVICE_(HOST|PORT\w*)|\w+_PORT_[0-9]+_\w+)=.*|\w+_PORT=[a-z]+://.*")
-"""Of tests, and of a Kubernetes service named hvdgloo-something, which shows itself to every container."""
+"""Variables of tests, and of a Kubernetes service named hvdgloo-something, which are set in every container."""
 LOG_LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
 
 
@@ -36,7 +36,7 @@ class Setting:
 
     Attributes:
         env: the variable that sets it.
-        fallback: variables read if ``env`` is absent, first one first: Horovod's names, or a scheduler's.
+        fallback: variables read if ``env`` is absent, in this order: Horovod's names, or a scheduler's.
         flag: the launcher's option, or None where a user would not set it by hand. A boolean one has a ``--no-`` twin.
         yaml: ``section.key`` in a configuration file.
         unit: of the number, in words; empty if it has none.
@@ -44,7 +44,7 @@ class Setting:
         parse: text to value; raises ValueError with the form that it expects.
         scale: the flag's number times this is the value (``--fusion-threshold-mb 64``).
         secret: never printed.
-        place: says which job a worker belongs to, and which place it has in it, so that it is no other worker's.
+        place: says which job a worker belongs to, and its place in it, so it must not be passed on to other workers.
     """
 
     env: str
@@ -84,7 +84,7 @@ def _integer(minimum: int, maximum: int | None = None) -> Callable[[str], int]:
 
 
 _LARGEST = 1e6
-"""Of any time: over eleven days; the system's own calls refuse times that are much longer."""
+"""The largest time in seconds, over eleven days; system calls refuse times that are much longer."""
 
 
 def _number(*, positive: bool) -> Callable[[str], float]:
@@ -127,7 +127,7 @@ def parse_endpoint(text: str) -> tuple[str, int]:
     """``host:port`` or ``[v6]:port`` to its parts.
 
     Raises:
-        ValueError: with the form that is expected.
+        ValueError: the text is not an endpoint; the message says which form is expected.
     """
     host, colon, port = text.strip().rpartition(":")
     if host.startswith("[") and host.endswith("]"):
@@ -287,7 +287,7 @@ class Config:
         "program runs unchanged; only in programs that hvdgloo-run starts",
     )
 
-    # How long things may take. Three different questions, three settings.
+    # How long things may take: three different questions, three settings.
     connect_timeout: float = _setting(
         30.0,
         env="HVDGLOO_CONNECT_TIMEOUT",
@@ -549,7 +549,7 @@ class Config:
             environ: what to read; by default the process's environment.
 
         Raises:
-            ConfigError: naming the variable, its value and the form it should have.
+            ConfigError: a value cannot be used; it names the variable, its value and the expected form.
         """
         environ = _environ() if environ is None else environ
         values: dict[str, Any] = {}
@@ -565,7 +565,7 @@ class Config:
 
     @property
     def secret_source(self) -> str:
-        """Where the secret came from, for messages: what has to be mended if it is the wrong one."""
+        """Where the secret came from, for messages: what has to be fixed if it is the wrong one."""
         return f"HVDGLOO_SECRET_FILE={self.secret_file}" if self.secret_file else "HVDGLOO_SECRET"
 
     def to_env(self) -> dict[str, str]:
@@ -621,10 +621,10 @@ def read_secret_file(path: str) -> bytes:
 
 
 def without_place(environ: Mapping[str, str]) -> dict[str, str]:
-    """An environment without what says which job a worker belongs to, and which place it has in it.
+    """An environment without the variables that say which job a worker belongs to, and its place in it.
 
-    A launcher that is started by a worker of another job, or where somebody has left such a variable, gives its own
-    workers places of their own.
+    So a launcher that is started by a worker of another job, or in a shell where such a variable is left over, gives
+    its workers places of their own.
     """
     places = [setting for setting in settings().values() if setting.place]
     ours = {setting.env for setting in places}
@@ -639,10 +639,10 @@ def _environ() -> Mapping[str, str]:
 
 
 def unknown_variables(environ: Mapping[str, str] | None = None) -> list[str]:
-    """A line for each variable that looks like a setting and is none: most probably a mistyped one.
+    """A line for each variable that looks like a setting but is not one, and is probably mistyped.
 
     Args:
-        environ: what to look at; by default the process's environment.
+        environ: what to check; by default the process's environment.
     """
     environ = _environ() if environ is None else environ
     known = {setting.env for setting in settings().values()}

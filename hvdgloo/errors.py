@@ -31,9 +31,9 @@
         ├── UnusableHostsError                 hosts that could not be reached, or lack something
         └── JobFailedError                     a job was started and did not succeed
 
-An error carries its facts as attributes, and its text says what to do next. Errors travel between processes
-(``hvdgloo.run.run`` re-raises a worker's exception in the caller), so every class here can be pickled: facts that are
-passed by keyword are restored from the instance's dictionary.
+An error carries its facts as attributes, and its text says what to do next. Errors are sent between processes
+(``hvdgloo.run.run`` re-raises a worker's exception in the caller), so every class here can be pickled: facts passed by
+keyword are restored from the instance's dictionary.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from collections.abc import Mapping, Sequence
 
 
 class HvdglooError(Exception):
-    """The root of the tree: ``except HvdglooError`` catches all that hvdgloo raises on purpose."""
+    """The root of the tree: ``except HvdglooError`` catches everything that hvdgloo raises on purpose."""
 
 
 class ConfigError(HvdglooError, ValueError):
@@ -62,7 +62,7 @@ class DuplicateNameError(InvalidArgumentError):
 
 
 class GradientsInFlightError(InvalidArgumentError, AssertionError):
-    """Gradients are zeroed, or computed anew, while they are being reduced: step() or synchronize() comes first."""
+    """Gradients are zeroed, or computed again, while they are being reduced: call step() or synchronize() first."""
 
 
 class HorovodInternalError(HvdglooError, RuntimeError):
@@ -85,7 +85,7 @@ class MismatchError(HorovodInternalError):
 
 
 class JobShutdownError(HorovodInternalError):
-    """A rank called ``shutdown()`` or exited, which ends collective operations for all."""
+    """A rank called ``shutdown()`` or exited, which ends collective operations on all ranks."""
 
     def __init__(self, message: str, *, rank: int | None = None) -> None:
         super().__init__(message)
@@ -124,7 +124,7 @@ class BackendError(HorovodInternalError):
 
 
 class EagerExecutionError(HvdglooError, RuntimeError):
-    """This is for graphs of TensorFlow 1, and the program runs eagerly."""
+    """The function is for graphs of TensorFlow 1, and the program runs eagerly."""
 
 
 class DataServiceError(HvdglooError, RuntimeError):
@@ -132,7 +132,7 @@ class DataServiceError(HvdglooError, RuntimeError):
 
 
 class WaitTimeoutError(HvdglooError, TimeoutError):
-    """A wait ended at the deadline that its caller chose. What was awaited may still come."""
+    """A wait ended at the deadline that its caller chose. The awaited result may still come."""
 
 
 class HostsUpdatedInterrupt(HvdglooError, RuntimeError):  # noqa: N818 - Horovod's name
@@ -150,13 +150,13 @@ class HostsUpdatedInterrupt(HvdglooError, RuntimeError):  # noqa: N818 - Horovod
 
 
 class MissingDependencyError(HvdglooError, ImportError):
-    """An optional package is needed here and not installed. The text gives the command that installs it."""
+    """An optional package is needed but not installed. The text gives the command that installs it."""
 
 
 class HorovodVersionMismatchError(MissingDependencyError):
-    """A framework's version differs from the one that was installed against.
+    """A framework's version differs from the one present at installation.
 
-    Kept for migrating programs' ``except`` clauses: nothing of hvdgloo is compiled, so it never raises this by itself.
+    Kept for migrating programs' ``except`` clauses: nothing in hvdgloo is compiled, so hvdgloo itself never raises it.
     """
 
     def __init__(self, name: str = "", version: str = "", installed_version: str = "") -> None:
@@ -189,7 +189,7 @@ class RendezvousTimeoutError(RendezvousError, TimeoutError):
 
 
 class RendezvousRefusedError(RendezvousError):
-    """The service answered with an error status. ``reason`` is its own word for why."""
+    """The service answered with an error status. ``reason`` is its explanation."""
 
     def __init__(self, message: str, *, server: str = "", route: str = "", status: int = 0, reason: str = "") -> None:
         super().__init__(message, server=server, route=route)
@@ -197,12 +197,12 @@ class RendezvousRefusedError(RendezvousError):
         self.reason = reason
 
 
-class RemoteTraceback(HvdglooError):  # noqa: N818 - it is no failure of its own, but the trace of one
+class RemoteTraceback(HvdglooError):  # noqa: N818 - not a failure itself, but the trace of one
     """The cause (``__cause__``) of a worker's exception that ``hvdgloo.run.run`` raises again in the caller.
 
     Attributes:
         rank, host: of the worker.
-        traceback: as the worker would have printed it.
+        traceback: the traceback, as the worker would have printed it.
     """
 
     def __init__(self, message: str, *, rank: int | None = None, host: str = "", traceback: str = "") -> None:
@@ -217,9 +217,9 @@ class LaunchError(HvdglooError, RuntimeError):
 
 
 class HostsUnreachableError(LaunchError):
-    """Hosts of a job cannot reach each other. The text says which addresses were tried, and what each answered.
+    """Hosts of a job cannot reach each other. The text says which addresses were tried, and the result of each.
 
-    ``pairs``: (from, to) for each host that does not reach another.
+    ``pairs``: (from, to) for each host that cannot reach another.
     """
 
     def __init__(self, message: str, *, pairs: Sequence[tuple[str, str]] = ()) -> None:

@@ -1,7 +1,7 @@
 """``hvdgloo.run.run(func, np=4)``: run a Python function on several processes, and get its results.
 
-In early Horovod ``horovod.run`` is a package and ``horovod.run.run`` the function; later ``horovod.run`` is the
-function. This module can be called, so both ways of writing it work.
+In early Horovod, ``horovod.run`` is a package and ``horovod.run.run`` the function; later, ``horovod.run`` is the
+function. This module is callable, so both spellings work.
 """
 
 from __future__ import annotations
@@ -72,33 +72,33 @@ def run(
 ) -> list[T]:
     """Call ``func(*args, **kwargs)`` in ``np`` worker processes at once, on this host or on several.
 
-    The function travels by cloudpickle, so it may come from a script, a notebook or a closure; modules are found in
-    the same places (``sys.path``) as here. What the workers print appears in ``sys.stdout`` and ``sys.stderr`` with
-    their ranks before it. Ctrl-C is passed on to the workers (if this is the main thread) and raises KeyboardInterrupt
-    here when they have ended.
+    The function is sent by cloudpickle, so it may come from a script, a notebook or a closure; modules are found in the
+    same places (``sys.path``) as here. What the workers print appears in ``sys.stdout`` and ``sys.stderr``, prefixed
+    with their ranks. Ctrl-C is passed on to the workers (if this is the main thread) and raises KeyboardInterrupt here
+    when they have ended.
 
     Args:
-        np, num_proc: number of processes; two names for one thing. By default all slots of the hosts, and 1 if no
-            hosts are given.
+        np, num_proc: number of processes; two names for the same argument. By default all slots of the hosts, or 1 if
+            no hosts are given.
         hosts: ``host:slots,...``; by default this one, or those of a Slurm allocation around this process.
         hostfile: the same in a file.
         start_timeout: seconds that the hosts' agents, and then ``hvd.init()``, wait for others.
         ssh_port, ssh_identity_file, ssh_args: for reaching other hosts.
-        agent_command: a command that leads to them instead of ssh: ``"kubectl exec -i {host} --"``.
+        agent_command: a command used to reach them instead of ssh: ``"kubectl exec -i {host} --"``.
         remote_python: the Python interpreter there; by default the same path as here.
         network_interfaces: which addresses hosts use for each other: names, networks and ``^`` exceptions.
         output_filename: a directory that also receives what each rank prints.
         prefix_output_with_timestamp: begin every line with the time.
         verbose: say what is being done.
         executable: the Python interpreter of the workers; by default this one.
-        env: variables that the workers find in addition to this process's own, on all hosts.
+        env: variables set for the workers on all hosts, in addition to this process's own.
         grace_period: seconds between asking workers to end and killing them; by default 3 after a failure and 30 after
             Ctrl-C.
-        network_interface, min_np, max_np: old names of others; they warn.
-        use_gloo, use_mpi, mpi_args, disable_cache: there is only Gloo, and nothing is remembered between jobs;
-            ``use_mpi=True`` is refused, the others have no effect.
+        network_interface, min_np, max_np: old names of other arguments; they give a warning.
+        use_gloo, use_mpi, mpi_args, disable_cache: there is only Gloo, and nothing is cached between jobs;
+            ``use_mpi=True`` is rejected, the others have no effect.
         min_num_proc, max_num_proc, slots, reset_limit, cooldown_range, host_discovery_script: for jobs that grow and
-            shrink; refused.
+            shrink; rejected.
 
     Returns:
         the results in the order of ranks.
@@ -108,8 +108,8 @@ def run(
         InvalidArgumentError: the function or its arguments cannot be pickled.
         LaunchError: the workers could not be started.
         JobFailedError: a worker was killed, exited, or its result cannot be pickled; with rank, host and last lines.
-        Exception: whatever ``func`` raised on the first rank where it failed. Its cause is a ``RemoteTraceback`` with
-            rank, host and the worker's traceback.
+        Exception: the exception that ``func`` raised on the first rank where it failed. Its cause is a
+            ``RemoteTraceback`` with rank, host and the worker's traceback.
     """
     if isinstance(min_num_proc, str):
         raise ConfigError("run(): the fifth argument is min_num_proc; give hosts by name: run(func, ..., hosts=...)")
@@ -185,7 +185,7 @@ def _refuse_elastic(**given: object) -> None:
 
 
 def _old_name(value: T | None, old_name: str, old: T | None, name: str) -> T | None:
-    """The value that was given under one of two names."""
+    """The value given under either of two names."""
     if old is None:
         return value
     warnings.warn(f"run({old_name}=...) is an old name; write {name}=", DeprecationWarning, stacklevel=3)
@@ -237,7 +237,7 @@ def _own_interpreter() -> str:
 
 
 class _Results:
-    """What each rank leaves behind, in files until the job is over: results may be larger than pipes and patience."""
+    """What each rank leaves behind, kept in files until the job is over: results may be too large for pipes."""
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
@@ -285,7 +285,7 @@ def _conclude(report: Report, results: _Results) -> list[Any]:
 
 
 def _failure(report: Report, results: _Results) -> BaseException:
-    """The exception that stands for the job's failure: the first worker's own, if it left one."""
+    """The exception that represents the job's failure: the first failed worker's own, if it left one."""
     first = report.outcome.first
     if first is None or first.rank is None:
         return report.error()
@@ -294,7 +294,7 @@ def _failure(report: Report, results: _Results) -> BaseException:
     chosen = left.get(first.rank)
     rank = first.rank
     if chosen is not None and chosen.secondary:
-        # This rank only noticed, faster than the culprit ended, that it was left alone.
+        # This rank only noticed the failure of another, before that one had ended.
         causes = [other for other, outcome in left.items() if outcome.traceback and not outcome.secondary]
         rank = causes[0] if causes else rank
         chosen = left[rank]
@@ -316,7 +316,7 @@ def _exception(outcome: function_task.TaskResult, rank: int, host: str) -> BaseE
         return None
     try:
         error = pickle.loads(outcome.exception)  # noqa: S301 - part of what was sealed
-    except Exception:  # noqa: BLE001 - a class that only the worker can import; the text remains
+    except Exception:  # noqa: BLE001 - a class that only the worker can import; only its text is left
         return None
     error.__cause__ = RemoteTraceback(
         f"raised by rank {rank} on host {host}\n\n{outcome.traceback}",

@@ -1,7 +1,7 @@
-"""Who is where: hosts in order, the workers on each, and what follows from that by arithmetic.
+"""Which workers are on which hosts, in order, and everything that follows from that by arithmetic.
 
 Ranks fill hosts in order, so the ranks of one host are consecutive. A Topology is one epoch's answer to all workers; it
-travels as JSON (``to_dict`` / ``from_dict``) and is validated at construction, so nothing later needs to ask.
+is sent as JSON (``to_dict`` / ``from_dict``) and validated at construction, so no later check is needed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Worker:
         local_rank: rank among the workers of its host.
         pid: process id on its host.
         address: the IP address at which other workers reach it.
-        port: where its control listener waits; 0 if it has none.
+        port: the port of its control listener; 0 if it has none.
     """
 
     rank: int
@@ -118,7 +118,7 @@ class Topology:
         return tuple(worker.rank for worker in self.workers if worker.host == host)
 
     def restricted(self, ranks: Sequence[int]) -> Topology:
-        """The topology of some ranks (ascending) alone, which are numbered anew."""
+        """The topology of only some ranks (ascending), which are renumbered."""
         hosts = sorted({self.workers[rank].host for rank in ranks})
         counts = [0] * len(hosts)
         workers: list[Worker] = []
@@ -129,7 +129,7 @@ class Topology:
         return Topology(self.epoch, tuple(self.hosts[host] for host in hosts), tuple(workers))
 
     def describe(self, rank: int) -> str:
-        """A rank as messages name it: ``rank 3 (host h2, pid 4711)``."""
+        """A rank as it appears in messages: ``rank 3 (host h2, pid 4711)``."""
         worker = self.workers[rank]
         return f"rank {rank} (host {self.hosts[worker.host].name}, pid {worker.pid})"
 
@@ -160,7 +160,7 @@ class Topology:
 
 @dataclass(frozen=True)
 class Place:
-    """What follows for one rank from where all are. Hosts count from 0; the rest is as in ``hvd.*``."""
+    """One rank's place, derived from where all ranks are. Hosts count from 0; the rest is as in ``hvd.*``."""
 
     host: int
     local_rank: int
@@ -197,5 +197,5 @@ def fill(names: Sequence[str], slots: Sequence[int], count: int) -> list[tuple[i
     if count > sum(slots):
         listed = ", ".join(f"{name}:{n}" for name, n in zip(names, slots, strict=True))
         raise ValueError(f"{count} processes were asked for, but there are only {sum(slots)} slots ({listed})")
-    # No further than needed: a host may claim to have any number of slots.
+    # Only as far as needed: a host may claim any number of slots.
     return list(islice(((host, local) for host, n in enumerate(slots) for local in range(n)), count))

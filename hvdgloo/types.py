@@ -1,4 +1,4 @@
-"""The values that front-ends, engine and backends exchange. None is ever changed, and none knows a framework."""
+"""The values that front-ends, engine and backends exchange. They never change, and depend on no framework."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class DType(enum.Enum):
     FLOAT64 = "float64"
     BOOL = "bool"
 
-    # enum.Enum caches nothing, and these are asked for on the path of every tensor.
+    # enum.Enum caches nothing, and these are read on the path of every tensor.
     itemsize: int
     is_floating: bool
     numpy_dtype: np.dtype[Any]
 
     def __init__(self, text: str) -> None:
-        # bfloat16 travels as the 16 bits that it is; kernels that compute on it widen it to float32.
+        # bfloat16 is sent as its 16 bits; kernels that compute on it widen it to float32.
         self.numpy_dtype = np.dtype("uint16" if text == "bfloat16" else text)
         self.itemsize = self.numpy_dtype.itemsize
         self.is_floating = "float" in text
@@ -76,7 +76,7 @@ class Collective(enum.Enum):
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, dict=True):
-    """What ranks must agree upon about one tensor, before any of its bytes moves."""
+    """What ranks must agree upon about one tensor before any of its bytes are sent."""
 
     dtype: DType
     shape: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
@@ -99,8 +99,8 @@ class Buffer:
     Attributes:
         address: of the first byte; may be 0 when there are no elements.
         spec: dtype, shape and kind of device ("cpu" or "cuda").
-        owner: whatever keeps the memory alive, and knows which device it is on. Whoever holds the Buffer may use the
-            address.
+        owner: whatever keeps the memory alive, and knows which device it is on. The address may be used while the
+            Buffer is held.
     """
 
     address: int
@@ -143,7 +143,8 @@ class Buffer:
 
     @classmethod
     def of_array(cls, array: npt.NDArray[Any], dtype: DType | None = None) -> Buffer:
-        """The memory of a C-contiguous numpy array; ``dtype`` tells bfloat16 from the uint16 that carries it."""
+        """The memory of a C-contiguous numpy array; ``dtype`` distinguishes bfloat16 from the uint16 that represents
+        it."""
         if not array.flags.c_contiguous:
             raise ValueError("a Buffer needs a C-contiguous array")
         return cls(array.ctypes.data, TensorSpec(dtype or DType(array.dtype.name), array.shape), array)

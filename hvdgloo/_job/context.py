@@ -1,7 +1,7 @@
 """One rank's membership in a job: settings, topology and engine, opened and closed together.
 
-Front-ends work in the process's only Context, which ``process.current()`` returns; tests and embedders construct their
-own, which is what allows many ranks in one process.
+Front-ends work in the process's only Context, which ``process.current()`` returns; tests and embedding programs
+construct their own, which allows many ranks in one process.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Context:
         rank: this rank.
         engine: started; the Context owns it from now on.
         clock_offset: seconds that rank 0's clock is ahead of this host's.
-        job_rank: this rank among all of the job's, if the Context is a world of some of them.
-        client: of the rendezvous server, likewise. It stays connected while the rank is part of the job: the server
-            shows who is.
+        job_rank: this rank among all of the job's, if the Context's world consists of some of them only.
+        client: of the rendezvous server. It stays connected while the rank is part of the job, since the server lists
+            connected ranks.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Context:
     def start_timeline(self, path: str, mark_cycles: bool = False) -> None:
         """Trace collectives; on rank 0, or if ``path`` has ``{rank}`` in it, on every rank; see ``Engine``.
 
-        Ranks are those of the whole job, also in a world of some of them: two worlds must not write into one file.
+        Ranks are those of the whole job, even in a world of only some of them: two worlds must not write to one file.
         """
         if "{rank}" in path or self.job_rank == 0:
             own = path.replace("{rank}", str(self.job_rank))

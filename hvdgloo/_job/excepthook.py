@@ -1,12 +1,12 @@
-"""What a rank prints that ends with one of hvdgloo's errors.
+"""What a rank prints when it ends with one of hvdgloo's errors.
 
 When one rank of many fails, all others fail with it a moment later, each somewhere in a collective. A traceback from
 every one of them would bury the only one that matters. So a rank that ends only because another one did says in two
-lines where it was and whose end it met; the last line is the error itself, by which the launcher knows that this
-failure is an echo.
+lines where it was and which rank's end it met; the last line is the error itself, from which the launcher knows that
+this failure is a consequence of another.
 
-Any other error of hvdgloo's is shown with the program's frames, and without those in which hvdgloo has raised it: they
-are many, say nothing about the mistake, and would push the program's own line out of the launcher's summary.
+Any other error of hvdgloo's is shown with the program's frames, without those of hvdgloo that raised it: there are
+many, they say nothing about the mistake, and they would push the program's own line out of the launcher's summary.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LONGEST = 300
 
 
 def install(rank: int | None = None) -> None:
-    """Have uncaught errors shown in this way, unless the program shows them in one of its own.
+    """Have uncaught errors shown in this way, unless the program has installed a hook of its own.
 
     Args:
         rank: this process's, once it is known.
@@ -39,7 +39,7 @@ def install(rank: int | None = None) -> None:
 
 
 class _Hook:
-    """In the place of ``sys.excepthook``."""
+    """Replaces ``sys.excepthook``."""
 
     def __init__(self, rank: int | None) -> None:
         self.rank = rank
@@ -54,7 +54,7 @@ class _Hook:
 
 
 def _debugging() -> bool:
-    """Asked of the setting itself, too: before ``init()`` nothing has been set up by it."""
+    """Also reads the setting itself: before ``init()`` no logger has been set up by it."""
     if logging.getLogger("hvdgloo").isEnabledFor(logging.DEBUG):
         return True
     try:
@@ -64,7 +64,7 @@ def _debugging() -> bool:
 
 
 def uncaught() -> str:
-    """The error that ends this interpreter, in a line; empty if none does. For the time after the main program."""
+    """The error that ends this interpreter, in one line; empty if none does. For use after the main program."""
     error = getattr(sys, "last_value", None)
     if not isinstance(error, Exception):
         return ""
@@ -73,14 +73,14 @@ def uncaught() -> str:
 
 
 def is_echo(error: BaseException, rank: int | None) -> bool:
-    """Another rank's end is what it is about; never, as long as this process's own is not known."""
+    """True if the error reports the end of another rank; False while this process's own rank is unknown."""
     if rank is None or not isinstance(error, (JobShutdownError, PeerLostError)):
         return False
     return error.rank is not None and error.rank != rank
 
 
 def brief(error: BaseException, trace: TracebackType | None) -> str:
-    """Where it happened, in the program's own files, and what."""
+    """Where it happened, in the program's own files, and what happened."""
     frames = traceback.extract_tb(trace)
     own = [frame for frame in frames if not frame.filename.startswith(_OURS) and _INSTALLED not in frame.filename]
     places = [f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in (own or frames)[-_FRAMES:]]
@@ -90,21 +90,22 @@ def brief(error: BaseException, trace: TracebackType | None) -> str:
 
 
 def from_outside(error: BaseException, trace: TracebackType | None) -> str:
-    """A traceback that ends where the program called hvdgloo; so do those of hvdgloo's errors that led to this one."""
+    """A traceback that ends where the program called hvdgloo, as do those of hvdgloo's errors that led to this one."""
     shown = traceback.TracebackException(type(error), error, trace)
     hint = "(without hvdgloo's own frames; HVDGLOO_LOG_LEVEL=DEBUG shows them)\n" if _cut(shown, error) else ""
     return hint + "".join(shown.format())
 
 
 def _cut(shown: traceback.TracebackException | None, error: BaseException | None) -> bool:
-    """Take hvdgloo's last frames away from its errors in a chain; whether there were any."""
+    """Remove hvdgloo's last frames from its errors in a chain; True if there were any."""
     found = False
     while shown is not None and error is not None:
         if isinstance(error, HvdglooError):
             kept = list(shown.stack)
             while kept and kept[-1].filename.startswith(_OURS):
                 kept.pop()
-            # What has nothing of the program in it, like the trace of a thread of ours, is all that there is.
+            # A trace without any of the program's frames, such as that of a thread of ours, is kept: there is nothing
+            # else.
             if kept and len(kept) < len(shown.stack):
                 shown.stack = traceback.StackSummary.from_list(kept)
                 found = True

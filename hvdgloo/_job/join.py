@@ -1,8 +1,8 @@
 """Joining a job: from its settings to a Context whose engine runs.
 
-It takes four requests to the rendezvous server whatever the job's size: a hello, registering (which answers with the
-whole topology), and publishing and reading where the others meet. An epoch's topology is asked for once: ``init()``
-after ``shutdown()`` meets the same ranks again under a new generation number.
+It takes four requests to the rendezvous server, whatever the job's size: a hello, registering (which returns the whole
+topology), and publishing and reading where ranks connect. An epoch's topology is requested once: ``init()`` after
+``shutdown()`` meets the same ranks again under a new generation number.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ logger = logging.getLogger(__name__)
 
 
 def join(config: Config, ranks: Sequence[int] | None = None, process_sets: Sequence[Sequence[int]] = ()) -> Context:
-    """Join the job that ``config`` describes, or be one of a single process if it describes none.
+    """Join the job that ``config`` describes, or form a job of a single process if it describes none.
 
     Args:
-        ranks: of the job that form a world of their own, in which they are numbered anew in ascending order; None
-            for all. This process is one of them.
+        ranks: those of the job's ranks that form a world of their own, in which they are renumbered in ascending order;
+            None for all. This process is one of them.
         process_sets: the ranks of the sets that will be added at once, which must be the same on all ranks.
 
     Raises:
-        InvalidArgumentError: (a ValueError) ranks that do not exist or without this one; process sets that are not
-            those of rank 0.
+        InvalidArgumentError: (a ValueError) ranks that do not exist or do not include this one; process sets that
+            differ from rank 0's.
         ConfigError: a setting is missing or cannot be used.
         RendezvousError: the rendezvous server cannot be reached, refused, or other workers did not come.
         ConnectError: ranks cannot be connected with each other.
-        MissingDependencyError: several hosts need Gloo, which torch or pygloo carries.
+        MissingDependencyError: several hosts need Gloo, which torch and pygloo provide.
     """
     if config.rendezvous is None:
         topology = Topology.local(1, pid=os.getpid(), name=config.hostname or socket.gethostname())
@@ -74,13 +74,14 @@ def join(config: Config, ranks: Sequence[int] | None = None, process_sets: Seque
 
 
 _SAY_SO_SECONDS = 3.0
-"""After this time without a server there is a line about it: a wrong address is the likeliest mistake by hand."""
+"""After this many seconds without a server, a line says so: a wrong address is the likeliest mistake in a manual setup.
+"""
 
 _registrations: dict[tuple[str, int], Registration] = {}
-"""What this process learnt from each server and epoch."""
+"""What this process learned from each server about each epoch."""
 
 _generations: Counter[tuple[str, int, str]] = Counter()
-"""How often it has joined each of their worlds."""
+"""How often this process has joined each world of each."""
 
 
 def _connect(
@@ -97,8 +98,8 @@ def _connect(
     job = (config.rendezvous, config.epoch)
     registration = _registrations.get(job)
     rank = config.rank if registration is None else registration.rank
-    # Without a launcher any worker may turn out to be rank 0, which is the one that listens. Who will be the first of
-    # a world of some ranks is known after registration only.
+    # Without a launcher any worker may turn out to be rank 0, which is the one that listens. Which rank will be the
+    # first of a world of some ranks is known only after registration.
     may_be_first = rank in (None, 0) and ranks is None
     listener = listen(address, config.port_range) if may_be_first else None
     try:
@@ -156,7 +157,7 @@ def _connect(
     )
     engine.start()
     if decided["process_sets"] != sets:
-        engine.close()  # not before: the others wait for this rank until it is connected
+        engine.close()  # not earlier: the others wait for this rank until it is connected
         raise InvalidArgumentError(
             f"init(process_sets=...) was called with the sets {sets} on {topology.describe(rank)}, and with "
             f"{decided['process_sets']} on {topology.describe(0)}; give all ranks the same list"
@@ -165,7 +166,7 @@ def _connect(
 
 
 def _world(registration: Registration, ranks: Sequence[int] | None) -> tuple[int, Topology, str]:
-    """This process's rank among those that form a world, their topology, and a text that tells worlds apart."""
+    """This process's rank among those that form a world, their topology, and a text that distinguishes worlds."""
     size = registration.topology.size
     _check_ranks(ranks, registration.rank, size)
     chosen = range(size) if ranks is None else sorted(ranks)
@@ -188,14 +189,14 @@ def _check_ranks(ranks: Sequence[int] | None, rank: int, size: int) -> None:
 
 
 def check_addresses(topology: Topology, reached_from: str) -> None:
-    """Refuse addresses that ranks on other hosts cannot use, before anybody waits for a connection that never comes.
+    """Refuse addresses that ranks on other hosts cannot use, before any rank waits for a connection that never comes.
 
     Args:
-        reached_from: this host's address in the connection to the rendezvous server. If even that is a loopback one,
-            as all ranks' addresses are, then the "hosts" are containers that share one network.
+        reached_from: this host's address in the connection to the rendezvous server. If even that is a loopback
+            address, and so are all ranks' addresses, the "hosts" are containers that share one network.
 
     Raises:
-        ConfigError: naming a rank with a loopback address, or two ranks with addresses of different families.
+        ConfigError: a rank has a loopback address, or two ranks have addresses of different families; it names them.
     """
     if len(topology.hosts) == 1:
         return
@@ -218,7 +219,7 @@ def check_addresses(topology: Topology, reached_from: str) -> None:
 
 
 def _reach(client: RendezvousClient, config: Config) -> str:
-    """Connect to the server, which may not be there yet; this host's address in that connection."""
+    """Connect to the server, which may not have started yet; returns this host's address in that connection."""
     patience = min(_SAY_SO_SECONDS, config.start_timeout)
     try:
         return client.local_address(timeout=patience)
@@ -233,7 +234,7 @@ def _reach(client: RendezvousClient, config: Config) -> str:
 def _meet(
     client: RendezvousClient, key: str, config: Config, address: str, listener: socket.socket | None
 ) -> tuple[str, int]:
-    """Where rank 0 listens this time: ranks and hosts of an epoch are settled, its port is not.
+    """Where rank 0 listens this time: an epoch's ranks and hosts are fixed, but the port is not.
 
     Args:
         listener: on rank 0, else None.
@@ -258,9 +259,8 @@ def _control_links(
     """Connect the control plane.
 
     Returns:
-        the connections, and what rank 0 decides for all: the settings that ``engine_settings`` takes over,
-        ``process_sets`` to be added at once, those of ``Planes``, and ``clock_offset`` from this host's clock to rank
-        0's.
+        the connections, and what rank 0 decides for all: the settings that ``engine_settings`` adopts, ``process_sets``
+        to be added at once, those of ``Planes``, and ``clock_offset`` from this host's clock to rank 0's.
     """
     shared = {**plan_settings(config), "process_sets": process_sets}
     if rank == 0:

@@ -11,20 +11,20 @@ _TRACE = 5
 _LEVELS = {"TRACE": _TRACE, "FATAL": logging.CRITICAL}
 
 
-class _Handler(logging.StreamHandler):  # type: ignore[type-arg] # which Python has from 3.11 on
-    """Ours, so that it can be found again; writes to whatever sys.stderr is at the time."""
+class _Handler(logging.StreamHandler):  # type: ignore[type-arg] # generic from Python 3.11 on
+    """A class of our own, so that the handler can be found again; writes to what sys.stderr is at that moment."""
 
     def __init__(self) -> None:
         super().__init__(sys.stderr)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Show it, unless the root logger does so already: its handlers may come and go at any time."""
+        """Show the record, unless the root logger already does: its handlers may come and go at any time."""
         if not _root_shows(record):
             super().emit(record)
 
 
 def _root_shows(record: logging.LogRecord) -> bool:
-    """Whether the root logger writes hvdgloo's record to the terminal, as it does after ``logging.basicConfig()``."""
+    """Whether the root logger writes hvdgloo's records to the terminal, as it does after ``logging.basicConfig()``."""
     if not logging.getLogger("hvdgloo").propagate:
         return False
     return any(
@@ -38,8 +38,9 @@ def _root_shows(record: logging.LogRecord) -> bool:
 def configure_logging(config: Config, rank: int | None) -> None:
     """Show hvdgloo's messages on stderr as ``[time: LEVEL file:line] [rank]: text``.
 
-    A program that has attached handlers of its own to the ``hvdgloo`` logger keeps them, and gets no other. Where the
-    root logger writes to the terminal (``logging.basicConfig()``, which importing MXNet calls), it shows them instead.
+    A program that has attached handlers of its own to the ``hvdgloo`` logger keeps them, and no other is added. Where
+    the root logger writes to the terminal (``logging.basicConfig()``, which importing MXNet calls), it shows them
+    instead.
     """
     logging.addLevelName(_TRACE, "TRACE")
     log = logging.getLogger("hvdgloo")

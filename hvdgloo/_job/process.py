@@ -29,7 +29,7 @@ def init(
 
     Args:
         ranks, process_sets: see ``join``.
-        prepare: called with a new Context before anybody else gets it.
+        prepare: called with a new Context before any other code gets it.
 
     Returns:
         the Context; the same one while initialized.
@@ -40,7 +40,7 @@ def init(
     global _current, _owner
     with _lock:
         if _current is None:
-            from hvdgloo._job.join import join  # and with it the engine, the rendezvous and the data planes
+            from hvdgloo._job.join import join  # imports the engine, the rendezvous and the data planes
 
             _owner = os.getpid()
             config = Config.from_env()
@@ -65,7 +65,7 @@ def init(
 
 
 def _pin(context: Context) -> None:
-    """Keep the communication threads on the core that the user gave."""
+    """Pin the communication threads to the core that the user gave."""
     if not context.config.thread_affinity:
         return
     cores = context.config.thread_affinity.split(",")
@@ -78,7 +78,7 @@ def _pin(context: Context) -> None:
 
 
 def shutdown(reason: str = "") -> None:
-    """End this rank's part of the job, and so everybody's collectives. Does nothing when not initialized.
+    """End this rank's part of the job, and thereby all ranks' collectives. Does nothing when not initialized.
 
     Args:
         reason: what to tell the other ranks, if this one ends with an error.
@@ -103,13 +103,13 @@ def current() -> Context:
     """
     context = _current
     if context is None:
-        excepthook.install()  # as init() would have done: what is wrong is in the program, and not as deep as here
+        excepthook.install()  # as init() would have done: the mistake is in the program, not this deep
         raise NotInitializedError
     return context
 
 
 _owner = 0
-"""The process that called ``init()``: a child that it forks inherits the Context, and must not shut the job down."""
+"""The id of the process that called ``init()``: a forked child inherits the Context, and must not shut the job down."""
 
 
 def _at_exit() -> None:
@@ -118,7 +118,7 @@ def _at_exit() -> None:
 
 
 def shut_down_first_at_exit() -> None:
-    """Shut down before whatever was imported so far does so, which may wait for what waits for the other ranks."""
+    """Shut down before the modules imported so far do: they may wait for something that waits for the other ranks."""
     atexit.unregister(_at_exit)
     atexit.register(_at_exit)
 

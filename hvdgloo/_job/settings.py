@@ -1,4 +1,4 @@
-"""A job's settings as the engine needs them, with rank 0's word on those that must be the same everywhere."""
+"""A job's settings as the engine needs them, with rank 0's values for those that must be the same everywhere."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from hvdgloo.config import Config
 logger = logging.getLogger(__name__)
 
 _SPIN_SECONDS = 100e-6
-"""How long a blocking call looks for the others' answers before it goes to sleep, where every rank has a core: ranks
-that call at the same time answer each other within that."""
+"""Seconds that a blocking call polls for the others' answers before it goes to sleep, where every rank has a core:
+ranks that call at the same time answer each other within that."""
 
 
 def plan_settings(config: Config) -> dict[str, Any]:
-    """The settings that all ranks must have from rank 0."""
+    """The settings that all ranks must take from rank 0."""
     return {
         "fusion_threshold": config.fusion_threshold,
         "separate_groups": config.disable_group_fusion,
@@ -31,10 +31,10 @@ def plan_settings(config: Config) -> dict[str, Any]:
 def engine_settings(
     config: Config, decided: Mapping[str, Any] | None = None, local_size: int | None = None
 ) -> EngineSettings:
-    """The engine's part of the settings, with rank 0's word on those that shape plans.
+    """The engine's part of the settings, with rank 0's values for those that shape plans.
 
     Args:
-        local_size: ranks on this host. Each has a core of its own to spin on for an answer, or none does.
+        local_size: ranks on this host. Either each has a core of its own on which to poll for answers, or none does.
     """
     shutdown_time = config.stall_shutdown_time
     if 0 < shutdown_time < config.stall_warning_time:

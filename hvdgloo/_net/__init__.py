@@ -1,1 +1,1 @@
-"""What processes speak with: ports, the handshake, framing, the codec of messages, the event loop, forks."""
+"""How processes communicate: ports, the handshake, framing, the codec of messages, the event loop, forks."""

@@ -1,8 +1,9 @@
-"""Messages between processes as values: frozen classes, their bytes, and nothing but those classes from any bytes.
+"""Messages between processes as values: frozen classes and their bytes; no bytes decode to anything but those classes.
 
 A message is a class derived from ``Message``, with a number of its own as ``tag``. On the wire it is a msgpack array:
-the number, then the fields in order. What is missing at the end has its default value; everything else must be there,
-of its declared type and within its declared bounds, and nothing else may be. Nothing that arrives is ever unpickled.
+the number, then the fields in order. Fields missing at the end have their default values; all others must be present,
+of their declared types and within their declared bounds, and nothing else may be. Nothing that arrives is ever
+unpickled.
 
     >>> class Greeting(Message, tag=0):
     ...     name: str
@@ -27,11 +28,11 @@ T = TypeVar("T")
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The base of everything that travels."""
+    """The base of all messages."""
 
 
 class Codec(Generic[T]):
-    """Between values of one type and bytes. Safe in any thread.
+    """Converts values of one type to bytes and back. Safe in any thread.
 
     Args:
         kind: the type: a class, or a union of ``Message`` classes.
@@ -48,7 +49,7 @@ class Codec(Generic[T]):
         """A message's bytes, without framing.
 
         Raises:
-            TypeError: a field holds something that cannot travel.
+            TypeError: a field holds something that cannot be encoded.
         """
         try:
             return self._encoder.encode(message)
@@ -56,7 +57,7 @@ class Codec(Generic[T]):
             return self._encoder.encode(_escaped(msgspec.to_builtins(message, builtin_types=(bytes,), enc_hook=_plain)))
 
     def frame(self, message: T) -> bytes:
-        """A message as it goes over a stream; see ``framing``. Raises TypeError as ``encode`` does."""
+        """A message as sent over a stream; see ``framing``. Raises TypeError as ``encode`` does."""
         data = self.encode(message)
         return framing.head(len(data)) + data
 
@@ -64,7 +65,7 @@ class Codec(Generic[T]):
         """The inverse of ``encode``.
 
         Raises:
-            ValueError: the bytes are no message of this type.
+            ValueError: the bytes are not a message of this type.
         """
         try:
             try:
@@ -74,14 +75,14 @@ class Codec(Generic[T]):
                     raise
                 message = msgspec.convert(_UNESCAPER.decode(data), self._kind)
         except (ValueError, RecursionError) as error:
-            # What a hostile or foreign byte string provokes is one thing to the caller.
+            # Whatever error a hostile or foreign byte string causes, the caller sees only this one.
             raise ValueError(f"not a {self._what}: {error}") from error
         return message
 
 
-# Paths, arguments and environment variables may hold bytes that are no UTF-8. Python gives them to us as texts with
-# lone surrogates, which msgpack's texts cannot hold; they travel as an extension type. They are rare: only whoever
-# stumbles upon one looks for more.
+# Paths, arguments and environment variables may hold bytes that are not UTF-8. Python represents them as strings with
+# lone surrogates, which msgpack's strings cannot hold; they travel as an extension type. They are rare, so values are
+# searched for them only after encoding one has failed.
 
 _EXTENSION = 1
 _ESCAPE = bytes([_EXTENSION])
@@ -116,7 +117,7 @@ _UNESCAPER = msgspec.msgpack.Decoder(ext_hook=_unescape)
 
 
 def _plain(value: Any) -> Any:
-    """How msgpack holds what it has no form for. Values of subclasses (numpy's float64 is a float) are their bases'."""
+    """How values without a msgpack form are encoded. Subclasses' values (numpy's float64) become their bases'."""
     if isinstance(value, _OddText):
         return msgspec.msgpack.Ext(_EXTENSION, value.data)
     for base in (str, float, int):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def bury(descriptors: Sequence[int]) -> None:
-    """Give up descriptors without freeing their numbers, which other code may still believe to own and close."""
+    """Close descriptors without freeing their numbers, which other code may still consider its own and close."""
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in descriptors:
         if descriptor >= 0:

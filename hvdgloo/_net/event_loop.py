@@ -12,14 +12,14 @@ from typing import Protocol
 
 
 class WakeUp:
-    """Ends a thread's wait in a selector, which this is registered with, to be read."""
+    """Ends a thread's wait in a selector with which this is registered for reading."""
 
     def __init__(self) -> None:
         self._reading, self._writing = os.pipe()
         os.set_blocking(self._reading, False)
         os.set_blocking(self._writing, False)
-        # So that a descriptor's number is not closed, and reused, while it is written to. A signal handler may
-        # interrupt the thread that holds it.
+        # So that a descriptor is not closed, and its number reused, while it is written to. Reentrant, since a signal
+        # handler may interrupt the thread that holds it.
         self._lock = threading.RLock()
 
     def fileno(self) -> int:
@@ -33,11 +33,11 @@ class WakeUp:
 
     @property
     def descriptors(self) -> list[int]:
-        """What a forked child must not keep open."""
+        """The descriptors that a forked child must not keep open."""
         return [self._writing, self._reading]
 
     def wake(self) -> None:
-        """End the wait, or the next one. Safe in a signal handler and in any thread, also after ``close``."""
+        """End the wait, or the next one. Safe in a signal handler and in any thread, even after ``close``."""
         with self._lock:
             if self._writing >= 0:
                 try:
@@ -46,14 +46,14 @@ class WakeUp:
                     pass  # full: it is awake already
 
     def clear(self) -> None:
-        """For the thread that was woken, before it looks why."""
+        """To be called by the woken thread, before it looks for the reason."""
         try:
             os.read(self._reading, 4096)
         except BlockingIOError:
             pass
 
     def close(self) -> None:
-        """Give up the descriptors. May be repeated."""
+        """Close the descriptors. May be called again."""
         with self._lock:
             for descriptor in self.descriptors:
                 if descriptor >= 0:
@@ -62,7 +62,7 @@ class WakeUp:
 
 
 class Writer(Protocol):
-    """What keeps bytes that its descriptor does not take yet, and writes them in ``flush``."""
+    """Keeps bytes that its descriptor does not accept yet, and writes them in ``flush``."""
 
     send_fd: int
 
@@ -73,8 +73,8 @@ class EventLoop:
     """A selector whose registered data are called.
 
     Attributes:
-        selector: for descriptors that are to be served; their data is called without arguments.
-        wake_up: has the thread look around.
+        selector: for descriptors to be served; their data is called without arguments.
+        wake_up: has the thread check for work.
     """
 
     def __init__(self) -> None:
@@ -85,12 +85,12 @@ class EventLoop:
         self._writers: set[Writer] = set()
 
     def call_soon(self, action: Callable[[], None]) -> None:
-        """Have the loop call something. Safe in a signal handler and in any thread; nothing happens after ``close``."""
+        """Have the loop call a function. Safe in a signal handler and in any thread; does nothing after ``close``."""
         self._notes.append(action)
         self.wake_up.wake()
 
     def watch_writes(self, writer: Writer, *, wanted: bool) -> None:
-        """Call the writer's ``flush`` whenever its descriptor takes bytes, as long as that is wanted."""
+        """Call the writer's ``flush`` whenever its descriptor accepts bytes, as long as ``wanted``."""
         if wanted == (writer in self._writers):
             return
         if wanted:
@@ -101,7 +101,7 @@ class EventLoop:
             self._writers.remove(writer)
 
     def turn(self, until: float) -> None:
-        """Serve what is there; if nothing is, wait for it until a moment on the monotonic clock."""
+        """Serve what is ready; if nothing is, wait for it until a time on the monotonic clock."""
         for key, _ in self.selector.select(max(0.0, until - time.monotonic())):
             key.data()
         while self._notes:

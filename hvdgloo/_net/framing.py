@@ -24,10 +24,10 @@ def body_length(head: bytes | bytearray | memoryview) -> int:
 
 
 class FrameDecoder:
-    """Bytes in, whole messages out, however the bytes were cut.
+    """Turns bytes, however they were split, into whole messages.
 
     Args:
-        limit: most bytes of a message; a stream that announces a longer one is something else, or hostile.
+        limit: maximum bytes of a message; a stream that announces a longer one is something else, or hostile.
         what: a message's name in errors, with its article.
     """
 
@@ -38,14 +38,15 @@ class FrameDecoder:
 
     @property
     def pending(self) -> bool:
-        """The beginning of a message is here, and its rest is not."""
+        """True if the beginning of a message has arrived and its rest has not."""
         return bool(self._buffer)
 
     def feed(self, data: bytes | memoryview) -> list[bytes | memoryview]:
         """All messages that these bytes complete, in order. They may be views of ``data``: read them before it changes.
 
         Raises:
-            ValueError: a message is longer than the limit. It is found at its beginning, and nothing is kept for it.
+            ValueError: a message is longer than the limit. This is detected at its beginning, and nothing is stored of
+                it.
         """
         if not self._buffer:
             size = len(data)

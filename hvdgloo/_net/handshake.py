@@ -1,7 +1,7 @@
-"""How the control connections come to be: every rank to rank 0, each side proving that it knows the job's secret.
+"""How the control connections are made: every rank to rank 0, each side proving that it knows the job's secret.
 
 The challenge is mutual (both sides sign both nonces, so neither a stray server nor a stray client passes), the secret
-never travels, and nobody who fails it costs others more than a slot for a few seconds::
+is never sent, and a visitor that fails costs the others no more than a slot for a few seconds::
 
     member       -> coordinator   magic, epoch, generation, rank, nonce
     coordinator  -> member        nonce, HMAC(key, "coordinator", ...)
@@ -33,7 +33,7 @@ _MAGIC = b"hvdgloo1"
 _MAC_BYTES = 32
 _PARALLEL = 32
 _TURN = 0.25
-"""Seconds after which a wait looks whether it was cancelled."""
+"""Seconds between checks, during a wait, whether it was cancelled."""
 
 
 def listen(address: str, port_range: tuple[int, int] | None) -> socket.socket:
@@ -57,9 +57,10 @@ class Handshake:
     Args:
         secret: of the job.
         epoch: of the membership.
-        generation: how often this epoch's job was initialised before, so that a late connection is told apart.
-        purpose: of the connections; each has a key of its own, so that a proof for one is none for another.
-        proof_timeout: seconds that whoever connects has for proving that it belongs to the job.
+        generation: how often this epoch's job was initialised before, so that a late connection is recognised.
+        purpose: of the connections; each purpose has a key of its own, so that a proof for one is not valid for
+            another.
+        proof_timeout: seconds that a connecting peer has to prove that it belongs to the job.
     """
 
     def __init__(
@@ -88,20 +89,20 @@ class Handshake:
         """Rank 0's side: wait for ranks 1 to size - 1.
 
         Args:
-            cancelled: asked now and then whether to give up.
+            cancelled: polled; returns whether to give up.
 
         Returns:
             connected sockets by rank.
 
         Raises:
-            ConnectError: some rank did not come within ``timeout`` seconds; the text names them.
+            ConnectError: some ranks did not come within ``timeout`` seconds; the text names them.
             BackendError: it was cancelled.
         """
-        from concurrent.futures import ThreadPoolExecutor  # rank 0 alone needs it
+        from concurrent.futures import ThreadPoolExecutor  # only rank 0 needs it
 
         deadline = time.monotonic() + timeout
         members: dict[int, socket.socket] = {}
-        visitors: set[socket.socket] = set()  # who have not proved anything yet
+        visitors: set[socket.socket] = set()  # that have not proved anything yet
 
         def admit(sock: socket.socket, peer: object) -> None:
             rank = -1
@@ -113,7 +114,8 @@ class Handshake:
                 sock.sendall(struct.pack("!I", len(body)) + body)
             except (OSError, EOFError, ValueError, struct.error, AuthenticationError) as error:
                 logger.info("refused a %s from %s: %s", self._purpose, peer, error)
-                # A member that broke off after its proof stays: whoever reads from it next learns that it is lost.
+                # A member that broke off after its proof is kept: the next reader of its connection learns that it is
+                # lost.
                 if members.get(rank) is not sock:
                     sock.close()
             finally:
@@ -158,7 +160,7 @@ class Handshake:
                         visitors.add(sock)
                         pool.submit(admit, sock, peer)
                 finally:
-                    # The pool waits for its threads, and they must not wait for a stranger who says nothing.
+                    # The pool waits for its threads, which must not wait for a stranger that says nothing.
                     _dismiss(visitors - set(members.values()))
         except BaseException:
             for sock in members.values():
@@ -172,11 +174,11 @@ class Handshake:
         """Another rank's side: connect to rank 0.
 
         Returns:
-            the connected socket, and the settings that rank 0 decided; besides, ``clock_offset``: how many seconds
+            the connected socket, and the settings that rank 0 decided, with ``clock_offset`` added: how many seconds
             rank 0's clock is ahead of this host's, give or take half the time of the last exchange.
 
         Raises:
-            ConnectError: naming both ranks, the address and the reason.
+            ConnectError: the connection failed; it names both ranks, the address and the reason.
         """
         deadline = time.monotonic() + timeout
         sock: socket.socket | None = None
@@ -199,7 +201,7 @@ class Handshake:
         """The other side's part on a connected socket; returns what rank 0 decided, as ``connect`` does.
 
         Raises:
-            AuthenticationError, OSError, EOFError, ValueError: the conversation came to no good end.
+            AuthenticationError, OSError, EOFError, ValueError: the handshake failed.
         """
         _send_at_once(sock)
         nonce = os.urandom(16)
@@ -239,11 +241,11 @@ class Handshake:
 def receive_exactly(sock: socket.socket, count: int, deadline: float) -> bytes:
     """``count`` bytes from a blocking socket, until ``deadline`` on the monotonic clock.
 
-    One deadline for all of them: with a timeout for each piece, a peer that drips could hold on for minutes.
+    One deadline for all of them: with a timeout for each piece, a peer that trickles bytes could hold on for minutes.
 
     Raises:
-        EOFError: the peer closed the connection before.
-        OSError: it broke, or the deadline passed.
+        EOFError: the peer closed the connection earlier.
+        OSError: the connection broke, or the deadline passed.
     """
     data = b""
     while len(data) < count:
@@ -271,7 +273,7 @@ def _drain(sock: socket.socket) -> None:
 
 
 def _dismiss(strangers: Iterable[socket.socket]) -> None:
-    """End conversations, so that the threads which are having them notice and close the sockets."""
+    """Shut connections down, so that the threads using them notice and close the sockets."""
     for sock in strangers:
         try:
             sock.shutdown(socket.SHUT_RDWR)

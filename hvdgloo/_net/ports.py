@@ -1,9 +1,9 @@
-"""Ports for our own listeners: any free one, or one of the range that a firewall lets through (``--port-range``).
+"""Ports for our own listeners: any free one, or one from the range that a firewall allows (``--port-range``).
 
-Every listener of ours is opened here, so that they keep out of each other's way within a range. A port that somebody
-else binds much later (``MASTER_PORT``, for the user's own torch.distributed) is *held* until then: by an abstract Unix
-socket of its number, which belongs to the network namespace as ports do and vanishes with its owner. Listeners skip
-ports that are held. Elsewhere than on Linux there are no such sockets, and nobody is kept off.
+All of hvdgloo's listeners are opened here, so that they avoid each other within a range. A port that another program
+binds much later (``MASTER_PORT``, for the user's own torch.distributed) is *held* until then: by an abstract Unix
+socket named after its number, which belongs to the network namespace as ports do and vanishes with its owner. Listeners
+skip held ports. Only Linux has such sockets; elsewhere nothing is held.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from hvdgloo.errors import ConfigError
 
 _RETRIES = 20  # a port that is free at one address may be taken at the next
 _BACKLOG = 1024
-_ROUNDS, _PAUSE = 3, 0.01  # somebody else may try a port at the same moment
+_ROUNDS, _PAUSE = 3, 0.01  # another process may try a port at the same moment
 
 PortRange = tuple[int, int]
 
 
 class _HeldError(OSError):
-    """The port is held; perhaps only for the moment in which somebody tries it."""
+    """The port is held; perhaps only for the moment in which another process tries it."""
 
 
 class PortHold:
-    """A port that no other listener of ours takes while this is open.
+    """A port that none of hvdgloo's listeners takes while this is open.
 
     Raises:
-        OSError: at construction, if it is held already.
+        OSError: at construction, if the port is already held.
     """
 
     def __init__(self, port: int) -> None:
@@ -62,15 +62,15 @@ class PortHold:
 
 
 def listen(addresses: Sequence[str], port_range: PortRange | None) -> list[socket.socket]:
-    """Listening sockets at one and the same port of all addresses.
+    """Listening sockets at the same port of all addresses.
 
     Args:
         addresses: IP addresses of this host, or names of them.
-        port_range: first and last port that may be used, for the first one that is free everywhere; None for any
-            that the system chooses.
+        port_range: first and last port that may be used; the first that is free everywhere is taken. None for any that
+            the system chooses.
 
     Raises:
-        ConfigError: naming the address, the ports and the system's reason.
+        ConfigError: no port can be used; it names the address, the ports and the system's reason.
     """
     for _ in range(_ROUNDS):
         held, reason = False, ""
@@ -101,10 +101,10 @@ def describe(port_range: PortRange | None) -> str:
 
 
 def hold_free_port(port_range: PortRange | None = None) -> PortHold:
-    """A TCP port that is free at all addresses, for somebody who binds it much later.
+    """A TCP port that is free at all addresses, for a program that binds it much later.
 
-    Without a range it is taken from outside the one from which the system serves outgoing connections and ``bind(0)``,
-    so nothing takes it by chance meanwhile.
+    Without a range it is chosen outside the range that the system uses for outgoing connections and ``bind(0)``, so
+    nothing takes it by chance meanwhile.
 
     Raises:
         ConfigError: all ports of the range are in use or held.
@@ -125,7 +125,7 @@ def hold_free_port(port_range: PortRange | None = None) -> PortHold:
 
 
 def is_held(port: int) -> bool:
-    """Whether somebody in this network namespace holds the port. Where there are no holds: presumably."""
+    """Whether a process in this network namespace holds the port; where there are no holds, assumed to be so."""
     if sys.platform != "linux":
         return True
     try:
@@ -155,15 +155,15 @@ def _listen(address: str, port: int) -> socket.socket:
     )[0]
     sock = socket.socket(family, kind, protocol)
     try:
-        # A server that is started again at its port must not wait until old connections are forgotten: the kernel asks
-        # that these had the option, too. A port that the system chooses must not be one that others share, though.
+        # A server restarted at its port must not wait until the kernel has forgotten old connections; for this, these
+        # must have had the option too. But a port that the system chooses must not be one that others share.
         if port:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(address != "::"))
         sock.bind(target)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # At once: two sockets with that option may be bound to one port, but only one of them can listen.
+        # Listen at once: two sockets with that option may be bound to one port, but only one of them can listen.
         sock.listen(_BACKLOG)
     except OSError:
         sock.close()
@@ -191,7 +191,7 @@ def _ephemeral_ports() -> PortRange:
 
 
 def _is_free(port: int) -> bool:
-    """Whether a listener could be opened at any address: connections that are being forgotten do not matter."""
+    """Whether a listener could be opened at any address; connections in TIME_WAIT do not matter."""
     for family, address in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
         try:
             probe = socket.socket(family)

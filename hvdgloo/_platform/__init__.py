@@ -1,1 +1,1 @@
-"""What the machine and Python offer: cores, huge pages, spelling corrections, errors carried through other code."""
+"""What the machine and Python provide: cores, huge pages, spelling corrections, errors carried through other code."""

@@ -1,6 +1,6 @@
-"""Errors that travel through a framework's native code, where only a text survives.
+"""Errors that pass through a framework's native code, which preserves only a text.
 
-``mark`` remembers an error and gives a text to put into its message; ``recall`` finds the error by such a text.
+``mark`` remembers an error and returns a text to put into its message; ``recall`` finds the error by such a text.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _lock = threading.Lock()
 
 
 class ForeignError(RuntimeError):
-    """What leaves our code for a framework's: its text names our error's class and has the mark."""
+    """The error that our code raises into a framework's: its text names our error's class and contains the mark."""
 
     def __init__(self, error: HvdglooError) -> None:
         super().__init__(f"{type(error).__name__}: {error} {mark(error)}")
 
 
 def mark(error: HvdglooError) -> str:
-    """Remember an error, one of the last few, and return its mark."""
+    """Remember an error (only the last few are kept) and return its mark."""
     number = next(_numbers)
     with _lock:
-        _errors[number] = error.with_traceback(None)  # whose frames hold tensors
+        _errors[number] = error.with_traceback(None)  # the traceback's frames hold tensors
         while len(_errors) > _KEPT:
             _errors.popitem(last=False)
     return f"[hvdgloo error {number}]"

@@ -1,8 +1,8 @@
 """Large pages for large new tensors.
 
-The system gives out memory page by page, at the first touch of each: of 4 KiB for 20 MB, that takes longer than to fill
-them. Where it gives large pages to who asks for them (Linux: transparent_hugepage/enabled is "madvise"), numpy asks
-for its arrays, and this does for other frameworks' tensors.
+The system hands out memory page by page, at the first access to each: for 20 MB in pages of 4 KiB, that takes longer
+than filling them. Where it gives large pages on request (Linux: transparent_hugepage/enabled is "madvise"), numpy
+requests them for its arrays, and this module does for other frameworks' tensors.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import ctypes
 import mmap
 
 LARGE_BYTES = 4 << 20
-"""Bytes of a tensor from which it is worth a system call, as numpy finds, too."""
+"""Size in bytes from which a tensor is worth a system call; numpy's limit is the same."""
 
 _ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)
 _libc = ctypes.CDLL(None)

@@ -1,4 +1,4 @@
-"""What there is on this machine: cores, GPUs, packages, and whether the kernel ran out of memory.
+"""What this machine has: cores, GPUs, packages; and whether the kernel ran out of memory.
 
 Nothing here imports a framework: asking torch for the number of GPUs would take longer than starting the job.
 """
@@ -14,7 +14,7 @@ _CGROUPS = "/sys/fs/cgroup"
 
 
 def has_package(name: str) -> bool:
-    """Whether a package can be imported. A folder of that name without code, such as somebody's data, is none."""
+    """Whether a package can be imported. A folder of that name without code, such as a data folder, does not count."""
     try:
         spec = importlib.util.find_spec(name)
     except (ImportError, ValueError):
@@ -63,17 +63,17 @@ def _nvidia_gpus() -> int:
 
 
 class MemoryWatch:
-    """Tells whether the kernel has ended a process for lack of memory since the last time it was asked.
+    """Reports whether the kernel has killed a process for lack of memory since the last call.
 
-    The control groups' own counters come first; where they cannot be read, the whole machine's counter has to do, which
-    may count a process of someone else.
+    The control groups' own counters are preferred; where they cannot be read, the whole machine's counter is used,
+    which may count other users' processes.
     """
 
     def __init__(self) -> None:
         self._last = self._count()
 
     def kill_happened(self) -> bool:
-        """Whether one was since the last call, or since this was made; asking makes it forget."""
+        """Whether a process was killed since the last call, or since construction; each call resets this."""
         count, previous = self._count(), self._last
         self._last = count
         return count > previous
@@ -97,7 +97,7 @@ def memory_limit() -> int | None:
         while len(path) >= len(_CGROUPS):
             limits += [_limit(os.path.join(path, name)) for name in ("memory.max", "memory.limit_in_bytes")]
             path = os.path.dirname(path)
-    # Version 1 has no word for "none": it gives a number near the largest there is.
+    # Version 1 has no way to say "none": it gives a number near the largest possible.
     return min((limit for limit in limits if limit is not None and limit < 1 << 60), default=None)
 
 
@@ -161,6 +161,6 @@ def _own_groups(controller: str) -> Iterator[str]:
 
 
 def _existing(root: str, group: str) -> str:
-    # Inside a container the path may be the host's; what is mounted is then the group itself.
+    # Inside a container the path may be the host's; the mounted folder is then the group itself.
     path = root + group.rstrip("/")
     return path if os.path.isdir(path) else root

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 
 
 def suggestions(word: str, known: Iterable[str], limit: int = 2) -> list[str]:
-    """Those of the known words that ``word`` is probably meant to be, the most probable first.
+    """The known words that ``word`` is probably meant to be, most probable first.
 
-    What counts is the number of slips of the finger: a letter too many, missing, wrong, or two letters in the wrong
-    order. Dashes and underscores are no letters; a word that merely begins like a known one comes after those.
+    Words are compared by the number of typing slips: a letter too many, missing or wrong, or two letters swapped.
+    Dashes and underscores do not count as letters; a known word that merely begins like this one comes after those.
     """
     bare = _bare(word)
     ranked = []
@@ -37,7 +37,7 @@ def _dashes(flag: str) -> int:
 
 
 def _slips(one: str, other: str) -> int:
-    """Insertions, deletions, substitutions and transpositions of neighbours that lead from one word to the other."""
+    """Number of insertions, deletions, substitutions and swaps of neighbours that lead from one word to the other."""
     before: list[int] = []
     last = list(range(len(other) + 1))
     for i, letter in enumerate(one, start=1):

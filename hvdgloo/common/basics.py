@@ -1,4 +1,4 @@
-"""The names that concern no tensor, where Horovod's programs look for them, and its numbers for process-set errors.
+"""The names unrelated to tensors, where Horovod's programs look for them, and its numbers for process-set errors.
 
 Here those errors are exceptions, and no function returns such a number.
 """
@@ -57,5 +57,5 @@ HOROVOD_PROCESS_SET_ERROR_EXISTING_SET = -6
 
 
 def _get_process_set_ids_and_ranks() -> dict[int, list[int]]:
-    """Every registered process set, as ``mpi_ops._basics`` tells it to programs that look."""
+    """Every registered process set, for programs that ask ``mpi_ops._basics``."""
     return {number: list(ranks) for number, ranks in process.current().engine.process_sets.items()}

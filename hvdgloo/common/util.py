@@ -1,8 +1,8 @@
 """Helpers that Horovod's programs and tests import from ``horovod.common.util``.
 
-There, questions about what was built load a native extension in a forked child, and have no answer where no framework
-can be imported. Nothing is compiled into hvdgloo, so here they have an answer at once, the same as ``hvd.gloo_built()``
-and its like. ``verbose`` is accepted for programs that pass it.
+There, functions that say what was built load a native extension in a forked child, and have no answer where no
+framework can be imported. Nothing is compiled into hvdgloo, so here they answer at once, the same as
+``hvd.gloo_built()`` and similar functions. ``verbose`` is accepted for programs that pass it.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def check_extension(ext_name: str, ext_env_var: str = "", pkg_path: str = "", *a
         ext_env_var, pkg_path, args: of a native extension's build; accepted for programs that pass them.
 
     Raises:
-        MissingDependencyError: (an ImportError) it cannot.
+        MissingDependencyError: (an ImportError) the front-end cannot be used.
     """
     name = ext_name.rpartition(".")[2]
     if name not in _FRONT_ENDS:
@@ -80,7 +80,8 @@ def check_extension(ext_name: str, ext_env_var: str = "", pkg_path: str = "", *a
 
 @_cache
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Whether a framework sees a GPU. A new process is asked: one that has asked itself can fork no user of the GPU."""
+    """Whether a framework sees a GPU. A new process checks this: after checking, a process could not fork users of the
+    GPU."""
     question = _GPU_QUESTIONS.get(ext_base_name)
     if question is None or not extension_available(ext_base_name):
         return False
@@ -99,7 +100,7 @@ def mpi_built(verbose: bool = False) -> bool:
 
 
 def gloo_built(verbose: bool = False) -> bool:
-    """Whether a package that carries Gloo is installed: torch or pygloo."""
+    """Whether a package that provides Gloo is installed: torch or pygloo."""
     return basics.gloo_built()
 
 
@@ -120,7 +121,8 @@ def ccl_built(verbose: bool = False) -> bool:
 
 @contextmanager
 def env(**kwargs: str | None) -> Iterator[None]:
-    """Set environment variables inside the block, and put back afterwards what was there. None leaves one alone."""
+    """Set environment variables inside the block, and restore them afterwards. A value of None leaves a variable
+    unchanged."""
     chosen = {name: value for name, value in kwargs.items() if value is not None}
     before = {name: os.environ.get(name) for name in chosen}
     os.environ.update(chosen)
@@ -135,7 +137,7 @@ def env(**kwargs: str | None) -> Iterator[None]:
 
 
 def get_average_backwards_compatibility_fun(reduce_ops: Any) -> Callable[[int | None, bool | None], int]:
-    """What turns ``op`` and the deprecated ``average`` into an op.
+    """Make a function that turns ``op`` and the deprecated ``average`` into an op.
 
     Args:
         reduce_ops: has ``Average`` and ``Sum``: a front-end, for example.
@@ -163,14 +165,14 @@ def num_rank_is_power_2(num_rank: int) -> bool:
 
 
 def split_list(l: Sequence[T], n: int) -> list[Sequence[T]]:  # noqa: E741 - Horovod's name
-    """``n`` parts of a list, in order; their lengths differ by one at most, the longer ones come first."""
+    """``n`` parts of a list, in order; their lengths differ by at most one, the longer ones first."""
     short, longer = divmod(len(l), n)
     bounds = [i * short + min(i, longer) for i in range(n + 1)]
     return [l[bounds[i] : bounds[i + 1]] for i in range(n)]
 
 
 def is_iterable(x: object) -> bool:
-    """Whether ``for`` takes it."""
+    """Whether ``for`` accepts it."""
     try:
         iter(x)  # type: ignore[call-overload]
     except TypeError:
@@ -182,11 +184,11 @@ def is_version_greater_equal_than(ver: str, target: str) -> bool:
     """Whether a version is ``target`` or a later one; ``2.1.0rc1`` and ``2.1.0a0`` come before ``2.1.0``.
 
     Args:
-        ver: begins with a number; what follows a ``+`` does not count.
+        ver: begins with a number; anything after a ``+`` is ignored.
         target: ``x.y.z``, three numbers.
 
     Raises:
-        InvalidArgumentError: (a ValueError) one of them has another form.
+        InvalidArgumentError: (a ValueError) one of them does not have that form.
     """
     if not isinstance(target, str) or re.fullmatch(r"\d+\.\d+\.\d+", target) is None:
         raise InvalidArgumentError(f"the version to compare with must be x.y.z, three numbers; got {target!r}")

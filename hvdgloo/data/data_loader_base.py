@@ -12,7 +12,8 @@ logger = logging.getLogger(__name__)
 
 
 class BaseDataLoader:
-    """A loader that subclasses complete: ``_iterate`` yields batches, ``_process_batch`` may change each."""
+    """A base class for loaders: subclasses define ``_iterate``, which yields batches; ``_process_batch`` may change
+    each."""
 
     def __len__(self) -> int:
         """Number of batches."""
@@ -30,7 +31,7 @@ class BaseDataLoader:
 
 
 class _End:
-    """Closes the queue; carries what ended the loading, if it was an error."""
+    """The queue's last item; carries the error that ended the loading, if there was one."""
 
     def __init__(self, error: BaseException | None) -> None:
         self.error = error
@@ -41,10 +42,11 @@ class AsyncDataLoaderMixin:
 
     Args:
         async_loader_queue_size: how many batches may wait; 0 loads in the training loop's own thread.
-        async_loader_end_timeout: seconds that the loading thread has to end; it looks between two batches.
+        async_loader_end_timeout: seconds that the loading thread has to end; it checks between batches.
         debug_data_loader: log what is loaded and used.
 
-    Leaving the iteration early, or beginning another, ends the thread. An error in the thread is raised in the loop.
+    Leaving the iteration early, or beginning another, ends the thread. An error in the thread is raised in the training
+    loop.
     """
 
     def __init__(
@@ -65,9 +67,9 @@ class AsyncDataLoaderMixin:
     def close_async_loader(self) -> None:
         """End the thread; what it has loaded ahead is dropped.
 
-        A thread that is in the middle of loading a batch is waited for, but not longer than
-        ``async_loader_end_timeout``: then it is left alone (with a warning), loads that batch, drops it, and ends. It
-        does not keep the program from ending.
+        If the thread is in the middle of loading a batch, this waits for it, but no longer than
+        ``async_loader_end_timeout`` seconds: after that the thread is left running (with a warning), loads that batch,
+        drops it, and ends. It does not keep the program from ending.
         """
         if self._stop is not None and self._thread is not None:
             self._stop.set()
