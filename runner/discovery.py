@@ -153,7 +153,7 @@ class _Discovery:
             ConfigError: the first host has no port for ``MASTER_PORT``.
         """
         for number, (link, rules) in enumerate(zip(self._supervisor.links, self._rules, strict=True)):
-            link.channel.send(Survey(number, self._key.hex(), rules.items, listen, self._network.port_range))
+            link.channel.send(Survey(number, self._key, rules.items, listen, self._network.port_range))
         # Nothing is probed yet: a living agent answers at once, unless its host is overloaded.
         timeout = self._network.connect_timeout
         self._converse(lambda: len(self._surveyed) == len(self._names), time.monotonic() + timeout)

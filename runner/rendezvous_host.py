@@ -6,12 +6,13 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
 from hvdgloo.config import parse_endpoint
 from hvdgloo.errors import LaunchError
+from hvdgloo.rendezvous._beside import Arrived, Listening, ServerFailed, ServerRequest
 from hvdgloo.rendezvous._server.server import RendezvousServer
 from hvdgloo.rendezvous._server.sidecar import arrivals
 from hvdgloo.runner.job.outcome import Failure
@@ -105,7 +106,7 @@ class _InLauncher:
         self._thread.start()
 
     def arrivals(self) -> Arrivals:
-        return Arrivals(**arrivals(self._server)) if self._serving else Arrivals()
+        return _as_of(arrivals(self._server), 0) if self._serving else Arrivals()
 
     def ask(self) -> int:
         return 0  # it is asked at every ``arrivals``
@@ -149,17 +150,11 @@ class _Beside:
     ) -> None:
         self._supervisor = supervisor
         self._first = supervisor.links[0]
-        self._said: Mapping[str, Any] = {}
+        self._said = Arrived(0, (), "")
         self._asked = self._answered = 0
         self._endpoint: tuple[str, int] | None = None
         supervisor.handlers[Served] = self._on_served
-        request = {
-            "secret": spec.secret.hex(),
-            "hosts": places,
-            "bind": [address],
-            "port_range": spec.network.port_range,
-            "start_timeout": spec.start_timeout,
-        }
+        request = ServerRequest(spec.secret, places, [address], spec.network.port_range, spec.start_timeout)
         self._first.channel.send(Serve(job_id, request))
         timeout = spec.network.connect_timeout
         supervisor.converse(lambda: self._endpoint is not None, time.monotonic() + timeout)
@@ -178,7 +173,7 @@ class _Beside:
         """It has done so since it was started."""
 
     def arrivals(self) -> Arrivals:
-        return Arrivals(**self._said, as_of=self._answered)
+        return _as_of(self._said, self._answered)
 
     def ask(self) -> int:
         self._asked += 1
@@ -186,14 +181,19 @@ class _Beside:
         return self._asked
 
     def _on_served(self, link: Link, frame: Served) -> None:
-        if "endpoints" in frame.message:
-            self._endpoint = parse_endpoint(frame.message["endpoints"][0])
-        elif "error" in frame.message:
+        message = frame.message
+        if isinstance(message, Listening):
+            self._endpoint = parse_endpoint(message.endpoints[0])
+        elif isinstance(message, ServerFailed):
             name = link.host.name
             self._supervisor.fail(
-                Failure(None, name, 1, f"the rendezvous server on host {name} failed: {frame.message['error']}")
+                Failure(None, name, 1, f"the rendezvous server on host {name} failed: {message.error}")
             )
         else:
-            said = dict(frame.message)
-            self._answered = said.pop("asked", self._answered)
-            self._said = said
+            self._said = message
+            if message.asked is not None:
+                self._answered = message.asked
+
+
+def _as_of(said: Arrived, question: int) -> Arrivals:
+    return Arrivals(said.arrived, said.missing, said.failure, question)

@@ -27,7 +27,7 @@ class ControlConnection:
     def has_unsent(self) -> bool:
         return bool(self._unsent)
 
-    def send(self, framed: bytes) -> None:
+    def send(self, framed: bytes | bytearray) -> None:
         """Send as much as the kernel accepts and keep the rest for ``flush``.
 
         Raises:

@@ -313,7 +313,7 @@ class Control:
         else:
             self._send(0, frame(message), now)
 
-    def _send(self, peer: int, framed: bytes, now: float) -> None:
+    def _send(self, peer: int, framed: bytearray, now: float) -> None:
         connection = self._connections.get(peer)
         if connection is None:
             return

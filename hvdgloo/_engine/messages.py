@@ -247,7 +247,7 @@ def encode(message: Message) -> bytes:
     return _CODEC.encode(_travelling(message))
 
 
-def frame(message: Message) -> bytes:
+def frame(message: Message) -> bytearray:
     """A message as it is sent."""
     return _CODEC.frame(_travelling(message))
 

@@ -1,9 +1,9 @@
 """Messages between processes as values: frozen classes and their bytes; no bytes decode to anything but those classes.
 
-A message is a class derived from ``Message``, with a number of its own as ``tag``. On the wire it is a msgpack array:
-the number, then the fields in order. Fields missing at the end have their default values; all others must be present,
-of their declared types and within their declared bounds, and nothing else may be. Nothing that arrives is ever
-unpickled.
+A message is a class derived from ``Message``, with a ``tag`` of its own: a number, or True for its name. On the wire it
+is a msgpack array: the tag, then the fields in order. What is missing at the end has its default value; everything else
+must be there, of its declared type and within its declared bounds, and nothing else may be. Nothing that arrives is
+ever unpickled.
 
     >>> class Greeting(Message, tag=0):
     ...     name: str
@@ -43,7 +43,7 @@ class Codec(Generic[T]):
         self._kind = kind
         self._what = what
         self._encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
-        self._decoder = msgspec.msgpack.Decoder(kind)
+        self._decoder = msgspec.msgpack.Decoder(kind, ext_hook=_unescape)
 
     def encode(self, message: T) -> bytes:
         """A message's bytes, without framing.
@@ -56,10 +56,15 @@ class Codec(Generic[T]):
         except UnicodeEncodeError:
             return self._encoder.encode(_escaped(msgspec.to_builtins(message, builtin_types=(bytes,), enc_hook=_plain)))
 
-    def frame(self, message: T) -> bytes:
+    def frame(self, message: T) -> bytearray:
         """A message as sent over a stream; see ``framing``. Raises TypeError as ``encode`` does."""
-        data = self.encode(message)
-        return framing.head(len(data)) + data
+        frame = bytearray(framing.HEAD)
+        try:
+            self._encoder.encode_into(message, frame, framing.HEAD)
+        except UnicodeEncodeError:
+            frame[framing.HEAD :] = self.encode(message)
+        frame[: framing.HEAD] = framing.head(len(frame) - framing.HEAD)
+        return frame
 
     def decode(self, data: bytes | memoryview) -> T:
         """The inverse of ``encode``.
@@ -76,7 +81,8 @@ class Codec(Generic[T]):
                 message = msgspec.convert(_UNESCAPER.decode(data), self._kind)
         except (ValueError, RecursionError) as error:
             # Whatever error a hostile or foreign byte string causes, the caller sees only this one.
-            raise ValueError(f"not a {self._what}: {error}") from error
+            article = "an" if self._what[0] in "aeiou" else "a"
+            raise ValueError(f"not {article} {self._what}: {error}") from error
         return message
 
 

@@ -41,29 +41,36 @@ class FrameDecoder:
         """True if the beginning of a message has arrived and its rest has not."""
         return bool(self._buffer)
 
-    def feed(self, data: bytes | memoryview) -> list[bytes | memoryview]:
+    def feed(self, data: bytes | bytearray | memoryview) -> list[memoryview]:
         """All messages that these bytes complete, in order. They may be views of ``data``: read them before it changes.
 
         Raises:
             ValueError: a message is longer than the limit. This is detected at its beginning, and nothing is stored of
                 it.
         """
-        if not self._buffer:
-            size = len(data)
-            if size >= HEAD and _LENGTH.unpack_from(data)[0] == size - HEAD <= self._limit:
-                return [data[HEAD:]]  # the usual case: one message, whole
-        self._buffer += data
-        messages: list[bytes | memoryview] = []
-        buffer, start = self._buffer, 0
-        while len(buffer) - start >= HEAD:
-            (length,) = _LENGTH.unpack_from(buffer, start)
-            if length > self._limit:
-                raise ValueError(f"{self._what} of {length} bytes, where {self._limit} are the most")
-            end = start + HEAD + length
-            if len(buffer) < end:
-                break
-            with memoryview(buffer) as view:
-                messages.append(bytes(view[start + HEAD : end]))
-            start = end
-        del buffer[:start]
+        rest = memoryview(data)
+        messages: list[memoryview] = []
+        while self._buffer:  # a message has begun: take no more than it lacks, so that the others need no copy
+            end = self._end(self._buffer)
+            taken = rest[: end - len(self._buffer)]
+            self._buffer += taken
+            rest = rest[len(taken) :]
+            if len(self._buffer) < end:
+                return messages
+            if end == self._end(self._buffer):  # and not its head alone
+                messages.append(memoryview(self._buffer)[HEAD:])
+                self._buffer = bytearray()
+        while len(rest) >= HEAD and (end := self._end(rest)) <= len(rest):
+            messages.append(rest[HEAD:end])
+            rest = rest[end:]
+        self._buffer += rest
         return messages
+
+    def _end(self, begun: bytearray | memoryview) -> int:
+        """How many bytes of a message that has begun are known to come, with its head."""
+        if len(begun) < HEAD:
+            return HEAD
+        length = body_length(begun)
+        if length > self._limit:
+            raise ValueError(f"{self._what} of {length} bytes, where {self._limit} are the most")
+        return HEAD + length

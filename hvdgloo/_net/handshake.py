@@ -6,14 +6,13 @@ is never sent, and a visitor that fails costs the others no more than a slot for
     member       -> coordinator   magic, epoch, generation, rank, nonce
     coordinator  -> member        nonce, HMAC(key, "coordinator", ...)
     member       -> coordinator   HMAC(key, "member", ...)
-    coordinator  -> member        settings that shape plans, and its clock, as JSON
+    coordinator  -> member        its clock, and settings that shape plans: a message, framed
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-import json
 import logging
 import os
 import selectors
@@ -23,7 +22,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from hvdgloo._net import ports
+from hvdgloo._net import codec, framing, ports
 from hvdgloo.errors import AuthenticationError, BackendError, ConfigError, ConnectError
 
 logger = logging.getLogger(__name__)
@@ -34,6 +33,22 @@ _MAC_BYTES = 32
 _PARALLEL = 32
 _TURN = 0.25
 """Seconds between checks, during a wait, whether it was cancelled."""
+_MAX_ANSWER = 1 << 20
+
+
+class _Answer(codec.Message, frozen=True):
+    """What rank 0 tells whoever has proved to belong to the job.
+
+    Attributes:
+        clock: its own, in seconds since 1970.
+        settings: what it has decided for all.
+    """
+
+    clock: float
+    settings: Mapping[str, Any]
+
+
+_ANSWER: codec.Codec[_Answer] = codec.Codec(_Answer, "answer of rank 0")
 
 
 def listen(address: str, port_range: tuple[int, int] | None) -> socket.socket:
@@ -110,8 +125,7 @@ class Handshake:
                 rank = self._admit(sock, size, min(deadline, time.monotonic() + self._proof_timeout))
                 if members.setdefault(rank, sock) is not sock:
                     raise AuthenticationError(f"rank {rank} is connected already")
-                body = json.dumps({**settings, "clock": time.time()}).encode()
-                sock.sendall(struct.pack("!I", len(body)) + body)
+                sock.sendall(_ANSWER.frame(_Answer(time.time(), settings)))
             except (OSError, EOFError, ValueError, struct.error, AuthenticationError) as error:
                 logger.info("refused a %s from %s: %s", self._purpose, peer, error)
                 # A member that broke off after its proof is kept: the next reader of its connection learns that it is
@@ -212,14 +226,11 @@ class Handshake:
             raise AuthenticationError("whoever listens there does not know this job's secret")
         asked = time.time()
         sock.sendall(self._mac(b"member", rank, nonce, theirs))
-        (length,) = struct.unpack("!I", receive_exactly(sock, 4, deadline))
-        if length > 1 << 20:
+        length = framing.body_length(receive_exactly(sock, framing.HEAD, deadline))
+        if length > _MAX_ANSWER:
             raise ValueError("the answer is too long")
-        settings = json.loads(receive_exactly(sock, length, deadline))
-        if not isinstance(settings, dict) or not isinstance(settings.get("clock"), float):
-            raise ValueError("the answer is malformed")
-        settings["clock_offset"] = settings.pop("clock") - (asked + time.time()) / 2
-        return settings
+        answer = _ANSWER.decode(receive_exactly(sock, length, deadline))
+        return {**answer.settings, "clock_offset": answer.clock - (asked + time.time()) / 2}
 
     def _admit(self, sock: socket.socket, size: int, deadline: float) -> int:
         _send_at_once(sock)

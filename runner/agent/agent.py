@@ -45,7 +45,7 @@ from hvdgloo.runner.protocol.frames import (
     STDOUT,
     Beat,
     Blob,
-    Bye,
+    Cleared,
     Credit,
     Dying,
     Examine,
@@ -404,7 +404,7 @@ class Agent:
         if self._abandoned is not None:
             left |= reaper.end_abandoned(self._abandoned.job_id, self._abandoned.grace, self._serve)
         self._drain()
-        self._channel.send(Bye(sorted(left)))
+        self._channel.send(Cleared(sorted(left)))
         self._flush_out()
         for worker in self._workers.values():
             worker.close()

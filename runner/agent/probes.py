@@ -7,7 +7,6 @@ It lives in the agent's selector, and nothing here blocks.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import selectors
 import subprocess
@@ -18,7 +17,17 @@ from dataclasses import astuple
 from typing import IO, Any
 
 from hvdgloo._net import ports
+from hvdgloo._net.framing import FrameDecoder
 from hvdgloo.errors import ConfigError
+from hvdgloo.rendezvous._beside import (
+    FROM_SERVER,
+    MAX_MESSAGE,
+    TO_SERVER,
+    AskArrivals,
+    FromServer,
+    ServerFailed,
+    ServerRequest,
+)
 from hvdgloo.runner.network import interfaces
 from hvdgloo.runner.network.probe import Answer, ProbeListener, Prober, ProbeTarget
 from hvdgloo.runner.processes.bootstrap import agent_environment
@@ -92,7 +101,8 @@ class Scout:
         now = time.monotonic()
         if self._answers and (self._prober.done or now >= self._next_batch):
             answers = [
-                (astuple(target), (*astuple(answer)[1:], answer.outcome.value)) for target, answer in self._answers
+                (astuple(target), (answer.source, answer.host, answer.detail, answer.outcome.value))
+                for target, answer in self._answers
             ]
             self._send(Probed(answers))
             self._answers.clear()
@@ -106,21 +116,20 @@ class Scout:
         self._port.close()
 
     def _on_survey(self, survey: Survey) -> None:
-        port_range = None if survey.port_range is None else (survey.port_range[0], survey.port_range[1])
         failure = ""
-        if port_range is not None:
+        if survey.port_range is not None:
             self._port.close()
             try:
-                self._port = ports.hold_free_port(port_range)
+                self._port = ports.hold_free_port(survey.port_range)
             except ConfigError as error:
                 failure = str(error)
         addresses = interfaces.own_addresses()
         listening: dict[str, int] = {}
         failures: dict[str, str] = {}
         if survey.listen:
-            self._key = bytes.fromhex(survey.key)
+            self._key = survey.key
             wanted = [a.address for a in interfaces.candidates(addresses, interfaces.InterfaceFilter(survey.rules))]
-            self._listener = ProbeListener(self._selector, self._key, survey.host, wanted, port_range)
+            self._listener = ProbeListener(self._selector, self._key, survey.host, wanted, survey.port_range)
             listening, failures = self._listener.ports, self._listener.failures
         self._send(Surveyed([astuple(a) for a in addresses], listening, failures, self.port, failure))
 
@@ -145,13 +154,13 @@ class Scout:
         try:
             self._server = _ServerBeside(self._selector, serve.request, environ, self._on_served)
         except OSError as error:
-            self._on_served({"error": f"it could not be started: {error}"})
+            self._on_served(ServerFailed(f"it could not be started: {error}"))
 
     def _on_ask_served(self, ask: AskServed) -> None:
         if self._server is not None:
             self._server.ask(ask.asked)
 
-    def _on_served(self, message: Mapping[str, Any]) -> None:
+    def _on_served(self, message: FromServer) -> None:
         self._send(Served(message))
 
 
@@ -161,7 +170,7 @@ class _ServerBeside:
     Args:
         request: what it is told.
         environ: its environment.
-        tell: receives each of its messages, and its end as ``{"error": ...}``.
+        tell: receives each of its messages, and its end as ``ServerFailed``.
 
     Raises:
         OSError: at construction, if it cannot be started.
@@ -170,17 +179,17 @@ class _ServerBeside:
     def __init__(
         self,
         selector: selectors.BaseSelector,
-        request: Mapping[str, Any],
+        request: ServerRequest,
         environ: Mapping[str, str],
-        tell: Callable[[Mapping[str, Any]], None],
+        tell: Callable[[FromServer], None],
     ) -> None:
         self._selector = selector
         self._tell = tell
-        self._buffer = b""
+        self._frames = FrameDecoder(MAX_MESSAGE)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "hvdgloo.rendezvous._server.sidecar"],
             env=environ,
-            cwd="/",  # a user's json.py must not be imported
+            cwd="/",  # a user's socket.py must not be imported
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
@@ -193,12 +202,12 @@ class _ServerBeside:
         os.set_blocking(self._stdout.fileno(), False)
         selector.register(self._stdout, selectors.EVENT_READ, self._on_readable)
         # Even a thousand hosts fit into the pipe, which is empty.
-        self._stdin.write(json.dumps(request).encode("ascii") + b"\n")
+        self._stdin.write(TO_SERVER.frame(request))
 
     def ask(self, number: int) -> None:
         """Have it say who has come."""
         with contextlib.suppress(OSError, ValueError):  # it has ended, which is reported elsewhere
-            self._stdin.write(json.dumps(number).encode("ascii") + b"\n")
+            self._stdin.write(TO_SERVER.frame(AskArrivals(number)))
 
     def close(self) -> None:
         """Order it to end. The agent reaps it, and kills it in its final sweep if it does not end."""
@@ -217,9 +226,13 @@ class _ServerBeside:
             data = os.read(self._stdout.fileno(), CHUNK)
         except BlockingIOError:
             return
-        *lines, self._buffer = (self._buffer + data).split(b"\n")
-        for line in lines:
-            self._tell(json.loads(line))
+        try:
+            for body in self._frames.feed(data):
+                self._tell(FROM_SERVER.decode(body))
+        except ValueError as error:
+            self.close()
+            self._tell(ServerFailed(f"it cannot be understood: {error}"))
+            return
         if not data:
             self.close()
-            self._tell({"error": "it has ended"})
+            self._tell(ServerFailed("it has ended"))

@@ -11,9 +11,11 @@ import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TextIO
+
+import msgspec
 
 from hvdgloo.config import Config
 from hvdgloo.errors import ConfigError, JobFailedError, LaunchError
@@ -141,7 +143,7 @@ def _look_round(supervisor: Supervisor, spec: LaunchSpec, spawner: Spawner, roun
         round_.answers[link.host] = _Answer(link.hello, time.time())
         # An agent that waits for a driver or a file system is silent meanwhile.
         link.state.bear(spec.start_timeout, time.monotonic())
-        link.channel.send(Examine(**asdict(required_on(spec, spawner, link.host))))
+        link.channel.send(Examine(**msgspec.structs.asdict(required_on(spec, spawner, link.host))))
     supervisor.converse(
         lambda: all(link.gone or round_.answers[link.host].examined for link in supervisor.links),
         time.monotonic() + spec.start_timeout,

@@ -60,7 +60,7 @@ class Channel:
         """Write the frame, or keep it until ``flush``."""
         self.send_bytes(encode(frame))
 
-    def send_bytes(self, data: bytes) -> None:
+    def send_bytes(self, data: bytes | bytearray) -> None:
         if self.broken:
             return
         self._out.append(memoryview(data))

@@ -1,8 +1,8 @@
 """What launcher and agent say to each other, as values and as bytes.
 
-They share one byte stream in each direction (a pipe, or what ssh makes of one). A frame is a fixed head, a JSON object
-with the frame's fields, and raw bytes if it carries any. The agent opens with a preamble, because login shells like to
-print greetings: what comes before it is passed on as ``Noise``, to be shown and not parsed.
+They share one byte stream in each direction (a pipe, or what ssh makes of one), framed and encoded as all messages
+between processes are: see ``hvdgloo._net.framing`` and ``hvdgloo._net.codec``. The agent opens with a preamble, because
+login shells like to print greetings: what comes before it is handed on as ``Noise``, to be shown and not parsed.
 
 This module is pure: nothing here reads or writes. Environments travel inside frames and nowhere else, so that no secret
 is ever on a command line.
@@ -10,16 +10,17 @@ is ever on a command line.
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias, Union
 
+import msgspec
+
+from hvdgloo._net import codec
+from hvdgloo._net.framing import FrameDecoder
 from hvdgloo.errors import LaunchError
+from hvdgloo.rendezvous._beside import FromServer, ServerRequest
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Raised when frames change their meaning; launcher and agent must agree."""
 
 PREAMBLE = b"\0hvdgloo agent: frames follow\n"  # none of its suffixes is also a prefix of it
@@ -29,19 +30,25 @@ CHUNK = 64 * 1024
 
 STDOUT, STDERR = 1, 2
 
-_HEAD = struct.Struct("!BII")  # kind, bytes of JSON, bytes of data
+_UNSEEN = {"data", "env", "key", "request"}
+"""Fields that may hold secrets, or a lot. Frames appear in tracebacks and logs; these fields do not."""
 
 
-@dataclass(frozen=True)
-class Frame:
-    """The base of all frames. A field called ``data`` is sent raw, all others as JSON."""
+class Frame(codec.Message, frozen=True, tag=True):
+    """The base of all frames: on the wire a frame's name comes first."""
 
+    def __repr__(self) -> str:
+        seen = (f"{name}={getattr(self, name)!r}" for name in self.__struct_fields__ if name not in _UNSEEN)
+        return f"{type(self).__name__}({', '.join(seen)})"
+
+
+Target: TypeAlias = tuple[int, str, int]
+"""The fields of ``hvdgloo.runner.network.probe.ProbeTarget``: number of a host, address, port."""
 
 # From the launcher to an agent.
 
 
-@dataclass(frozen=True)
-class Require(Frame):
+class Require(Frame, frozen=True):
     """What workers will need on this host. The answer is ``Lacking``.
 
     Attributes:
@@ -56,8 +63,7 @@ class Require(Frame):
     search_path: str = ""
 
 
-@dataclass(frozen=True)
-class Start(Frame):
+class Start(Frame, frozen=True):
     """The first frame: what all of this host's workers have in common.
 
     Attributes:
@@ -70,22 +76,20 @@ class Start(Frame):
     """
 
     job_id: str
-    env: Mapping[str, str] = field(repr=False)
+    env: Mapping[str, str]
     cwd: str
     heartbeat_timeout: float
     grace: float
     inherit: bool = False
 
 
-@dataclass(frozen=True)
-class Blob(Frame):
+class Blob(Frame, frozen=True):
     """A piece of the file that workers spawned with ``task`` may read: the function of ``hvdgloo.run.run``."""
 
-    data: bytes = field(repr=False)
+    data: bytes
 
 
-@dataclass(frozen=True)
-class Spawn(Frame):
+class Spawn(Frame, frozen=True):
     """Start one worker.
 
     Attributes:
@@ -99,114 +103,101 @@ class Spawn(Frame):
 
     rank: int
     argv: Sequence[str]
-    env: Mapping[str, str] = field(repr=False)
+    env: Mapping[str, str]
     stdin: bool = False
     task: bool = False
 
 
-@dataclass(frozen=True)
-class Stdin(Frame):
+class Stdin(Frame, frozen=True):
     """Input for a worker; empty at its end. The next one is sent after ``StdinTaken``."""
 
     rank: int
-    data: bytes = field(repr=False)
+    data: bytes
 
 
-@dataclass(frozen=True)
-class Credit(Frame):
+class Credit(Frame, frozen=True):
     """This many bytes of a worker's output have been dealt with; an agent reads no further than WINDOW ahead."""
 
     rank: int
     amount: int
 
 
-@dataclass(frozen=True)
-class Signal(Frame):
+class Signal(Frame, frozen=True):
     """Pass a signal on to the workers, and change nothing else."""
 
     signum: int
 
 
-@dataclass(frozen=True)
-class Stop(Frame):
+class Stop(Frame, frozen=True):
     """Send ``signum`` to the workers' process groups, and SIGKILL after ``grace`` seconds. Another may speed it up."""
 
     signum: int
     grace: float
 
 
-@dataclass(frozen=True)
-class Suspend(Frame):
+class Suspend(Frame, frozen=True):
     """The launcher is about to be stopped (Ctrl-Z) or has been resumed: its silence in between means nothing."""
 
     suspended: bool
 
 
-@dataclass(frozen=True)
-class Examine(Require):
+class Examine(Require, frozen=True):
     """Look around on this host, for ``hvdgloo-run doctor``; no job is started. The answer is ``Examined``."""
 
 
-@dataclass(frozen=True)
-class Finish(Frame):
-    """The job is over: end every process that is left of it, say ``Bye`` and exit."""
+class Finish(Frame, frozen=True):
+    """The job is over: end every process that is left of it, say ``Cleared`` and exit."""
 
 
-@dataclass(frozen=True)
-class Survey(Frame):
+class Survey(Frame, frozen=True):
     """Report this host's addresses, and get ready to prove being this host at each of them.
 
     Attributes:
         host: its number among the job's hosts.
-        key: the key of all proofs, in hexadecimal digits.
+        key: of all proofs.
         rules: the user's, for this host's addresses (``hvdgloo.runner.network.interfaces``).
         listen: others will try to reach it.
         port_range: first and last port that may be used.
     """
 
     host: int
-    key: str = field(repr=False)
+    key: bytes
     rules: Sequence[str]
     listen: bool
-    port_range: Sequence[int] | None
+    port_range: tuple[int, int] | None
 
 
-@dataclass(frozen=True)
-class Probe(Frame):
-    """Try these addresses (number of a host, address, port), each for ``timeout`` seconds."""
+class Probe(Frame, frozen=True):
+    """Try these addresses, each for so many seconds."""
 
-    targets: Sequence[Sequence[Any]]
+    targets: Sequence[Target]
     timeout: float
 
 
-@dataclass(frozen=True)
-class ProbesEnd(Frame):
+class ProbesEnd(Frame, frozen=True):
     """The choice has been made: send and answer no more probes."""
 
 
-@dataclass(frozen=True)
-class Serve(Frame):
+class Serve(Frame, frozen=True):
     """Start a rendezvous server beside the agent, and keep it until the job is over.
 
     Attributes:
         job_id: as in ``Start``.
-        request: what ``hvdgloo.rendezvous._server.sidecar`` is told.
+        request: what it is told first.
     """
 
     job_id: str
-    request: Mapping[str, Any] = field(repr=False)
+    request: ServerRequest
 
 
-@dataclass(frozen=True)
-class AskServed(Frame):
+class AskServed(Frame, frozen=True):
     """Who has come to the rendezvous server beside the agent? The ``Served`` that answers contains ``asked``."""
 
     asked: int
 
 
-@dataclass(frozen=True)
-class Sweep(Frame):
-    """Instead of ``Start``: end what the lost agent of a job may have left on this host, say ``Bye`` and exit.
+class Sweep(Frame, frozen=True):
+    """Instead of ``Start``: end what the lost agent of a job may have left on this host, say ``Cleared`` and exit.
 
     Attributes:
         grace: seconds between SIGTERM and SIGKILL.
@@ -219,8 +210,7 @@ class Sweep(Frame):
 # From an agent to the launcher.
 
 
-@dataclass(frozen=True)
-class Hello(Frame):
+class Hello(Frame, frozen=True):
     """The first frame: who is there.
 
     Attributes:
@@ -244,8 +234,7 @@ class Hello(Frame):
     machine_cores: int = 0
 
 
-@dataclass(frozen=True)
-class Examined(Frame):
+class Examined(Frame, frozen=True):
     """What an agent has found on its host.
 
     Attributes:
@@ -258,8 +247,7 @@ class Examined(Frame):
     answered: float
 
 
-@dataclass(frozen=True)
-class Surveyed(Frame):
+class Surveyed(Frame, frozen=True):
     """A host's addresses.
 
     Attributes:
@@ -270,45 +258,40 @@ class Surveyed(Frame):
         port_failure: why there is none.
     """
 
-    addresses: Sequence[Sequence[Any]]
+    addresses: Sequence[tuple[str, str, int, bool]]
     ports: Mapping[str, int]
     failures: Mapping[str, str]
     port: int
     port_failure: str = ""
 
 
-@dataclass(frozen=True)
-class Probed(Frame):
-    """Probes' results: the fields of ``network.probe``'s ProbeTarget, and those of Answer with the outcome last."""
+class Probed(Frame, frozen=True):
+    """What came of probes: each target, and the fields of ``network.probe``'s Answer with the outcome last."""
 
-    answers: Sequence[Sequence[Sequence[Any]]]
-
-
-@dataclass(frozen=True)
-class Served(Frame):
-    """A message of the rendezvous server beside the agent; with ``error`` in it, the last one."""
-
-    message: Mapping[str, Any]
+    answers: Sequence[tuple[Target, tuple[str, int, str, str]]]
 
 
-@dataclass(frozen=True)
-class Lacking(Frame):
+class Served(Frame, frozen=True):
+    """A message of the rendezvous server beside the agent; ``ServerFailed`` is the last one."""
+
+    message: FromServer
+
+
+class Lacking(Frame, frozen=True):
     """What is missing of what was required: the working directory itself, or things in it."""
 
     directory: str = ""
     things: Sequence[str] = ()
 
 
-@dataclass(frozen=True)
-class Spawned(Frame):
+class Spawned(Frame, frozen=True):
     """A worker runs as this process of its host (in the process namespace of its agent)."""
 
     rank: int
     pid: int
 
 
-@dataclass(frozen=True)
-class SpawnFailed(Frame):
+class SpawnFailed(Frame, frozen=True):
     """A worker could not be started. ``status`` is what a shell would exit with: 127 not found, 126 not executable."""
 
     rank: int
@@ -316,8 +299,7 @@ class SpawnFailed(Frame):
     status: int
 
 
-@dataclass(frozen=True)
-class Output(Frame):
+class Output(Frame, frozen=True):
     """What a worker, or a process that it started, has written to STDOUT or STDERR. More may come after ``Exited``.
 
     Each byte counts against the worker's WINDOW until ``Credit`` is given for it.
@@ -325,26 +307,23 @@ class Output(Frame):
 
     rank: int
     stream: int
-    data: bytes = field(repr=False)
+    data: bytes
 
 
-@dataclass(frozen=True)
-class StdinTaken(Frame):
+class StdinTaken(Frame, frozen=True):
     """A worker's standard input has taken all of the last ``Stdin``, and the next may be sent."""
 
     rank: int
 
 
-@dataclass(frozen=True)
-class Result(Frame):
+class Result(Frame, frozen=True):
     """A piece of what a ``task`` left behind. All pieces come before its ``Exited``."""
 
     rank: int
-    data: bytes = field(repr=False)
+    data: bytes
 
 
-@dataclass(frozen=True)
-class Exited(Frame):
+class Exited(Frame, frozen=True):
     """A worker has ended: ``status`` is its exit status, or minus the signal that ended it.
 
     Output may still follow: that of background processes, and what the launcher has given no credit for yet.
@@ -355,15 +334,13 @@ class Exited(Frame):
     out_of_memory: bool = False
 
 
-@dataclass(frozen=True)
-class Dying(Frame):
+class Dying(Frame, frozen=True):
     """The agent ends its workers without having been told to, for this reason."""
 
     reason: str
 
 
-@dataclass(frozen=True)
-class Bye(Frame):
+class Cleared(Frame, frozen=True):
     """The last frame: nothing of the job is left on this host, except the processes ``left`` that withstood SIGKILL."""
 
     left: Sequence[int] = ()
@@ -372,34 +349,28 @@ class Bye(Frame):
 # In both directions.
 
 
-@dataclass(frozen=True)
-class Beat(Frame):
+class Beat(Frame, frozen=True):
     """Carries nothing, to show that the sender lives."""
 
 
 KINDS: tuple[type[Frame], ...] = (
     Require, Start, Blob, Spawn, Stdin, Credit, Signal, Stop, Suspend, Finish,
-    Hello, Lacking, Spawned, SpawnFailed, Output, StdinTaken, Result, Exited, Dying, Bye,
+    Hello, Lacking, Spawned, SpawnFailed, Output, StdinTaken, Result, Exited, Dying, Cleared,
     Beat, Examine, Examined,
     Survey, Probe, ProbesEnd, Serve, Surveyed, Probed, Served, Sweep, AskServed,
 )  # fmt: skip
-_NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
+_CODEC: codec.Codec[Frame] = codec.Codec(Union[KINDS], "frame")
 
 
-@dataclass(frozen=True)
-class Noise:
+class Noise(msgspec.Struct, frozen=True):
     """Bytes that came before the preamble, or after a stream that never had one."""
 
     data: bytes
 
 
-def encode(frame: Frame) -> bytes:
+def encode(frame: Frame) -> bytearray:
     """The bytes of one frame."""
-    fields = {f.name: getattr(frame, f.name) for f in dataclasses.fields(frame)}
-    data: bytes = fields.pop("data", b"")
-    # Environments may contain any bytes: as surrogates they survive JSON's escapes.
-    text = json.dumps(fields, separators=(",", ":")).encode("ascii")
-    return _HEAD.pack(_NUMBERS[type(frame)], len(text), len(data)) + text + data
+    return _CODEC.frame(frame)
 
 
 class Decoder:
@@ -411,12 +382,18 @@ class Decoder:
 
     def __init__(self, preamble: bytes = b"") -> None:
         self._preamble = preamble
-        self._buffer = bytearray()
+        self._buffer = bytearray()  # until the preamble has been seen
+        self._frames = FrameDecoder(MAX_FRAME, "a frame")
 
     @property
     def opened(self) -> bool:
         """Whether the preamble has been seen."""
         return not self._preamble
+
+    @property
+    def pending(self) -> bool:
+        """The beginning of something is here, and its rest is not."""
+        return bool(self._buffer) or self._frames.pending
 
     def feed(self, data: bytes) -> list[Frame | Noise]:
         """Everything that these bytes complete.
@@ -424,21 +401,31 @@ class Decoder:
         Raises:
             LaunchError: they are not frames of this protocol.
         """
-        self._buffer += data
         items: list[Frame | Noise] = []
         if self._preamble:
+            self._buffer += data
             noise = self._take_noise()
             if noise:
                 items.append(Noise(noise))
             if self._preamble:
                 return items
-        while (frame := self._take_frame()) is not None:
-            items.append(frame)
+            data = bytes(self._buffer)
+            self._buffer.clear()
+        try:
+            bodies = self._frames.feed(data)
+        except ValueError as error:
+            raise LaunchError(
+                "the stream between launcher and agent holds something that is no frame; "
+                "does anything in the remote shell's start-up files write to standard output in the background?"
+            ) from error
+        try:
+            items += map(_CODEC.decode, bodies)
+        except ValueError as error:
+            raise LaunchError(
+                f"a frame between launcher and agent cannot be read ({error}); "
+                "is the same version of hvdgloo installed on all hosts?"
+            ) from error
         return items
-
-    def rest(self) -> bytes:
-        """What remains when the stream has ended: noise, or the beginning of a frame."""
-        return bytes(self._buffer)
 
     def _take_noise(self) -> bytes:
         position = self._buffer.find(self._preamble)
@@ -456,33 +443,3 @@ class Decoder:
         noise = bytes(self._buffer[: len(self._buffer) - keep])
         del self._buffer[: len(noise)]
         return noise
-
-    def _take_frame(self) -> Frame | None:
-        if len(self._buffer) < _HEAD.size:
-            return None
-        number, text_length, data_length = _HEAD.unpack_from(self._buffer)
-        if number >= len(KINDS) or text_length + data_length > MAX_FRAME:
-            raise LaunchError(
-                "the stream between launcher and agent holds something that is no frame; "
-                "does anything in the remote shell's start-up files write to standard output in the background?"
-            )
-        end = _HEAD.size + text_length + data_length
-        if len(self._buffer) < end:
-            return None
-        text = bytes(self._buffer[_HEAD.size : _HEAD.size + text_length])
-        data = bytes(self._buffer[_HEAD.size + text_length : end])
-        del self._buffer[:end]
-        return _build(KINDS[number], text, data)
-
-
-def _build(kind: type[Frame], text: bytes, data: bytes) -> Frame:
-    try:
-        fields = json.loads(text)
-        if any(f.name == "data" for f in dataclasses.fields(kind)):
-            fields["data"] = data
-        return kind(**fields)
-    except (ValueError, TypeError) as error:
-        raise LaunchError(
-            f"a {kind.__name__} frame between launcher and agent cannot be read ({error}); "
-            "is the same version of hvdgloo installed on all hosts?"
-        ) from error

@@ -27,7 +27,7 @@ from hvdgloo.runner.job.outcome import describe_loss
 from hvdgloo.runner.job.spec import HostEntry, LaunchSpec
 from hvdgloo.runner.protocol.frames import (
     PROTOCOL,
-    Bye,
+    Cleared,
     Finish,
     Frame,
     Hello,
@@ -238,7 +238,7 @@ class Agents:
         elif isinstance(item, Lacking):
             if host.accepts(host_state.Checked):
                 self._checked(link, preflight_failure(item, self._spec.cwd))
-        elif isinstance(item, Bye):
+        elif isinstance(item, Cleared):
             if item.left:
                 self._job.notice(_describe_left(link.host, item.left))
             self.offer(host_state.Farewell(), [host])

@@ -20,7 +20,7 @@ GRAPH: dict[str, set[str]] = {
     "hvdgloo.config": {"_platform"},
     "hvdgloo._net": set(),
     # The server, and how it is reached.
-    "hvdgloo.rendezvous": {"rendezvous._server", "rendezvous._client"},
+    "hvdgloo.rendezvous": {"_net", "rendezvous._server", "rendezvous._client"},
     "hvdgloo.rendezvous._server": {"_net", "config", "rendezvous"},
     "hvdgloo.rendezvous._client": {"config", "rendezvous"},
     "hvdgloo.rendezvous._cli": {"_platform", "config", "rendezvous", "rendezvous._server"},
@@ -42,7 +42,7 @@ GRAPH: dict[str, set[str]] = {
     "hvdgloo.keras": {"_collectives", "_platform", "_training", "numpy", "tensorflow", "torch"},
     "hvdgloo.as_horovod": set(),
     # The launcher, and its agents on the hosts.
-    "hvdgloo.runner.protocol": set(),
+    "hvdgloo.runner.protocol": {"_net", "rendezvous"},
     "hvdgloo.runner.network": {"_net", "rendezvous"},
     "hvdgloo.runner.job": {"_platform", "config", "runner.network", "runner.protocol"},
     "hvdgloo.runner.processes": {"as_horovod", "runner.protocol"},

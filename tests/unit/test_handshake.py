@@ -198,6 +198,46 @@ def test_a_replayed_handshake_proves_nothing(meeting: Callable[..., Meeting]) ->
 
 
 @pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        (b"\x7f\xff\xff\xff", "too long"),
+        (b"\0\0\0\2{}", "not an answer of rank 0"),
+        (b"\0\0\0\x03\x92\xa0\x80", "Expected `float`"),
+        (b"\0\0\0\x09more", "closed"),
+    ],
+    ids=["too long", "JSON", "no clock", "cut off"],
+)
+def test_an_answer_that_is_none_fails_the_connection(
+    answer: bytes, problem: str, meeting: Callable[..., Meeting]
+) -> None:
+    """Rank 0 has proved itself, and then says something else than its settings."""
+
+    class Odd(Handshake):
+        def introduce(self, sock: socket.socket, rank: int, deadline: float) -> dict[str, Any]:
+            pieces = bytearray(answer)
+            proof = 16 + 32
+
+            class Replacing:
+                def recv(self, count: int) -> bytes:
+                    nonlocal proof
+                    if proof:
+                        piece = sock.recv(min(count, proof))
+                        proof -= len(piece)
+                    else:
+                        piece = bytes(pieces[:count])
+                        del pieces[:count]
+                    return piece
+
+                def __getattr__(self, name: str) -> Any:
+                    return getattr(sock, name)
+
+            return super().introduce(Replacing(), rank, deadline)  # type: ignore[arg-type]
+
+    with pytest.raises(ConnectError, match=problem):
+        meeting(2).join(1, Odd(b"secret", 3, 1)).result(10)
+
+
+@pytest.mark.parametrize(
     "data",
     [
         b"GET / HTTP/1.1\r\nHost: somewhere.example\r\nUser-Agent: a scanner\r\n\r\n",

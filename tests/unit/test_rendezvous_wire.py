@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import struct
-
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -42,24 +41,31 @@ def test_anything_else_is_a_value_error(body: bytes) -> None:
     [
         b"",
         b"\xff\xff\xff\xff",
-        struct.pack(">IQ", 1, 2**63) + b"x",
-        struct.pack(">IQ", 1, 3) + b"xx",
-        struct.pack(">IQ", 1, 1) + b"xx",
-        struct.pack(">IQQ", 2, 2**64 - 1, 2) + b"x",
+        b"\xdd\xff\xff\xff\xff",
+        b"\xdd\x00\x0f\xff\xff",
+        b"\x91\xc6\xff\xff\xff\xffx",
+        b"\x91\xc4\x03xx",
+        b"\x91\xc4\x01xx",
+        b"\x92\xc4\x01x",
     ],
 )
 def test_lengths_that_lie(body: bytes) -> None:
-    with pytest.raises(ValueError, match="body"):
+    with pytest.raises(ValueError, match=r"^not a body with values: "):
         wire.unpack_values(body)
 
 
-@pytest.mark.parametrize("body", [b"{}", b"[1]", b'"a"', b"[[]]", b"nonsense", b"[" * 100_000])
+@pytest.mark.parametrize("body", [b"{}", b"\x80", b"\x91\x01", b"\xa1a", b"\x91\x90", b"nonsense", b"\x91" * 100_000])
 def test_keys_that_are_none(body: bytes) -> None:
-    with pytest.raises(ValueError, match="JSON"):
+    with pytest.raises(ValueError, match=r"^not a body with keys: "):
         wire.unpack_keys(body)
 
 
+def test_more_than_fit_into_one_request() -> None:
+    assert len(wire.unpack_keys(wire.pack_keys([""] * wire.MAX_COUNT))) == wire.MAX_COUNT
+    with pytest.raises(ValueError, match=f"<= {wire.MAX_COUNT}"):
+        wire.unpack_keys(wire.pack_keys([""] * (wire.MAX_COUNT + 1)))
+
+
 def test_a_key_given_twice() -> None:
-    keys, values = wire.pack_keys(["a", "a"]), wire.pack_values([b"1", b"2"])
-    with pytest.raises(ValueError, match="2 keys, 1 of them different, for 2 values"):
-        wire.unpack_items(struct.pack(">I", len(keys)) + keys + values)
+    with pytest.raises(ValueError, match="2 keys, but only 1 different"):
+        wire.unpack_items(msgspec.msgpack.encode([("a", b"1"), ("a", b"2")]))
