@@ -7,6 +7,8 @@
 # installed in .venv as well; `make test-all` makes them and runs their tests, too.
 
 PYTHON ?= python3
+# Byte code is kept: tests start thousands of interpreters, and compiling hvdgloo costs each of them a tenth of a second.
+unexport PYTHONDONTWRITEBYTECODE
 # pytest's processes in each target. Where targets run side by side it is 0: then each has one core, and its own process.
 WORKERS ?= 2
 # How many targets run side by side; as many as there are cores, if this is empty.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import mxnet as mx
@@ -107,24 +108,28 @@ def test_all_gradients_of_a_step_are_under_way_at_once(ranks: Ranks) -> None:
 
     def rank_body(context: Context) -> tuple[int, list[str]]:
         frontend, events = frontend_of(context), []
-        start = frontend.start
+        register = frontend.persistent
 
-        def watched(operation: Any, tensors: Any, name: Any = None, **how: Any) -> Any:
-            pending = start(operation, tensors, name, **how)
-            events.append(name)
-            wait = pending.wait
+        def watched(spec: Any, name: Any, **how: Any) -> Any:
+            operation = register(spec, name, **how)
 
-            class Watched(type(pending)):  # type: ignore[misc]
-                __slots__ = ()
+            def start(tensors: Any) -> Any:
+                pending = operation.start(tensors)
+                events.append(name)
 
-                def wait(self, timeout: float | None = None) -> Any:
-                    events.append("wait")
-                    return wait(timeout)
+                class Watched(type(pending)):  # type: ignore[misc]
+                    __slots__ = ()
 
-            pending.__class__ = Watched
-            return pending
+                    def result(self, timeout: float | None = None) -> Any:
+                        events.append("wait")
+                        return super().result(timeout)
 
-        frontend.start = watched  # type: ignore[method-assign]
+                pending.__class__ = Watched
+                return pending
+
+            return SimpleNamespace(in_place=operation.in_place, start=start)
+
+        frontend.persistent = watched  # type: ignore[method-assign]
         train(wrap(frontend, mx.optimizer.Adam(), GradientOptions()), lambda step: gradients(0, step, "float32"))
         return events.index("wait"), events[: len(SHAPES)]
 
@@ -136,7 +141,7 @@ def test_all_gradients_of_a_step_are_under_way_at_once(ranks: Ranks) -> None:
 def test_one_process_alone_does_nothing_else(ranks: Ranks) -> None:
     context = ranks(1).contexts[0]
     frontend = frontend_of(context)
-    frontend.start = None  # type: ignore[method-assign,assignment]
+    frontend.persistent = None  # type: ignore[method-assign,assignment]
     optimizer = wrap(frontend, mx.optimizer.Adam(), GradientOptions(compression=Compression.fp16))
     alone = train(mx.optimizer.Adam(), lambda step: gradients(0, step, "float32"))
     for got, wanted in zip(train(optimizer, lambda step: gradients(0, step, "float32")), alone, strict=True):
