@@ -32,6 +32,8 @@ def pytest_configure() -> None:
     # A shell's script ignores Ctrl-C in what it starts in the background, and so would all that the tests start.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # by nohup
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
         signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 
