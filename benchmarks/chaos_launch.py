@@ -2,13 +2,13 @@
 
 Hosts are namespaces of this machine with real ssh between them (root is needed, and ``ip``, ``sshd``). Each trial
 starts a job of two workers per host whose workers have offspring, waits for a random time - it may be during start-up -
-and has one accident, or two: a worker, an agent, its warden, an ssh client, an sshd session, any process or the
+and has one accident, or two: a worker, an agent, its watchdog, an ssh client, an sshd session, any process or the
 launcher is killed, an agent hangs, the launcher is interrupted, a host's network is cut. Then all processes of the job,
 listening sockets and shared-memory segments must be gone from all hosts within 5 seconds; within 10 where the only sign
 is silence (a network that was cut, an agent that hangs). A connection that is lost before its agent was there is
 retried, so a job may survive an accident during start-up: it then has another one.
 
-Two accidents together leave nobody who could do anything, and do not occur: agent and warden of a host are killed (or
+Two accidents together leave nobody who could do anything, and do not occur: agent and watchdog of a host are killed (or
 hang), and the launcher too is killed or cannot reach that host any more.
 
     python benchmarks/chaos_launch.py [--trials 100] [--seed 1] [--hosts 3]
@@ -115,8 +115,8 @@ class Accidents:
     def have_one(self) -> str:
         """One accident that is possible now."""
         kinds: list[Callable[[], str | None]] = [
-            self.worker, self.agent, self.warden, self.agent_and_warden, self.hang, self.ssh_client, self.sshd_session,
-            self.anything, self.launcher, self.interrupt, self.network,
+            self.worker, self.agent, self.watchdog, self.agent_and_watchdog, self.hang, self.ssh_client,
+            self.sshd_session, self.anything, self.launcher, self.interrupt, self.network,
         ]  # fmt: skip
         self._chance.shuffle(kinds)
         return next(done for kind in kinds if (done := kind()) is not None)
@@ -129,26 +129,26 @@ class Accidents:
     def agent(self) -> str | None:
         return self._signal(self._one(self._is_agent), signal.SIGKILL, "agent")
 
-    def warden(self) -> str | None:
-        return self._signal(self._one(self._is_warden), signal.SIGKILL, "warden")
+    def watchdog(self) -> str | None:
+        return self._signal(self._one(self._is_watchdog), signal.SIGKILL, "watchdog")
 
-    def agent_and_warden(self) -> str | None:
-        chosen = self._one(self._is_warden)
+    def agent_and_watchdog(self) -> str | None:
+        chosen = self._one(self._is_watchdog)
         if chosen is None or self._alone:
             return None
         self._unwatched = True
-        host, warden = chosen
-        for process in [*warden.children(), warden]:
+        host, watchdog = chosen
+        for process in [*watchdog.children(), watchdog]:
             host.kill(process)
-        return f"agent and warden on {host.name} killed"
+        return f"agent and watchdog on {host.name} killed"
 
     def hang(self) -> str | None:
-        chosen = self._one(self._is_warden)
+        chosen = self._one(self._is_watchdog)
         if chosen is None or self._alone or not self._all_up():
             return None
         self._unwatched = True
-        host, warden = chosen
-        for process in [warden, *warden.children()]:
+        host, watchdog = chosen
+        for process in [watchdog, *watchdog.children()]:
             host.kill(process, signal.SIGSTOP)
         self.silent = True
         return f"agent on {host.name} stopped"
@@ -216,7 +216,7 @@ class Accidents:
         return parent is not None and Accidents._runs_agent(process) and parent.cmdline() == process.cmdline()
 
     @staticmethod
-    def _is_warden(process: psutil.Process) -> bool:
+    def _is_watchdog(process: psutil.Process) -> bool:
         return Accidents._runs_agent(process) and not Accidents._is_agent(process)
 
     @staticmethod
@@ -287,7 +287,7 @@ def one_trial(number: int, bed: Bed, folder: Path, chance: random.Random) -> Tri
         left = left if occupied(bed) else leftovers(bed)
     took = time.monotonic() - since
     for host in accidents.cut:
-        host.mend()
+        host.reconnect()
     left = left and leftovers(bed)
     status = process.wait(20) if not left else process.poll()
     said = (job.last_words or job.error.strip().rpartition("\n")[2]).splitlines()

@@ -28,7 +28,7 @@ from hvdgloo.runner.job.spec import HostEntry, LaunchSpec, Slot
 from hvdgloo.runner.network.addressing import Placement, Server
 from hvdgloo.runner.network.interfaces import Address
 from hvdgloo.runner.protocol.frames import CHUNK, Hello, Require, Spawn
-from hvdgloo.runner.rendezvous_host import RendezvousHost, open_meeting
+from hvdgloo.runner.rendezvous_host import RendezvousHost, open_rendezvous
 from hvdgloo.runner.supervise.init_watch import InitWatch
 from hvdgloo.runner.supervise.startup import check_machines
 from hvdgloo.runner.supervise.supervisor import Supervisor, host_states
@@ -151,17 +151,17 @@ def launch(
                 _say_crowded(console, hosts, hellos)
                 network = discover(supervisor, spec, hellos)
             _say_server(console, spec, hosts, network.placement)
-            with open_meeting(supervisor, spec, hosts, network.placement, job_id) as meeting:
+            with open_rendezvous(supervisor, spec, hosts, network.placement, job_id) as rendezvous:
                 addresses = network.placement.addresses
                 env = [_host_environment(spec, spawner, *each) for each in zip(hosts, hellos, addresses, strict=True)]
                 commands = [_command(spec, spawner, host) for host in hosts]
-                workers = _spawns(spec, slots, commands, job_id, meeting.endpoint, addresses, network.master_port)
+                workers = _spawns(spec, slots, commands, job_id, rendezvous.endpoint, addresses, network.master_port)
                 _say_threads(console, spec, env)
                 supervisor.start(env, workers)
-                meeting.serve()
+                rendezvous.serve()
                 if spec.stdin_rank is not None:
                     _feed_stdin(supervisor, spec.stdin_rank)
-                outcome = supervisor.supervise(_init_watch(spec, slots, meeting))
+                outcome = supervisor.supervise(_init_watch(spec, slots, rendezvous))
             console.finish()
             console.drain(signal_came)
         return _report(spec, spawner, hosts, slots, outcome, console)
@@ -367,9 +367,9 @@ def _say_threads(console: Console, spec: LaunchSpec, env: Sequence[Mapping[str, 
         )
 
 
-def _init_watch(spec: LaunchSpec, slots: Sequence[Slot], meeting: RendezvousHost) -> InitWatch:
+def _init_watch(spec: LaunchSpec, slots: Sequence[Slot], rendezvous: RendezvousHost) -> InitWatch:
     hosts = {slot.rank: slot.hostname for slot in slots}
-    return InitWatch(meeting.arrivals, meeting.ask, hosts, timeout=spec.start_timeout, verbose=spec.verbose)
+    return InitWatch(rendezvous.arrivals, rendezvous.ask, hosts, timeout=spec.start_timeout, verbose=spec.verbose)
 
 
 def _feed_stdin(supervisor: Supervisor, rank: int) -> None:

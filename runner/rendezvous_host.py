@@ -47,7 +47,7 @@ class RendezvousHost(Protocol):
 
 
 @contextmanager
-def open_meeting(
+def open_rendezvous(
     supervisor: Supervisor,
     spec: LaunchSpec,
     hosts: Sequence[HostEntry],
@@ -74,11 +74,11 @@ def open_meeting(
             port_range=spec.network.port_range,
             start_timeout=spec.start_timeout,
         )
-        meeting = _InLauncher(server.listen(), supervisor, head_start)
+        rendezvous = _InLauncher(server.listen(), supervisor, head_start)
         try:
-            yield meeting
+            yield rendezvous
         finally:
-            meeting.close()
+            rendezvous.close()
     else:
         yield _Beside(supervisor, spec, places, placement.rendezvous, job_id)
 

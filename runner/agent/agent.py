@@ -31,7 +31,7 @@ from hvdgloo._platform import machine
 from hvdgloo.errors import LaunchError
 from hvdgloo.runner.agent import watchdog
 from hvdgloo.runner.agent.preflight import lacking
-from hvdgloo.runner.agent.probes import Scout
+from hvdgloo.runner.agent.probes import HostDiscovery
 from hvdgloo.runner.agent.watchdog import Mark
 from hvdgloo.runner.processes import reaper
 from hvdgloo.runner.processes.worker import WorkerProcess
@@ -97,7 +97,7 @@ class Agent:
         self._channel = channel
         self._mark = mark
         self._environ = environ
-        self._warden = os.getppid()
+        self._watchdog_pid = os.getppid()
         self._loop = EventLoop()
         self._selector = self._loop.selector
         self._workers: dict[int, WorkerProcess] = {}
@@ -105,7 +105,7 @@ class Agent:
         self._blob: IO[bytes] | None = None
         self._start: Start | None = None
         self._memory = machine.MemoryWatch()
-        self._scout = Scout(self._selector, channel.send, environ)
+        self._discovery = HostDiscovery(self._selector, channel.send, environ)
         self._last_beat = time.monotonic()
         self._silence = Silence(heartbeat.FIRST, self._last_beat)
         self._sign: socket.socket | None = None
@@ -128,7 +128,7 @@ class Agent:
             Sweep: self._on_sweep,
             Examine: self._on_examine,
             Beat: lambda _: None,
-            **self._scout.handlers,
+            **self._discovery.handlers,
         }
 
     # The loop.
@@ -142,7 +142,7 @@ class Agent:
             self._turn(self._patience())
             self._reap()
             self._send_results()
-            self._scout.tick()
+            self._discovery.tick()
             self._keep_time()
         self._end()
 
@@ -163,8 +163,8 @@ class Agent:
         deadline = self._last_beat + self._silence.step
         if not self._order_to_die:
             deadline = min(deadline, self._silence.deadline)
-        if self._scout.deadline is not None:
-            deadline = min(deadline, self._scout.deadline)
+        if self._discovery.deadline is not None:
+            deadline = min(deadline, self._discovery.deadline)
         left = max(0.0, deadline - time.monotonic())
         # The end of a process inside a worker's process group is seen only by polling, unless it was adopted here.
         return left if self._stop_deadline is None else min(left, 0.05)
@@ -196,8 +196,8 @@ class Agent:
             signal.signal(signum, self._on_deadly_signal)
 
     def _on_deadly_signal(self, signum: int, _frame: FrameType | None) -> None:
-        orphaned = os.getppid() != self._warden
-        self._die("its warden was killed" if orphaned else f"it received {signal.Signals(signum).name}")
+        orphaned = os.getppid() != self._watchdog_pid
+        self._die("its watchdog was killed" if orphaned else f"it received {signal.Signals(signum).name}")
 
     # Frames.
 
@@ -220,7 +220,7 @@ class Agent:
             os.getpid(),
             machine.usable_cores(),
             machine.visible_gpus(self._environ),
-            self._scout.port,
+            self._discovery.port,
             os.cpu_count() or 0,
         )
 
@@ -398,7 +398,7 @@ class Agent:
 
     def _end(self) -> None:
         """End what is left of the job, pass on its last output, and say good-bye."""
-        self._scout.close()
+        self._discovery.close()
         grace = 0.0 if self._order_to_die or self._stop_deadline is not None else LEFTOVER_GRACE
         left = reaper.end_all(self._leftovers, grace=grace, reap=self._reap, rest=self._serve)
         if self._abandoned is not None:

@@ -47,7 +47,7 @@ from hvdgloo.runner.protocol.frames import (
 _BATCH_SECONDS = 0.02  # answers that arrive together are sent together
 
 
-class Scout:
+class HostDiscovery:
     """One host's part in it.
 
     Args:

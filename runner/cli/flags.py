@@ -110,9 +110,9 @@ _DOCTOR_GROUPS = ("hosts", "reach", "environment", "network", "doctor")
 _DOCTOR_DESCRIPTION = f"""\
 usage: {PROGRAM} doctor [options] [command ...]
 
-Look whether the hosts of a job are ready for it, and say what to mend. Nothing
-is started but an agent on each host, which looks round and ends. All options of
-a job may be given; these matter here:
+Check whether the hosts of a job are ready for it, and say what to fix. Nothing
+is started but an agent on each host, which looks around and ends. All options
+of a job may be given; these matter here:
 """
 
 _DOCTOR_EPILOG = """\

@@ -39,7 +39,7 @@ _ENDED = (
     "--agent-command or the ssh options (--no-wait-for-hosts gives up at the first failure)"
 )
 
-MENDS = {
+REMEDIES = {
     Step.CONNECTING: "the command that leads there runs, but nothing has answered yet: it may wait for a login, or a "
     "network may swallow its packets; run the same command by hand",
     Step.PYTHON: "Python runs there, but hvdgloo's agent is not up yet: the file system that it is imported from may "
@@ -166,14 +166,14 @@ def describe_missing(hosts: Sequence[Missing], timeout: float) -> str:
         hosts: those that are not ready.
         timeout: the start timeout, in seconds.
     """
-    by_mend: dict[tuple[Step, str], list[str]] = {}
+    by_remedy: dict[tuple[Step, str], list[str]] = {}
     for each in hosts:
-        mend = _ENDED if each.ended else MENDS[each.step]
+        remedy = _ENDED if each.ended else REMEDIES[each.step]
         name = f"{each.host} ({each.detail})" if each.detail else each.host
-        by_mend.setdefault((each.step, mend), []).append(name)
+        by_remedy.setdefault((each.step, remedy), []).append(name)
     lines = [
-        f"  {step.value}: {_named(names)}: {mend}"
-        for (step, mend), names in sorted(by_mend.items(), key=lambda each: list(MENDS).index(each[0][0]))
+        f"  {step.value}: {_named(names)}: {remedy}"
+        for (step, remedy), names in sorted(by_remedy.items(), key=lambda each: list(REMEDIES).index(each[0][0]))
     ]
     return "\n".join(
         [f"{_hosts(len(hosts))} not ready within {timeout:g} s (--start-timeout), at these steps:", *lines]

@@ -37,7 +37,8 @@ def as_json(visits: Sequence[Visit], findings: Sequence[Finding]) -> str:
             "ok": all_well(findings),
             "hosts": [_host(visit, findings) for visit in visits],
             "findings": [
-                {"severity": f.severity.value, "hosts": list(f.hosts), "text": f.text, "mend": f.mend} for f in findings
+                {"severity": f.severity.value, "hosts": list(f.hosts), "text": f.text, "remedy": f.remedy}
+                for f in findings
             ],
         },
         indent=2,
@@ -151,7 +152,7 @@ def _finding(finding: Finding, width: int) -> str:
     return "\n".join(
         [
             *_wrapped(f"{word}{listed(finding.hosts, 8)}: {finding.text}", width, " " * 9),
-            *(_wrapped(f"{'':9}-> {finding.mend}", width, " " * 12) if finding.mend else []),
+            *(_wrapped(f"{'':9}-> {finding.remedy}", width, " " * 12) if finding.remedy else []),
         ]
     )
 

@@ -59,7 +59,7 @@ class Visit:
         host: its name as the user gave it.
         slots: how many workers it would run.
         problem: why its agent could not be started; then all the rest is empty.
-        mend: what to do about it.
+        remedy: what to do about it.
         identity: equal where two names lead to one machine.
         addresses: each with a remark: ``10.0.0.5 (eth0)``, ``reached by all``.
     """
@@ -67,7 +67,7 @@ class Visit:
     host: str
     slots: int
     problem: str = ""
-    mend: str = ""
+    remedy: str = ""
     facts: Facts | None = None
     clock: Clock | None = None
     identity: str = ""
@@ -81,13 +81,13 @@ class Finding:
     Attributes:
         hosts: where.
         text: what it is.
-        mend: what to do.
+        remedy: what to do.
     """
 
     severity: Severity
     hosts: tuple[str, ...]
     text: str
-    mend: str
+    remedy: str
 
 
 def diagnose(
@@ -160,19 +160,19 @@ def _grouped(seen: Iterable[tuple[Visit, Facts]], key: Callable[[Facts], str | N
     return groups
 
 
-def _difference(what: str, groups: Mapping[str, list[str]], mend: str) -> Iterator[Finding]:
+def _difference(what: str, groups: Mapping[str, list[str]], remedy: str) -> Iterator[Finding]:
     """A finding about the hosts that differ from the majority."""
     if len(groups) > 1:
         usual = max(groups, key=lambda name: len(groups[name]))
         parts = "; ".join(f"{name} on {listed(hosts)}" for name, hosts in groups.items())
         others = tuple(host for name, hosts in groups.items() if name != usual for host in hosts)
-        yield Finding(Severity.WARNING, others, f"{what} differs: {parts}", mend)
+        yield Finding(Severity.WARNING, others, f"{what} differs: {parts}", remedy)
 
 
 def _unreachable(visits: Sequence[Visit]) -> Iterator[Finding]:
     for visit in visits:
         if visit.problem:
-            yield Finding(Severity.STOP, (visit.host,), visit.problem, visit.mend)
+            yield Finding(Severity.STOP, (visit.host,), visit.problem, visit.remedy)
 
 
 def _required(visits: Sequence[Visit], cwd: str) -> Iterator[Finding]:
@@ -183,8 +183,8 @@ def _required(visits: Sequence[Visit], cwd: str) -> Iterator[Finding]:
         return None if diagnosis is None else diagnosis.text
 
     for text, hosts in _grouped(_seen(visits), reason).items():
-        problem, _, mend = text.partition("; ")
-        yield Finding(Severity.STOP, tuple(hosts), problem, mend)
+        problem, _, remedy = text.partition("; ")
+        yield Finding(Severity.STOP, tuple(hosts), problem, remedy)
 
 
 def _requirements(visits: Sequence[Visit]) -> Iterator[Finding]:
@@ -227,12 +227,12 @@ def _gloo(visits: Sequence[Visit], config: Config) -> Iterator[Finding]:
     lacking = _where(visits, lambda _, facts: not _providers(facts))
     if lacking:
         install = f"{_pip(lacking)} 'hvdgloo[torch]', or with Python 3.10 'hvdgloo[pygloo]'"
-        why, mend = (
+        why, remedy = (
             ("through which hosts exchange tensors (whatever framework they use)", f"{install} on all hosts")
             if len(visits) > 1
             else ("and --cpu-operations gloo asks for Gloo", f"leave that away, or {install}")
         )
-        yield Finding(Severity.STOP, _names(lacking), f"neither torch nor pygloo is installed, {why}", mend)
+        yield Finding(Severity.STOP, _names(lacking), f"neither torch nor pygloo is installed, {why}", remedy)
     if not _providers(seen[0][1]):
         return
     chosen = _providers(seen[0][1])[0]
@@ -459,12 +459,12 @@ def _reached(answer: Answer | None) -> bool:
 
 def unconnected(error: HvdglooError, hosts: Sequence[str]) -> Finding:
     """Why hosts cannot be connected: a finding about those that it names, else about all."""
-    text, newline, mend = str(error).rpartition("\n")
+    text, newline, remedy = str(error).rpartition("\n")
     if not newline:
-        text, _, mend = str(error).partition("; ")
+        text, _, remedy = str(error).partition("; ")
     pairs = error.pairs if isinstance(error, HostsUnreachableError) else ()
     concerned = tuple(dict.fromkeys(target for _, target in pairs)) or tuple(hosts)
-    return Finding(Severity.STOP, concerned, text, mend)
+    return Finding(Severity.STOP, concerned, text, remedy)
 
 
 # Words.

@@ -224,12 +224,12 @@ def explain(reports: Reports) -> HostsUnreachableError:
             *(f"{reports.names[h]} is reached by IPv4 alone: {usable[4][h][0]}" for h in sorted(lacking[6])),
             *lines,
         ]
-    mend = (
+    remedy = (
         "Open the firewall between them (--port-range narrows the ports), or choose addresses that are connected "
         "(--nics takes names, networks and ^exceptions, for single hosts with HOST= before them)"
     )
     names = tuple((reports.names[source], reports.names[target]) for source, target in pairs)
-    return HostsUnreachableError("\n".join([f"{head}:", *(f"  {line}" for line in lines), mend]), pairs=names)
+    return HostsUnreachableError("\n".join([f"{head}:", *(f"  {line}" for line in lines), remedy]), pairs=names)
 
 
 def _failing_pairs(reports: Reports, targets: set[int]) -> list[tuple[int, int]]:

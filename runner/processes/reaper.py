@@ -168,16 +168,16 @@ def end_abandoned(job_id: str, grace: float, rest: Callable[[float], None] = tim
 
 def _end_hung(agent: int, rest: Callable[[float], None]) -> None:
     """End an agent that does not end on its own, and its watchdog, which gets a moment to clean up."""
-    warden = next((parent for pid, parent in _parents() if pid == agent), 0)
+    watchdog = next((parent for pid, parent in _parents() if pid == agent), 0)
     # The agent was forked by its watchdog; if that has gone, another process has adopted it.
-    twins = warden > 1 and _command(warden) == _command(agent)
+    twins = watchdog > 1 and _command(watchdog) == _command(agent)
     signal_all([agent], signal.SIGKILL)
     if twins:
-        signal_all([warden], signal.SIGCONT)
+        signal_all([watchdog], signal.SIGCONT)
         deadline = time.monotonic() + HANG_TIME
-        while any(pid == warden for pid, _ in _parents()) and time.monotonic() < deadline:
+        while any(pid == watchdog for pid, _ in _parents()) and time.monotonic() < deadline:
             rest(_LOOK)
-        signal_all([pid for pid, _ in _parents() if pid == warden], signal.SIGKILL)
+        signal_all([pid for pid, _ in _parents() if pid == watchdog], signal.SIGKILL)
 
 
 def _command(pid: int) -> bytes:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from hvdgloo._net.event_loop import EventLoop
 from hvdgloo.errors import JobFailedError, LaunchError
-from hvdgloo.runner.console.progress import MENDS
+from hvdgloo.runner.console.progress import REMEDIES
 from hvdgloo.runner.job.outcome import Failure, JobOutcome
 from hvdgloo.runner.job.spec import HostEntry, LaunchSpec
 from hvdgloo.runner.protocol import heartbeat
@@ -160,7 +160,7 @@ class Supervisor:
             raise JobFailedError("interrupted", exit_code=self.outcome.exit_code)
         for host in self._agents.hosts:
             if host.starting_up:
-                late = f"has not answered within {self._spec.start_timeout:g} s; {MENDS[host.step]}"
+                late = f"has not answered within {self._spec.start_timeout:g} s; {REMEDIES[host.step]}"
                 self._agents.happen(host, host_state.Lost(late))
         left_out.update(startup.reasons())
         self._agents.release([link for link in self.links if link.gone])

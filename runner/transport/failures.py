@@ -120,13 +120,13 @@ def python_failure(ending: Ending, python: str) -> Diagnosis | None:
 
 def preflight_failure(found: Lacking, cwd: str) -> Diagnosis | None:
     """The reason why a host cannot be used, if something is missing there."""
-    mend = "hvdgloo-run copies no files: have it there, too, at the same path (a shared file system, rsync, the image)"
+    remedy = "hvdgloo-run copies no files: provide it there at the same path (a shared file system, rsync, the image)"
     if found.directory and found.things:
         return Diagnosis(Cause.DIRECTORY, f"the working directory {found.directory} may not be entered there")
     if found.directory:
-        return Diagnosis(Cause.DIRECTORY, f"there is no working directory {found.directory}; {mend}")
+        return Diagnosis(Cause.DIRECTORY, f"there is no working directory {found.directory}; {remedy}")
     if found.things:
-        return Diagnosis(Cause.PROGRAM, f"there is no {' and no '.join(found.things)} (looked in {cwd}); {mend}")
+        return Diagnosis(Cause.PROGRAM, f"there is no {' and no '.join(found.things)} (looked in {cwd}); {remedy}")
     return None
 
 

@@ -22,7 +22,7 @@ from hvdgloo.runner.transport.ssh import SshSpawner
 from hvdgloo.runner.transport.template import TemplateSpawner
 
 
-class Ways:
+class PerHostSpawner:
     """A Spawner that delegates each host to one of several others."""
 
     def __init__(self, spawners: Mapping[HostEntry, Spawner]) -> None:
@@ -62,7 +62,7 @@ def choose_spawner(hosts: Sequence[HostEntry], reach: Reach, *, fork: bool = Fal
     if reach.slurm_job and not reach.agent_command:
         ways[True] = SrunSpawner(reach, reach.slurm_job, os.environ)
     chosen = {host: ways.get(host.name in reach.slurm_nodes, ways[False]) for host in hosts}
-    return Ways({host: local if host in here else way for host, way in chosen.items()})
+    return PerHostSpawner({host: local if host in here else way for host, way in chosen.items()})
 
 
 def hosts_here(hosts: Sequence[HostEntry], reach: Reach, lookup_timeout: float = 3.0) -> list[HostEntry]:

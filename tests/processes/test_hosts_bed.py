@@ -62,7 +62,7 @@ def test_a_host_is_cut_off_mended_and_powered_off(make_bed: Callable[..., Bed]) 
     bed["h2"].cut()
     assert "timed out" in bed["h1"].run([*QUICK, "h2", "true"]).stderr
     assert len(bed["h2"].processes()) == 2, "they live on without a network"
-    bed["h2"].mend()
+    bed["h2"].reconnect()
     assert bed["h1"].run(["ssh", "h2", "true"]).returncode == 0
     processes = bed["h2"].processes()
     bed["h2"].power_off()

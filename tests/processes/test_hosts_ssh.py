@@ -114,7 +114,7 @@ class TestWhatWorkersFind:
         (tmp_path / "end").touch()
         assert process.wait(20) == 0
         agents = [line for line in seen if "agent.main" in line and not line.startswith("ssh")]
-        assert len(agents) == 2, seen  # agent and warden on h2
+        assert len(agents) == 2, seen  # agent and watchdog on h2
         assert folders == {"/"}  # where they keep no file system busy
         assert any(line.startswith("ssh ") for line in seen)
         # The program's own text names the variable: two workers, the launcher, and its forks on h1 (the agent, and the

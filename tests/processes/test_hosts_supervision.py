@@ -111,11 +111,11 @@ def test_pain_22_the_summary_names_an_agent_that_was_killed_and_not_its_workers_
 
 
 @pytest.mark.parametrize("where", ["h1", "h3"])
-@pytest.mark.parametrize("which", ["agent", "warden", "both"])
+@pytest.mark.parametrize("which", ["agent", "watchdog", "both"])
 def test_pain_24_kill_9_of_an_agent_leaves_nothing_on_any_host(job: HostsJob, where: str, which: str) -> None:
     job.start_fertile("--grace-period", "1")
-    warden, agent = job.agents(where)
-    victims = {"agent": [agent], "warden": [warden], "both": [agent, warden]}[which]
+    watchdog, agent = job.agents(where)
+    victims = {"agent": [agent], "watchdog": [watchdog], "both": [agent, watchdog]}[which]
     # It is there, and is about to become a program without an environment.
     (forgetful,) = wait_for(lambda: [p for p in job.bed[where].processes() if _is_forgetful(p)])
     for victim in victims:
@@ -134,7 +134,7 @@ def test_pain_24_kill_9_of_an_agent_leaves_nothing_on_any_host(job: HostsJob, wh
         # ssh does not tell by which signal the command that it ran was killed.
         "both": "was killed by signal 9" if where == "h1" else "was killed, or lost its connection",
         "agent": "was killed by signal 9",
-        "warden": "ended its workers, because its warden was killed",
+        "watchdog": "ended its workers, because its watchdog was killed",
     }[which] in job.last_words
 
 
@@ -143,9 +143,9 @@ def test_pain_24_an_agent_that_hangs_is_swept_up_by_the_second_way(
     job: HostsJob, flags: tuple[str, ...], within: float
 ) -> None:
     job.start_fertile(*flags)
-    warden, agent = job.agents("h2")
+    watchdog, agent = job.agents("h2")
     agent.suspend()
-    warden.suspend()
+    watchdog.suspend()
     assert_clean(job.bed, within, time.monotonic())
     assert job.wait() == 1
     assert "the agent on host h2 has been silent for 5 s" in job.last_words
@@ -234,7 +234,7 @@ def test_a_host_that_is_back_in_time_is_not_lost(make_bed: Callable[..., Bed], t
     job.file("printed1")
     time.sleep(3)  # at least: a sign of life is due every 2.5 s
     assert "rank 1" not in job.output
-    bed["h2"].mend()
+    bed["h2"].reconnect()
     wait_for(lambda: "rank 1 in the outage" in job.output, 30, "what was said in the outage")
     (job.folder / "enough").write_text("")
     assert process.wait(20) == 0, job.error
@@ -311,9 +311,9 @@ def test_pain_24_another_job_on_the_same_hosts_is_not_touched(job: HostsJob, tmp
     other.start_fertile()
     before = {process.pid for host in job.bed for process in host.processes()}
     job.start_fertile("--grace-period", "0.5")
-    warden, agent = job.agents("h2")
+    watchdog, agent = job.agents("h2")
     agent.kill()
-    warden.kill()
+    watchdog.kill()
     assert job.wait() == 1
 
     def gone(bed: Bed) -> dict[str, list[str]]:

@@ -69,7 +69,7 @@ def start_fertile(launcher: Launcher, *arguments: str) -> subprocess.Popen[bytes
     process = launcher.start("-np", "2", *arguments, launcher.script(FERTILE))
     launcher.file("ready0")
     launcher.file("ready1")
-    # Launcher, warden, agent, and for each worker itself and three more.
+    # Launcher, watchdog, agent, and for each worker itself and three more.
     wait_for(lambda: len(launcher.living()) == 3 + 2 * 4, what="all offspring")
     return process
 
@@ -300,19 +300,19 @@ def test_pain_24_kill_9_of_the_launcher_leaves_nothing(launcher: Launcher) -> No
     launcher.assert_nothing_left()
 
 
-@pytest.mark.parametrize("which", ["warden", "agent", "both"])
+@pytest.mark.parametrize("which", ["watchdog", "agent", "both"])
 def test_pain_24_kill_9_of_an_agent_leaves_nothing_and_fails_the_job(launcher: Launcher, which: str) -> None:
     process = start_fertile(launcher, "--grace-period", "0.5")
-    warden, agent = launcher.agents(process)
+    watchdog, agent = launcher.agents(process)
     if which == "both":
-        agent.suspend()  # so that it cannot notice the end of the warden first
-        warden.suspend()
-    for victim in {"warden": [warden], "agent": [agent], "both": [warden, agent]}[which]:
+        agent.suspend()  # so that it cannot notice the end of the watchdog first
+        watchdog.suspend()
+    for victim in {"watchdog": [watchdog], "agent": [agent], "both": [watchdog, agent]}[which]:
         victim.kill()
     assert process.wait(20) == 1
     assert process.stderr is not None
     said = {
-        "warden": b"the agent on host localhost ended its workers, because its warden was killed",
+        "watchdog": b"the agent on host localhost ended its workers, because its watchdog was killed",
         "agent": b"the agent on host localhost was killed by signal 9 (SIGKILL)",
         "both": b"the agent on host localhost or the command that leads to it was killed by signal 9 (SIGKILL)",
     }
@@ -413,7 +413,7 @@ def test_ctrl_z_in_a_shell_stops_the_launcher_alone_and_fg_goes_on(launcher: Lau
     until = time.monotonic() + 1.5  # three times the silence that means death
     wait_for(lambda: time.monotonic() > until)
     others = [p.status() for p in launcher.living() if p.pid not in (job.pid, shell.pid)]
-    assert len(others) == 4, "warden, agent and two workers"
+    assert len(others) == 4, "watchdog, agent and two workers"
     assert psutil.STATUS_STOPPED not in others
     (launcher.folder / "enough").write_text("1")
     os.write(master, b"fg; echo status $?\n")

@@ -184,9 +184,9 @@ def test_pain_24_a_sweep_that_takes_long_shows_life_and_tells_what_is_left(tmp_p
     again = f"if test -e {tmp_path}/agent; then {SWEEPS_FOR_LONG}\nelse echo $$ > {tmp_path}/agent; {AGENT}; fi"
     program = (
         "import os, signal\n"
-        "agent, warden = os.getppid(), int(open('agent').read())\n"
+        "agent, watchdog = os.getppid(), int(open('agent').read())\n"
         "if os.environ['HVDGLOO_HOSTNAME'] == 'b':\n"
-        "    for victim, signum in ((agent, 19), (warden, 9), (agent, 9)): os.kill(victim, signum)\n"
+        "    for victim, signum in ((agent, 19), (watchdog, 9), (agent, 9)): os.kill(victim, signum)\n"
         "signal.pause()"
     )
     report, _, err = job(program, tmp_path, {"b": again})

@@ -169,7 +169,7 @@ def test_a_host_that_is_cut_off_and_comes_back(make_bed: Callable[..., Bed], tmp
             r"(?m)^starting on 3 hosts, .*\n  h1  ready .* h1, agent is process \d+\n"
             r"  h2  ready .* h2, agent is process \d+\n  h3  connecting "
         )
-        bed["h3"].mend()
+        bed["h3"].reconnect()
         assert screen.end(40) == 0
         assert sorted(line for line in screen.lines if "OMP_NUM" not in line) == [
             f"[{rank}]<stdout>:h{rank + 1}" for rank in range(3)

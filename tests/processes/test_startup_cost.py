@@ -63,15 +63,15 @@ MEETING = """
     from hvdgloo.runner.job.spec import HostEntry, LaunchSpec
     from hvdgloo.runner.network.addressing import Placement, Server
     from hvdgloo.runner.network.interfaces import Address
-    from hvdgloo.runner.rendezvous_host import open_meeting
+    from hvdgloo.runner.rendezvous_host import open_rendezvous
 
     hosts = (HostEntry("here", 1),)
     spec = LaunchSpec(("true",), hosts, 1, "/", {}, b"s" * 32)
     placement = Placement((Address("lo", "127.0.0.1", 8),), Server.LAUNCHER, "127.0.0.1")
-    with open_meeting(None, spec, hosts, placement, "job", head_start=600.0) as meeting:
-        meeting.serve()
+    with open_rendezvous(None, spec, hosts, placement, "job", head_start=600.0) as rendezvous:
+        rendezvous.serve()
         if sys.argv[1] == "somebody":
-            with RendezvousClient("%s:%d" % meeting.endpoint, spec.secret) as client:
+            with RendezvousClient("%s:%d" % rendezvous.endpoint, spec.secret) as client:
                 client.store("scope").set("key", b"value")
                 assert client.store("scope").get("key") == b"value"
     print(json.dumps(sorted(sys.modules)))
@@ -125,7 +125,7 @@ def test_an_agent_imports_what_every_host_needs(launcher: Launcher) -> None:
             import json, os, sys
             from hvdgloo.runner.agent import agent
             status = agent.main()
-            with open("modules", "a") as file:  # warden and agent, a line each
+            with open("modules", "a") as file:  # watchdog and agent, a line each
                 file.write(json.dumps(sorted(sys.modules)) + "\\n")
             os._exit(status)
             """

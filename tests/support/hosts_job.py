@@ -124,7 +124,7 @@ class HostsJob:
         return self.bed[self.hosts[rank // self.slots]]
 
     def agents(self, host: str) -> tuple[psutil.Process, psutil.Process]:
-        """Warden and agent proper on a host; the warden is the older one."""
+        """Watchdog and agent proper on a host; the watchdog is the older one."""
         found = [p for p in self.bed[host].processes() if _is_agent(p)]
         found = [p for p in found if any(worker.is_relative_to(self.folder) for worker in _folders_below(p))]
         assert len(found) == 2, found

@@ -115,10 +115,10 @@ class Launcher:
         return found
 
     def agents(self, launcher: subprocess.Popen[bytes]) -> tuple[psutil.Process, psutil.Process]:
-        """The warden and the agent proper of a running job."""
-        warden = wait_for(lambda: psutil.Process(launcher.pid).children(), what="the warden")[0]
-        agent = wait_for(lambda: warden.children(), what="the agent")[0]
-        return warden, agent
+        """The watchdog and the agent proper of a running job."""
+        watchdog = wait_for(lambda: psutil.Process(launcher.pid).children(), what="the watchdog")[0]
+        agent = wait_for(lambda: watchdog.children(), what="the agent")[0]
+        return watchdog, agent
 
     def file(self, name: str) -> Path:
         """A file in the folder, once it is there and not empty."""

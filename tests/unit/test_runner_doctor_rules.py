@@ -78,18 +78,18 @@ class TestRules:
         assert found(visit("h1"), visit("h2"), visit("h3", 8)) == []
 
     @pytest.mark.parametrize(
-        ("changes", "text", "mend"),
+        ("changes", "text", "remedy"),
         [
             ({"directory": "/data/job"}, "there is no working directory /data/job", "copies no files"),
             ({"missing": ["file train.py"]}, "there is no file train.py (looked in /data/job)", "copies no files"),
             ({"lacking": ["flask", "yaml"]}, "hvdgloo needs flask, yaml there", "/opt/python -m pip install hvdgloo=="),
         ],
     )
-    def test_pain_19_what_stops_a_job(self, changes: dict[str, Any], text: str, mend: str) -> None:
+    def test_pain_19_what_stops_a_job(self, changes: dict[str, Any], text: str, remedy: str) -> None:
         finding = only(visit("h1"), visit("h2", **changes))
         assert (finding.severity, finding.hosts) == (Severity.STOP, ("h2",))
         assert text in finding.text
-        assert mend in finding.mend
+        assert remedy in finding.remedy
 
     def test_without_torch_and_pygloo_nothing_is_exchanged(self) -> None:
         finding = only(visit("h1"), visit("h2", packages=with_gloo_from()))
@@ -106,7 +106,7 @@ class TestRules:
         finding = only(visit("h1", packages=with_gloo_from(first)), visit("h2", packages=with_gloo_from(second)))
         assert (finding.severity, finding.hosts) == (Severity.STOP, ("h2",))
         assert f"{first} is not installed, through which h1" in finding.text
-        assert finding.mend == f"/opt/python -m pip install 'hvdgloo[{first}]'"
+        assert finding.remedy == f"/opt/python -m pip install 'hvdgloo[{first}]'"
 
     def test_ranks_of_one_host_need_neither(self) -> None:
         assert found(visit("h1", packages=with_gloo_from())) == []
@@ -117,7 +117,7 @@ class TestRules:
         (finding,) = diagnose([visit("h1", packages=with_gloo_from())], FACTS, "/", config=config)
         assert finding.severity is Severity.STOP
         assert "--cpu-operations gloo asks for Gloo" in finding.text
-        assert finding.mend.startswith("leave that away, or /opt/python -m pip install")
+        assert finding.remedy.startswith("leave that away, or /opt/python -m pip install")
         config = Config(cpu_operations="gloo", gloo_provider="torch")
         (finding,) = diagnose([visit("h1", packages=with_gloo_from("pygloo"))], FACTS, "/", config=config)
         assert finding.severity is Severity.STOP
@@ -141,10 +141,10 @@ class TestRules:
     def test_what_all_hosts_have_can_be_chosen(self) -> None:
         both = with_gloo_from("torch", "pygloo")
         finding = only(visit("h1", packages=both), visit("h2", packages=with_gloo_from("pygloo")))
-        assert finding.mend.endswith(", or run with --gloo-provider pygloo")
+        assert finding.remedy.endswith(", or run with --gloo-provider pygloo")
 
     def test_pain_15_an_unreachable_host_keeps_its_reason(self) -> None:
-        finding = only(visit("h1"), Visit("h2", 1, problem="its name cannot be looked up", mend="correct it"))
+        finding = only(visit("h1"), Visit("h2", 1, problem="its name cannot be looked up", remedy="correct it"))
         assert finding == Finding(Severity.STOP, ("h2",), "its name cannot be looked up", "correct it")
 
     def test_one_machine_under_two_names(self) -> None:
@@ -171,11 +171,11 @@ class TestRules:
         finding = only(visit("h1", **changes))
         assert finding.severity is Severity.WARNING
         assert text in finding.text
-        assert finding.mend
+        assert finding.remedy
 
     def test_the_mend_of_a_low_limit_depends_on_who_may_raise_it(self) -> None:
-        assert "ulimit -n 264" in only(visit("h1", open_files=200)).mend
-        assert "limits.conf" in only(visit("h1", open_files=200, open_files_most=200)).mend
+        assert "ulimit -n 264" in only(visit("h1", open_files=200)).remedy
+        assert "limits.conf" in only(visit("h1", open_files=200, open_files_most=200)).remedy
         assert found(visit("h1", open_files=None, open_files_most=None)) == []
 
     def test_differences_name_the_hosts_that_are_unlike_the_most(self) -> None:
@@ -263,7 +263,7 @@ class TestConnections:
         assert said["h3"] == [("10.0.0.3 (ib0)", "all but h2 (timed out after 3 s)")]
         assert [(finding.severity, finding.hosts) for finding in findings] == [(Severity.STOP, ("h3",))]
         assert "h2 -> h3" in findings[0].text
-        assert "--port-range" in findings[0].mend
+        assert "--port-range" in findings[0].remedy
         assert "--port-range" not in findings[0].text
 
     def test_an_error_without_pairs_is_about_all(self) -> None:
@@ -282,7 +282,7 @@ class TestReport:
     VISITS = (
         visit("h1", gpus=(H200, H200), visible_gpus=2, driver="570.86", torch_cuda="12.8"),
         visit("h2.example.com", 4, cores=2, memory_limit=8 * GIB, clock=Clock(-12.5, 0.01)),
-        Visit("h3", 1, problem="its name cannot be looked up", mend="correct it"),
+        Visit("h3", 1, problem="its name cannot be looked up", remedy="correct it"),
     )
 
     def test_as_text(self) -> None:
@@ -316,7 +316,7 @@ class TestReport:
             "severity": "stop",
             "hosts": ["h3"],
             "text": "its name cannot be looked up",
-            "mend": "correct it",
+            "remedy": "correct it",
         }
 
     @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from hvdgloo.runner.console.console import Console, Window
 from hvdgloo.runner.console.lines import Screen
 from hvdgloo.runner.console.progress import (
-    MENDS,
     NOT_TRIED,
+    REMEDIES,
     Backoff,
     Missing,
     Progress,
@@ -212,15 +212,15 @@ class TestLines:
         assert "nothing has answered yet" not in text
 
     def test_what_one_can_do_is_said_for_every_step(self) -> None:
-        assert set(MENDS) == set(Step) - {Step.READY}
+        assert set(REMEDIES) == set(Step) - {Step.READY}
         text = describe_missing(
             [Missing("a", Step.PROBING), Missing("b", Step.CONNECTING, "x"), Missing("c", Step.CONNECTING)], 5.0
         )
         first, *lines = text.splitlines()
         assert first == "3 hosts not ready within 5 s (--start-timeout), at these steps:"
         assert lines == [
-            f"  connecting: b (x), c: {MENDS[Step.CONNECTING]}",
-            f"  probing: a: {MENDS[Step.PROBING]}",
+            f"  connecting: b (x), c: {REMEDIES[Step.CONNECTING]}",
+            f"  probing: a: {REMEDIES[Step.PROBING]}",
         ]
 
     @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdgloo.errors import LaunchError, UnusableHostsError
-from hvdgloo.runner.console.progress import MENDS, Step
+from hvdgloo.runner.console.progress import REMEDIES, Step
 from hvdgloo.runner.job.spec import HostEntry, Reach
 from hvdgloo.runner.protocol.frames import Hello
 from hvdgloo.runner.supervise.host_state import Answered, Checked, GiveUp, Greeted, HostState, Phase, StreamEnded, Try
@@ -187,8 +187,8 @@ def test_after_the_start_timeout_each_host_is_named_at_its_step() -> None:
         scene.startup.check({"h1": "module load python"}, 5.0)
     assert str(raised.value).splitlines() == [
         "3 hosts not ready within 5 s (--start-timeout), at these steps:",
-        f"  connecting: h0, h{AT_ONCE} (not tried yet): {MENDS[Step.CONNECTING]}",
-        f"  python: h1 (module load python): {MENDS[Step.PYTHON]}",
+        f"  connecting: h0, h{AT_ONCE} (not tried yet): {REMEDIES[Step.CONNECTING]}",
+        f"  python: h1 (module load python): {REMEDIES[Step.PYTHON]}",
     ]
 
 

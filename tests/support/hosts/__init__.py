@@ -13,7 +13,7 @@ otherwise this machine's, as if it were shared among them. Needs root; ``availab
         bed["h2"].sessions()                                       # those of sshd's sessions
         bed["h2"].listening()                                      # {("10.77.0.11", 40123), ...} without sshd's
         bed["h2"].shared_memory()                                  # names in its /dev/shm
-        bed["h2"].cut(); bed["h2"].mend()                          # pull its cables; plug them in again
+        bed["h2"].cut(); bed["h2"].reconnect()                          # pull its cables; plug them in again
         bed["h2"].power_off()                                      # everything on it is gone at once
         bed.block("h1", "h2"); bed.block("h2", "h1", reject=True)  # one-way firewalls: drop, or answer by ICMP
         bed["h2"].address, bed["h2"].addresses                     # "10.77.0.11", all of them
@@ -265,7 +265,7 @@ class Host:
         """Pull its network cables: it hears and says nothing more, and keeps its addresses."""
         self._bed.switch([f"link set {card.port} down" for card in self.plan.cards])
 
-    def mend(self) -> None:
+    def reconnect(self) -> None:
         """Plug them in again, and wait until the switches have noticed."""
         self._bed.switch([f"link set {card.port} up" for card in self.plan.cards])
         for card in self.plan.cards:
