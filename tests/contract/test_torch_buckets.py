@@ -77,6 +77,20 @@ def values(model: nn.Module) -> list[np.ndarray]:
     return [parameter.detach().numpy().copy() for parameter in model.parameters()]
 
 
+def together(model: nn.Module) -> list[list[str]]:
+    """Names of the gradients that follow each other in memory without a gap (but for the one up to the next cache
+    line), as those of one bucket do and tensors that were allocated one by one do not."""
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    found: list[list[str]] = []
+    end = None
+    for name, gradient in sorted(gradients.items(), key=lambda item: item[1].data_ptr()):
+        if gradient.data_ptr() != end:
+            found.append([])
+        found[-1].append(name)
+        end = gradient.data_ptr() + -(-gradient.nbytes // 64) * 64
+    return found
+
+
 def whole_step(context: Context, model: Model, optimizer: Distributed, step: int) -> None:
     optimizer.zero_grad()
     model(inputs_of(context, step)).square().sum().backward()
@@ -210,8 +224,8 @@ def train(world: World, program: Callable[..., None], **options: Any) -> list[li
         optimizer = distribute(context, model, **options)
         for step in range(STEPS):
             program(context, model, optimizer, step)
-        bucketed = optimizer._hvd._buckets
-        assert (bucketed is not None) == bool(context.config.gradient_bucket)
+        bucketed = any(len(names) > 1 for names in together(model))
+        assert bucketed == bool(context.config.gradient_bucket)
         return values(model)
 
     return world.run(rank_body)
@@ -222,7 +236,7 @@ def train(world: World, program: Callable[..., None], **options: Any) -> list[li
 def test_the_same_bits_as_without_buckets(world: MakeWorld, size: int, program: Callable[..., None]) -> None:
     apart = world(size, gradient_bucket=0)
     expected = train(apart, program)
-    for limit in (2 * WIDTH * WIDTH * 4, 1 << 20):
+    for limit in (2 * WIDTH * (WIDTH + 1) * 4, 1 << 20):  # one layer of float64 or two of float32; everything
         result = train(world(size, gradient_bucket=limit), program)
         for rank in range(size):
             for ours, theirs in zip(result[rank], expected[rank], strict=True):
@@ -262,18 +276,42 @@ def test_gradients_take_their_places_and_nothing_else_changes_them(world: MakeWo
     def rank_body(context: Context) -> None:
         model = Model()
         optimizer = distribute(context, model)
-        for step in range(3):
+        places = []
+        for step in range(4):
             whole_step(context, model, optimizer, step)
-        buckets = optimizer._hvd._buckets
-        assert buckets is not None
-        for name, parameter in model.named_parameters():
+            places.append([parameter.grad.data_ptr() for parameter in model.parameters() if parameter.grad is not None])
+        assert places[1] == places[2] == places[3]
+        assert len(together(model)) == 1
+        for parameter in model.parameters():
             assert parameter.grad is not None
-            bucket = next(bucket for bucket in buckets.all if name in bucket.offsets)
-            assert parameter.grad.data_ptr() == bucket.address(name)
             # Saved and copied by itself, not with the whole bucket.
             assert parameter.grad.untyped_storage().nbytes() == parameter.numel() * 4
 
     world(2).run(rank_body)
+
+
+@pytest.mark.parametrize("bucket", [0, 1 << 20])
+def test_autograd_learns_that_results_have_arrived(world: MakeWorld, bucket: int) -> None:
+    """What was computed from a gradient before its reduction cannot be differentiated with its value of afterwards."""
+
+    def rank_body(context: Context) -> None:
+        model = Model()
+        optimizer = distribute(context, model)
+        for step in range(2):
+            whole_step(context, model, optimizer, step)
+        model(inputs_of(context, 2)).square().sum().backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            weight = torch.ones_like(parameter, requires_grad=True)
+            norm = (weight * parameter.grad).sum()  # keeps the gradient, for its own backward pass
+            if parameter is model.layers[0].weight:
+                optimizer.synchronize()
+                with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                    norm.backward()
+                break
+            norm.backward()
+
+    world(2, gradient_bucket=bucket).run(rank_body)
 
 
 def test_who_else_holds_a_gradient_sees_the_result_in_it(world: MakeWorld) -> None:
@@ -301,26 +339,21 @@ def test_who_else_holds_a_gradient_sees_the_result_in_it(world: MakeWorld) -> No
 
 
 def test_rank_0_decides_and_its_order_of_readiness_holds(world: MakeWorld) -> None:
-    ready = threading.Barrier(2)
-
     def rank_body(context: Context) -> list[list[str]]:
         model = Model()
         optimizer = distribute(context, model)
-        hvd = optimizer._hvd
-        ready.wait(10)
-        names = [name for name, _ in model.named_parameters()]
-        order = names if context.rank else names[::-1]
-        hvd._first_order = dict.fromkeys(order)
-        for parameter in model.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
-        assert hvd._buckets is not None
-        return [list(bucket.offsets) for bucket in hvd._buckets.all]
+        layers = list(model.layers)
+        for step in range(2):
+            for layer in layers if context.rank else layers[::-1]:  # each has a backward pass of its own
+                layer(inputs_of(context, step)).square().sum().backward()
+            optimizer.step()
+        return together(model)
 
     first, second = world(2).run(rank_body)
     assert first == second
-    flat = [name for bucket in first for name in bucket]
-    assert flat == [name for name, _ in Model().named_parameters()][::-1]
+    (order,) = first
+    assert [name.rpartition(".")[0] for name in order[::2]] == ["layers.2", "layers.1", "layers.0"]
+    assert sorted(order) == sorted(name for name, _ in Model().named_parameters())
 
 
 def test_an_optimizer_that_outlives_its_job_forms_buckets_in_the_next(world: MakeWorld) -> None:
@@ -334,11 +367,12 @@ def test_an_optimizer_that_outlives_its_job_forms_buckets_in_the_next(world: Mak
             frontend = Frontend(TorchAdapter(), lambda: current[rank])
             plain = torch.optim.SGD(models[rank].parameters(), lr=0.1)
             optimizers[rank] = wrap(frontend, plain, list(models[rank].named_parameters()), None, TorchOptions())
+        before = {id(parameter): parameter.grad for parameter in models[rank].parameters()}
         for step in range(3):
             whole_step(context, models[rank], optimizers[rank], step)
-        buckets = optimizers[rank]._hvd._buckets
-        assert buckets is not None
-        assert buckets.context is context
+        assert len(together(models[rank])) == 1
+        for parameter in models[rank].parameters():
+            assert parameter.grad is not before[id(parameter)]  # but in a bucket of this job's
 
     for each in worlds:
         each.run(rank_body)
