@@ -38,7 +38,6 @@ from hvdgloo.rendezvous._server.thread_pool import ThreadPool
 
 logger = logging.getLogger(__name__)
 
-HEAD_TIMEOUT = 10.0
 LINGER_TIMEOUT = 2.0
 _STOP_GRACE = 0.5
 _MOST_DISCARDED = 64 * 1024 * 1024
@@ -132,6 +131,7 @@ class Front(cheroot_server.HTTPServer):
         threads: maximum number of threads; long polls must stay below it.
         max_connections: maximum number of connections; above it the one that has been quiet longest is closed.
         max_body: maximum size of a request's body, in bytes.
+        head_timeout: seconds within which a request's head must be whole.
     """
 
     max_request_header_size = MAX_HEAD
@@ -144,6 +144,7 @@ class Front(cheroot_server.HTTPServer):
         threads: int,
         max_connections: int,
         max_body: int,
+        head_timeout: float,
     ) -> None:
         super().__init__(listeners[0].getsockname()[:2], _Gateway, server_name="hvdgloo-rendezvous")
         # cheroot keeps every server there forever.
@@ -154,6 +155,7 @@ class Front(cheroot_server.HTTPServer):
         self.wsgi_app = application
         self.pool = ThreadPool("hvdgloo-rendezvous", threads)
         self.max_connections = max_connections
+        self._head_timeout = head_timeout
         self._listeners = list(listeners)
         self._selector = selectors.DefaultSelector()
         self._wake_up = WakeUp()
@@ -226,7 +228,7 @@ class Front(cheroot_server.HTTPServer):
         with self._lock:
             if connection in self._connections:
                 table = self._reading if begun else self._idle
-                table[connection] = time.monotonic() + HEAD_TIMEOUT
+                table[connection] = time.monotonic() + self._head_timeout
                 connection.socket.setblocking(False)
                 self._register(connection)
         if begun:
@@ -320,7 +322,7 @@ class Front(cheroot_server.HTTPServer):
                 return
             if not connection.rfile.has_head():
                 if self._idle.pop(connection, None) is not None:
-                    self._reading[connection] = time.monotonic() + HEAD_TIMEOUT
+                    self._reading[connection] = time.monotonic() + self._head_timeout
                 return
             self._forget(connection)
         self._dispatch(connection)
@@ -373,7 +375,7 @@ class Front(cheroot_server.HTTPServer):
         connection = HttpConnection(self, sock, address)
         with self._lock:
             self._connections.add(connection)
-            self._reading[connection] = time.monotonic() + HEAD_TIMEOUT
+            self._reading[connection] = time.monotonic() + self._head_timeout
             self._register(connection)
 
     def _evict(self) -> bool:
@@ -404,12 +406,11 @@ class Front(cheroot_server.HTTPServer):
                 self._say_too_slow(connection)
                 self._drop(connection)
 
-    @staticmethod
-    def _say_too_slow(connection: HttpConnection) -> None:
+    def _say_too_slow(self, connection: HttpConnection) -> None:
         if not connection.rfile.has_data():
             return
         body = json.dumps(
-            {"error": "Request Timeout", "reason": f"no whole request head within {HEAD_TIMEOUT:g} s"}
+            {"error": "Request Timeout", "reason": f"no whole request head within {self._head_timeout:g} s"}
         ).encode()
         try:
             connection.socket.send(

@@ -49,6 +49,8 @@ class RendezvousServer:
         port: 0 takes any free one.
         port_range: (first, last): the first free one of these, instead of ``port``.
         start_timeout: seconds from an epoch's first worker until all that wait are told which are missing.
+        request_timeout: seconds that a client has for a request's head, and again for its body, apart from what a large
+            body takes.
 
     Raises:
         ConfigError: no such address here, the port is taken, or no worker is expected.
@@ -64,11 +66,13 @@ class RendezvousServer:
         port: int = 0,
         port_range: tuple[int, int] | None = None,
         start_timeout: float = 120.0,
+        request_timeout: float = 10.0,
     ) -> None:
         if not bind:
             raise ConfigError("a rendezvous server needs at least one address to listen on")
         self._secret = secret
         self._epochs = Epochs(start_timeout)
+        self._request_timeout = request_timeout
         self._bind = tuple(dict.fromkeys(bind))
         self._port_range = (port, port) if port_range is None and port else port_range
         self._listeners: list[socket.socket] = []
@@ -113,7 +117,11 @@ class RendezvousServer:
         from hvdgloo.rendezvous._server.service import Service
 
         self._service = Service(
-            self._secret, self._epochs, max_polls=lambda: self._threads - _SPARE_THREADS // 2, watch=self._watch
+            self._secret,
+            self._epochs,
+            max_polls=lambda: self._threads - _SPARE_THREADS // 2,
+            watch=self._watch,
+            body_timeout=self._request_timeout,
         )
         self._front = Front(
             create_app(self._service, _create_pages),
@@ -121,6 +129,7 @@ class RendezvousServer:
             threads=self._threads,
             max_connections=raise_descriptor_limit(self._connections),
             max_body=MAX_BODY,
+            head_timeout=self._request_timeout,
         )
         self._front.start()
         logger.info("the rendezvous server listens on %s", ", ".join(self.endpoints))

@@ -25,7 +25,6 @@ from hvdgloo.rendezvous._server.streams import SLOWEST_RATE
 from hvdgloo.rendezvous._store import MemoryStore
 from hvdgloo.version import __version__
 
-BODY_TIMEOUT = 10.0
 MAX_CLIENTS = 1 << 17
 _READ_ONLY = frozenset({"/", "/v1/status", "/metrics"})
 _BROWSER_CHALLENGE = 'Basic realm="hvdgloo: the status token is the password", charset="UTF-8"'
@@ -69,6 +68,7 @@ class Service:
         epochs: where workers gather.
         max_polls: how many requests may wait at a time; further ones are told to try again.
         watch: makes a context manager that calls back when a connection's client hangs up.
+        body_timeout: seconds that a request's body may take, beyond what it takes at the slowest rate that is borne.
     """
 
     def __init__(
@@ -78,6 +78,7 @@ class Service:
         *,
         max_polls: Callable[[], int],
         watch: Callable[[Any, Callable[[], None]], AbstractContextManager[None]],
+        body_timeout: float,
     ) -> None:
         self.signer = auth.Signer(secret)
         self.token = auth.status_token(secret)
@@ -86,6 +87,7 @@ class Service:
         self.metrics = Metrics(self.epochs.workers_in, self.counts)
         self._max_polls = max_polls
         self._watch = watch
+        self.body_timeout = body_timeout
         self._lock = threading.Lock()
         self._stores: dict[str, MemoryStore] = {}
         self._windows: dict[str, auth.ReplayWindow] = {}
@@ -261,11 +263,10 @@ class Gate:
             raise Refusal(400, "a body's length cannot be negative")
         return length
 
-    @staticmethod
-    def _body(environ: Environ, length: int) -> bytes:
+    def _body(self, environ: Environ, length: int) -> bytes:
         if not length:
             return b""
-        patience = BODY_TIMEOUT + length / SLOWEST_RATE
+        patience = self._service.body_timeout + length / SLOWEST_RATE
         environ["hvdgloo.connection"].rfile.allow(patience)
         try:
             body: bytes = environ["wsgi.input"].read(length)

@@ -106,6 +106,7 @@ class LaunchSpec:
         start_timeout: seconds for the agents, and then for the workers, to come up.
         grace_period: seconds between asking workers to end and killing them; None means 3 after a failure and 30 after
             a signal.
+        end_timeout: seconds that an agent has, after everything was killed, to say good-bye before it is killed itself.
         heartbeat_timeout: seconds of silence between launcher and agent after which either is lost to the other.
         output_directory: receives ``rank.<rank>/stdout`` and ``stderr``, byte for byte.
         timestamps: precede every line with the time.
@@ -124,6 +125,7 @@ class LaunchSpec:
     function: bytes | None = field(default=None, repr=False)
     start_timeout: float = 120.0
     grace_period: float | None = None
+    end_timeout: float = 15.0
     heartbeat_timeout: float = HEARTBEAT_TIMEOUT
     output_directory: str | None = None
     timestamps: bool = False

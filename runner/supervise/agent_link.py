@@ -14,12 +14,13 @@ from hvdgloo.runner.transport.base import AgentStream
 
 _STDERR_KEPT = 20
 _HELD_BACK = 200  # lines kept of what arrives before an agent can be used
-_END_TIME = 5.0  # seconds that a command has to end after its agent
-_KILL_TIME = 5.0  # seconds that it has to end once killed
 
 
 class Link:
     """A command, its streams, and what came from them. How far its host is, only ``state`` knows.
+
+    Args:
+        patience: seconds that the command has to end after its agent, and again once it has been killed.
 
     Attributes:
         state: of the host, whichever of its commands this is.
@@ -31,9 +32,10 @@ class Link:
         listening, stderr_open: what the loop's selector serves.
     """
 
-    def __init__(self, state: HostState, stream: AgentStream) -> None:
+    def __init__(self, state: HostState, stream: AgentStream, *, patience: float = 5.0) -> None:
         self.state = state
         self.stream = stream
+        self._patience = patience
         self.channel = Channel(stream.stdout.fileno(), stream.stdin.fileno(), preamble=PREAMBLE)
         self.hello: Hello | None = None
         self.ranks: list[int] = []
@@ -84,7 +86,7 @@ class Link:
         except OSError:
             pass
         try:
-            self.stream.wait(_END_TIME)
+            self.stream.wait(self._patience)
         except subprocess.TimeoutExpired:
             self._kill()
         self.stream.stdout.close()
@@ -93,6 +95,6 @@ class Link:
     def _kill(self) -> None:
         self.stream.kill()
         try:
-            self.stream.wait(_KILL_TIME)
+            self.stream.wait(self._patience)
         except subprocess.TimeoutExpired:
             pass  # the system keeps it, for a device or file system that does not answer; nothing more can be done

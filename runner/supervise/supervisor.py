@@ -51,9 +51,6 @@ from hvdgloo.runner.supervise.signal_handling import SignalHandling
 from hvdgloo.runner.supervise.startup import Startup
 from hvdgloo.runner.transport.base import Spawner
 
-END_TIME = 15.0
-"""Seconds that an agent has, after everything was killed, to say good-bye before it is killed itself."""
-
 _LATE = 1.0  # the most seconds that one turn of the loop counts for, beyond those that it was meant to take
 _ACKNOWLEDGE = 64 * 1024  # bytes of output for which credit is given at once
 
@@ -118,7 +115,7 @@ class Supervisor:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
-        self._run(self._nothing_left, time.monotonic() + END_TIME)
+        self._run(self._nothing_left, time.monotonic() + self._spec.end_timeout)
         self._agents.offer(host_state.Lost("did not end"))
         self._run(self._nothing_left)
         self._agents.close()
@@ -212,7 +209,7 @@ class Supervisor:
         self._agents.offer(host_state.Dismiss(), states)
         self._run(
             lambda: self._verdict.settled or all(link.gone for link in leaving),
-            time.monotonic() + END_TIME,
+            time.monotonic() + self._spec.end_timeout,
         )
         self._check_agents()
         self._agents.offer(host_state.Lost("did not end"), states)
@@ -311,7 +308,7 @@ class Supervisor:
         self._slept += slept
         if self._hard_deadline is not None:
             # The agents' own time went on, so that they have no more than this left to do.
-            self._hard_deadline = max(self._hard_deadline, now + END_TIME)
+            self._hard_deadline = max(self._hard_deadline, now + self._spec.end_timeout)
         self._loop.turn(now)
 
     def _next(self, now: float, deadline: float | None) -> float:
@@ -442,7 +439,7 @@ class Supervisor:
     def stop(self, signum: int, grace: float) -> None:
         """End the workers with a signal, and kill what is left after ``grace`` seconds."""
         self._verdict.settled = True
-        self._hard_deadline = time.monotonic() + grace + END_TIME
+        self._hard_deadline = time.monotonic() + grace + self._spec.end_timeout
         self.tell_all(Stop(signum, grace))
         self._finish_if_over()
 
@@ -450,7 +447,7 @@ class Supervisor:
         """End everything now."""
         self._verdict.settled = True
         self._verdict.running.clear()
-        self._hard_deadline = time.monotonic() + END_TIME
+        self._hard_deadline = time.monotonic() + self._spec.end_timeout
         self.tell_all(Stop(signal.SIGKILL, 0.0))
         self._finish_if_over()
 

@@ -27,9 +27,16 @@ os.execv(sys.argv[1], sys.argv[1:])
 # The launcher with less patience: what takes 15 s otherwise.
 HASTY = """
 import sys
-from hvdgloo.runner.cli import main as cli; from hvdgloo.runner.supervise import supervisor
-supervisor.END_TIME = 1.0
-sys.exit(cli.main(sys.argv[4:]))
+from dataclasses import replace
+from hvdgloo.runner.cli.flags import build_parser
+from hvdgloo.runner.cli.main import command_line, split_all
+from hvdgloo.runner.launch import launch
+parser = build_parser()
+flags, command, doctor = split_all(sys.argv[4:], parser.values)
+spec = command_line(parser, parser.given(flags), command, doctor=doctor).spec
+report = launch(replace(spec, end_timeout=1.0), stdout=sys.stdout, stderr=sys.stderr)
+print(report.summary(), file=sys.stderr)
+sys.exit(report.outcome.exit_code)
 """
 
 SAVES = """

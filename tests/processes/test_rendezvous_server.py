@@ -37,6 +37,13 @@ def raw(server: RendezvousServer) -> RawClient:
 
 
 @pytest.fixture
+def hurried() -> Iterator[RawClient]:
+    """To a server with little patience."""
+    with RendezvousServer(secret=SECRET, size=1, request_timeout=0.3) as server:
+        yield RawClient(server.endpoint, server.status()["run"])
+
+
+@pytest.fixture
 def client(server: RendezvousServer) -> Iterator[RendezvousClient]:
     with RendezvousClient(server.endpoint, SECRET) as client:
         yield client
@@ -326,27 +333,20 @@ class TestOthersAreUnharmed:
             client.store("s").set("k", b"v")
             assert time.monotonic() - started < 1
 
-    def test_a_slow_body_ends_at_its_deadline(self, raw: RawClient, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("hvdgloo.rendezvous._server.service.BODY_TIMEOUT", 0.3)
-        with raw.connect() as sock:
-            sock.sendall(raw.head("PUT", "/v1/kv/s/slow", b"x" * 100) + b"x")
+    def test_a_slow_body_ends_at_its_deadline(self, hurried: RawClient) -> None:
+        with hurried.connect() as sock:
+            sock.sendall(hurried.head("PUT", "/v1/kv/s/slow", b"x" * 100) + b"x")
             refused(read_answer(sock), 408, "did not arrive within")
             assert sock.recv(1) == b""
 
-    def test_a_slow_head_ends_at_its_deadline(
-        self, server: RendezvousServer, raw: RawClient, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr("hvdgloo.rendezvous._server.http_front.HEAD_TIMEOUT", 0.2)
-        with raw.connect() as slow, raw.connect() as silent:
+    def test_a_slow_head_ends_at_its_deadline(self, hurried: RawClient) -> None:
+        with hurried.connect() as slow, hurried.connect() as silent:
             slow.sendall(b"GET / HTTP/1.1\r\n")
             refused(read_answer(slow), 408, "no whole request head")
             assert silent.recv(1) == b""
 
-    def test_so_does_a_head_that_drips(
-        self, server: RendezvousServer, raw: RawClient, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr("hvdgloo.rendezvous._server.http_front.HEAD_TIMEOUT", 0.3)
-        with raw.connect() as sock:
+    def test_so_does_a_head_that_drips(self, hurried: RawClient) -> None:
+        with hurried.connect() as sock:
             sock.sendall(b"GET / HTTP/1.1\r\nX: ")
             for _ in range(60):
                 if select.select([sock], [], [], 0.05)[0]:
