@@ -13,6 +13,8 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+from hvdgloo._collectives.process_sets import global_process_set
+
 PAGE = Path(__file__).parent / "api.md"
 
 HEAD = """\
@@ -132,7 +134,7 @@ def _signature(value: Any) -> str:
     plain = str(signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty))
     plain = re.sub(r"<class '[\w.]*\.(\w+)'>", r"\1", plain)
     plain = re.sub(r"<ReduceOp\.(\w+): \d>", lambda found: found[1].capitalize(), plain)
-    return re.sub(r"ProcessSet\(id 0: all ranks\)", "global_process_set", plain)
+    return plain.replace(repr(global_process_set), "global_process_set")
 
 
 def _prose(value: Any) -> str:

@@ -2,12 +2,13 @@
 
 ::
 
-    HvdglooError
+    HvdglooError (RuntimeError)
     ├── ConfigError (ValueError)               a flag, variable, file or host list that cannot be used
     ├── InvalidArgumentError (ValueError)      a call that is wrong on this rank alone; nothing was sent
     │   ├── DuplicateNameError                 the name is already in flight in this process set
-    │   └── GradientsInFlightError (AssertionError)  gradients are touched while they are being reduced
-    ├── HorovodInternalError (RuntimeError)    a collective failed; Horovod's well-known name
+    │   └── OptimizerCallError (AssertionError)  a distributed optimizer's methods are called in a wrong order
+    │       └── GradientsInFlightError         gradients are touched while they are being reduced
+    ├── HorovodInternalError                   a collective failed; Horovod's well-known name
     │   ├── NotInitializedError (ValueError)   hvd.init() has not been called, or shutdown() has
     │   ├── MismatchError                      ranks disagree about one tensor; the job stays usable
     │   ├── JobShutdownError                   a rank ended its part of the job
@@ -15,10 +16,10 @@
     │   ├── StallError                         a tensor waited longer than the stall shutdown time
     │   ├── ConnectError                       two ranks could not be connected with each other
     │   └── BackendError                       a data plane (Gloo, NCCL, ...) failed
-    ├── EagerExecutionError (RuntimeError)     this is for graphs of TensorFlow 1
-    ├── DataServiceError (RuntimeError)        a tf.data service did not start, was lost, or has ended
+    ├── EagerExecutionError                    this is for graphs of TensorFlow 1
+    ├── DataServiceError                       a tf.data service did not start, was lost, or has ended
     ├── WaitTimeoutError (TimeoutError)        a wait ended at the deadline its caller chose
-    ├── HostsUpdatedInterrupt (RuntimeError)   elastic training: the set of hosts changed
+    ├── HostsUpdatedInterrupt                  elastic training: the set of hosts changed
     ├── MissingDependencyError (ImportError)   an optional package is not installed
     │   └── HorovodVersionMismatchError        a framework's version changed since installation
     ├── AuthenticationError                    a signature is absent or wrong
@@ -26,10 +27,13 @@
     │   ├── RendezvousTimeoutError (TimeoutError)  it answered, but what was awaited did not come
     │   └── RendezvousRefusedError             it answered with a 4xx: status and reason
     ├── RemoteTraceback                        where a worker raised what run() raises again: its cause
-    └── LaunchError (RuntimeError)             a job could not be started
+    └── LaunchError                            a job could not be started
         ├── HostsUnreachableError              hosts of a job cannot reach each other
         ├── UnusableHostsError                 hosts that could not be reached, or lack something
         └── JobFailedError                     a job was started and did not succeed
+
+Every class is a RuntimeError, and those in brackets besides. Classes of Python's that fill in attributes of their own
+(ImportError, OSError's) come first among the bases, so that they do.
 
 An error carries its facts as attributes, and its text says what to do next. Errors are sent between processes
 (``hvdgloo.run.run`` re-raises a worker's exception in the caller), so every class here can be pickled: facts passed by
@@ -38,11 +42,20 @@ keyword are restored from the instance's dictionary.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 
 
-class HvdglooError(Exception):
-    """The root of the tree: ``except HvdglooError`` catches everything that hvdgloo raises on purpose."""
+def _library_name() -> str:
+    """What the program knows this library as: where ``horovod`` stands for it (``hvdgloo.as_horovod``), Horovod."""
+    return str(getattr(sys.modules.get("horovod"), "stands_in_for", "hvdgloo"))
+
+
+class HvdglooError(RuntimeError):
+    """The root of the tree: ``except HvdglooError`` catches everything that hvdgloo raises on purpose.
+
+    A RuntimeError, because Horovod's programs catch that class whatever went wrong.
+    """
 
 
 class ConfigError(HvdglooError, ValueError):
@@ -61,19 +74,24 @@ class DuplicateNameError(InvalidArgumentError):
         self.name = name
 
 
-class GradientsInFlightError(InvalidArgumentError, AssertionError):
+class OptimizerCallError(InvalidArgumentError, AssertionError):
+    """A distributed optimizer's methods are called in an order, or in a mode, in which they have no meaning."""
+
+
+class GradientsInFlightError(OptimizerCallError):
     """Gradients are zeroed, or computed again, while they are being reduced: call step() or synchronize() first."""
 
 
-class HorovodInternalError(HvdglooError, RuntimeError):
+class HorovodInternalError(HvdglooError):
     """A collective failed. Elastic training catches this class, restores its last commit and goes on."""
 
 
 class NotInitializedError(HorovodInternalError, ValueError):
     """``hvd.init()`` has not been called, or ``hvd.shutdown()`` has been since."""
 
-    def __init__(self, message: str = "hvdgloo is not initialized; call hvd.init() first") -> None:
-        super().__init__(message)
+    def __init__(self, message: str = "") -> None:
+        # Word for word Horovod's: programs look for it.
+        super().__init__(message or f"{_library_name()} has not been initialized; use hvd.init().")
 
 
 class MismatchError(HorovodInternalError):
@@ -123,19 +141,19 @@ class BackendError(HorovodInternalError):
     """A data plane failed for a reason of its own."""
 
 
-class EagerExecutionError(HvdglooError, RuntimeError):
+class EagerExecutionError(HvdglooError):
     """The function is for graphs of TensorFlow 1, and the program runs eagerly."""
 
 
-class DataServiceError(HvdglooError, RuntimeError):
+class DataServiceError(HvdglooError):
     """A tf.data service (``hvdgloo.tensorflow.data``) did not start in time, was lost, or has ended."""
 
 
-class WaitTimeoutError(HvdglooError, TimeoutError):
+class WaitTimeoutError(TimeoutError, HvdglooError):
     """A wait ended at the deadline that its caller chose. The awaited result may still come."""
 
 
-class HostsUpdatedInterrupt(HvdglooError, RuntimeError):  # noqa: N818 - Horovod's name
+class HostsUpdatedInterrupt(HvdglooError):  # noqa: N818 - Horovod's name
     """The set of hosts changed while an elastic job was training.
 
     ``skip_sync`` is True if state need not be synchronised again (hosts were only removed).
@@ -149,7 +167,7 @@ class HostsUpdatedInterrupt(HvdglooError, RuntimeError):  # noqa: N818 - Horovod
         return "the set of hosts has changed; hvd.elastic.run handles this by itself"
 
 
-class MissingDependencyError(HvdglooError, ImportError):
+class MissingDependencyError(ImportError, HvdglooError):
     """An optional package is needed but not installed. The text gives the command that installs it."""
 
 
@@ -175,7 +193,7 @@ class AuthenticationError(HvdglooError):
     """A message's signature is absent or wrong: the peer does not know this job's secret, or bytes were changed."""
 
 
-class RendezvousError(HvdglooError, ConnectionError):
+class RendezvousError(ConnectionError, HvdglooError):
     """The rendezvous service could not be reached or used."""
 
     def __init__(self, message: str, *, server: str = "", route: str = "") -> None:
@@ -212,7 +230,7 @@ class RemoteTraceback(HvdglooError):  # noqa: N818 - not a failure itself, but t
         self.traceback = traceback
 
 
-class LaunchError(HvdglooError, RuntimeError):
+class LaunchError(HvdglooError):
     """A job could not be started. Nothing is left running."""
 
 

@@ -7,4 +7,15 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 __all__: list[str] = []
+
+
+def __getattr__(name: str) -> Any:
+    # ``from horovod.runner import run``: Horovod's programs have it from here. The launcher's own modules do not use
+    # it, so it is imported when somebody asks.
+    if name == "run":
+        return importlib.import_module("hvdgloo.run")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

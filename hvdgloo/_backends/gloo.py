@@ -29,7 +29,7 @@ from hvdgloo._backends import kernels
 from hvdgloo._backends.base import RendezvousStore, Work, first_line, get_all, gloo_unconnected
 from hvdgloo._backends.process_group import ProcessGroupBackend, tensor_of
 from hvdgloo._net.descriptors import bury
-from hvdgloo.errors import BackendError, RendezvousError
+from hvdgloo.errors import AuthenticationError, BackendError, HvdglooError, RendezvousError
 from hvdgloo.types import Buffer, ReduceOp
 
 _TURN = 0.5
@@ -101,6 +101,8 @@ class _GlooWork:
     def completes_within(self, timeout: float) -> bool:
         try:
             self._work.wait(timedelta(seconds=timeout))
+        except HvdglooError:
+            raise  # a RuntimeError of ours comes from the store, not from the operation
         except RuntimeError:
             # Either the operation failed, or only the wait has ended, and the operation perhaps since.
             if not self._work.is_completed():
@@ -162,7 +164,7 @@ class GlooBackend(ProcessGroupBackend):
             self._group = dist.ProcessGroupGloo(self._store, rank, size, options)
             self._store.fetch()
             self._connect(connect_timeout)
-        except RendezvousError:
+        except (RendezvousError, AuthenticationError):
             self.close()
             raise
         except (RuntimeError, BackendError) as error:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from hvdgloo._backends import kernels
 from hvdgloo._backends.base import RendezvousStore, Work, first_line
 from hvdgloo._backends.process_group import ProcessGroupBackend, tensor_of
-from hvdgloo.errors import BackendError, ConnectError
+from hvdgloo.errors import AuthenticationError, BackendError, ConnectError, RendezvousError
 from hvdgloo.types import Buffer
 
 _LONGEST_OPERATION = timedelta(days=1)
@@ -145,6 +145,9 @@ class NcclBackend(ProcessGroupBackend):
             first = torch.zeros(1, device=device)
             if not self._work("connect", self._group.allreduce([first]), first).completes_within(connect_timeout):
                 raise BackendError(f"not connected within {connect_timeout:g} s")
+        except (RendezvousError, AuthenticationError):
+            self.abandon()
+            raise
         except (RuntimeError, BackendError) as error:
             self.abandon()
             raise ConnectError(

@@ -87,8 +87,8 @@ class ProcessSet:
         return mine in ranks
 
     def __repr__(self) -> str:
-        members = "all ranks" if self._ranks is None else ", ".join(map(str, self._ranks))
-        return f"ProcessSet(id {self.process_set_id}: {members})"
+        # Horovod's, which programs print and compare.
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm={self.mpi_comm})"
 
     def __reduce__(self) -> tuple[Callable[[tuple[int, ...] | None], ProcessSet], tuple[tuple[int, ...] | None]]:
         return _of_ranks, (self._ranks,)

@@ -36,7 +36,7 @@ from hvdgloo._collectives.spec import reduction
 from hvdgloo._training.options import Groups, divided
 from hvdgloo._training.reducer import GradientReducer
 from hvdgloo._training.subclass import shell_class
-from hvdgloo.errors import GradientsInFlightError, InvalidArgumentError
+from hvdgloo.errors import GradientsInFlightError, InvalidArgumentError, OptimizerCallError
 from hvdgloo.torch import _sparse as sparse
 from hvdgloo.torch._buckets import Buckets, agree, plan, suits
 from hvdgloo.torch.compression import Compression
@@ -470,11 +470,11 @@ class Distributed(torch.optim.Optimizer):
         """Inside, ``step()`` does not reduce gradients: ``synchronize()`` was called before.
 
         Raises:
-            AssertionError: with op=Adasum, where there is nothing to skip.
+            OptimizerCallError: (a ValueError and an AssertionError) with op=Adasum, where there is nothing to skip.
         """
         session = self._hvd
         if session.adaptive and session.active:
-            raise AssertionError(
+            raise OptimizerCallError(
                 "with op=Adasum there is nothing to skip: step() combines the ranks' changes, not gradients"
             )
         before, session.skipping = session.skipping, True

@@ -13,6 +13,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvdgloo._collectives.frontend import Frontend
+from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.torch._frontend import FRONTEND
 from hvdgloo.types import ReduceOp
 
@@ -30,8 +31,8 @@ class SyncBatchNorm(_BatchNorm):
     it is the plain layer. All ranks must run it, forward and backward, in the same order.
 
     Raises:
-        ValueError: when called with an input of fewer than two dimensions, or when all ranks together have a single
-            value per channel.
+        InvalidArgumentError: (a ValueError) when called with an input of fewer than two dimensions, or when all ranks
+            together have a single value per channel.
     """
 
     frontend: Frontend[Tensor] = FRONTEND
@@ -48,7 +49,7 @@ class SyncBatchNorm(_BatchNorm):
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
-            raise ValueError(f"expected an input of at least two dimensions (N, C, ...), got {input.dim()}")
+            raise InvalidArgumentError(f"expected an input of at least two dimensions (N, C, ...), got {input.dim()}")
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise; shape (N, C, ...) to the same shape."""
@@ -131,7 +132,9 @@ def _statistics(values: Tensor, frontend: Frontend[Tensor]) -> tuple[Tensor, Ten
     counts, means, deviations = everyone[:, :1], everyone[:, 1 : 1 + channels], everyone[:, 1 + channels :]
     total = float(counts.sum())
     if total <= 1:
-        raise ValueError(f"all ranks together have {total:g} values per channel; their variance needs more than one")
+        raise InvalidArgumentError(
+            f"all ranks together have {total:g} values per channel; their variance needs more than one"
+        )
     whole = (counts * means).sum(0) / total
     spread = deviations.sum(0) + (counts * (means - whole).square()).sum(0)
     return whole.to(values.dtype), (spread / total).to(values.dtype), total

@@ -80,6 +80,30 @@ def runs_text(module: Module) -> list[int]:
     ]
 
 
+def raises_foreign(module: Module) -> list[int]:
+    """Where a program that catches RuntimeError, as Horovod's do, would miss an error.
+
+    What a class or a call can never be is Python's to say: TypeError, AttributeError, and a method that a subclass has
+    to define.
+    """
+    raised = [node for node in nodes(module.tree) if isinstance(node, ast.Raise) and node.exc is not None]
+    names = {id(node): dotted(node.exc.func if isinstance(node.exc, ast.Call) else node.exc) for node in raised}
+    return [node.lineno for node in raised if names[id(node)] in _NOT_OURS]
+
+
+_NOT_OURS = {
+    "AssertionError",
+    "Exception",
+    "ImportError",
+    "IndexError",
+    "KeyError",
+    "LookupError",
+    "OSError",
+    "TimeoutError",
+    "ValueError",
+}
+
+
 def unpickles(module: Module) -> set[str]:
     """Functions that unpickle; ``<module>`` for what is outside of them."""
     inside: dict[int, str] = {}
@@ -120,6 +144,18 @@ def test_exceptions_about_the_environment_are_still_needed() -> None:
 
 def test_library_code_does_not_print() -> None:
     assert _places(prints, PRINTS) == []
+
+
+def test_front_ends_raise_runtime_errors() -> None:
+    """Every error that a program meets is one of ``hvdgloo.errors``, and so a RuntimeError."""
+    known = ("_collectives", "_training", "common", "keras", "mxnet", "numpy", "tensorflow", "torch")
+    found = [
+        f"{module.place}:{line}"
+        for module in library().values()
+        if module.name.startswith(tuple(f"hvdgloo.{part}" for part in known))
+        for line in raises_foreign(module)
+    ]
+    assert found == []
 
 
 def test_no_shell_sees_any_text() -> None:
@@ -186,6 +222,11 @@ def test_the_rule_about_the_environment_can_be_broken(text: str) -> None:
 )
 def test_the_rule_about_shells_can_be_broken(text: str) -> None:
     assert len(runs_text(parse("hvdgloo.x", text))) == 1
+
+
+def test_the_rule_about_errors_can_be_broken() -> None:
+    text = "def f():\n    raise ValueError('x')\ndef g():\n    raise KeyError\nraise TypeError('x')\nraise"
+    assert raises_foreign(parse("hvdgloo.torch.x", text)) == [2, 4]
 
 
 def test_the_rule_about_print_can_be_broken() -> None:

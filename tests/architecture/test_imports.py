@@ -105,10 +105,13 @@ GRAPH: dict[str, set[str]] = {
 """The graph between sub-packages, from the ground up: each part, and the parts that it imports (without "hvdgloo.").
 
 A part is a package, or a module that stands alone; a module belongs to the longest name that fits. An arrow that the
-code does not have any more is an error, too, so this is what the structure *is*. Two kinds of files only hand on names
-and belong to no part's story: ``hvdgloo/__init__.py``, and ``hvdgloo/rendezvous/__init__.py``, whose arrows to server
-and client are followed on the first use of a name.
+code does not have any more is an error, too, so this is what the structure *is*. Some files only hand on names and
+belong to no part's story: ``_FACES``, and ``hvdgloo/rendezvous/__init__.py``, whose arrows to server and client are
+followed on the first use of a name.
 """
+
+_FACES = frozenset({"hvdgloo", "hvdgloo.runner"})
+"""Packages from which programs take ``run``, as from Horovod's; it is imported on the first use of the name."""
 
 _HANDED_OVER = {
     ("hvdgloo.tensorflow._optimizer", "hvdgloo.tensorflow.keras"): "wraps a Keras optimizer that TensorFlow's is given",
@@ -154,7 +157,7 @@ def arrows(modules: Mapping[str, Module]) -> Iterator[tuple[Module, Import, str,
     """Every import between two parts: who, what, from which part to which."""
     known = frozenset(modules)
     for module in modules.values():
-        if module.name == "hvdgloo":
+        if module.name in _FACES:
             continue
         for entry in _ours(module, known):
             source, target = part_of(module.name), part_of(entry.target)
@@ -226,7 +229,7 @@ def test_values_import_nothing_of_ours() -> None:
 def test_no_module_imports_itself_by_way_of_others() -> None:
     """Between modules there is no circle either, not even one for annotations only."""
     known = frozenset(library())
-    faces = {"hvdgloo", "hvdgloo.rendezvous"}
+    faces = _FACES | {"hvdgloo.rendezvous"}
     graph = {
         module.name: {entry.target for entry in _ours(module, known) if (module.name, entry.target) not in _HANDED_OVER}
         & known - {module.name} - faces

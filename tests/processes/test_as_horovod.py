@@ -126,6 +126,12 @@ def test_the_modules_are_the_very_same(tmp_path: Path) -> None:
     assert horovod.torch.mpi_ops.allreduce.__self__ is hvdgloo.torch.allreduce.__self__
     assert pickle.loads(pickle.dumps(horovod.torch.allreduce)).__self__ is hvdgloo.torch.allreduce.__self__
     assert horovod.run is hvdgloo.run and callable(horovod.run)
+    from horovod.runner import run
+    assert run is horovod.run and run.run is horovod.run.run
+    try:
+        horovod.torch.size()
+    except RuntimeError as error:
+        assert str(error) == "Horovod has not been initialized; use hvd.init().", error
     importlib.reload(hvdgloo.errors)
     print("same")
     """

@@ -22,6 +22,9 @@ __all__ = ["__version__"]
 __version__ = "0.28.1"
 """The last version of Horovod: programs look at it to see which functions exist. Ours is hvdgloo.__version__."""
 
+stands_in_for = "Horovod"
+"""The name that ``hvdgloo.errors`` uses where programs compare texts; Horovod's own package has no such attribute."""
+
 
 class _Alias(importlib.abc.Loader):
     """Gives a module of hvdgloo a second name."""
