@@ -255,3 +255,59 @@ def test_the_rule_about_machine_paths_can_be_broken(name: str) -> None:
 def test_all_our_own_python_is_looked_at() -> None:
     names = {module.name for module in everything()}
     assert {"tests.architecture.test_conduct", "examples.torch_digits", "hvdgloo.config"} <= names
+
+
+# What tests compare.
+
+_SENTENCE = 30
+"""Characters from which on a piece of a message is a sentence, and not a name or a fact in it."""
+
+
+def sentences(modules: Iterable[Module]) -> set[str]:
+    """Pieces of the library's messages that are always the same: lines of strings, and what stands between fields."""
+    return {
+        line.strip()
+        for module in modules
+        for text in _literals(module)
+        for line in text.splitlines()
+        if len(line.strip()) >= _SENTENCE and line.strip().count(" ") >= 2
+    }
+
+
+def compared(said: set[str], modules: Iterable[Module]) -> dict[str, set[str]]:
+    """The modules that have each sentence in a string, if any has; a regular expression's backslashes are ignored."""
+    texts = {module.place: "\0".join(_literals(module)).replace("\\", "") for module in modules}
+    together = "\0".join(texts.values())
+    return {
+        sentence: {place for place, text in texts.items() if sentence in text}
+        for sentence in said
+        if sentence in together
+    }
+
+
+def _literals(module: Module) -> list[str]:
+    """All strings of a module but for docstrings and other strings that nobody uses."""
+    unused = {id(node.value) for node in nodes(module.tree) if isinstance(node, ast.Expr)}
+    return [
+        node.value
+        for node in nodes(module.tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in unused
+    ]
+
+
+def test_each_message_is_compared_word_for_word_in_one_place() -> None:
+    """Whoever improves a message changes one test; others look for the facts in it."""
+    tests = [module for module in everything() if module.name.startswith("tests.")]
+    found = compared(sentences(library().values()), tests)
+    assert len(found) > 50
+    assert {sentence: places for sentence, places in found.items() if len(places) > 1} == {}
+
+
+def test_a_message_that_two_modules_compare_is_found() -> None:
+    text = "nobody has ever seen anything like it"
+    said = sentences([parse("hvdgloo.x", f"raise ValueError(f'{{x}}: {text}\\n{{y}}')")])
+    assert said == {f": {text}"}
+    one = parse("tests.one", f"assert 'oh: {text}' in x")
+    other = Module("tests.other", ROOT / "other.py", parse("tests.other", f"match(r'{{1}}: {text}')").tree)
+    assert compared(said, [one]) == {f": {text}": {one.place}}
+    assert compared(said, [one, other]) == {f": {text}": {one.place, other.place}}

@@ -144,7 +144,7 @@ class TestHosts:
         assert "STOP:    h3: there is no file train.py" in text
         bed["h3"].run(["rmdir", "/tmp/job"], check=True)
         text = doctor(bed["h2"], "-H", "h2:1,h3:1", "train.py", status=1, cwd="/tmp/job")
-        assert "STOP:    h3: there is no working directory /tmp/job" in text
+        assert re.search("STOP: +h3: .* directory /tmp/job", text)
         assert "train.py" not in text
 
     def test_pain_14_hosts_that_reach_each_other_one_way_only(self, make_bed: Callable[..., Bed]) -> None:

@@ -245,7 +245,7 @@ def test_its_output_may_go_nowhere() -> None:
     ("arguments", "text"),
     [
         ([], "how many workers? Give -np N"),
-        (["--np", "0"], "'0' is not a number of workers: expected a whole number, at least 1"),
+        (["--np", "0"], "'0' is not a number of workers"),
         (["--np", "-3"], "'-3' is not a number"),
         (["--np", "two"], "'two' is not a number"),
         (["--nnp", "2"], "unknown argument --nnp; did you mean --np?"),
@@ -260,7 +260,7 @@ def test_its_output_may_go_nowhere() -> None:
         (["--np", "2", "--bind", "127.0.0.1:9", "--port-range", "5-6"], "leave one of them away"),
         (["--np", "2", "--port-range", "9-1"], "expected FIRST-LAST"),
         (["--np", "2", "--secret-file", "/nowhere/secret"], "/nowhere/secret: No such file or directory"),
-        (["--np", "2", "--secret-file", "/dev/null"], "expected at least 32 hexadecimal digits"),
+        (["--np", "2", "--secret-file", "/dev/null"], "32 hexadecimal digits"),
         (["--status-token"], "--status-token needs the job's secret"),
     ],
 )

@@ -163,7 +163,7 @@ def test_without_torch_gloo_says_what_to_install(tmp_path: Path) -> None:
     with Job(2, code, tmp_path, fresh=True, HVDGLOO_CPU_OPERATIONS="gloo") as job:
         for ended in job.wait(20):
             assert ended.returncode == 1
-            assert "pip install 'hvdgloo[torch]'" in ended.stderr
+            assert "'hvdgloo[torch]'" in ended.stderr
 
 
 def test_where_memory_may_not_be_read_it_goes_through_the_segment(tmp_path: Path) -> None:
@@ -249,7 +249,7 @@ def test_a_demand_that_cannot_be_met_is_an_error(tmp_path: Path) -> None:
         for ended in job.wait(20):
             assert ended.returncode == 1
             assert "HVDGLOO_CPU_OPERATIONS=shm asks for shared memory, but rank 0" in ended.stderr
-            assert "this system has no memfd_create" in ended.stderr
+            assert "memfd_create" in ended.stderr
 
 
 def test_pain_27_a_small_dev_shm_is_no_limit(tmp_path: Path) -> None:

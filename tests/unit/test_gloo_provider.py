@@ -120,7 +120,7 @@ def test_on_one_host_the_setting_that_asks_for_gloo_is_what_to_leave_away(instal
 
 def test_on_several_hosts_leaving_it_away_would_not_help(installed: set[str]) -> None:
     text = _refused(Config(), Config(cpu_operations="gloo"))
-    assert text.startswith("ranks on several hosts need Gloo")
+    assert "on several hosts" in text
     assert "--cpu-operations" not in text
 
 

@@ -185,8 +185,9 @@ def test_after_the_start_timeout_each_host_is_named_at_its_step() -> None:
     scene.hosts[1].feed(Answered(), 1.0)
     with pytest.raises(LaunchError) as raised:
         scene.startup.check({"h1": "module load python"}, 5.0)
-    assert str(raised.value).splitlines() == [
-        "3 hosts not ready within 5 s (--start-timeout), at these steps:",
+    first, *steps = str(raised.value).splitlines()
+    assert first.startswith("3 hosts ")
+    assert steps == [
         f"  connecting: h0, h{AT_ONCE} (not tried yet): {REMEDIES[Step.CONNECTING]}",
         f"  python: h1 (module load python): {REMEDIES[Step.PYTHON]}",
     ]
