@@ -131,7 +131,7 @@ def test_the_modules_are_the_very_same(tmp_path: Path) -> None:
     try:
         horovod.torch.size()
     except RuntimeError as error:
-        assert str(error) == "Horovod has not been initialized; use hvd.init().", error
+        assert str(error).startswith("Horovod has not been initialized"), error
     importlib.reload(hvdgloo.errors)
     print("same")
     """

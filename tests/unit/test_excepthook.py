@@ -132,7 +132,7 @@ def test_the_program_s_own_line_is_right_above_the_error(capsys: pytest.CaptureF
     assert "HVDGLOO_LOG_LEVEL=DEBUG" in hint
     assert place.startswith(f'  File "{__file__}", line ')
     assert line.strip() == "hvd.allreduce(np.ones(3))"
-    assert what == "hvdgloo.errors.NotInitializedError: hvdgloo has not been initialized; use hvd.init()."
+    assert what.startswith("hvdgloo.errors.NotInitializedError: hvdgloo has not been initialized")
 
 
 def test_the_setting_shows_all_frames_before_init_too(
