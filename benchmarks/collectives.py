@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+ASYNC_SIZES = [4, 1 << 16, 1 << 20]
 SIZES = [4, 64, 1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26, 1 << 28]
 IDLE_SECONDS = 2.0
 """How long to do nothing, to see what that costs."""
@@ -56,7 +57,9 @@ def cases() -> list[Case]:
     """All cases."""
     return [
         *(Case("allreduce", f"allreduce {shown(size)}", size) for size in SIZES),
+        *(Case("async", f"async and synchronize {shown(size)}", size) for size in ASYNC_SIZES),
         Case("gradients", "161 gradients", 102_228_128),
+        Case("group", "161 gradients as a group", 102_228_128),
         Case("broadcast", "broadcast 100 MB", 100_000_000),
         Case("allgather", "allgather 10 MB per rank", 10_000_000),
         Case("alltoall", "alltoall 10 MB", 10_000_000),
@@ -141,24 +144,26 @@ def prepare(peer: Any, case: Case, rank: int, size: int) -> Callable[[], object]
     """The call to measure, after one whose result was checked."""
     import torch
 
-    if case.group == "gradients":
+    if case.group in ("gradients", "group"):
         from engine import resnet50_shapes
 
+        reduce = peer.gradients if case.group == "gradients" else peer.group
         tensors = [torch.full(shape, float(rank)) for shape in reversed(resnet50_shapes())]
-        peer.gradients(tensors)
+        reduce(tensors)
         assert all(bool((tensor == size * (size - 1) / 2).all()) for tensor in tensors), peer.name
         for tensor in tensors:
             tensor.fill_(1e-30)
-        return lambda: peer.gradients(tensors)
+        return lambda: reduce(tensors)
     count = case.nbytes // 4
     if case.group == "alltoall":
         count -= count % size
     own = torch.full((count,), float(rank + 1))
-    if case.group == "allreduce":
-        peer.allreduce(own)
+    if case.group in ("allreduce", "async"):
+        allreduce = peer.allreduce if case.group == "allreduce" else peer.allreduce_async
+        allreduce(own)
         assert bool((own == size * (size + 1) / 2).all()), peer.name
         own.fill_(1e-30)
-        return lambda: peer.allreduce(own)
+        return lambda: allreduce(own)
     if case.group == "broadcast":
         peer.broadcast(own)
         assert bool((own == 1).all()), peer.name

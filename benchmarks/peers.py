@@ -29,8 +29,14 @@ class Peer(Protocol):
     def allreduce(self, tensor: Tensor) -> None:
         """Sum in place."""
 
+    def allreduce_async(self, tensor: Tensor) -> None:
+        """Sum in place: start, then wait."""
+
     def gradients(self, tensors: Sequence[Tensor]) -> None:
         """Sum each in place."""
+
+    def group(self, tensors: Sequence[Tensor]) -> None:
+        """Sum all in place by one call, where there is such a call; else as ``gradients``."""
 
     def broadcast(self, tensor: Tensor) -> None:
         """From rank 0, in place."""
@@ -59,11 +65,18 @@ class Hvdgloo:
     def allreduce(self, tensor: Tensor) -> None:
         self._hvd.allreduce_(tensor, op=self._hvd.Sum, name="x")
 
+    def allreduce_async(self, tensor: Tensor) -> None:
+        hvd = self._hvd
+        hvd.synchronize(hvd.allreduce_async_(tensor, op=hvd.Sum, name="x"))
+
     def gradients(self, tensors: Sequence[Tensor]) -> None:
         hvd = self._hvd
         handles = [hvd.allreduce_async_(t, op=hvd.Sum, name=str(i)) for i, t in enumerate(tensors)]
         for handle in handles:
             hvd.synchronize(handle)
+
+    def group(self, tensors: Sequence[Tensor]) -> None:
+        self._hvd.grouped_allreduce_(tensors, op=self._hvd.Sum, name="group")
 
     def broadcast(self, tensor: Tensor) -> None:
         self._hvd.broadcast_(tensor, root_rank=0, name="x")
@@ -108,6 +121,9 @@ class TorchGloo:
     def allreduce(self, tensor: Tensor) -> None:
         self._dist.all_reduce(tensor)
 
+    def allreduce_async(self, tensor: Tensor) -> None:
+        self._dist.all_reduce(tensor, async_op=True).wait()
+
     def gradients(self, tensors: Sequence[Tensor]) -> None:
         works = []
         buckets = self._buckets(tensors)
@@ -118,6 +134,9 @@ class TorchGloo:
             work.wait()
             for member, piece in zip(members, torch.split(flat, [m.numel() for m in members]), strict=True):
                 member.view(-1).copy_(piece)
+
+    def group(self, tensors: Sequence[Tensor]) -> None:
+        self.gradients(tensors)
 
     def broadcast(self, tensor: Tensor) -> None:
         self._dist.broadcast(tensor, 0)
@@ -160,9 +179,15 @@ class OpenMpi:
     def allreduce(self, tensor: Tensor) -> None:
         self._world.Allreduce(self._mpi.IN_PLACE, tensor.numpy())
 
+    def allreduce_async(self, tensor: Tensor) -> None:
+        self._world.Iallreduce(self._mpi.IN_PLACE, tensor.numpy()).Wait()
+
     def gradients(self, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
             self._world.Allreduce(self._mpi.IN_PLACE, tensor.numpy())
+
+    def group(self, tensors: Sequence[Tensor]) -> None:
+        self.gradients(tensors)
 
     def broadcast(self, tensor: Tensor) -> None:
         self._world.Bcast(tensor.numpy(), 0)
