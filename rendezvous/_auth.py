@@ -39,7 +39,8 @@ SCHEME = "HVDGLOO-HMAC-SHA256"
 ANSWER_HEADER = "X-Hvdgloo-Signature"
 SECRET_BYTES = 32
 WINDOW = 4096
-_TAG_BYTES = 32
+SEAL_BYTES = 32
+"""That ``seal`` puts before a payload."""
 _MAX_COUNTER = 2**53
 _CREDENTIALS = re.compile(
     SCHEME + r" run=([0-9a-f]{32})?, client=([0-9a-f]{32}), counter=([0-9]{1,16}), "
@@ -219,8 +220,8 @@ def unseal(secret: bytes, sealed: bytes | bytearray | memoryview, context: bytes
         AuthenticationError: the secret or the context is another one, or bytes were changed.
     """
     sealed = bytes(sealed)
-    tag, payload = sealed[:_TAG_BYTES], sealed[_TAG_BYTES:]
-    if len(tag) != _TAG_BYTES or not hmac.compare_digest(tag, _tag(secret, payload, context)):
+    tag, payload = sealed[:SEAL_BYTES], sealed[SEAL_BYTES:]
+    if len(tag) != SEAL_BYTES or not hmac.compare_digest(tag, _tag(secret, payload, context)):
         shown = context if isinstance(context, str) else context.decode("utf-8", "replace")
         raise AuthenticationError(
             f"a payload ({shown}) does not carry this job's signature, so it was not unpickled: "

@@ -25,6 +25,7 @@ from hvdgloo._collectives.naming import names_of
 from hvdgloo._collectives.persistent import Pending, PersistentOperation
 from hvdgloo._collectives.process_sets import ProcessSet, process_set_id
 from hvdgloo._collectives.spec import CollectiveSpec, reduction
+from hvdgloo._engine.handle import Handle
 from hvdgloo._job.context import Context
 from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.types import Buffer, Collective, TensorSpec
@@ -215,6 +216,20 @@ class Core(Generic[T]):
         Returns:
             what waits for the result and returns it: a new array, or ``array`` itself in a broadcast.
         """
+        handle, result = self._submit_array(operation, array, name)
+        return lambda: (handle.wait(), result())[1]
+
+    def numbered_array(
+        self, operation: CollectiveSpec, array: npt.NDArray[Any], name: str | None = None
+    ) -> tuple[npt.NDArray[Any], int]:
+        """What ``start_array`` would return the result of, waited for, and the operation's ``Handle.order``."""
+        handle, result = self._submit_array(operation, array, name)
+        handle.wait()
+        return result(), handle.order
+
+    def _submit_array(
+        self, operation: CollectiveSpec, array: npt.NDArray[Any], name: str | None
+    ) -> tuple[Handle, Callable[[], npt.NDArray[Any]]]:
         context, session = self._bind()
         prefix = operation.collective.value
         full_name = session.names.full(operation.process_set, prefix, name)
@@ -222,7 +237,7 @@ class Core(Generic[T]):
         request = operation.request(full_name, (buffer.spec,))
         if operation.collective is not Collective.ALLGATHER:
             handle = context.engine.submit(request, [buffer], [buffer])
-            return lambda: (handle.wait(), array)[1]
+            return handle, lambda: array
         gathered: list[npt.NDArray[Any]] = []
 
         def allocate(index: int, spec: TensorSpec) -> Buffer:
@@ -230,7 +245,7 @@ class Core(Generic[T]):
             return Buffer.of_array(gathered[-1])
 
         handle = context.engine.submit(request, [buffer], allocate=allocate)
-        return lambda: (handle.wait(), gathered[0])[1]
+        return handle, lambda: gathered[0]
 
     def members(self, operation: CollectiveSpec) -> tuple[int, int]:
         """How many ranks take part in an operation, and this process's place among them.

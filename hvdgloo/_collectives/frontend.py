@@ -27,6 +27,7 @@ from hvdgloo._collectives.persistent import Pending
 from hvdgloo._collectives.process_sets import ProcessSet, global_process_set, process_set_id
 from hvdgloo._collectives.spec import CollectiveSpec, broadcasting, exchanging, gathering, reduction, scattering
 from hvdgloo._engine.messages import Request
+from hvdgloo._engine.handle import Handle
 from hvdgloo._job.context import Context
 from hvdgloo.types import Collective, ReduceOp
 
@@ -521,7 +522,7 @@ class NamedFrontend(Frontend[T]):
     def start(self, operation: CollectiveSpec, tensors: Sequence[T], name: str | None = None, **how: Any) -> Pending[T]:
         return super().start(operation, tensors, name or f"{self._label}.{next(self._calls)}", **how)
 
-    def start_array(
-        self, operation: CollectiveSpec, array: npt.NDArray[Any], name: str | None = None
-    ) -> Callable[[], npt.NDArray[Any]]:
-        return super().start_array(operation, array, name or f"{self._label}.{next(self._calls)}")
+    def _submit_array(
+        self, operation: CollectiveSpec, array: npt.NDArray[Any], name: str | None
+    ) -> tuple[Handle, Callable[[], npt.NDArray[Any]]]:
+        return super()._submit_array(operation, array, name or f"{self._label}.{next(self._calls)}")

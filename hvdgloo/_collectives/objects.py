@@ -2,9 +2,12 @@
 
 Bytes need no framework, so these functions serve all of them. A pickle can run any code when it is read, and the planes
 that carry tensors are not authenticated: each pickle therefore carries an HMAC under the job's secret, which is checked
-before the pickle is read. A job of one process has no secret, and sends nothing to other processes.
+before the pickle is read. It covers what the pickle is for, too: which object of which rank in which call, so that a
+recorded one is not taken for that of a later call of the same name. A job of one process has no secret, and sends
+nothing to other processes.
 
-Lengths travel first. Minus one stands for "this object could not be pickled", so that one rank's mistake is an error on
+Lengths travel first: the place of that operation in the job's order is what tells one call from another. A length of
+minus one stands for "this object could not be pickled", so that one rank's mistake is an error on
 every rank instead of an endless wait.
 """
 
@@ -40,15 +43,16 @@ def broadcast_object(
     operation = broadcasting(root_rank, process_set)
     is_root = frontend.context.rank == root_rank
     label = frontend.automatic_name("broadcast_object", operation.process_set) if name is None else name
-    purpose = _purpose(label, root_rank)
-    payload, failure = _pack(frontend, obj, purpose) if is_root else (_bytes(0), None)
-    length = np.array([payload.size if failure is None else _UNPICKLABLE], dtype=np.int64)
-    count = int(frontend.start_array(operation, length, f"{label}.sz")()[0])
+    pickled, failure = _pickle(obj) if is_root else (b"", None)
+    lengths, call = frontend.numbered_array(operation, _length(frontend, pickled, failure), f"{label}.sz")
+    count = int(lengths[0])
     if failure is not None:
         raise failure
     if count == _UNPICKLABLE:
         raise HorovodInternalError(f"rank {root_rank} could not pickle the object {label}; its own error says why")
-    received = frontend.start_array(operation, payload if is_root else _bytes(count), f"{label}.t")()
+    purpose = _purpose(frontend, label, root_rank, call)
+    payload = _seal(frontend, pickled, purpose) if is_root else np.empty(count, dtype=np.uint8)
+    received = frontend.start_array(operation, payload, f"{label}.t")()
     return obj if is_root else _unpack(frontend, received, purpose)
 
 
@@ -59,41 +63,53 @@ def allgather_object(
     gather = gathering(process_set)
     ranks = frontend.context.engine.process_sets[gather.process_set]
     label = frontend.automatic_name("allgather_object", gather.process_set) if name is None else name
-    payload, failure = _pack(frontend, obj, _purpose(label, frontend.context.rank))
-    count = payload.size if failure is None else _UNPICKLABLE
-    counts = frontend.gather_integers([count], gather.process_set, f"{label}.sz")[:, 0]
+    pickled, failure = _pickle(obj)
+    counts, call = frontend.numbered_array(gather, _length(frontend, pickled, failure), f"{label}.sz")
     if failure is not None:
         raise failure
     unpicklable = np.flatnonzero(counts == _UNPICKLABLE)
     if unpicklable.size:
         rank = ranks[unpicklable[0]]
         raise HorovodInternalError(f"rank {rank} could not pickle the object {label}; its own error says why")
-    together = frontend.start_array(gather, payload, f"{label}.t")()
+    own = _seal(frontend, pickled, _purpose(frontend, label, frontend.context.rank, call))
+    together = frontend.start_array(gather, own, f"{label}.t")()
     pieces = np.split(together, np.cumsum(counts)[:-1])
-    return [_unpack(frontend, piece, _purpose(label, rank)) for rank, piece in zip(ranks, pieces, strict=True)]
+    return [
+        _unpack(frontend, piece, _purpose(frontend, label, rank, call))
+        for rank, piece in zip(ranks, pieces, strict=True)
+    ]
 
 
-def _purpose(label: str, rank: int) -> str:
-    # The rank is signed too, so that no rank's object can pass for another's.
-    return f"object {label} of rank {rank}"
+def _purpose(frontend: Core[Any], label: str, rank: int, call: int) -> str:
+    # The rank is signed too, so that no rank's object can pass for another's; and the world and the call in it, so that
+    # what was heard of an earlier one is of no use.
+    return f"object {label} of rank {rank}, operation {call} of world {frontend.context.world}"
 
 
-def _bytes(count: int) -> npt.NDArray[np.uint8]:
-    return np.empty(count, dtype=np.uint8)
-
-
-def _pack(frontend: Core[Any], obj: object, purpose: str) -> tuple[npt.NDArray[np.uint8], Exception | None]:
+def _pickle(obj: object) -> tuple[bytes, Exception | None]:
+    """An object's pickle, or why there is none."""
     import cloudpickle  # at the first object: most jobs send none until they train, and some none at all
 
     try:
-        pickled = cloudpickle.dumps(obj)
+        return cloudpickle.dumps(obj), None
     except Exception as error:  # noqa: BLE001 - user code runs here; the other ranks must hear of any failure
-        return _bytes(0), error
+        return b"", error
+
+
+def _length(frontend: Core[Any], pickled: bytes, failure: Exception | None) -> npt.NDArray[np.int64]:
+    """Bytes of what will be sent, in an array."""
+    from hvdgloo.rendezvous._auth import SEAL_BYTES
+
+    seal_bytes = 0 if frontend.context.secret is None else SEAL_BYTES
+    return np.array([len(pickled) + seal_bytes if failure is None else _UNPICKLABLE], dtype=np.int64)
+
+
+def _seal(frontend: Core[Any], pickled: bytes, purpose: str) -> npt.NDArray[np.uint8]:
     from hvdgloo.rendezvous import seal
 
     secret = frontend.context.secret
     payload = pickled if secret is None else seal(secret, pickled, purpose)
-    return np.frombuffer(bytearray(payload), dtype=np.uint8), None
+    return np.frombuffer(bytearray(payload), dtype=np.uint8)
 
 
 def _unpack(frontend: Core[Any], received: npt.NDArray[np.uint8], purpose: str) -> Any:

@@ -32,16 +32,19 @@ class Handle:
         value: for a join, the rank that came last; for a process set that was added or removed, its id.
         name: the tensor's full name, as messages show it.
         outputs: where the results are, once ``done()``; in the order of the submitted tensors.
+        order: once ``done()`` without an error, the operation's place among all that the job has carried out, the same
+            on all its ranks and never given twice; -1 before.
         lend: called with the handle by a thread that is about to wait for it without a timeout: the engine may use the
             thread for a moment.
     """
 
-    __slots__ = ("_callbacks", "_done", "_error", "_latch", "lend", "name", "outputs", "value")
+    __slots__ = ("_callbacks", "_done", "_error", "_latch", "lend", "name", "order", "outputs", "value")
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.outputs: tuple[Buffer, ...] = ()
         self.value = -1
+        self.order = -1
         self.lend: Callable[[Handle], None] | None = None
         self._error: BaseException | None = None
         self._done = False

@@ -38,6 +38,7 @@ class Member:
         self.timeline: Timeline | None = None
         self._rank = rank
         self._joined = False
+        self._ordered = 0  # items in all messages so far, which every rank receives
         self._inline_threshold = inline_threshold
         self._lock = threading.Lock()
         self._pending: dict[tuple[int, str], Submission] = {}
@@ -150,9 +151,12 @@ class Member:
         # Forgotten last: an operation that was ordered in this message may have been forgotten right after.
         for number in message.forgotten:
             self._forget(number)
+        before = self._ordered
+        self._ordered += len(agreed)
         for position, (response, operation) in enumerate(agreed):
             if operation is None:
                 continue
+            operation.handle.order = before + position
             if response.error:
                 operation.handle.resolve(error=MismatchError(response.error, name=operation.request.name))
             elif position in results:

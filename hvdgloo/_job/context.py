@@ -26,6 +26,8 @@ class Context:
         engine: started; the Context owns it from now on.
         clock_offset: seconds that rank 0's clock is ahead of this host's.
         job_rank: this rank among all of the job's, if the Context's world consists of some of them only.
+        world: tells this world from all others that the secret's holders have formed or will form, the same on all its
+            ranks.
         client: of the rendezvous server. It stays connected while the rank is part of the job, since the server lists
             connected ranks.
     """
@@ -39,8 +41,10 @@ class Context:
         client: RendezvousClient | None = None,
         clock_offset: float = 0.0,
         job_rank: int | None = None,
+        world: str = "",
     ) -> None:
         self._client = client
+        self.world = world
         self.job_rank = rank if job_rank is None else job_rank
         self.clock_offset = clock_offset
         self.config = config

@@ -11,6 +11,7 @@ import hashlib
 import ipaddress
 import logging
 import os
+import secrets
 import socket
 from collections import Counter
 from collections.abc import Sequence
@@ -162,7 +163,7 @@ def _connect(
             f"init(process_sets=...) was called with the sets {sets} on {topology.describe(rank)}, and with "
             f"{decided['process_sets']} on {topology.describe(0)}; give all ranks the same list"
         )
-    return Context(config, topology, rank, engine, client, decided["clock_offset"], registration.rank)
+    return Context(config, topology, rank, engine, client, decided["clock_offset"], registration.rank, decided["world"])
 
 
 def _world(registration: Registration, ranks: Sequence[int] | None) -> tuple[int, Topology, str]:
@@ -260,9 +261,9 @@ def _control_links(
 
     Returns:
         the connections, and what rank 0 decides for all: the settings that ``engine_settings`` adopts, ``process_sets``
-        to be added at once, those of ``Planes``, and ``clock_offset`` from this host's clock to rank 0's.
+        to be added at once, those of ``Planes``, the ``world``'s name, and ``clock_offset`` from this host's clock to rank 0's.
     """
-    shared = {**plan_settings(config), "process_sets": process_sets}
+    shared = {**plan_settings(config), "process_sets": process_sets, "world": secrets.token_hex(16)}
     if rank == 0:
         assert listener is not None
         links = handshake.accept_all(listener, topology.size, shared, config.connect_timeout, topology.describe)

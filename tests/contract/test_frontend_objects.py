@@ -11,6 +11,7 @@ import pytest
 
 from hvdgloo._backends.base import Backend, Work
 from hvdgloo._collectives import objects
+from hvdgloo._collectives.naming import names_of
 from hvdgloo._collectives.process_sets import ProcessSet
 from hvdgloo._job.context import Context
 from hvdgloo.errors import AuthenticationError, HorovodInternalError, InvalidArgumentError
@@ -169,3 +170,43 @@ def test_one_ranks_object_does_not_pass_for_anothers(world: MakeWorld, framework
             objects.allgather_object(framework.frontend(context), "ab"[context.rank])
 
     world(2, wrap=lambda rank, inner: Swapping(inner)).run(rank_body)
+
+
+class _Replaying:
+    """A backend that puts the first long broadcast's bytes in the place of the later ones."""
+
+    def __init__(self, inner: Backend) -> None:
+        self._inner = inner
+        self._recorded: bytes | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def broadcast(self, buffer: Buffer, root: int) -> Work:
+        work = self._inner.broadcast(buffer, root)
+        assert work.completes_within(10)
+        memory = buffer.array().view(np.uint8).reshape(-1)
+        if memory.nbytes > 8 and self._recorded is None:
+            self._recorded = memory.tobytes()
+        elif memory.nbytes > 8:
+            memory[:] = np.frombuffer(self._recorded or b"", np.uint8)
+        return work
+
+
+@pytest.mark.parametrize("name", ["weights", None], ids=["named", "unnamed"])
+def test_an_earlier_object_of_the_same_name_is_not_unpickled(
+    world: MakeWorld, framework: Framework, name: str | None
+) -> None:
+    """What was heard of one call must not pass for what a later one sends, even if automatic names begin anew."""
+
+    def rank_body(context: Context) -> None:
+        frontend = framework.frontend(context)
+        assert objects.broadcast_object(frontend, "old", 0, name) == "old"
+        names_of(context).restart(0)
+        if context.rank == 0:
+            objects.broadcast_object(frontend, "new", 0, name)
+        else:
+            with pytest.raises(AuthenticationError, match=r"rank 0, operation 2 .*not unpickled"):
+                objects.broadcast_object(frontend, None, 0, name)
+
+    world(2, wrap=lambda rank, inner: _Replaying(inner) if rank == 1 else inner).run(rank_body)
