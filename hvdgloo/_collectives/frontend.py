@@ -26,8 +26,8 @@ from hvdgloo._collectives.core import Core, T
 from hvdgloo._collectives.persistent import Pending
 from hvdgloo._collectives.process_sets import ProcessSet, global_process_set, process_set_id
 from hvdgloo._collectives.spec import CollectiveSpec, broadcasting, exchanging, gathering, reduction, scattering
-from hvdgloo._engine.messages import Request
 from hvdgloo._engine.handle import Handle
+from hvdgloo._engine.messages import Request
 from hvdgloo._job.context import Context
 from hvdgloo.types import Collective, ReduceOp
 

@@ -1,11 +1,12 @@
-"""Framed messages over a non-blocking socket."""
+"""Framed and signed messages over a non-blocking socket."""
 
 from __future__ import annotations
 
 import socket
 
 from hvdgloo._engine.messages import Message, decode
-from hvdgloo._net.framing import FrameDecoder
+from hvdgloo._net.framing import HEAD, FrameDecoder
+from hvdgloo._net.handshake import Link
 
 MAX_FRAME = 256 << 20
 
@@ -13,11 +14,12 @@ MAX_FRAME = 256 << 20
 class ControlConnection:
     """One control connection. Only its thread may use it, except for ``shutdown``."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        sock.setblocking(False)
-        self._socket = sock
+    def __init__(self, link: Link) -> None:
+        link.sock.setblocking(False)
+        self._socket = link.sock
+        self._sending = link.sending
         self._arrived = memoryview(bytearray(1 << 16))
-        self._frames = FrameDecoder(MAX_FRAME, "a control message")
+        self._frames = FrameDecoder(MAX_FRAME, "a control message", link.receiving)
         self._unsent = bytearray()
 
     def fileno(self) -> int:
@@ -28,12 +30,13 @@ class ControlConnection:
         return bool(self._unsent)
 
     def send(self, framed: bytes | bytearray) -> None:
-        """Send as much as the kernel accepts and keep the rest for ``flush``.
+        """Sign a framed message, send as much as the kernel accepts and keep the rest for ``flush``.
 
         Raises:
             OSError: the connection has ended.
         """
         self._unsent += framed
+        self._unsent += self._sending.tag(memoryview(framed)[HEAD:])
         self.flush()
 
     def flush(self) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import selectors
-import socket
 import sys
 import threading
 import time
@@ -39,6 +38,7 @@ from hvdgloo._engine.messages import (
 )
 from hvdgloo._engine.planes import DEPTH
 from hvdgloo._net.event_loop import WakeUp
+from hvdgloo._net.handshake import Link
 from hvdgloo.errors import (
     BackendError,
     HorovodInternalError,
@@ -66,7 +66,7 @@ class Control:
 
     Args:
         rank: this rank.
-        links: connected sockets: on rank 0 one for every other rank, elsewhere one for rank 0.
+        links: connections: on rank 0 one for every other rank, elsewhere one for rank 0.
         coordinator: on rank 0, else None.
         operation_timeout: seconds after which a silent rank counts as lost.
         spin_time: seconds that a waiting caller polls for the answer before it goes to sleep; 0 for not at all.
@@ -76,7 +76,7 @@ class Control:
     def __init__(
         self,
         rank: int,
-        links: Mapping[int, socket.socket],
+        links: Mapping[int, Link],
         member: Member,
         executor: Executor,
         coordinator: Coordinator | None,
@@ -94,7 +94,7 @@ class Control:
         self._spin_time = spin_time
         self._describe = describe
         self._on_end = on_end
-        self._connections = {peer: ControlConnection(sock) for peer, sock in links.items()}
+        self._connections = {peer: ControlConnection(link) for peer, link in links.items()}
         self._wake_up = WakeUp()
         self._to_send: list[Message] = []
         self._failure: BaseException | None = None
@@ -263,7 +263,10 @@ class Control:
                         self._sockets.modify(connection, selectors.EVENT_READ, peer)
             except (OSError, EOFError, ValueError) as error:
                 self._sockets.unregister(connection)
-                self._lose(peer, str(error) or type(error).__name__, time.monotonic())
+                reason = str(error) or type(error).__name__
+                if not isinstance(error, ValueError):  # which is about what it, or somebody else, has said
+                    reason += " (the process died or was killed; see its own output)"
+                self._lose(peer, reason, time.monotonic())
         return bool(ready)
 
     def _spin(self, awaited: Handle) -> None:
@@ -392,10 +395,9 @@ class Control:
     def _lose(self, peer: int, reason: str, now: float) -> None:
         self._connections.pop(peer).close()
         if self._coordinator is not None:
-            self._coordinator.lost(peer, f"{reason} (the process died or was killed; see its own output)", now)
+            self._coordinator.lost(peer, reason, now)
         elif not self._finished:
-            text = f"{self._describe(0)} was lost: {reason} (the process died or was killed; see its own output)"
-            self._end(PeerLostError(text, rank=0, host=None))
+            self._end(PeerLostError(f"{self._describe(0)} was lost: {reason}", rank=0, host=None))
 
     def _end(self, error: HorovodInternalError) -> None:
         """Everything fails with ``error``, now."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-import socket
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +23,7 @@ from hvdgloo._engine.messages import REDUCTIONS, Leave, Request
 from hvdgloo._engine.planes import Group
 from hvdgloo._engine.submission import PersistentRequest, Submission
 from hvdgloo._net.descriptors import bury
+from hvdgloo._net.handshake import Link
 from hvdgloo.errors import HorovodInternalError, InvalidArgumentError, JobShutdownError
 from hvdgloo.topology import Topology
 from hvdgloo.types import Buffer, Collective, DType, ReduceOp, TensorSpec
@@ -75,7 +75,7 @@ class Engine:
     Args:
         rank: this rank.
         topology: of all ranks.
-        links: connected control sockets; see ``Control``.
+        links: control connections; see ``Control``.
         backend: the data plane of the set of all ranks. The engine owns it from now on.
         settings: see ``EngineSettings``.
         open_backend: makes the data plane of a process set that is added later, given a number that was never used
@@ -89,7 +89,7 @@ class Engine:
         self,
         rank: int,
         topology: Topology,
-        links: Mapping[int, socket.socket],
+        links: Mapping[int, Link],
         backend: Backend,
         settings: EngineSettings,
         open_backend: OpenBackend | None = None,

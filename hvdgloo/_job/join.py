@@ -22,7 +22,7 @@ from hvdgloo._backends.select import Planes, idle_provider, plane_settings
 from hvdgloo._engine.engine import Engine
 from hvdgloo._job.context import Context
 from hvdgloo._job.settings import engine_settings, plan_settings
-from hvdgloo._net.handshake import Handshake, listen
+from hvdgloo._net.handshake import Handshake, Link, listen
 from hvdgloo.config import Config, format_endpoint, parse_endpoint
 from hvdgloo.errors import ConfigError, InvalidArgumentError, RendezvousError
 from hvdgloo.rendezvous import MemoryStore, Registration, RendezvousClient, WorkerInfo, host_identity
@@ -142,8 +142,8 @@ def _connect(
     try:
         backend = planes.open(0, range(topology.size))
     except BaseException:
-        for sock in links.values():
-            sock.close()
+        for link in links.values():
+            link.sock.close()
         raise
     if rank == 0 and (idle := idle_provider(config.gloo_provider)):
         logger.warning("%s", idle)
@@ -256,17 +256,18 @@ def _control_links(
     endpoint: tuple[str, int],
     config: Config,
     process_sets: list[list[int]],
-) -> tuple[dict[int, socket.socket], dict[str, Any]]:
+) -> tuple[dict[int, Link], dict[str, Any]]:
     """Connect the control plane.
 
     Returns:
         the connections, and what rank 0 decides for all: the settings that ``engine_settings`` adopts, ``process_sets``
-        to be added at once, those of ``Planes``, the ``world``'s name, and ``clock_offset`` from this host's clock to rank 0's.
+        to be added at once, those of ``Planes``, the ``world``'s name, and ``clock_offset`` from this host's clock to
+        rank 0's.
     """
     shared = {**plan_settings(config), "process_sets": process_sets, "world": secrets.token_hex(16)}
     if rank == 0:
         assert listener is not None
         links = handshake.accept_all(listener, topology.size, shared, config.connect_timeout, topology.describe)
         return links, {**shared, "clock_offset": 0.0}
-    sock, decided = handshake.connect(*endpoint, rank, config.connect_timeout, topology.describe)
-    return {0: sock}, decided
+    link, decided = handshake.connect(*endpoint, rank, config.connect_timeout, topology.describe)
+    return {0: link}, decided

@@ -1,15 +1,21 @@
-"""Where a message begins and ends in a stream of bytes: a length of 4 bytes in network order, then that many bytes.
+"""Where a message begins and ends in a stream of bytes: a length of 4 bytes in network order, then that many bytes,
+then a tag of 16 bytes where messages are authenticated.
 
 Pure: nothing here reads or writes.
 """
 
 from __future__ import annotations
 
+import hmac
 import struct
+from hashlib import blake2b
 
 _LENGTH = struct.Struct("!I")
 HEAD = _LENGTH.size
 """Bytes before each message."""
+
+TAG = 16
+"""Bytes after each message that is authenticated."""
 
 
 def head(length: int) -> bytes:
@@ -18,9 +24,44 @@ def head(length: int) -> bytes:
 
 
 def body_length(head: bytes | bytearray | memoryview) -> int:
-    """How many bytes follow the first ``HEAD`` bytes of a frame."""
+    """How many bytes follow the first ``HEAD`` bytes of a frame, without its tag."""
     length: int = _LENGTH.unpack_from(head)[0]
     return length
+
+
+class FrameMac:
+    """Authenticates the messages of one direction of one connection, in their order: none can be forged, changed,
+    repeated, left out or moved without the tags showing it.
+
+    A tag is a keyed BLAKE2b of the message, with its number as the salt: a third of an HMAC's cost for the few dozen
+    bytes that a control message usually has, and equally sound.
+
+    Args:
+        key: 16 to 64 bytes that only the two sides know, and that no other direction or connection uses.
+    """
+
+    __slots__ = ("_count", "_key")
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self._count = 0
+
+    def tag(self, message: bytes | bytearray | memoryview) -> bytes:
+        """The tag of the next message."""
+        self._count += 1
+        return blake2b(message, digest_size=TAG, key=self._key, salt=self._count.to_bytes(16, "big")).digest()
+
+    def check(self, message: bytes | bytearray | memoryview, tag: bytes | bytearray | memoryview, what: str) -> None:
+        """Check the next message.
+
+        Args:
+            what: the message's name in the error, with its article.
+
+        Raises:
+            ValueError: the tag is not its.
+        """
+        if not hmac.compare_digest(self.tag(message), tag):
+            raise ValueError(f"{what} was not signed by the other side: somebody else sent or changed it on its way")
 
 
 class FrameDecoder:
@@ -29,11 +70,14 @@ class FrameDecoder:
     Args:
         limit: maximum bytes of a message; a stream that announces a longer one is something else, or hostile.
         what: a message's name in errors, with its article.
+        mac: checks the tags that follow the messages; None if none follow.
     """
 
-    def __init__(self, limit: int, what: str = "a message") -> None:
+    def __init__(self, limit: int, what: str = "a message", mac: FrameMac | None = None) -> None:
         self._limit = limit
         self._what = what
+        self._mac = mac
+        self._tag = 0 if mac is None else TAG
         self._buffer = bytearray()
 
     @property
@@ -45,8 +89,8 @@ class FrameDecoder:
         """All messages that these bytes complete, in order. They may be views of ``data``: read them before it changes.
 
         Raises:
-            ValueError: a message is longer than the limit. This is detected at its beginning, and nothing is stored of
-                it.
+            ValueError: a message is longer than the limit, which is detected at its beginning, and nothing is stored of
+                it; or its tag is wrong.
         """
         rest = memoryview(data)
         messages: list[memoryview] = []
@@ -58,19 +102,27 @@ class FrameDecoder:
             if len(self._buffer) < end:
                 return messages
             if end == self._end(self._buffer):  # and not its head alone
-                messages.append(memoryview(self._buffer)[HEAD:])
+                messages.append(self._message(memoryview(self._buffer)))
                 self._buffer = bytearray()
         while len(rest) >= HEAD and (end := self._end(rest)) <= len(rest):
-            messages.append(rest[HEAD:end])
+            messages.append(self._message(rest[:end]))
             rest = rest[end:]
         self._buffer += rest
         return messages
 
     def _end(self, begun: bytearray | memoryview) -> int:
-        """How many bytes of a message that has begun are known to come, with its head."""
+        """How many bytes of a message that has begun are known to come, with its head and tag."""
         if len(begun) < HEAD:
             return HEAD
         length = body_length(begun)
         if length > self._limit:
             raise ValueError(f"{self._what} of {length} bytes, where {self._limit} are the most")
-        return HEAD + length
+        return HEAD + length + self._tag
+
+    def _message(self, frame: memoryview) -> memoryview:
+        """A whole frame's message, checked."""
+        if self._mac is None:
+            return frame[HEAD:]
+        message = frame[HEAD:-TAG]
+        self._mac.check(message, frame[-TAG:], self._what)
+        return message

@@ -1,16 +1,21 @@
 """How the control connections are made: every rank to rank 0, each side proving that it knows the job's secret.
 
-The challenge is mutual (both sides sign both nonces, so neither a stray server nor a stray client passes), the secret
-is never sent, and a visitor that fails costs the others no more than a slot for a few seconds::
+The challenge is mutual (both sides sign both nonces, so neither a stray server nor a stray client passes), and the
+secret is never sent. What is said afterwards is authenticated message by message, with keys that follow from the secret
+and both nonces (``hvdgloo._net.framing``)::
 
     member       -> coordinator   magic, epoch, generation, rank, nonce
     coordinator  -> member        nonce, HMAC(key, "coordinator", ...)
     member       -> coordinator   HMAC(key, "member", ...)
-    coordinator  -> member        its clock, and settings that shape plans: a message, framed
+    coordinator  -> member        its clock, and settings that shape plans: the first message
+
+Rank 0 serves all visitors on one thread, as they speak. A visitor that says nothing costs the others nothing: it has a
+few seconds, and when there are too many, or no descriptors are left, the one that has been silent longest is sent away.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import hmac
 import logging
@@ -19,21 +24,46 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from hvdgloo._net import codec, framing, ports
+from hvdgloo._net.framing import FrameMac
 from hvdgloo.errors import AuthenticationError, BackendError, ConfigError, ConnectError
 
 logger = logging.getLogger(__name__)
 
 _HELLO = struct.Struct("!8sIII16s")
 _MAGIC = b"hvdgloo1"
+_NONCE_BYTES = 16
 _MAC_BYTES = 32
-_PARALLEL = 32
+_MOST_VISITORS = 256
+"""Connections that have proved nothing yet; the kernel keeps further ones in the listener's queue."""
+_GRACE = 1.0
+"""Seconds that every visitor has, however many are waiting."""
+_PAUSE = 0.02
+"""Seconds until the next attempt to accept where not even one more descriptor can be had."""
 _TURN = 0.25
 """Seconds between checks, during a wait, whether it was cancelled."""
 _MAX_ANSWER = 1 << 20
+
+_Wanted = Generator[int, None, None]
+"""A conversation with a visitor, which yields the selector's events that it waits for."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """A connection whose two sides have proved that they belong to the job.
+
+    Attributes:
+        sock: connected.
+        sending, receiving: authenticate the messages that follow, in each direction.
+    """
+
+    sock: socket.socket
+    sending: FrameMac
+    receiving: FrameMac
 
 
 class _Answer(codec.Message, frozen=True):
@@ -86,11 +116,11 @@ class Handshake:
         purpose: str = "control connection",
         proof_timeout: float = 5.0,
     ) -> None:
-        self._purpose = purpose
+        self.purpose = purpose
         self._key = hmac.digest(secret, f"hvdgloo {purpose}".encode(), hashlib.sha256)
         self._epoch = epoch
         self._generation = generation
-        self._proof_timeout = proof_timeout
+        self.proof_timeout = proof_timeout
 
     def accept_all(
         self,
@@ -100,95 +130,43 @@ class Handshake:
         timeout: float,
         describe: Callable[[int], str],
         cancelled: Callable[[], bool] | None = None,
-    ) -> dict[int, socket.socket]:
+    ) -> dict[int, Link]:
         """Rank 0's side: wait for ranks 1 to size - 1.
 
         Args:
             cancelled: polled; returns whether to give up.
 
         Returns:
-            connected sockets by rank.
+            connections by rank.
 
         Raises:
             ConnectError: some ranks did not come within ``timeout`` seconds; the text names them.
             BackendError: it was cancelled.
         """
-        from concurrent.futures import ThreadPoolExecutor  # only rank 0 needs it
-
         deadline = time.monotonic() + timeout
-        members: dict[int, socket.socket] = {}
-        visitors: set[socket.socket] = set()  # that have not proved anything yet
-
-        def admit(sock: socket.socket, peer: object) -> None:
-            rank = -1
-            try:
-                rank = self._admit(sock, size, min(deadline, time.monotonic() + self._proof_timeout))
-                if members.setdefault(rank, sock) is not sock:
-                    raise AuthenticationError(f"rank {rank} is connected already")
-                sock.sendall(_ANSWER.frame(_Answer(time.time(), settings)))
-            except (OSError, EOFError, ValueError, struct.error, AuthenticationError) as error:
-                logger.info("refused a %s from %s: %s", self._purpose, peer, error)
-                # A member that broke off after its proof is kept: the next reader of its connection learns that it is
-                # lost.
-                if members.get(rank) is not sock:
-                    sock.close()
-            finally:
-                visitors.discard(sock)
-                told.send(b"\0")
-
-        listener.setblocking(False)
-        ended, told = socket.socketpair()
-        ended.setblocking(False)
-        selector = selectors.DefaultSelector()
-        selector.register(listener, selectors.EVENT_READ)
-        selector.register(ended, selectors.EVENT_READ)
-        try:
-            with (
-                selector,
-                ended,
-                told,
-                ThreadPoolExecutor(_PARALLEL, thread_name_prefix="hvdgloo-accept") as pool,
-            ):
-                try:
-                    while len(members) < size - 1:
-                        left = deadline - time.monotonic()
-                        if left <= 0:
-                            missing = [describe(rank) for rank in range(1, size) if rank not in members]
-                            raise ConnectError(
-                                f"{describe(0).partition(' (')[0]} waited {timeout:g} s on {_name(listener)} for "
-                                f"{self._purpose}s from "
-                                f"{', '.join(missing)}. They had registered, so either they died since (see their "
-                                "output), or they cannot reach this address (firewall, wrong network interface)",
-                                address=_name(listener),
-                            )
-                        if cancelled is not None and cancelled():
-                            raise BackendError("the job ended while its ranks were being connected")
-                        if not any(key.fileobj is listener for key, _ in selector.select(min(left, _TURN))):
-                            _drain(ended)  # a handshake has just finished, perhaps the last one
-                            continue
-                        try:
-                            sock, peer = listener.accept()
-                        except BlockingIOError:
-                            continue  # the visitor has left
-                        sock.setblocking(True)
-                        visitors.add(sock)
-                        pool.submit(admit, sock, peer)
-                finally:
-                    # The pool waits for its threads, which must not wait for a stranger that says nothing.
-                    _dismiss(visitors - set(members.values()))
-        except BaseException:
-            for sock in members.values():
-                sock.close()
-            raise
-        return members
+        with _Reception(listener, self, size, settings, deadline) as reception:
+            while reception.missing:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise ConnectError(
+                        f"{describe(0).partition(' (')[0]} waited {timeout:g} s on {_name(listener)} for "
+                        f"{self.purpose}s from {', '.join(map(describe, reception.missing))}. They had registered, so "
+                        "either they died since (see their output), or they cannot reach this address (firewall, "
+                        "wrong network interface)",
+                        address=_name(listener),
+                    )
+                if cancelled is not None and cancelled():
+                    raise BackendError("the job ended while its ranks were being connected")
+                reception.serve(min(left, _TURN))
+            return reception.members
 
     def connect(
         self, address: str, port: int, rank: int, timeout: float, describe: Callable[[int], str]
-    ) -> tuple[socket.socket, dict[str, Any]]:
+    ) -> tuple[Link, dict[str, Any]]:
         """Another rank's side: connect to rank 0.
 
         Returns:
-            the connected socket, and the settings that rank 0 decided, with ``clock_offset`` added: how many seconds
+            the connection, and the settings that rank 0 decided, with ``clock_offset`` added: how many seconds
             rank 0's clock is ahead of this host's, give or take half the time of the last exchange.
 
         Raises:
@@ -198,7 +176,7 @@ class Handshake:
         sock: socket.socket | None = None
         try:
             sock = socket.create_connection((address, port), timeout)
-            settings = self.introduce(sock, rank, deadline)
+            return self.introduce(sock, rank, deadline)
         except (OSError, EOFError, ValueError, AuthenticationError) as error:
             if sock is not None:
                 sock.close()
@@ -209,40 +187,57 @@ class Handshake:
                 rank=0,
                 address=address,
             ) from error
-        return sock, settings
 
-    def introduce(self, sock: socket.socket, rank: int, deadline: float) -> dict[str, Any]:
-        """The other side's part on a connected socket; returns what rank 0 decided, as ``connect`` does.
+    def introduce(self, sock: socket.socket, rank: int, deadline: float) -> tuple[Link, dict[str, Any]]:
+        """The other side's part on a connected socket; returns what ``connect`` does.
 
         Raises:
             AuthenticationError, OSError, EOFError, ValueError: the handshake failed.
         """
         _send_at_once(sock)
-        nonce = os.urandom(16)
+        nonce = os.urandom(_NONCE_BYTES)
         sock.sendall(_HELLO.pack(_MAGIC, self._epoch, self._generation, rank, nonce))
-        theirs = receive_exactly(sock, 16, deadline)
+        theirs = receive_exactly(sock, _NONCE_BYTES, deadline)
         proof = receive_exactly(sock, _MAC_BYTES, deadline)
         if not hmac.compare_digest(proof, self._mac(b"coordinator", rank, nonce, theirs)):
             raise AuthenticationError("whoever listens there does not know this job's secret")
         asked = time.time()
         sock.sendall(self._mac(b"member", rank, nonce, theirs))
+        down, up = self._frame_macs(rank, nonce, theirs)
         length = framing.body_length(receive_exactly(sock, framing.HEAD, deadline))
         if length > _MAX_ANSWER:
             raise ValueError("the answer is too long")
-        answer = _ANSWER.decode(receive_exactly(sock, length, deadline))
-        return {**answer.settings, "clock_offset": answer.clock - (asked + time.time()) / 2}
+        told = receive_exactly(sock, length, deadline)
+        down.check(told, receive_exactly(sock, framing.TAG, deadline), "the answer of rank 0")
+        answer = _ANSWER.decode(told)
+        settings = {**answer.settings, "clock_offset": answer.clock - (asked + time.time()) / 2}
+        return Link(sock, sending=up, receiving=down), settings
 
-    def _admit(self, sock: socket.socket, size: int, deadline: float) -> int:
+    def admit(self, sock: socket.socket, size: int) -> Generator[int, None, tuple[int, Link]]:
+        """Rank 0's part on a non-blocking socket, up to the visitor's proof; returns the visitor's rank.
+
+        Raises:
+            AuthenticationError, OSError, EOFError: the handshake failed.
+        """
         _send_at_once(sock)
-        magic, epoch, generation, rank, nonce = _HELLO.unpack(receive_exactly(sock, _HELLO.size, deadline))
+        hello = yield from _received(sock, _HELLO.size)
+        magic, epoch, generation, rank, nonce = _HELLO.unpack(hello)
         if (magic, epoch, generation) != (_MAGIC, self._epoch, self._generation) or not 0 < rank < size:
             raise AuthenticationError("it is not part of this job")
-        mine = os.urandom(16)
-        sock.sendall(mine + self._mac(b"coordinator", rank, nonce, mine))
-        proof = receive_exactly(sock, _MAC_BYTES, deadline)
+        mine = os.urandom(_NONCE_BYTES)
+        yield from _sent(sock, mine + self._mac(b"coordinator", rank, nonce, mine))
+        proof = yield from _received(sock, _MAC_BYTES)
         if not hmac.compare_digest(proof, self._mac(b"member", rank, nonce, mine)):
             raise AuthenticationError("it does not know this job's secret")
-        return int(rank)
+        down, up = self._frame_macs(rank, nonce, mine)
+        return rank, Link(sock, sending=down, receiving=up)
+
+    def _frame_macs(self, rank: int, nonce: bytes, theirs: bytes) -> tuple[FrameMac, FrameMac]:
+        """What authenticates the messages from rank 0, and those to it."""
+        return (
+            FrameMac(self._mac(b"from 0", rank, nonce, theirs)),
+            FrameMac(self._mac(b"to 0", rank, nonce, theirs)),
+        )
 
     def _mac(self, role: bytes, rank: int, nonce: bytes, theirs: bytes) -> bytes:
         text = struct.pack("!12sIII", role, self._epoch, self._generation, rank) + nonce + theirs
@@ -276,20 +271,28 @@ def _send_at_once(sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-def _drain(sock: socket.socket) -> None:
-    try:
-        sock.recv(4096)
-    except BlockingIOError:
-        pass
-
-
-def _dismiss(strangers: Iterable[socket.socket]) -> None:
-    """Shut connections down, so that the threads using them notice and close the sockets."""
-    for sock in strangers:
+def _received(sock: socket.socket, count: int) -> Generator[int, None, bytes]:
+    """``count`` bytes from a non-blocking socket. Raises EOFError and OSError as ``receive_exactly`` does."""
+    data = b""
+    while len(data) < count:
         try:
-            sock.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # it has ended already
+            piece = sock.recv(count - len(data))
+        except BlockingIOError:
+            yield selectors.EVENT_READ
+            continue
+        if not piece:
+            raise EOFError("the connection was closed during the handshake")
+        data += piece
+    return data
+
+
+def _sent(sock: socket.socket, data: bytes | bytearray) -> Generator[int, None, None]:
+    """Send all of it through a non-blocking socket."""
+    while data:
+        try:
+            data = data[sock.send(data) :]
+        except BlockingIOError:
+            yield selectors.EVENT_WRITE
 
 
 def _name(listener: socket.socket) -> str:
@@ -297,3 +300,148 @@ def _name(listener: socket.socket) -> str:
         return "a socket of its host"
     host, port = listener.getsockname()[:2]
     return f"{host} port {port}"
+
+
+@dataclass
+class _Visitor:
+    """A connection whose handshake is under way.
+
+    Attributes:
+        steps: the rest of it.
+        deadline: when it must have ended.
+        since: when it came.
+        silent: it has said nothing of use yet.
+    """
+
+    sock: socket.socket
+    peer: object
+    steps: _Wanted
+    since: float
+    deadline: float
+    silent: bool = True
+
+
+class _Reception:
+    """Rank 0's thread while members come.
+
+    Attributes:
+        members: connections of those who have proved to be members, by rank. Closed on leaving, if that is by an
+            exception.
+    """
+
+    def __init__(
+        self, listener: socket.socket, handshake: Handshake, size: int, settings: Mapping[str, Any], deadline: float
+    ) -> None:
+        self.members: dict[int, Link] = {}
+        self._listener = listener
+        self._handshake = handshake
+        self._size = size
+        self._settings = settings
+        self._deadline = deadline
+        self._visitors: dict[socket.socket, _Visitor] = {}  # the first to come first
+        self._most = _MOST_VISITORS
+        self._listens = False
+        self._selector = selectors.DefaultSelector()
+
+    @property
+    def missing(self) -> list[int]:
+        """The ranks that have not come, or have not yet been told that they are in."""
+        return [
+            rank
+            for rank in range(1, self._size)
+            if rank not in self.members or self.members[rank].sock in self._visitors
+        ]
+
+    def serve(self, patience: float) -> None:
+        """Let visitors in and hear them, waiting up to ``patience`` seconds for one to come or speak."""
+        now = time.monotonic()
+        for visitor in list(self._visitors.values()):
+            if now >= visitor.deadline:
+                self._refuse(visitor, TimeoutError("timed out"))
+        self._listen(len(self._visitors) < self._most or self._superfluous(now) is not None)
+        for key, _ in self._selector.select(max(0.0, min(patience, self._next_change(now) - now))):
+            if key.fileobj is self._listener:
+                self._accept(time.monotonic())
+            elif key.data.sock in self._visitors:
+                key.data.silent = False
+                self._hear(key.data)
+
+    def _next_change(self, now: float) -> float:
+        """When a visitor's time is over, or may be."""
+        changes = [visitor.deadline for visitor in self._visitors.values()]
+        if not self._listens:
+            changes += [visitor.since + _GRACE for visitor in self._visitors.values()]
+        return min(changes, default=float("inf"))
+
+    def _listen(self, wanted: bool) -> None:
+        if wanted and not self._listens:
+            self._selector.register(self._listener, selectors.EVENT_READ)
+        elif self._listens and not wanted:
+            self._selector.unregister(self._listener)
+        self._listens = wanted
+
+    def _superfluous(self, now: float) -> _Visitor | None:
+        """Who must go if another one is to come: the silent one that came first, if there is one."""
+        had_time = [visitor for visitor in self._visitors.values() if now - visitor.since >= _GRACE]
+        return next((visitor for visitor in had_time if visitor.silent), had_time[0] if had_time else None)
+
+    def _accept(self, now: float) -> None:
+        if len(self._visitors) >= self._most:
+            leaver = self._superfluous(now)
+            if leaver is None:
+                return
+            self._refuse(leaver, TimeoutError("others came, and it had said nothing for the longest time"))
+        try:
+            sock, peer = self._listener.accept()
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                self._most = max(1, len(self._visitors))  # no more than that can be had; somebody must go first
+                if not self._visitors:
+                    time.sleep(_PAUSE)  # nobody here can go, and nobody waits for this thread
+            return  # or the visitor has left
+        self._most = max(self._most, len(self._visitors) + 1)
+        sock.setblocking(False)
+        deadline = min(self._deadline, now + self._handshake.proof_timeout)
+        visitor = self._visitors[sock] = _Visitor(sock, peer, self._converse(sock), now, deadline)
+        self._selector.register(sock, selectors.EVENT_READ, visitor)
+        self._hear(visitor)
+
+    def _converse(self, sock: socket.socket) -> _Wanted:
+        rank, link = yield from self._handshake.admit(sock, self._size)
+        if self.members.setdefault(rank, link) is not link:
+            raise AuthenticationError(f"rank {rank} is connected already")
+        answer = _ANSWER.frame(_Answer(time.time(), self._settings))
+        yield from _sent(sock, answer + link.sending.tag(memoryview(answer)[framing.HEAD :]))
+
+    def _hear(self, visitor: _Visitor) -> None:
+        """Go on with a visitor until it must be waited for again."""
+        try:
+            self._selector.modify(visitor.sock, next(visitor.steps), visitor)
+        except StopIteration:
+            self._take_leave(visitor)
+        except (OSError, EOFError, AuthenticationError) as error:
+            self._refuse(visitor, error)
+
+    def _refuse(self, visitor: _Visitor, error: Exception) -> None:
+        self._take_leave(visitor)
+        logger.info("refused a %s from %s: %s", self._handshake.purpose, visitor.peer, error)
+        # A member that broke off after its proof is kept: the next reader of its connection learns that it is lost.
+        if all(link.sock is not visitor.sock for link in self.members.values()):
+            visitor.sock.close()
+
+    def _take_leave(self, visitor: _Visitor) -> None:
+        self._selector.unregister(visitor.sock)
+        del self._visitors[visitor.sock]
+
+    def __enter__(self) -> _Reception:
+        self._listener.setblocking(False)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._selector.close()
+        strangers = set(self._visitors) - {link.sock for link in self.members.values()}
+        for sock in strangers if kind is None else strangers | {link.sock for link in self.members.values()}:
+            sock.close()
+        if kind is None:
+            for link in self.members.values():
+                link.sock.setblocking(True)

@@ -145,6 +145,7 @@ def test_init_and_shutdown_twenty_times_leak_nothing(tmp_path: Path, operations:
     import math, os, threading, time
     import numpy as np
     import hvdgloo.numpy as hvd
+    from hvdgloo._job.process import current
 
     def tasks(wanted):
         # A thread that has been joined may still be on its last steps: the fewest that are seen for a while.
@@ -155,9 +156,11 @@ def test_init_and_shutdown_twenty_times_leak_nothing(tmp_path: Path, operations:
             time.sleep(0.001)
         return least
 
-    counts = []
+    counts, worlds = [], set()
     for turn in range(21):
         hvd.init()
+        worlds.add(hvd.broadcast_object(current().world))
+        assert current().world in worlds
         assert hvd.allreduce(np.ones(2), op=hvd.Sum).tolist() == [2.0, 2.0]
         hvd.shutdown()
         assert not hvd.is_initialized()
@@ -165,6 +168,7 @@ def test_init_and_shutdown_twenty_times_leak_nothing(tmp_path: Path, operations:
         counts.append((threading.active_count(), tasks(wanted), len(os.listdir("/proc/self/fd"))))
     # The first turn may start what stays for ever (torch's own threads).
     assert all(last <= second for last, second in zip(counts[-1], counts[1])), counts
+    assert len(worlds) == 21  # what was sealed in one cannot pass in another
     """
     with Job(2, code, tmp_path, fresh=True, HVDGLOO_CPU_OPERATIONS=operations) as job:
         for ended in job.wait(50):

@@ -7,7 +7,6 @@ of processes does, save for what needs a process to die.
 from __future__ import annotations
 
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,10 +22,11 @@ from hvdgloo._backends.shm.backend import ShmBackend
 from hvdgloo._engine.engine import Engine
 from hvdgloo._job.context import Context
 from hvdgloo._job.settings import engine_settings
-from hvdgloo._net.handshake import Handshake, listen
+from hvdgloo._net.handshake import Handshake, Link, listen
 from hvdgloo.config import Config
 from hvdgloo.rendezvous import MemoryStore
 from hvdgloo.topology import Host, Topology, Worker
+from tests.support.links import link_pair
 
 T = TypeVar("T")
 
@@ -166,10 +166,10 @@ class World:
             group = self._groups.setdefault(number, LocalGroup(len(ranks), config.operation_timeout))
         return group.backend(ranks.index(rank))
 
-    def _local(self, topology: Topology, config: Config) -> tuple[list[dict[int, socket.socket]], Sequence[Backend]]:
-        links: list[dict[int, socket.socket]] = [{} for _ in range(topology.size)]
+    def _local(self, topology: Topology, config: Config) -> tuple[list[dict[int, Link]], Sequence[Backend]]:
+        links: list[dict[int, Link]] = [{} for _ in range(topology.size)]
         for rank in range(1, topology.size):
-            links[0][rank], links[rank][0] = socket.socketpair()
+            links[0][rank], links[rank][0] = link_pair()
         group = LocalGroup(topology.size, config.operation_timeout)
         return links, [group.backend(rank) for rank in range(topology.size)]
 
@@ -205,17 +205,17 @@ class World:
         config = replace(config, hierarchical_threshold=1, hierarchical_distribution_threshold=1)
         return Planes(config, plane_settings(config), topology, rank, self._store, "test/", "127.0.0.1")
 
-    def _met(self, topology: Topology, config: Config) -> tuple[list[dict[int, socket.socket]], Sequence[Backend]]:
+    def _met(self, topology: Topology, config: Config) -> tuple[list[dict[int, Link]], Sequence[Backend]]:
         listener = listen("127.0.0.1", None)
         port = listener.getsockname()[1]
 
-        def connect(rank: int) -> tuple[dict[int, socket.socket], Backend]:
+        def connect(rank: int) -> tuple[dict[int, Link], Backend]:
             handshake = Handshake(SECRET, 0, 0)
             if rank == 0:
                 links = handshake.accept_all(listener, topology.size, {}, config.connect_timeout, topology.describe)
             else:
-                sock, _ = handshake.connect("127.0.0.1", port, rank, config.connect_timeout, topology.describe)
-                links = {0: sock}
+                link, _ = handshake.connect("127.0.0.1", port, rank, config.connect_timeout, topology.describe)
+                links = {0: link}
             if self._planes:
                 return links, self._planes[rank].open(0, range(topology.size))
             return links, self._connect_backend("test/", rank, topology.size, config)

@@ -12,6 +12,7 @@ import pytest
 from hvdgloo._engine.connection import MAX_FRAME, ControlConnection
 from hvdgloo._engine.messages import Bye, Execute, Failed, Message, Ping, Request, Stacks, Submit, frame
 from hvdgloo.types import Collective, DType, TensorSpec
+from tests.support.links import Signing, link_of, link_pair
 
 MESSAGES: list[Message] = [
     Ping(),
@@ -25,7 +26,7 @@ MESSAGES: list[Message] = [
 def pair() -> Iterator[tuple[socket.socket, ControlConnection]]:
     """A plain socket and the Connection at its other end."""
     left, right = socket.socketpair()
-    connection = ControlConnection(right)
+    connection = ControlConnection(link_of(right, far_end=True))
     left.settimeout(10)
     yield left, connection
     left.close()
@@ -44,9 +45,10 @@ def test_nothing_has_arrived(pair: tuple[socket.socket, ControlConnection]) -> N
 
 def test_frames_are_whole_wherever_they_are_cut(pair: tuple[socket.socket, ControlConnection]) -> None:
     sock, connection = pair
-    stream = b"".join(map(frame, MESSAGES))
-    ends = [len(b"".join(map(frame, MESSAGES[:n]))) for n in range(len(MESSAGES) + 1)]
-    for cut in range(1, len(stream)):
+    ends = [len(b"".join(map(Signing(), map(frame, MESSAGES[:n])))) for n in range(len(MESSAGES) + 1)]
+    signed = Signing()
+    for cut in range(1, ends[-1]):
+        stream = b"".join(map(signed, map(frame, MESSAGES)))
         sock.sendall(stream[:cut])
         arrived = connection.receive()
         assert arrived == MESSAGES[: sum(end <= cut for end in ends[1:])]
@@ -57,7 +59,7 @@ def test_frames_are_whole_wherever_they_are_cut(pair: tuple[socket.socket, Contr
 def test_byte_by_byte(pair: tuple[socket.socket, ControlConnection]) -> None:
     sock, connection = pair
     arrived: list[Message] = []
-    for byte in b"".join(map(frame, MESSAGES)):
+    for byte in b"".join(map(Signing(), map(frame, MESSAGES))):
         sock.sendall(bytes([byte]))
         arrived += connection.receive()
     assert arrived == MESSAGES
@@ -65,14 +67,18 @@ def test_byte_by_byte(pair: tuple[socket.socket, ControlConnection]) -> None:
 
 def test_the_end_comes_after_what_was_said_before_it(pair: tuple[socket.socket, ControlConnection]) -> None:
     sock, connection = pair
-    sock.sendall(frame(Bye()))
+    sock.sendall(Signing()(frame(Bye())))
     sock.close()
     assert connection.receive() == [Bye()]
     with pytest.raises(EOFError):
         connection.receive()
 
 
-@pytest.mark.parametrize("rest", [b"", frame(Bye())[:3], frame(Bye())[:-1]], ids=["clean", "in length", "in message"])
+@pytest.mark.parametrize(
+    "rest",
+    [b"", frame(Bye())[:3], frame(Bye())[:-1], frame(Bye())],
+    ids=["clean", "in length", "in message", "before the tag"],
+)
 def test_the_end_of_the_stream(pair: tuple[socket.socket, ControlConnection], rest: bytes) -> None:
     sock, connection = pair
     sock.sendall(rest)
@@ -84,10 +90,11 @@ def test_the_end_of_the_stream(pair: tuple[socket.socket, ControlConnection], re
 
 def test_exactly_one_full_read_and_then_the_end(pair: tuple[socket.socket, ControlConnection]) -> None:
     sock, connection = pair
-    size = (1 << 16) - len(frame(Failed("a" * 40000))) + 40000
+    size = (1 << 16) - len(Signing()(frame(Failed("a" * 40000)))) + 40000
     message = Failed("a" * size)
-    assert len(frame(message)) == 1 << 16
-    sock.sendall(frame(message))
+    signed = Signing()(frame(message))
+    assert len(signed) == 1 << 16
+    sock.sendall(signed)
     sock.close()
     assert connection.receive() == [message]
     with pytest.raises(EOFError):
@@ -104,7 +111,7 @@ def test_an_oversized_frame_is_refused_before_it_arrives(pair: tuple[socket.sock
 @pytest.mark.parametrize("body", [b"", b"\xc1", b"GET / HTTP/1.1"])
 def test_a_malformed_message_is_a_value_error(pair: tuple[socket.socket, ControlConnection], body: bytes) -> None:
     sock, connection = pair
-    sock.sendall(struct.pack("!I", len(body)) + body)
+    sock.sendall(Signing()(struct.pack("!I", len(body)) + body))
     with pytest.raises(ValueError, match="not a control message"):
         connection.receive()
 
@@ -122,7 +129,7 @@ def test_what_the_kernel_does_not_take_is_kept_and_sent_in_order(pair: tuple[soc
     for message in messages:
         connection.send(frame(message))  # nobody reads, and yet it returns
     assert connection.has_unsent
-    reader = ControlConnection(sock)
+    reader = ControlConnection(link_of(sock))
     arrived: list[Message] = []
     while len(arrived) < len(messages):
         connection.flush()
@@ -148,3 +155,50 @@ def test_shutdown_ends_it_for_both_whoever_holds_the_descriptor(pair: tuple[sock
         connection.receive()
     connection.shutdown()  # twice does no harm
     copy.close()
+
+
+class TestForgeries:
+    """What somebody on the way changes, repeats, leaves out or adds is noticed, and nothing of it is looked at."""
+
+    def refuse(self, connection: ControlConnection) -> None:
+        with pytest.raises(ValueError, match="a control message was not signed by the other side"):
+            connection.receive()
+
+    def test_one_without_a_good_tag(self, pair: tuple[socket.socket, ControlConnection]) -> None:
+        sock, connection = pair
+        sock.sendall(frame(Bye()) + bytes(16))
+        self.refuse(connection)
+
+    @pytest.mark.parametrize("place", [4, -20, -1], ids=["message", "its end", "tag"])
+    def test_one_that_was_changed(self, pair: tuple[socket.socket, ControlConnection], place: int) -> None:
+        sock, connection = pair
+        changed = bytearray(Signing()(frame(Failed("it is all over"))))
+        changed[place] ^= 1
+        sock.sendall(changed)
+        self.refuse(connection)
+
+    def test_one_that_is_repeated(self, pair: tuple[socket.socket, ControlConnection]) -> None:
+        sock, connection = pair
+        heard = Signing()(frame(Ping()))
+        sock.sendall(heard)
+        assert connection.receive() == [Ping()]
+        sock.sendall(heard)
+        self.refuse(connection)
+
+    def test_one_that_is_left_out(self, pair: tuple[socket.socket, ControlConnection]) -> None:
+        sock, connection = pair
+        signed = Signing()
+        signed(frame(Execute((1,))))
+        sock.sendall(signed(frame(Execute((2,)))))
+        self.refuse(connection)
+
+    def test_one_that_is_sent_back(self) -> None:
+        """Each direction has a key of its own."""
+        left, right = link_pair()
+        one, other = ControlConnection(left), ControlConnection(right)
+        one.send(frame(Ping()))
+        heard = right.sock.recv(1000)
+        right.sock.send(heard)
+        self.refuse(one)
+        one.close()
+        other.close()

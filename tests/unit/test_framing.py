@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdgloo._net.framing import HEAD, FrameDecoder, head
+from hvdgloo._net.framing import HEAD, TAG, FrameDecoder, FrameMac, head
 
 LIMIT = 1000
 
@@ -56,3 +56,33 @@ def test_too_long_a_message_is_refused_at_its_beginning(before: bytes) -> None:
 def test_too_long_a_message_that_is_whole_is_refused_too() -> None:
     with pytest.raises(ValueError, match="a message of 1001 bytes"):
         FrameDecoder(LIMIT).feed(framed([bytes(LIMIT + 1)]))
+
+
+@given(st.lists(st.binary(max_size=60), max_size=8), st.data())
+def test_signed_messages_are_the_same_however_they_are_cut(messages: list[bytes], data: st.DataObject) -> None:
+    mac = FrameMac(b"k" * 32)
+    stream = b"".join(framed([message]) + mac.tag(message) for message in messages)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=12)))
+    decoder = FrameDecoder(LIMIT, mac=FrameMac(b"k" * 32))
+    found = []
+    for begin, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
+        found += [bytes(message) for message in decoder.feed(memoryview(stream)[begin:end])]
+    assert found == messages
+    assert not decoder.pending
+
+
+def test_tags_differ_by_message_place_and_key() -> None:
+    mac = FrameMac(b"k" * 32)
+    tags = [mac.tag(b"a"), mac.tag(b"a"), FrameMac(b"k" * 32).tag(b"b"), FrameMac(b"l" * 32).tag(b"a")]
+    assert len(set(tags)) == 4
+    assert {len(tag) for tag in tags} == {TAG}
+
+
+def test_a_changed_byte_is_noticed_before_anything_is_handed_out() -> None:
+    message = b"attack at dawn"
+    stream = bytearray(framed([message]) + FrameMac(b"k" * 32).tag(message))
+    for place in range(HEAD, len(stream)):
+        stream[place] ^= 0x40
+        with pytest.raises(ValueError, match=r"^a letter was not signed by the other side"):
+            FrameDecoder(LIMIT, "a letter", FrameMac(b"k" * 32)).feed(stream)
+        stream[place] ^= 0x40

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import struct
 import threading
@@ -13,11 +14,12 @@ from typing import Any
 import pytest
 
 from hvdgloo._net import handshake as connect
-from hvdgloo._net.handshake import Handshake, listen
+from hvdgloo._net.framing import FrameMac
+from hvdgloo._net.handshake import Handshake, Link, listen
 from hvdgloo.errors import ConnectError
 
 HELLO = struct.Struct("!8sIII16s")
-Accepted = dict[int, socket.socket]
+Accepted = dict[int, Link]
 
 
 def describe(rank: int) -> str:
@@ -31,6 +33,7 @@ class Meeting:
         self.listener = listen("127.0.0.1", None)
         self.address, self.port = self.listener.getsockname()[:2]
         self.sockets: list[socket.socket] = []
+        self.links: list[Link] = []
         self._pool = ThreadPoolExecutor(8)
         self.accepted: Future[Accepted] = self._pool.submit(
             handshake.accept_all, self.listener, size, settings, timeout, describe
@@ -38,8 +41,9 @@ class Meeting:
 
     def join(self, rank: int, handshake: Handshake, timeout: float = 10.0) -> Future[dict[str, Any]]:
         def connect() -> dict[str, Any]:
-            sock, settings = handshake.connect(self.address, self.port, rank, timeout, describe)
-            self.sockets.append(sock)
+            link, settings = handshake.connect(self.address, self.port, rank, timeout, describe)
+            self.sockets.append(link.sock)
+            self.links.append(link)
             return settings
 
         return self._pool.submit(connect)
@@ -55,8 +59,8 @@ class Meeting:
             sock.close()
         self._pool.shutdown()
         if self.accepted.exception() is None:
-            for sock in self.accepted.result().values():
-                sock.close()
+            for link in self.accepted.result().values():
+                link.sock.close()
         self.listener.close()
 
 
@@ -100,8 +104,8 @@ def test_every_rank_is_let_in_and_told_the_settings(meeting: Callable[..., Meeti
     told = [future.result(10) for future in joined]
     assert all(abs(settings.pop("clock_offset")) < 5 for settings in told)  # one clock, and a busy machine
     assert told == [{"threshold": 7, "name": "x"}] * 3
-    for sock in accepted.values():
-        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+    for link in accepted.values():
+        assert link.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_connections_belong_to_their_ranks(meeting: Callable[..., Meeting]) -> None:
@@ -111,7 +115,7 @@ def test_connections_belong_to_their_ranks(meeting: Callable[..., Meeting]) -> N
     accepted = m.accepted.result(10)
     for rank, sock in zip((2, 1), m.sockets, strict=True):
         sock.sendall(bytes([rank]))
-        assert accepted[rank].recv(1) == bytes([rank])
+        assert accepted[rank].sock.recv(1) == bytes([rank])
 
 
 def test_alone_nobody_is_waited_for(meeting: Callable[..., Meeting]) -> None:
@@ -165,7 +169,7 @@ def test_a_rank_that_comes_twice_keeps_its_first_connection(meeting: Callable[..
         m.join(1, RIGHT).result(10)
     m.join(2, RIGHT).result(10)
     accepted = m.accepted.result(10)
-    accepted[1].sendall(b"!")
+    accepted[1].sock.sendall(b"!")
     first.settimeout(10)
     assert first.recv(1) == b"!"
 
@@ -175,7 +179,7 @@ def test_a_replayed_handshake_proves_nothing(meeting: Callable[..., Meeting]) ->
     seen = bytearray()
 
     class Spy(Handshake):
-        def introduce(self, sock: socket.socket, rank: int, deadline: float) -> dict[str, Any]:
+        def introduce(self, sock: socket.socket, rank: int, deadline: float) -> tuple[Link, dict[str, Any]]:
             class Recording:
                 def sendall(self, data: bytes) -> None:
                     seen.extend(data)
@@ -204,18 +208,22 @@ def test_a_replayed_handshake_proves_nothing(meeting: Callable[..., Meeting]) ->
         (b"\0\0\0\2{}", "not an answer of rank 0"),
         (b"\0\0\0\x03\x92\xa0\x80", "Expected `float`"),
         (b"\0\0\0\x09more", "closed"),
+        (b"\0\0\0\x02{}" + bytes(16), "the answer of rank 0 was not signed"),
     ],
-    ids=["too long", "JSON", "no clock", "cut off"],
+    ids=["too long", "JSON", "no clock", "cut off", "not signed"],
 )
 def test_an_answer_that_is_none_fails_the_connection(
-    answer: bytes, problem: str, meeting: Callable[..., Meeting]
+    answer: bytes, problem: str, meeting: Callable[..., Meeting], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 has proved itself, and then says something else than its settings."""
 
     class Odd(Handshake):
-        def introduce(self, sock: socket.socket, rank: int, deadline: float) -> dict[str, Any]:
+        def introduce(self, sock: socket.socket, rank: int, deadline: float) -> tuple[Link, dict[str, Any]]:
             pieces = bytearray(answer)
             proof = 16 + 32
+            if len(answer) in (6, 7):  # else it would be refused for its tag
+                monkeypatch.setattr(FrameMac, "check", lambda *_: None)
+                pieces += bytes(16)
 
             class Replacing:
                 def recv(self, count: int) -> bytes:
@@ -298,12 +306,113 @@ def test_a_client_that_drips_is_cut_off(meeting: Callable[..., Meeting]) -> None
     m.accepted.result(10)
 
 
-def test_more_silent_clients_than_there_are_slots(meeting: Callable[..., Meeting]) -> None:
-    m = meeting(2, handshake=Handshake(b"secret", 3, 1, proof_timeout=0.2))
-    for _ in range(connect._PARALLEL + 5):
-        m.raw()
+def test_more_silent_clients_than_there_are_slots(
+    meeting: Callable[..., Meeting], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oldest silent visitor gives way, long before its time is over."""
+    monkeypatch.setattr(connect, "_MOST_VISITORS", 20)
+    monkeypatch.setattr(connect, "_GRACE", 0.05)
+    m = meeting(3)
+    silent = [m.raw() for _ in range(60)]
+    begin = time.monotonic()
+    for rank in (1, 2):
+        m.join(rank, RIGHT).result(10)
+    m.accepted.result(10)
+    assert time.monotonic() - begin < 2.0  # each of them would have had 5 s
+    assert all(map(ended, silent))
+
+
+def test_200_silent_clients_do_not_delay_the_start(meeting: Callable[..., Meeting]) -> None:
+    m = meeting(2)
+    for number in range(200):
+        m.raw(HELLO.pack(b"hvdgloo1", 3, 1, 1, b"n" * 16) if number % 2 else b"")
+    begin = time.monotonic()
     m.join(1, RIGHT).result(10)
     m.accepted.result(10)
+    assert time.monotonic() - begin < 1.0
+
+
+def test_a_visitor_has_a_moment_however_many_come(
+    meeting: Callable[..., Meeting], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A member whose hello takes a while is not sent away by strangers that come after it."""
+    monkeypatch.setattr(connect, "_MOST_VISITORS", 4)
+    m = meeting(2)
+    member, nonce = m.raw(), b"n" * 16
+    for _ in range(20):
+        m.raw()
+    member.sendall(HELLO.pack(b"hvdgloo1", 3, 1, 1, nonce))
+    theirs = connect.receive_exactly(member, 48, time.monotonic() + 10)[:16]
+    member.sendall(RIGHT._mac(b"member", 1, nonce, theirs))
+    assert list(m.accepted.result(10)) == [1]
+
+
+class _Exhausted:
+    """A listener in a process that may have no more than a few descriptors."""
+
+    def __init__(self, listener: socket.socket, sockets: list[socket.socket], most: int) -> None:
+        self._listener, self._accepted, self._most = listener, sockets, most
+        self.refused = 0
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        if sum(sock.fileno() >= 0 for sock in self._accepted) >= self._most:
+            self.refused += 1
+            raise OSError(errno.EMFILE, "Too many open files")
+        sock, peer = self._listener.accept()
+        self._accepted.append(sock)
+        return sock, peer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._listener, name)
+
+
+def test_no_descriptors_are_left(meeting: Callable[..., Meeting], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strangers give their descriptors back to members; and for the last one, its owner is waited for."""
+    monkeypatch.setattr(connect, "_GRACE", 0.05)
+    accepted: list[socket.socket] = []
+    with listen("127.0.0.1", None) as listener, socket.socket() as somebody_elses, ThreadPoolExecutor(3) as pool:
+        exhausted = _Exhausted(listener, accepted, 3)
+        accepted.append(somebody_elses)
+        waiting = pool.submit(RIGHT.accept_all, exhausted, 3, {}, 10.0, describe)  # type: ignore[arg-type]
+        port = listener.getsockname()[1]
+        strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(10)]
+        first = pool.submit(RIGHT.connect, "127.0.0.1", port, 1, 10.0, describe).result(10)[0]
+        second = pool.submit(RIGHT.connect, "127.0.0.1", port, 2, 10.0, describe).result(10)[0]
+        links = waiting.result(10)
+        assert sorted(links) == [1, 2]
+        assert exhausted.refused >= 1
+        for sock in [*strangers, first.sock, second.sock, *(link.sock for link in links.values())]:
+            sock.close()
+
+
+def test_descriptors_come_back_while_nobody_is_there_to_be_sent_away() -> None:
+    accepted: list[socket.socket] = []
+    with listen("127.0.0.1", None) as listener, socket.socket() as somebody_elses, ThreadPoolExecutor(2) as pool:
+        accepted.append(somebody_elses)
+        exhausted = _Exhausted(listener, accepted, 1)
+        waiting = pool.submit(RIGHT.accept_all, exhausted, 2, {}, 10.0, describe)  # type: ignore[arg-type]
+        joining = pool.submit(RIGHT.connect, "127.0.0.1", listener.getsockname()[1], 1, 10.0, describe)
+        deadline = time.monotonic() + 10
+        while not exhausted.refused:
+            assert time.monotonic() < deadline
+        somebody_elses.close()
+        for link in (joining.result(10)[0], *waiting.result(10).values()):
+            link.sock.close()
+        assert exhausted.refused < 1000  # it does not ask without a pause
+
+
+def test_messages_after_the_handshake_are_authenticated_in_each_direction(meeting: Callable[..., Meeting]) -> None:
+    m = meeting(3)
+    for rank in (1, 2):
+        m.join(rank, RIGHT).result(10)
+    accepted = m.accepted.result(10)
+    tags = set()
+    for rank, theirs in zip((1, 2), m.links, strict=True):
+        mine = accepted[rank]
+        for sender, receiver in ((mine, theirs), (theirs, mine)):
+            tags.add(tag := sender.sending.tag(b"message"))
+            receiver.receiving.check(b"message", tag, "it")
+    assert len(tags) == 4  # no key is used twice
 
 
 def test_a_member_that_dies_right_after_its_proof_is_still_a_connection(
@@ -312,15 +421,15 @@ def test_a_member_that_dies_right_after_its_proof_is_still_a_connection(
     """Its loss is then noticed and named by the engine; a closed socket would be an unexplained error there."""
     proven = threading.Event()
     gone = threading.Event()
-    original = Handshake._admit
+    original = Handshake.admit
 
-    def admit(self: Handshake, *args: Any) -> int:
-        rank = original(self, *args)
+    def admit(self: Handshake, *args: Any) -> Any:
+        admitted = yield from original(self, *args)
         proven.set()
         assert gone.wait(10)
-        return rank
+        return admitted
 
-    monkeypatch.setattr(Handshake, "_admit", admit)
+    monkeypatch.setattr(Handshake, "admit", admit)
     m = meeting(2, filler="x")
     sock, nonce = m.raw(HELLO.pack(b"hvdgloo1", 3, 1, 1, b"n" * 16)), b"n" * 16
     theirs = connect.receive_exactly(sock, 48, time.monotonic() + 10)[:16]
@@ -329,7 +438,7 @@ def test_a_member_that_dies_right_after_its_proof_is_still_a_connection(
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing resets
     sock.close()
     gone.set()
-    assert ended(m.accepted.result(10)[1])
+    assert ended(m.accepted.result(10)[1].sock)
 
 
 def test_the_deadline_names_who_is_missing(meeting: Callable[..., Meeting]) -> None:

@@ -160,12 +160,12 @@ class SegmentExchange:
             listener.bind(f"\0{name}")
             listener.listen(self._size)
             self._store.set(self._key, json.dumps({"name": name}).encode())
-            self._socks = self._handshake.accept_all(
+            links = self._handshake.accept_all(
                 listener, self._size, self._settings, self._timeout, self._describe, self._cancelled
             )
+            self._socks = {rank: link.sock for rank, link in links.items()}
         memory, inboxes, outboxes = segment_descriptors
         for rank, sock in self._socks.items():
-            sock.setblocking(True)
             _send_descriptors(sock, [memory, *inboxes[rank : rank + 1], *outboxes])
         for index, inbox in enumerate(inboxes):
             if index:
@@ -197,7 +197,7 @@ class SegmentExchange:
         try:
             sock.settimeout(self._timeout)
             sock.connect(f"\0{told['name']}")
-            self._settings.update(self._handshake.introduce(sock, self._rank, deadline))
+            self._settings.update(self._handshake.introduce(sock, self._rank, deadline)[1])
         except (OSError, EOFError, ValueError, AuthenticationError) as error:
             raise self._lost(0, _text(error)) from error
         count = 1 + (1 + self._size if self._settings["pipes"] else 0)
