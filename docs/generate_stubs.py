@@ -2,7 +2,8 @@
 
 python docs/generate_stubs.py
 
-Those of frameworks that are not installed stay as they are: run it in each environment.
+Those of frameworks that are not installed stay as they are: run it in each environment. Also written are the stubs
+that give modules a second name, ``horovod.torch`` and the others, in the distribution that brings that name.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import hvdgloo
 from hvdgloo._collectives.frontend import Frontend
 from hvdgloo.types import ReduceOp
 
@@ -36,6 +38,12 @@ SUBMODULES = {
     "hvdgloo.mxnet": ("compression", "functions", "mpi_ops"),
 }
 """Modules that a package imports, so that programs need not; not in its ``__all__``."""
+
+_HAVE_RUN = ("", "runner")
+"""Packages from which programs import ``run``, though ours do not list it."""
+
+STAND_IN = Path(__file__).resolve().parents[1] / "packaging/horovod/horovod-stubs"
+"""Type checkers do not see what ``hvdgloo.as_horovod`` does, either."""
 
 HEAD = "# Written by docs/generate_stubs.py; do not edit."
 
@@ -93,8 +101,35 @@ def _home(value: Any, name: str, beside: str) -> str:
     raise LookupError(f"{name} of {beside} is in no module that defines it")
 
 
+def stand_in() -> dict[Path, str]:
+    """The stubs of ``horovod`` and of its modules that Horovod has, by their file."""
+    root = Path(hvdgloo.__file__).parent
+    modules: dict[str, bool] = {"": True}  # its name below the library's, and whether it is a package
+    for folder in ("common", "data", "keras", "mxnet", "tensorflow", "torch"):
+        for file in (root / folder).rglob("*.py"):
+            parts = file.relative_to(root).with_suffix("").parts
+            if not any(part.startswith("_") and part != "__init__" for part in parts):
+                is_package = parts[-1] == "__init__"
+                modules[".".join(parts[:-1] if is_package else parts)] = is_package
+    modules |= {"run": False, "runner": True}
+    found: dict[Path, str] = {}
+    for name, is_package in modules.items():
+        target = f"hvdgloo.{name}".rstrip(".")
+        below = name.replace(".", "/")
+        file = STAND_IN / below / "__init__.pyi" if is_package else STAND_IN / f"{below}.pyi"
+        lines = [f"from {target} import *", *(f"from {target} import {e} as {e}" for e in SUBMODULES.get(target, ()))]
+        if name in _HAVE_RUN:
+            lines = sorted([*lines, "from hvdgloo import run as run"], key=lambda line: line.split()[1])
+        version = ["", "__version__: str"] if not name else []
+        found[file] = "\n".join([HEAD, "", *lines, *version, ""])
+    return found
+
+
 def main() -> None:
     """Write all that can be written here."""
+    for file, content in stand_in().items():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(content, encoding="utf-8")
     for name, needs in MODULES.items():
         if importlib.util.find_spec(needs) is not None:
             path(name).write_text(text(name), encoding="utf-8")

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = {"hvdgloo": "hvdgloo", "rendezvous": "hvdgloo.rendezvous", "runner": "hvdgloo.runner"}
 """Folders that are installed, and the package that each one is."""
 
-OTHERS = ("tests", "examples", "benchmarks", "docs")
+OTHERS = ("tests", "examples", "benchmarks", "docs", "packaging")
 TEXT_SUFFIXES = frozenset({".py", ".md", ".cfg", ".toml", ".txt", ".html", ".yml", ".yaml"})
 _LOOSE_FILES = (
     "Makefile",

@@ -284,6 +284,15 @@ def test_stubs_say_what_modules_export(module: str) -> None:
     assert stubs.path(module).read_text(encoding="utf-8") == stubs.text(module), "run: python docs/generate_stubs.py"
 
 
+def test_horovods_names_have_stubs_and_these_name_what_there_is() -> None:
+    stubs = generator("stubs")
+    there = {path: path.read_text(encoding="utf-8") for path in stubs.STAND_IN.rglob("*.pyi")}
+    assert there == stubs.stand_in(), "run: python docs/generate_stubs.py"
+    named = {line.split()[1] for text in there.values() for line in text.splitlines() if line.startswith("from ")}
+    assert named <= set(EXPORTS) | set(NO_LIST) | PUBLIC_MODULES
+    assert {"hvdgloo.torch.mpi_ops", "hvdgloo.tensorflow.keras.callbacks", "hvdgloo.run"} <= named
+
+
 def test_every_module_that_binds_names_has_a_stub() -> None:
     """Type checkers do not see what ``bind`` does."""
     binding = {

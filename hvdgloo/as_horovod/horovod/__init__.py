@@ -12,7 +12,7 @@ import importlib.machinery
 import importlib.util
 import sys
 from collections.abc import Sequence
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 import hvdgloo
@@ -26,7 +26,11 @@ stands_in_for = "Horovod"
 """The name that ``hvdgloo.errors`` uses where programs compare texts; Horovod's own package has no such attribute."""
 
 
-class _Alias(importlib.abc.Loader):
+_COMMANDS = {"hvdgloo.runner.launch": "hvdgloo.runner.__main__"}
+"""Modules that are a command in Horovod (``python -m horovod.runner.launch``), and ours."""
+
+
+class _Alias(importlib.abc.InspectLoader):
     """Gives a module of hvdgloo a second name."""
 
     def __init__(self, target: str) -> None:
@@ -42,6 +46,21 @@ class _Alias(importlib.abc.Loader):
         # The import machinery has just written the new name's into it.
         module.__spec__, module.__loader__ = self._spec, self._loader
 
+    def get_source(self, fullname: str) -> str | None:
+        return _loader(self._target).get_source(self._target)
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        """For ``python -m horovod.x``, which runs a module instead of importing it."""
+        name = _COMMANDS.get(self._target, self._target)
+        return _loader(name).get_code(name)
+
+
+def _loader(name: str) -> importlib.abc.InspectLoader:
+    spec = importlib.util.find_spec(name)
+    assert spec is not None
+    assert isinstance(spec.loader, importlib.abc.InspectLoader)
+    return spec.loader
+
 
 class _Finder(importlib.abc.MetaPathFinder):
     """Finds ``horovod.x.y`` wherever there is ``hvdgloo.x.y``."""
@@ -52,11 +71,11 @@ class _Finder(importlib.abc.MetaPathFinder):
         if not fullname.startswith("horovod."):
             return None
         name = "hvdgloo" + fullname[len("horovod") :]
-        if importlib.util.find_spec(name) is None:
-            raise ModuleNotFoundError(
-                f"hvdgloo, which stands in for Horovod here (--as-horovod), has no {name}", name=fullname
-            )
-        return importlib.machinery.ModuleSpec(fullname, _Alias(name), is_package=True)
+        found = importlib.util.find_spec(name)
+        if found is None:
+            raise ModuleNotFoundError(f"hvdgloo, which stands in for Horovod here, has no {name}", name=fullname)
+        is_package = found.submodule_search_locations is not None
+        return importlib.machinery.ModuleSpec(fullname, _Alias(name), is_package=is_package)
 
 
 # First, or the ordinary finder would look for files beside this one.

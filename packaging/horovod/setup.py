@@ -1,0 +1,35 @@
+"""Refuses to be installed beside Horovod; the metadata stand in setup.cfg.
+
+Only a source distribution or a checkout can refuse, since nothing of a wheel runs while it is installed. For a wheel
+there are two other nets: it shares no module with Horovod (horovod.py says how), and ``horovodrun`` refuses to start.
+"""
+
+import sys
+import sysconfig
+from pathlib import Path
+
+from setuptools import find_namespace_packages, setup
+
+INSTALLING = {"bdist_wheel", "dist_info", "editable_wheel", "install", "develop"}
+"""What is run where the result is installed; building a source distribution is no such thing."""
+
+
+def horovod() -> Path | None:
+    """Where Horovod is installed, or None. pip builds in an environment of its own, which hides what is installed from
+    ``import``, but not the folder it is in."""
+    for name in ("platlib", "purelib"):
+        folder = Path(sysconfig.get_path(name), "horovod")
+        if (folder / "__init__.py").is_file():
+            return folder
+    return None
+
+
+found = horovod()
+if found is not None and not INSTALLING.isdisjoint(sys.argv):
+    sys.exit(
+        f"Horovod itself is installed here ({found}), and hvdgloo-horovod brings the same import name: "
+        "run `pip uninstall horovod` first, or use an environment without it."
+    )
+
+# setuptools takes a folder of stubs for a namespace.
+setup(packages=find_namespace_packages(include=["horovod-stubs", "horovod-stubs.*"]))
