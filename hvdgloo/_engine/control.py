@@ -264,8 +264,8 @@ class Control:
             except (OSError, EOFError, ValueError) as error:
                 self._sockets.unregister(connection)
                 reason = str(error) or type(error).__name__
-                if not isinstance(error, ValueError):  # which is about what it, or somebody else, has said
-                    reason += " (the process died or was killed; see its own output)"
+                if not isinstance(error, ValueError):  # which is about what the peer, or somebody else, has said
+                    reason = f"{reason} (the process died or was killed; see its own output)"
                 self._lose(peer, reason, time.monotonic())
         return bool(ready)
 
