@@ -61,7 +61,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 MORE = (
-    ("hvdgloo.torch._distributed", "Distributed", "What `DistributedOptimizer` returns"),
+    ("hvdgloo.torch._distributed", "DistributedTorchOptimizer", "What `DistributedOptimizer` returns"),
     ("hvdgloo.torch._powersgd", "PowerSGD", "`hvd.Compression.powersgd`"),
     ("hvdgloo.torch.elastic", "ElasticSampler", "`hvdgloo.torch.elastic`"),
     ("hvdgloo.data", "AsyncDataLoaderMixin", "`hvdgloo.data`"),

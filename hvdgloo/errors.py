@@ -42,13 +42,9 @@ keyword are restored from the instance's dictionary.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 
-
-def _library_name() -> str:
-    """What the program knows this library as: where ``horovod`` stands for it (``hvdgloo.as_horovod``), Horovod."""
-    return str(getattr(sys.modules.get("horovod"), "stands_in_for", "hvdgloo"))
+from hvdgloo.version import library_name
 
 
 class HvdglooError(RuntimeError):
@@ -91,7 +87,7 @@ class NotInitializedError(HorovodInternalError, ValueError):
 
     def __init__(self, message: str = "") -> None:
         # Word for word Horovod's: programs look for it.
-        super().__init__(message or f"{_library_name()} has not been initialized; use hvd.init().")
+        super().__init__(message or f"{library_name()} has not been initialized; use hvd.init().")
 
 
 class MismatchError(HorovodInternalError):

@@ -1,25 +1,81 @@
-"""Classes of distributed objects: each derives from the class of the user's object, and has that class's name.
+"""Classes of distributed objects: each is made from the class of the user's object, and has that class's name.
 
-Programs ask ``isinstance``, and checkpoints and logs show the class's name.
+Programs ask ``isinstance``, libraries build further classes on ``type(optimizer).__bases__[0]`` or go past ours by
+``super(type(optimizer), optimizer)``, and checkpoints and logs show the class's name. So the user's class is the first
+base, and what is ours stands in the class itself, where it precedes everything inherited.
 """
 
 from __future__ import annotations
 
+import types
 from collections.abc import Hashable
 from typing import Any
 
-_classes: dict[tuple[type, type, Hashable], type[Any]] = {}
+_classes: dict[tuple[type, type, str | None, Hashable], type[Any]] = {}
+
+_OF_THE_TEMPLATE = frozenset(
+    {
+        "__annotate__",
+        "__annotate_func__",
+        "__annotations__",
+        "__annotations_cache__",
+        "__dict__",
+        "__doc__",
+        "__firstlineno__",
+        "__module__",
+        "__parameters__",
+        "__qualname__",
+        "__slots__",
+        "__static_attributes__",
+        "__weakref__",
+    }
+)
+"""What a class body defines for the class itself, and not for its instances."""
 
 
-def shell_class(mixin: type, base: type, module: str | None = None, options: Hashable = None) -> type[Any]:
-    """The class that is ``mixin`` first and ``base`` otherwise; equal arguments give one class.
+def shell_class(template: type, base: type, module: str | None = None, options: Hashable = None) -> type[Any]:
+    """The class that does what ``template`` says and is ``base`` otherwise; equal arguments give one class.
 
     Args:
+        template: its members are copied; their ``super()`` is ``base``. It becomes the second base, so that
+            ``isinstance`` recognises what was made from it.
+        base: the class of the user's object.
         module: the class's ``__module__``, if not that of ``base``.
         options: stored as ``_hvd_options`` on the class, for methods without an instance.
     """
-    if (mixin, base, options) not in _classes:
+    key = template, base, module, options
+    if key not in _classes:
+        cell = types.CellType()
+        slots = vars(template).get("__slots__", ())
+        members = {
+            name: _with_class(value, cell)
+            for name, value in vars(template).items()
+            if name not in _OF_THE_TEMPLATE and name not in slots
+        }
         names = {"__module__": module or base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
         known = {} if options is None else {"_hvd_options": options}
-        _classes[mixin, base, options] = type(base.__name__, (mixin, base), names | known)
-    return _classes[mixin, base, options]
+        made = type(base.__name__, (base, template), members | names | known)
+        cell.cell_contents = made
+        _classes[key] = made
+    return _classes[key]
+
+
+def _with_class(member: Any, cell: types.CellType) -> Any:
+    """A member of a class body whose ``super()`` and ``__class__`` refer to the class in the cell."""
+    if isinstance(member, types.FunctionType):
+        free = member.__code__.co_freevars
+        if "__class__" not in free:
+            return member
+        cells = zip(free, member.__closure__ or (), strict=True)
+        closure = tuple(cell if name == "__class__" else other for name, other in cells)
+        copied = types.FunctionType(member.__code__, member.__globals__, member.__name__, member.__defaults__, closure)
+        copied.__kwdefaults__, copied.__doc__ = member.__kwdefaults__, member.__doc__
+        copied.__qualname__, copied.__module__ = member.__qualname__, member.__module__
+        copied.__dict__.update(member.__dict__)
+        return copied
+    if isinstance(member, (classmethod, staticmethod)):
+        return type(member)(_with_class(member.__func__, cell))
+    if isinstance(member, property):
+        fget, fset, fdel = (_with_class(part, cell) for part in (member.fget, member.fset, member.fdel))
+        return property(fget, fset, fdel, member.__doc__)
+    return member

@@ -62,7 +62,7 @@ class Sync(Protocol):
         """Whether a boolean tensor is true on all ranks."""
 
 
-class Distributed:
+class DistributedKerasOptimizer:
     """What an optimizer has in addition once it is distributed. ``DistributedOptimizer`` makes them."""
 
     _hvd: _State
@@ -124,7 +124,7 @@ class Distributed:
 
         Keras itself asks the plain class for it, whose name is in what it saves.
         """
-        plain = cls.__bases__[1].from_config(config, **kwargs)  # type: ignore[attr-defined]
+        plain = cls.__bases__[0].from_config(config, **kwargs)  # type: ignore[attr-defined]
         return _distribute(plain, cls._hvd_options)
 
 
@@ -196,7 +196,7 @@ def wrap(optimizer: Any, options: KerasOptions) -> Any:
         return optimizer
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise InvalidArgumentError(f"expected an optimizer of Keras, not {type(optimizer).__name__}")
-    if isinstance(optimizer, Distributed):
+    if isinstance(optimizer, DistributedKerasOptimizer):
         raise InvalidArgumentError("the optimizer is distributed already; wrap it once")
     passes = options.backward_passes_per_step
     check_passes(passes)
@@ -235,16 +235,16 @@ def _accumulate(optimizer: Any, passes: int) -> None:
     optimizer.gradient_accumulation_steps = passes
 
 
-def saved_as(saving: Any, mixin: type, base: type, options: KerasOptions, module: str | None = None) -> type:
+def saved_as(saving: Any, template: type, base: type, options: KerasOptions, module: str | None = None) -> type:
     """The class of distributed optimizers that Keras saves as those of ``base``.
 
     Args:
         saving: the module of Keras, or of tf_keras, that knows the names under which classes have been registered.
-        mixin, base, module: as for ``shell_class``.
+        template, base, module: as for ``shell_class``.
         options: what optimizers of its ``from_config`` have; not groups of variables, which are those of one model.
     """
     groups = options.groups if isinstance(options.groups, int) else None
-    made = shell_class(mixin, base, module, replace(options, groups=groups, local_variables=()))
+    made = shell_class(template, base, module, replace(options, groups=groups, local_variables=()))
     registered = saving.get_registered_name(base)
     package, is_registered, name = registered.rpartition(">")
     if is_registered and saving.get_registered_name(made) != registered:
@@ -264,7 +264,7 @@ def _class_of(base: type, options: KerasOptions) -> type:
     # By its public name, a class is found on every backend.
     public = getattr(keras.optimizers, base.__name__, None)
     is_public = public is not None and issubclass(base, public) and base.__module__.startswith("keras.")
-    return saved_as(keras.saving, Distributed, base, options, "keras.optimizers" if is_public else None)
+    return saved_as(keras.saving, DistributedKerasOptimizer, base, options, "keras.optimizers" if is_public else None)
 
 
 def _prepare() -> None:
@@ -275,7 +275,7 @@ def _prepare() -> None:
         scaling.apply = _reducing(scaling.apply)
         scaling.stateless_apply = _reducing_stateless(scaling.stateless_apply)
     if keras.backend.backend() == "tensorflow":
-        train_without_xla(keras.Model, Distributed)
+        train_without_xla(keras.Model, DistributedKerasOptimizer)
     prepare = getattr(importlib.import_module(f"hvdgloo.keras._on_{keras.backend.backend()}"), "prepare", None)
     if prepare is not None:
         prepare()
@@ -285,7 +285,11 @@ def _agreeing(plain: Any) -> Any:
     @functools.wraps(plain)
     def check_finite(self: Any, grads: Any) -> Any:
         inner, holds = self.inner_optimizer, plain(self, grads)
-        return holds if not isinstance(inner, Distributed) or inner._hvd.is_alike else inner._hvd.sync.agree(holds)
+        return (
+            holds
+            if not isinstance(inner, DistributedKerasOptimizer) or inner._hvd.is_alike
+            else inner._hvd.sync.agree(holds)
+        )
 
     check_finite.hvdgloo = True  # type: ignore[attr-defined]
     return check_finite
@@ -294,7 +298,9 @@ def _agreeing(plain: Any) -> Any:
 def _reducing(plain: Any) -> Any:
     @functools.wraps(plain)
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
-        if not isinstance(self.inner_optimizer, Distributed) or (trainable_variables is None and not self.built):
+        if not isinstance(self.inner_optimizer, DistributedKerasOptimizer) or (
+            trainable_variables is None and not self.built
+        ):
             plain(self, grads, trainable_variables)  # which says what is wrong, if so
             return
         trainable_variables = None if trainable_variables is None else list(trainable_variables)
@@ -311,7 +317,7 @@ def _reducing(plain: Any) -> Any:
 def _reducing_stateless(plain: Any) -> Any:
     @functools.wraps(plain)
     def stateless_apply(self: Any, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
-        if not isinstance(self.inner_optimizer, Distributed) or not self.built:
+        if not isinstance(self.inner_optimizer, DistributedKerasOptimizer) or not self.built:
             return plain(self, optimizer_variables, grads, trainable_variables)
         with _reduced(self, grads, self._trainable_variables) as reduced:
             return plain(self, optimizer_variables, reduced, trainable_variables)

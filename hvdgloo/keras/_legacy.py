@@ -59,7 +59,7 @@ class DistributedLegacy:
 
         tf_keras itself asks the plain class for it, whose name is in what it saves.
         """
-        plain = cls.__bases__[1].from_config(config, **kwargs)  # type: ignore[attr-defined]
+        plain = cls.__bases__[0].from_config(config, **kwargs)  # type: ignore[attr-defined]
         return wrap(plain, cls._hvd_options)
 
 

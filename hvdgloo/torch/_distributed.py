@@ -1,16 +1,15 @@
 """DistributedOptimizer: the user's optimizer, stepping on gradients that all ranks share.
 
-**Holding versus deriving.** Programs rely on three facts about the result: it is an instance of the wrapped
-optimizer's class (learning-rate schedulers check), its class has the same name (checkpoints and logs show it), and its
-state is that of the plain optimizer. A held object satisfies only the last, a rewritten class none safely: copying
-state into a second optimizer lets the two drift apart. So both: ``Distributed`` is a thin shell whose class derives
-from the user's, so that ``isinstance`` holds, but which has no state of its own: every attribute except the few listed
-in ``_OWN`` is read from and written to the user's optimizer, which stays intact, is held, and does the stepping. A
-scheduler that was given the plain optimizer before wrapping keeps working. What is distributed about it lives in
-``_Session``, an ordinary object with an ordinary lifetime.
+**One state, two classes.** The result is made as Horovod makes it: an instance of a class whose only other base than
+a marker of ours is the user's optimizer class, and which bears its name. So whoever inspects it finds an optimizer
+(``vars``, ``dir``, ``inspect``, protocols), schedulers accept it, and libraries can build further classes on it or on
+``type(optimizer).__bases__[0]``. Where Horovod copies the state into the new object, and the two drift apart, here both
+objects have one and the same ``__dict__``: whatever is set on one, or loaded into one, the other has. A scheduler that
+was given the plain optimizer before wrapping keeps working. Only our methods are this object's own, see ``_own``. What
+is distributed about it lives in ``_Session``, an ordinary object with an ordinary lifetime.
 
 A step: every parameter's hook fires as its gradient is complete and hands it to the reducer, whose transfers overlap
-with the rest of the backward pass; ``step()`` waits for them and lets the held optimizer step.
+with the rest of the backward pass; ``step()`` waits for them and lets the user's class step.
 """
 
 from __future__ import annotations
@@ -18,13 +17,15 @@ from __future__ import annotations
 import copy
 import enum
 import functools
+import inspect
 import sys
+import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -41,24 +42,11 @@ from hvdgloo.torch import _sparse as sparse
 from hvdgloo.torch._buckets import Buckets, agree, plan, suits
 from hvdgloo.torch.compression import Compression
 from hvdgloo.types import ReduceOp
+from hvdgloo.version import library_name
 
 Tensor = torch.Tensor
 NamedParameters = Iterable[tuple[str, Tensor]]
 Closure = Callable[[], Any]
-
-_OWN = frozenset(
-    {
-        "_hvd",
-        "add_param_group",
-        "load_state_dict",
-        "set_backward_passes_per_step",
-        "skip_synchronize",
-        "step",
-        "synchronize",
-        "zero_grad",
-    }
-)
-"""What the shell answers itself; apart from dunder names, everything else is the held optimizer's."""
 
 _ELEMENTWISE = (Compression.none, Compression.fp16, Compression.bf16)
 """Compressors that treat many gradients at once just as they treat each of them."""
@@ -69,7 +57,7 @@ by the accidents of garbage collection, which differ between ranks."""
 
 
 @dataclass(frozen=True)
-class TorchOptions:
+class ReductionOptions:
     """How gradients are reduced; the arguments of ``DistributedOptimizer`` that do not name parameters."""
 
     compression: Compressor[Tensor] = NoneCompressor
@@ -96,25 +84,37 @@ class _Kind(enum.IntEnum):
     DENSE = 2
 
 
-def _kind_of(parameter: Tensor, options: TorchOptions) -> _Kind:
+def _kind_of(parameter: Tensor, options: ReductionOptions) -> _Kind:
     if parameter.grad is None:
         return _Kind.NONE
     return _Kind.SPARSE if parameter.grad.is_sparse and not options.sparse_as_dense else _Kind.DENSE
 
 
 class _Session:
-    """The parameters' names, hooks and reducer behind one Distributed."""
+    """The parameters' names, hooks and reducer behind one distributed optimizer.
+
+    Attributes:
+        base: the class of the user's optimizer.
+        plain: the user's optimizer, if it still exists.
+        replaced: methods that were assigned to the distributed optimizer, by name.
+        param_groups: the user's class's descriptor (a property) for it, if it has one.
+    """
 
     def __init__(
         self,
         frontend: Frontend[Tensor],
-        held: torch.optim.Optimizer,
+        plain: torch.optim.Optimizer,
         named_parameters: NamedParameters | None,
         groups: Groups,
-        options: TorchOptions,
+        options: ReductionOptions,
     ) -> None:
         self.frontend = frontend
-        self.held = held
+        self.base = type(plain)
+        self.plain = weakref.ref(plain)
+        # What replaces the plain optimizer's own step (a scheduler, to count steps) needs it, and may not keep it.
+        self._kept = plain if "step" in vars(plain) else None
+        self.replaced: dict[str, Any] = {}
+        self.param_groups: Any = inspect.getattr_static(self.base, "param_groups", None)
         self.options = options
         self.skipping = False
         self.active = frontend.is_shared(options.process_set)
@@ -122,8 +122,8 @@ class _Session:
         if self.adaptive and options.gradient_predivide_factor != 1.0:
             raise InvalidArgumentError("gradient_predivide_factor divides an average, so it needs op=Average")
         self._gradients = _Gradients.LOCAL
-        parameters = list(_parameters(held))
-        self.user_names = _names(held, named_parameters)
+        parameters = list(_parameters(plain))
+        self.user_names = _names(plain, named_parameters)
         self.groups = _groups(groups, [p for p in parameters if p.requires_grad], {id(p) for p in parameters})
         names = frontend.reserve_names([self.user_names[id(p)] for p in parameters])
         self._name_of = {id(p): name for p, name in zip(parameters, names, strict=True)}
@@ -186,10 +186,10 @@ class _Session:
                 del self._frozen[name]
                 self._track(name, parameter)
 
-    def add_param_group(self, group: dict[str, Any]) -> None:
-        self.held.add_param_group(group)
-        index = len(self.held.param_groups) - 1
-        added = list(self.held.param_groups[index]["params"])
+    def add_param_group(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+        self.base.add_param_group(optimizer, group)
+        index = len(optimizer.param_groups) - 1
+        added = list(optimizer.param_groups[index]["params"])
         names = [f"noname.{index}.{i}" for i in range(len(added))]
         self.user_names.update((id(p), name) for p, name in zip(added, names, strict=True))
         reserved = self.frontend.reserve_names(names)
@@ -335,6 +335,28 @@ class _Session:
             self._reduce()
             self._gradients = _Gradients.REDUCED
 
+    # What programs read
+
+    def reduced_parameters(self) -> set[Tensor]:
+        """Those whose gradients are reduced."""
+        return set(self._tracked.values())
+
+    def under_way(self) -> dict[Tensor, tuple[None, None]]:
+        """Those whose gradients have been handed over and not been waited for. Where Horovod has a handle and a
+        compressor's context there is nothing: the reducer has both, and gradients may travel together."""
+        return {parameter: (None, None) for name, parameter in self._tracked.items() if self.reducer.is_open(name)}
+
+    def start(self, parameter: Tensor) -> None:
+        """Hand over a gradient now, in whichever backward pass; a sparse one waits for ``step()``."""
+        name = self._name_of.get(id(parameter), "")
+        if name not in self._tracked or self.adaptive:
+            raise OptimizerCallError(
+                "this is no parameter whose gradient the optimizer reduces: see its _requires_update"
+            )
+        self._gradients = _Gradients.LOCAL
+        if not self.reducer.is_open(name) and self._kinds.get(name, _kind_of(parameter, self.options)) is _Kind.DENSE:
+            self.reducer.ready(name, self._dense_gradient(name, parameter), final=True)
+
     def forget(self) -> None:
         """Start over with gradients and with counting backward passes."""
         self.reducer.reset()
@@ -351,28 +373,38 @@ class _Session:
 
     # Steps
 
-    def step(self, closure: Closure | None) -> Any:
+    def step(self, optimizer: torch.optim.Optimizer, closure: Closure | None) -> Any:
         if not self.active:
-            return self.held.step(closure)
+            return self._plain_step(optimizer, closure)
         if self.skipping:
             self.require_rest("step() inside skip_synchronize()")
-            return self.held.step(closure)
+            return self._plain_step(optimizer, closure)
         if self.adaptive:
-            return self._adaptive_step(closure)
+            return self._adaptive_step(optimizer, closure)
         if closure is not None:
-            return self.held.step(functools.partial(self._evaluate, closure))
+            return self._plain_step(optimizer, functools.partial(self._evaluate, closure))
         if self._gradients is _Gradients.LOCAL:
             self._reduce()
         elif self._gradients is _Gradients.SYNCHRONIZED:
             warnings.warn(
-                "step() after synchronize(): the gradients are reduced already, and step() will not do it again; "
-                "wrap step() in 'with optimizer.skip_synchronize():' to say that this is meant",
+                # Horovod's words, by which programs filter the warning.
+                "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(): "
+                "the gradients are reduced already, and step() will not do it again; wrap step() in 'with "
+                "optimizer.skip_synchronize():' to say that this is meant",
                 stacklevel=3,
             )
         self._gradients = _Gradients.LOCAL
-        return self.held.step()
+        return self._plain_step(optimizer)
 
-    def _adaptive_step(self, closure: Closure | None) -> Any:
+    def _plain_step(self, optimizer: torch.optim.Optimizer, *closure: Closure | None) -> Any:
+        """The step of the user's optimizer; as replaced on it, where somebody has done that."""
+        replaced = vars(optimizer).get("step")
+        if replaced is None:
+            return cast(Any, self.base).step(optimizer, *closure)
+        self._kept = self._kept or self.plain()
+        return replaced(*closure)
+
+    def _adaptive_step(self, optimizer: torch.optim.Optimizer, closure: Closure | None) -> Any:
         """Adasum combines what the ranks' optimizers did: each steps on its own gradients, and the changes are summed.
 
         Changes and not gradients, because an optimizer with a state (momentum, Adam) would scale an adapted gradient
@@ -380,7 +412,7 @@ class _Session:
         """
         trained = {name: p for name, p in self._tracked.items() if p.requires_grad}
         before = {name: p.detach().clone() for name, p in trained.items()}
-        result = self.held.step(closure) if closure is not None else self.held.step()
+        result = self._plain_step(optimizer, closure) if closure is not None else self._plain_step(optimizer)
         changes = {name: p.detach() - before[name] for name, p in trained.items()}
         operation = reduction(None, ReduceOp.ADASUM, 1.0, 1.0, self.options.process_set)
         compression = self.options.compression
@@ -393,7 +425,7 @@ class _Session:
         return result
 
     def _evaluate(self, closure: Closure) -> Any:
-        """A closure as the held optimizer sees it: the gradients and the loss are those of all ranks.
+        """A closure as the user's optimizer sees it: the gradients and the loss are those of all ranks.
 
         The loss too, because optimizers decide by it (LBFGS: whether to evaluate again), and ranks must decide alike.
         """
@@ -405,6 +437,10 @@ class _Session:
         mean = self.frontend.allreduce(local, process_set=self.options.process_set)
         return mean if isinstance(loss, Tensor) else float(mean)
 
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        # Part of the plain optimizer's state, which some classes pickle as a whole: nothing is left of us there.
+        return type(None), ()
+
 
 def _computed(session: weakref.ref[_Session], name: str, parameter: Tensor) -> None:
     alive = session()
@@ -412,49 +448,116 @@ def _computed(session: weakref.ref[_Session], name: str, parameter: Tensor) -> N
         alive.computed(name, parameter)
 
 
-class Distributed(torch.optim.Optimizer):
-    """The shell around the user's optimizer; see the module's docstring. ``DistributedOptimizer`` makes them."""
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class _OwnMethod:
+    """A method of a distributed optimizer alone, although it shares its ``__dict__`` with the plain one.
+
+    Schedulers and other tools replace methods by assigning to them, on either of the two, and each must have its own:
+    what is assigned to the plain one must not hide ours, nor the other way round.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if instance is None:
+            return self._function
+        return _session_of(instance).replaced.get(self._name) or types.MethodType(self._function, instance)
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        _session_of(instance).replaced[self._name] = value
+
+    def __delete__(self, instance: Any) -> None:
+        if _session_of(instance).replaced.pop(self._name, None) is None:
+            raise AttributeError(self._name)
+
+
+def _own(function: F) -> F:
+    return cast(F, _OwnMethod(function))
+
+
+class _ParamGroups:
+    """``param_groups`` of a distributed optimizer: the instance's, or what a descriptor of the user's class gives.
+
+    A GradScaler unscales gradients, and looks for infinities, before it calls ``step()``, and has no hook for us. It
+    must see the reduced ones: the local ones are in flight, and either all ranks or none must skip a step.
+    """
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if instance is None:
+            return self
+        session = _session_of(instance)
+        if session.active and sys._getframe(1).f_globals.get("__name__") == "torch.amp.grad_scaler":
+            session.settle()
+        inherited = session.param_groups
+        return vars(instance)["param_groups"] if inherited is None else inherited.__get__(instance, owner)
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        inherited = _session_of(instance).param_groups
+        if inherited is None:
+            vars(instance)["param_groups"] = value
+        else:
+            inherited.__set__(instance, value)
+
+
+class _Readable:
+    """An attribute that programs for Horovod read. One of the user's class's own, of the same name, precedes it."""
+
+    def __init__(self, read: Callable[[Any], Any]) -> None:
+        self._read = read
+        self.__doc__ = read.__doc__
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else self._read(instance)
+
+
+def _session_of(optimizer: torch.optim.Optimizer) -> _Session:
+    session: _Session = vars(optimizer)["_hvd"]
+    return session
+
+
+class DistributedTorchOptimizer(torch.optim.Optimizer):
+    """What ``DistributedOptimizer`` returns: an instance of a class made from the user's optimizer class and this one.
+
+    Readable, as in Horovod: ``op``, ``process_set``, ``backward_passes_per_step``, ``gradient_predivide_factor`` and
+    ``sparse_as_dense``, the arguments; ``_parameter_names`` (parameters to names), ``_requires_update`` (the set of
+    parameters whose gradients are reduced) and ``_handles`` (those of them that have been handed over and not been
+    waited for).
+    """
 
     _hvd: _Session
 
-    def __init__(self) -> None:
+    param_groups = _ParamGroups()
+    op = _Readable(lambda self: ReduceOp.AVERAGE if self._hvd.options.op is None else ReduceOp(self._hvd.options.op))
+    process_set = _Readable(lambda self: self._hvd.options.process_set)
+    backward_passes_per_step = _Readable(lambda self: self._hvd.options.backward_passes_per_step)
+    gradient_predivide_factor = _Readable(lambda self: self._hvd.options.gradient_predivide_factor)
+    sparse_as_dense = _Readable(lambda self: self._hvd.options.sparse_as_dense)
+    _parameter_names = _Readable(lambda self: {p: self._hvd.user_names[id(p)] for p in _parameters(self)})
+    _requires_update = _Readable(lambda self: self._hvd.reduced_parameters())
+    _handles = _Readable(lambda self: self._hvd.under_way())
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise TypeError("DistributedOptimizer(optimizer) makes these")
 
-    def __getattribute__(self, name: str) -> Any:
-        if name in _OWN or name.startswith("__"):
-            return object.__getattribute__(self, name)
-        session: _Session = object.__getattribute__(self, "_hvd")
-        if name == "param_groups" and session.active and _caller() == "torch.amp.grad_scaler":
-            # A GradScaler unscales gradients, and looks for infinities, before it calls step(), and has no hook for us.
-            # It must see the reduced ones: the local ones are in flight, and either all ranks or none must skip a step.
-            session.settle()
-        return getattr(session.held, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        # Schedulers replace ``step`` on the optimizer that they were given: that is this one, not the held one.
-        if name in _OWN:
-            object.__setattr__(self, name, value)
-        else:
-            setattr(self._hvd.held, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        if name in _OWN:
-            object.__delattr__(self, name)
-        else:
-            delattr(self._hvd.held, name)
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: Any) -> Any:
         # A pickle is the plain optimizer: it can be read where no job runs, like the state dict in a checkpoint.
-        return _itself, (self._hvd.held,)
+        return _itself, (_plain_of(self),)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Distributed:
-        session = self._hvd
-        held = copy.deepcopy(session.held, memo)
-        copies = dict(zip(map(id, _parameters(session.held)), _parameters(held), strict=True))
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedTorchOptimizer:
+        session, plain = self._hvd, _plain_of(self)
+        copied = copy.deepcopy(plain, memo)
+        copies = dict(zip(map(id, _parameters(plain)), _parameters(copied), strict=True))
         named = [(session.user_names[i], parameter) for i, parameter in copies.items()]
         groups = [[copies[id(p)] for p in group] for group in session.groups]
-        return wrap(session.frontend, held, named, groups or None, session.options)
+        return wrap(session.frontend, copied, named, groups or None, session.options)
 
+    @_own
     def synchronize(self) -> None:
         """Wait until all gradients have been reduced, including, as zeros, those of parameters that have none.
 
@@ -465,6 +568,7 @@ class Distributed(torch.optim.Optimizer):
         """
         self._hvd.synchronize()
 
+    @_own
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """Inside, ``step()`` does not reduce gradients: ``synchronize()`` was called before.
@@ -484,21 +588,23 @@ class Distributed(torch.optim.Optimizer):
             session.skipping = before
             session._gradients = _Gradients.LOCAL
 
+    @_own
     def step(self, closure: Closure | None = None) -> Any:
-        """Wait until all gradients have been reduced, and let the held optimizer step.
+        """Wait until all gradients have been reduced, and let the user's optimizer step.
 
         Args:
             closure: evaluates the model again and returns the loss; may be called several times. Its gradients are
                 reduced after every call, and the loss is averaged, so that all ranks take the same decisions.
 
         Returns:
-            what the held optimizer's ``step`` returns: with a closure, usually the loss (the ranks' mean).
+            what the user's optimizer's ``step`` returns: with a closure, usually the loss (the ranks' mean).
 
         Raises:
             HorovodInternalError: a reduction failed.
         """
-        return self._hvd.step(closure)
+        return self._hvd.step(self, closure)
 
+    @_own
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and restart the count of backward passes: what they have added up is gone.
 
@@ -507,17 +613,20 @@ class Distributed(torch.optim.Optimizer):
         """
         self._hvd.require_rest("zero_grad()")
         self._hvd.forget()
-        self._hvd.held.zero_grad(set_to_none)
+        self._hvd.base.zero_grad(self, set_to_none)
 
+    @_own
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint of this or of the plain optimizer; the count of backward passes restarts."""
         self._hvd.forget()
-        self._hvd.held.load_state_dict(state_dict)
+        self._hvd.base.load_state_dict(self, state_dict)
 
+    @_own
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, on every rank; their gradients are reduced under automatic names."""
-        self._hvd.add_param_group(param_group)
+        self._hvd.add_param_group(self, param_group)
 
+    @_own
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Reduce gradients after this many backward passes, counted from now on.
 
@@ -525,7 +634,24 @@ class Distributed(torch.optim.Optimizer):
             InvalidArgumentError: (a ValueError) not a positive whole number.
         """
         self._hvd.reducer.set_passes(passes)
-        self._hvd.options = _replace_passes(self._hvd.options, passes)
+        self._hvd.options = replace(self._hvd.options, backward_passes_per_step=passes)
+
+    @_own
+    def _allreduce_grad_async(self, p: Tensor) -> tuple[None, None]:
+        """Hand a parameter's gradient over now, whatever the number of backward passes so far.
+
+        Returns:
+            None instead of a handle: ``synchronize()`` and ``step()`` of the optimizer wait for it.
+
+        Raises:
+            OptimizerCallError: (a ValueError and an AssertionError) not one of ``_requires_update``.
+        """
+        self._hvd.start(p)
+        return None, None
+
+
+# torch would have its step hooks run around this step as well, and not only around that of the user's class.
+DistributedTorchOptimizer.step.hooked = True  # type: ignore[attr-defined]
 
 
 def wrap(
@@ -533,8 +659,8 @@ def wrap(
     optimizer: torch.optim.Optimizer,
     named_parameters: NamedParameters | None,
     groups: Groups,
-    options: TorchOptions,
-) -> Distributed:
+    options: ReductionOptions,
+) -> DistributedTorchOptimizer:
     """``DistributedOptimizer`` on a given Frontend.
 
     Raises:
@@ -543,24 +669,33 @@ def wrap(
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InvalidArgumentError(f"expected a torch.optim.Optimizer, not {type(optimizer).__name__}")
-    if isinstance(optimizer, Distributed):
+    if isinstance(optimizer, DistributedTorchOptimizer):
         raise InvalidArgumentError("the optimizer is distributed already; wrap it once")
-    shell: Distributed = object.__new__(shell_class(Distributed, type(optimizer)))
-    shell._hvd = _Session(frontend, optimizer, named_parameters, groups, options)
-    return shell
+    session = _Session(frontend, optimizer, named_parameters, groups, options)
+    made: DistributedTorchOptimizer = object.__new__(_class_for(type(optimizer)))
+    made.__dict__ = optimizer.__dict__
+    vars(made)["_hvd"] = session
+    return made
+
+
+def _class_for(base: type[torch.optim.Optimizer]) -> type[DistributedTorchOptimizer]:
+    # Its module is ours: libraries look for "horovod" in the class's text, and do not wrap such an optimizer again.
+    return shell_class(DistributedTorchOptimizer, base, f"{library_name().lower()}.torch.optimizer")
 
 
 def _itself(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer
 
 
-def _caller() -> str:
-    """The module whose code looks an attribute up."""
-    return str(sys._getframe(2).f_globals.get("__name__"))
-
-
-def _replace_passes(options: TorchOptions, passes: int) -> TorchOptions:
-    return TorchOptions(**{**options.__dict__, "backward_passes_per_step": passes})
+def _plain_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The user's optimizer; if only the distributed one is left, another that shares its state."""
+    session = _session_of(optimizer)
+    plain = session.plain()
+    if plain is None:
+        plain = object.__new__(session.base)
+        plain.__dict__ = optimizer.__dict__
+        session.plain = weakref.ref(plain)
+    return plain
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:

@@ -26,14 +26,14 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name; it makes an instance o
     groups: Groups = None,
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
-) -> distributed.Distributed:
+) -> distributed.DistributedTorchOptimizer:
     """An optimizer that steps on gradients reduced over all ranks.
 
     Gradients are sent while the backward pass still runs, and ``step()`` waits for them. Call it on every rank with the
     same arguments, after ``init()``.
 
     Args:
-        optimizer: a plain optimizer. It is held and does the stepping; use the result instead of it.
+        optimizer: a plain optimizer. It and the result share one state, whichever is changed; use the result for steps.
         named_parameters: ``model.named_parameters()``: names for messages. All of the optimizer's parameters, or None.
         compression: ``Compression.fp16`` and ``Compression.bf16`` send float32 and float64 gradients as float16 or
             bfloat16; ``Compression.powersgd(rank=4)`` sends matrices as two thin ones, with Average or Sum.
@@ -50,7 +50,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name; it makes an instance o
         process_set: the ranks that share gradients.
 
     Returns:
-        an instance of the optimizer's own class, with the methods of ``hvdgloo.torch._distributed.Distributed``.
+        an instance of a class made from the optimizer's own, of the same name, with the methods of
+        ``hvdgloo.torch._distributed.DistributedTorchOptimizer``.
         Its state dict is that of the plain optimizer, and either loads the other's. A parameter without a gradient
         counts as zeros. A deep copy is another distributed optimizer, a pickle the plain one.
 
@@ -60,7 +61,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name; it makes an instance o
         NotInitializedError: before ``init()``.
     """
     groups = whichever(num_groups, groups)
-    options = distributed.TorchOptions(
+    options = distributed.ReductionOptions(
         compression, backward_passes_per_step, op, gradient_predivide_factor, sparse_as_dense, process_set
     )
     return distributed.wrap(FRONTEND, optimizer, named_parameters, groups, options)

@@ -28,7 +28,7 @@ from hvdgloo._job.context import Context  # noqa: E402
 from hvdgloo.errors import BackendError, HorovodInternalError, MismatchError  # noqa: E402
 from hvdgloo.rendezvous import MemoryStore  # noqa: E402
 from hvdgloo.torch._adapter import TorchAdapter  # noqa: E402
-from hvdgloo.torch._distributed import TorchOptions, wrap  # noqa: E402
+from hvdgloo.torch._distributed import ReductionOptions, wrap  # noqa: E402
 from hvdgloo.torch.sync_batch_norm import SyncBatchNorm  # noqa: E402
 from hvdgloo.types import Buffer, ReduceOp  # noqa: E402
 from tests.support.world import World  # noqa: E402
@@ -294,7 +294,7 @@ def test_training_equals_that_of_one_process(world: MakeWorld) -> None:
     def body(context: Context) -> None:
         model = make()
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        distributed = wrap(Frontend(Claiming(), lambda: context), optimizer, None, None, TorchOptions())
+        distributed = wrap(Frontend(Claiming(), lambda: context), optimizer, None, None, ReductionOptions())
         share = slice(4 * context.rank, 4 * context.rank + 4)
         for ours, theirs in zip(train(model, distributed, share), expected, strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=1e-9)

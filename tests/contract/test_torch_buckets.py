@@ -18,7 +18,7 @@ from hvdgloo._collectives.frontend import Frontend  # noqa: E402
 from hvdgloo._job.context import Context  # noqa: E402
 from hvdgloo.torch._adapter import TorchAdapter  # noqa: E402
 from hvdgloo.torch._buckets import plan  # noqa: E402
-from hvdgloo.torch._distributed import Distributed, TorchOptions, wrap  # noqa: E402
+from hvdgloo.torch._distributed import DistributedTorchOptimizer, ReductionOptions, wrap  # noqa: E402
 from hvdgloo.torch.compression import Compression  # noqa: E402
 from hvdgloo.types import Buffer, ReduceOp  # noqa: E402
 from tests.support.world import World  # noqa: E402
@@ -63,10 +63,10 @@ class Model(nn.Module):
         return inputs
 
 
-def distribute(context: Context, model: nn.Module, **options: Any) -> Distributed:
+def distribute(context: Context, model: nn.Module, **options: Any) -> DistributedTorchOptimizer:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
     named = list(model.named_parameters())
-    return wrap(Frontend(TorchAdapter(), lambda: context), optimizer, named, None, TorchOptions(**options))
+    return wrap(Frontend(TorchAdapter(), lambda: context), optimizer, named, None, ReductionOptions(**options))
 
 
 def inputs_of(context: Context, step: int) -> Tensor:
@@ -91,36 +91,36 @@ def together(model: nn.Module) -> list[list[str]]:
     return found
 
 
-def whole_step(context: Context, model: Model, optimizer: Distributed, step: int) -> None:
+def whole_step(context: Context, model: Model, optimizer: DistributedTorchOptimizer, step: int) -> None:
     optimizer.zero_grad()
     model(inputs_of(context, step)).square().sum().backward()
     optimizer.step()
 
 
-def without_clearing(context: Context, model: Model, optimizer: Distributed, step: int) -> None:
+def without_clearing(context: Context, model: Model, optimizer: DistributedTorchOptimizer, step: int) -> None:
     model(inputs_of(context, step)).square().sum().backward()
     optimizer.step()
 
 
-def cleared_in_place(context: Context, model: Model, optimizer: Distributed, step: int) -> None:
+def cleared_in_place(context: Context, model: Model, optimizer: DistributedTorchOptimizer, step: int) -> None:
     optimizer.zero_grad(set_to_none=False)
     model(inputs_of(context, step)).square().sum().backward()
     optimizer.step()
 
 
-def cleared_by_the_model(context: Context, model: Model, optimizer: Distributed, step: int) -> None:
+def cleared_by_the_model(context: Context, model: Model, optimizer: DistributedTorchOptimizer, step: int) -> None:
     model.zero_grad()
     model(inputs_of(context, step)).square().sum().backward()
     optimizer.step()
 
 
-def layers_left_out(context: Context, model: Model, optimizer: Distributed, step: int) -> None:
+def layers_left_out(context: Context, model: Model, optimizer: DistributedTorchOptimizer, step: int) -> None:
     optimizer.zero_grad()
     model(inputs_of(context, step), 1 + (step + context.rank) % LAYERS).square().sum().backward()
     optimizer.step()
 
 
-def gradients_replaced(context: Context, model: Model, optimizer: Distributed, step: int) -> None:
+def gradients_replaced(context: Context, model: Model, optimizer: DistributedTorchOptimizer, step: int) -> None:
     optimizer.zero_grad()
     if step == 2:
         for i, parameter in enumerate(model.parameters()):
@@ -129,7 +129,7 @@ def gradients_replaced(context: Context, model: Model, optimizer: Distributed, s
     optimizer.step()
 
 
-def sparse_on_one_rank(context: Context, model: Model, optimizer: Distributed, step: int) -> None:
+def sparse_on_one_rank(context: Context, model: Model, optimizer: DistributedTorchOptimizer, step: int) -> None:
     optimizer.zero_grad()
     if step == 2 and context.rank == 1:
         model.layers[0].weight.grad = torch.zeros(WIDTH, WIDTH).to_sparse()
@@ -137,7 +137,7 @@ def sparse_on_one_rank(context: Context, model: Model, optimizer: Distributed, s
     optimizer.step()
 
 
-def clipped(context: Context, model: Model, optimizer: Distributed, step: int) -> None:
+def clipped(context: Context, model: Model, optimizer: DistributedTorchOptimizer, step: int) -> None:
     optimizer.zero_grad()
     model(inputs_of(context, step)).square().sum().backward()
     optimizer.synchronize()
@@ -146,7 +146,7 @@ def clipped(context: Context, model: Model, optimizer: Distributed, step: int) -
         optimizer.step()
 
 
-def data_replaced(context: Context, model: Model, optimizer: Distributed, step: int) -> None:
+def data_replaced(context: Context, model: Model, optimizer: DistributedTorchOptimizer, step: int) -> None:
     """As old programs normalise gradients."""
     optimizer.zero_grad()
     model(inputs_of(context, step)).square().sum().backward()
@@ -159,7 +159,7 @@ def data_replaced(context: Context, model: Model, optimizer: Distributed, step: 
     without_clearing(context, model, optimizer, step + 100)
 
 
-def converted(context: Context, model: Model, optimizer: Distributed, step: int) -> None:
+def converted(context: Context, model: Model, optimizer: DistributedTorchOptimizer, step: int) -> None:
     if step == 2:
         model.double()
     optimizer.zero_grad()
@@ -167,7 +167,7 @@ def converted(context: Context, model: Model, optimizer: Distributed, step: int)
     optimizer.step()
 
 
-def scaled(context: Context, model: Model, optimizer: Distributed, step: int) -> None:
+def scaled(context: Context, model: Model, optimizer: DistributedTorchOptimizer, step: int) -> None:
     """Loss scaling where layers are left out on some ranks, and one rank's gradients overflow."""
     scaler = model.__dict__.setdefault("scaler", torch.amp.GradScaler("cpu", init_scale=1024.0))
     optimizer.zero_grad()
@@ -180,7 +180,7 @@ def scaled(context: Context, model: Model, optimizer: Distributed, step: int) ->
     scaler.update()
 
 
-def given_up(context: Context, model: Model, optimizer: Distributed, step: int) -> None:
+def given_up(context: Context, model: Model, optimizer: DistributedTorchOptimizer, step: int) -> None:
     """A gradient that the user holds belongs to a batch that is not reduced after all."""
     optimizer.zero_grad()
     kept = [torch.zeros_like(parameter) for parameter in model.parameters()]
@@ -358,7 +358,7 @@ def test_rank_0_decides_and_its_order_of_readiness_holds(world: MakeWorld) -> No
 
 def test_an_optimizer_that_outlives_its_job_forms_buckets_in_the_next(world: MakeWorld) -> None:
     worlds = [world(2), world(2)]
-    models, optimizers, current = [Model(), Model()], dict[int, Distributed](), dict[int, Context]()
+    models, optimizers, current = [Model(), Model()], dict[int, DistributedTorchOptimizer](), dict[int, Context]()
 
     def rank_body(context: Context) -> None:
         rank = context.rank
@@ -366,7 +366,7 @@ def test_an_optimizer_that_outlives_its_job_forms_buckets_in_the_next(world: Mak
         if rank not in optimizers:
             frontend = Frontend(TorchAdapter(), lambda: current[rank])
             plain = torch.optim.SGD(models[rank].parameters(), lr=0.1)
-            optimizers[rank] = wrap(frontend, plain, list(models[rank].named_parameters()), None, TorchOptions())
+            optimizers[rank] = wrap(frontend, plain, list(models[rank].named_parameters()), None, ReductionOptions())
         before = {id(parameter): parameter.grad for parameter in models[rank].parameters()}
         for step in range(3):
             whole_step(context, models[rank], optimizers[rank], step)

@@ -16,7 +16,7 @@ from hvdgloo._collectives.frontend import Frontend  # noqa: E402
 from hvdgloo._job.context import Context  # noqa: E402
 from hvdgloo.errors import InvalidArgumentError  # noqa: E402
 from hvdgloo.torch._adapter import TorchAdapter  # noqa: E402
-from hvdgloo.torch._distributed import TorchOptions, wrap  # noqa: E402
+from hvdgloo.torch._distributed import ReductionOptions, wrap  # noqa: E402
 from hvdgloo.torch._state import broadcast_optimizer_state, broadcast_parameters  # noqa: E402
 from tests.support.world import World  # noqa: E402
 
@@ -115,7 +115,7 @@ def test_optimizer_state_becomes_the_roots(
             for _ in range(1 + context.rank):
                 optimizer.step()
         if distributed:
-            optimizer = wrap(frontend_of(context), optimizer, None, None, TorchOptions())
+            optimizer = wrap(frontend_of(context), optimizer, None, None, ReductionOptions())
         before = [p.detach().clone() for p in model.parameters()]
         broadcast_optimizer_state(frontend_of(context), optimizer, 1)
         assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))

@@ -6,7 +6,7 @@ import torch
 from typing_extensions import assert_type
 
 import hvdgloo.torch as hvd
-from hvdgloo.torch._distributed import Distributed
+from hvdgloo.torch._distributed import DistributedTorchOptimizer
 
 
 def train(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> float:
@@ -23,7 +23,7 @@ def train(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> float:
         op=hvd.Average,
         groups=[list(model.parameters())],
     )
-    assert_type(optimizer, Distributed)
+    assert_type(optimizer, DistributedTorchOptimizer)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)
