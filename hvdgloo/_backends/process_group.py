@@ -31,6 +31,9 @@ _BOOL_OPS = {
     ReduceOp.PRODUCT: dist.ReduceOp.MIN,
 }
 
+_INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
+_FLOATS = {integers: floats for floats, integers in _INTEGERS.items()}
+
 
 def tensor_of(buffer: Buffer, dtype: DType | None = None) -> torch.Tensor:
     """A flat tensor over the same memory.
@@ -85,6 +88,13 @@ class ProcessGroupBackend:
             return self._work(what, self._allreduce(wide, _OPS[op]), buffer, lambda: narrow.copy_(wide))
         if buffer.dtype is DType.BOOL:
             return self._work(what, self._allreduce(tensor_of(buffer, DType.UINT8), _BOOL_OPS[op]), buffer)
+        if buffer.dtype.is_floating and op in (ReduceOp.MIN, ReduceOp.MAX):
+            # Both Gloo and NCCL compare in ways that lose a NaN; integers in the same order keep it.
+            values = tensor_of(buffer)
+            ordered = _to_ordered(values, op)
+            return self._work(
+                what, self._allreduce(ordered, _OPS[op]), buffer, lambda: values.copy_(_from_ordered(ordered))
+            )
         return self._work(what, self._allreduce(tensor_of(buffer), _OPS[op]), buffer)
 
     def allgather(self, source: Buffer, target: Buffer, nbytes: Sequence[int]) -> Work:
@@ -159,6 +169,24 @@ class ProcessGroupBackend:
                 works.append(self.broadcast(block, root))
                 begin += size
         return Several(works)
+
+
+def _to_ordered(values: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+    """As ``kernels.to_ordered``, on any device, and for half types, too, whose values are widened."""
+    wide = values if values.dtype in _INTEGERS else values.float()
+    integers = _INTEGERS[wide.dtype]
+    limits = torch.iinfo(integers)
+    return _turned(wide.view(integers)).masked_fill_(wide.isnan(), limits.min if op is ReduceOp.MIN else limits.max)
+
+
+def _from_ordered(ordered: torch.Tensor) -> torch.Tensor:
+    """The inverse of ``_to_ordered``: float32 for half types."""
+    return _turned(ordered).view(_FLOATS[ordered.dtype])
+
+
+def _turned(bits: torch.Tensor) -> torch.Tensor:
+    """A new tensor; its own inverse."""
+    return (bits >> (8 * bits.itemsize - 1)).bitwise_and_(torch.iinfo(bits.dtype).max).bitwise_xor_(bits)
 
 
 def _sum(rows: torch.Tensor, out: torch.Tensor) -> None:

@@ -82,6 +82,28 @@ def test_every_type_and_operation(ranks: Ranks, dtype: DType, op: ReduceOp) -> N
     ranks.run(rank)
 
 
+@pytest.mark.parametrize("count", [9, 400_000])
+@pytest.mark.parametrize("op", [ReduceOp.MIN, ReduceOp.MAX], ids=lambda op: op.name)
+@pytest.mark.parametrize("dtype", [dtype for dtype in DType if dtype.is_floating], ids=str)
+def test_nan_wins_on_every_rank_and_in_every_place(ranks: Ranks, dtype: DType, op: ReduceOp, count: int) -> None:
+    """Gloo compares with < and >, which lose a NaN in one of the operands; which one it is depends on the block."""
+
+    def floats(rank: int) -> np.ndarray:
+        values = np.resize([1.5, -2.0, np.inf, -np.inf, 0.0, -0.0, 7.0], count) * (rank + 1)
+        values[rank::5] = np.copysign(np.nan, (-1.0) ** rank)
+        return values.astype(np.float32 if kernels.is_half(dtype) else dtype.numpy_dtype)
+
+    expected = kernels.ufunc(dtype, op).reduce([floats(rank) for rank in range(SIZE)])
+    assert 3 * count // 5 <= np.isnan(expected).sum() < count
+
+    def rank(place: int) -> None:
+        array = kernels.narrow(floats(place), dtype) if kernels.is_half(dtype) else floats(place)
+        finish(ranks.backends[place].allreduce(Buffer.of_array(array, dtype), op))
+        np.testing.assert_array_equal(kernels.widen(array, dtype) if kernels.is_half(dtype) else array, expected)
+
+    ranks.run(rank)
+
+
 @pytest.mark.parametrize("count", COUNTS)
 def test_on_both_sides_of_the_limits(ranks: Ranks, count: int) -> None:
     def rank(place: int) -> None:
