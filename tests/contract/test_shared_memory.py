@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import errno
 import functools
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +24,7 @@ from hvdgloo._backends.base import Work
 from hvdgloo._backends.shm import limits, system
 from hvdgloo._backends.shm.backend import ShmBackend, Unsupported
 from hvdgloo._backends.shm.exchange import common_ancestor
+from hvdgloo._net import abstract
 from hvdgloo.errors import BackendError, ConnectError
 from hvdgloo.rendezvous import MemoryStore
 from hvdgloo.types import Buffer, DType, ReduceOp
@@ -502,9 +509,90 @@ def test_who_does_not_know_the_secret_gets_no_memory() -> None:
     assert "does not know this job's secret" in str(results[1])
 
 
-def test_memory_cannot_be_shrunk_under_who_uses_it() -> None:
-    import os
+SILENT = """
+import os, resource, socket, sys
+limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+os.setuid(65534)
 
+def connect():
+    sock = socket.socket(socket.AF_UNIX)
+    sock.setblocking(False)
+    sock.connect("\\0" + sys.argv[1])
+    return sock
+
+held = []
+try:
+    while len(held) < 2000:
+        held.append(connect())
+except BlockingIOError:
+    pass
+print(len(held), flush=True)
+while True:  # and goes on
+    try:
+        held[:1000] = [connect() for _ in range(100)]
+    except OSError:
+        pass
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be two users")
+def test_another_user_who_connects_and_says_nothing_keeps_nobody_from_meeting() -> None:
+    """Names of abstract sockets are there for all to read, and no permissions protect them."""
+    store = MemoryStore()
+
+    def connect(rank: int) -> ShmBackend:
+        return ShmBackend(store, "x/", rank, 3, SECRET, lambda member: f"rank {member}", connect_timeout=9, limit=1)
+
+    with ThreadPoolExecutor(3) as pool:
+        first = pool.submit(connect, 0)
+        name = json.loads(store.get_many(["x/shm"], timeout=5)[0])["name"]
+        with subprocess.Popen([sys.executable, "-c", SILENT, name], stdout=subprocess.PIPE) as stranger:
+            try:
+                assert stranger.stdout is not None
+                assert int(stranger.stdout.readline()) > 30
+                began = time.monotonic()
+                backends = [first, pool.submit(connect, 1), pool.submit(connect, 2)]
+                for backend in backends:
+                    backend.result(10).close()
+                assert time.monotonic() - began < 5
+            finally:
+                stranger.kill()
+
+
+def test_a_member_that_cannot_connect_keeps_all_from_sharing_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One has met rank 0 already, and one comes later; all of them do something else then, for the same reason."""
+    lock, came, refused = threading.Lock(), list[str](), threading.Event()
+
+    def connect(name: str, deadline: float, cancelled: Callable[[], bool]) -> socket.socket:
+        with lock:
+            came.append(name)
+            turn = len(came)
+        if turn == 2:
+            refused.set()
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        if turn == 3:
+            assert refused.wait(5)
+        return real(name, deadline, cancelled)
+
+    real = abstract.connect
+    monkeypatch.setattr(abstract, "connect", connect)
+    results = meet(4)
+    assert all(isinstance(result, Unsupported) for result in results), results
+    assert len({str(result) for result in results}) == 1
+    assert re.fullmatch(r"rank [123] could not connect to rank 0: Resource temporarily unavailable", str(results[0]))
+
+
+def test_processes_of_different_users_do_not_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(abstract, "lets_in", lambda sock: False)
+    results = meet(2)
+    assert [str(result) for result in results] == [
+        "rank 1 could not connect to rank 0: they are processes of different users"
+    ] * 2
+    assert all(isinstance(result, Unsupported) for result in results), results
+
+
+def test_memory_cannot_be_shrunk_under_who_uses_it() -> None:
     descriptor = system.create_memory("test", 1 << 16)
     with pytest.raises(PermissionError):
         os.ftruncate(descriptor, 1)

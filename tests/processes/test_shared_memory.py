@@ -195,6 +195,7 @@ FAULTS = {
     "no room for the mapping": "if hvd_rank == 1: limit(resource.RLIMIT_AS, used() + (8 << 20))",
     "no descriptors": "if hvd_rank == 1: fault('map_memory', OSError(24, 'Too many open files'))",
     "no room in the files' limit": "limit(resource.RLIMIT_FSIZE, 1 << 20)",
+    "no way to rank 0": "if hvd_rank == 1: exchange.abstract.connect = refuse",
 }
 
 
@@ -228,6 +229,9 @@ def fault(name, error):
     def fail(*_):
         raise error
     setattr(system, name, fail)
+
+def refuse(*_):
+    raise BlockingIOError(11, "Resource temporarily unavailable")
 
 hvd_rank = int(os.environ["HVDGLOO_RANK"])
 FAULT

@@ -1,11 +1,12 @@
 """How the ranks of a set come to share memory, and agree on how to use it.
 
-Rank 0 of the set makes the memory and waits at an abstract Unix socket (unix(7)), which belongs to a network namespace
-and leaves nothing behind; the others learn its random name from the rendezvous. Both sides prove that they know the
-job's secret before anything is handed over. Then, step by step, all members say whether they can, and rank 0 says what
-holds for all::
+Rank 0 of the set makes the memory and waits at an abstract Unix socket (``abstract``), which belongs to a network
+namespace and leaves nothing behind; the others learn its random name from the rendezvous. Connections of other users
+are closed unread. Both sides prove that they know the job's secret before anything is handed over. Then, step by step,
+all members say whether they can, and rank 0 says what holds for all::
 
     rank 0 -> store    the socket's name, or why there is none
+    member -> store    only if it cannot connect: why
     member -> rank 0   handshake (``engine.connect``), then settings back
     rank 0 -> member   descriptors (SCM_RIGHTS): the memory, and pipes where numbers travel through them
     member -> rank 0   "it is mapped"                         rank 0 -> member   go on
@@ -34,6 +35,7 @@ from hvdgloo._backends.shm import system
 from hvdgloo._backends.shm.segment import Segment
 from hvdgloo._backends.shm.signals import FutexSignals, PipeSignals, Signals
 from hvdgloo._backends.shm.system import Unsupported
+from hvdgloo._net import abstract
 from hvdgloo._net.handshake import Handshake, receive_exactly
 from hvdgloo.errors import AuthenticationError, BackendError, ConnectError, RendezvousTimeoutError
 
@@ -43,8 +45,17 @@ _TURN = 0.25
 _MESSAGE_SECONDS = 5.0
 """How long a message may take that has begun."""
 
+_MOST_PATIENCE = 5.0
+"""Seconds after which a member that cannot connect says so, and all do without shared memory. Connecting takes none of
+rank 0's time, so only a full backlog can be in the way."""
+
+_LOOK = 1.0
+"""How often, in seconds, rank 0 checks whether a member has said so."""
+
 _MOST_DESCRIPTORS = 250
 """That one message carries (SCM_MAX_FD is 253)."""
+
+_CANCELLED = "the job ended while its ranks were being connected"
 
 
 class Met:
@@ -93,7 +104,7 @@ class SegmentExchange:
         pipes: bool,
         cancelled: Callable[[], bool],
     ) -> None:
-        self._store, self._key = store, f"{prefix}shm"
+        self._store, self._key, self._barred_key = store, f"{prefix}shm", f"{prefix}shm/barred"
         self._rank, self._size = rank, size
         self._handshake, self._describe = handshake, describe
         self._timeout, self._cancelled = timeout, cancelled
@@ -150,19 +161,28 @@ class SegmentExchange:
         """Rank 0: make everything, and hand it to all."""
         try:
             segment_descriptors = self._create()
-            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            name = f"hvdgloo-{secrets.token_hex(16)}"
+            listener = abstract.OwnListener(name)
         except (OSError, Unsupported, AttributeError) as error:
             reason = f"{self._describe(0)}: {_text(error)}"
             self._store.set(self._key, json.dumps({"reason": reason}).encode())
             raise Unsupported(reason) from error
         with listener:
-            name = f"hvdgloo-{secrets.token_hex(16)}"
-            listener.bind(f"\0{name}")
-            listener.listen(self._size)
             self._store.set(self._key, json.dumps({"name": name}).encode())
-            links = self._handshake.accept_all(
-                listener, self._size, self._settings, self._timeout, self._describe, self._cancelled
-            )
+            barred = _Glance(self._why_barred, min(_LOOK, self._timeout / 6))
+            try:
+                links = self._handshake.accept_all(
+                    listener,
+                    self._size,
+                    self._settings,
+                    self._timeout,
+                    self._describe,
+                    lambda: self._cancelled() or bool(barred.look()),
+                )
+            except BackendError:
+                if barred.seen:
+                    raise Unsupported(barred.seen) from None
+                raise
             self._socks = {rank: link.sock for rank, link in links.items()}
         memory, inboxes, outboxes = segment_descriptors
         for rank, sock in self._socks.items():
@@ -192,19 +212,56 @@ class SegmentExchange:
         if "reason" in told:
             raise Unsupported(told["reason"])
         deadline = time.monotonic() + self._timeout
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socks[0] = sock
+        sock = self._socks[0] = self._knock(told["name"])
         try:
-            sock.settimeout(self._timeout)
-            sock.connect(f"\0{told['name']}")
             self._settings.update(self._handshake.introduce(sock, self._rank, deadline)[1])
         except (OSError, EOFError, ValueError, AuthenticationError) as error:
-            raise self._lost(0, _text(error)) from error
+            raise self._unmet(error) from error
         count = 1 + (1 + self._size if self._settings["pipes"] else 0)
         self._wait(sock, 0)
-        descriptors = _receive_descriptors(sock, count)
+        try:
+            descriptors = _receive_descriptors(sock, count)
+        except OSError as error:
+            raise self._unmet(error) from error
+        if not descriptors and (barred := self._why_barred()):
+            raise Unsupported(barred)
         self._opened += descriptors
         return descriptors
+
+    def _knock(self, name: str) -> socket.socket:
+        """A connection to rank 0.
+
+        Raises:
+            Unsupported: it cannot be had; the others are told.
+        """
+        deadline = time.monotonic() + min(_MOST_PATIENCE, self._timeout / 3)
+        try:
+            sock = abstract.connect(name, deadline, self._cancelled)
+            if abstract.lets_in(sock):
+                return sock
+            sock.close()
+            why = "they are processes of different users"
+        except ConnectionRefusedError as error:
+            raise self._unmet(error) from error
+        except OSError as error:
+            if self._cancelled():
+                raise BackendError(_CANCELLED) from None
+            why = _text(error)
+        reason = f"{self._describe(self._rank)} could not connect to {self._describe(0)}: {why}"
+        self._store.set(self._barred_key, reason.encode())
+        raise Unsupported(reason)
+
+    def _unmet(self, error: BaseException) -> Exception:
+        """What to raise if the connection to rank 0 has failed: rank 0 ends them all when a member could not come."""
+        barred = self._why_barred()
+        return Unsupported(barred) if barred else self._lost(0, _text(error))
+
+    def _why_barred(self) -> str:
+        """Why some member could not connect; empty if none has said so."""
+        try:
+            return self._store.get_many([self._barred_key], timeout=0.0)[0].decode()
+        except RendezvousTimeoutError:
+            return ""
 
     def _map(self, descriptors: Sequence[int], pipes: bool) -> None:
         expected = 2 + self._size if pipes else 1
@@ -285,7 +342,7 @@ class SegmentExchange:
         deadline = time.monotonic() + self._timeout
         while not poll.poll(_TURN * 1000):
             if self._cancelled():
-                raise BackendError("the job ended while its ranks were being connected")
+                raise BackendError(_CANCELLED)
             if time.monotonic() >= deadline:
                 raise self._lost(rank, f"it said nothing for {self._timeout:g} s")
 
@@ -299,7 +356,7 @@ class SegmentExchange:
                 if left <= 2 * _TURN:
                     raise
             if self._cancelled():
-                raise BackendError("the job ended while its ranks were being connected")
+                raise BackendError(_CANCELLED)
 
     def _lost(self, rank: int, why: str) -> ConnectError:
         return ConnectError(
@@ -320,6 +377,28 @@ class SegmentExchange:
         for descriptor in self._opened:
             os.close(descriptor)
         self._opened.clear()
+
+
+class _Glance:
+    """Something that is read now and then.
+
+    Args:
+        read: returns a text, or an empty one.
+        interval: seconds from one time to the next.
+    """
+
+    def __init__(self, read: Callable[[], str], interval: float) -> None:
+        self._read, self._interval = read, interval
+        self._next = time.monotonic() + interval
+        self.seen = ""
+
+    def look(self) -> str:
+        """What was read last; empty if that has been empty."""
+        now = time.monotonic()
+        if not self.seen and now >= self._next:
+            self._next = now + self._interval
+            self.seen = self._read()
+        return self.seen
 
 
 def _send_descriptors(sock: socket.socket, descriptors: Sequence[int]) -> None:
