@@ -231,7 +231,14 @@ class Config:
         env="HVDGLOO_JOB_ID",
         place=True,
         parse=_text,
-        help="marks every process of a job, so that none is left behind",
+        help="tells a job from all others; the same on all its hosts",
+    )
+    agent_id: str = _setting(
+        "",
+        env="HVDGLOO_AGENT_ID",
+        place=True,
+        parse=_text,
+        help="marks every process that a job has on one host, so that the agent there leaves none behind",
     )
     epoch: int = _setting(
         0, env="HVDGLOO_EPOCH", place=True, parse=_integer(0), help="the generation of the membership to join"

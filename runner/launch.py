@@ -151,7 +151,7 @@ def launch(
                 _say_crowded(console, hosts, hellos)
                 network = discover(supervisor, spec, hellos)
             _say_server(console, spec, hosts, network.placement)
-            with open_rendezvous(supervisor, spec, hosts, network.placement, job_id) as rendezvous:
+            with open_rendezvous(supervisor, spec, hosts, network.placement) as rendezvous:
                 addresses = network.placement.addresses
                 env = [_host_environment(spec, spawner, *each) for each in zip(hosts, hellos, addresses, strict=True)]
                 commands = [_command(spec, spawner, host) for host in hosts]

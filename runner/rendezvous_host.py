@@ -52,7 +52,6 @@ def open_rendezvous(
     spec: LaunchSpec,
     hosts: Sequence[HostEntry],
     placement: Placement,
-    job_id: str,
     *,
     head_start: float = HEAD_START,
 ) -> Iterator[RendezvousHost]:
@@ -80,7 +79,7 @@ def open_rendezvous(
         finally:
             rendezvous.close()
     else:
-        yield _Beside(supervisor, spec, places, placement.rendezvous, job_id)
+        yield _Beside(supervisor, spec, places, placement.rendezvous)
 
 
 class _InLauncher:
@@ -146,7 +145,6 @@ class _Beside:
         spec: LaunchSpec,
         places: Sequence[tuple[str, int]],
         address: str,
-        job_id: str,
     ) -> None:
         self._supervisor = supervisor
         self._first = supervisor.links[0]
@@ -155,7 +153,7 @@ class _Beside:
         self._endpoint: tuple[str, int] | None = None
         supervisor.handlers[Served] = self._on_served
         request = ServerRequest(spec.secret, places, [address], spec.network.port_range, spec.start_timeout)
-        self._first.channel.send(Serve(job_id, request))
+        self._first.channel.send(Serve(supervisor.id_for(self._first), request))
         timeout = spec.network.connect_timeout
         supervisor.converse(lambda: self._endpoint is not None, time.monotonic() + timeout)
         if self._endpoint is None:

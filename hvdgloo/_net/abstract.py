@@ -119,7 +119,7 @@ def holders(name: str) -> set[int]:
 
 def _processes_with(thing: str) -> Iterator[int]:
     user = os.getuid()
-    for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
+    for pid in (int(entry) for entry in os.listdir("/proc") if entry.isdigit()):
         folder = f"/proc/{pid}/fd"
         try:
             if os.stat(f"/proc/{pid}").st_uid == user and any(

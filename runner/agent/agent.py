@@ -89,7 +89,7 @@ class Agent:
 
     Args:
         channel: to the launcher.
-        mark: shared with the watchdog, which finds the job's id in it.
+        mark: shared with the watchdog, which finds the agent's id in it.
         environ: the agent's own environment, for finding GPUs.
     """
 
@@ -230,8 +230,8 @@ class Agent:
     def _on_start(self, start: Start) -> None:
         self._start = start
         self._silence = Silence(start.heartbeat_timeout, time.monotonic())
-        self._sign = reaper.attend(start.job_id)
-        self._mark.write(start.job_id)
+        self._sign = reaper.attend(start.agent_id)
+        self._mark.write(start.agent_id)
 
     def _on_blob(self, blob: Blob) -> None:
         if self._blob is None:
@@ -255,9 +255,10 @@ class Agent:
 
     def _worker_environment(self) -> Mapping[str, str]:
         assert self._start is not None
+        mark = {reaper.AGENT_VARIABLE: self._start.agent_id}
         if not self._start.inherit:
-            return self._start.env
-        return {**self._environ, "PWD": self._start.cwd, **self._start.env}
+            return {**self._start.env, **mark}
+        return {**self._environ, "PWD": self._start.cwd, **self._start.env, **mark}
 
     def _on_signal(self, frame: Signal) -> None:
         for worker in self._workers.values():
@@ -402,7 +403,7 @@ class Agent:
         grace = 0.0 if self._order_to_die or self._stop_deadline is not None else LEFTOVER_GRACE
         left = reaper.end_all(self._leftovers, grace=grace, reap=self._reap, rest=self._serve)
         if self._abandoned is not None:
-            left |= reaper.end_abandoned(self._abandoned.job_id, self._abandoned.grace, self._serve)
+            left |= reaper.end_abandoned(self._abandoned.agent_id, self._abandoned.grace, self._serve)
         self._drain()
         self._channel.send(Cleared(sorted(left)))
         self._flush_out()
@@ -426,9 +427,9 @@ class Agent:
         self._loop.turn(time.monotonic() + patience)
 
     def _leftovers(self) -> set[int]:
-        job_id = self._start.job_id if self._start else ""
+        agent_id = self._start.agent_id if self._start else ""
         ours = {os.getpid(), os.getppid()}
-        return (reaper.descendants(os.getpid()) | reaper.processes_of(job_id)) - ours
+        return (reaper.descendants(os.getpid()) | reaper.processes_of(agent_id)) - ours
 
     def _drain(self) -> None:
         """Pass on what the workers' pipes still hold, as fast as the launcher gives credit."""

@@ -30,6 +30,7 @@ from hvdgloo.rendezvous._beside import (
 )
 from hvdgloo.runner.network import interfaces
 from hvdgloo.runner.network.probe import Answer, ProbeListener, Prober, ProbeTarget
+from hvdgloo.runner.processes import reaper
 from hvdgloo.runner.processes.bootstrap import agent_environment
 from hvdgloo.runner.protocol.frames import (
     CHUNK,
@@ -150,7 +151,7 @@ class HostDiscovery:
         self._answers.clear()
 
     def _on_serve(self, serve: Serve) -> None:
-        environ = {**agent_environment(self._environ), "HVDGLOO_JOB_ID": serve.job_id}
+        environ = {**agent_environment(self._environ), reaper.AGENT_VARIABLE: serve.agent_id}
         try:
             self._server = _ServerBeside(self._selector, serve.request, environ, self._on_served)
         except OSError as error:

@@ -16,13 +16,13 @@ _SECOND_LIMIT = 1.0  # seconds for what the agent itself could not kill
 
 
 class Mark:
-    """The job's id, which the agent learns only after the watchdog has forked it. Shared by the two."""
+    """The agent's id, which it learns only after the watchdog has forked it. Shared by the two."""
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, _MARK_BYTES)
 
-    def write(self, job_id: str) -> None:
-        self._memory[: len(job_id)] = job_id.encode("ascii")
+    def write(self, agent_id: str) -> None:
+        self._memory[: len(agent_id)] = agent_id.encode("ascii")
 
     def read(self) -> str:
         return self._memory[:].rstrip(b"\0").decode("ascii")

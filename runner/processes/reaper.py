@@ -1,8 +1,9 @@
-"""Finding and ending every process of a job.
+"""Finding and ending every process that an agent of a job has started.
 
 Process groups miss children that called setsid, and PDEATHSIG skips grandchildren. Two things hold: a process stays a
-descendant of its agent, because agents are subreapers (Linux), and it inherits ``HVDGLOO_JOB_ID`` in its environment
-unless it cleared that on purpose. A sweep ends whatever either way finds.
+descendant of its agent, because agents are subreapers (Linux), and it inherits ``HVDGLOO_AGENT_ID`` in its environment
+unless it cleared that on purpose. A sweep ends whatever either way finds. That variable is different for each host of a
+job: containers may share process ids, and an agent must not take another one's workers for its own.
 
 Where an agent was lost, another one is sent to its host to sweep. An agent therefore shows a sign as long as it lives,
 so that the other one can leave it the time in which workers may save their work.
@@ -18,12 +19,14 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 
+from hvdgloo._net import abstract
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
-JOB_VARIABLE = "HVDGLOO_JOB_ID"
+AGENT_VARIABLE = "HVDGLOO_AGENT_ID"
 
 LIMIT = 10.0
 """Seconds after which a process that even SIGKILL has not ended counts as one that cannot be killed."""
@@ -67,11 +70,11 @@ def descendants(root: int) -> set[int]:
     return found
 
 
-def processes_of(job_id: str) -> set[int]:
-    """All living processes of this user that carry the job's id in their environment."""
-    if not job_id:
+def processes_of(agent_id: str) -> set[int]:
+    """All living processes of this user that carry an agent's id in their environment."""
+    if not agent_id:
         return set()
-    return set(_carriers(job_id))
+    return set(_carriers(agent_id))
 
 
 def end_all(
@@ -112,42 +115,31 @@ def end_all(
         pause = min(pause * 2, 0.05)
 
 
-def attend(job_id: str) -> socket.socket | None:
-    """Show, as long as the returned socket is open, that this process takes care of the job on this host."""
+def attend(agent_id: str) -> socket.socket | None:
+    """Show, as long as the returned socket is open, that this process takes care of what has this id."""
     if sys.platform != "linux":
         return None
     # Nothing talks to it, so nothing can fill a queue or make this process wait: it exists, and the system says whose
     # it is.
     sign = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
-        sign.bind("\0" + _sign_name(job_id))
+        sign.bind("\0" + _sign_name(agent_id))
     except OSError:
         sign.close()
         return None
     return sign
 
 
-def _sign_name(job_id: str) -> str:
-    return f"hvdgloo-job-{job_id}"
+def _sign_name(agent_id: str) -> str:
+    return f"hvdgloo-agent-{agent_id}"
 
 
-def _shown(job_id: str) -> str:
-    """The number of the sign that a process on this host shows for the job; empty if there is none."""
-    name = "@" + _sign_name(job_id)
-    try:
-        with open("/proc/net/unix", encoding="utf-8", errors="replace") as file:
-            return next((fields[6] for fields in map(str.split, file) if fields[-1] == name), "")
-    except OSError:
-        return ""
+def _attendants(agent_id: str) -> set[int]:
+    """The processes of this user that show the sign, as far as they can be seen."""
+    return abstract.holders(_sign_name(agent_id)) - {os.getpid()}
 
 
-def _attendants(job_id: str) -> set[int]:
-    """The processes of this user that take care of the job's processes on this host, as far as they can be seen."""
-    number = _shown(job_id)
-    return set(_holders(f"socket:[{number}]")) - {os.getpid()} if number else set()
-
-
-def end_abandoned(job_id: str, grace: float, rest: Callable[[float], None] = time.sleep) -> set[int]:
+def end_abandoned(agent_id: str, grace: float, rest: Callable[[float], None] = time.sleep) -> set[int]:
     """End what a lost agent may have left, and the agent itself if it hangs.
 
     Args:
@@ -158,12 +150,12 @@ def end_abandoned(job_id: str, grace: float, rest: Callable[[float], None] = tim
         the processes that are left.
     """
     deadline = time.monotonic() + grace + HANG_TIME
-    attended = bool(_attendants(job_id))
-    while attended and _shown(job_id) and time.monotonic() < deadline:
+    attended = bool(_attendants(agent_id))
+    while attended and abstract.inode_of(_sign_name(agent_id)) and time.monotonic() < deadline:
         rest(_LOOK)
-    for agent in _attendants(job_id):
+    for agent in _attendants(agent_id):
         _end_hung(agent, rest)
-    return end_all(lambda: processes_of(job_id) - {os.getpid()}, grace=0.0 if attended else grace, rest=rest)
+    return end_all(lambda: processes_of(agent_id) - {os.getpid()}, grace=0.0 if attended else grace, rest=rest)
 
 
 def _end_hung(agent: int, rest: Callable[[float], None]) -> None:
@@ -213,8 +205,8 @@ if os.path.isdir("/proc/self/fd"):
             if state not in (b"Z", b"X"):
                 yield pid, int(parent)
 
-    def _carriers(job_id: str) -> Iterable[int]:
-        mark = f"\0{JOB_VARIABLE}={job_id}\0".encode()
+    def _carriers(agent_id: str) -> Iterable[int]:
+        mark = f"\0{AGENT_VARIABLE}={agent_id}\0".encode()
         user = os.getuid()
         for pid in _pids():
             try:
@@ -226,25 +218,6 @@ if os.path.isdir("/proc/self/fd"):
             except OSError:
                 continue  # ended meanwhile, or protected
 
-    def _holders(thing: str) -> Iterable[int]:
-        user = os.getuid()
-        for pid in _pids():
-            folder = f"/proc/{pid}/fd"
-            try:
-                if os.stat(f"/proc/{pid}").st_uid == user and thing in map(_target, _paths(folder)):
-                    yield pid
-            except OSError:
-                continue  # ended meanwhile, or protected
-
-    def _paths(folder: str) -> Iterable[str]:
-        return (f"{folder}/{name}" for name in os.listdir(folder))
-
-    def _target(link: str) -> str:
-        try:
-            return os.readlink(link)
-        except FileNotFoundError:
-            return ""  # closed meanwhile
-
 else:  # macOS: slower, through psutil
 
     def _parents() -> Iterable[tuple[int, int]]:
@@ -254,15 +227,12 @@ else:  # macOS: slower, through psutil
             if process.info["status"] != psutil.STATUS_ZOMBIE and process.info["ppid"] is not None:
                 yield process.pid, process.info["ppid"]
 
-    def _carriers(job_id: str) -> Iterable[int]:
+    def _carriers(agent_id: str) -> Iterable[int]:
         import psutil
 
         for process in psutil.process_iter(["environ", "status"]):
             if (
                 process.info["status"] != psutil.STATUS_ZOMBIE
-                and (process.info["environ"] or {}).get(JOB_VARIABLE) == job_id
+                and (process.info["environ"] or {}).get(AGENT_VARIABLE) == agent_id
             ):
                 yield process.pid
-
-    def _holders(thing: str) -> Iterable[int]:
-        return ()  # no process shows a sign here

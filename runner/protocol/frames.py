@@ -20,7 +20,7 @@ from hvdgloo._net.framing import FrameDecoder
 from hvdgloo.errors import LaunchError
 from hvdgloo.rendezvous._beside import FromServer, ServerRequest
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Raised when frames change their meaning; launcher and agent must agree."""
 
 PREAMBLE = b"\0hvdgloo agent: frames follow\n"  # none of its suffixes is also a prefix of it
@@ -67,7 +67,7 @@ class Start(Frame, frozen=True):
     """The first frame: what all of this host's workers have in common.
 
     Attributes:
-        job_id: carried by every process of the job in ``HVDGLOO_JOB_ID``.
+        agent_id: carried in ``HVDGLOO_AGENT_ID`` by every process that the agent starts for the job.
         env: the environment to which each ``Spawn`` adds.
         cwd: working directory of the workers.
         heartbeat_timeout: seconds of silence after which the other side counts as dead.
@@ -75,7 +75,7 @@ class Start(Frame, frozen=True):
         inherit: add ``env``, which comes from another host, to the agent's own environment.
     """
 
-    job_id: str
+    agent_id: str
     env: Mapping[str, str]
     cwd: str
     heartbeat_timeout: float
@@ -182,11 +182,11 @@ class Serve(Frame, frozen=True):
     """Start a rendezvous server beside the agent, and keep it until the job is over.
 
     Attributes:
-        job_id: as in ``Start``.
+        agent_id: as in ``Start``.
         request: what it is told first.
     """
 
-    job_id: str
+    agent_id: str
     request: ServerRequest
 
 
@@ -200,10 +200,11 @@ class Sweep(Frame, frozen=True):
     """Instead of ``Start``: end what the lost agent of a job may have left on this host, say ``Cleared`` and exit.
 
     Attributes:
+        agent_id: the lost agent's.
         grace: seconds between SIGTERM and SIGKILL.
     """
 
-    job_id: str
+    agent_id: str
     grace: float
 
 

@@ -119,6 +119,10 @@ class Agents:
         """The launcher's ends that exist now, in order of hosts."""
         return [self._links[host.name] for host in self.hosts if host.name in self._links]
 
+    def id_for(self, host: HostState) -> str:
+        """What marks the processes that the job has on a host; another agent that is sent there finds them by it."""
+        return f"{self._job_id}.{self.hosts.index(host)}"
+
     @property
     def all_ended(self) -> bool:
         """Whether no host has to be waited for any longer."""
@@ -345,7 +349,7 @@ class Agents:
         except LaunchError as error:
             self.happen(host, host_state.SweepFailed(str(error)))
             return
-        self._links[host.name].channel.send(Sweep(self._job_id, self._spec.grace_after_failure))
+        self._links[host.name].channel.send(Sweep(self.id_for(host), self._spec.grace_after_failure))
 
     def _tell_unreached(self, host: HostState) -> None:
         self._job.notice(

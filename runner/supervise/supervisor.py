@@ -87,7 +87,6 @@ class Supervisor:
         self.outcome = JobOutcome()
         self._spec = spec
         self._spawner = spawner
-        self._job_id = job_id
         self._observer = observer
         self._loop = EventLoop()
         self._verdict = Verdict(self.outcome, observer.culprit, observer.notice, self._stop_after_failure)
@@ -227,7 +226,7 @@ class Supervisor:
             self._agents.happen(link.state, host_state.Start(self._spec.heartbeat_timeout))
             link.channel.send(
                 Start(
-                    self._job_id,
+                    self.id_for(link),
                     environ,
                     self._spec.cwd,
                     self._spec.heartbeat_timeout,
@@ -254,6 +253,10 @@ class Supervisor:
         self._init = init
         self._run(self._nothing_left)
         return self.outcome
+
+    def id_for(self, link: Link) -> str:
+        """What marks the processes that an agent starts for the job."""
+        return self._agents.id_for(link.state)
 
     @property
     def links(self) -> Sequence[Link]:

@@ -172,7 +172,7 @@ def test_forty_workers_on_one_machine(tmp_path: Path) -> None:
 SWEEPS_FOR_LONG = f"""exec {sys.executable} -c '
 import os
 from hvdgloo.runner.agent import agent; from hvdgloo.runner.processes import reaper as sweep
-def end_abandoned(job_id, grace, rest):
+def end_abandoned(agent_id, grace, rest):
     rest(9.0)
     return {{4242}}
 sweep.end_abandoned = end_abandoned
@@ -222,6 +222,34 @@ def test_an_agent_that_is_not_needed_may_break_at_its_good_bye(tmp_path: Path) -
 def test_an_agent_that_is_needed_may_not(tmp_path: Path) -> None:
     report, *_ = job("print('ran')", tmp_path, {"b": BREAKS_AT_ITS_END})
     assert report.summary() == "the job failed: the agent on host b exited with status 7"
+
+
+LOSES_ITS_AGENT = """
+import os, pathlib, signal, sys
+if os.environ["HVDGLOO_HOSTNAME"] == "b":
+    signal.signal(signal.SIGTERM, lambda *_: (pathlib.Path("saved").touch(), os._exit(5)))
+    pathlib.Path("ready").touch()
+    signal.pause()
+while not os.path.exists("ready"):
+    signal.sigtimedwait([], 0.01)
+agent, watchdog = os.getppid(), int(open("watchdog").read())
+if os.environ["RANK"] == "0":
+    for victim, signum in VICTIMS:
+        os.kill(victim, signum)
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize("victims", ["[(agent, 9)]", "[(agent, 19), (watchdog, 9), (agent, 9)]"], ids=["agent", "host"])
+def test_agents_that_share_process_ids_leave_each_other_s_workers_alone(tmp_path: Path, victims: str) -> None:
+    """Containers may (hostPID), and so do hosts that lead to one machine. A sweep ended the workers of both at once,
+    and the job's failure was that of a rank of the healthy host."""
+    scripts = {"a": f"echo $$ > {tmp_path}/watchdog; {AGENT}"}
+    report, *_ = job(LOSES_ITS_AGENT.replace("VICTIMS", victims), tmp_path, scripts)
+    assert report.outcome.first is not None
+    assert (report.outcome.first.rank, report.outcome.first.host) == (None, "a"), report.summary()
+    assert (tmp_path / "saved").exists(), "the worker of b had time to end"
+    assert report.outcome.statuses[2] == 5
 
 
 class KeptBySystem(LocalStream):

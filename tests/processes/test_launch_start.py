@@ -353,6 +353,7 @@ LEFT_OVER = {
     "HVDGLOO_SECRET": "nonsense",
     "HVDGLOO_SECRET_FILE": "/nonexistent",
     "HVDGLOO_JOB_ID": "nonsense",
+    "HVDGLOO_AGENT_ID": "nonsense",
     "HVDGLOO_EPOCH": "nonsense",
     "HVDGLOO_RANK": "nonsense",
     "HOROVOD_RANK": "nonsense",

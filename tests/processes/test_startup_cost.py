@@ -68,7 +68,7 @@ MEETING = """
     hosts = (HostEntry("here", 1),)
     spec = LaunchSpec(("true",), hosts, 1, "/", {}, b"s" * 32)
     placement = Placement((Address("lo", "127.0.0.1", 8),), Server.LAUNCHER, "127.0.0.1")
-    with open_rendezvous(None, spec, hosts, placement, "job", head_start=600.0) as rendezvous:
+    with open_rendezvous(None, spec, hosts, placement, head_start=600.0) as rendezvous:
         rendezvous.serve()
         if sys.argv[1] == "somebody":
             with RendezvousClient("%s:%d" % rendezvous.endpoint, spec.secret) as client:

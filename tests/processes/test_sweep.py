@@ -58,7 +58,7 @@ def test_pain_24_an_agent_that_hangs_gets_the_default_grace_period_and_is_ended(
     """It used to be asked so often meanwhile that its queue of connections filled up, and the sweep never ended."""
     job = os.urandom(16).hex()
     agent = start(ATTENDS.format(job=job))
-    worker = start(WAITS, HVDGLOO_JOB_ID=job)
+    worker = start(WAITS, HVDGLOO_AGENT_ID=job)
     agent.send_signal(signal.SIGSTOP)
     program = f"from hvdgloo.runner.processes import reaper as sweep; print(sweep.end_abandoned({job!r}, {GRACE}))"
     started = time.monotonic()
@@ -122,7 +122,7 @@ def test_who_is_stopped_is_let_go_on_to_save_its_work(start: Callable[..., subpr
 
 def test_a_job_s_processes_are_those_of_its_whole_id(start: Callable[..., subprocess.Popen[bytes]]) -> None:
     job = os.urandom(16).hex()
-    own, other = start(WAITS, HVDGLOO_JOB_ID=job), start(WAITS, HVDGLOO_JOB_ID=f"{job}0")
+    own, other = start(WAITS, HVDGLOO_AGENT_ID=job), start(WAITS, HVDGLOO_AGENT_ID=f"{job}0")
     assert reaper.processes_of(job) == {own.pid}
     assert reaper.processes_of(f"{job}0") == {other.pid}
 
@@ -133,7 +133,7 @@ import ctypes, os, subprocess, sys, time
 libc = ctypes.CDLL(None)
 libc.getenv.restype = ctypes.c_void_p
 libc.getenv.argtypes = [ctypes.c_char_p]
-variable = libc.getenv(b"HVDGLOO_JOB_ID")
+variable = libc.getenv(b"HVDGLOO_AGENT_ID")
 launcher = subprocess.Popen(sys.argv[1:])
 while not os.path.exists("job") and launcher.poll() is None:
     time.sleep(0.01)
@@ -145,7 +145,7 @@ sys.exit(launcher.wait())
 
 WORKER = """
 import os, time
-open("job.new", "w").write(os.environ["HVDGLOO_JOB_ID"])
+open("job.new", "w").write(os.environ["HVDGLOO_AGENT_ID"])
 os.rename("job.new", "job")
 while not os.path.exists("taken"): time.sleep(0.01)
 """
@@ -170,7 +170,7 @@ def namespace() -> list[str]:
 def test_pain_23_a_job_that_leaves_behind_what_cannot_be_killed_has_succeeded(launcher: Launcher) -> None:
     done = launcher.run(
         *("-np", "1", "--heartbeat-timeout", "2", launcher.script(WORKER)),
-        env={"HVDGLOO_JOB_ID": "0" * 32},
+        env={"HVDGLOO_AGENT_ID": "0" * 34},
         wrapper=[*namespace(), sys.executable, "-S", "-c", IMMORTAL],
         timeout=40,
     )

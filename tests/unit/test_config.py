@@ -35,6 +35,7 @@ GOOD: dict[str, tuple[str, Any]] = {
     "secret": (SECRET, bytes.fromhex(SECRET)),
     "secret_file": ("", None),  # needs a file: tested below
     "job_id": ("abc", "abc"),
+    "agent_id": ("abc.0", "abc.0"),
     "epoch": ("3", 3),
     "rank": ("0", 0),
     "index": ("7", 7),
@@ -126,7 +127,7 @@ def _field(name: str) -> dataclasses.Field[Any]:
 
 def test_every_field_is_tried_here() -> None:
     assert set(GOOD) == set(settings()) == {field.name for field in dataclasses.fields(Config)}
-    always_usable = {"job_id", "hostname", "address", "secret_file", "timeline"}
+    always_usable = {"job_id", "agent_id", "hostname", "address", "secret_file", "timeline"}
     assert {name for name, _, _ in BAD} | always_usable | {"secret"} == set(settings())
 
 
@@ -249,6 +250,7 @@ configs = st.builds(
     rendezvous=st.none() | _endpoints,
     secret=st.none() | st.binary(min_size=16, max_size=64),
     job_id=st.just("") | _texts,
+    agent_id=st.just("") | _texts,
     epoch=st.integers(0, 2**31),
     rank=st.none() | st.integers(0, 5000),
     index=st.none() | st.integers(0, 5000),
