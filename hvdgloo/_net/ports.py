@@ -4,6 +4,9 @@ All of hvdgloo's listeners are opened here, so that they avoid each other within
 binds much later (``MASTER_PORT``, for the user's own torch.distributed) is *held* until then: by an abstract Unix
 socket named after its number, which belongs to the network namespace as ports do and vanishes with its owner. Listeners
 skip held ports. Only Linux has such sockets; elsewhere nothing is held.
+
+Any user of the host can take such a name, and all of them. So a name that somebody else has taken is respected as long
+as there are other ports, since it may be another user's job; it does not make a range unusable.
 """
 
 from __future__ import annotations
@@ -13,9 +16,10 @@ import random
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 
+from hvdgloo._net import abstract
 from hvdgloo.errors import ConfigError
 
 _RETRIES = 20  # a port that is free at one address may be taken at the next
@@ -32,17 +36,20 @@ class _HeldError(OSError):
 class PortHold:
     """A port that none of hvdgloo's listeners takes while this is open.
 
+    Args:
+        marked: False if somebody who is none of us has the name that says so; then nothing keeps the port free.
+
     Raises:
         OSError: at construction, if the port is already held.
     """
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, *, marked: bool = True) -> None:
         self.port = port
         self._mark: socket.socket | None = None
-        if sys.platform == "linux":
+        if marked and sys.platform == "linux":
             self._mark = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
             try:
-                self._mark.bind(f"\0hvdgloo-port-{port}")
+                self._mark.bind(f"\0{_mark_name(port)}")
             except OSError as error:
                 self._mark.close()
                 raise _HeldError(error.errno, "kept for something of a job's on this host") from None
@@ -72,23 +79,38 @@ def listen(addresses: Sequence[str], port_range: PortRange | None) -> list[socke
     Raises:
         ConfigError: no port can be used; it names the address, the ports and the system's reason.
     """
+    reason = ""
+    held: list[int] = []
+
+    def attempt(port: int, *, marked: bool = True) -> list[socket.socket] | None:
+        nonlocal reason
+        try:
+            if not port:
+                return _listen_at_one_port(addresses, 0)
+            with PortHold(port, marked=marked):
+                return _listen_at_one_port(addresses, port)
+        except OSError as error:
+            # A hold has no file name; a listener's error names its address.
+            reason = f"{error.filename or addresses[0]}: {error.strerror or error}"
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                raise ConfigError(f"cannot listen on {describe(port_range)} of {reason}") from error
+            if isinstance(error, _HeldError):
+                held.append(port)
+            return None
+
     for _ in range(_ROUNDS):
-        held, reason = False, ""
+        held.clear()
         for port in [0] * _RETRIES if port_range is None else range(port_range[0], port_range[1] + 1):
-            try:
-                if not port:
-                    return _listen_at_one_port(addresses, 0)
-                with PortHold(port):
-                    return _listen_at_one_port(addresses, port)
-            except OSError as error:
-                # A hold has no file name; a listener's error names its address.
-                reason = f"{error.filename or addresses[0]}: {error.strerror or error}"
-                if error.errno not in (errno.EADDRINUSE, errno.EACCES):
-                    raise ConfigError(f"cannot listen on {describe(port_range)} of {reason}") from error
-                held = held or isinstance(error, _HeldError)
+            listening = attempt(port)
+            if listening is not None:
+                return listening
         if not held:
             break
         time.sleep(_PAUSE)
+    for port in _held_by_others(held):
+        listening = attempt(port, marked=False)
+        if listening is not None:
+            return listening
     raise ConfigError(f"cannot listen on {describe(port_range)} of {reason}{_advice(port_range)}")
 
 
@@ -109,19 +131,24 @@ def hold_free_port(port_range: PortRange | None = None) -> PortHold:
     Raises:
         ConfigError: all ports of the range are in use or held.
     """
+    held: list[int] = []
     for port in _candidates(port_range):
         try:
             hold = PortHold(port)
-        except OSError:
+        except _HeldError:
+            held.append(port)
             continue
         if _is_free(port):
             return hold
         hold.close()
+    for port in _held_by_others(held):
+        if _is_free(port):
+            return PortHold(port, marked=False)
     if port_range is not None:
         raise ConfigError(f"cannot keep {describe(port_range)} free for MASTER_PORT{_advice(port_range)}")
     with socket.socket() as probe:
         probe.bind(("", 0))
-        return PortHold(int(probe.getsockname()[1]))
+        return PortHold(int(probe.getsockname()[1]), marked=False)
 
 
 def is_held(port: int) -> bool:
@@ -133,6 +160,15 @@ def is_held(port: int) -> bool:
     except _HeldError:
         return True
     return False
+
+
+def _mark_name(port: int) -> str:
+    return f"hvdgloo-port-{port}"
+
+
+def _held_by_others(held: Sequence[int]) -> Iterator[int]:
+    """Those of the held ports of which no process of this user that can be seen has the name."""
+    return (port for port in held if not abstract.holders(_mark_name(port)))
 
 
 def _listen_at_one_port(addresses: Sequence[str], port: int) -> list[socket.socket]:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import socket
+import subprocess
 import sys
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -24,6 +28,28 @@ def some() -> tuple[int, int]:
             continue
         return first, first + 2
     pytest.fail("no three free ports")
+
+
+TAKES_NAMES = """
+import os, socket, sys, time
+os.setuid(65534)
+held = [socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in sys.argv[1:]]
+for sock, port in zip(held, sys.argv[1:]):
+    sock.bind("\\0hvdgloo-port-" + port)
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def names_taken_by_another_user(numbers: Iterable[int]) -> Iterator[None]:
+    """The marks of ports, as a process of user 65534 has them."""
+    command = [sys.executable, "-S", "-c", TAKES_NAMES, *map(str, numbers)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        yield
+        process.kill()
 
 
 def test_pain_12_a_listener_takes_the_first_free_port_of_the_range(some: tuple[int, int]) -> None:
@@ -66,6 +92,25 @@ class TestHolds:
                     ports.listen(["127.0.0.1"], some)
                 with pytest.raises(ConfigError, match=rf"{some[0]}-{some[1]} free for MASTER_PORT; .*wider"):
                     ports.hold_free_port(some)
+
+    @pytest.mark.skipif(os.getuid() != 0, reason="only root can be two users")
+    def test_another_user_who_takes_all_names_keeps_nobody_from_listening(self, some: tuple[int, int]) -> None:
+        """And yet the name of a port that only some of them has is respected: it may be another user's job."""
+        with names_taken_by_another_user(range(some[0], some[1] + 1)):
+            with ports.listen(["127.0.0.1"], some)[0] as one, ports.hold_free_port(some) as hold:
+                assert (one.getsockname()[1], hold.port) == (some[0], some[1])
+            with socket.create_server(("127.0.0.1", some[1])), ports.hold_free_port(some) as hold:
+                assert hold.port == some[1] - 1
+        with names_taken_by_another_user(some), ports.listen(["127.0.0.1"], some)[0] as one:
+            assert one.getsockname()[1] == some[0] + 1
+        with names_taken_by_another_user(some), ports.hold_free_port(some) as hold:
+            assert hold.port == some[0] + 1
+
+    @pytest.mark.skipif(os.getuid() != 0, reason="only root can be two users")
+    def test_another_user_who_takes_the_names_of_all_ports(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(ports, "_candidates", lambda _: [20011, 20012])
+        with names_taken_by_another_user([20011, 20012]), ports.hold_free_port() as hold:
+            assert hold.port in (20011, 20012)
 
     def test_two_who_try_at_the_same_moment_both_get_one(self, some: tuple[int, int]) -> None:
         def take() -> list[int]:
