@@ -221,6 +221,7 @@ def _console(spec: LaunchSpec, stdout: TextIO, stderr: TextIO, quiet: bool) -> I
         timestamps=spec.timestamps,
         interactive=spec.stdin_rank,
         quiet=quiet,
+        backlog=spec.backlog,
     )
     try:
         yield console

@@ -24,9 +24,6 @@ from hvdgloo.runner.console.writer import DescriptorTarget, FileTarget, Target, 
 from hvdgloo.runner.job.outcome import named_culprit
 from hvdgloo.runner.protocol.frames import STDERR, STDOUT
 
-BACKLOG = 256 * 1024 * 1024
-"""Bytes of unwritten output beyond which workers are given no more credit."""
-
 TAIL = 10
 """Lines of each worker that are kept for the summary."""
 
@@ -52,6 +49,7 @@ class Console:
         timestamps: precede every line with the time.
         interactive: the rank whose unfinished lines (prompts) are shown at once.
         quiet: no notices.
+        backlog: bytes of unwritten output beyond which workers are to be given no more credit; None for no limit.
 
     Attributes:
         on_broken: called, from another thread, when ``stdout`` or ``stderr`` has lost its reader.
@@ -65,7 +63,9 @@ class Console:
         timestamps: bool = False,
         interactive: int | None = None,
         quiet: bool = False,
+        backlog: int | None = None,
     ) -> None:
+        self._backlog = backlog
         self._timestamps = timestamps
         self._interactive = interactive
         self._quiet = quiet
@@ -171,7 +171,7 @@ class Console:
     @property
     def congested(self) -> bool:
         """Whether so much is waiting to be written that workers should wait too."""
-        return sum(writer.backlog for writer in self._all_writers()) > BACKLOG
+        return self._backlog is not None and sum(writer.backlog for writer in self._all_writers()) > self._backlog
 
     def tail(self, rank: int) -> tuple[str, ...]:
         """The last lines of a worker, of both streams in the order of their arrival."""

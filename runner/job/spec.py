@@ -108,6 +108,7 @@ class LaunchSpec:
             a signal.
         end_timeout: seconds that an agent has, after everything was killed, to say good-bye before it is killed itself.
         heartbeat_timeout: seconds of silence between launcher and agent after which either is lost to the other.
+        backlog: bytes of unwritten output beyond which workers have to wait for whoever reads it.
         output_directory: receives ``rank.<rank>/stdout`` and ``stderr``, byte for byte.
         timestamps: precede every line with the time.
         stdin_rank: the rank that is given the launcher's standard input.
@@ -127,6 +128,7 @@ class LaunchSpec:
     grace_period: float | None = None
     end_timeout: float = 15.0
     heartbeat_timeout: float = HEARTBEAT_TIMEOUT
+    backlog: int = 256 * 1024 * 1024
     output_directory: str | None = None
     timestamps: bool = False
     stdin_rank: int | None = None

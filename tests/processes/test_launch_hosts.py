@@ -8,23 +8,26 @@ from __future__ import annotations
 import io
 import os
 import re
+import select
 import sys
 import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 
 from hvdgloo.errors import LaunchError
 from hvdgloo.runner.job.spec import HostEntry, LaunchSpec
 from hvdgloo.runner.launch import Report, launch
+from hvdgloo.runner.processes.worker import WINDOW
 from hvdgloo.runner.supervise.agent_link import Link
 from hvdgloo.runner.supervise.host_state import HostState
 from hvdgloo.runner.transport.base import AgentStream
 from hvdgloo.runner.transport.local import LocalSpawner, LocalStream
 from tests.support.launching import clean_environment, wait_for
+from tests.support.rendezvous import Task
 
 AGENT = f"exec {sys.executable} -m hvdgloo.runner.agent"
 
@@ -44,6 +47,7 @@ def job(
     folder: Path,
     scripts: Mapping[str, str] | None = None,
     *,
+    out: TextIO | None = None,
     err: io.StringIO | None = None,
     **options: Any,
 ) -> tuple[Report, str, str]:
@@ -57,7 +61,7 @@ def job(
         "secret": b"s" * 32,
         "start_timeout": 20.0,
     }
-    out, err = io.StringIO(), err or io.StringIO()
+    out, err = out or io.StringIO(), err or io.StringIO()
     try:
         report = launch(
             LaunchSpec(**{**settings, **options}), stdout=out, stderr=err, spawner=ScriptSpawner(scripts or {})
@@ -65,7 +69,7 @@ def job(
     except LaunchError as error:
         error.args = (f"{error}\n--- {err.getvalue()}",)
         raise
-    return report, out.getvalue(), err.getvalue()
+    return report, out.getvalue() if isinstance(out, io.StringIO) else "", err.getvalue()
 
 
 def test_ranks_are_spread_over_hosts(tmp_path: Path) -> None:
@@ -270,3 +274,40 @@ def test_a_command_that_cannot_be_killed_keeps_nobody_from_ending() -> None:
     finally:
         LocalStream.kill(stream)
         stream.wait(5)
+
+
+FLOOD = """
+import os, select
+rank, waits, written = os.environ["RANK"], False, 0
+line = b"y" * 999 + b"\\n"
+os.set_blocking(1, False)
+while written < TOTAL:
+    if not waits and not select.select([], [1], [], 1)[1]:  # nobody has read for a second
+        with open(f"{rank}.new", "w") as file:
+            file.write(str(written))
+        os.rename(f"{rank}.new", f"full{rank}")
+        os.set_blocking(1, True)
+        waits = True
+    written += os.write(1, line[written % len(line):])
+"""
+
+
+def test_pain_25_what_nobody_reads_stays_with_the_workers(tmp_path: Path) -> None:
+    """Beyond the backlog neither the launcher nor the agents take in more; and nothing is lost once it is read."""
+    total, backlog, pipe = 8_000_000, 1_000_000, 65536
+    reading, writing = os.pipe()
+    options: dict[str, Any] = {"backlog": backlog, "hosts": (HostEntry("a", 2),), "np": 2}
+    with os.fdopen(writing, "w") as out:
+        ending = Task(lambda: job(FLOOD.replace("TOTAL", str(total)), tmp_path, out=out, **options))
+        full = [tmp_path / f"full{rank}" for rank in range(2)]
+        try:
+            wait_for(lambda: all(file.exists() for file in full), 20, "workers that have to wait")
+            # Both stop when the two together have filled it; what is on its way in the meantime comes on top.
+            assert sum(int(file.read_text()) for file in full) < backlog + 2 * (2 * WINDOW + 2 * pipe)
+        finally:
+            expected, count = 2 * total // 1000 * len(f"[0]<stdout>:{'y' * 999}\n"), 0
+            while count < expected and select.select([reading], [], [], 20)[0]:
+                count += len(os.read(reading, 1 << 20))
+        report, *_ = ending.result()
+    os.close(reading)
+    assert (report.outcome.exit_code, count) == (0, expected)
