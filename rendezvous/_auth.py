@@ -12,6 +12,11 @@ checked afterwards. Three things make a recorded request useless: the run id tie
 client id and counter tie it to one place in a sliding window that the server keeps for each client (concurrent requests
 overtake each other, hence a window rather than a single number). No clock is involved.
 
+The hello is the exception. It asks for the run id, so it cannot carry it, and one that was recorded in an earlier run
+of a server with the same secret is as good as new. So it is made worthless: it has no body, what it leaves behind is
+bounded, and it does not count as a sign of life of its client; whoever says no more than hello is a stranger, whose
+connection is closed after a few seconds. Within one run its counter holds, too.
+
 **Answers** carry ``X-Hvdgloo-Signature``, over the run id, the client id and counter of the request, the status and the
 digest of the body. So an answer fits one request only, and a client learns the run id safely: its first request, the
 hello, is signed for the empty run id and gives nothing away; the answer is signed for that very client and counter.

@@ -14,6 +14,7 @@ from __future__ import annotations
 import _thread
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from hvdgloo.errors import RendezvousError, RendezvousTimeoutError
@@ -110,10 +111,72 @@ class Waiter(Latch):
         self.position = 0  # every key before this one was there when it was looked at
 
 
-class MemoryStore:
-    """A Store in this process's memory; all methods may be called from any thread."""
+@dataclass(frozen=True)
+class Limits:
+    """How much memory a server's clients may take, in bytes: far more than a job needs, and less than would harm it.
 
-    def __init__(self) -> None:
+    Attributes:
+        in_flight: of requests that are being received or answered.
+        stored: of all that is stored, keys and bookkeeping included.
+        stored_by_one: of that, one client's.
+    """
+
+    in_flight: int = 1 << 30
+    stored: int = 4 << 30
+    stored_by_one: int = 1 << 30
+
+
+class StoreFullError(ValueError):
+    """There is no room for what was to be set; nothing of it was. The text says how much there is."""
+
+
+class Quota:
+    """How many bytes each owner, and all together, keep in some stores. Thread-safe."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._lock = _thread.allocate_lock()
+        self._limits = limits
+        self._kept: dict[str, int] = {}
+        self._total = 0
+
+    def change(self, changes: Mapping[str, int]) -> None:
+        """Take note of bytes that owners keep more, or fewer, than before.
+
+        Raises:
+            StoreFullError: it would be too many for one of them, or for all; then nothing has changed.
+        """
+        with self._lock:
+            total = self._total + sum(changes.values())
+            if total > max(self._limits.stored, self._total):
+                raise StoreFullError(f"{self._total} bytes are stored already, and {self._limits.stored} are the most")
+            for owner, change in changes.items():
+                kept = self._kept.get(owner, 0)
+                if change > 0 and kept + change > self._limits.stored_by_one:
+                    raise StoreFullError(
+                        f"this client has stored {kept} bytes already, and {self._limits.stored_by_one} are the most "
+                        "for one"
+                    )
+            self._total = total
+            for owner, change in changes.items():
+                kept = self._kept.pop(owner, 0) + change
+                if kept:
+                    self._kept[owner] = kept
+
+
+_BOOKKEEPING = 200
+"""Bytes that a key and its value take besides their own, about."""
+
+
+class MemoryStore:
+    """A Store in this process's memory; all methods may be called from any thread.
+
+    Args:
+        quota: of the bytes that may be kept, in this and other stores; None for no limit.
+    """
+
+    def __init__(self, quota: Quota | None = None) -> None:
+        self._quota = quota
+        self._owners: dict[str, str] = {}  # by key; empty without a quota
         self._lock = _thread.allocate_lock()
         self._values: dict[str, bytes] = {}
         self._waiters: dict[str, list[Waiter]] = {}
@@ -122,10 +185,19 @@ class MemoryStore:
     def set(self, key: str, value: bytes) -> None:
         self.set_many({key: value})
 
-    def set_many(self, items: Mapping[str, bytes]) -> None:
+    def set_many(self, items: Mapping[str, bytes], *, owner: str = "") -> None:
+        """See ``Store``.
+
+        Args:
+            owner: to whose quota the items count.
+
+        Raises:
+            StoreFullError: they exceed it.
+        """
         for key in items:
             check_key(key)
         with self._lock:
+            self._account(items, owner)
             # An immutable copy: a caller that reuses its bytearray must not change what is stored.
             self._values.update((key, bytes(value)) for key, value in items.items())
             for key in items:
@@ -152,6 +224,7 @@ class MemoryStore:
     def delete(self, key: str) -> bool:
         check_key(key)
         with self._lock:
+            self._account({key: None}, "")
             return self._values.pop(key, None) is not None
 
     def peek_many(self, keys: Sequence[str]) -> list[bytes] | None:
@@ -210,6 +283,26 @@ class MemoryStore:
         with self._lock:
             return len(self._values), sum(map(len, self._values.values()))
 
+    def _account(self, changed: Mapping[str, bytes | None], owner: str) -> None:
+        """Take note of values that are about to be set, or to be removed where they are None. Called with the lock
+        held; raises StoreFullError."""
+        if self._quota is None:
+            return
+        changes: dict[str, int] = {}
+        for key, value in changed.items():
+            old = self._values.get(key)
+            if old is not None:
+                before = self._owners[key]
+                changes[before] = changes.get(before, 0) - _cost(key, old)
+            if value is not None:
+                changes[owner] = changes.get(owner, 0) + _cost(key, value)
+        self._quota.change(changes)
+        for key, value in changed.items():
+            if value is not None:
+                self._owners[key] = owner
+            else:
+                self._owners.pop(key, None)
+
     def _advance(self, waiter: Waiter) -> None:
         """File the waiter under the next key that it lacks, or release it. Called with the lock held."""
         keys, values = waiter.keys, self._values
@@ -219,6 +312,10 @@ class MemoryStore:
             waiter.release()
         else:
             self._waiters.setdefault(keys[waiter.position], []).append(waiter)
+
+
+def _cost(key: str, value: bytes) -> int:
+    return len(key) + len(value) + _BOOKKEEPING
 
 
 def describe_keys(keys: Sequence[str], show: int = 8) -> str:

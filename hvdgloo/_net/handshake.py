@@ -38,10 +38,6 @@ _HELLO = struct.Struct("!8sIII16s")
 _MAGIC = b"hvdgloo1"
 _NONCE_BYTES = 16
 _MAC_BYTES = 32
-_MOST_VISITORS = 256
-"""Connections that have proved nothing yet; the kernel keeps further ones in the listener's queue."""
-_GRACE = 1.0
-"""Seconds that every visitor has, however many are waiting."""
 _PAUSE = 0.02
 """Seconds until the next attempt to accept where not even one more descriptor can be had."""
 _TURN = 0.25
@@ -106,6 +102,9 @@ class Handshake:
         purpose: of the connections; each purpose has a key of its own, so that a proof for one is not valid for
             another.
         proof_timeout: seconds that a connecting peer has to prove that it belongs to the job.
+        most_visitors: connections that have proved nothing yet and are heard at the same time; the kernel keeps further
+            ones in the listener's queue.
+        grace: seconds that every visitor has, however many are waiting.
     """
 
     def __init__(
@@ -115,12 +114,16 @@ class Handshake:
         generation: int,
         purpose: str = "control connection",
         proof_timeout: float = 5.0,
+        most_visitors: int = 256,
+        grace: float = 1.0,
     ) -> None:
         self.purpose = purpose
         self._key = hmac.digest(secret, f"hvdgloo {purpose}".encode(), hashlib.sha256)
         self._epoch = epoch
         self._generation = generation
         self.proof_timeout = proof_timeout
+        self.most_visitors = most_visitors
+        self.grace = grace
 
     def accept_all(
         self,
@@ -339,7 +342,7 @@ class _Reception:
         self._settings = settings
         self._deadline = deadline
         self._visitors: dict[socket.socket, _Visitor] = {}  # the first to come first
-        self._most = _MOST_VISITORS
+        self._most = handshake.most_visitors
         self._listens = False
         self._selector = selectors.DefaultSelector()
 
@@ -370,7 +373,7 @@ class _Reception:
         """When a visitor's time is over, or may be."""
         changes = [visitor.deadline for visitor in self._visitors.values()]
         if not self._listens:
-            changes += [visitor.since + _GRACE for visitor in self._visitors.values()]
+            changes += [visitor.since + self._handshake.grace for visitor in self._visitors.values()]
         return min(changes, default=float("inf"))
 
     def _listen(self, wanted: bool) -> None:
@@ -382,7 +385,7 @@ class _Reception:
 
     def _superfluous(self, now: float) -> _Visitor | None:
         """Who must go if another one is to come: the silent one that came first, if there is one."""
-        had_time = [visitor for visitor in self._visitors.values() if now - visitor.since >= _GRACE]
+        had_time = [visitor for visitor in self._visitors.values() if now - visitor.since >= self._handshake.grace]
         return next((visitor for visitor in had_time if visitor.silent), had_time[0] if had_time else None)
 
     def _accept(self, now: float) -> None:

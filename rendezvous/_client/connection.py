@@ -18,7 +18,8 @@ _CONNECT_ATTEMPT = 5.0  # seconds; a host name may have several addresses, and t
 _PIECE = 1 << 20
 _LONGEST_HEAD = 1 << 16
 _STATUS_LINE = re.compile(rb"HTTP/1\.([0-9]) ([1-9][0-9]{2})(?: [^\r\n]*)?\r?\n")
-_LENGTH = re.compile(r"[0-9]{1,18}")
+_LENGTH = re.compile(r"0|[1-9][0-9]{0,17}")
+_ONCE = frozenset({"content-length", "transfer-encoding", ANSWER_HEADER.lower()})
 _CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[^\r\n]*)?\r?\n")
 
 
@@ -116,7 +117,10 @@ class _Incoming:
             name, colon, value = line.decode("latin-1").partition(":")
             if not colon:
                 raise NotHttpError(f"a header without a colon: {name[:80]!r}")
-            headers[name.strip().lower()] = value.strip()
+            name = name.strip().lower()
+            if name in headers and name in _ONCE:
+                raise NotHttpError(f"a second {name}")
+            headers[name] = value.strip()
         return int(first[2]), headers
 
     def body(self, status: int, headers: dict[str, str]) -> tuple[bytes, bool]:

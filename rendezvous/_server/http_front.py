@@ -20,6 +20,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import re
 import selectors
 import socket
 import threading
@@ -46,8 +47,30 @@ _ACCEPTS_AT_ONCE = 64
 WSGIApplication = Callable[[dict[str, Any], Callable[..., Any]], Any]
 
 
+_LENGTH = re.compile(rb"0|[1-9][0-9]{0,17}")
+_ONCE = frozenset({b"Authorization", b"Content-Length", b"Host", b"Transfer-Encoding"})
+
+
+class _Headers(dict[bytes, bytes]):
+    """Refuses a second value for what says who asks and where a request ends; readers might choose different ones."""
+
+    def __setitem__(self, name: bytes, value: bytes) -> None:
+        if name in _ONCE and name in self:
+            raise ValueError(f"{name.decode()} has more than one value")
+        if name == b"Content-Length" and not _LENGTH.fullmatch(value):
+            raise ValueError("the Content-Length is not a plain decimal number")
+        super().__setitem__(name, value)
+
+
 class _HeaderReader(cheroot_server.HeaderReader):
-    """Drops headers with underscores, which WSGI could not distinguish from those with dashes."""
+    """Drops headers with underscores, which WSGI could not distinguish from those with dashes; is strict about
+    lengths, for which Python's own integers have more spellings than HTTP."""
+
+    def __call__(self, rfile: Any, hdict: dict[bytes, bytes]) -> dict[bytes, bytes]:
+        headers = _Headers()
+        super().__call__(rfile, headers)  # type: ignore[no-untyped-call]
+        hdict.update(headers)
+        return hdict
 
     def _allow_header(self, key_name: bytes) -> bool:
         return b"_" not in key_name
@@ -227,11 +250,12 @@ class Front(cheroot_server.HTTPServer):
         begun = connection.rfile.has_data()
         with self._lock:
             if connection in self._connections:
-                table = self._reading if begun else self._idle
+                # Whoever has not proved to be a client of this run of the server keeps its connection for a moment.
+                table = self._reading if begun or connection.on_close is None else self._idle
                 table[connection] = time.monotonic() + self._head_timeout
                 connection.socket.setblocking(False)
                 self._register(connection)
-        if begun:
+        if begun or connection.on_close is None:
             self._wake_up.wake()  # for its deadline
 
     def error_log(self, msg: str = "", level: int = 20, traceback: bool = False) -> None:

@@ -44,7 +44,7 @@ from hvdgloo.rendezvous._server.epochs import (
     UnknownEpochError,
 )
 from hvdgloo.rendezvous._server.service import Environ, Gate, Refusal, Service, StartResponse
-from hvdgloo.rendezvous._store import MAX_SCOPE_BYTES, MemoryStore, check_key
+from hvdgloo.rendezvous._store import MAX_SCOPE_BYTES, MemoryStore, StoreFullError, check_key
 from hvdgloo.rendezvous._worker_info import WorkerInfo
 from hvdgloo.version import __version__
 
@@ -120,6 +120,8 @@ class Route:
             return refused(404, error)
         except EpochFailedError as error:
             return refused(504, error)
+        except StoreFullError as error:
+            return refused(507, error)
         except StoppingError as error:
             return refused(503, error)
 
@@ -168,11 +170,13 @@ def _many(service: Service, call: Call, scope: str) -> Answer:
     op = call.argument("op", "")
     try:
         if op == "set":
-            store.set_many(wire.unpack_items(call.body))
+            store.set_many(wire.unpack_items(call.body), owner=call.client)
             return Answer(status=204)
         if op == "get":
             keys = [check_key(key) for key in wire.unpack_keys(call.body)]
             return Answer(wire.pack_values(_wait(service, call, store, keys)))
+    except StoreFullError:
+        raise
     except ValueError as error:
         raise Refusal(400, str(error)) from None
     raise Refusal(400, "the query must say op=set or op=get")
@@ -181,7 +185,7 @@ def _many(service: Service, call: Call, scope: str) -> Answer:
 def _one(service: Service, call: Call, scope: str, key: str) -> Answer:
     store, name = service.store(_decoded(scope, "scope", MAX_SCOPE_BYTES)), _decoded(key, "key")
     if call.method == "PUT":
-        store.set(name, call.body)
+        store.set_many({name: call.body}, owner=call.client)
         return Answer(status=204)
     if call.method == "DELETE":
         return _json({"deleted": store.delete(name)})

@@ -20,6 +20,7 @@ from hvdgloo.config import format_endpoint
 from hvdgloo.errors import ConfigError
 from hvdgloo.rendezvous import _auth as auth
 from hvdgloo.rendezvous._server.epochs import Epochs
+from hvdgloo.rendezvous._store import Limits
 
 if TYPE_CHECKING:
     from hvdgloo.rendezvous._server.http_front import Front
@@ -51,6 +52,7 @@ class RendezvousServer:
         start_timeout: seconds from an epoch's first worker until all that wait are told which are missing.
         request_timeout: seconds that a client has for a request's head, and again for its body, apart from what a large
             body takes.
+        limits: of the memory that clients may take.
 
     Raises:
         ConfigError: no such address here, the port is taken, or no worker is expected.
@@ -67,12 +69,14 @@ class RendezvousServer:
         port_range: tuple[int, int] | None = None,
         start_timeout: float = 120.0,
         request_timeout: float = 10.0,
+        limits: Limits = Limits(),  # noqa: B008 - it never changes
     ) -> None:
         if not bind:
             raise ConfigError("a rendezvous server needs at least one address to listen on")
         self._secret = secret
         self._epochs = Epochs(start_timeout)
         self._request_timeout = request_timeout
+        self._limits = limits
         self._bind = tuple(dict.fromkeys(bind))
         self._port_range = (port, port) if port_range is None and port else port_range
         self._listeners: list[socket.socket] = []
@@ -122,6 +126,7 @@ class RendezvousServer:
             max_polls=lambda: self._threads - _SPARE_THREADS // 2,
             watch=self._watch,
             body_timeout=self._request_timeout,
+            limits=self._limits,
         )
         self._front = Front(
             create_app(self._service, _create_pages),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -22,10 +22,11 @@ from hvdgloo.rendezvous import _auth as auth
 from hvdgloo.rendezvous._server.epochs import Epochs, StoppingError
 from hvdgloo.rendezvous._server.metrics import Metrics
 from hvdgloo.rendezvous._server.streams import SLOWEST_RATE
-from hvdgloo.rendezvous._store import MemoryStore
+from hvdgloo.rendezvous._store import Limits, MemoryStore, Quota
 from hvdgloo.version import __version__
 
 MAX_CLIENTS = 1 << 17
+_MAX_GREETED = 1 << 12
 _READ_ONLY = frozenset({"/", "/v1/status", "/metrics"})
 _BROWSER_CHALLENGE = 'Basic realm="hvdgloo: the status token is the password", charset="UTF-8"'
 
@@ -69,6 +70,7 @@ class Service:
         max_polls: how many requests may wait at a time; further ones are told to try again.
         watch: makes a context manager that calls back when a connection's client hangs up.
         body_timeout: seconds that a request's body may take, beyond what it takes at the slowest rate that is borne.
+        limits: of memory.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class Service:
         max_polls: Callable[[], int],
         watch: Callable[[Any, Callable[[], None]], AbstractContextManager[None]],
         body_timeout: float,
+        limits: Limits,
     ) -> None:
         self.signer = auth.Signer(secret)
         self.token = auth.status_token(secret)
@@ -91,6 +94,12 @@ class Service:
         self._lock = threading.Lock()
         self._stores: dict[str, MemoryStore] = {}
         self._windows: dict[str, auth.ReplayWindow] = {}
+        # Of clients that have said hello and nothing else. A hello is the same in every run of the server, so old ones
+        # can be played again; what they leave behind is bounded.
+        self._greeted: OrderedDict[str, auth.ReplayWindow] = OrderedDict()
+        self._limits = limits
+        self._quota = Quota(limits)
+        self._in_flight = 0
         self._connected: Counter[str] = Counter()
         self._polls = 0
         self._stopping = ""
@@ -105,10 +114,10 @@ class Service:
                 raise StoppingError(self._stopping)
             store = self._stores.get(scope)
             if store is None:
-                store = self._stores[scope] = MemoryStore()
+                store = self._stores[scope] = MemoryStore(self._quota)
             return store
 
-    def take_counter(self, client: str, counter: int) -> None:
+    def take_counter(self, client: str, counter: int, *, hello: bool = False) -> None:
         """Note that a client has used a counter.
 
         Raises:
@@ -117,11 +126,44 @@ class Service:
         with self._lock:
             window = self._windows.get(client)
             if window is None:
-                if len(self._windows) >= MAX_CLIENTS:
+                window = self._greeted.pop(client, None) or auth.ReplayWindow()
+                if hello:
+                    self._greeted[client] = window
+                    if len(self._greeted) > _MAX_GREETED:
+                        self._greeted.popitem(last=False)
+                elif len(self._windows) >= MAX_CLIENTS:
                     raise Refusal(503, f"this server has seen {MAX_CLIENTS} clients and can tell no more apart")
-                window = self._windows[client] = auth.ReplayWindow()
+                else:
+                    self._windows[client] = window
             if not window.use(counter):
                 raise Refusal(401, "this request was received before: a repetition needs a signature of its own")
+
+    @contextmanager
+    def receiving(self) -> Iterator[Callable[[int], None]]:
+        """To be entered while a request's body is read and answered; yields what takes note of arrived bytes.
+
+        That raises Refusal if more would be kept for all requests together than there is room for.
+        """
+        mine = 0
+
+        def arrived(count: int) -> None:
+            nonlocal mine
+            with self._lock:
+                if self._in_flight + count > self._limits.in_flight:
+                    raise Refusal(
+                        503,
+                        f"requests with {self._in_flight} bytes are under way already, and {self._limits.in_flight} "
+                        "are the most at a time; ask again in a moment",
+                        busy=True,
+                    )
+                self._in_flight += count
+                mine += count
+
+        try:
+            yield arrived
+        finally:
+            with self._lock:
+                self._in_flight -= mine
 
     @contextmanager
     def poll(self, connection: Any, on_hang_up: Callable[[], None]) -> Iterator[None]:
@@ -216,15 +258,16 @@ class Gate:
     def __call__(self, environ: Environ, start_response: StartResponse) -> Any:
         started = time.perf_counter()
         try:
-            self._admit(environ)
-            # Only what the client sent is routed: cheroot has decoded PATH_INFO once, which would lose "%2F".
-            environ["PATH_INFO"] = environ["REQUEST_URI"].partition("?")[0]
-            environ["hvdgloo.started"] = started
-            return self._application(environ, start_response)
+            with self._service.receiving() as arrived:
+                self._admit(environ, arrived)
+                # Only what the client sent is routed: cheroot has decoded PATH_INFO once, which would lose "%2F".
+                environ["PATH_INFO"] = environ["REQUEST_URI"].partition("?")[0]
+                environ["hvdgloo.started"] = started
+                return self._application(environ, start_response)
         except Refusal as refusal:
             return self._refuse(refusal, environ, start_response)
 
-    def _admit(self, environ: Environ) -> None:
+    def _admit(self, environ: Environ, arrived: Callable[[int], None]) -> None:
         length = self._length(environ)
         method, target = environ["REQUEST_METHOD"], environ["REQUEST_URI"]
         header = environ.get("HTTP_AUTHORIZATION", "")
@@ -232,7 +275,7 @@ class Gate:
         if path in _READ_ONLY and not header.startswith(auth.SCHEME):
             if method not in ("GET", "HEAD") or not auth.bearer_matches(header, self._service.token):
                 raise Refusal(401, "the job's state is shown to its members and to those who have the status token")
-            environ["hvdgloo.body"] = self._body(environ, length)
+            environ["hvdgloo.body"] = self._body(environ, length, arrived)
             return
         try:
             credentials = auth.Credentials.parse(header)
@@ -244,30 +287,29 @@ class Gate:
             raise Refusal(
                 401, "the request was signed for another run of the server; it has been restarted since", restarted=True
             )
-        if not hello:
-            self._service.take_counter(credentials.client, credentials.counter)
-        self._service.note_client(environ["hvdgloo.connection"], credentials.client)
+        if hello and length:
+            raise Refusal(400, "a hello has no body")
+        self._service.take_counter(credentials.client, credentials.counter, hello=hello)
+        if not hello:  # which may have been recorded in an earlier run, and says nothing about who is here now
+            self._service.note_client(environ["hvdgloo.connection"], credentials.client)
         environ["hvdgloo.credentials"] = credentials
-        body = self._body(environ, length)
+        body = self._body(environ, length, arrived)
         if auth.digest(body) != credentials.digest:
             raise Refusal(401, "the body is not the one that was signed")
         environ["hvdgloo.body"] = body
 
     @staticmethod
     def _length(environ: Environ) -> int:
-        """The body's length. cheroot has already refused what is not a number or exceeds the limit."""
+        """The body's length. The front has already refused what is not a number or exceeds the limit."""
         if environ["wsgi.input_terminated"]:
             raise Refusal(411, "chunked bodies are not taken: send a Content-Length")
-        length = int(environ.get("CONTENT_LENGTH") or 0)
-        if length < 0:
-            raise Refusal(400, "a body's length cannot be negative")
-        return length
+        return int(environ.get("CONTENT_LENGTH") or 0)
 
-    def _body(self, environ: Environ, length: int) -> bytes:
+    def _body(self, environ: Environ, length: int, arrived: Callable[[int], None]) -> bytes:
         if not length:
             return b""
         patience = self._service.body_timeout + length / SLOWEST_RATE
-        environ["hvdgloo.connection"].rfile.allow(patience)
+        environ["hvdgloo.connection"].rfile.allow(patience, arrived)
         try:
             body: bytes = environ["wsgi.input"].read(length)
         except TimeoutError:

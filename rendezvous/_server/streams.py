@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 MAX_HEAD = 16 * 1024
 WRITE_TIMEOUT = 10.0
+_PIECE = 1 << 20
 SLOWEST_RATE = 256 * 1024  # bytes a second; a slower body or answer is abandoned
 
 
@@ -23,6 +24,7 @@ class Reader:
         self._flush = flush
         self._buffer = bytearray()
         self._searched = 0
+        self._arrived: Callable[[int], object] = int  # which does nothing with it
         self.deadline = 0.0
         self.bytes_read = 0
         self.closed = False
@@ -41,9 +43,14 @@ class Reader:
         self._searched = len(self._buffer)
         return end >= 0 or len(self._buffer) > MAX_HEAD
 
-    def allow(self, seconds: float) -> None:
-        """Let reads wait for the client, for this long in total."""
+    def allow(self, seconds: float, arrived: Callable[[int], object]) -> None:
+        """Let reads wait for the client, for this long in total.
+
+        Args:
+            arrived: called with the number of bytes of each piece before it is kept; may raise.
+        """
         self.deadline = time.monotonic() + seconds
+        self._arrived = arrived
 
     def readline(self, size: int) -> bytes:
         """One line of the head, which is here already: a missing end is never waited for."""
@@ -57,26 +64,29 @@ class Reader:
             TimeoutError: the deadline passed first.
         """
         data = self._take(size)
+        self._arrived(len(data))
         if len(data) == size:
             return data
         self._flush()
-        return data + self._receive(size - len(data))
+        return self._receive(data, size)
 
     def close(self) -> None:
         self.closed = True
         self._buffer.clear()
 
-    def _receive(self, size: int) -> bytes:
-        data = bytearray(size)
-        view, filled = memoryview(data), 0
-        while filled < size:
+    def _receive(self, begun: bytes, size: int) -> bytes:
+        # What a request announces is no reason to reserve it.
+        pieces, missing = [begun], size - len(begun)
+        while missing:
             self._socket.settimeout(max(0.001, self.deadline - time.monotonic()))
-            count = self._socket.recv_into(view[filled:])
-            if count == 0:
+            piece = self._socket.recv(min(missing, _PIECE))
+            if not piece:
                 break
-            filled += count
-            self.bytes_read += count
-        return bytes(view[:filled])
+            self._arrived(len(piece))
+            pieces.append(piece)
+            missing -= len(piece)
+            self.bytes_read += len(piece)
+        return b"".join(pieces)
 
     def _take(self, size: int) -> bytes:
         data = bytes(self._buffer[:size])

@@ -15,13 +15,17 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
+import psutil
 import pytest
 import requests
 
-from hvdgloo.errors import ConfigError, RendezvousTimeoutError
+from hvdgloo.errors import ConfigError, RendezvousRefusedError, RendezvousTimeoutError
 from hvdgloo.rendezvous import RendezvousClient, RendezvousServer
 from hvdgloo.rendezvous import _auth as auth
 from hvdgloo.rendezvous import _wire as wire
+from hvdgloo.rendezvous._server import service as service_module
+from hvdgloo.rendezvous._store import Limits
+from hvdgloo.version import __version__
 from tests.support.rendezvous import SECRET, RawClient, Task, info, read_answer, until
 
 
@@ -173,6 +177,127 @@ class TestPage:
             assert "failed , 1 of 2 workers epoch 0 did not start within 0.1 s" in self.page(server)
 
 
+class TestHello:
+    """The one request that can be recorded in one run of a server and be played again in the next."""
+
+    def test_it_takes_no_body(self, raw: RawClient) -> None:
+        data = raw.head("GET", "/v1/hello", authorization=raw.sign("GET", "/v1/hello", run=""))
+        for length in (1, 268435456):
+            with raw.connect() as sock:
+                sock.sendall(data.replace(b"Content-Length: 0", b"Content-Length: %d" % length))
+                refused(read_answer(sock), 400, "a hello has no body")  # which is not waited for
+
+    def test_its_counter_holds(self, raw: RawClient) -> None:
+        data = raw.head("GET", "/v1/hello", authorization=raw.sign("GET", "/v1/hello", run=""))
+        assert raw.send(data) == (200, {"run": raw.run, "version": __version__})
+        refused(raw.send(data), 401, "received before")
+        assert raw.request("GET", "/v1/status")[0] == 200  # the client is known now
+        refused(raw.send(data), 401, "received before")
+
+    def test_one_of_an_earlier_run_leaves_nothing_behind(
+        self, server: RendezvousServer, raw: RawClient, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Nor does it keep a worker present that has gone."""
+        monkeypatch.setattr(service_module, "_MAX_GREETED", 5)
+        recorded = [RawClient(server.endpoint, "") for _ in range(20)]
+        before = server.status()["store"]
+        connections = [client.connect() for client in recorded]
+        for client, sock in zip(recorded, connections, strict=True):
+            sock.sendall(client.head("GET", "/v1/hello"))
+            assert read_answer(sock)[0] == 200
+        assert server.status()["store"] == before
+        assert len(server._serving._greeted) == 5
+        for sock in connections:
+            sock.close()
+
+    def test_whoever_says_no_more_is_sent_away(self, hurried: RawClient) -> None:
+        with hurried.connect() as silent, hurried.connect() as member:
+            silent.sendall(hurried.head("GET", "/v1/hello", authorization=hurried.sign("GET", "/v1/hello", run="")))
+            assert read_answer(silent)[0] == 200
+            member.sendall(hurried.head("GET", "/v1/status"))
+            assert read_answer(member)[0] == 200
+            assert silent.recv(1) == b""
+            member.sendall(hurried.head("GET", "/v1/status"))
+            assert read_answer(member)[0] == 200
+
+    def test_replays_cost_neither_memory_nor_service(self, server: RendezvousServer, raw: RawClient) -> None:
+        """45 recorded hellos, each announcing 256 MiB that never come, took 9 GB and all threads."""
+        recorded = RawClient(server.endpoint, "")
+        data = recorded.head("GET", "/v1/hello", Content_Length="268435456")
+        process = psutil.Process()
+        before = process.memory_info().rss
+        attackers = [recorded.connect() for _ in range(45)]
+        for sock in attackers:
+            sock.sendall(data)
+        started = time.monotonic()
+        assert raw.request("PUT", "/v1/kv/s/k", b"v")[0] == 204
+        assert time.monotonic() - started < 2
+        assert process.memory_info().rss - before < 100 << 20
+        for sock in attackers:
+            refused(read_answer(sock), 400, "a hello has no body")
+            sock.close()
+
+
+class TestMemory:
+    """What members may make the server keep."""
+
+    @pytest.fixture
+    def small(self) -> Iterator[RendezvousServer]:
+        limits = Limits(in_flight=3 << 20, stored=2 << 20, stored_by_one=1 << 20)
+        with RendezvousServer(secret=SECRET, size=1, limits=limits) as server:
+            yield server
+
+    def test_an_announced_body_is_not_reserved(self, server: RendezvousServer, raw: RawClient) -> None:
+        process = psutil.Process()
+        before = process.memory_info().vms
+        with ExitStack() as stack:
+            for number in range(8):
+                sock = stack.enter_context(raw.connect())
+                sock.sendall(raw.head("PUT", f"/v1/kv/s/{number}", Content_Length="268435456") + b"x")
+            until(lambda: server._serving._in_flight == 8, "all have begun")
+            assert process.memory_info().vms - before < 1 << 30
+
+    def test_one_client_may_store_so_much(self, small: RendezvousServer) -> None:
+        with RendezvousClient(small.endpoint, SECRET) as client, RendezvousClient(small.endpoint, SECRET) as other:
+            store = client.store("s")
+            store.set("a", bytes(900_000))
+            for attempt in (lambda: store.set("b", bytes(200_000)), lambda: store.set_many({"b": bytes(200_000)})):
+                with pytest.raises(
+                    RendezvousRefusedError, match="this client has stored 900201 bytes already"
+                ) as caught:
+                    attempt()
+                assert caught.value.status == 507
+            other.store("s").set("b", bytes(200_000))
+            store.set("a", bytes(1000))  # in place of the longer value
+            store.set("c", bytes(900_000))
+            assert store.delete("c")
+            store.set("d", bytes(900_000))
+
+    def test_all_together_may_store_so_much(self, small: RendezvousServer) -> None:
+        clients = [RendezvousClient(small.endpoint, SECRET) for _ in range(3)]
+        for number, client in enumerate(clients[:2]):
+            client.store(f"s{number}").set("k", bytes(1_000_000))
+        with pytest.raises(RendezvousRefusedError, match="2000402 bytes are stored already, and 2097152 are the most"):
+            clients[2].store("s").set("k", bytes(100_000))
+        clients[2].store("s0").set("k", b"another's value gives way, and with it its place in the other's quota")
+        clients[0].store("s0").set("other", bytes(1_000_000))
+        for client in clients:
+            client.close()
+
+    def test_so_much_is_under_way_at_a_time(self, small: RendezvousServer) -> None:
+        """What comes then is told to ask again, which the client does."""
+        raw = RawClient(small.endpoint, small.status()["run"])
+        with raw.connect() as slow, RendezvousClient(small.endpoint, SECRET) as client:
+            slow.sendall(raw.head("PUT", "/v1/kv/s/slow", Content_Length=str(3 << 20)) + bytes((3 << 20) - 100))
+            until(lambda: small._serving._in_flight > 2 << 20, "most of it has arrived")
+            refused(raw.request("PUT", "/v1/kv/s/k", bytes(700_000)), 503, "are the most at a time; ask again")
+            waiting = Task(lambda: client.store("s").set("k", bytes(700_000)))
+            until(lambda: "503" in small._serving.metrics.text()[0].decode(), "it was refused")
+            slow.close()
+            waiting.result()
+            until(lambda: small._serving._in_flight == 0, "all is over")
+
+
 class TestRefusals:
     @pytest.mark.parametrize(
         ("method", "target", "body", "status", "reason"),
@@ -239,7 +364,21 @@ class TestRefusals:
             (b"GET /#x HTTP/1.1\r\n\r\n", 400, "fragment"),
             (b"GET / HTTP/1.1\r\nno colon\r\n\r\n", 400, "Illegal header line"),
             (b"PUT / HTTP/1.1\r\nContent-Length: many\r\n\r\n", 400, "Content-Length"),
-            (b"PUT / HTTP/1.1\r\nContent-Length: -5\r\n\r\n", 400, "cannot be negative"),
+            *[
+                (b"PUT / HTTP/1.1\r\nContent-Length: %s\r\n\r\n" % length, 400, "not a plain decimal number")
+                for length in (b"-5", b"+16", b"1_6", b"016", b"0x10", b"16,16", b"1 6", b"", b"9" * 19, b"\xb2")
+            ],
+            *[
+                (b"PUT / HTTP/1.1\r\n%s: %s\r\n%s: %s\r\n\r\n" % (name, one, name.lower(), other), 400, "more than one")
+                for name, one, other in [
+                    (b"Content-Length", b"16", b"16"),
+                    (b"Content-Length", b"16", b"5\r\n 16"),
+                    (b"Authorization", b"a", b"b"),
+                    (b"Host", b"a", b"b"),
+                    (b"Transfer-Encoding", b"chunked", b"chunked"),
+                ]
+            ],
+            (b"PUT / HTTP/1.1\r\nContent-Length: 1\r\n 6\r\n\r\n", 400, "more than one"),
             (b"PUT / HTTP/1.1\r\nContent-Length: 99999999999999\r\n\r\n", 413, "maximum"),
             (b"PUT / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n", 411, "Content-Length"),
             (b"PUT / HTTP/1.1\r\nTransfer-Encoding: gzip\r\n\r\n", 501, "Unimplemented"),

@@ -306,13 +306,9 @@ def test_a_client_that_drips_is_cut_off(meeting: Callable[..., Meeting]) -> None
     m.accepted.result(10)
 
 
-def test_more_silent_clients_than_there_are_slots(
-    meeting: Callable[..., Meeting], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_silent_clients_than_there_are_slots(meeting: Callable[..., Meeting]) -> None:
     """The oldest silent visitor gives way, long before its time is over."""
-    monkeypatch.setattr(connect, "_MOST_VISITORS", 20)
-    monkeypatch.setattr(connect, "_GRACE", 0.05)
-    m = meeting(3)
+    m = meeting(3, handshake=Handshake(b"secret", 3, 1, most_visitors=20, grace=0.05))
     silent = [m.raw() for _ in range(60)]
     begin = time.monotonic()
     for rank in (1, 2):
@@ -332,12 +328,9 @@ def test_200_silent_clients_do_not_delay_the_start(meeting: Callable[..., Meetin
     assert time.monotonic() - begin < 1.0
 
 
-def test_a_visitor_has_a_moment_however_many_come(
-    meeting: Callable[..., Meeting], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_visitor_has_a_moment_however_many_come(meeting: Callable[..., Meeting]) -> None:
     """A member whose hello takes a while is not sent away by strangers that come after it."""
-    monkeypatch.setattr(connect, "_MOST_VISITORS", 4)
-    m = meeting(2)
+    m = meeting(2, handshake=Handshake(b"secret", 3, 1, most_visitors=4))
     member, nonce = m.raw(), b"n" * 16
     for _ in range(20):
         m.raw()
@@ -366,14 +359,14 @@ class _Exhausted:
         return getattr(self._listener, name)
 
 
-def test_no_descriptors_are_left(meeting: Callable[..., Meeting], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Strangers give their descriptors back to members; and for the last one, its owner is waited for."""
-    monkeypatch.setattr(connect, "_GRACE", 0.05)
+def test_no_descriptors_are_left() -> None:
+    """Strangers give their descriptors back to members."""
+    hurried = Handshake(b"secret", 3, 1, grace=0.05)
     accepted: list[socket.socket] = []
     with listen("127.0.0.1", None) as listener, socket.socket() as somebody_elses, ThreadPoolExecutor(3) as pool:
         exhausted = _Exhausted(listener, accepted, 3)
         accepted.append(somebody_elses)
-        waiting = pool.submit(RIGHT.accept_all, exhausted, 3, {}, 10.0, describe)  # type: ignore[arg-type]
+        waiting = pool.submit(hurried.accept_all, exhausted, 3, {}, 10.0, describe)  # type: ignore[arg-type]
         port = listener.getsockname()[1]
         strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(10)]
         first = pool.submit(RIGHT.connect, "127.0.0.1", port, 1, 10.0, describe).result(10)[0]
