@@ -66,11 +66,10 @@ class _HeaderReader(cheroot_server.HeaderReader):
     """Drops headers with underscores, which WSGI could not distinguish from those with dashes; is strict about
     lengths, for which Python's own integers have more spellings than HTTP."""
 
-    def __call__(self, rfile: Any, hdict: dict[bytes, bytes]) -> dict[bytes, bytes]:
-        headers = _Headers()
-        super().__call__(rfile, headers)  # type: ignore[no-untyped-call]
-        hdict.update(headers)
-        return hdict
+    def __call__(self, rfile: Any, hdict: Any = None) -> Any:
+        headers = {} if hdict is None else hdict
+        headers.update(super().__call__(rfile, _Headers()))
+        return headers
 
     def _allow_header(self, key_name: bytes) -> bool:
         return b"_" not in key_name

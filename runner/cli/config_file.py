@@ -52,6 +52,7 @@ def read(path: str, parser: Parser) -> FileContent:
     fields = {setting.yaml: name for name, setting in settings().items() if setting.yaml is not None}
     for key, value in _flat(_load(path)):
         source = f"{path}: {key}"
+        _check(value, source)
         if key == "controller":
             if str(value).lower() != "gloo":
                 raise ConfigError(f"{source}: {value!r}: {CONTROLLER.replace('--gloo', 'gloo')}")
@@ -116,8 +117,13 @@ def _load(path: str) -> Mapping[str, Any]:
             content = yaml.safe_load(file)
     except OSError as error:
         raise ConfigError(f"--config-file {path}: {error.strerror}") from None
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"--config-file {path}: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"--config-file {path}: it is nested too deeply") from None
+    except yaml.MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark is not None else ""
+        raise ConfigError(f"--config-file {path}{line}: {error.problem or error}") from None
+    except (ValueError, OverflowError, yaml.YAMLError) as error:  # no text in UTF-8; no number or date that there is
+        raise ConfigError(f"--config-file {path}: {' '.join(str(error).split())}") from None
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -138,6 +144,19 @@ def _flat(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def _is_ignored(key: str) -> bool:
     section, _, name = key.partition(".")
     return name in _IGNORED.get(section, ())
+
+
+def _check(value: Any, source: str) -> None:
+    """Refuse what cannot be the text of a setting or a flag: nested values, and NUL, which no variable can hold.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    for item in value if isinstance(value, list) else [value]:
+        if isinstance(item, (list, dict, set)):
+            raise ConfigError(f"{source}: expected a value or a list of values, not values within values")
+        if "\0" in str(item):
+            raise ConfigError(f"{source}: {item!r} holds a NUL character, which cannot be passed on")
 
 
 def _text(value: Any) -> str:

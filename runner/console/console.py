@@ -261,11 +261,23 @@ def make_directory(directory: str) -> None:
         LaunchError: it cannot be created or written to.
     """
     try:
-        os.makedirs(directory, exist_ok=True)
+        _make_private(directory)
         if not os.access(directory, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), directory)
     except OSError as error:
         raise LaunchError(f"--output-filename {directory}: {error}") from error
+
+
+def _make_private(folder: str) -> None:
+    """Create a folder, and those above it, for this user alone; what exists stays as it is. Raises OSError."""
+    above = os.path.dirname(os.path.abspath(folder))
+    if not os.path.isdir(above):
+        _make_private(above)
+    try:
+        os.mkdir(folder, 0o700)
+    except FileExistsError:
+        if not os.path.isdir(folder):
+            raise
 
 
 def _open_files(directory: str | None, size: int) -> dict[tuple[int, int], FileTarget]:
@@ -275,7 +287,7 @@ def _open_files(directory: str | None, size: int) -> dict[tuple[int, int], FileT
     try:
         for rank in range(size):
             folder = rank_folder(directory, rank, size)
-            os.makedirs(folder, exist_ok=True)
+            _make_private(folder)
             for stream, name in _STREAM_NAMES.items():
                 files[rank, stream] = FileTarget(os.path.join(folder, name))
     except OSError as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import select
+import stat
 import struct
 import tempfile
 import threading
@@ -55,10 +56,10 @@ class TextTarget:
 
 
 class FileTarget:
-    """A file that is created at once and written without a buffer."""
+    """A file that is created at once, for this user's eyes only, and written without a buffer."""
 
     def __init__(self, path: str) -> None:
-        self._file: IO[bytes] = open(path, "wb", buffering=0)  # noqa: SIM115 - closed by close()
+        self._file: IO[bytes] = open(path, "wb", buffering=0, opener=_private)  # noqa: SIM115 - closed by close()
 
     def write(self, data: bytes) -> None:
         rest = memoryview(data)
@@ -67,6 +68,15 @@ class FileTarget:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _private(path: str, flags: int) -> int:
+    """Open a file, which others cannot read if it is a new one, or an old one of this user's."""
+    descriptor = os.open(path, flags, 0o600)
+    status = os.fstat(descriptor)
+    if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
+        os.fchmod(descriptor, 0o600)
+    return descriptor
 
 
 class Writer:

@@ -63,8 +63,10 @@ def read_hostfile(path: str) -> tuple[HostEntry, ...]:
     try:
         with open(path, encoding="utf-8-sig") as file:
             lines = file.read().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
+    except UnicodeDecodeError:
+        raise ConfigError(f"--hostfile {path}: it is no text in UTF-8") from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError(f"--hostfile {path}: {reason}") from None
     mentions = list(_parse_lines(lines, f"--hostfile {path}"))
     if not mentions:
@@ -105,7 +107,7 @@ def _with_words(host: HostEntry, text: str, where: str) -> HostEntry:
 
 
 def _parse_item(item: str, where: str) -> HostEntry:
-    match = _ITEM.fullmatch(item)
+    match = _ITEM.fullmatch(item) if item.isprintable() else None
     if match is None or match["name"].startswith("-") or (match["user"] or "").startswith("-"):
         hint = "; an IPv6 address stands in brackets" if item.count(":") > 1 and "[" not in item else ""
         raise ConfigError(f"{where}: {item!r} is not a host with a number of slots; write for example: h1:4,h2:4{hint}")

@@ -277,6 +277,28 @@ def test_very_long_lines_do_not_exhaust_memory(launcher: Launcher) -> None:
     assert (launcher.folder / "logs" / "rank.0" / "stdout").read_bytes() == b"q" * 5_000_000
 
 
+def test_files_of_output_are_for_their_owner_alone(launcher: Launcher) -> None:
+    """Whatever the umask; a folder that was there keeps its mode, and so may be shared."""
+    script = launcher.script("print('secret')")
+    shared = launcher.folder / "shared"
+    (shared / "rank.0").mkdir(parents=True)
+    (shared / "rank.0" / "stdout").write_text("of another run")
+    for folder in (shared, shared / "rank.0"):
+        folder.chmod(0o755)
+    for directory in ("new/deep", "shared"):
+        done = launcher.run("-np", "1", "--output-filename", directory, script)
+        assert done.returncode == 0, done.stderr
+
+    def mode(path: str) -> int:
+        return (launcher.folder / path).stat().st_mode & 0o777
+
+    assert [mode(path) for path in ("new", "new/deep", "new/deep/rank.0")] == [0o700] * 3
+    assert [mode(path) for path in ("shared", "shared/rank.0")] == [0o755] * 2
+    for directory in ("new/deep", "shared"):
+        assert [mode(f"{directory}/rank.0/{name}") for name in ("stdout", "stderr")] == [0o600] * 2
+        assert (launcher.folder / directory / "rank.0" / "stdout").read_text() == "secret\n"
+
+
 def test_a_directory_that_cannot_be_written_is_an_error_before_anything_starts(launcher: Launcher) -> None:
     (launcher.folder / "taken").write_text("a file")
     script = launcher.script("open('started', 'w').write('1')")

@@ -136,6 +136,10 @@ class TestAHostfile:
             ("h1 slots=2 slots=3", "line 2: host h1 has two numbers of slots"),
             ("h1 cpus=2", "line 2: 'cpus=2' is not understood"),
             ("h1,h2", "line 2: 'h1,h2' is not a host"),
+            ("h1\0 slots=2", r"line 2: 'h1\\x00' is not a host"),
+            ("a\0@h1 slots=2", r"line 2: 'a\\x00@h1' is not a host"),
+            ("h1\x1b[2J:2", r"line 2: 'h1\\x1b\[2J:2' is not a host"),
+            ("h1 slots=2\0", r"line 2: '2\\x00' is not a number of slots"),
             ("h0 slots=1", r"line 2: host h0 is given twice \(first in --hostfile .*, line 1\)"),
         ],
     )
@@ -148,6 +152,8 @@ class TestAHostfile:
             self.read(tmp_path, "# nothing\n\n")
         with pytest.raises(ConfigError, match=r"--hostfile .*absent: No such file"):
             read_hostfile(str(tmp_path / "absent"))
+        with pytest.raises(ConfigError, match="embedded null byte"):
+            read_hostfile("hosts\0")
         (tmp_path / "binary").write_bytes(b"h1\xff\n")
         with pytest.raises(ConfigError, match="no text in UTF-8"):
             read_hostfile(str(tmp_path / "binary"))

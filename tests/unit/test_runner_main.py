@@ -163,6 +163,35 @@ class TestFile:
         with pytest.raises(ConfigError, match=message):
             self.read(tmp_path, text)
 
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("a: " + "[" * 3000, "it is nested too deeply"),
+            ("a: " + "{b: " * 3000, "it is nested too deeply"),
+            ("a: " + "[" * 3000 + "]" * 3000, "it is nested too deeply"),
+            ('hostfile: "a\\0b"', r"hostfile: .* holds a NUL character"),
+            ('environment: {variables: ["A=\\0"]}', r"environment.variables: .* holds a NUL character"),
+            ("hosts: [[h1]]", r"hosts: expected a value or a list of values"),
+            ("params: {cycle_time: {a: b}}", r"params.cycle_time: expected a value or a list of values"),
+            ("num_proc: 2001-99-99", "month must be in 1..12"),
+            ("num_proc: " + "1" * 5000, "Exceeds the limit"),
+            ("num_proc: 2\n\thosts: h1", r", line 2: .*cannot start any token"),
+            ("hosts: *nobody", r", line 1: found undefined alias"),
+            ("hosts: !!python/object:os.system x", r", line 1: could not determine a constructor"),
+        ],
+    )
+    def test_what_is_no_configuration_is_a_mistake_in_one_line(self, tmp_path: Path, text: str, message: str) -> None:
+        with pytest.raises(ConfigError, match=message) as caught:
+            self.content(tmp_path, text)
+        assert "\n" not in str(caught.value)
+
+    def test_a_file_of_a_few_lines_does_not_become_gigabytes(self, tmp_path: Path) -> None:
+        """Aliases of aliases: each line has ten times the values of the one before."""
+        items = ["&a0 [x, x, x, x, x, x, x, x, x, x]"]
+        items += [f"&a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)]
+        with pytest.raises(ConfigError, match="expected a value or a list of values"):
+            self.content(tmp_path, "hosts:\n" + "".join(f"- {item}\n" for item in items))
+
     def test_an_empty_file_sets_nothing(self, tmp_path: Path) -> None:
         assert self.read(tmp_path, "") == ({}, [])
 
