@@ -332,7 +332,7 @@ def test_a_late_rank_keeps_nobody_longer_than_the_timeout(ranks: Callable[..., R
 
 
 def test_only_a_rank_that_sleeps_is_woken(make_ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A post that nobody sleeps for is no system call; one that somebody sleeps for ends the sleep."""
+    """A post of a value that nobody sleeps for is no system call; one that somebody sleeps for ends the sleep."""
     if not system.has_strong_order():
         pytest.skip("there is no waking by futex on this processor")
     ranks = make_ranks(2, kind="shm-segment")
@@ -352,12 +352,16 @@ def test_only_a_rank_that_sleeps_is_woken(make_ranks: Callable[..., Ranks], monk
 
     monkeypatch.setattr(second, "_look", looks)
     with ThreadPoolExecutor(1) as pool:
-        waited = pool.submit(second.wait, 0, 0, 2, time.monotonic() + 5)
+        waited = pool.submit(second.wait, 0, 0, 3, time.monotonic() + 5)
         assert asleep.wait(5)
         first.post(0, 2)
+        first.post(1, 3)
+        assert woken == []
+        assert not waited.done()
+        first.post(0, 3)
         assert waited.result(5)
     assert len(woken) == 1
-    first.post(0, 3)
+    first.post(0, 4)
     assert len(woken) == 1
 
 

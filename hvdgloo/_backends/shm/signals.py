@@ -5,9 +5,10 @@ slots that it has done with (RELEASED). What a rank has written before it posts 
 seen that number.
 
 On x86 the numbers are in shared memory, and a waiter sleeps on the number that it waits for (futex(2)): the kernel
-compares and goes to sleep in one step, so no wake is lost, and each number has one writer. A waiter announces that it
-is going to sleep before it looks at the number for the last time, and a poster checks for that after posting: so a post
-that nobody sleeps for, like most, needs no system call. On processors that reorder stores, a number could be seen
+compares and goes to sleep in one step, so no wake is lost, and each number has one writer. A waiter announces what it
+is going to sleep for (which number of which rank, and the value that it must reach) before it looks at the number for
+the last time, and a poster checks for that after posting: so a post that nobody sleeps for, like most, needs no system
+call and wakes nobody. On processors that reorder stores, a number could be seen
 before the data that it announces; there it travels through a pipe, as through any system call that passes data on.
 """
 
@@ -27,6 +28,11 @@ from hvdgloo._backends.shm.segment import Segment
 from hvdgloo.errors import BackendError
 
 PROGRESS, RELEASED = 0, 1
+
+_KIND_BITS = 24
+_KIND_MASK = (1 << _KIND_BITS) - 1
+"""An announced sleep is one word, so that it is read whole: the value above these bits, and below them 1 + 2 times the
+rank + which of its numbers."""
 
 _LOOK_SECONDS = 0.05
 """How many seconds a rank sleeps at most before it checks whether the operation was aborted: an abort between its last
@@ -92,10 +98,14 @@ class FutexSignals:
         self._fence = threading.Lock()
 
     def post(self, which: int, value: int) -> None:
-        self._own[self._places[which]] = value
+        own, place, kind = self._own, self._places[which], _kind(which, self._rank)
+        before = own[place]
+        own[place] = value
         self._order()
         for words in self._peers:
-            if words[layout.ASLEEP]:
+            announced = words[layout.ASLEEP]
+            # Who sleeps for a value that was there before has been woken then, or is about to see it.
+            if announced and announced & _KIND_MASK == kind and before < announced >> _KIND_BITS <= value:
                 system.futex_wake(self._addresses[which][self._rank])
                 return
 
@@ -103,7 +113,9 @@ class FutexSignals:
         return self._words[peer][self._places[which]] >= value
 
     def wait(self, which: int, peer: int, value: int, deadline: float) -> bool:
-        self._own[layout.ASLEEP] = 1
+        if self.reached(which, peer, value):
+            return True
+        self._own[layout.ASLEEP] = value << _KIND_BITS | _kind(which, peer)
         self._order()
         try:
             return self._sleep(which, peer, value, deadline)
@@ -158,6 +170,10 @@ class FutexSignals:
     def _look(self) -> None:
         if self._aborted:
             raise BackendError("the operation was aborted")
+
+
+def _kind(which: int, rank: int) -> int:
+    return 1 + 2 * rank + which
 
 
 _MESSAGE = struct.Struct("=HHIQ")
