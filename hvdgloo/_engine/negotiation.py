@@ -78,6 +78,10 @@ class Negotiator:
         self.observer: Observer | None = None
         self._capacity = capacity
         self._pending: dict[tuple[int, str], PartialSubmission] = {}
+        # Numbers of operations that every rank of the job takes part in, and what ranks have submitted of them while
+        # nothing else was pending: numbers, with the time of the submission.
+        self._common: set[int] = set()
+        self._runs: list[dict[int, float]] = [{} for _ in self._members[0]]
         self._ready: list[int | Response] = []
         self._results: list[tuple[int, bytes]] = []
         self._signatures: OrderedDict[int, _Signature] = OrderedDict()
@@ -91,6 +95,9 @@ class Negotiator:
         Returns:
             numbers that no longer stand for anything; the rank must spell out these requests.
         """
+        if self._absorb_run(rank, submission, now):
+            return []
+        self._spell_out_runs()
         unknown = []
         for number in submission.signatures:
             signature = self._signatures.get(number)
@@ -105,6 +112,37 @@ class Negotiator:
             self._join(rank, self._late_joins.pop(rank))
         return unknown
 
+    def _absorb_run(self, rank: int, submission: Submit, now: float) -> bool:
+        """File a submission of nothing but numbers that all ranks know, as in a steady step, without looking at each.
+
+        Returns:
+            False if it is not of that kind, or not all that is pending is; nothing has been filed then.
+        """
+        if submission.requests or submission.payload or submission.resent or self._pending:
+            return False
+        if self._joined or self._late_joins or self.observer is not None:
+            return False
+        numbers = submission.signatures
+        if not self._common.issuperset(numbers):
+            return False
+        self._runs[rank].update(dict.fromkeys(numbers, now))
+        complete = set(numbers).intersection(*self._runs)
+        if complete:
+            ordered = numbers if len(complete) == len(numbers) else [n for n in numbers if n in complete]
+            self._ready += ordered
+            for number in ordered:
+                self._signatures.move_to_end(number)
+                for run in self._runs:
+                    del run[number]
+        return True
+
+    def _spell_out_runs(self) -> None:
+        """File what was submitted in runs as everything else is."""
+        for rank, run in enumerate(self._runs):
+            for number, since in run.items():
+                self._file(rank, self._signatures[number].requests[rank], since, b"", by_number=True)
+            run.clear()
+
     def take(self) -> Execute:
         """What has become ready since the last call, in order, and the signatures that have been forgotten since."""
         message = Execute(tuple(self._ready), tuple(self._forgotten), tuple(self._results))
@@ -117,7 +155,7 @@ class Negotiator:
 
     @property
     def has_pending(self) -> bool:
-        return bool(self._pending)
+        return bool(self._pending) or any(self._runs)
 
     @property
     def has_joined(self) -> bool:
@@ -126,6 +164,7 @@ class Negotiator:
 
     def waiting(self) -> list[Waiting]:
         """Operations that some member has not submitted, oldest first."""
+        self._spell_out_runs()
         report = [
             Waiting(
                 name,
@@ -215,8 +254,7 @@ class Negotiator:
         old = self._numbers.pop(key, None)
         if old is not None:
             # Members replace it when they see the new Response; no rank sends it again.
-            del self._signatures[old]
-            self._forgotten.append(old)
+            self._forget(old)
         response = agree(requests, [rank for rank in members if rank in requests])
         if not response.error and _lacks(requests, members):
             text = f"{key[1]}: {format_ranks(self._joined)} called join(), which only allreduce and barrier allow"
@@ -229,11 +267,18 @@ class Negotiator:
         response = Response(response.request, response.rows, "", number)
         self._signatures[number] = _Signature(response, requests)
         self._numbers[key] = number
+        if len(requests) == len(self._members[0]):
+            self._common.add(number)
         if len(self._signatures) > self._capacity:
-            evicted, signature = self._signatures.popitem(last=False)
+            evicted, signature = next(iter(self._signatures.items()))
             del self._numbers[signature.response.request.key]
-            self._forgotten.append(evicted)
+            self._forget(evicted)
         return response
+
+    def _forget(self, number: int) -> None:
+        del self._signatures[number]
+        self._common.discard(number)
+        self._forgotten.append(number)
 
     def _change_sets(self, response: Response) -> Response:
         if response.error:
@@ -259,9 +304,7 @@ class Negotiator:
         self._freed_sets.append(number)
         self._pending = {key: pending for key, pending in self._pending.items() if key[0] != number}
         for key in [key for key in self._numbers if key[0] == number]:
-            signature = self._numbers.pop(key)
-            del self._signatures[signature]
-            self._forgotten.append(signature)
+            self._forget(self._numbers.pop(key))
 
 
 def _lacks(requests: Mapping[int, Request], members: Sequence[int]) -> bool:

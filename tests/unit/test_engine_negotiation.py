@@ -121,6 +121,28 @@ class TestSignatures:
             assert negotiation.absorb(rank, Submit(numbers[::-1]), 1.0) == []
         assert taken(negotiation) == ((2, 1, 0), ())
 
+    def test_runs_of_numbers_are_ordered_as_the_last_rank_completes_them(self) -> None:
+        negotiation = negotiator(3)
+        for rank in range(3):
+            negotiation.absorb(rank, Submit((), tuple(reduce(name, 3) for name in "abcd")), 0.0)
+        taken(negotiation)
+        negotiation.absorb(1, Submit((0, 1, 2, 3)), 1.0)
+        negotiation.absorb(0, Submit((3, 2)), 2.0)
+        assert negotiation.has_pending
+        negotiation.absorb(2, Submit((2, 0, 3)), 3.0)
+        assert taken(negotiation) == ((2, 3), ())
+        assert [(w.name, w.since, w.submitted, w.missing) for w in negotiation.waiting()] == [
+            ("a", 1.0, (1, 2), (0,)),
+            ("b", 1.0, (1,), (0, 2)),
+        ]
+        # The rest comes partly by number and partly spelled out.
+        negotiation.absorb(0, Submit((1,), (reduce("a", 3),)), 4.0)
+        negotiation.absorb(2, Submit((1,)), 5.0)
+        items, forgotten = taken(negotiation)
+        assert [item if isinstance(item, int) else item.request.name for item in items] == ["a", 1]
+        assert forgotten == (0,)
+        assert not negotiation.has_pending
+
     def test_an_unknown_number_is_returned(self) -> None:
         negotiation = negotiator(2)
         assert negotiation.absorb(0, Submit((5, 6), (reduce("x", 1),)), 0.0) == [5, 6]
