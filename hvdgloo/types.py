@@ -15,12 +15,19 @@ import numpy.typing as npt
 
 
 class DType(enum.Enum):
-    """An element type. The value is the name used in messages; numpy has no bfloat16, hence ``numpy_dtype``."""
+    """An element type. The value is the name used in messages.
+
+    ``numpy_dtype`` is that of arrays over such elements. numpy has no bfloat16: there it is an opaque type of two
+    bytes, so that nobody computes with it by mistake, nor takes numbers of type uint16 for it.
+    """
 
     UINT8 = "uint8"
     INT8 = "int8"
+    UINT16 = "uint16"
     INT16 = "int16"
+    UINT32 = "uint32"
     INT32 = "int32"
+    UINT64 = "uint64"
     INT64 = "int64"
     FLOAT16 = "float16"
     BFLOAT16 = "bfloat16"
@@ -34,8 +41,7 @@ class DType(enum.Enum):
     numpy_dtype: np.dtype[Any]
 
     def __init__(self, text: str) -> None:
-        # bfloat16 is sent as its 16 bits; kernels that compute on it widen it to float32.
-        self.numpy_dtype = np.dtype("uint16" if text == "bfloat16" else text)
+        self.numpy_dtype = np.dtype("V2" if text == "bfloat16" else text)
         self.itemsize = self.numpy_dtype.itemsize
         self.is_floating = "float" in text
 
@@ -143,8 +149,7 @@ class Buffer:
 
     @classmethod
     def of_array(cls, array: npt.NDArray[Any], dtype: DType | None = None) -> Buffer:
-        """The memory of a C-contiguous numpy array; ``dtype`` distinguishes bfloat16 from the uint16 that represents
-        it."""
+        """The memory of a C-contiguous numpy array; ``dtype`` is needed for elements that are no numbers to numpy."""
         if not array.flags.c_contiguous:
             raise ValueError("a Buffer needs a C-contiguous array")
         return cls(array.ctypes.data, TensorSpec(dtype or DType(array.dtype.name), array.shape), array)

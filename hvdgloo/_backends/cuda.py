@@ -21,7 +21,7 @@ import torch
 from hvdgloo._backends import nccl
 from hvdgloo._backends.base import Backend, Done, Plane, RendezvousStore, Work, wait_for
 from hvdgloo._backends.memory import HostMemory
-from hvdgloo._backends.process_group import tensor_of
+from hvdgloo._backends.process_group import SIGNED, tensor_of
 from hvdgloo.errors import BackendError
 from hvdgloo.types import Buffer, DType, TensorSpec
 
@@ -217,8 +217,10 @@ class PinnedMemory:
 
 
 def _views(sources: Sequence[Buffer], wanted: DType) -> tuple[list[torch.Tensor], DType]:
-    """Flat tensors over the sources, of the wanted element type if all have it, else of bytes."""
-    kind = wanted if all(source.dtype is wanted for source in sources) else DType.UINT8
+    """Flat tensors over the sources, of the wanted element type if all have it and torch computes with it, else of
+    bytes."""
+    same = wanted not in SIGNED and all(source.dtype is wanted for source in sources)
+    kind = wanted if same else DType.UINT8
     return [tensor_of(source, kind) for source in sources], kind
 
 

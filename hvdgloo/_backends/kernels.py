@@ -33,19 +33,19 @@ _BOOL_UFUNCS = {
 }
 
 
-def widen_bfloat16(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
-    """The float32 values of bfloat16 bits."""
-    values: npt.NDArray[np.float32] = (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+def widen_bfloat16(array: Array) -> npt.NDArray[np.float32]:
+    """The float32 values of bfloat16 elements (any array of two bytes each)."""
+    values: npt.NDArray[np.float32] = (array.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
     return values
 
 
-def narrow_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    """The bfloat16 bits nearest to float32 values; NaN stays NaN."""
+def narrow_bfloat16(values: npt.NDArray[np.float32]) -> Array:
+    """The bfloat16 elements nearest to float32 values; NaN stays NaN."""
     bits = values.view(np.uint32)
     rounded = bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))
     quiet = (bits >> np.uint32(16)) | np.uint32(0x40)
     narrowed: npt.NDArray[np.uint16] = np.where(np.isnan(values), quiet, rounded >> np.uint32(16)).astype(np.uint16)
-    return narrowed
+    return narrowed.view(DType.BFLOAT16.numpy_dtype)
 
 
 def widen(array: Array, dtype: DType) -> Array:
@@ -64,21 +64,32 @@ def is_half(dtype: DType) -> bool:
 
 
 def to_ordered(values: Array, op: ReduceOp) -> Array:
-    """Integers in the order of float32 or float64 values, for a MIN or MAX of integers; there NaN wins, as it must.
+    """Signed integers in the order of float32, float64 or uint64 values, for a MIN or MAX of integers; there NaN wins,
+    as it must.
 
     The bits of a float are sign and magnitude; those of negative numbers are reversed into the order of two's
-    complement.
+    complement. An unsigned integer's highest bit becomes a sign.
     """
+    if values.dtype.kind == "u":
+        return _signed(values)
     bits = values.view(f"i{values.itemsize}")
     extreme = np.iinfo(bits.dtype).min if op is ReduceOp.MIN else np.iinfo(bits.dtype).max  # both mean NaN
     ordered: Array = np.where(np.isnan(values), extreme, _turned(bits))
     return ordered
 
 
-def from_ordered(ordered: Array) -> Array:
-    """The inverse of ``to_ordered``."""
+def from_ordered(ordered: Array, dtype: DType) -> Array:
+    """The inverse of ``to_ordered``, which was given values of this type, or of float32 for a half type."""
+    if dtype is DType.UINT64:
+        return _signed(ordered).view(np.uint64)
     values: Array = _turned(ordered).view(f"f{ordered.itemsize}")
     return values
+
+
+def _signed(values: Array) -> Array:
+    """64-bit integers with the highest bit flipped; its own inverse."""
+    flipped: Array = values.view(np.int64) ^ np.iinfo(np.int64).min
+    return flipped
 
 
 def _turned(bits: Array) -> Array:
@@ -113,6 +124,8 @@ def scale(buffer: Buffer, factor: float) -> None:
             chunk = array[start : start + _CHUNK]
             if is_half(dtype):
                 chunk[:] = narrow(widen(chunk, dtype) * np.float32(factor), dtype)
+            elif divisor and dtype is DType.UINT64:
+                chunk //= np.uint64(divisor)
             elif divisor:
                 wide = chunk.astype(np.int64)
                 chunk[:] = wide // divisor + ((wide % divisor != 0) & (wide < 0))  # // rounds down

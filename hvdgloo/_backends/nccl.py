@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from hvdgloo._backends import kernels
 from hvdgloo._backends.base import RendezvousStore, Work, first_line
-from hvdgloo._backends.process_group import ProcessGroupBackend, tensor_of
+from hvdgloo._backends.process_group import SIGNED, ProcessGroupBackend, tensor_of
 from hvdgloo.errors import AuthenticationError, BackendError, ConnectError, RendezvousError
 from hvdgloo.types import Buffer
 
@@ -164,7 +164,9 @@ class NcclBackend(ProcessGroupBackend):
 
     def scale(self, buffer: Buffer, factor: float) -> None:
         tensor = tensor_of(buffer)
-        if buffer.dtype.is_floating:
+        if buffer.dtype in SIGNED:
+            _scale_unsigned(tensor, factor)
+        elif buffer.dtype.is_floating:
             tensor.mul_(factor)
         elif divisor := kernels.divisor_of(factor):
             tensor.div_(divisor, rounding_mode="trunc")
@@ -189,6 +191,20 @@ class NcclBackend(ProcessGroupBackend):
     def after_fork_in_child(self) -> None:
         """CUDA does not work in a forked child: the group is kept forever, untouched."""
         self.abandon()
+
+
+def _scale_unsigned(tensor: torch.Tensor, factor: float) -> None:
+    """``Backend.scale`` of types that torch does not compute with."""
+    divisor = kernels.divisor_of(factor)
+    if not divisor:
+        tensor.copy_(torch.trunc(tensor.double() * factor))
+    elif tensor.dtype is torch.uint64:
+        # Half of it is a signed integer of the same value; what that quotient lacks is at most one.
+        bits = tensor.view(torch.int64)
+        quotient = 2 * ((bits >> 1) & torch.iinfo(torch.int64).max).div(divisor, rounding_mode="trunc")
+        bits.copy_(quotient + (bits - quotient * divisor >= divisor))
+    else:
+        tensor.copy_(tensor.long().div_(divisor, rounding_mode="trunc"))
 
 
 class _NcclWork(Passed):

@@ -35,6 +35,10 @@ _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 _FLOATS = {integers: floats for floats, integers in _INTEGERS.items()}
 
 
+SIGNED = {DType.UINT16: DType.INT16, DType.UINT32: DType.INT32, DType.UINT64: DType.INT64}
+"""The types that libraries and torch do not compute with, and those whose sums and products have the same bits."""
+
+
 def tensor_of(buffer: Buffer, dtype: DType | None = None) -> torch.Tensor:
     """A flat tensor over the same memory.
 
@@ -52,7 +56,7 @@ def tensor_of(buffer: Buffer, dtype: DType | None = None) -> torch.Tensor:
         flat.set_(storage, begin, (buffer.nbytes // kind.itemsize,), (1,))
         return flat
     array = buffer.array()
-    if (dtype or buffer.dtype) is not buffer.dtype or buffer.dtype is DType.BFLOAT16:
+    if (dtype or buffer.dtype) is not buffer.dtype or array.dtype.kind == "V":
         return torch.from_numpy(array.view(np.uint8)).view(kind)
     return torch.from_numpy(array)
 
@@ -82,10 +86,12 @@ class ProcessGroupBackend:
 
     def allreduce(self, buffer: Buffer, op: ReduceOp) -> Work:
         what = f"allreduce of {buffer.nbytes} bytes"
-        if buffer.dtype is DType.INT16:  # neither Gloo nor NCCL has 16-bit integers
+        if buffer.dtype in (DType.INT16, DType.UINT16):  # neither Gloo nor NCCL has 16-bit integers
             narrow = tensor_of(buffer)
             wide = narrow.to(torch.int32)
             return self._work(what, self._allreduce(wide, _OPS[op]), buffer, lambda: narrow.copy_(wide))
+        if buffer.dtype in SIGNED:
+            return self._allreduce_unsigned(buffer, op, what)
         if buffer.dtype is DType.BOOL:
             return self._work(what, self._allreduce(tensor_of(buffer, DType.UINT8), _BOOL_OPS[op]), buffer)
         if buffer.dtype.is_floating and op in (ReduceOp.MIN, ReduceOp.MAX):
@@ -144,7 +150,7 @@ class ProcessGroupBackend:
 
         def finish() -> None:
             if target.nbytes:
-                out = tensor_of(target)
+                out = tensor_of(target, SIGNED.get(target.dtype))
                 _sum(blocks.view(out.dtype).view(self._size, -1), out)
 
         return self._work("reducescatter", work, (source, target), finish)
@@ -155,6 +161,15 @@ class ProcessGroupBackend:
             options = self._options[op] = dist.AllreduceOptions()
             options.reduceOp = op
         return self._group.allreduce([tensor], options)
+
+    def _allreduce_unsigned(self, buffer: Buffer, op: ReduceOp, what: str) -> Work:
+        """As signed integers, which wrap around alike; their order is the same if the highest bit is flipped."""
+        integers = tensor_of(buffer, SIGNED[buffer.dtype])
+        if op not in (ReduceOp.MIN, ReduceOp.MAX):
+            return self._work(what, self._allreduce(integers, _OPS[op]), buffer)
+        highest = torch.iinfo(integers.dtype).min
+        integers.bitwise_xor_(highest)
+        return self._work(what, self._allreduce(integers, _OPS[op]), buffer, lambda: integers.bitwise_xor_(highest))
 
     def _gather_by_broadcasts(self, source: Buffer, target: Buffer, nbytes: Sequence[int]) -> Work:
         """One broadcast per rank that has anything: padding to the largest block would more than double the bytes."""

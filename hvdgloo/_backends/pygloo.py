@@ -54,12 +54,18 @@ _WIRE_TYPES = {
     DType.UINT8: Type.Uint8,
     DType.INT8: Type.Int8,
     DType.INT32: Type.Int32,
+    DType.UINT64: Type.Int64,  # whose sums and products have the same bits
     DType.INT64: Type.Int64,
     DType.FLOAT16: Type.Float16,
     DType.FLOAT32: Type.Float32,
     DType.FLOAT64: Type.Float64,
 }
-_WIDER = {DType.INT16: DType.INT32, DType.BFLOAT16: DType.FLOAT32}
+_WIDER = {
+    DType.UINT16: DType.INT32,
+    DType.INT16: DType.INT32,
+    DType.UINT32: DType.INT64,
+    DType.BFLOAT16: DType.FLOAT32,
+}
 """The types that pygloo cannot compute with, and those that they are converted to for it."""
 
 _OPS = {ReduceOp.SUM: Op.SUM, ReduceOp.MIN: Op.MIN, ReduceOp.MAX: Op.MAX, ReduceOp.PRODUCT: Op.PRODUCT}
@@ -397,7 +403,7 @@ class PyglooBackend:
 
     def _reduced(self, buffer: Buffer, op: ReduceOp) -> Iterator[Piece]:
         dtype = buffer.dtype
-        if dtype.is_floating and op in (ReduceOp.MIN, ReduceOp.MAX):
+        if (dtype.is_floating or dtype is DType.UINT64) and op in (ReduceOp.MIN, ReduceOp.MAX):
             yield from self._extremes(buffer, op)
             return
         wide = _WIDER.get(dtype, dtype)
@@ -413,8 +419,10 @@ class PyglooBackend:
 
     @staticmethod
     def _extremes(buffer: Buffer, op: ReduceOp) -> Iterator[Piece]:
-        """Of floats, as integers in the same order: pygloo's comparisons lose NaN, in a part of the ranks' blocks."""
-        kind, itemsize = (Type.Int64, 8) if buffer.dtype is DType.FLOAT64 else (Type.Int32, 4)
+        """As integers in the same order: pygloo's comparisons lose NaN, in a part of the ranks' blocks, and it has no
+        uint64."""
+        is_long = buffer.dtype in (DType.FLOAT64, DType.UINT64)
+        kind, itemsize = (Type.Int64, 8) if is_long else (Type.Int32, 4)
         for begin, count in _cut(buffer.count, PIECE // itemsize):
             part = buffer.part(begin * buffer.dtype.itemsize, count * buffer.dtype.itemsize)
             command = Command(Verb.ALLREDUCE, kind, _OPS[op], count=count)
@@ -535,7 +543,7 @@ def _ordered(part: Buffer, op: ReduceOp, itemsize: int) -> tuple[Callable[[int],
         integers(slot)[:] = kernels.to_ordered(_values(part), op)
 
     def store(slot: int) -> None:
-        _assign(part, kernels.from_ordered(integers(slot)))
+        _assign(part, kernels.from_ordered(integers(slot), part.dtype))
 
     return load, store
 

@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from hvdgloo._collectives.frontend import Frontend
 from hvdgloo._collectives.process_sets import ProcessSet, global_process_set
 
 Array = npt.NDArray[Any]
-
-_AS_SIGNED = {"uint16": np.int16, "uint32": np.int32, "uint64": np.int64}
-"""Types that collectives do not compute with, such as a seed's, are sent as integers with the same bits."""
 
 
 def broadcast_arrays(
@@ -39,6 +35,4 @@ def broadcast_arrays(
     Raises:
         HorovodInternalError: a broadcast failed.
     """
-    sent = [(f"{label}.{i}", a.view(_AS_SIGNED.get(a.dtype.name, a.dtype))) for i, a in enumerate(arrays)]
-    received = frontend.broadcast_all(sent, root_rank, process_set)
-    return [each.view(array.dtype) for each, array in zip(received, arrays, strict=True)]
+    return frontend.broadcast_all([(f"{label}.{i}", a) for i, a in enumerate(arrays)], root_rank, process_set)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
+from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.types import DType, TensorSpec
 
 T = TypeVar("T")
@@ -56,9 +57,13 @@ class _CastCompressor(Generic[T]):
     def compress(cls, tensor: T) -> tuple[T, DType | None]:
         """The tensor in fewer bytes, and its original type; or the tensor itself and None.
 
-        Two-byte types would gain nothing, and integers would lose digits.
+        Two-byte types would gain nothing, and integers would lose digits. What cannot be sent (complex numbers) is
+        not compressed either.
         """
-        dtype = cls.adapter.describe(tensor).dtype
+        try:
+            dtype = cls.adapter.describe(tensor).dtype
+        except InvalidArgumentError:
+            return tensor, None
         if not dtype.is_floating or dtype.itemsize <= cls.dtype.itemsize:
             return tensor, None
         narrow: T = cls.adapter.cast(tensor, cls.dtype)

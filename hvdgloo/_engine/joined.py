@@ -27,13 +27,11 @@ def _neutral(spec: TensorSpec, op: ReduceOp) -> Buffer:
 
 def _element(dtype: DType, op: ReduceOp) -> object:
     """The neutral element of ``op``, which leaves the other operand as it is."""
-    if op is ReduceOp.PRODUCT:
-        return _encoded(1.0, dtype)
     if op not in (ReduceOp.MIN, ReduceOp.MAX):
-        return 0
+        return _encoded(1.0 if op is ReduceOp.PRODUCT else 0.0, dtype)
     if dtype is DType.BOOL:
         return op is ReduceOp.MIN
-    if np.issubdtype(dtype.numpy_dtype, np.integer) and dtype is not DType.BFLOAT16:
+    if not dtype.is_floating:
         limits = np.iinfo(dtype.numpy_dtype)
         return limits.max if op is ReduceOp.MIN else limits.min
     return _encoded(np.inf if op is ReduceOp.MIN else -np.inf, dtype)

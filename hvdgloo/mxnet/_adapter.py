@@ -30,7 +30,7 @@ Tensor = Any
 Forward = Callable[[Sequence[Tensor]], list[Tensor]]
 Backward = Callable[[Tape[Tensor], Sequence[Tensor]], Sequence[Tensor]]
 
-_NOT_MXNETS = (DType.INT16, DType.BFLOAT16)
+_NOT_MXNETS = (DType.UINT16, DType.INT16, DType.UINT32, DType.UINT64, DType.BFLOAT16)
 _DTYPES: dict[Any, DType] = {
     # Classic arrays tell their type as numpy's class, others as its dtype.
     kind: dtype

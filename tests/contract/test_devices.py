@@ -22,6 +22,7 @@ from hvdgloo._backends import cuda  # noqa: E402
 from hvdgloo._backends.base import Backend, Plane  # noqa: E402
 from hvdgloo._backends.cuda import DeviceMemory, Gpu, PinnedMemory, obstacle  # noqa: E402
 from hvdgloo._backends.local import LocalGroup  # noqa: E402
+from hvdgloo._backends.nccl import NcclBackend  # noqa: E402
 from hvdgloo._collectives.frontend import Frontend  # noqa: E402
 from hvdgloo._collectives.process_sets import ProcessSet  # noqa: E402
 from hvdgloo._job.context import Context  # noqa: E402
@@ -36,7 +37,7 @@ from tests.support.world import World  # noqa: E402
 CPU = torch.device("cpu")
 SIZE = 3
 HALVES = [torch.float16, torch.bfloat16]
-DTYPES = [torch.float32, torch.float64, *HALVES, torch.int64, torch.int16, torch.uint8]
+DTYPES = [torch.float32, torch.float64, *HALVES, torch.int64, torch.int16, torch.uint8, torch.uint16, torch.uint64]
 
 
 class Claiming(TorchAdapter):
@@ -114,13 +115,30 @@ def rows(rank: int, count: int = 2, dtype: torch.dtype = torch.float32) -> Tenso
     return (torch.arange(count * 3).reshape(count, 3) + 10 * rank).to(dtype)
 
 
+def times(tensor: Tensor, factor: int) -> list[Any]:
+    """A multiple's elements; torch does not compute with most unsigned types."""
+    multiple: list[Any] = (factor * tensor.double()).to(tensor.dtype).tolist()
+    return multiple
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64], ids=str)
+def test_unsigned_numbers_are_scaled_on_a_device(dtype: torch.dtype) -> None:
+    largest = torch.iinfo(dtype).max
+    values = [0, 1, 48, 49, 50, largest // 2, largest // 2 + 1, largest - 1, largest]
+    for factor, expected in ((1 / 49, [value // 49 for value in values]), (0.75, [0, 0, 36, 36, 37])):
+        tensor = torch.tensor(values[: len(expected)], dtype=dtype)
+        backend = object.__new__(NcclBackend)
+        backend.scale(TorchAdapter().export(tensor, writable=True), factor)
+        assert tensor.tolist() == expected
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_allreduce(world: MakeWorld, planes: Planes, dtype: torch.dtype) -> None:
     def body(context: Context) -> None:
         hvd = frontend_of(context)
         tensor = rows(context.rank, dtype=dtype)
         result = hvd.allreduce(tensor, op=ReduceOp.SUM)
-        assert result.tolist() == (3 * rows(1, dtype=dtype)).tolist()
+        assert result.tolist() == times(rows(1, dtype=dtype), 3)
         assert tensor.tolist() == rows(context.rank, dtype=dtype).tolist()
         assert hvd.allreduce_(tensor, op=ReduceOp.MAX) is tensor
         assert tensor.tolist() == rows(2, dtype=dtype).tolist()

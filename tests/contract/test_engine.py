@@ -110,6 +110,45 @@ def test_allreduce_takes_every_dtype(world: MakeWorld, dtype: DType, op: ReduceO
     world(SIZE).run(rank)
 
 
+@pytest.mark.parametrize("dtype", [dtype for dtype in DType if dtype.numpy_dtype.kind == "u"])
+@pytest.mark.parametrize(
+    ("op", "combine"), [(ReduceOp.SUM, np.add), (ReduceOp.MIN, np.minimum), (ReduceOp.MAX, np.maximum)]
+)
+def test_unsigned_numbers_are_not_taken_for_negative_ones(
+    world: MakeWorld, op: ReduceOp, combine: np.ufunc, dtype: DType
+) -> None:
+    def rank(ctx: Context) -> None:
+        for count in (2, 200):  # Gloo has ways of its own for both
+            kind = dtype.numpy_dtype.type
+            arrays = [np.tile(np.array([1 + r, ~kind(5 * r)], kind), count // 2) for r in range(SIZE)]
+            out = result(allreduce(ctx, f"x{count}", arrays[ctx.rank], op=op))
+            np.testing.assert_array_equal(out, combine.reduce(arrays, dtype=kind))
+            average = result(allreduce(ctx, f"average{count}", arrays[0], op=ReduceOp.MAX, postscale=0.25))
+            np.testing.assert_array_equal(average, arrays[0] // 4)
+
+    world(SIZE).run(rank)
+
+
+@pytest.mark.parametrize("dtype", [DType.UINT16, DType.BFLOAT16])
+def test_a_bfloat16_is_no_uint16(world: MakeWorld, dtype: DType) -> None:
+    """Their bits look alike, their sums do not; and ranks that mix them are told so."""
+
+    def rank(ctx: Context) -> None:
+        two = to_memory(np.array([2.0]), dtype)
+        assert from_memory(result(allreduce(ctx, "x", two, dtype=dtype)), dtype).tolist() == [2.0 * SIZE]
+        mixed = DType.UINT16 if ctx.rank else dtype
+        handle = allreduce(ctx, "mixed", to_memory(np.array([2.0]), mixed), dtype=mixed)
+        if dtype is DType.UINT16:
+            assert result(handle).tolist() == [2 * SIZE]
+        else:
+            with pytest.raises(MismatchError, match="bfloat16 on rank 0; uint16 on ranks 1, 2"):
+                handle.wait(10)
+        with pytest.raises(ValueError, match="void16"):
+            Buffer.of_array(narrow_bfloat16(np.ones(1, np.float32)))
+
+    world(SIZE).run(rank)
+
+
 @pytest.mark.parametrize(
     ("op", "expected"),
     [

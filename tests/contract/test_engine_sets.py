@@ -203,9 +203,10 @@ class TestJoin:
     @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT])
     @pytest.mark.parametrize("dtype", list(DType))
     def test_neutral_elements_of_every_dtype(self, world: MakeWorld, dtype: DType, op: ReduceOp) -> None:
-        values = np.array([0, 1, 1], bool) if dtype is DType.BOOL else np.array([1, 2, 3], dtype.numpy_dtype)
         if dtype is DType.BFLOAT16:
             values = narrow_bfloat16(np.array([-1, 2, 3], np.float32))
+        else:
+            values = np.array([0, 1, 1] if dtype is DType.BOOL else [1, 2, 3], dtype.numpy_dtype)
 
         def rank(ctx: Context) -> None:
             if ctx.rank == 0:

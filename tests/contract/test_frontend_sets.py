@@ -119,6 +119,18 @@ class TestAlltoall:
 
         world(SIZE).run(rank_body)
 
+    @pytest.mark.parametrize("dtype", list(DType), ids=str)
+    def test_every_type(self, world: MakeWorld, framework: Framework, dtype: DType) -> None:
+        framework.tensor(0, dtype)  # skips types that the framework has not got
+
+        def rank_body(context: Context) -> None:
+            received = framework.frontend(context).alltoall(framework.tensor(np.arange(SIZE) + context.rank, dtype))
+            assert framework.adapter.describe(received).dtype is dtype
+            expected = (np.arange(SIZE) + context.rank).astype(bool if dtype is DType.BOOL else float)
+            np.testing.assert_array_equal(framework.array(received), expected)
+
+        world(SIZE).run(rank_body)
+
     @pytest.mark.parametrize("kind", ["list", "array", "tensor"])
     def test_splits(self, world: MakeWorld, framework: Framework, kind: str) -> None:
         def rank_body(context: Context) -> None:
@@ -175,6 +187,20 @@ class TestAlltoall:
 
 
 class TestReducescatter:
+    @pytest.mark.parametrize("dtype", [dtype for dtype in DType if dtype is not DType.BOOL], ids=str)
+    def test_every_type(self, world: MakeWorld, framework: Framework, dtype: DType) -> None:
+        framework.tensor(0, dtype)
+
+        def rank_body(context: Context) -> None:
+            tensor = framework.tensor(np.arange(SIZE + 1) + context.rank, dtype)
+            for op, factor in ((ReduceOp.SUM, SIZE), (ReduceOp.AVERAGE, 1)):
+                result = framework.frontend(context).reducescatter(tensor, op=op)
+                assert framework.adapter.describe(result).dtype is dtype
+                expected = np.array_split((np.arange(SIZE + 1) + (SIZE - 1) / 2) * factor, SIZE)[context.rank]
+                np.testing.assert_array_equal(framework.array(result).astype(float), expected)
+
+        world(SIZE).run(rank_body)
+
     @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVERAGE], ids=lambda op: op.name.lower())
     @pytest.mark.parametrize("rows", [7, 2])
     def test_rows_are_divided(self, world: MakeWorld, framework: Framework, rows: int, op: ReduceOp) -> None:

@@ -66,7 +66,12 @@ def finish(work: Work) -> None:
 
 def values(rank: int, count: int, dtype: DType) -> np.ndarray:
     small = ((np.arange(count) + rank) % 3).astype(np.float32)
-    return kernels.narrow(small, dtype) if kernels.is_half(dtype) else small.astype(dtype.numpy_dtype)
+    if kernels.is_half(dtype):
+        return kernels.narrow(small, dtype)
+    array = small.astype(dtype.numpy_dtype)
+    if array.dtype.kind == "u":  # also numbers that would be negative in a signed type
+        array[::2] = ~array[::2]
+    return array
 
 
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT], ids=lambda op: op.name)

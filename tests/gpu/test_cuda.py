@@ -25,13 +25,13 @@ def planes():
 
 COLLECTIVES = """
 for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
-              torch.uint8, torch.int8):
-    tensor = torch.arange(6, device=device).reshape(2, 3).to(dtype) + rank
-    total = sum(torch.arange(6, device=device).reshape(2, 3).to(dtype) + r for r in range(size))
+              torch.uint8, torch.int8, torch.uint16, torch.uint32, torch.uint64):
+    tensor = (torch.arange(6, device=device).reshape(2, 3) + rank).to(dtype)
+    total = sum(torch.arange(6, device=device).reshape(2, 3) + r for r in range(size)).to(dtype)
     result = hvd.allreduce(tensor, op=hvd.Sum)
     assert result.device == device and result.dtype is dtype
     assert torch.equal(result, total), (dtype, result)
-    assert torch.equal(hvd.allreduce(tensor.t(), op=hvd.Max), (tensor - rank + size - 1).t())
+    assert torch.equal(hvd.allreduce(tensor.t(), op=hvd.Max), (tensor.long() - rank + size - 1).to(dtype).t())
     assert torch.equal(hvd.reducescatter(tensor, op=hvd.Sum), total.tensor_split(size)[rank])
 for dtype in (torch.float32, torch.bool, torch.int16):
     tensor = (torch.arange(6, device=device).reshape(2, 3) + rank).to(dtype)

@@ -38,6 +38,7 @@ class Framework:
         array: a tensor's values; bfloat16 as float32.
         writable: makes of a tensor what can be reduced in place.
         has_views: a part of a tensor is the same memory.
+        complex_of: a tensor's numbers as complex ones.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Framework:
     frontend_class: type[Frontend[Any]] = Frontend
     writable: Callable[[Any], Any] = lambda tensor: tensor
     has_views: bool = True
+    complex_of: Callable[[Any], Any] = lambda tensor: tensor.astype(complex)
 
     def frontend(self, context: Context) -> Frontend[Any]:
         return self.frontend_class(self.adapter, lambda: context)
@@ -84,7 +86,7 @@ def _torch() -> Framework:
         plain = tensor.detach()
         return np.asarray((plain.float() if plain.dtype is torch.bfloat16 else plain).numpy())
 
-    return Framework("torch", TorchAdapter(), tensor, array, Compression)
+    return Framework("torch", TorchAdapter(), tensor, array, Compression, complex_of=lambda t: t.to(torch.complex64))
 
 
 def _tensorflow() -> Framework:
@@ -101,7 +103,15 @@ def _tensorflow() -> Framework:
         return np.asarray(tf.cast(tensor, tf.float32) if tensor.dtype.name == "bfloat16" else tensor)
 
     return Framework(
-        "tensorflow", TensorFlowAdapter(), tensor, array, Compression, TensorFlowFrontend, tf.Variable, has_views=False
+        "tensorflow",
+        TensorFlowAdapter(),
+        tensor,
+        array,
+        Compression,
+        TensorFlowFrontend,
+        tf.Variable,
+        has_views=False,
+        complex_of=lambda tensor: tf.cast(tensor, tf.complex64),
     )
 
 
@@ -121,7 +131,7 @@ def _mxnet() -> Framework:
     from hvdgloo.mxnet.compression import Compression
 
     def tensor(values: Any, dtype: DType) -> Any:
-        if dtype in (DType.INT16, DType.BFLOAT16):
+        if dtype in (DType.UINT16, DType.INT16, DType.UINT32, DType.UINT64, DType.BFLOAT16):
             pytest.skip(f"MXNet has no arithmetic of {dtype}")
         return mx.nd.array(np.asarray(values).astype(dtype.numpy_dtype), dtype=dtype.numpy_dtype)
 

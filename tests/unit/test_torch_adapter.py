@@ -22,8 +22,8 @@ def test_contiguous_tensors_are_shared(dtype: DType) -> None:
     buffer = adapter.export(tensor, writable=True)
     assert buffer.owner is tensor
     assert buffer.spec == TensorSpec(dtype, (2, 3))
-    buffer.array()[:] = 0
-    assert not tensor.any()
+    buffer.array().view(np.uint8)[:] = 0
+    assert tensor.double().tolist() == [[0, 0, 0], [0, 0, 0]]
 
 
 @pytest.mark.parametrize(
@@ -49,13 +49,12 @@ def test_others_are_staged(tensor: torch.Tensor) -> None:
     ("tensor", "text"),
     [
         (torch.zeros(2, dtype=torch.complex64), "complex64"),
-        (torch.zeros(2, dtype=torch.uint16), "uint16"),
         (torch.zeros(2, dtype=torch.float8_e4m3fn), "float8_e4m3fn"),
         (torch.eye(3).to_sparse(), "sparse_coo"),
         (torch.zeros(2, device="meta"), "meta"),
         (np.zeros(2), "ndarray"),
     ],
-    ids=["complex", "uint16", "float8", "sparse", "meta", "array"],
+    ids=["complex", "float8", "sparse", "meta", "array"],
 )
 def test_what_cannot_be_sent_is_refused_by_name(tensor: object, text: str) -> None:
     with pytest.raises(InvalidArgumentError, match=text):
