@@ -82,7 +82,8 @@ def test_it_holds_no_tensor_between_two_starts(world: MakeWorld) -> None:
             frontend.synchronize(frontend.allreduce_async_(given, name="by its name"))
             frontend.barrier()  # the engine's threads have gone on to something else
             del given
-            gc.collect()
+            if alive() is not None:  # a cycle may hold it; looking for cycles takes a tenth of a second
+                gc.collect()
             assert alive() is None
 
     world(2).run(rank_body)

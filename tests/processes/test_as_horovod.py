@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
 
 from tests.support.launching import launcher_in
 
-pytest.importorskip("torch", reason="the program is one for torch")
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="the program is one for torch")
 
 PROGRAM = """
 import multiprocessing

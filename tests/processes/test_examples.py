@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +14,8 @@ from tests.support.launching import Launcher, launcher_in
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
-pytest.importorskip("torch")
-pytest.importorskip("sklearn")
+missing = [name for name in ("torch", "sklearn") if importlib.util.find_spec(name) is None]
+pytestmark = pytest.mark.skipif(bool(missing), reason=f"the examples need {missing}")
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.launching import Launcher, launcher_in
 
-AGENTS = 64
+AGENTS = 40
 LIMITED = ("sh", "-c", 'ulimit -Sn 100; exec "$@"', "sh")
 
 
@@ -20,7 +20,7 @@ def launcher(tmp_path: Path) -> Iterator[Launcher]:
         yield made
 
 
-def test_sixty_four_agents_where_few_files_may_be_open(launcher: Launcher) -> None:
+def test_many_agents_where_few_files_may_be_open(launcher: Launcher) -> None:
     """More than connect at a time, and more than the shell's limit on open files would allow."""
     hosts = ",".join(f"n{number}:1" for number in range(AGENTS))
     launcher.script("import os, resource; print(os.environ['HVDGLOO_HOSTNAME'], os.environ['PLACE'])")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -9,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import warm
 from tests.support.pages import readme_program
 
-pytest.importorskip("torch")
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="the programs need torch")
 
 
-def _run(folder: Path, *arguments: str) -> str:
-    command = [sys.executable, *arguments]
+def _run(folder: Path, *arguments: str, python: str = sys.executable) -> str:
+    command = [python, *arguments]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=50, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -28,7 +30,7 @@ def test_the_first_program_trains_on_several_workers(tmp_path: Path) -> None:
 
 def test_the_first_program_trains_alone(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(readme_program("named_parameters"))
-    assert re.fullmatch(r"1 workers, loss 0\.0\d+\n", _run(tmp_path, "train.py"))
+    assert re.fullmatch(r"1 workers, loss 0\.0\d+\n", _run(tmp_path, "train.py", python=warm.python()))
 
 
 def test_run_returns_what_the_readme_says(tmp_path: Path) -> None:

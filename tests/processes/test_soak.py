@@ -20,7 +20,7 @@ SOAK = Path(__file__).resolve().parents[2] / "benchmarks" / "soak.py"
 def test_some_seconds_of_random_collectives_are_right() -> None:
     done = subprocess.run(
         # So short a time does not show leaks: buffers and allocators are still filling.
-        [sys.executable, str(SOAK), "--seconds", "5", "--seed", "7", "--growth", "200"],
+        [sys.executable, str(SOAK), "--seconds", "3", "--seed", "7", "--growth", "200"],
         env=clean_environment(),
         capture_output=True,
         text=True,
