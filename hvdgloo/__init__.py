@@ -16,6 +16,13 @@ if TYPE_CHECKING:
 
 __all__ = ["__version__"]
 
+_FRONT_END_NAMES = frozenset({
+    "init", "shutdown", "is_initialized", "rank", "size", "local_rank", "local_size", "cross_rank", "cross_size",
+    "allreduce", "allgather", "broadcast", "alltoall", "reducescatter", "barrier", "join", "DistributedOptimizer",
+    "Average", "Sum",
+})  # fmt: skip
+"""What programs look for here first; each front-end has all of them."""
+
 
 def __getattr__(name: str) -> Any:
     # The launcher is imported where it is used: workers do not need it.
@@ -23,4 +30,10 @@ def __getattr__(name: str) -> Any:
         import importlib
 
         return importlib.import_module("hvdgloo.run")
-    raise AttributeError(f"module 'hvdgloo' has no attribute {name!r}")
+    text = f"module 'hvdgloo' has no attribute {name!r}"
+    if name in _FRONT_END_NAMES:
+        text += (
+            "; import your framework's front-end instead: import hvdgloo.torch as hvd "
+            "(or hvdgloo.tensorflow, .keras, .mxnet, .numpy)"
+        )
+    raise AttributeError(text)

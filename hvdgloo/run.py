@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any, TypeVar
 
+from hvdgloo._job import excepthook
 from hvdgloo.config import without_place
 from hvdgloo.errors import ConfigError, JobFailedError, LaunchError, RemoteTraceback
 from hvdgloo.rendezvous._auth import generate_secret
@@ -111,6 +112,7 @@ def run(
         Exception: the exception that ``func`` raised on the first rank where it failed. Its cause is a
             ``RemoteTraceback`` with rank, host and the worker's traceback.
     """
+    excepthook.install()  # what is wrong with an argument is shown without frames of ours
     if isinstance(min_num_proc, str):
         raise ConfigError("run(): the fifth argument is min_num_proc; give hosts by name: run(func, ..., hosts=...)")
     _judge_controllers(use_gloo, use_mpi, mpi_args)

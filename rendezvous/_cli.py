@@ -10,6 +10,7 @@ whether workers will be started again. Nothing that workers do can keep it from 
 from __future__ import annotations
 
 import argparse
+import errno
 import ipaddress
 import math
 import os
@@ -57,8 +58,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         with ExitStack() as stack:
             return _run(_parse(argv), stack)
     except ConfigError as error:
-        sys.stderr.write(f"{PROGRAM}: error: {error}\n")
+        sys.stderr.write(f"{PROGRAM}: error: {error}{_own_addresses(error)}\n")
         return 2
+
+
+def _own_addresses(error: ConfigError) -> str:
+    """What to bind instead, if the address to listen on was another host's."""
+    if not isinstance(error.__cause__, OSError) or error.__cause__.errno != errno.EADDRNOTAVAIL:
+        return ""
+    own = ", ".join(endpoint.rpartition(":")[0] for endpoint in _reachable("0.0.0.0:0"))
+    return f"; --bind takes one of {own}, or 0.0.0.0 for all"
 
 
 def _run(options: argparse.Namespace, stack: ExitStack) -> int:

@@ -14,7 +14,8 @@ from functools import partial
 from types import FrameType
 from typing import Protocol, TextIO
 
-from hvdgloo.errors import JobFailedError
+from hvdgloo._platform.writable import unwritable
+from hvdgloo.errors import ConfigError, JobFailedError
 from hvdgloo.rendezvous._server.server import raise_descriptor_limit
 from hvdgloo.runner.console.console import Console, make_directory
 from hvdgloo.runner.console.startup_view import StartDisplay
@@ -134,6 +135,7 @@ def launch(
     raise_descriptor_limit(_DESCRIPTORS_PER_HOST * len(hosts))
     if spec.output_directory is not None:
         make_directory(spec.output_directory)
+    _check_traces(spec, spawner, hosts)
     with _console(spec, stdout, stderr, quiet) as console:
         states = host_states(hosts, spec)
         display = StartDisplay(states, console, environ=spec.environ, verbose=spec.verbose)
@@ -289,7 +291,23 @@ def required_on(spec: LaunchSpec, spawner: Spawner, host: HostEntry) -> Require:
         return Require(spec.cwd)  # the rest has been checked here
     files, programs = needs(_command(spec, spawner, host), spec.reach.python)
     environ = _base_environment(spec, spawner, host)
-    return Require(spec.cwd, files, programs, environ.get("PATH", ""))
+    return Require(spec.cwd, files, programs, environ.get("PATH", ""), _traces(spec, host))
+
+
+def _check_traces(spec: LaunchSpec, spawner: Spawner, hosts: Sequence[HostEntry]) -> None:
+    """Refuse a trace that cannot be written on this host; others check theirs before workers start."""
+    for host in hosts:
+        if spawner.is_local(host):
+            for problem in unwritable(_traces(spec, host), spec.cwd):
+                raise ConfigError(f"--timeline-filename (HVDGLOO_TIMELINE): {problem}")
+
+
+def _traces(spec: LaunchSpec, host: HostEntry) -> Sequence[str]:
+    """The file that ranks on this host write their trace to, ``{rank}`` and all, if they write any from the start."""
+    name = spec.timeline
+    if not name or name.upper() == "DYNAMIC":
+        return ()
+    return (name,) if "{rank}" in name or host.name == spec.hosts[0].name else ()
 
 
 def _command(spec: LaunchSpec, spawner: Spawner, host: HostEntry) -> tuple[str, ...]:
@@ -360,6 +378,8 @@ def _say_server(console: Console, spec: LaunchSpec, hosts: Sequence[HostEntry], 
 
 
 def _say_threads(console: Console, spec: LaunchSpec, env: Sequence[Mapping[str, str]]) -> None:
+    if not spec.verbose:
+        return
     added = {name: value for name, value in env[0].items() if name not in spec.environ}
     if "OMP_NUM_THREADS" in added:
         console.notice(

@@ -39,6 +39,7 @@ from hvdgloo._engine.messages import (
 from hvdgloo._engine.planes import DEPTH
 from hvdgloo._net.event_loop import WakeUp
 from hvdgloo._net.handshake import Link
+from hvdgloo._platform.own_frames import without_own
 from hvdgloo.errors import (
     BackendError,
     HorovodInternalError,
@@ -57,6 +58,7 @@ VERDICT_SECONDS = 3.0
 """Seconds that a rank whose data plane broke waits for the coordinator to say why."""
 
 _FLUSH_SECONDS = 1.0
+_FRAMES_SHOWN = 12
 THREAD_PREFIX = "hvdgloo-"
 """Names of the engine's own threads begin with this; their stacks are of no interest to users."""
 
@@ -482,11 +484,15 @@ def _abort_error(message: Abort, describe: Callable[[int], str]) -> HorovodInter
 
 
 def python_stacks() -> str:
-    """The stacks of this process's Python threads except the engine's own, innermost call last."""
+    """The stacks of this process's Python threads except the engine's own, innermost call last, up to where the program
+    called hvdgloo.
+    """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     parts = []
     for ident, stack in sys._current_frames().items():
         name = names.get(ident, "?")
         if not name.startswith(THREAD_PREFIX):
-            parts.append(f"thread {name}:\n{''.join(traceback.format_stack(stack)[-12:]).rstrip()}")
+            frames = traceback.extract_stack(stack)
+            shown = frames if logger.isEnabledFor(logging.DEBUG) else without_own(frames)
+            parts.append(f"thread {name}:\n{''.join(traceback.format_list(shown[-_FRAMES_SHOWN:])).rstrip()}")
     return "\n".join(parts) or "no Python thread but the engine's"

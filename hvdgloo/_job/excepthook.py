@@ -17,10 +17,10 @@ import sys
 import traceback
 from types import TracebackType
 
+from hvdgloo._platform.own_frames import FOLDER, without_own
 from hvdgloo.config import Config
 from hvdgloo.errors import ConfigError, HvdglooError, JobShutdownError, PeerLostError
 
-_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _INSTALLED = f"{os.sep}site-packages{os.sep}"
 _FRAMES = 3
 _LONGEST = 300
@@ -82,7 +82,7 @@ def is_echo(error: BaseException, rank: int | None) -> bool:
 def brief(error: BaseException, trace: TracebackType | None) -> str:
     """Where it happened, in the program's own files, and what happened."""
     frames = traceback.extract_tb(trace)
-    own = [frame for frame in frames if not frame.filename.startswith(_OURS) and _INSTALLED not in frame.filename]
+    own = [frame for frame in frames if not frame.filename.startswith(FOLDER) and _INSTALLED not in frame.filename]
     places = [f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in (own or frames)[-_FRAMES:]]
     where = f"Stopped with another rank, at {', '.join(reversed(places))}" if places else "Stopped with another rank"
     what = "".join(traceback.format_exception_only(type(error), error))
@@ -101,12 +101,8 @@ def _cut(shown: traceback.TracebackException | None, error: BaseException | None
     found = False
     while shown is not None and error is not None:
         if isinstance(error, HvdglooError):
-            kept = list(shown.stack)
-            while kept and kept[-1].filename.startswith(_OURS):
-                kept.pop()
-            # A trace without any of the program's frames, such as that of a thread of ours, is kept: there is nothing
-            # else.
-            if kept and len(kept) < len(shown.stack):
+            kept = without_own(shown.stack)
+            if len(kept) < len(shown.stack):
                 shown.stack = traceback.StackSummary.from_list(kept)
                 found = True
         if shown.__cause__ is not None:

@@ -43,6 +43,7 @@ def init(
             from hvdgloo._job.join import join  # imports the engine, the rendezvous and the data planes
 
             _owner = os.getpid()
+            excepthook.install()  # before anything can go wrong: a setting's error is shown like any other of ours
             config = Config.from_env()
             configure_logging(config, config.rank)
             excepthook.install(config.rank)

@@ -91,7 +91,9 @@ def listen(addresses: Sequence[str], port_range: PortRange | None) -> list[socke
                 return _listen_at_one_port(addresses, port)
         except OSError as error:
             # A hold has no file name; a listener's error names its address.
-            reason = f"{error.filename or addresses[0]}: {error.strerror or error}"
+            foreign = error.errno == errno.EADDRNOTAVAIL
+            said = "this host has no such address" if foreign else error.strerror or error
+            reason = f"{error.filename or addresses[0]}: {said}"
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
                 raise ConfigError(f"cannot listen on {describe(port_range)} of {reason}") from error
             if isinstance(error, _HeldError):

@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Mapping
 
+from hvdgloo._platform.writable import unwritable
 from hvdgloo.runner.protocol.frames import Lacking, Require
 
 
@@ -26,7 +27,7 @@ def lacking(required: Require, environ: Mapping[str, str]) -> Lacking:
     path = required.search_path or environ.get("PATH")
     files = [f"file {name}" for name in required.files if not os.path.isfile(os.path.join(required.cwd, name))]
     programs = [f"program {name}" for name in required.programs if not _is_program(name, required.cwd, path)]
-    return Lacking("", (*files, *programs))
+    return Lacking("", (*files, *programs), unwritable(required.outputs, required.cwd))
 
 
 def _is_program(name: str, cwd: str, path: str | None) -> bool:

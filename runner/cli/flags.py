@@ -217,7 +217,9 @@ class Parser(argparse.ArgumentParser):
         return formatter.format_help()
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
+        # "argument -np/--num-proc: expected one argument": argparse's word for both a flag and its value.
+        text = message.removeprefix("argument ").replace("expected one argument", "a value is missing")
+        raise ConfigError(text.replace("ignored explicit argument", "takes no value, but was given"))
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
@@ -419,7 +421,7 @@ def misplaced(command: Sequence[str], spellings: Sequence[str]) -> str:
         if flag in spellings:
             own = [word] if equals else [word, *command[position + 1 : position + 2]]
             before = shlex.join([PROGRAM, *own, *command[:position]])
-            return f"{flag} stands behind the program, so it is the program's own; for {PROGRAM} write {before}"
+            return f"{flag} comes after the program, so the program gets it; if it is meant for {PROGRAM}, write {before}"
     return ""
 
 
@@ -427,6 +429,8 @@ def _unknown(flag: str, values: Mapping[str, int]) -> str:
     close = [_ELSEWHERE[flag]] if flag in _ELSEWHERE else suggestions(flag, values)
     if values.get(flag[:2]) == 1 and flag[2:].isdigit():
         close = [f"{flag[:2]} {flag[2:]}"]
+    if flag == "-c":
+        close.append("python -c as the command")
     hint = f"; did you mean {' or '.join(close)}?" if close else f"; {PROGRAM} --help lists them all"
     return f"there is no option {flag}{hint} (the command's own options come after it)"
 
@@ -437,7 +441,7 @@ def _unknown(flag: str, values: Mapping[str, int]) -> str:
 def positive(text: str) -> int:
     """A whole number from 1."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, at least 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
     return int(text)
 
 

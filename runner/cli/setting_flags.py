@@ -136,9 +136,19 @@ def _help(name: str, setting: Setting) -> str:
     default = {f.name: f.default for f in dataclasses.fields(Config)}[name]
     text = setting.help
     if not is_boolean(name) and default not in (None, "", ()):
-        shown = f"{default / setting.scale:g}" if isinstance(default, (int, float)) else str(default)
-        text += f" (default: {shown})"
+        text += f" (default: {_shown(default, setting)})"
     return text.replace("%", "%%")
+
+
+def _shown(default: Any, setting: Setting) -> str:
+    """A default as a reader would write it: ``1 MiB`` instead of ``1.04858e+06``."""
+    if not isinstance(default, (int, float)):
+        return str(default)
+    if setting.unit == "bytes" and setting.scale == 1:
+        for size, name in ((1 << 20, "MiB"), (1 << 10, "KiB")):
+            if default and default % size == 0:
+                return f"{default // size} {name}"
+    return f"{default / setting.scale:g}"
 
 
 def _metavar(setting: Setting) -> str:
@@ -146,4 +156,4 @@ def _metavar(setting: Setting) -> str:
         return "MB"
     if not setting.unit:
         return (setting.flag or "").rpartition("-")[2].upper()
-    return {"seconds": "SECONDS", "milliseconds": "MS"}.get(setting.unit, "N")
+    return {"seconds": "SECONDS", "milliseconds": "MS", "bytes": "BYTES"}.get(setting.unit, "N")

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TextIO
 
-from hvdgloo.errors import LaunchError
+from hvdgloo._platform.writable import why_not_writable
+from hvdgloo.errors import ConfigError, LaunchError
 from hvdgloo.runner.console.lines import Lines, Screen
 from hvdgloo.runner.console.writer import DescriptorTarget, FileTarget, Target, TextTarget, Writer, is_broken_pipe
 from hvdgloo.runner.job.outcome import named_culprit
@@ -257,15 +258,22 @@ def rank_folder(directory: str, rank: int, size: int) -> str:
 def make_directory(directory: str) -> None:
     """Create the folder for per-rank files, so that it is known at once whether there can be one.
 
+    Files of an earlier job are looked at, too: they will be written over.
+
     Raises:
-        LaunchError: it cannot be created or written to.
+        ConfigError: it cannot be created or written to.
     """
     try:
         _make_private(directory)
         if not os.access(directory, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), directory)
+        earlier = [entry.path for entry in os.scandir(directory) if entry.name.startswith("rank.")]
     except OSError as error:
-        raise LaunchError(f"--output-filename {directory}: {error}") from error
+        raise ConfigError(f"--output-filename {directory}: {error.strerror}: {error.filename}") from error
+    for path in (os.path.join(folder, name) for folder in earlier for name in _STREAM_NAMES.values()):
+        reason = why_not_writable(path)
+        if reason:
+            raise ConfigError(f"--output-filename {directory}: {path} cannot be written: {reason}")
 
 
 def _make_private(folder: str) -> None:

@@ -70,6 +70,7 @@ def assemble(
         timestamps=timestamps,
         stdin_rank=stdin_rank,
         verbose=verbose,
+        timeline=config.timeline,
         reach=inventory.completed(replace(reach, connect_timeout=config.connect_timeout)),
         network=NetworkOptions(nics, config.port_range, config.connect_timeout),
     )

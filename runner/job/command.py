@@ -91,13 +91,19 @@ def _check_script(arguments: Sequence[str], cwd: str) -> None:
 
 
 def _require_file(path: str, cwd: str) -> None:
-    if not os.path.isfile(os.path.join(cwd, path)):
+    full = os.path.join(cwd, path)
+    if not os.path.isfile(full):
         raise ConfigError(f"there is no file {path} in {cwd}")
+    if not os.access(full, os.R_OK):
+        raise ConfigError(f"{path} cannot be read: you have no permission")
 
 
 def _executable(program: str, cwd: str, search_path: str | None) -> str:
+    path = os.path.join(cwd, program)
+    if os.path.isdir(path) and (os.sep in program or shutil.which(program, path=search_path) is None):
+        within = os.path.join(program, "train.py")
+        raise ConfigError(f"{program} is a folder; name the program to run, such as {within}")
     if os.sep in program:
-        path = os.path.join(cwd, program)
         if not os.path.isfile(path):
             raise ConfigError(f"there is no program {program} in {cwd}")
         if not os.access(path, os.X_OK):
@@ -105,7 +111,7 @@ def _executable(program: str, cwd: str, search_path: str | None) -> str:
         return program
     found = shutil.which(program, path=search_path)
     if found is None:
-        hint = f"; did you mean ./{program}?" if os.path.exists(os.path.join(cwd, program)) else ""
+        hint = f"; did you mean ./{program}?" if os.path.exists(path) else ""
         raise ConfigError(f"there is no program {program} in the search path{hint}")
     return found
 

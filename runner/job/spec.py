@@ -113,6 +113,7 @@ class LaunchSpec:
         timestamps: precede every line with the time.
         stdin_rank: the rank that is given the launcher's standard input.
         verbose: say what is being done.
+        timeline: where workers write their trace from the start; see ``Config``.
         reach: how other hosts are reached.
         network: how hosts reach each other.
     """
@@ -133,6 +134,7 @@ class LaunchSpec:
     timestamps: bool = False
     stdin_rank: int | None = None
     verbose: bool = False
+    timeline: str | None = None
     reach: Reach = field(default_factory=Reach)
     exported: frozenset[str] = frozenset()
     export_all: bool = True

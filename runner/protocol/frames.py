@@ -55,12 +55,14 @@ class Require(Frame, frozen=True):
         cwd: their working directory.
         files: relative ones are in ``cwd``.
         programs: likewise, or looked up in ``search_path`` (empty: the host's own).
+        outputs: files that will be written.
     """
 
     cwd: str
     files: Sequence[str] = ()
     programs: Sequence[str] = ()
     search_path: str = ""
+    outputs: Sequence[str] = ()
 
 
 class Start(Frame, frozen=True):
@@ -279,10 +281,15 @@ class Served(Frame, frozen=True):
 
 
 class Lacking(Frame, frozen=True):
-    """What is missing of what was required: the working directory itself, or things in it."""
+    """What is missing of what was required: the working directory itself, or things in it.
+
+    Attributes:
+        unwritable: files that cannot be written, each with the reason.
+    """
 
     directory: str = ""
     things: Sequence[str] = ()
+    unwritable: Sequence[str] = ()
 
 
 class Spawned(Frame, frozen=True):

@@ -35,6 +35,7 @@ class Cause(enum.Enum):
     VERSION = "another version of hvdgloo"
     DIRECTORY = "working directory missing"
     PROGRAM = "program missing"
+    OUTPUT = "file cannot be written"
     OTHER = "other"
 
 
@@ -127,6 +128,8 @@ def preflight_failure(found: Lacking, cwd: str) -> Diagnosis | None:
         return Diagnosis(Cause.DIRECTORY, f"there is no working directory {found.directory}; {remedy}")
     if found.things:
         return Diagnosis(Cause.PROGRAM, f"there is no {' and no '.join(found.things)} (looked in {cwd}); {remedy}")
+    if found.unwritable:
+        return Diagnosis(Cause.OUTPUT, "; ".join(found.unwritable))
     return None
 
 

@@ -27,7 +27,7 @@ GRAPH: dict[str, set[str]] = {
     "hvdgloo.rendezvous.__main__": {"rendezvous._cli"},
     # A worker.
     "hvdgloo._backends": {"_net", "_platform", "config"},
-    "hvdgloo._engine": {"_backends", "_net"},
+    "hvdgloo._engine": {"_backends", "_net", "_platform"},
     "hvdgloo._job": {"_backends", "_engine", "_net", "_platform", "config", "rendezvous"},
     "hvdgloo._collectives": {"_backends", "_engine", "_job", "_platform", "rendezvous"},
     "hvdgloo.common": {"_collectives", "_job", "_platform"},
@@ -55,7 +55,7 @@ GRAPH: dict[str, set[str]] = {
         "runner.processes",
         "runner.protocol",
     },
-    "hvdgloo.runner.console": {"runner.job", "runner.protocol"},
+    "hvdgloo.runner.console": {"_platform", "runner.job", "runner.protocol"},
     "hvdgloo.runner.supervise": {
         "_net",
         "runner.console",
@@ -66,6 +66,7 @@ GRAPH: dict[str, set[str]] = {
     },
     "hvdgloo.runner.worker": {"config", "rendezvous"},
     "hvdgloo.runner": {
+        "_platform",
         "_net",
         "config",
         "rendezvous",
@@ -100,7 +101,7 @@ GRAPH: dict[str, set[str]] = {
         "runner.transport",
     },
     "hvdgloo.runner.__main__": {"runner.cli"},
-    "hvdgloo.run": {"config", "rendezvous", "runner", "runner.job", "runner.transport", "runner.worker"},
+    "hvdgloo.run": {"_job", "config", "rendezvous", "runner", "runner.job", "runner.transport", "runner.worker"},
 }
 """The graph between sub-packages, from the ground up: each part, and the parts that it imports (without "hvdgloo.").
 

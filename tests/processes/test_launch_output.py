@@ -303,6 +303,6 @@ def test_a_directory_that_cannot_be_written_is_an_error_before_anything_starts(l
     (launcher.folder / "taken").write_text("a file")
     script = launcher.script("open('started', 'w').write('1')")
     done = launcher.run("--output-filename", "taken", "-np", "1", script)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "--output-filename" in done.stderr
     assert not (launcher.folder / "started").exists()

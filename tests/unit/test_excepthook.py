@@ -5,14 +5,18 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import hvdgloo
 import hvdgloo.numpy as hvd
 from hvdgloo._collectives import frontend
+from hvdgloo._engine.control import python_stacks
+from hvdgloo._engine.handle import Handle
 from hvdgloo._job import excepthook
 from hvdgloo.errors import (
     ConfigError,
@@ -23,6 +27,7 @@ from hvdgloo.errors import (
     StallError,
 )
 from hvdgloo.runner.job.outcome import named_culprit
+from tests.support.launching import wait_for
 
 LOST = "rank 2 (host b, pid 7) was lost: its connection ended"
 
@@ -181,3 +186,43 @@ def test_an_error_without_anything_of_the_program_in_its_trace_is_shown_whole() 
     assert trace is not None
     ours = type(trace)(None, without_init().__traceback__.tb_next.tb_frame, 0, 1)  # type: ignore[union-attr]
     assert frontend.__file__ in excepthook.from_outside(error, ours)
+
+
+@pytest.mark.parametrize("where", ["init", "run"])
+def test_a_setting_that_cannot_be_used_is_shown_like_any_other_mistake(
+    where: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HVDGLOO_CYCLE_TIME", "abc")
+    call = hvd.init if where == "init" else lambda: hvdgloo.run.run(print, np=0)
+    with pytest.raises(ConfigError) as caught_error:
+        call()
+    error = caught_error.value
+    sys.excepthook(type(error), error, error.__traceback__)
+    said = capsys.readouterr().err
+    assert excepthook.FOLDER not in said
+    assert said.splitlines()[-1].startswith("hvdgloo.errors.ConfigError: ")
+    assert __file__ in said
+
+
+def test_a_stall_report_s_stack_ends_in_the_program() -> None:
+    latch = Handle("late")
+    mine = "latch.wait(20)"
+
+    def stack_of_it(part: str) -> str:
+        return next((each for each in python_stacks().split("thread ") if mine in each and part in each), "")
+
+    def waiting_here() -> None:
+        latch.wait(20)
+
+    thread = threading.Thread(target=waiting_here, name="training")
+    thread.start()
+    try:
+        stack = wait_for(lambda: stack_of_it(mine))
+        logging.getLogger("hvdgloo").setLevel(logging.DEBUG)
+        whole = wait_for(lambda: stack_of_it(excepthook.FOLDER))
+    finally:
+        latch.resolve()
+        thread.join()
+    assert stack.splitlines()[-1].strip() == mine
+    assert excepthook.FOLDER not in stack
+    assert whole.startswith(stack), "who debugs sees everything"

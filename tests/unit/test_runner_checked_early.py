@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import hvdgloo.run
-from hvdgloo.errors import ConfigError, LaunchError
+from hvdgloo.errors import ConfigError
 from hvdgloo.runner.cli.main import main
 from hvdgloo.runner.job.spec import HostEntry, Reach
 from hvdgloo.runner.transport.base import AgentStream
@@ -98,14 +98,14 @@ def test_numbers(flags: list[str], text: str, capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.parametrize("directory", ["taken", "taken/below"])
 def test_a_folder_for_output_that_cannot_be_had(directory: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["-H", "h1:1,h2:1", "--output-filename", directory, "true"]) == 1
+    assert main(["-H", "h1:1,h2:1", "--output-filename", directory, "true"]) == 2
     assert f"--output-filename {os.path.abspath(directory)}: " in capsys.readouterr().err
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere")
 def test_a_folder_for_output_that_may_not_be_written_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "locked").mkdir(mode=0o500)
-    assert main(["-H", "h1:1,h2:1", "--output-filename", "locked", "true"]) == 1
+    assert main(["-H", "h1:1,h2:1", "--output-filename", "locked", "true"]) == 2
     assert "Permission denied" in capsys.readouterr().err
 
 
@@ -148,5 +148,5 @@ def test_arguments_of_run(arguments: dict[str, Any], text: str) -> None:
 
 
 def test_a_folder_for_output_of_run() -> None:
-    with pytest.raises(LaunchError, match=r"--output-filename .*taken"):
+    with pytest.raises(ConfigError, match=r"--output-filename .*taken"):
         hvdgloo.run.run(int, hosts="h1:1,h2:1", output_filename="taken")

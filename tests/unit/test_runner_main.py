@@ -82,7 +82,7 @@ class TestFlags:
     @pytest.mark.parametrize(
         ("command", "right"),
         [
-            (["t.py", "-np", "2"], "-np stands behind the program,.* write hvdgloo-run -np 2 t.py$"),
+            (["t.py", "-np", "2"], "-np comes after the program,.* write hvdgloo-run -np 2 t.py$"),
             (
                 ["-m", "t", "--lr", "1", "--num-proc=2", "x"],
                 "--num-proc .* write hvdgloo-run --num-proc=2 -m t --lr 1$",
@@ -102,7 +102,7 @@ class TestFlags:
         assert (given.ssh_args, given.np, given.ssh_port, given.exports) == ("-v", 2, 22, ["A=-1"])
         given = build_parser().given(["--blacklist-cooldown-range", "1", "2", "--verbose"])
         assert (vars(given)["--blacklist-cooldown-range"], given.verbose) == (["1", "2"], True)
-        with pytest.raises(ConfigError, match="--ssh-args: expected one argument"):
+        with pytest.raises(ConfigError, match="--ssh-args: a value is missing"):
             build_parser().given(["--ssh-args"])
 
 

@@ -1,0 +1,29 @@
+"""Whether a file could be written, found out without writing it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+
+def why_not_writable(path: str) -> str:
+    """Why no file can be written at ``path``, whose missing folders would be created; empty if nothing is known to
+    stand in the way (a full disk shows only later).
+    """
+    if os.path.isdir(path):
+        return "it is a folder"
+    if os.path.exists(path):
+        return "" if os.access(path, os.W_OK) else "permission denied"
+    folder = os.path.dirname(os.path.abspath(path))
+    while not os.path.lexists(folder):
+        folder = os.path.dirname(folder)
+    if not os.path.isdir(folder):
+        return f"{folder} is not a folder"
+    # Some file systems (/proc) claim to be writable and are not; what they say at the time is all that can be had.
+    return "" if os.access(folder, os.W_OK | os.X_OK) else f"permission denied in {folder}"
+
+
+def unwritable(names: Iterable[str], cwd: str) -> list[str]:
+    """The files of these that cannot be written, each with the reason; relative ones are in ``cwd``."""
+    reasons = {name: why_not_writable(os.path.join(cwd, name)) for name in names}
+    return [f"{name} cannot be written: {reason}" for name, reason in reasons.items() if reason]
