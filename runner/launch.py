@@ -67,6 +67,7 @@ class Report:
         outcome: how it ended.
         slots: where its workers were.
         last_lines: the end of the output of the first worker that failed.
+        in_sight: it has just been shown, so that the command line need not repeat it.
         advice: what to do about them, in one line; empty if that is not known.
     """
 
@@ -74,9 +75,14 @@ class Report:
     slots: tuple[Slot, ...]
     last_lines: tuple[str, ...] = ()
     advice: str = ""
+    in_sight: bool = False
 
-    def summary(self) -> str:
-        """What the command line prints last; empty after success."""
+    def summary(self, *, whole: bool = True) -> str:
+        """How the job ended, in words; empty after success.
+
+        Args:
+            whole: with the worker's last lines, also if they are in sight.
+        """
         first = self.outcome.first
         if self.outcome.interrupted == signal.SIGPIPE:
             return "stopped, because nobody reads the output any more"
@@ -85,7 +91,7 @@ class Report:
         if first is None:
             return ""
         text = f"the job failed: {describe_failure(first)}"
-        if self.last_lines:
+        if self.last_lines and (whole or not self.in_sight):
             text += "\nIts last lines were:\n" + "\n".join(f"  {line}" for line in self.last_lines)
         return f"{text}\n{self.advice}" if self.advice else text
 
@@ -177,12 +183,13 @@ def _report(
     outcome: JobOutcome,
     console: Console,
 ) -> Report:
-    outcome.first = blame(outcome, {slot.rank: slot.hostname for slot in slots}, console.tail)
+    outcome.first = blame(outcome, {slot.rank: slot.hostname for slot in slots}, console.cause)
     first = outcome.first
     if first is None or first.rank is None:
         return Report(outcome, slots)
     lines = console.tail(first.rank)
-    return Report(outcome, slots, lines, _advice(spec, spawner, hosts[slots[first.rank].host], lines))
+    advice = _advice(spec, spawner, hosts[slots[first.rank].host], console.cause(first.rank))
+    return Report(outcome, slots, lines, advice, in_sight=console.in_sight(first.rank))
 
 
 def describe_failure(failure: Failure) -> str:
@@ -199,6 +206,7 @@ class _Observer:
         self.step = display.step
         self.suspend = display.suspend
         self.culprit = console.culprit
+        self.interrupted = console.interrupted
         self._console = console
         self._display = display
         self._results = results
@@ -222,6 +230,8 @@ def _console(spec: LaunchSpec, stdout: TextIO, stderr: TextIO, quiet: bool) -> I
         stderr=stderr,
         timestamps=spec.timestamps,
         interactive=spec.stdin_rank,
+        shown=spec.log_ranks,
+        prefix=spec.prefix,
         quiet=quiet,
         backlog=spec.backlog,
     )
@@ -314,12 +324,12 @@ def _command(spec: LaunchSpec, spawner: Spawner, host: HostEntry) -> tuple[str, 
     return spec.command if spec.remote_command is None or spawner.is_local(host) else spec.remote_command
 
 
-def _advice(spec: LaunchSpec, spawner: Spawner, host: HostEntry, lines: Sequence[str]) -> str:
+def _advice(spec: LaunchSpec, spawner: Spawner, host: HostEntry, cause: str) -> str:
     if spec.function is not None:
         return ""  # its program and its interpreter are the caller's
     here = spawner.is_local(host)
     python, option = (sys.executable, "") if here else (spec.reach.python, "--remote-python")
-    return advise(lines, _command(spec, spawner, host), python, option=option)
+    return advise(cause, _command(spec, spawner, host), python, option=option)
 
 
 def _base_environment(spec: LaunchSpec, spawner: Spawner, host: HostEntry) -> Mapping[str, str]:

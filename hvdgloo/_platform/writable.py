@@ -23,7 +23,7 @@ def why_not_writable(path: str) -> str:
     return "" if os.access(folder, os.W_OK | os.X_OK) else f"permission denied in {folder}"
 
 
-def unwritable(names: Iterable[str], cwd: str) -> list[str]:
+def unwritable(names: Iterable[str], cwd: str) -> tuple[str, ...]:
     """The files of these that cannot be written, each with the reason; relative ones are in ``cwd``."""
     reasons = {name: why_not_writable(os.path.join(cwd, name)) for name in names}
-    return [f"{name} cannot be written: {reason}" for name, reason in reasons.items() if reason]
+    return tuple(f"{name} cannot be written: {reason}" for name, reason in reasons.items() if reason)

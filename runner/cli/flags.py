@@ -18,6 +18,7 @@ from hvdgloo._platform.spelling import suggestions
 from hvdgloo.errors import ConfigError
 from hvdgloo.runner.cli import setting_flags
 from hvdgloo.runner.cli.reach import add_environment_flags, add_reach_flags
+from hvdgloo.runner.job.hostlist import MOST_WORKERS
 from hvdgloo.runner.job.spec import GRACE_AFTER_FAILURE, GRACE_AFTER_SIGNAL, HEARTBEAT_TIMEOUT
 
 PROGRAM = "hvdgloo-run"
@@ -324,6 +325,20 @@ def _add_output_flags(add: setting_flags.AddArgument) -> None:
         yaml="output.prefix_with_timestamp",
         help="begin every line with the time",
     )
+    add(
+        "--log-ranks",
+        type=ranks,
+        metavar="RANKS",
+        yaml="output.log_ranks",
+        help="show the output of these ranks only: 0, or 0,4-7. That of the others goes to --output-filename, and its "
+        "end to the summary if one of them fails (default: all)",
+    )
+    add(
+        "--no-prefix",
+        action="store_true",
+        yaml="output.no_prefix",
+        help="show lines as they were printed, without [rank]<stream>: before them; for a single shown rank",
+    )
 
 
 def _add_time_flags(add: setting_flags.AddArgument) -> None:
@@ -421,7 +436,7 @@ def misplaced(command: Sequence[str], spellings: Sequence[str]) -> str:
         if flag in spellings:
             own = [word] if equals else [word, *command[position + 1 : position + 2]]
             before = shlex.join([PROGRAM, *own, *command[:position]])
-            return f"{flag} comes after the program, so the program gets it; if it is meant for {PROGRAM}, write {before}"
+            return f"{flag} comes after the program, so the program gets it; for {PROGRAM} itself, write {before}"
     return ""
 
 
@@ -450,6 +465,22 @@ def natural(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a rank")
     return int(text)
+
+
+def ranks(text: str) -> frozenset[int]:
+    """Ranks and ranges of them: ``0,4-7``."""
+    found: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        low, high = (_rank(first), _rank(last if dash else first))
+        if low is None or high is None or low > high:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a list of ranks, such as 0 or 0,4-7")
+        found.update(range(low, high + 1))
+    return frozenset(found)
+
+
+def _rank(text: str) -> int | None:
+    return int(text) if text.isascii() and text.isdigit() and int(text) < MOST_WORKERS else None
 
 
 def some_seconds(text: str) -> float:

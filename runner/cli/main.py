@@ -103,7 +103,7 @@ def _run(argv: Sequence[str], stdout: TextIO, stderr: TextIO, *, alone: bool) ->
     from hvdgloo.runner.launch import launch
 
     report = launch(line.spec, stdout=stdout, stderr=stderr, fork=alone)
-    summary = report.summary()
+    summary = report.summary(whole=False)
     if summary:
         # All output has been written; if it has lost its reader, that no longer matters here.
         try:
@@ -191,6 +191,8 @@ def command_line(
         heartbeat_timeout=arguments.heartbeat_timeout,
         output_directory=arguments.output_filename,
         timestamps=arguments.timestamps,
+        log_ranks=arguments.log_ranks,
+        prefix=not arguments.no_prefix,
         stdin_rank=arguments.stdin,
         verbose=arguments.verbose,
     )

@@ -7,28 +7,29 @@ and one for the files.
 from __future__ import annotations
 
 import errno
+import math
 import os
 import re
 import stat
 import sys
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TextIO
 
 from hvdgloo._platform.writable import why_not_writable
 from hvdgloo.errors import ConfigError, LaunchError
+from hvdgloo.runner.console.interrupted_imports import InterruptedImport
+from hvdgloo.runner.console.last_lines import LastLines
 from hvdgloo.runner.console.lines import Lines, Screen
 from hvdgloo.runner.console.writer import DescriptorTarget, FileTarget, Target, TextTarget, Writer, is_broken_pipe
 from hvdgloo.runner.job.outcome import named_culprit
 from hvdgloo.runner.protocol.frames import STDERR, STDOUT
 
-TAIL = 10
-"""Lines of each worker that are kept for the summary."""
+IN_SIGHT = 20
+"""Lines that may follow what a failed worker printed last before the summary repeats it."""
 
-_TAIL_WIDTH = 400
 _IDLE = 0.1  # seconds after which an unfinished line is shown, where that is wanted
 _STREAM_NAMES = {STDOUT: "stdout", STDERR: "stderr"}
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -49,6 +50,8 @@ class Console:
         stdout, stderr: receive the workers' lines; the launcher's own notices go to ``stderr``.
         timestamps: precede every line with the time.
         interactive: the rank whose unfinished lines (prompts) are shown at once.
+        shown: the ranks whose output is shown; None for all. The files have that of all ranks.
+        prefix: begin every line with its rank and stream.
         quiet: no notices.
         backlog: bytes of unwritten output beyond which workers are to be given no more credit; None for no limit.
 
@@ -63,18 +66,24 @@ class Console:
         stderr: TextIO,
         timestamps: bool = False,
         interactive: int | None = None,
+        shown: Collection[int] | None = None,
+        prefix: bool = True,
         quiet: bool = False,
         backlog: int | None = None,
     ) -> None:
         self._backlog = backlog
         self._timestamps = timestamps
         self._interactive = interactive
+        self._shown = shown
+        self._prefixed = prefix
         self._quiet = quiet
         self.on_broken: Callable[[], None] = lambda: None
         self._lines: dict[tuple[int, int], Lines] = {}
         self._unfinished: dict[tuple[int, int], float] = {}
-        self._tails: defaultdict[int, deque[str]] = defaultdict(partial(deque, maxlen=TAIL))
-        same = _same_file(stdout, stderr)
+        self._last: defaultdict[int, LastLines] = defaultdict(LastLines)
+        self._printed: Counter[int] = Counter()
+        self._interrupted: defaultdict[int, InterruptedImport] | None = None
+        self._same = same = _same_file(stdout, stderr)
         screen = Screen(terminal=_is_terminal(stdout))
         self._screens = {STDOUT: screen, STDERR: screen if same else Screen(terminal=_is_terminal(stderr))}
         self._terminal = _descriptor(stderr)
@@ -113,7 +122,7 @@ class Console:
         if self._files is not None:
             self._files.put(self._file_index[source], data)
         lines = self._lines.setdefault(source, Lines())
-        self._emit(source, lines.feed(data))
+        self._take(source, lines.feed(data))
         self._unfinished.pop(source, None)
         if lines.rest and self._shows_unfinished(source, lines):
             self._unfinished[source] = time.monotonic() + _IDLE
@@ -126,6 +135,7 @@ class Console:
     def always(self, text: str) -> None:
         """Print it even if notices are switched off."""
         line = f"hvdgloo-run: {text}\n".encode("utf-8", "surrogateescape")
+        self._printed[STDERR] += line.count(b"\n")
         self._draw(STDERR, self._screens[STDERR].line((-1, STDERR), b"", line))
 
     def window(self) -> Window | None:
@@ -176,17 +186,33 @@ class Console:
 
     def tail(self, rank: int) -> tuple[str, ...]:
         """The last lines of a worker, of both streams in the order of their arrival."""
-        return tuple(self._tails[rank])
+        return self._last[rank].lines
+
+    def cause(self, rank: int) -> str:
+        """The line of a worker that most likely says why it failed; empty if it printed nothing."""
+        return self._last[rank].cause
 
     def culprit(self, rank: int) -> int | None:
-        """The rank that a worker's last line blames."""
-        return named_culprit(self._tails[rank])
+        """The rank that a worker blames for its failure."""
+        return named_culprit(self.cause(rank))
+
+    def in_sight(self, rank: int) -> bool:
+        """Whether the reader of the launcher's own lines has just seen what ``tail`` returns."""
+        first = self._last[rank].first_position
+        return first is not None and self._shows(rank) and self._printed[STDERR] - first <= IN_SIGHT
+
+    def interrupted(self) -> None:
+        """The workers are about to be interrupted: leave out what those print that are in the middle of an import."""
+        if self._interrupted is None:
+            self._interrupted = defaultdict(InterruptedImport)
 
     def finish(self) -> None:
         """No more output will come: write the unfinished lines."""
         for source, lines in self._lines.items():
             if rest := lines.finish():
-                self._emit(source, [rest])
+                self._take(source, [rest])
+        for rank, held in (self._interrupted or {}).items():
+            self._emit((rank, STDERR), held.finish())
         self._unfinished.clear()
 
     def drain(self, give_up: Callable[[], bool]) -> None:
@@ -208,20 +234,35 @@ class Console:
     def _all_writers(self) -> set[Writer]:
         return {*self._writers.values(), *([self._files] if self._files is not None else [])}
 
-    def _emit(self, source: tuple[int, int], lines: Sequence[bytes]) -> None:
-        if not lines:
-            return
+    def _shows(self, rank: int) -> bool:
+        return self._shown is None or rank in self._shown
+
+    def _take(self, source: tuple[int, int], lines: Sequence[bytes]) -> None:
+        """Complete lines of a worker: to be shown, and to be remembered."""
         rank, stream = source
-        prefix, screen = self._prefix(source), self._screens[stream]
-        self._draw(stream, b"".join([screen.line(source, prefix, line) for line in lines]))
-        for line in lines[-TAIL:]:
+        # Where the two streams lead to different places, the reader of stderr has not seen what went to stdout.
+        visible = self._same or stream == STDERR
+        position = self._printed[STDERR] if visible else -math.inf
+        for number, line in enumerate(lines):
             text = _ESCAPES.sub("", line.decode("utf-8", "replace")).rstrip()
             if text and not line.endswith(b"\r"):
-                self._tails[rank].append(text[:_TAIL_WIDTH])
+                self._last[rank].add(text, position + number, error_stream=stream == STDERR)
+        if self._interrupted is not None and stream == STDERR:
+            lines = self._interrupted[rank].feed(lines)
+        self._emit(source, lines)
+
+    def _emit(self, source: tuple[int, int], lines: Sequence[bytes]) -> None:
+        if not lines or not self._shows(source[0]):
+            return
+        prefix, screen = self._prefix(source), self._screens[source[1]]
+        self._draw(source[1], b"".join([screen.line(source, prefix, line) for line in lines]))
+        self._printed[STDERR if self._same else source[1]] += len(lines)
 
     def _prefix(self, source: tuple[int, int]) -> bytes:
         when = time.asctime() if self._timestamps else ""
-        return f"{when}[{source[0]}]<{_STREAM_NAMES[source[1]]}>:".encode()
+        if self._prefixed:
+            return f"{when}[{source[0]}]<{_STREAM_NAMES[source[1]]}>:".encode()
+        return f"{when} ".encode() if when else b""
 
     def _draw(self, stream: int, data: bytes) -> None:
         """Write what a Screen returned, with our own lines out of its way."""
@@ -233,6 +274,8 @@ class Console:
 
     def _shows_unfinished(self, source: tuple[int, int], lines: Lines) -> bool:
         """A prompt is shown at once; so is a bar, but only where it can be erased again."""
+        if not self._shows(source[0]):
+            return False
         is_bar = lines.redrawn or lines.rest.endswith(b"\r")
         return source[0] == self._interactive or (is_bar and self._screens[source[1]].terminal)
 

@@ -122,6 +122,7 @@ class _Observer:
         self.output = console.output
         self.notice = console.notice
         self.culprit = console.culprit
+        self.interrupted = console.interrupted
         self.step = display.step
         self.suspend = display.suspend
         self.tick = display.tick

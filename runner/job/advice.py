@@ -1,4 +1,4 @@
-"""What to add to a failed worker's last lines, where they show a newcomer's usual mistake. Pure."""
+"""What to add to the summary of a failed job, where it was a newcomer's usual mistake. Pure."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Sequence
 _NO_MODULE = re.compile(r"ModuleNotFoundError: No module named '(\w+)'$")
 
 
-def advise(lines: Sequence[str], argv: Sequence[str], python: str, *, option: str = "") -> str:
+def advise(cause: str, argv: Sequence[str], python: str, *, option: str = "") -> str:
     """One line that says what to do; empty if that is not known.
 
     Args:
-        lines: the last ones that the worker printed.
+        cause: the line in which the worker says why it failed.
         argv: what was executed.
         python: the interpreter that the launcher uses by default on the worker's host.
         option: the launcher's option that names another interpreter there; empty if it is the launcher's own.
     """
-    found = _NO_MODULE.match(lines[-1]) if lines else None
+    found = _NO_MODULE.match(cause)
     if found is None:
         return ""
     module = found[1]

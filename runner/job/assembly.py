@@ -33,6 +33,8 @@ def assemble(
     heartbeat_timeout: float = HEARTBEAT_TIMEOUT,
     output_directory: str | None = None,
     timestamps: bool = False,
+    log_ranks: frozenset[int] | None = None,
+    prefix: bool = True,
     stdin_rank: int | None = None,
     verbose: bool = False,
 ) -> LaunchSpec:
@@ -68,6 +70,8 @@ def assemble(
         heartbeat_timeout=heartbeat_timeout,
         output_directory=None if output_directory is None else os.path.abspath(output_directory),
         timestamps=timestamps,
+        log_ranks=log_ranks,
+        prefix=prefix,
         stdin_rank=stdin_rank,
         verbose=verbose,
         timeline=config.timeline,

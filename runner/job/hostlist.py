@@ -205,7 +205,7 @@ def place(hosts: Sequence[HostEntry], hellos: Sequence[Hello], spec: LaunchSpec)
     _check_total(np)
     if total < np:
         raise too_few(known, np)
-    spec.check_stdin(np)
+    spec.check_ranks(np)
     slots = assign(known, np)
     cores = {host.name: hello.cores for host, hello in zip(known, hellos, strict=True)}
     for slot in slots:

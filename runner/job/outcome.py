@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 _ECHO = re.compile(r"hvdgloo\.errors\.(?:JobShutdownError|PeerLostError): .*?\brank (\d+) \(host ")
@@ -69,33 +69,33 @@ _LEFT = (
 )
 
 
-def named_culprit(lines: Sequence[str]) -> int | None:
-    """The rank that a worker's last words name as the reason for its own failure, if any."""
-    named = _ECHO.match(lines[-1]) if lines else None
+def named_culprit(cause: str) -> int | None:
+    """The rank that a worker's error names as the reason for its own failure, if any."""
+    named = _ECHO.match(cause)
     return int(named[1]) if named is not None else None
 
 
-def _said_of_it(lines: Sequence[str]) -> str:
-    """How a rank ended, according to the last words of one that waited for it in vain."""
-    said = _LOST.search(lines[-1]) if lines else None
+def _said_of_it(cause: str) -> str:
+    """How a rank ended, according to the error of one that waited for it in vain."""
+    said = _LOST.search(cause)
     return said[1] if said is not None else "failed"
 
 
-def blame(outcome: JobOutcome, hosts: Mapping[int, str], tail: Callable[[int], Sequence[str]]) -> Failure | None:
+def blame(outcome: JobOutcome, hosts: Mapping[int, str], cause: Callable[[int], str]) -> Failure | None:
     """The failure to report: the first one, unless it is only an echo.
 
     A worker that ends with an uncaught exception tells its peers on the way out, and they may be gone before it is.
-    What they printed last then names it: ``JobShutdownError: rank 2 (host ...) ...``.
+    Their error then names it: ``JobShutdownError: rank 2 (host ...) ...``.
 
     Args:
         hosts: rank to host name.
-        tail: the last lines that a rank printed.
+        cause: the line in which a rank says why it failed; empty if it says nothing.
     """
     found = outcome.first
     seen: set[int] = set()
     while found is not None and found.rank is not None and found.rank not in seen:
         seen.add(found.rank)
-        named = named_culprit(tail(found.rank))
+        named = named_culprit(cause(found.rank))
         rank = found.rank if named is None else named
         status = outcome.statuses.get(rank)
         if rank != found.rank and status == 0:
@@ -105,7 +105,7 @@ def blame(outcome: JobOutcome, hosts: Mapping[int, str], tail: Callable[[int], S
             break
         # Having printed why, it may have been ended by us before it could exit on its own.
         ended_by_us = status == -signal.SIGTERM
-        reason = _said_of_it(tail(found.rank)) if ended_by_us else describe_status(status)
+        reason = _said_of_it(cause(found.rank)) if ended_by_us else describe_status(status)
         found = Failure(rank, hosts[rank], found.status if ended_by_us else status, reason)
     return found
 

@@ -111,6 +111,8 @@ class LaunchSpec:
         backlog: bytes of unwritten output beyond which workers have to wait for whoever reads it.
         output_directory: receives ``rank.<rank>/stdout`` and ``stderr``, byte for byte.
         timestamps: precede every line with the time.
+        log_ranks: the ranks whose output is shown; None for all.
+        prefix: begin every line that is shown with its rank and stream.
         stdin_rank: the rank that is given the launcher's standard input.
         verbose: say what is being done.
         timeline: where workers write their trace from the start; see ``Config``.
@@ -132,6 +134,8 @@ class LaunchSpec:
     backlog: int = 256 * 1024 * 1024
     output_directory: str | None = None
     timestamps: bool = False
+    log_ranks: frozenset[int] | None = None
+    prefix: bool = True
     stdin_rank: int | None = None
     verbose: bool = False
     timeline: str | None = None
@@ -150,18 +154,23 @@ class LaunchSpec:
         parse_nics(self.network.nics, [host.name for host in self.hosts])
         slots = [host.slots for host in self.hosts if host.slots is not None]
         if self.np is not None:
-            self.check_stdin(self.np)
+            self.check_ranks(self.np)
         elif slots and len(slots) == len(self.hosts):
-            self.check_stdin(sum(slots))
+            self.check_ranks(sum(slots))
 
-    def check_stdin(self, np: int) -> None:
-        """Refuse a rank for the launcher's standard input that does not exist.
+    def check_ranks(self, np: int) -> None:
+        """Refuse ranks that do not exist, and lines without a prefix where they could be of several ranks.
 
         Raises:
-            ConfigError: there is no such rank; the text names it.
+            ConfigError: the text names the option.
         """
         if self.stdin_rank is not None and not 0 <= self.stdin_rank < np:
-            raise ConfigError(f"--stdin {self.stdin_rank}: there are only ranks 0 to {np - 1}")
+            raise ConfigError(f"--stdin {self.stdin_rank}: {_only(np)}")
+        if self.log_ranks is not None and max(self.log_ranks) >= np:
+            raise ConfigError(f"--log-ranks {max(self.log_ranks)}: {_only(np)}")
+        shown = np if self.log_ranks is None else len(self.log_ranks)
+        if not self.prefix and shown > 1:
+            raise ConfigError("--no-prefix is for the output of a single rank; show only one, with --log-ranks 0")
 
     @property
     def grace_after_failure(self) -> float:
@@ -197,3 +206,7 @@ def assign(hosts: Sequence[HostEntry], np: int) -> tuple[Slot, ...]:
         )
         for rank, (place, (host, _)) in enumerate(zip(places, spots, strict=True))
     )
+
+
+def _only(np: int) -> str:
+    return f"there are only ranks 0 to {np - 1}" if np > 1 else "there is only rank 0"

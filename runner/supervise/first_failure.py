@@ -28,7 +28,7 @@ class Verdict:
     Args:
         outcome: to be filled in.
         culprit: returns the rank that a worker's last words name as the reason for its failure, if any.
-        notice: receives a line about the first failure.
+        notice: receives a line about the first failure, if there are workers to be stopped.
         stop: ends the other workers.
 
     Attributes:
@@ -89,8 +89,9 @@ class Verdict:
             return
         if self._outcome.first is None:
             self._outcome.first = failure
-            who = f"rank {failure.rank} on host {failure.host} " if failure.rank is not None else ""
-            self._notice(who + failure.reason + ("; stopping the other workers" if self.running else ""))
+            if self.running:
+                who = f"rank {failure.rank} on host {failure.host} " if failure.rank is not None else ""
+                self._notice(f"{who}{failure.reason}; stopping the other workers")
         self._stop()
 
     def keep_time(self, now: float) -> None:

@@ -25,6 +25,15 @@ class Job(Protocol):
     def running(self) -> bool:
         """Whether there are workers that have not ended."""
 
+    def notice(self, text: str) -> None:
+        """Tell the user something."""
+
+    def notice_unless_over(self, text: str) -> None:
+        """The same, unless all workers end within a moment."""
+
+    def interrupted(self) -> None:
+        """The workers are about to be interrupted by Ctrl-C."""
+
     def tell_all(self, frame: Frame) -> None:
         """Send a frame to all agents."""
 
@@ -43,14 +52,12 @@ class SignalHandling:
 
     Args:
         grace: seconds that workers have to end after the first signal.
-        notice: receives what the user should know.
         suspend: called before the launcher stops itself.
     """
 
-    def __init__(self, job: Job, grace: float, notice: Callable[[str], None], suspend: Callable[[], None]) -> None:
+    def __init__(self, job: Job, grace: float, suspend: Callable[[], None]) -> None:
         self._job = job
         self._grace = grace
-        self._notice = notice
         self._before_suspension = suspend
         self._killing = False
 
@@ -62,7 +69,7 @@ class SignalHandling:
             self._job.tell_all(Signal(signum))
         elif self._job.outcome.interrupted is not None:
             if not self._killing:
-                self._notice("killing the workers")
+                self._job.notice("killing the workers")
             self._killing = True
             self._job.kill()
         elif self._job.outcome.first is not None:
@@ -73,7 +80,9 @@ class SignalHandling:
     def _interrupt(self, signum: int) -> None:
         self._job.outcome.interrupted = signum
         if self._job.running:
-            self._notice(
+            if signum == signal.SIGINT:
+                self._job.interrupted()
+            self._job.notice_unless_over(
                 f"{signal.Signals(signum).name} is passed on to the workers, which have {self._grace:g} s to end; "
                 f"{'Ctrl-C again' if signum == signal.SIGINT else 'a second signal'} kills them at once"
             )

@@ -51,6 +51,9 @@ from hvdgloo.runner.supervise.signal_handling import SignalHandling
 from hvdgloo.runner.supervise.startup import Startup
 from hvdgloo.runner.transport.base import Spawner
 
+ANNOUNCE_AFTER = 1.0
+"""Seconds after which a user is told that a job which is over waits for workers to end."""
+
 _LATE = 1.0  # the most seconds that one turn of the loop counts for, beyond those that it was meant to take
 _ACKNOWLEDGE = 64 * 1024  # bytes of output for which credit is given at once
 
@@ -63,6 +66,7 @@ class SupervisionObserver(Protocol):
     def notice(self, text: str) -> None: ...
     def step(self, host: HostState) -> None: ...
     def suspend(self) -> None: ...
+    def interrupted(self) -> None: ...
     def tick(self) -> float | None: ...
     def culprit(self, rank: int) -> int | None: ...
     @property
@@ -89,16 +93,17 @@ class Supervisor:
         self._spawner = spawner
         self._observer = observer
         self._loop = EventLoop()
-        self._verdict = Verdict(self.outcome, observer.culprit, observer.notice, self._stop_after_failure)
+        self._verdict = Verdict(self.outcome, observer.culprit, self.notice_unless_over, self._stop_after_failure)
         self._agents = Agents(spec, spawner, hosts, job_id, self._loop, self)
         self._left_out: dict[HostEntry, str] | None = None
         self._last_beat = time.monotonic()
         self._hard_deadline: float | None = None
+        self._announcement: tuple[float, str] | None = None
         self._slept = 0.0
         self._stdin_link: Link | None = None
         self.on_stdin_taken: Callable[[], None] = lambda: None
         self._init: InitWatch | None = None
-        self._signals = SignalHandling(self, spec.grace_after_signal, observer.notice, observer.suspend)
+        self._signals = SignalHandling(self, spec.grace_after_signal, observer.suspend)
         self.handlers: dict[type[Frame], Callable[[Link, Any], None]] = {
             Output: self._on_output,
             Result: lambda _, frame: observer.result(frame.rank, frame.data),
@@ -318,6 +323,7 @@ class Supervisor:
         """When there is something to do at the latest."""
         times = [self._last_beat + self._beat_interval, deadline, self._observer.tick(), self._hard_deadline]
         times += [self._agents.next(now), self._verdict.next]
+        times.append(self._announcement[0] if self._announcement is not None else None)
         if self._init is not None:
             times.append(self._init.next)
         if self._observer.congested:
@@ -342,6 +348,10 @@ class Supervisor:
             self._hard_deadline = None
             self._agents.offer(host_state.Lost("did not end its workers"))
         self._watch_init(now)
+        if self._announcement is not None and now >= self._announcement[0]:
+            (_, text), self._announcement = self._announcement, None
+            if self.running:
+                self._observer.notice(text)
         if not self._verdict.settled:
             self._agents.start_due(now)
 
@@ -359,6 +369,16 @@ class Supervisor:
     def notice(self, text: str) -> None:
         """Tell the user something."""
         self._observer.notice(text)
+
+    def notice_unless_over(self, text: str) -> None:
+        """Tell the user what is being waited for, if the workers do not end within a moment: the summary says all that
+        matters of a job that ends at once.
+        """
+        self._announcement = time.monotonic() + ANNOUNCE_AFTER, text
+
+    def interrupted(self) -> None:
+        """The workers are about to be interrupted by Ctrl-C."""
+        self._observer.interrupted()
 
     def received(self, link: Link, frame: Frame) -> None:
         """A frame that concerns its workers has come from an agent."""

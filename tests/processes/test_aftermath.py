@@ -47,7 +47,13 @@ def test_one_traceback(launcher: Launcher, level: str, tracebacks: int) -> None:
     assert "the job failed: rank 1 on host localhost exited with status 1" in done.stderr
 
 
-MISMATCH = """
+CLOSES = """
+import atexit, sys
+atexit.register(lambda: [print("closing", i, file=sys.stderr) for i in range(25)])
+"""
+"""So much follows the error that the summary has to repeat it."""
+
+MISMATCH = f"""{CLOSES}
 import numpy as np
 import hvdgloo.numpy as hvd
 
@@ -64,7 +70,7 @@ def test_the_summary_has_the_error_and_the_program_s_own_line(launcher: Launcher
     assert "hvdgloo.errors.MismatchError: allreduce.uneven: ranks disagree about its shape" in summary
 
 
-STALL = """
+STALL = f"""{CLOSES}
 import signal
 import numpy as np
 import hvdgloo.numpy as hvd
@@ -81,8 +87,8 @@ def test_the_summary_of_a_stall_names_the_tensor_and_who_is_missing(launcher: La
     done = launcher.run("-np", "2", *times, launcher.script(STALL), timeout=50)
     assert done.returncode == 1
     _, _, summary = done.stderr.partition("hvdgloo-run: Its last lines were:\n")
-    last = summary.splitlines()[-1]
-    assert "hvdgloo.errors.StallError: stalled for longer than the stall shutdown time" in last, done.stderr
+    last = next((line for line in summary.splitlines() if "hvdgloo.errors.StallError: " in line), "")
+    assert "StallError: stalled for longer than the stall shutdown time" in last, done.stderr
     assert "allreduce.once.more: for " in last
     assert "missing on rank 1 (host localhost, pid " in last
     assert 'hvd.allreduce(np.ones(3), name="once.more")' in summary

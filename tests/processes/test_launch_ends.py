@@ -7,6 +7,7 @@ import os
 import pty
 import select
 import shutil
+import re
 import signal
 import subprocess
 import sys
@@ -60,8 +61,9 @@ time.sleep(120)
 def test_a_missing_module_ends_with_what_to_do(launcher: Launcher, module: str, advice: str) -> None:
     done = launcher.run("-np", "1", "python", launcher.script(f"import {module}"))
     assert done.returncode == 1
-    error, said = done.stderr.splitlines()[-2:]
-    assert error == f"hvdgloo-run:   ModuleNotFoundError: No module named '{module}'"
+    error, failed, said = done.stderr.splitlines()[-3:]
+    assert error == f"[0]<stderr>:ModuleNotFoundError: No module named '{module}'"
+    assert failed == "hvdgloo-run: the job failed: rank 0 on host localhost exited with status 1"
     assert advice in said
 
 
@@ -108,8 +110,9 @@ def test_pain_22_the_summary_names_the_culprit_and_not_who_noticed_first(launche
     )
     done = launcher.run("-np", "3", script, timeout=50)
     assert done.returncode == 1
-    assert "hvdgloo-run: the job failed: rank 2 on host localhost" in done.stderr
-    assert done.stderr.splitlines()[-1] == "hvdgloo-run:   ValueError: the culprit"
+    assert done.stderr.splitlines()[-1] == "hvdgloo-run: the job failed: rank 2 on host localhost exited with status 1"
+    assert done.stderr.count("ValueError: the culprit\n") == 1, "a failure is told once"
+    assert done.stderr.count("hvdgloo-run: ") == 1
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
@@ -548,3 +551,89 @@ def test_status_of_workers_is_known_even_if_they_end_at_once(launcher: Launcher)
     done = launcher.run("-np", "8", script)
     assert done.returncode == 0
     assert len([json.loads(line.partition(":")[2]) for line in done.stdout.splitlines()]) == 8
+
+
+def test_ctrl_c_while_workers_import_is_one_line(launcher: Launcher) -> None:
+    launcher.script(
+        """
+        import os, time
+        open(f"importing.{os.environ['RANK']}", "w").write("x")
+        time.sleep(120)
+        """,
+        name="slow_to_import.py",
+    )
+    process = launcher.start("-np", "2", "--output-filename", "logs", launcher.script("import slow_to_import"))
+    for rank in range(2):
+        launcher.file(f"importing.{rank}")
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=20)
+    assert (process.returncode, out, err) == (130, b"", b"hvdgloo-run: stopped by SIGINT\n")
+    logs = [(launcher.folder / f"logs/rank.{rank}/stderr").read_text() for rank in range(2)]
+    assert all("KeyboardInterrupt" in log for log in logs), "the files have all"
+    launcher.assert_nothing_left()
+
+
+def test_where_the_program_itself_was_at_ctrl_c_is_shown(launcher: Launcher) -> None:
+    program = """
+    import time
+    open("ready", "w").write("x")
+    time.sleep(120)
+    """
+    process = launcher.start("-np", "1", launcher.script(program))
+    launcher.file("ready")
+    process.send_signal(signal.SIGINT)
+    err = process.communicate(timeout=20)[1].decode()
+    assert "[0]<stderr>:    time.sleep(120)\n[0]<stderr>:KeyboardInterrupt\n" in re.sub(r".*[\^~]+\n", "", err)
+    assert process.returncode == 130
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, None])
+def test_a_job_that_takes_its_time_to_end_says_why(launcher: Launcher, signum: signal.Signals | None) -> None:
+    program = """
+    import os, signal, sys, time
+    if os.environ["RANK"] == "1" and len(sys.argv) > 1:
+        while not os.path.exists("ready.0"):
+            time.sleep(0.01)
+        sys.exit(3)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
+    open(f"ready.{os.environ['RANK']}", "w").write("x")
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not os.path.exists("end"):
+        time.sleep(0.01)
+    """
+    process = launcher.start("-np", "2", "--grace-period", "20", launcher.script(program), *([] if signum else ["x"]))
+    launcher.file("ready.0")
+    if signum:
+        launcher.file("ready.1")
+        process.send_signal(signum)
+    assert process.stderr is not None
+    line = process.stderr.readline().decode()
+    said = "SIGINT is passed on to the workers, which have 20 s to end; Ctrl-C again kills them at once"
+    failed = "rank 1 on host localhost exited with status 3; stopping the other workers"
+    assert line == f"hvdgloo-run: {said if signum else failed}\n"
+    (launcher.folder / "end").touch()
+    process.communicate(timeout=20)
+    assert process.returncode == (130 if signum else 3)
+
+
+def test_log_ranks_shows_only_these_and_the_failure_of_any(launcher: Launcher) -> None:
+    script = launcher.script(
+        """
+        import os, sys
+        print("hello from", os.environ["RANK"], flush=True)
+        if os.environ["RANK"] == "1" and len(sys.argv) > 1:
+            sys.exit("something is wrong")
+        """
+    )
+    done = launcher.run("-np", "3", "--log-ranks", "0", "--no-prefix", "--output-filename", "logs", script)
+    assert (done.stdout, done.stderr, done.returncode) == ("hello from 0\n", "", 0)
+    assert (launcher.folder / "logs/rank.2/stdout").read_text() == "hello from 2\n"
+    done = launcher.run("-np", "3", "--log-ranks", "0", script, "fail")
+    assert done.stdout == "[0]<stdout>:hello from 0\n"
+    assert done.stderr.splitlines() == [
+        "hvdgloo-run: the job failed: rank 1 on host localhost exited with status 1",
+        "hvdgloo-run: Its last lines were:",
+        "hvdgloo-run:   hello from 1",
+        "hvdgloo-run:   something is wrong",
+    ]

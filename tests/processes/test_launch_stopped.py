@@ -76,7 +76,7 @@ def start(launcher: Launcher, *arguments: str) -> tuple[subprocess.Popen[bytes],
 
 @pytest.mark.parametrize("way", [signal.SIGTSTP, signal.SIGSTOP])
 def test_what_workers_print_at_ctrl_c_is_there_after_ctrl_z_too(launcher: Launcher, way: signal.Signals) -> None:
-    process, stopped = start(launcher, "-np", "1", "--grace-period", "1", launcher.script(SAVES))
+    process, stopped = start(launcher, "-np", "1", "--grace-period", "3", launcher.script(SAVES))
     worker = psutil.Process(int(launcher.file("ready").read_text()))
     stopped.send_signal(signal.SIGINT)
     assert process.stderr is not None
@@ -86,7 +86,7 @@ def test_what_workers_print_at_ctrl_c_is_there_after_ctrl_z_too(launcher: Launch
     wait_for(lambda: stopped.status() == psutil.STATUS_STOPPED, what="a stopped launcher")
     (launcher.folder / "stopped").touch()
     wait_for(lambda: has_ended(worker), what="the worker's end")
-    wait_for(lambda: time.monotonic() > told + 3)  # grace and patience together are 2 s
+    wait_for(lambda: time.monotonic() > told + 3)  # it was told after 1 s, and grace and patience together are 4 s
     stopped.send_signal(signal.SIGCONT)
     out, err = process.communicate(timeout=20)
     assert b"checkpoint saved" in out, err

@@ -78,7 +78,7 @@ def test_the_place_in_the_program_and_the_error_itself(capsys: pytest.CaptureFix
     assert place.startswith(f"Stopped with another rank, at {__file__}:")
     assert " in step, " in place
     assert what == f"hvdgloo.errors.PeerLostError: {LOST}"
-    assert named_culprit([place, what]) == 2, "the launcher recognises the echo by it"
+    assert named_culprit(what) == 2, "the launcher recognises the echo by it"
 
 
 def test_all_else_is_shown_as_ever(capsys: pytest.CaptureFixture[str]) -> None:

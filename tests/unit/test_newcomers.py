@@ -115,7 +115,7 @@ class TestFilesToBeWritten:
 
     def test_a_trace_on_another_host(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")
-        assert lacking(Require(str(tmp_path), outputs=["new/trace.json"]), {}).unwritable == []
+        assert lacking(Require(str(tmp_path), outputs=["new/trace.json"]), {}).unwritable == ()
         found = lacking(Require(str(tmp_path), outputs=["file/trace.json"]), {})
         diagnosis = preflight_failure(found, str(tmp_path))
         assert diagnosis is not None
