@@ -7,6 +7,7 @@ import secrets
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +19,8 @@ from hvdgloo._platform.writable import unwritable
 from hvdgloo.errors import ConfigError, JobFailedError
 from hvdgloo.rendezvous._server.server import raise_descriptor_limit
 from hvdgloo.runner.console.console import Console, make_directory
-from hvdgloo.runner.console.startup_view import StartDisplay
+from hvdgloo.runner.console.progress import Backoff, InitProgress
+from hvdgloo.runner.console.startup_view import INIT_LINE_AFTER, LiveDisplay, StartDisplay
 from hvdgloo.runner.discovery import discover
 from hvdgloo.runner.job.advice import advise
 from hvdgloo.runner.job.command import interface_variables, needs, thread_defaults, worker_environment
@@ -145,7 +147,8 @@ def launch(
     with _console(spec, stdout, stderr, quiet) as console:
         states = host_states(hosts, spec)
         display = StartDisplay(states, console, environ=spec.environ, verbose=spec.verbose)
-        supervisor = Supervisor(spec, spawner, states, job_id, _Observer(console, display, results))
+        observer = _Observer(console, display, results)
+        supervisor = Supervisor(spec, spawner, states, job_id, observer)
         console.on_broken = partial(supervisor.interrupt, signal.SIGPIPE)
         # We handle signals until everything is cleaned up: a second one must not cut that short.
         with passed_on(signals, supervisor.interrupt) as signal_came, supervisor:
@@ -169,7 +172,9 @@ def launch(
                 rendezvous.serve()
                 if spec.stdin_rank is not None:
                     _feed_stdin(supervisor, spec.stdin_rank)
-                outcome = supervisor.supervise(_init_watch(spec, slots, rendezvous))
+                init = _init_watch(spec, slots, rendezvous)
+                with _init_display(spec, init, console) as observer.display:
+                    outcome = supervisor.supervise(init)
             console.finish()
             console.drain(signal_came)
         return _report(spec, spawner, hosts, slots, outcome, console)
@@ -198,21 +203,27 @@ def describe_failure(failure: Failure) -> str:
 
 
 class _Observer:
-    """Passes output to the console, steps to the start-up view, and results to their receiver."""
+    """Passes output to the console, steps to the start-up view, and results to their receiver.
+
+    Attributes:
+        display: what is shown now of those who are waited for: hosts, then workers.
+    """
 
     def __init__(self, console: Console, display: StartDisplay, results: Results | None) -> None:
         self.output = console.output
         self.notice = console.notice
         self.step = display.step
-        self.suspend = display.suspend
         self.culprit = console.culprit
         self.interrupted = console.interrupted
         self._console = console
-        self._display = display
+        self.display: LiveDisplay = display
         self._results = results
 
     def tick(self) -> float | None:
-        return min((when for when in (self._console.tick(), self._display.tick()) if when is not None), default=None)
+        return min((when for when in (self._console.tick(), self.display.tick()) if when is not None), default=None)
+
+    def suspend(self) -> None:
+        self.display.suspend()
 
     @property
     def congested(self) -> bool:
@@ -401,6 +412,13 @@ def _say_threads(console: Console, spec: LaunchSpec, env: Sequence[Mapping[str, 
 def _init_watch(spec: LaunchSpec, slots: Sequence[Slot], rendezvous: RendezvousHost) -> InitWatch:
     hosts = {slot.rank: slot.hostname for slot in slots}
     return InitWatch(rendezvous.arrivals, rendezvous.ask, hosts, timeout=spec.start_timeout, verbose=spec.verbose)
+
+
+def _init_display(spec: LaunchSpec, init: InitWatch, console: Console) -> LiveDisplay:
+    now = time.monotonic()
+    progress = InitProgress(init.arriving, now, spec.start_timeout)
+    lines = Backoff(now, INIT_LINE_AFTER, once=True)
+    return LiveDisplay(progress, console, lines, environ=spec.environ, verbose=spec.verbose)
 
 
 def _feed_stdin(supervisor: Supervisor, rank: int) -> None:

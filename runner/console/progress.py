@@ -1,4 +1,4 @@
-"""How far each host has come while a job starts: what is known, and how it is put. Pure; times are the caller's.
+"""How far hosts and workers have come while a job starts: what is known, in words. Pure; times are the caller's.
 
 A host goes through steps. Each answers the questions of a user who is kept waiting: what is it that does not come, and
 what can I do about it?
@@ -7,8 +7,9 @@ what can I do about it?
 from __future__ import annotations
 
 import enum
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 from unicodedata import east_asian_width
@@ -19,6 +20,7 @@ SHOWN = 20
 NOT_TRIED = "not tried yet"
 """The detail of a host whose turn has not come: only a limited number are connected to at a time."""
 
+_LOOK_AGAIN = 0.5  # seconds between looks at who is in hvd.init()
 _SLOWEST = 5
 _NAMED = 16  # hosts that a line of a log names
 _COLOURS = {"connecting": "\x1b[33m", "python": "\x1b[36m", "probing": "\x1b[34m", "ready": "\x1b[32m"}
@@ -85,6 +87,14 @@ class Progress:
     def elapsed(self, now: float) -> float:
         return now - self.started
 
+    def over(self, now: float) -> bool:
+        """Whether all are ready."""
+        return not self.waiting
+
+    def done(self, now: float) -> str:
+        """That they are, in a line."""
+        return f"all hosts are ready after {seconds(self.elapsed(now))}"
+
     def screen(self, now: float, width: int, height: int, *, colour: bool) -> list[str]:
         """The live list: at most ``height`` lines, none wider than ``width``."""
         rows: Sequence[Stage]
@@ -117,16 +127,79 @@ class Progress:
         return ", ".join(f"{counts[step]} {step.value}" for step in Step if counts[step])
 
 
+@dataclass(frozen=True)
+class Arriving:
+    """Workers on their way to ``hvd.init()``.
+
+    Attributes:
+        size: how many there are in the job.
+        started: how many of them have been started.
+        arrived: how many have called ``hvd.init()``.
+    """
+
+    size: int
+    started: int
+    arrived: int
+
+
+class InitProgress:
+    """How many workers are in ``hvd.init()``, in words.
+
+    A job whose program never calls it is not recognisable as such: it counts as starting until ``give_up``.
+
+    Args:
+        look: what is known now; None once there is nothing more to be waited for.
+        now: in seconds, on the same clock as all other times.
+        give_up: seconds after which, if no worker at all has come, none is expected any more.
+    """
+
+    def __init__(self, look: Callable[[], Arriving | None], now: float, give_up: float) -> None:
+        self._look = look
+        self._started = now
+        self._give_up = give_up
+        self._state: Arriving | None = Arriving(0, 0, 0)
+        self._next_look = now + _LOOK_AGAIN
+
+    def over(self, now: float) -> bool:
+        """Whether nothing is waited for any longer."""
+        if self._state is not None and now >= self._next_look:
+            self._next_look = now + _LOOK_AGAIN
+            self._state = self._look()
+            if self._state is not None and not self._state.arrived and now - self._started > self._give_up:
+                self._state = None
+        return self._state is None
+
+    def screen(self, now: float, width: int, height: int, *, colour: bool) -> list[str]:
+        """The live view: one line."""
+        return [_cut(f"{self._counted()}, {seconds(now - self._started)}", width)][:height]
+
+    def line(self, now: float) -> str:
+        """The same for a log."""
+        return f"{self._counted()} after {seconds(now - self._started)}"
+
+    def done(self, now: float) -> str:
+        """Nothing: the workers' own output follows."""
+        return ""
+
+    def _counted(self) -> str:
+        state = self._state or Arriving(0, 0, 0)
+        started = str(state.size) if state.started == state.size else f"{state.started} of {state.size}"
+        return (
+            f"{started} worker{'s' if state.size != 1 else ''} started, {state.arrived} of {state.size} in hvd.init()"
+        )
+
+
 class Backoff:
     """Times at which to repeat a report: the pause doubles.
 
     Args:
         start: on the caller's clock.
         first: seconds until the first time.
+        once: there is no second time.
     """
 
-    def __init__(self, start: float, first: float) -> None:
-        self._pause = first
+    def __init__(self, start: float, first: float, *, once: bool = False) -> None:
+        self._pause = math.inf if once else first
         self.next = start + first
 
     def due(self, now: float) -> bool:

@@ -6,6 +6,9 @@ every time, so the window may be resized; and it is removed before Ctrl-Z stops 
 
 In a log there is a line after some seconds, and then at growing intervals; with ``--verbose``, one for every step of
 every host.
+
+Once the workers have started, the same is done for those that have not called ``hvd.init()``: frameworks take seconds
+to import, and minutes on a busy machine. A log gets one line about it.
 """
 
 from __future__ import annotations
@@ -20,6 +23,9 @@ from hvdgloo.runner.console.progress import Backoff, Progress, Stage, first_repo
 SHOW_AFTER = 2.0
 """Seconds of start-up after which the list appears."""
 
+INIT_LINE_AFTER = 5.0
+"""Seconds after the workers' start at which a log says how many of them are in ``hvd.init()``."""
+
 _REDRAW = 1.0  # seconds between redraws where only the time has changed
 _CALM = 0.1  # minimum seconds between redraws
 
@@ -33,16 +39,116 @@ class Surface(Protocol):
     def wait_until_written(self, timeout: float) -> None: ...
 
 
-class StartDisplay:
+class Source(Protocol):
+    """What is being waited for. Times are on the display's clock."""
+
+    def over(self, now: float) -> bool:
+        """Whether nothing is waited for any longer."""
+
+    def screen(self, now: float, width: int, height: int, *, colour: bool) -> list[str]:
+        """The live view: at most ``height`` lines, none wider than ``width``."""
+
+    def line(self, now: float) -> str:
+        """The same in one line, for a log."""
+
+    def done(self, now: float) -> str:
+        """What to say in a log in the end, where ``line`` was."""
+
+
+class LiveDisplay:
+    """Shows what is being waited for, until it has come or ``close``.
+
+    Args:
+        source: says what that is.
+        surface: where to show it.
+        lines: when to put it into a log.
+        environ: says whether the terminal supports colours (TERM, NO_COLOR).
+        verbose: lines instead of a live view.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        surface: Surface,
+        lines: Backoff,
+        *,
+        environ: Mapping[str, str],
+        verbose: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        now = clock()
+        self._source = source
+        self._surface = surface
+        self._verbose = verbose
+        self._clock = clock
+        self._dumb = environ.get("TERM", "") in ("", "dumb")
+        self._colour = not environ.get("NO_COLOR")
+        self._lines = lines
+        self._next_drawing = now + SHOW_AFTER
+        self._last_drawing = now
+        self._shown = False
+        self._said = False
+        self._closed = False
+
+    def __enter__(self) -> LiveDisplay:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def tick(self) -> float | None:
+        """Show what is due; returns the time at which to be called again."""
+        now = self._clock()
+        if self._closed or self._source.over(now):
+            self._hide()
+            return None
+        window = None if self._verbose or self._dumb else self._surface.window()
+        if window is not None:
+            if now >= self._next_drawing:
+                self._draw(now, window)
+            return self._next_drawing
+        self._hide()
+        if self._lines.due(now):
+            self._surface.notice(self._source.line(now))
+            self._said = True
+        return self._lines.next
+
+    def suspend(self) -> None:
+        """The launcher is about to be stopped: leave the terminal to others. The view reappears when next due."""
+        self._hide()
+        self._surface.wait_until_written(0.5)
+
+    def close(self) -> None:
+        """The wait is over, in whatever way."""
+        self._closed = True
+        self._hide()
+        now = self._clock()
+        if self._said and self._source.over(now) and (text := self._source.done(now)):
+            # A user who was told what is being waited for is told that it has come.
+            self._surface.notice(text)
+
+    def _draw(self, now: float, window: Window) -> None:
+        # The last row stays free: that is where the cursor is.
+        rows = self._source.screen(now, window.width, max(1, window.height - 1), colour=self._colour)
+        self._surface.below(rows)
+        self._shown = True
+        self._last_drawing = now
+        self._next_drawing = now + _REDRAW
+
+    def _hide(self) -> None:
+        if self._shown:
+            self._shown = False
+            self._surface.below([])
+
+
+class StartDisplay(LiveDisplay):
     """Shows how far the hosts have come, until all are ready or ``close``.
 
     Args:
         hosts: in order; their progress is read from them.
-        surface: where to show it.
-        environ: says whether the terminal supports colours (TERM, NO_COLOR).
-        verbose: lines instead of a list, and one for each step.
+        surface, environ, verbose, clock: as for ``LiveDisplay``. With ``verbose`` there is a line for each step.
         doing: what is done with the hosts.
-        clock: monotonic seconds.
     """
 
     def __init__(
@@ -56,24 +162,9 @@ class StartDisplay:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         now = clock()
-        self._surface = surface
-        self._verbose = verbose
-        self._clock = clock
         self._progress = Progress(hosts, now, doing)
-        self._dumb = environ.get("TERM", "") in ("", "dumb")
-        self._colour = not environ.get("NO_COLOR")
-        self._lines = Backoff(now, first_report(verbose))
-        self._next_drawing = now + SHOW_AFTER
-        self._last_drawing = now
-        self._shown = False
-        self._said = False
-        self._closed = False
-
-    def __enter__(self) -> StartDisplay:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        lines = Backoff(now, first_report(verbose))
+        super().__init__(self._progress, surface, lines, environ=environ, verbose=verbose, clock=clock)
 
     def step(self, host: Stage) -> None:
         """A host has made progress, or there is news about it."""
@@ -85,46 +176,3 @@ class StartDisplay:
             self._surface.notice(f"{host.name}: {host.step.value} after {elapsed}{more}")
         if self._shown:
             self._next_drawing = min(self._next_drawing, self._last_drawing + _CALM)
-
-    def tick(self) -> float | None:
-        """Show what is due; returns the time at which to be called again."""
-        if self._closed or not self._progress.waiting:
-            self._hide()
-            return None
-        now = self._clock()
-        window = None if self._verbose or self._dumb else self._surface.window()
-        if window is not None:
-            if now >= self._next_drawing:
-                self._draw(now, window)
-            return self._next_drawing
-        self._hide()
-        if self._lines.due(now):
-            self._surface.notice(self._progress.line(now))
-            self._said = True
-        return self._lines.next
-
-    def suspend(self) -> None:
-        """The launcher is about to be stopped: leave the terminal to others. The list reappears when next due."""
-        self._hide()
-        self._surface.wait_until_written(0.5)
-
-    def close(self) -> None:
-        """The start is over, in whatever way."""
-        self._closed = True
-        self._hide()
-        if self._said and not self._progress.waiting:
-            # A user who was told what is being waited for is told that it has come.
-            self._surface.notice(f"all hosts are ready after {seconds(self._progress.elapsed(self._clock()))}")
-
-    def _draw(self, now: float, window: Window) -> None:
-        # The last row stays free: that is where the cursor is.
-        rows = self._progress.screen(now, window.width, max(1, window.height - 1), colour=self._colour)
-        self._surface.below(rows)
-        self._shown = True
-        self._last_drawing = now
-        self._next_drawing = now + _REDRAW
-
-    def _hide(self) -> None:
-        if self._shown:
-            self._shown = False
-            self._surface.below([])

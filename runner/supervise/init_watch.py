@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from hvdgloo.runner.console.progress import Backoff, first_report, seconds
+from hvdgloo.runner.console.progress import Arriving, Backoff, first_report, seconds
 from hvdgloo.runner.job.outcome import Failure
 
 _NAMED = 16
@@ -70,6 +70,7 @@ class InitWatch:
         self._arrivals = Arrivals()
         self._pids: dict[int, int] = {}
         self._gone: dict[int, int] = {}
+        self._any_ended = False
         self._since: float | None = None
         self._backoff: Backoff | None = None
         self.next = -math.inf
@@ -81,11 +82,19 @@ class InitWatch:
 
     def ended(self, rank: int, status: int) -> None:
         """A worker has ended. One that failed speaks for itself; one that succeeded may be missed by others."""
+        self._any_ended = True
         if status == 0 and self.next < math.inf:
             # What is known of it may be older than its end, and it may have called hvd.init() after all.
             self._gone[rank] = self._ask()
             self.next = -math.inf
         self._see()
+
+    def arriving(self) -> Arriving | None:
+        """How many workers have been started and have called ``hvd.init()``; None once all have, or one has ended."""
+        self._see()
+        if self.next == math.inf or self._any_ended:
+            return None
+        return Arriving(len(self._hosts), len(self._pids), self._arrivals.arrived)
 
     def report(self, now: float) -> str:
         """A line for the log, if one is due."""

@@ -259,3 +259,22 @@ def test_two_signals_at_once_leave_nothing_behind(show: Callable[..., Terminal],
     assert screen.end() in (128 + signal.SIGTERM, 128 + signal.SIGHUP)
     _, alive = psutil.wait_procs(waiting, timeout=10)
     assert not alive
+
+
+def test_workers_that_import_are_counted_until_all_are_in_init(tmp_path: Path) -> None:
+    program = (
+        "import os, time\n"
+        "deadline = time.monotonic() + 40\n"
+        "while not os.path.exists('go.' + os.environ['RANK']) and time.monotonic() < deadline: time.sleep(0.01)\n"
+        "import hvdgloo.numpy as hvd\n"
+        "hvd.init()\n"
+        "print('trained', flush=True)"
+    )
+    arguments = Gates.arguments("a", "b", program=program)
+    with terminal(*arguments, env=environment(), cwd=tmp_path) as screen:
+        screen.wait_for(r"2 workers started, 0 of 2 in hvd\.init\(\), \S+ s")
+        (tmp_path / "go.0").touch()
+        screen.wait_for(r"2 workers started, 1 of 2 in hvd\.init\(\), \S+ s")
+        (tmp_path / "go.1").touch()
+        assert screen.end() == 0
+        assert sorted(screen.lines) == ["[0]<stdout>:trained", "[1]<stdout>:trained"]

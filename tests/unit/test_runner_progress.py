@@ -20,14 +20,16 @@ from hvdgloo.runner.console.lines import Screen
 from hvdgloo.runner.console.progress import (
     NOT_TRIED,
     REMEDIES,
+    Arriving,
     Backoff,
+    InitProgress,
     Missing,
     Progress,
     Step,
     describe_missing,
     seconds,
 )
-from hvdgloo.runner.console.startup_view import SHOW_AFTER, StartDisplay
+from hvdgloo.runner.console.startup_view import INIT_LINE_AFTER, SHOW_AFTER, LiveDisplay, StartDisplay
 from hvdgloo.runner.protocol.frames import STDOUT
 from hvdgloo.runner.supervise.init_watch import Arrivals, InitWatch
 
@@ -396,3 +398,78 @@ class TestInit:
         watch = self.watch([Arrivals(3, (), "epoch 0 cannot start: rank 2 is on host h0")])
         watch.ended(0, 1)
         assert watch.verdict() is None
+
+
+class TestArriving:
+    """From the workers' start until all are in hvd.init()."""
+
+    def scene(self, *states: Arriving | None, window: Window | None = None) -> tuple[Surface, list[float], LiveDisplay]:
+        remaining = list(states)
+        clock = [0.0]
+        surface = Surface(window)
+        progress = InitProgress(lambda: remaining.pop(0) if len(remaining) > 1 else remaining[0], 0.0, 120.0)
+        lines = Backoff(0.0, INIT_LINE_AFTER, once=True)
+        display = LiveDisplay(progress, surface, lines, environ={"TERM": "xterm"}, clock=lambda: clock[0])
+        return surface, clock, display
+
+    def test_a_live_line_that_goes_away(self) -> None:
+        surface, clock, display = self.scene(Arriving(2, 2, 0), window=Window(80, 24))
+        for clock[0] in (0.0, 1.9):
+            assert display.tick() == SHOW_AFTER
+            assert surface.shown == []
+        clock[0] = 2.0
+        assert display.tick() == 3.0
+        assert surface.shown == ["2 workers started, 0 of 2 in hvd.init(), 2.0 s"]
+        display.close()
+        assert surface.shown == []
+        assert surface.notices == []
+
+    def test_it_goes_away_on_its_own(self) -> None:
+        surface, clock, display = self.scene(Arriving(2, 2, 0), Arriving(2, 2, 1), None, window=Window(80, 24))
+        seen = []
+        for clock[0] in (2.0, 3.0, 4.0, 5.0):
+            display.tick()
+            seen.append(surface.shown)
+        assert seen == [
+            ["2 workers started, 0 of 2 in hvd.init(), 2.0 s"],
+            ["2 workers started, 1 of 2 in hvd.init(), 3.0 s"],
+            [],
+            [],
+        ]
+
+    def test_a_log_gets_one_line(self) -> None:
+        surface, clock, display = self.scene(Arriving(100, 17, 0))
+        for now in range(100):
+            clock[0] = float(now)
+            display.tick()
+        assert surface.notices == ["17 of 100 workers started, 0 of 100 in hvd.init() after 5.0 s"]
+        display.close()
+        assert len(surface.notices) == 1
+
+    def test_a_log_of_a_quick_start_gets_none(self) -> None:
+        surface, clock, display = self.scene(Arriving(1, 1, 0), None)
+        for clock[0] in (1.0, 4.9, 5.0, 9.0):
+            display.tick()
+        assert surface.notices == []
+
+    def test_a_program_that_never_calls_it_is_left_alone_in_the_end(self) -> None:
+        surface, clock, display = self.scene(Arriving(1, 1, 0), window=Window(80, 24))
+        clock[0] = 119.0
+        display.tick()
+        assert surface.shown == ["1 worker started, 0 of 1 in hvd.init(), 119 s"]
+        clock[0] = 121.0
+        assert display.tick() is None
+        assert surface.shown == []
+
+    def test_what_the_watch_knows(self) -> None:
+        arrivals = [Arrivals(0, (0, 1, 2))]
+        watch = InitWatch(lambda: arrivals[-1], lambda: 0, {0: "a", 1: "b", 2: "c"}, timeout=30.0)
+        assert watch.arriving() == Arriving(3, 0, 0)
+        watch.spawned(0, 10)
+        arrivals.append(Arrivals(1, (1, 2)))
+        assert watch.arriving() == Arriving(3, 1, 1)
+        arrivals.append(Arrivals(3, ()))
+        assert watch.arriving() is None
+        watch = InitWatch(lambda: arrivals[0], lambda: 0, {0: "a", 1: "b", 2: "c"}, timeout=30.0)
+        watch.ended(1, 3)
+        assert watch.arriving() is None, "the job is about to end"
