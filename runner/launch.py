@@ -22,7 +22,7 @@ from hvdgloo.runner.console.console import Console, make_directory
 from hvdgloo.runner.console.progress import Backoff, InitProgress
 from hvdgloo.runner.console.startup_view import INIT_LINE_AFTER, LiveDisplay, StartDisplay
 from hvdgloo.runner.discovery import discover
-from hvdgloo.runner.job.advice import advise
+from hvdgloo.runner.job.advice import advise, advise_on_signal
 from hvdgloo.runner.job.command import interface_variables, needs, thread_defaults, worker_environment
 from hvdgloo.runner.job.environment import for_other_hosts
 from hvdgloo.runner.job.hostlist import place, remark_on_load, shortlist
@@ -190,10 +190,13 @@ def _report(
 ) -> Report:
     outcome.first = blame(outcome, {slot.rank: slot.hostname for slot in slots}, console.cause)
     first = outcome.first
-    if first is None or first.rank is None:
+    if first is None:
         return Report(outcome, slots)
+    if first.rank is None:
+        return Report(outcome, slots, advice=advise_on_signal(first.reason))
     lines = console.tail(first.rank)
-    advice = _advice(spec, spawner, hosts[slots[first.rank].host], console.cause(first.rank))
+    host = hosts[slots[first.rank].host]
+    advice = advise_on_signal(first.reason) or _advice(spec, spawner, host, console.cause(first.rank))
     return Report(outcome, slots, lines, advice, in_sight=console.in_sight(first.rank))
 
 

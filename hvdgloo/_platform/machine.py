@@ -8,9 +8,11 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping
 
 _CGROUPS = "/sys/fs/cgroup"
+_KERNEL_KILL = re.compile(rb"out of memory: Killed process (\d+)", re.IGNORECASE)
 
 
 def has_package(name: str) -> bool:
@@ -63,23 +65,63 @@ def _nvidia_gpus() -> int:
 
 
 class MemoryWatch:
-    """Reports whether the kernel has killed a process for lack of memory since the last call.
+    """Says what the kernel has to do with the end of a process that SIGKILL ended.
 
-    The control groups' own counters are preferred; where they cannot be read, the whole machine's counter is used,
-    which may count other users' processes.
+    The kernel's log names the processes that it kills for lack of memory, but not everybody may read it, and in a
+    container it has other numbers for them. Then its counters must do: those of the control groups, and the whole
+    machine's, which may count other users' processes.
+
+    Args:
+        log: where the kernel's log is.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, log: str = "/dev/kmsg") -> None:
         self._last = self._count()
+        self._log = -1
+        try:
+            self._log = os.open(log, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            os.lseek(self._log, 0, os.SEEK_END)
+        except OSError:
+            pass  # not readable here
 
-    def kill_happened(self) -> bool:
-        """Whether a process was killed since the last call, or since construction; each call resets this."""
+    def account(self, pid: int) -> str:
+        """What is known of the end of a process, in words; empty if the kernel says that it has killed none for lack of
+        memory since the last call, or since construction.
+        """
         count, previous = self._count(), self._last
         self._last = count
-        return count > previous
+        killed = self._killed()
+        if pid in killed:
+            return "the kernel ended it for lack of memory"
+        if killed or (count or 0) > (previous or 0):
+            return "the kernel ended a process for lack of memory at that time, most likely this one"
+        if count is None:
+            return "most likely by the kernel for lack of memory, of which this system keeps no count that can be read"
+        return ""
+
+    def close(self) -> None:
+        """Close the kernel's log."""
+        if self._log >= 0:
+            os.close(self._log)
+            self._log = -1
+
+    def _killed(self) -> set[int]:
+        """The processes that the kernel's log names, from where it was read last."""
+        text = b""
+        while self._log >= 0:
+            try:
+                piece = os.read(self._log, 8192)  # a record each
+            except BrokenPipeError:
+                continue  # what was to come next has been overwritten
+            except OSError:
+                break
+            if not piece:
+                break
+            text += piece
+        return {int(pid) for pid in _KERNEL_KILL.findall(text)}
 
     @staticmethod
-    def _count() -> int:
+    def _count() -> int | None:
         counts = [
             count
             for path in _own_groups("memory")
@@ -87,7 +129,8 @@ class MemoryWatch:
             if (count := _counter(os.path.join(path, name), "oom_kill")) is not None
         ]
         machine = _counter("/proc/vmstat", "oom_kill")
-        return sum(counts) + (machine or 0)
+        counts += [] if machine is None else [machine]
+        return sum(counts) if counts else None
 
 
 def memory_limit() -> int | None:

@@ -383,8 +383,8 @@ class Agent:
     def _tell_end(self, worker: WorkerProcess) -> None:
         assert worker.status is not None
         worker.reported = True
-        by_kernel = worker.status == -signal.SIGKILL and not worker.killed_by_us and self._memory.kill_happened()
-        self._channel.send(Exited(worker.rank, worker.status, by_kernel))
+        killed = worker.status == -signal.SIGKILL and not worker.killed_by_us
+        self._channel.send(Exited(worker.rank, worker.status, self._memory.account(worker.pid) if killed else ""))
 
     def _send_results(self) -> None:
         for worker in self._workers.values():
@@ -469,10 +469,12 @@ def main(preamble: bytes = PREAMBLE) -> int:
     reaper.take_name(PROCESS_NAME)
     reaper.become_subreaper()
     parent = os.getpid()
+    memory = machine.MemoryWatch()
     agent = os.fork()
     if agent:
         os.close(0)
-        return min(255, watchdog.watch(agent, mark))
+        return min(255, watchdog.watch(agent, mark, memory))
+    memory.close()  # the agent looks with a watch of its own
     reaper.die_with_parent(signal.SIGTERM)
     if os.getppid() != parent:
         return 1

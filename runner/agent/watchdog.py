@@ -9,7 +9,9 @@ import mmap
 import os
 import signal
 
+from hvdgloo._platform.machine import MemoryWatch
 from hvdgloo.runner.processes import reaper
+from hvdgloo.runner.protocol.frames import LAST_WORDS
 
 _MARK_BYTES = 128
 _SECOND_LIMIT = 1.0  # seconds for what the agent itself could not kill
@@ -28,13 +30,19 @@ class Mark:
         return self._memory[:].rstrip(b"\0").decode("ascii")
 
 
-def watch(agent: int, mark: Mark) -> int:
-    """Wait for the agent proper, end what is left of its job, and return the status to exit with."""
+def watch(agent: int, mark: Mark, memory: MemoryWatch) -> int:
+    """Wait for the agent proper, end what is left of its job, and return the status to exit with.
+
+    Args:
+        memory: says what the kernel has to do with the agent's end.
+    """
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, lambda number, _: reaper.signal_all([agent], number))
     pid = 0
     while pid != agent:
         pid, status = os.waitpid(-1, 0)
+    if os.waitstatus_to_exitcode(status) == -signal.SIGKILL:
+        _explain(memory.account(agent) or "the kernel reports no lack of memory, so somebody or something else did it")
     reaper.end_all(
         lambda: (reaper.descendants(os.getpid()) | reaper.processes_of(mark.read())) - {os.getpid()},
         grace=0.0,
@@ -43,6 +51,14 @@ def watch(agent: int, mark: Mark) -> int:
     )
     code = os.waitstatus_to_exitcode(status)
     return code if code >= 0 else 128 - code  # as in a shell: this crosses ssh
+
+
+def _explain(account: str) -> None:
+    """Have the launcher say why there is no agent any more: it shows these words with the loss itself."""
+    try:
+        os.write(2, f"{LAST_WORDS}{account}\n".encode())
+    except OSError:
+        pass  # the launcher has gone, too
 
 
 def _reap_all() -> None:

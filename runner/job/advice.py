@@ -29,3 +29,17 @@ def advise(cause: str, argv: Sequence[str], python: str, *, option: str = "") ->
         f"name the interpreter that has it with {option}" if option else "start hvdgloo-run from the one that has it"
     )
     return f"the workers run with {python}: install {module} in its environment, or {other}"
+
+
+def advise_on_signal(reason: str) -> str:
+    """One line that says what to do about a lack of memory; empty if the reason for the end is another one.
+
+    Args:
+        reason: why the job failed, with what the kernel has to do with it.
+    """
+    if "by signal 9" not in reason or " for lack of memory" not in reason:
+        return ""
+    return (
+        "run fewer workers on that host (-H HOST:SLOTS), use less memory in each (smaller batches, fewer loader "
+        "processes), or raise the memory limit of its container or batch job"
+    )

@@ -48,6 +48,11 @@ Target: TypeAlias = tuple[int, str, int]
 # From the launcher to an agent.
 
 
+LAST_WORDS = "hvdgloo-agent: "
+"""How a line begins that an agent's watchdog writes to standard error about the agent's end: a frame might come in the
+middle of one that the agent has left unfinished."""
+
+
 class Require(Frame, frozen=True):
     """What workers will need on this host. The answer is ``Lacking``.
 
@@ -335,11 +340,14 @@ class Exited(Frame, frozen=True):
     """A worker has ended: ``status`` is its exit status, or minus the signal that ended it.
 
     Output may still follow: that of background processes, and what the launcher has given no credit for yet.
+
+    Attributes:
+        account: what the kernel has to do with it, in words; see ``MemoryWatch``.
     """
 
     rank: int
     status: int
-    out_of_memory: bool = False
+    account: str = ""
 
 
 class Dying(Frame, frozen=True):

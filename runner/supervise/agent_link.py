@@ -8,7 +8,7 @@ from collections import deque
 
 from hvdgloo.runner.job.spec import HostEntry
 from hvdgloo.runner.protocol.channel import Channel
-from hvdgloo.runner.protocol.frames import CHUNK, PREAMBLE, Hello
+from hvdgloo.runner.protocol.frames import CHUNK, LAST_WORDS, PREAMBLE, Hello
 from hvdgloo.runner.supervise.host_state import HostState
 from hvdgloo.runner.transport.base import AgentStream
 
@@ -59,7 +59,7 @@ class Link:
     @property
     def last_words(self) -> str:
         """The last line that its command wrote to its standard error; empty if it wrote none."""
-        return self.stderr[-1] if self.stderr else ""
+        return self.stderr[-1].removeprefix(LAST_WORDS) if self.stderr else ""
 
     def read_stderr(self) -> list[str] | None:
         """Lines that the command wrote to its standard error; None at the end of it."""

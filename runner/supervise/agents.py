@@ -26,6 +26,7 @@ from hvdgloo.errors import LaunchError
 from hvdgloo.runner.job.outcome import describe_loss
 from hvdgloo.runner.job.spec import HostEntry, LaunchSpec
 from hvdgloo.runner.protocol.frames import (
+    LAST_WORDS,
     PROTOCOL,
     Cleared,
     Finish,
@@ -300,7 +301,8 @@ class Agents:
 
     def _say(self, link: Link, lines: Iterable[str]) -> None:
         for line in lines:
-            self._job.notice(f"[{link.host.name}] {line}")
+            if not line.startswith(LAST_WORDS):  # they are told with the loss of the agent
+                self._job.notice(f"[{link.host.name}] {line}")
 
     # What a host's state requires.
 

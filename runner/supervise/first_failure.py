@@ -67,8 +67,8 @@ class Verdict:
         self._outcome.statuses[frame.rank] = frame.status
         if frame.status != 0:
             reason = describe_status(frame.status)
-            if frame.out_of_memory:
-                reason += "; the kernel ended a process for lack of memory at that time, most likely this one"
+            if frame.account:
+                reason += f"; {frame.account}"
             self._fail_unless_echo(Failure(frame.rank, host, frame.status, reason))
         if self._echo is not None and self._echo.culprit not in self.running:
             self._take_echo()

@@ -91,12 +91,12 @@ def test_frames_survive_however_the_bytes_are_cut(frames: list[Frame], step: int
 @given(st.binary(max_size=100), st.integers(1, 40))
 def test_what_a_login_shell_prints_before_the_preamble_is_noise(greeting: bytes, step: int) -> None:
     assume(PREAMBLE not in greeting)
-    data = greeting + PREAMBLE + encode(Beat()) + encode(Exited(3, -9, True))
+    data = greeting + PREAMBLE + encode(Beat()) + encode(Exited(3, -9, "the kernel did it"))
     decoder = Decoder(PREAMBLE)
     items = [item for i in range(0, len(data), step) for item in decoder.feed(data[i : i + step])]
     noise = b"".join(item.data for item in items if isinstance(item, Noise))
     assert noise == greeting
-    assert [item for item in items if not isinstance(item, Noise)] == [Beat(), Exited(3, -9, True)]
+    assert [item for item in items if not isinstance(item, Noise)] == [Beat(), Exited(3, -9, "the kernel did it")]
     assert decoder.opened
 
 
