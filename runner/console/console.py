@@ -312,7 +312,9 @@ def make_directory(directory: str) -> None:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), directory)
         earlier = [entry.path for entry in os.scandir(directory) if entry.name.startswith("rank.")]
     except OSError as error:
-        raise ConfigError(f"--output-filename {directory}: {error.strerror}: {error.filename}") from error
+        not_a_folder = isinstance(error, FileExistsError | NotADirectoryError)
+        reason = " is not a folder" if not_a_folder else f": {error.strerror}"
+        raise ConfigError(f"--output-filename {directory}: {error.filename}{reason}") from error
     for path in (os.path.join(folder, name) for folder in earlier for name in _STREAM_NAMES.values()):
         reason = why_not_writable(path)
         if reason:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import select
 import shutil
-import re
 import signal
 import subprocess
 import sys
@@ -531,7 +531,8 @@ def test_an_out_of_memory_kill_is_recognised(launcher: Launcher) -> None:
         group.rmdir()
     assert done.returncode == 137
     assert re.search(
-        r"rank 1 on host localhost was killed by signal 9 \(SIGKILL\); the kernel ended (a process|it) for lack of memory.*\n"
+        r"rank 1 on host localhost was killed by signal 9 \(SIGKILL\); "
+        r"the kernel ended (a process|it) for lack of memory.*\n"
         r"hvdgloo-run: run fewer workers on that host",
         done.stderr,
     )

@@ -125,7 +125,7 @@ class TestFilesToBeWritten:
     def test_output(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (tmp_path / "file").write_text("")
         text = complaint(capsys, "-np", "2", "--output-filename", str(tmp_path / "file/logs"), "true")
-        assert text == f"--output-filename {tmp_path}/file/logs: Not a directory: {tmp_path}/file/logs"
+        assert text == f"--output-filename {tmp_path}/file/logs: {tmp_path}/file is not a folder"
 
     def test_output_over_an_earlier_job_s(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (tmp_path / "logs/rank.1/stderr").mkdir(parents=True)

@@ -197,7 +197,7 @@ class TestHowManyWhere:
         assert {slot.hostname for slot in slots} == {"a"}
 
     def test_the_rank_for_standard_input_is_checked_when_np_is_known(self) -> None:
-        with pytest.raises(ConfigError, match=r"--stdin 1: .* 0 to 0"):
+        with pytest.raises(ConfigError, match=r"--stdin 1: .*rank 0"):
             place([HostEntry("a")], [hello()], spec(None, stdin_rank=1))
 
     @pytest.mark.parametrize(("np", "slots"), [(10**9, 10**9), (100_000, None), (None, 10**11)])
