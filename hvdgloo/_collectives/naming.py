@@ -30,11 +30,15 @@ class Names:
         with self._lock:
             return f"{prefix}.noname.{next(self._counters[process_set, prefix])}"
 
-    def restart(self, process_set: int) -> None:
-        """Count from 1 again in a new set: its number may have been that of an earlier set, to which not all its ranks
-        belonged."""
+    def restart(self, process_set: int | None = None) -> None:
+        """Count from 1 again, where ranks may have counted differently so far.
+
+        Args:
+            process_set: a new set, whose number may have been that of an earlier set, to which not all its ranks
+                belonged; None for all sets, after a join.
+        """
         with self._lock:
-            for counted in [key for key in self._counters if key[0] == process_set]:
+            for counted in [key for key in self._counters if process_set in (None, key[0])]:
                 del self._counters[counted]
 
     def full(self, process_set: int, prefix: str, name: str | None) -> str:

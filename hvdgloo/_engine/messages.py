@@ -25,6 +25,20 @@ REDUCTIONS = frozenset({Collective.ALLREDUCE, Collective.REDUCESCATTER})
 """Collectives that compute, with a reduce operation and scale factors."""
 
 
+_KINDS = tuple(
+    f"{group}{collective.value}"
+    for collective in (
+        Collective.ALLREDUCE,
+        Collective.ALLGATHER,
+        Collective.BROADCAST,
+        Collective.ALLTOALL,
+        Collective.REDUCESCATTER,
+    )
+    for group in ("", "grouped_")
+)
+"""The prefixes of names."""
+
+
 class Request(codec.Message, frozen=True, dict=True):
     """One rank's wish to take part in one collective.
 
@@ -55,6 +69,20 @@ class Request(codec.Message, frozen=True, dict=True):
     def key(self) -> tuple[int, str]:
         """What identifies the operation while it is pending."""
         return self.process_set, self.name
+
+    @cached_property
+    def kind(self) -> str:
+        """The prefix of the name: the collective, of a tensor or of a group. Empty if the name has another one."""
+        prefix = self.name.partition(".")[0]
+        return prefix if prefix in _KINDS else ""
+
+    @cached_property
+    def other_kinds(self) -> tuple[tuple[int, str], ...]:
+        """The keys of operations of other kinds with the same name from the user; none for an automatic name."""
+        name = self.name[len(self.kind) + 1 :]
+        if not self.kind or name.startswith("noname."):
+            return ()
+        return tuple([(self.process_set, f"{kind}.{name}") for kind in _KINDS if kind != self.kind])
 
     @property
     def nbytes(self) -> int:

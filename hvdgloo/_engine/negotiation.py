@@ -99,15 +99,20 @@ class Negotiator:
             return []
         self._spell_out_runs()
         unknown = []
+        alone = len(submission.signatures) + len(submission.requests) == 1
         for number in submission.signatures:
             signature = self._signatures.get(number)
             if signature is None or rank not in signature.requests:
                 unknown.append(number)
             else:
-                self._file(rank, signature.requests[rank], now, submission.payload, by_number=True)
+                request = signature.requests[rank]
+                self._file(rank, request, now, submission.payload, by_number=True)
+                if alone:
+                    self._compare_kinds(request)
         self._asked_back[rank] += bool(unknown) - submission.resent
         for request in submission.requests:
             self._file(rank, request, now, submission.payload, by_number=False)
+            self._compare_kinds(request)
         if not self._asked_back[rank] and rank in self._late_joins:
             self._join(rank, self._late_joins.pop(rank))
         return unknown
@@ -201,6 +206,33 @@ class Negotiator:
         pending.by_number += by_number
         if len(pending.requests) == len(members) or (self._joined and not self._missing(key[0], pending)):
             self._order(key, pending)
+
+    def _compare_kinds(self, request: Request) -> None:
+        """Fail operations under one name of which each rank waits for another kind, as they would for ever.
+
+        As long as ranks submit their operations in one order, whoever has submitted the second of two has also
+        submitted the first, which is therefore not pending or not missing here. Called for what is new, or comes alone;
+        not for the many known operations of a training step, which would pay for it each time.
+        """
+        own = self._pending.get(request.key)
+        if own is None or len(self._pending) < 2:
+            return
+        others = [key for key in request.other_kinds if key in self._pending]
+        if not others:
+            return
+        parts = {key: self._pending[key] for key in (request.key, *others)}
+        submitted = [rank for part in parts.values() for rank in part.requests]
+        members = self._members[request.process_set]
+        if len(set(submitted)) < len(submitted) or any(r not in submitted and r not in self._joined for r in members):
+            return
+        name = request.name[len(request.kind) + 1 :]
+        first = {key: next(iter(part.requests.values())) for key, part in parts.items()}
+        sides = "; ".join(f"{first[key].kind} on {format_ranks(sorted(parts[key].requests))}" for key in sorted(parts))
+        for key, asked in first.items():
+            del self._pending[key]
+            self._ready.append(Response(asked, error=f"{name}: ranks disagree about the kind of collective: {sides}"))
+            if self.observer is not None:
+                self.observer.settled(asked, executed_here=False)
 
     def _missing(self, process_set: int, pending: PartialSubmission) -> list[int]:
         """The ranks that an operation still waits for. The sets may not be changed in the absence of ranks that have

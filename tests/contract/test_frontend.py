@@ -475,6 +475,32 @@ def test_a_disagreement_is_an_error_on_every_rank_and_the_job_goes_on(world: Mak
     world(SIZE).run(rank_body)
 
 
+def test_ranks_that_disagree_about_the_kind_of_collective(world: MakeWorld, framework: Framework) -> None:
+    def rank_body(context: Context) -> None:
+        frontend = framework.frontend(context)
+        tensor = framework.float64([1.0, 2.0])
+        kinds: list[Callable[[], Any]] = [
+            lambda: frontend.allgather(tensor, name="x"),
+            lambda: frontend.broadcast(tensor, 0, name="x"),
+            lambda: frontend.grouped_allreduce([tensor], name="x"),
+        ]
+        for _ in range(2):  # the second time, the operations are known
+            with pytest.raises(MismatchError, match="x: ranks disagree about the kind of collective: allgather on"):
+                kinds[context.rank]()
+            with pytest.raises(MismatchError, match="kind of collective: allgather on rank 0; broadcast on ranks 1, 2"):
+                kinds[min(context.rank, 1)]()
+            for kind in kinds:  # the job goes on, and one name may stand for one operation of each kind
+                kind()
+            handles = [frontend.allgather_async(tensor, name="x"), frontend.broadcast_async(tensor, 0, name="x")]
+            for handle in handles:
+                frontend.synchronize(handle)
+            # Different tensors, one kind: another mismatch.
+            with pytest.raises(MismatchError, match="dtype"):
+                frontend.allgather(framework.tensor([1], DType.INT32 if context.rank else DType.INT64), name="x")
+
+    world(SIZE).run(rank_body)
+
+
 def test_without_a_context(framework: Framework) -> None:
     def absent() -> Context:
         raise NotInitializedError

@@ -276,3 +276,25 @@ def test_join_lets_the_others_finish(world: MakeWorld, framework: Framework) -> 
         return frontend.join()
 
     assert world(SIZE).run(rank_body) == [2, 2, 2]
+
+
+def test_unnamed_operations_pair_up_after_an_uneven_join(world: MakeWorld, framework: Framework) -> None:
+    def rank_body(context: Context) -> None:
+        frontend = framework.frontend(context)
+        pair = frontend.add_process_set([0, 1])
+        for _ in range(2):
+            for _ in range(context.rank + 1):
+                frontend.allreduce(framework.float64([1.0]))
+            if context.rank == 1:  # rank 0 has joined, or will
+                frontend.allreduce(framework.float64([1.0]), process_set=pair)
+            frontend.join()
+            gathered = frontend.allgather(framework.float64([float(context.rank)]))
+            assert framework.array(gathered).tolist() == [0.0, 1.0, 2.0]
+            for count in (3.0, 6.0):
+                total = frontend.allreduce(framework.float64([count / SIZE]), op=ReduceOp.SUM)
+                assert framework.array(total).tolist() == [count]
+            if context.rank < 2:
+                total = frontend.allreduce(framework.float64([1.0]), op=ReduceOp.SUM, process_set=pair)
+                assert framework.array(total).tolist() == [2.0]
+
+    world(SIZE).run(rank_body)
