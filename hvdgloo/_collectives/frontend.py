@@ -523,9 +523,13 @@ class NamedFrontend(Frontend[T]):
         self._calls = itertools.count(1)
 
     def start(self, operation: CollectiveSpec, tensors: Sequence[T], name: str | None = None, **how: Any) -> Pending[T]:
-        return super().start(operation, tensors, name or f"{self._label}.{next(self._calls)}", **how)
+        return super().start(operation, tensors, name or self.next_name(), **how)
 
     def _submit_array(
         self, operation: CollectiveSpec, array: npt.NDArray[Any], name: str | None
     ) -> tuple[Handle, Callable[[], npt.NDArray[Any]]]:
-        return super()._submit_array(operation, array, name or f"{self._label}.{next(self._calls)}")
+        return super()._submit_array(operation, array, name or self.next_name())
+
+    def next_name(self) -> str:
+        """The name of the next call."""
+        return f"{self._label}.{next(self._calls)}"

@@ -73,8 +73,9 @@ class TensorFlowFrontend(Frontend[Tensor]):
         at_run_time = adjoint.keep or operation.collective in _AT_RUN_TIME
 
         def backward(tape: Tape[Tensor], gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+            below = _name_of_gradient(label)
             if not at_run_time:
-                return adjoint.rule(self, operation, tape, gradients)
+                return adjoint.rule(self if is_ordered() else self._named(below), operation, tape, gradients)
             count = len(gradients)
             # The inputs are used as such, or for their shapes.
             before = [given[i] for i in range(len(given)) if given[i].dtype.is_floating]
@@ -82,7 +83,7 @@ class TensorFlowFrontend(Frontend[Tensor]):
             def run(*arrays: Any) -> Any:
                 arriving, inputs, outputs = arrays[:count], arrays[count : 2 * count], arrays[2 * count :]
                 left = Tape(tuple(a.shape for a in inputs), inputs, outputs)
-                return adjoint.rule(self._named(label), operation, left, arriving)
+                return adjoint.rule(self._named(below), operation, left, arriving)
 
             every = [*gradients, *before, *tape.outputs]
             return operator(run, every, [t.dtype for t in gradients], [t.shape for t in before])
@@ -129,8 +130,10 @@ class TensorFlowFrontend(Frontend[Tensor]):
             return [received]
 
         def backward(tape: Tape[Tensor], gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+            below = _name_of_gradient(label)
+
             def run(gradient: Any, numbers: Any, array: Any) -> Any:
-                (sent,) = send_back(self._named(label), operation, numbers, [gradient])
+                (sent,) = send_back(self._named(below), operation, numbers, [gradient])
                 # Rows that were not sent have no gradient.
                 whole = np.zeros_like(array)
                 whole[: len(sent)] = sent
@@ -147,9 +150,16 @@ class TensorFlowFrontend(Frontend[Tensor]):
         first = "".join(c if c.isalnum() else "_" for c in tensors[0].name)
         return unique_in_graph(f"{operation.collective.value}_{first}")
 
-    def _named(self, label: str | None) -> Frontend[Tensor]:
-        """What a gradient's rule, as it runs, takes its names from."""
-        return self if label is None else NamedFrontend(self.adapter, self._context, f"{label}.gradient")
+    def _named(self, label: str | None) -> TensorFlowFrontend:
+        """What a gradient's rule takes its names from; None: they are counted as it runs."""
+        return self if label is None else _NamedTensorFlowFrontend(self.adapter, self._context, label)
+
+
+class _NamedTensorFlowFrontend(NamedFrontend[Tensor], TensorFlowFrontend):
+    """For one run of a gradient's rule, or for the operators that it adds to a graph of TensorFlow 1."""
+
+    def _graph_name(self, operation: CollectiveSpec, tensors: Sequence[Tensor], name: str | None) -> str:
+        return name or self.next_name()
 
 
 FRONTEND = TensorFlowFrontend(TensorFlowAdapter(), process.current, module=__name__)
@@ -173,6 +183,16 @@ def is_ordered() -> bool:
     """
     in_function = getattr(tf.compat.v1.get_default_graph(), "building_function", False)
     return bool(in_function) and tf.compat.v1.executing_eagerly_outside_functions()
+
+
+def _name_of_gradient(label: str | None) -> str | None:
+    """The prefix of the names of a collective's gradient, from the collective's own.
+
+    A graph of TensorFlow 1 may have several gradients through one collective, which nothing puts in order.
+    """
+    if label is None or is_ordered():
+        return None if label is None else f"{label}.gradient"
+    return unique_in_graph(f"{label}.gradient")
 
 
 _counts: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()

@@ -14,10 +14,11 @@ from hvdgloo._collectives.spec import CollectiveSpec
 from hvdgloo._job.context import Context
 from hvdgloo._platform.error_tokens import mark, recall
 from hvdgloo.errors import HorovodInternalError, InvalidArgumentError, MismatchError, PeerLostError
+from hvdgloo.tensorflow._frontend import TensorFlowFrontend
 from hvdgloo.tensorflow._sparse import SparseReductionError, sparse_allreduce
 from hvdgloo.tensorflow.compression import Compression
 from hvdgloo.types import Collective, ReduceOp
-from tests.support.ways import WAYS, frontend_of, gradients, run
+from tests.support.ways import WAYS, frontend_of, gradients, run, session_config
 from tests.support.world import World
 
 Ranks = Callable[..., World]
@@ -294,6 +295,44 @@ def test_names_of_a_session_do_not_depend_on_the_order_of_execution(ranks: Ranks
                     got, slope = session.run([sums, slopes], {x: [[1.0, 2.0]]})
                     assert [g.tolist() for g in got] == [[[2.0 * k, 4.0 * k]] for k in (1, 10, 100)]
                     assert [s.tolist() for s in slope] == [[[1.0, 1.0]], [[50.0, 50.0]]]
+
+    ranks(2).run(rank_body)
+
+
+COLLECTIVES: dict[str, Callable[[TensorFlowFrontend, Any, str | None], Any]] = {
+    "sum": lambda hvd, x, name: hvd.allreduce(x, op=ReduceOp.SUM, name=name),
+    "min": lambda hvd, x, name: hvd.allreduce(x, op=ReduceOp.MIN, name=name),
+    "max": lambda hvd, x, name: hvd.allreduce(x, op=ReduceOp.MAX, name=name),
+    "product": lambda hvd, x, name: hvd.allreduce(x, op=ReduceOp.PRODUCT, name=name),
+    "group": lambda hvd, x, name: hvd.grouped_allreduce([x, x], op=ReduceOp.MAX, name=name)[1],
+    "allgather": lambda hvd, x, name: hvd.allgather(x, name),
+    "grouped allgather": lambda hvd, x, name: hvd.grouped_allgather([x, x], name)[0],
+    "broadcast": lambda hvd, x, name: hvd.broadcast(x, 1, name),
+    "even alltoall": lambda hvd, x, name: hvd.alltoall(x, None, name),
+    "alltoall": lambda hvd, x, name: hvd.alltoall(x, [0, 2], name)[0],
+    "reducescatter": lambda hvd, x, name: hvd.reducescatter(x, op=ReduceOp.SUM, name=name),
+}
+
+
+@pytest.mark.parametrize("name", [None, "mine"])
+def test_gradients_through_one_collective_are_told_apart_in_a_session(ranks: Ranks, name: str | None) -> None:
+    """Nothing orders them: under one name, a rank's first could meet another rank's second."""
+    value = np.array([[1.0, 2.0], [3.0, 4.0]])
+
+    def rank_body(context: Context) -> None:
+        frontend = frontend_of(context)
+        with tf.Graph().as_default():
+            x = tf.compat.v1.placeholder(tf.float64, [2, 2])
+            slopes = {}
+            for kind, collective in COLLECTIVES.items():
+                y = collective(frontend, x * (1.0 + context.rank), None if name is None else f"{name}.{kind}")
+                slopes[kind] = [tf.gradients(y * factor, x)[0] for factor in (1.0, 5.0, 25.0)]
+            with tf.compat.v1.Session(config=session_config()) as session:
+                for kind, several in slopes.items():
+                    for _ in range(2):
+                        first, *others = session.run(several, {x: value})
+                        for slope, factor in zip(others, (5.0, 25.0), strict=True):
+                            np.testing.assert_allclose(slope, first * factor, err_msg=kind)
 
     ranks(2).run(rank_body)
 
