@@ -11,7 +11,11 @@ theirs alike.
 
 **Order.** TensorFlow orders operators that use a common resource, and, among themselves, those that use none. So calls
 of nested functions, and branches, which use variables of their own, would run beside each other and beside what
-surrounds them. All our operators therefore read one variable before they run and write it after.
+surrounds surrounds them. All our operators therefore read one variable before they run and write it after.
+
+**Threads.** In a graph of TensorFlow 1 any number of operators may wait at the same time, and which of them run first
+differs between ranks. If they waited in TensorFlow's threads, all of these might wait for what no thread is left to
+submit; so each waits in a thread of its own.
 """
 
 from __future__ import annotations
@@ -200,29 +204,96 @@ _counts: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionar
 
 def unique_in_graph(name: str) -> str:
     """A name that no other operator of the current graph has been given, also in its branches and loops."""
-    graph = tf.compat.v1.get_default_graph()
-    while getattr(graph, "outer_graph", None) is not None:
-        graph = graph.outer_graph
-    used = _counts.setdefault(graph, Counter())
+    used = _counts.setdefault(_outermost_graph(), Counter())
     used[name] += 1
     return name if used[name] == 1 else f"{name}.{used[name]}"
 
 
+def _outermost_graph() -> Any:
+    graph = tf.compat.v1.get_default_graph()
+    while getattr(graph, "outer_graph", None) is not None:
+        graph = graph.outer_graph
+    return graph
+
+
 def operator(
-    function: Callable[..., Any], inputs: Sequence[Tensor], dtypes: Sequence[Any], shapes: Sequence[Any]
+    function: Callable[..., Any],
+    inputs: Sequence[Tensor],
+    dtypes: Sequence[Any],
+    shapes: Sequence[Any],
+    *,
+    blocks: bool = True,
 ) -> list[Tensor]:
     """An operator of the current graph that calls ``function`` with arrays; it returns a list of arrays.
 
     Args:
         function: raises our errors as they are; see ``hvdgloo.tensorflow._failures``.
         dtypes, shapes: of the outputs.
+        blocks: whether the function may wait for other ranks; see **Threads** above.
     """
+    call = guarded(function)
     with _in_order() as made:
-        outputs = tf.numpy_function(guarded(function), list(inputs), list(dtypes), stateful=True)
+        if blocks and not is_ordered():
+            outputs = _threads.setdefault(_outermost_graph(), _Threads()).call(call, inputs, dtypes)
+        else:
+            outputs = tf.numpy_function(call, list(inputs), list(dtypes), stateful=True)
         made += outputs
     for output, shape in zip(outputs, shapes, strict=True):
         output.set_shape(shape)
     return list(outputs)
+
+
+class _Threads:
+    """Operators of one graph that wait in none of the threads that TensorFlow computes with.
+
+    Each becomes the only element of a dataset, and what asks for that waits in a thread of the operator's own. What
+    computes the element is one function for all operators of the same types: making and starting one takes time.
+    """
+
+    def __init__(self) -> None:
+        self._calls: list[Callable[..., Any]] = []
+        self._functions: dict[tuple[Any, ...], Any] = {}
+        # For a dataset of one element there is nothing to optimise, and trying takes longer than computing it.
+        self._options = tf.data.Options()
+        self._options.experimental_optimization.apply_default_optimizations = False
+        self._options.autotune.enabled = False
+
+    def call(self, call: Callable[..., Any], inputs: Sequence[Tensor], dtypes: Sequence[Any]) -> list[Tensor]:
+        """An operator of the current graph that calls a function with arrays; it returns a list of arrays."""
+        self._calls.append(call)
+        given = [tf.constant(len(self._calls) - 1), *inputs]
+        unknown = [tf.TensorShape(None)] * len(dtypes)
+        mapped = tf.raw_ops.MapDataset(
+            input_dataset=tf.raw_ops.TensorDataset(components=given, output_shapes=[each.shape for each in given]),
+            other_arguments=[],
+            f=self._function(tuple(each.dtype for each in given), tuple(dtypes)),
+            output_types=list(dtypes),
+            output_shapes=unknown,
+            use_inter_op_parallelism=False,  # the thread that asks computes
+        )
+        element = tuple(tf.TensorSpec(None, dtype) for dtype in dtypes)
+        dataset = tf.data.experimental.from_variant(mapped, element).with_options(self._options)
+        waiting = tf.raw_ops.DatasetToSingleElement(
+            dataset=tf.data.experimental.to_variant(dataset), output_types=list(dtypes), output_shapes=unknown
+        )
+        return list(waiting)
+
+    def _function(self, given: tuple[Any, ...], returned: tuple[Any, ...]) -> Any:
+        if (given, returned) not in self._functions:
+
+            def run(*tensors: Tensor) -> Any:
+                return tf.numpy_function(self._dispatch, list(tensors), list(returned), stateful=True)
+
+            specs = [tf.TensorSpec(None, dtype) for dtype in given]
+            with _outermost_graph().as_default():
+                self._functions[given, returned] = tf.function(run, autograph=False).get_concrete_function(*specs)
+        return self._functions[given, returned]
+
+    def _dispatch(self, number: Any, *arrays: Any) -> Any:
+        return self._calls[int(number)](*arrays)
+
+
+_threads: weakref.WeakKeyDictionary[Any, _Threads] = weakref.WeakKeyDictionary()
 
 
 def effect(function: Callable[..., Any], inputs: Sequence[Tensor]) -> Any:

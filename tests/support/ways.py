@@ -21,9 +21,9 @@ def frontend_of(context: Context) -> TensorFlowFrontend:
 
 
 def session_config() -> Any:
-    """Threads enough for each rank's operators that wait."""
+    """One thread for each rank's operators: those that wait must not need it."""
     return tf.compat.v1.ConfigProto(
-        inter_op_parallelism_threads=4, intra_op_parallelism_threads=1, use_per_session_threads=True
+        inter_op_parallelism_threads=1, intra_op_parallelism_threads=1, use_per_session_threads=True
     )
 
 

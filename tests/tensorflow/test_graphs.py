@@ -314,8 +314,7 @@ COLLECTIVES: dict[str, Callable[[TensorFlowFrontend, Any, str | None], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", [None, "mine"])
-def test_gradients_through_one_collective_are_told_apart_in_a_session(ranks: Ranks, name: str | None) -> None:
+def test_gradients_through_one_collective_are_told_apart_in_a_session(ranks: Ranks) -> None:
     """Nothing orders them: under one name, a rank's first could meet another rank's second."""
     value = np.array([[1.0, 2.0], [3.0, 4.0]])
 
@@ -324,8 +323,8 @@ def test_gradients_through_one_collective_are_told_apart_in_a_session(ranks: Ran
         with tf.Graph().as_default():
             x = tf.compat.v1.placeholder(tf.float64, [2, 2])
             slopes = {}
-            for kind, collective in COLLECTIVES.items():
-                y = collective(frontend, x * (1.0 + context.rank), None if name is None else f"{name}.{kind}")
+            for number, (kind, collective) in enumerate(COLLECTIVES.items()):
+                y = collective(frontend, x * (1.0 + context.rank), kind if number % 2 else None)
                 slopes[kind] = [tf.gradients(y * factor, x)[0] for factor in (1.0, 5.0, 25.0)]
             with tf.compat.v1.Session(config=session_config()) as session:
                 for kind, several in slopes.items():
@@ -333,6 +332,28 @@ def test_gradients_through_one_collective_are_told_apart_in_a_session(ranks: Ran
                         first, *others = session.run(several, {x: value})
                         for slope, factor in zip(others, (5.0, 25.0), strict=True):
                             np.testing.assert_allclose(slope, first * factor, err_msg=kind)
+
+    ranks(2).run(rank_body)
+
+
+@pytest.mark.parametrize("way", ["function", "session"])
+def test_there_may_be_more_collectives_than_threads(ranks: Ranks, way: str) -> None:
+    """A session has one thread for operators here, and starts with any: no rank may be stuck where others are not."""
+    rows = 5.0 * np.ones((2, 3))
+
+    def rank_body(context: Context) -> None:
+        frontend = frontend_of(context)
+
+        def every(x: Any) -> list[Any]:
+            made = [collective(frontend, x, kind) for kind, collective in COLLECTIVES.items()]
+            summed = [frontend.allreduce(x + k, op=ReduceOp.SUM, name=f"plain.{k}") for k in range(10)]
+            slopes = [] if way == "function" else [tf.gradients(y, x)[0] for y in made]
+            return [*summed, *made, *slopes]
+
+        for _ in range(2):
+            results = run(way, every, rows)
+            for k in range(10):
+                np.testing.assert_array_equal(results[k], 2 * (rows + k))
 
     ranks(2).run(rank_body)
 
