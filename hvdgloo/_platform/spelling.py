@@ -1,9 +1,14 @@
-"""What a mistyped flag, key or variable was probably meant to be. Pure."""
+"""What a mistyped flag, key or variable was probably meant to be, and how to show what was typed. Pure."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+
+
+def in_one_line(text: str) -> str:
+    """A text as it can be shown within a line: what is not printable is escaped as in Python."""
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
 def suggestions(word: str, known: Iterable[str], limit: int = 2) -> list[str]:

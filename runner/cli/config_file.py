@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hvdgloo._platform.spelling import suggestions
+from hvdgloo._platform.spelling import in_one_line, suggestions
 from hvdgloo.config import parse_value, settings
 from hvdgloo.errors import ConfigError
 from hvdgloo.runner.cli.flags import Parser
@@ -51,7 +51,7 @@ def read(path: str, parser: Parser) -> FileContent:
     content = FileContent()
     fields = {setting.yaml: name for name, setting in settings().items() if setting.yaml is not None}
     for key, value in _flat(_load(path)):
-        source = f"{path}: {key}"
+        source = f"{path}: {in_one_line(key)}"
         _check(value, source)
         if key == "controller":
             if str(value).lower() != "gloo":

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from hvdgloo._platform.spelling import in_one_line
 from hvdgloo.errors import ConfigError
 from hvdgloo.runner.job.spec import HostEntry, LaunchSpec, Slot, assign
 from hvdgloo.runner.protocol.frames import Hello
@@ -45,7 +46,7 @@ def parse_hosts(text: str) -> tuple[HostEntry, ...]:
     items = [item.strip() for item in text.split(",")]
     mentions = []
     for number, item in enumerate(items, start=1):
-        where = f"--hosts {text}" + (f", item {number}" if len(items) > 1 else "")
+        where = f"--hosts {in_one_line(text)}" + (f", item {number}" if len(items) > 1 else "")
         if not item:
             raise ConfigError(f"{where} is empty; write for example: h1:4,h2:4")
         mentions.append(_Mention(_parse_item(item, where), where))
