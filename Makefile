@@ -14,10 +14,15 @@ WORKERS ?= 2
 # How many targets run side by side; as many as there are cores, if this is empty.
 JOBS ?=
 
+# Two stages, so that torch is installed once: what the demo needs, then what tests and checks need as well.
 VENV ?= .venv
 BIN := $(VENV)/bin
+READY_DEMO := $(VENV)/.ready-demo
 READY := $(VENV)/.ready
 TORCH ?= torch==2.13.0
+# PyTorch's own index of builds for the CPU. pip's usual one has, for Linux, the build for CUDA: several GB with all it
+# needs. Where this one does not answer, pip asks the usual one.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 TESTS_THREADS ?= tests/unit tests/contract tests/architecture
 TESTS_PROCESSES ?= tests/processes tests/gpu
 
@@ -56,6 +61,8 @@ READY_PACKAGING := $(VENV_PACKAGING)/.ready
 # One environment for each version of Python: .venv-python-3.12 and so on.
 VENV_PYTHON ?= .venv-python
 TESTS_PYTHON ?= tests/unit tests/architecture/test_docs.py::test_this_environment_is_in_the_matrix
+# pip install, with what is fetched and how far that is: $(INSTALL) <the environment's python> "<what>" <arguments>
+INSTALL = @$(PYTHON) tests/support/install.py
 FIND_PYTHON = $(PYTHON) tests/support/pythons.py
 SIDE_BY_SIDE = WORKERS=0 $(PYTHON) tests/support/side_by_side.py --make "$(MAKE)" $(if $(JOBS),--jobs $(JOBS))
 # Versions that are not found are reported.
@@ -67,10 +74,11 @@ PURELIB = $$($(1)/bin/python -c "import sysconfig; print(sysconfig.get_path('pur
 SHARE = echo "import site; site.addsitedir('$(call PURELIB,$(abspath $(VENV)))')" > $(call PURELIB,$(1))/shared.pth
 
 .PHONY: demo test test-all test-others test-tensorflow test-mxnet test-with-mxnet test-pygloo test-with-pygloo \
-    test-packaging test-pythons test-gpu mutants check clean
+    test-packaging test-pythons test-gpu mutants clients check clean
 
-demo: $(READY)
+demo: $(READY_DEMO)
 	$(BIN)/hvdgloo-run -np 2 examples/torch_digits.py
+	@sed "s|^  hvdgloo-run|  $(BIN)/hvdgloo-run|" docs/after-the-demo.txt
 
 # Where ranks are threads of one process, a second pytest has the second core to itself. Tests of several processes wait
 # half of their time, for programs to start and for deadlines to pass; a third pytest uses the cores meanwhile. torch
@@ -139,6 +147,11 @@ test-packaging: $(READY_PACKAGING)
 test-gpu: $(READY_GPU)
 	HVDGLOO_TEST_REQUIRE_GPU=1 $(VENV_GPU)/bin/python -m pytest tests/gpu
 
+# Not part of the tests: libraries that use Horovod, each in an environment of its own (docs/compatibility.md).
+# CLIENTS="ignite open_clip" runs these only.
+clients: $(READY)
+	$(BIN)/python -m tests.clients $(CLIENTS)
+
 # Not part of the tests: it shows that they catch planted faults (tests/mutants/README.md).
 mutants: $(READY)
 	$(BIN)/python -m tests.mutants -j 2
@@ -150,61 +163,63 @@ check: $(READY)
 	$(BIN)/python -m pytest -q tests/architecture
 
 clean:
-	rm -rf $(VENV) $(VENV_GPU) $(VENV_TF) $(VENV_MXNET) $(VENV_PYGLOO) $(VENV_PACKAGING) $(VENV_PYTHON)-* \
+	rm -rf $(VENV) $(VENV_GPU) $(VENV_TF) $(VENV_MXNET) $(VENV_PYGLOO) $(VENV_PACKAGING) $(VENV_PYTHON)-* .venv-clients \
 	    build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
 # torch is installed first and by its pin, so that no other package's range fetches another build of it.
-$(READY): setup.cfg setup.py Makefile
-	@echo "Making $(VENV) with all that is needed; torch alone is 200 MB."
+$(READY_DEMO): setup.cfg setup.py Makefile
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --editable ".[dev]"
-	touch $@
+	$(INSTALL) $(BIN)/python "torch for the CPU (190 MB to fetch, 800 MB on the disk)" --index $(TORCH_INDEX) "$(TORCH)"
+	$(INSTALL) $(BIN)/python "hvdgloo and what its examples need (60 MB to fetch)" --editable ".[examples]"
+	@touch $@
+
+$(READY): $(READY_DEMO)
+	$(INSTALL) $(BIN)/python "the tools of tests and checks (40 MB to fetch)" --editable ".[dev]"
+	@touch $@
 
 $(READY_GPU): setup.cfg setup.py Makefile
 	$(PYTHON) -m venv --system-site-packages $(VENV_GPU)
-	$(VENV_GPU)/bin/python -m pip install --quiet --editable ".[test]"
+	$(INSTALL) $(VENV_GPU)/bin/python "the tools of tests; torch is the machine's" --editable ".[test]"
 	touch $@
 
 # tf_keras comes without its dependencies, or it would bring the large build of TensorFlow.
 $(READY_TF): $(READY)
-	@echo "Making $(VENV_TF); TensorFlow is 270 MB."
 	rm -rf $(VENV_TF)
 	$(PYTHON) -m venv $(VENV_TF)
 	$(call SHARE,$(VENV_TF))
-	$(VENV_TF)/bin/python -m pip install --quiet $(TENSORFLOW)
-	$(VENV_TF)/bin/python -m pip install --quiet --no-deps $(TF_KERAS)
-	$(VENV_TF)/bin/python -m pip install --quiet --editable . --no-deps
+	$(INSTALL) $(VENV_TF)/bin/python "TensorFlow, Keras and JAX (400 MB to fetch)" $(TENSORFLOW)
+	$(INSTALL) $(VENV_TF)/bin/python "tf_keras (2 MB to fetch)" --no-deps $(TF_KERAS)
+	$(INSTALL) $(VENV_TF)/bin/python "hvdgloo" --editable . --no-deps
 	touch $@
 
 $(READY_PYGLOO): setup.cfg setup.py Makefile
-	@echo "Making $(VENV_PYGLOO), without torch."
 	rm -rf $(VENV_PYGLOO)
 	$(PYTHON310) -m venv $(VENV_PYGLOO)
-	$(VENV_PYGLOO)/bin/python -m pip install --quiet --editable ".[pygloo,test]" $(PYGLOO) $(MXNET_BESIDE)
-	$(VENV_PYGLOO)/bin/python -m pip install --quiet --no-deps $(MXNET)
+	$(INSTALL) $(VENV_PYGLOO)/bin/python "pygloo and the tools of tests, without torch (80 MB to fetch)" \
+	    --editable ".[pygloo,test]" $(PYGLOO) $(MXNET_BESIDE)
+	$(INSTALL) $(VENV_PYGLOO)/bin/python "MXNet (47 MB to fetch)" --no-deps $(MXNET)
 	touch $@
 
 # MXNet comes without its dependencies: of these only numpy and requests are used, and graphviz would be ancient.
 $(READY_MXNET): setup.cfg setup.py Makefile
-	@echo "Making $(VENV_MXNET); MXNet and what it needs are 120 MB."
 	rm -rf $(VENV_MXNET)
 	$(PYTHON_MXNET) -m venv $(VENV_MXNET)
-	$(VENV_MXNET)/bin/python -m pip install --quiet --editable ".[test]" $(MXNET_BESIDE)
-	$(VENV_MXNET)/bin/python -m pip install --quiet --no-deps $(MXNET)
+	$(INSTALL) $(VENV_MXNET)/bin/python "the tools of tests, without torch (80 MB to fetch)" \
+	    --editable ".[test]" $(MXNET_BESIDE)
+	$(INSTALL) $(VENV_MXNET)/bin/python "MXNet (47 MB to fetch)" --no-deps $(MXNET)
 	touch $@
 
 $(READY_PACKAGING): $(READY)
-	@echo "Making $(VENV_PACKAGING)."
 	rm -rf $(VENV_PACKAGING)
 	$(PYTHON) -m venv $(VENV_PACKAGING)
 	$(call SHARE,$(VENV_PACKAGING))
-	$(VENV_PACKAGING)/bin/python -m pip install --quiet --editable ".[packaging]"
+	$(INSTALL) $(VENV_PACKAGING)/bin/python "the tools that build distributions (10 MB to fetch)" \
+	    --editable ".[packaging]"
 	touch $@
 
 $(VENV_PYTHON)-%/.ready: setup.cfg setup.py Makefile
-	@echo "Making $(VENV_PYTHON)-$*, without torch."
 	rm -rf $(VENV_PYTHON)-$*
 	"$$($(FIND_PYTHON) $*)" -m venv $(VENV_PYTHON)-$*
-	$(VENV_PYTHON)-$*/bin/python -m pip install --quiet --editable ".[test-unit]"
+	$(INSTALL) $(VENV_PYTHON)-$*/bin/python "the tools of tests, without torch (30 MB to fetch)" \
+	    --editable ".[test-unit]"
 	touch $@
