@@ -48,7 +48,7 @@ class Story:
         if line.startswith("Installing collected packages: "):
             count = line.count(",") + 1
             self.doing = f"unpacking {count} package{'s' if count > 1 else ''}"
-            return f"{self.doing} ({self.megabytes:.0f} MB were fetched)"
+            return f"{self.doing}; {self.megabytes:.0f} MB fetched so far"
         found = _FETCHED.match(line)
         if found is None or found[2].endswith(".metadata"):
             return None
@@ -134,8 +134,9 @@ def install(python: Path, arguments: Sequence[str], out: TextIO, silence_s: floa
 
 
 def _read(stream: TextIO, lines: queue.Queue[str | None]) -> None:
-    for line in stream:
-        lines.put(line.rstrip("\n"))
+    with stream:
+        for line in stream:
+            lines.put(line.rstrip("\n"))
     lines.put(None)
 
 
