@@ -20,6 +20,7 @@ from hvdgloo.runner.cli.setting_flags import IGNORED_FLAGS, REFUSED_FLAGS
 from hvdgloo.runner.job.command import interface_variables, worker_environment
 from hvdgloo.runner.job.spec import HostEntry, assign
 from hvdgloo.runner.network.interfaces import Address
+from tests.clients.table import CLIENTS
 from tests.support.frameworks import need
 from tests.support.pages import ROOT, generated
 
@@ -27,6 +28,7 @@ PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob
 OTHER_OPTIONS = {
     "--epochs",
     "--from-literal",
+    "--horovod",
     "--gpus-per-node",
     "--index-url",
     "--ipc",
@@ -47,6 +49,7 @@ OTHER_OPTIONS = {
     "--seed",
     "--shm-size",
     "--sysctl",
+    "--tf",
     "--trials",
 }
 """Options in examples that belong to other programs."""
@@ -170,6 +173,15 @@ def test_this_environment_is_in_the_matrix(name: str) -> None:
     assert present in Requirement(f"x {needs}").specifier
     if f"{present.major}.{present.minor}" not in tested:
         pytest.skip(f"{name} {present} is not in docs/compatibility.md: add it if all tests pass")
+
+
+def test_the_table_of_clients_is_what_make_clients_tries() -> None:
+    page = (ROOT / "docs/compatibility.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([\w-]+) \| ([\d.]+) \| `(\w+)\.py` \| ", page, re.M)
+    assert rows == [(client.name, client.version, client.program) for client in CLIENTS]
+    for client in CLIENTS:
+        assert any(package.endswith(f"=={client.version}") for package in client.packages)
+        assert (ROOT / f"tests/clients/programs/{client.program}.py").is_file()
 
 
 def test_a_wrong_name_would_be_noticed(tmp_path: Path) -> None:
