@@ -2,11 +2,15 @@
 
     python benchmarks/soak.py --seconds 600 [--plane gloo|segment|in-place]
     python benchmarks/soak.py --seconds 600 --plane hierarchical --hosts h1:2,h2:2
+    python benchmarks/soak.py --seconds 600 --np 2 --alternating 3
 
 Each thread of a rank works in a process set of its own (they overlap). It draws batches of operations, the same on all
 members, submits each batch in an order of its own, and compares every result with numpy's. Memory and open files are
 checked ten times; at the end they must be what they were halfway through. Over the hierarchical plane every tensor is
 reduced in each host first, however small; that it was the requested plane is checked as well.
+
+With ``--alternating`` the threads of a rank call async and synchronize in turn instead, each of one tensor of its own.
+Any of them may do the engine's work while it waits, for a moment; none may have to wait for long because of it.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import threading
 import time
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,6 +33,8 @@ import hvdgloo.run
 
 DTYPES = ("uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
 SAMPLES = 10
+_ROUNDS = 50  # operations of a thread between two questions whether to go on
+_SHARE = 5  # one thread may have so many times the operations of another
 PLANES: dict[str, dict[str, str]] = {
     "default": {},
     "gloo": {"HVDGLOO_CPU_OPERATIONS": "gloo"},
@@ -128,6 +135,7 @@ class Soaker:
         self.end = time.monotonic() + seconds
         self.seed = seed
         self.done: Counter[str] = Counter()
+        self.longest = 0.0  # seconds that one operation of ``alternate`` took
         self.failures: list[str] = []
 
     def soak(self, number: int, process_set: hvd.ProcessSet) -> None:
@@ -147,13 +155,27 @@ class Soaker:
                 self.done[batch[index].kind] += 1
             step += 1
 
+    def alternate(self, number: int, process_set: hvd.ProcessSet) -> None:
+        """One thread of several that each have one small operation under way."""
+        size, step = hvd.size(), 0
+        while step % _ROUNDS or self.goes_on(number, process_set):
+            begun = time.monotonic()
+            value = np.full(1 + step % 7, step + number + hvd.rank(), np.int64)
+            total = hvd.synchronize(hvd.allreduce_async(value, op=hvd.Sum, name=f"own {number}"))
+            self.longest = max(self.longest, time.monotonic() - begun)
+            wanted = size * (step + number) + size * (size - 1) // 2
+            if total.shape != value.shape or (total != wanted).any():
+                raise AssertionError(f"step {step} is wrong: {total!r} instead of {wanted}")
+            self.done[f"thread {number}"] += 1
+            step += 1
+
     def goes_on(self, number: int, process_set: hvd.ProcessSet) -> bool:
         mine = np.array([time.monotonic() < self.end and not self.failures], np.uint8)
         return bool(hvd.allreduce(mine, op=hvd.Min, name=f"goes on {number}", process_set=process_set)[0])
 
-    def run(self, number: int, process_set: hvd.ProcessSet) -> None:
+    def run(self, number: int, process_set: hvd.ProcessSet, *, alternating: bool = False) -> None:
         try:
-            self.soak(number, process_set)
+            (self.alternate if alternating else self.soak)(number, process_set)
         except BaseException as error:  # noqa: BLE001 - the main thread reports it
             self.failures.append(f"rank {hvd.rank()}, thread {number}: {type(error).__name__}: {error}")
 
@@ -175,7 +197,7 @@ def plane_in_use() -> str:
     return "in-place" if backend.is_direct else "segment"
 
 
-def worker(seconds: float, seed: int, plane: str) -> dict[str, Any]:
+def worker(seconds: float, seed: int, plane: str, alternating: int) -> dict[str, Any]:
     """One rank."""
     hvd.init()
     if plane not in ("default", plane_in_use()):
@@ -186,7 +208,10 @@ def worker(seconds: float, seed: int, plane: str) -> dict[str, Any]:
     soaker = Soaker(seconds, seed)
     mine = [(0, hvd.global_process_set), (1, hvd.global_process_set)]
     mine += [(2 + index, each) for index, each in enumerate(sets) if each.included()]
-    threads = [threading.Thread(target=soaker.run, args=each, name=f"soak-{each[0]}", daemon=True) for each in mine]
+    if alternating:
+        mine = [(number, hvd.global_process_set) for number in range(alternating)]
+    body = partial(soaker.run, alternating=bool(alternating))
+    threads = [threading.Thread(target=body, args=each, name=f"soak-{each[0]}", daemon=True) for each in mine]
     for thread in threads:
         thread.start()
     samples = []
@@ -200,7 +225,13 @@ def worker(seconds: float, seed: int, plane: str) -> dict[str, Any]:
     if not stuck:
         hvd.barrier()  # a rank that leaves ends the others' collectives, and ranks are in unequal numbers of sets
     hvd.shutdown()
-    return {"done": soaker.done, "failures": soaker.failures, "stuck": stuck, "samples": samples}
+    return {
+        "done": soaker.done,
+        "failures": soaker.failures,
+        "stuck": stuck,
+        "samples": samples,
+        "longest": soaker.longest,
+    }
 
 
 def main() -> int:
@@ -211,8 +242,10 @@ def main() -> int:
     parser.add_argument("--growth", type=int, default=48, help="MiB that memory may grow by (default 48)")
     parser.add_argument("--plane", choices=PLANES, default="default", help="the data plane that is wanted")
     parser.add_argument("--hosts", help="host:slots,... (default: this one)")
+    parser.add_argument("--alternating", type=int, default=0, help="so many threads that only wait in turn (see above)")
+    parser.add_argument("--longest", type=float, default=1.0, help="seconds that they may wait for one (default 1)")
     options = parser.parse_args()
-    arguments = options.seconds, options.seed, options.plane
+    arguments = options.seconds, options.seed, options.plane, options.alternating
     results = hvdgloo.run.run(worker, arguments, np=options.np, hosts=options.hosts, env=PLANES[options.plane])
     wrong = [failure for result in results for failure in result["failures"]]
     for rank, result in enumerate(results):
@@ -227,6 +260,13 @@ def main() -> int:
             wrong.append(f"rank {rank}: memory grew by {growth >> 20} MiB")
         if files[-1] > files[SAMPLES // 2 - 1]:
             wrong.append(f"rank {rank}: {files[-1] - files[SAMPLES // 2 - 1]} more open files than before")
+        if options.alternating:
+            print(f"  longest wait, ms: {1e3 * result['longest']:.1f}")
+            if result["longest"] > options.longest:
+                wrong.append(f"rank {rank}: an operation took {result['longest']:.1f} s")
+            counts = sorted(result["done"].values())
+            if len(counts) != options.alternating or counts[0] < counts[-1] / _SHARE:
+                wrong.append(f"rank {rank}: some thread had far fewer turns than another: {dict(result['done'])}")
     print(", ".join(f"{kind}: {count}" for kind, count in sorted(results[0]["done"].items())))
     print("\n".join(wrong) or "all results right")
     return 1 if wrong else 0

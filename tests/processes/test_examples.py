@@ -25,12 +25,11 @@ def launcher(tmp_path: Path) -> Iterator[Launcher]:
 
 
 def run_digits(launcher: Launcher, *arguments: str, np: int) -> str:
-    # Alone it starts as its docstring says; others have an interpreter that has imported torch already.
-    interpreter = [] if np == 1 else [warm.python()]
+    # With an interpreter that has imported torch already; README's program starts as users start theirs.
     script = str(EXAMPLES / "torch_digits.py")
     # Several tests share the cores: more threads than one would mostly wait for each other.
     done = launcher.run(
-        "-np", str(np), "--", *interpreter, script, *arguments, env={"OMP_NUM_THREADS": "1"}, timeout=55
+        "-np", str(np), "--", warm.python(), script, *arguments, env={"OMP_NUM_THREADS": "1"}, timeout=55
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(re.findall(r"all ranks hold identical parameters", done.stdout)) == 1

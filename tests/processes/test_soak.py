@@ -56,6 +56,22 @@ def test_a_few_seconds_over_hosts_with_several_ranks(bed: Bed) -> None:
     assert done.stdout.endswith("all results right\n")
 
 
+def test_threads_that_wait_in_turn_do_not_starve_each_other() -> None:
+    """Each has one operation under way and lends the engine its thread while it waits."""
+    arguments = ["--seconds", "2", "--np", "2", "--alternating", "3", "--longest", "5", "--growth", "200"]
+    done = subprocess.run(
+        [sys.executable, str(SOAK), *arguments],
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=55,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith("all results right\n")
+    assert done.stdout.count("longest wait") == 2
+
+
 def test_a_plane_that_cannot_be_had_is_no_success() -> None:
     """One host has no other to form a hierarchy with."""
     done = subprocess.run(

@@ -66,7 +66,8 @@ def preload() -> None:
     for name in ("numpy.random", "hvdgloo._job.join", "hvdgloo.numpy"):
         importlib.import_module(name)
     if importlib.util.find_spec("torch"):
-        for name in ("torch.distributed", "hvdgloo._backends.gloo", "hvdgloo.torch"):
+        # The first optimizer of a process imports the last one, in two seconds.
+        for name in ("torch.distributed", "hvdgloo._backends.gloo", "hvdgloo.torch", "torch._dynamo"):
             importlib.import_module(name)
 
 
