@@ -749,3 +749,31 @@ def test_gradients_may_become_ready_in_several_threads(ranks: Ranks) -> None:
         assert [t.tolist() for (t,) in batch.wait()] == [[1.0, 1.0]] * 2
 
     ranks(2).run(rank_body)
+
+
+@pytest.mark.parametrize("names", [["dense", "sparse"], ["sparse", "dense"]], ids=lambda names: names[0])
+@pytest.mark.parametrize("sent", [1, 2, 3])
+def test_what_a_broken_off_step_has_sent_is_dropped(ranks: Ranks, names: list[str], sent: int) -> None:
+    """As where an operator of the backward pass raised an error: nobody has waited for what was sent before it."""
+
+    def rank_body(context: Context) -> None:
+        everything = [*names, "grouped", "with it"]
+        batch = _Batch(GradientSync(frontend_of(context), GradientOptions()), everything, [everything[2:]])
+
+        def ready(name: str, value: float) -> None:
+            values = np.full((1, 2), value, np.float32)
+            batch.ready(everything.index(name), values, *([np.array([context.rank])] if name == "sparse" else []))
+
+        for name in everything[:sent]:
+            ready(name, np.nan)
+        for step in range(2):
+            for name in everything:
+                ready(name, step + context.rank)
+            results = dict(zip(everything, batch.wait(), strict=True))
+            (dense,), (values, indices) = results["dense"], results["sparse"]
+            assert dense.tolist() == [[step + 0.5] * 2]
+            assert values.tolist() == [[step] * 2, [step + 1.0] * 2]
+            assert indices.tolist() == [0, 1]
+            assert results["grouped"][0].tolist() == results["with it"][0].tolist() == dense.tolist()
+
+    ranks(2).run(rank_body)
