@@ -312,7 +312,8 @@ class Config:
         yaml="timeouts.start_seconds",
         unit="seconds",
         parse=_number(positive=True),
-        help="how long hvd.init() waits for the other workers, which may still be importing their frameworks",
+        help="how long hvd.init() waits without a further worker coming; the others may still be importing their "
+        "frameworks, one after the other where there are more workers than cores",
     )
     operation_timeout: float = _setting(
         30.0,

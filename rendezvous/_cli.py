@@ -163,7 +163,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         type=_of_setting("start_timeout"),
         default=Config.start_timeout,
         metavar="SECONDS",
-        help="from the first worker until those who wait are told who is missing (default: %(default)g)",
+        help="time without a further worker after which those that wait are told who is missing (default: %(default)g)",
     )
     parser.add_argument("--once", action="store_true", help="end when all workers have come and gone, or did not come")
     parser.add_argument(

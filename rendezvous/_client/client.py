@@ -48,6 +48,7 @@ from hvdgloo.topology import Topology
 
 MAX_POLL = 45.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
+_HARDLY_ANY = 0.05  # seconds of a wait that are not worth another request
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ class RendezvousClient:
         Args:
             epoch: the generation of the membership.
             worker: who calls.
-            timeout: seconds.
+            timeout: seconds, counted anew from each further worker that comes.
 
         Raises:
             RendezvousTimeoutError: not all came; the text says how many and which did.
@@ -131,13 +132,18 @@ class RendezvousClient:
             RendezvousError: the server cannot be reached.
         """
         body = json.dumps(worker.to_dict(), separators=(",", ":")).encode()
-        answer = self._wait("POST", f"/v1/epochs/{epoch}/workers", body, timeout, pending=202, follow=True)
-        if answer.status == 202:
-            raise self._timed_out(
-                f"/v1/epochs/{epoch}/workers",
-                f"epoch {epoch} did not start within {timeout:g} s: {answer.reason}. Look at what the missing workers "
-                "printed; if they only need longer, raise the start timeout",
-            )
+        left = timeout
+        while True:
+            answer = self._wait("POST", f"/v1/epochs/{epoch}/workers", body, left, pending=202, follow=True)
+            if answer.status != 202:
+                break
+            left = timeout - float(answer.details.get("idle", timeout))
+            if left <= _HARDLY_ANY:
+                raise self._timed_out(
+                    f"/v1/epochs/{epoch}/workers",
+                    f"epoch {epoch} did not start: no further worker came for {timeout:g} s, and {answer.reason}. Look "
+                    "at what the missing workers printed; if they only need longer, raise the start timeout",
+                )
         data = json.loads(answer.body)
         return Registration(int(data["rank"]), Topology.from_dict(data["topology"]))
 

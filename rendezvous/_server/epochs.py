@@ -1,8 +1,10 @@
 """Where workers gather: the waiting around the pure Membership.
 
 Every worker that registers waits here until the last one has come, the epoch's deadline has passed, the server stops,
-or its own timeout expires. The deadline belongs to the epoch and starts with its first worker: so all waiting workers
-learn of one that never comes at the same moment and in the same words, and no late one starts to wait alone.
+or its own timeout expires. The deadline belongs to the epoch: so all waiting workers learn of one that never comes at
+the same moment and in the same words, and no late one starts to wait alone. It moves with each worker that comes, as
+long as more are in than ever before: a hundred workers on two cores import one after the other, and the last may come
+long after the first. But one that is started again and again does not keep the others waiting.
 
 After a failed start, an epoch with a launcher stays failed: the launcher ends the job. Without a launcher it gathers
 anew, since whatever starts the workers (Kubernetes, Slurm) will start them again.
@@ -39,9 +41,15 @@ class StoppingError(Exception):
 
 @dataclass(frozen=True)
 class NotYet:
-    """The caller's timeout expired first: ``summary`` says who is in. Registering again continues the wait."""
+    """The caller's timeout expired first: registering again continues the wait.
+
+    Attributes:
+        summary: who is in.
+        idle: seconds since a worker last came.
+    """
 
     summary: str
+    idle: float
 
 
 @dataclass(frozen=True)
@@ -59,6 +67,7 @@ class _Round:
     membership: Membership
     started: float | None = None
     deadline: float = 0.0
+    most: int = 0
     waiting: dict[str, list[Latch]] = field(default_factory=dict)
     topology: bytes | None = None
     ranks: dict[str, int] = field(default_factory=dict)
@@ -82,7 +91,7 @@ class Epochs:
     """All epochs of one server. Thread-safe.
 
     Args:
-        start_timeout: seconds from an epoch's first worker until it has failed if not all are in.
+        start_timeout: seconds without a further worker after which an epoch has failed.
         clock: monotonic seconds.
     """
 
@@ -138,8 +147,12 @@ class Epochs:
             gone = True
             latch.release()
 
+        until = self._clock() + timeout
         with watch(hang_up):
-            latch.wait(min(timeout, current.deadline - self._clock()))
+            # The deadline has moved if others have come meanwhile.
+            while not latch.wait(min(until, current.deadline) - self._clock()):
+                if self._clock() >= min(until, current.deadline):
+                    break
         with self._lock:
             self._stop_waiting(current, client, latch, gone)
             placed = current.placed(client)
@@ -151,7 +164,7 @@ class Epochs:
                 raise EpochFailedError(current.failure)
             if self._closed:
                 raise StoppingError(self._closed)
-            return NotYet(current.membership.summary())
+            return NotYet(current.membership.summary(), self._clock() - (current.deadline - self.start_timeout))
 
     def client_left(self, client: str) -> None:
         """A client has no connection left: it loses its place in every epoch that has not started."""
@@ -219,7 +232,10 @@ class Epochs:
         self._note_change()
         if current.started is None:
             current.started = self._clock()
-            current.deadline = current.started + self.start_timeout
+            current.most = 0
+        if membership.arrived > current.most:
+            current.most = membership.arrived
+            current.deadline = self._clock() + self.start_timeout
         if membership.complete and current.topology is None:
             self._complete(epoch, current)
         return current
@@ -245,8 +261,9 @@ class Epochs:
     def _too_late(self, current: _Round) -> str:
         membership = current.membership
         return (
-            f"epoch {membership.epoch} did not start within {self.start_timeout:g} s: {membership.summary()}. Look at "
-            "what the missing workers printed; if they only need longer, raise the start timeout"
+            f"epoch {membership.epoch} did not start: no further worker came for {self.start_timeout:g} s, and "
+            f"{membership.summary()}. Look at what the missing workers printed; if they only need longer, raise the "
+            "start timeout"
         )
 
     def _note_change(self) -> None:

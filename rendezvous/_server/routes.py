@@ -160,7 +160,7 @@ def _register(service: Service, call: Call, epoch: str) -> Answer:
         watch=lambda hang_up: service.poll(call.connection, hang_up),
     )
     if isinstance(placed, NotYet):
-        return _json({"reason": placed.summary}, 202)
+        return _json({"reason": placed.summary, "idle": placed.idle}, 202)
     # The topology is the same for all and may be long: its text is inserted as it is.
     return Answer(b'{"rank":%d,"topology":%s}' % (placed.rank, placed.topology), content_type=_JSON)
 

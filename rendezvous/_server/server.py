@@ -49,7 +49,7 @@ class RendezvousServer:
         bind: IP addresses to listen on, all on one port.
         port: 0 takes any free one.
         port_range: (first, last): the first free one of these, instead of ``port``.
-        start_timeout: seconds from an epoch's first worker until all that wait are told which are missing.
+        start_timeout: seconds without a further worker after which all that wait are told which are missing.
         request_timeout: seconds that a client has for a request's head, and again for its body, apart from what a large
             body takes.
         limits: of the memory that clients may take.

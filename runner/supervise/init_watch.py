@@ -132,7 +132,7 @@ class InitWatch:
 
     def _too_late(self, arrivals: Arrivals) -> Failure:
         first, *others = arrivals.waited_for
-        reason = f"had not called hvd.init() within {self._timeout:g} s of the first rank that did (--start-timeout)"
+        reason = f"had not called hvd.init() within {self._timeout:g} s of the last rank that did (--start-timeout)"
         if others:
             reason += f", nor had {self._describe(others)}"
         return Failure(first, self._hosts[first], 1, reason)

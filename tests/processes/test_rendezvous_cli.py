@@ -203,9 +203,9 @@ def test_a_start_that_fails(start: Callable[..., Command]) -> None:
     command = start("--np", "2", "--start-timeout", "0.3", "--once")
     with command.client() as client:
         error = Task(lambda: client.register(0, info(host_name="node7"), timeout=30)).failure()
-    assert "did not start within 0.3 s: 1 of 2 workers are in (hosts: node7 1)" in str(error)
+    assert "did not start: no further worker came for 0.3 s, and 1 of 2 workers are in (hosts: node7 1)" in str(error)
     assert command.process.wait(5) == 1
-    assert "did not start within 0.3 s: 1 of 2 workers are in (hosts: node7 1)" in command.text
+    assert "did not start: no further worker came for 0.3 s, and 1 of 2 workers are in (hosts: node7 1)" in command.text
 
 
 def test_without_once_it_goes_on_after_a_failed_start(start: Callable[..., Command]) -> None:
@@ -256,7 +256,7 @@ def test_its_output_may_go_nowhere() -> None:
         (["--np", "2", "--bind", "here:http"], "--bind here:http: expected ADDR"),
         (["--np", "2", "--bind", "127.0.0.1:70000"], "a port up to 65535"),
         (["--np", "2", "--bind", "127.0.0.1:1", "--bind", "127.0.0.2:2"], "all addresses have one port, not 1 and 2"),
-        (["--np", "2", "--bind", "192.0.2.1:0"], "192.0.2.1: Cannot assign requested address"),
+        (["--np", "2", "--bind", "192.0.2.1:0"], "192.0.2.1: this host has no such address"),
         (["--np", "2", "--bind", "127.0.0.1:9", "--port-range", "5-6"], "leave one of them away"),
         (["--np", "2", "--port-range", "9-1"], "expected FIRST-LAST"),
         (["--np", "2", "--secret-file", "/nowhere/secret"], "/nowhere/secret: No such file or directory"),

@@ -136,10 +136,10 @@ class TestFilesToBeWritten:
 
 class TestBind:
     def test_an_address_of_another_host(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert rendezvous_cli.main(["-np", "2", "--bind", "192.0.2.7:29400"]) == 2
+        assert rendezvous_cli.main(["-np", "2", "--bind", "198.51.100.7:29400"]) == 2
         text = capsys.readouterr().err
         assert text.startswith(
-            "hvdgloo-rendezvous: error: cannot listen on port 29400 of 192.0.2.7: this host has no such address; "
+            "hvdgloo-rendezvous: error: cannot listen on port 29400 of 198.51.100.7: this host has no such address; "
             "--bind takes one of "
         )
         assert text.endswith(", or 0.0.0.0 for all\n")

@@ -35,5 +35,43 @@ def test_who_came_in_vain_does_not_count_for_the_next_attempt() -> None:
     gathering.comes("in vain")
     gathering.now += 10
     assert isinstance(gathering.comes("a"), NotYet)
-    assert "within 10 s: 1 of 2 workers are in" in gathering.epochs.last_failure()
+    assert "no further worker came for 10 s, and 1 of 2 workers are in" in gathering.epochs.last_failure()
     assert isinstance(gathering.comes("b"), Placed)
+
+
+class Many(Gathering):
+    """An epoch of many workers, the next of which must come within 10 seconds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epochs.open(1, size=100)
+
+    def comes(self, client: str) -> Placed | NotYet:
+        return self.epochs.register(1, client, info(), timeout=0, watch=lambda hang_up: nullcontext())
+
+
+def test_many_on_few_cores_start_however_late_each_comes() -> None:
+    gathering = Many()
+    for number in range(99):
+        answer = gathering.comes(f"worker {number}")
+        assert isinstance(answer, NotYet)
+        assert answer.idle == 0
+        gathering.now += 9.9
+    again = gathering.comes("worker 0")
+    assert isinstance(again, NotYet)
+    assert round(again.idle, 3) == 9.9, "asking again is no progress"
+    assert isinstance(gathering.comes("the last one"), Placed)
+    assert gathering.now > 1000 + 900
+
+
+def test_one_that_comes_and_goes_again_and_again_keeps_nobody_waiting() -> None:
+    gathering = Many()
+    gathering.comes("stays")
+    for number in range(4):
+        gathering.now += 4
+        if gathering.epochs.last_failure():
+            break
+        gathering.comes(f"restarted {number}")
+        gathering.epochs.client_left(f"restarted {number}")
+    assert "no further worker came for 10 s, and 1 of 100 workers are in" in gathering.epochs.last_failure()
+    assert gathering.now == 1016

@@ -390,7 +390,7 @@ class TestInit:
         assert failure is not None
         assert (failure.rank, failure.reason) == (
             1,
-            "had not called hvd.init() within 30 s of the first rank that did (--start-timeout), nor had rank 2 "
+            "had not called hvd.init() within 30 s of the last rank that did (--start-timeout), nor had rank 2 "
             "(c, process 12)",
         )
 
