@@ -333,18 +333,6 @@ def _make_private(folder: str) -> None:
             raise
 
 
-def _make_private(folder: str) -> None:
-    """Create a folder, and those above it, for this user alone; what exists stays as it is. Raises OSError."""
-    above = os.path.dirname(os.path.abspath(folder))
-    if not os.path.isdir(above):
-        _make_private(above)
-    try:
-        os.mkdir(folder, 0o700)
-    except FileExistsError:
-        if not os.path.isdir(folder):
-            raise
-
-
 def _open_files(directory: str | None, size: int) -> dict[tuple[int, int], FileTarget]:
     files: dict[tuple[int, int], FileTarget] = {}
     if directory is None:

@@ -174,9 +174,7 @@ class TestPage:
         with RendezvousServer(secret=SECRET, hosts=[("h1", 2)], start_timeout=0.1) as server:
             with RendezvousClient(server.endpoint, SECRET) as client, pytest.raises(RendezvousTimeoutError):
                 client.register(0, info(rank=1), timeout=20)
-            assert "failed , 1 of 2 workers epoch 0 did not start: no further worker came for 0.1 s" in self.page(
-                server
-            )
+            assert "failed , 1 of 2 workers epoch 0 did not start" in self.page(server)
 
 
 class TestHello:

@@ -39,7 +39,7 @@ from tests.support.rendezvous import SECRET, RawClient, info
 T = TypeVar("T")
 
 SLOWEST = 5.0
-"""Seconds that reading one input may take, on a busy machine."""
+"""Seconds of processor time that reading one input may take."""
 
 
 @dataclass(frozen=True)
@@ -80,14 +80,14 @@ def fuzz(name: str, seed: int, numbers: Iterable[int], until: float = float("inf
     target, read = TARGETS[name], 0
     with target.reading() as reader:
         for number in numbers:
-            began = time.monotonic()
-            if began >= until:
+            if time.monotonic() >= until:
                 break
             given = target.make(Random(f"{name} {seed} {number}"))
+            began = time.process_time()  # whatever else the machine does meanwhile
             try:
                 reader(given)
-                taken = time.monotonic() - began
-                assert taken < SLOWEST, f"it took {taken:.1f} s"
+                taken = time.process_time() - began
+                assert taken < SLOWEST, f"it took {taken:.1f} s of processor time"
             except Exception as error:
                 raise Harmful(name, seed, number, given, error) from error
             read += 1
@@ -163,7 +163,7 @@ _FRAMES: tuple[frames.Frame, ...] = (
     frames.Blob(bytes(range(256))),
     frames.Spawn(3, ["python", "train.py"], {"RANK": "3"}, stdin=True),
     frames.Output(3, frames.STDOUT, b"epoch 1\n" * 20),
-    frames.Exited(3, -9, out_of_memory=True),
+    frames.Exited(3, -9, account="the kernel ended it"),
     frames.Sweep("job.1", 3.0),
     frames.Cleared([1, 2, 3]),
     frames.Beat(),
