@@ -53,6 +53,27 @@ command = [sys.executable, "-m", "horovod.runner.launch", "--version"]
 assert subprocess.check_output(command, text=True).strip() == hvdgloo.__version__
 print(horovod.__version__)
 """
+CONSOLE = """
+import horovod
+
+
+def shout(word):
+    import horovod.numpy as hvd
+
+    hvd.init()
+    return [f"{word} {rank}" for rank in hvd.allgather_object(hvd.rank())]
+
+
+print(horovod.run(shout, args=("rank",), num_proc=2, verbose=0))
+"""
+PYTEST = """
+import horovod.numpy as hvd
+
+
+def test_one():
+    hvd.init()
+    assert hvd.allreduce(3.0, op=hvd.Sum) == 3.0
+"""
 TYPED = """
 from horovod.common.process_sets import ProcessSet
 from horovod.common.util import gloo_built
@@ -136,6 +157,23 @@ def test_an_old_program_runs_by_itself(both: Environment, tmp_path: Path) -> Non
     (tmp_path / "old.py").write_text(OLD)
     output = run([both.program("python"), "old.py"], tmp_path)
     assert output == "rank 0 of 1 [1.0, 1.0] 0.28.1 hvdgloo.torch\n"
+
+
+def test_a_console_and_pytest_have_it_as_well(both: Environment, tmp_path: Path) -> None:
+    answer = subprocess.run(
+        [both.program("python"), "-i", "-"],
+        input=f"exec({CONSOLE!r})\n",
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    assert "['rank 0', 'rank 1']" in answer.stdout, answer.stderr
+    (tmp_path / "test_one.py").write_text(PYTEST)
+    assert "1 passed" in run(
+        [both.program("python"), "-m", "pytest", "-p", "no:cacheprovider", "test_one.py"], tmp_path
+    )
 
 
 def test_its_modules_are_hvdgloos(both: Environment, tmp_path: Path) -> None:

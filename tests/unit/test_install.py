@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import http.server
 import io
+import re
 import shlex
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -62,7 +64,7 @@ def pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_what_is_fetched_is_told_with_its_size_and_a_silence_with_how_far_it_is(pip: Path, tmp_path: Path) -> None:
-    out = Watched("still", tmp_path / "told")
+    out = Watched(" 30 MB so far", tmp_path / "told")
     assert install.install(pip, ["torch"], out, silence_s=0.2) == 0
     lines = [line.strip() for line in out.getvalue().splitlines()]
     assert lines[0] == "torch-2.13.0, 192 MB"
@@ -74,7 +76,7 @@ def test_what_is_fetched_is_told_with_its_size_and_a_silence_with_how_far_it_is(
 
 
 def test_if_pip_fails_all_that_it_said_is_shown(pip: Path, tmp_path: Path) -> None:
-    out = Watched("still", tmp_path / "told")
+    out = Watched(" 30 MB so far", tmp_path / "told")
     assert install.install(pip, ["broken"], out, silence_s=0.2) == 1
     assert "Collecting torch" in out.getvalue()
     assert "ERROR: no space left" in out.getvalue()
@@ -136,6 +138,25 @@ def test_an_index_that_does_not_answer_is_given_up_soon() -> None:
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
         assert not install.answers(address, timeout=0.2)
     assert not install.answers(address, timeout=0.2), "nobody is there"
+
+
+def test_every_installation_goes_through_it_and_says_how_much_there_is_to_fetch() -> None:
+    text = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert not re.search(r"^[^#\n]*pip install", text, re.M), "with $(INSTALL) it says what it does"
+    said = re.findall(r"^\t\$\(INSTALL\) \S+ \"([^\"]*)\"", text, re.M)
+    assert len(said) == text.count("$(INSTALL) $(") > 8
+    without = {"hvdgloo", "the tools of tests; torch is the machine's"}
+    assert [what for what in said if what not in without and not re.search(r"\d+ MB to fetch", what)] == []
+
+
+def test_the_demo_installs_no_tool_of_the_tests(tmp_path: Path) -> None:
+    command = ["make", "--dry-run", "--no-print-directory", f"VENV={tmp_path / 'venv'}", "demo"]
+    recipe = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=True).stdout
+    installed = [shlex.split(line)[3:] for line in recipe.replace("\\\n", "").splitlines() if "install.py" in line]
+    packages = [argument for line in installed for argument in line[1:] if not argument.startswith("-")]
+    assert packages == ["https://download.pytorch.org/whl/cpu", "torch==2.13.0", ".[examples]"]
+    assert "hvdgloo-run -np 2 examples/torch_digits.py" in recipe
+    assert "docs/after-the-demo.txt" in recipe
 
 
 def commands_after_the_demo() -> list[str]:
