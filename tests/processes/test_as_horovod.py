@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from hvdgloo import as_horovod
 from tests.support.launching import launcher_in
+from tests.support.pages import ROOT
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="the program is one for torch")
 
@@ -145,3 +150,21 @@ def test_without_the_flag_there_is_no_horovod(tmp_path: Path) -> None:
     with launcher_in(tmp_path) as launcher:
         done = launcher.run("-np", "1", launcher.script("import horovod"))
     assert "No module named 'horovod'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "module", ["horovod.runner", "horovod.runner.launch", "horovod.tensorflow.data.compute_worker"]
+)
+def test_commands_that_are_modules_run_under_horovods_name(module: str) -> None:
+    if "tensorflow" in module:
+        pytest.importorskip("tensorflow")
+    folder = Path(as_horovod.__file__).parent
+    done = subprocess.run(
+        [sys.executable, "-m", module, "--help"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "hvdgloo-run" in done.stdout
