@@ -36,7 +36,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _JOIN_SECONDS = 5.0
-_GATHER_SECONDS = 0.2
+_GATHER_SECONDS = 0.03
+"""Events that arrive within this time are written at once: a program may read an operation's 0.1 s after its end."""
+
 _CLOSE = b"\n]\n"
 _PAGE = 4096
 _CAPACITY = 1 << 16

@@ -132,15 +132,18 @@ class _Differentiable(torch.autograd.Function):
         ctx.shapes = tuple(tuple(tensor.shape) for tensor in inputs)
         ctx.floating = [tensor.is_floating_point() for tensor in inputs]
         ctx.mark_non_differentiable(*(output for output in outputs if not output.is_floating_point()))
-        if keep:
+        if keep and len(inputs) == 1:
             ctx.save_for_backward(*inputs, *outputs)
+        elif keep:
+            # Outputs of a group may be differentiated one after the other; what torch saves is gone after the first.
+            ctx.kept = [(tensor.detach(), tensor._version) for tensor in (*inputs, *outputs)]
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         if ctx.keep and torch.is_grad_enabled():
             raise InvalidArgumentError("the gradient of a Min, Max or Product allreduce cannot be differentiated again")
-        saved, count = ctx.saved_tensors, len(ctx.shapes)
+        saved, count = _kept(ctx), len(ctx.shapes)
         # Integer members of a group have no gradient, on any rank; leaving them out spares every rank their transfer.
         chosen = [index for index, floating in enumerate(ctx.floating) if floating]
         tape = Tape(
@@ -152,6 +155,20 @@ class _Differentiable(torch.autograd.Function):
         for index, result in zip(chosen, ctx.rule(tape, [gradients[index] for index in chosen]), strict=True):
             results[index] = result
         return None, None, None, *results
+
+
+def _kept(ctx: Any) -> Sequence[torch.Tensor]:
+    """The inputs and outputs that the rule reads; not looked for if it reads none, as they may be gone by then."""
+    if not ctx.keep:
+        return ()
+    if len(ctx.shapes) == 1:
+        saved: tuple[torch.Tensor, ...] = ctx.saved_tensors
+        return saved
+    if any(tensor._version != version for tensor, version in ctx.kept):
+        raise InvalidArgumentError(
+            "a tensor that the gradient of a grouped Min, Max or Product allreduce needs has been changed in place"
+        )
+    return [tensor for tensor, _ in ctx.kept]
 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:

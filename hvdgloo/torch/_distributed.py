@@ -287,8 +287,17 @@ class _Session:
                     self._buckets.deliver()
                 for name, finish in gathering.items():
                     self._tracked[name].grad = finish()
+        if issubclass(self.base, torch.optim.SparseAdam):
+            self._make_sparse()
         if self._first_order is not None:
             self._form_buckets(self._first_order)
+
+    def _make_sparse(self) -> None:
+        """Leave gradients that travelled as dense ones, zeros included, as the optimizer needs them."""
+        for parameter in self._tracked.values():
+            gradient = parameter.grad
+            if gradient is not None and not gradient.is_sparse:
+                parameter.grad = gradient.to_sparse(1)
 
     def _has_company(self, name: str) -> bool:
         """Whether other gradients cannot be sent before this one."""
@@ -681,6 +690,11 @@ def wrap(
 def _class_for(base: type[torch.optim.Optimizer]) -> type[DistributedTorchOptimizer]:
     # Its module is ours: libraries look for "horovod" in the class's text, and do not wrap such an optimizer again.
     return shell_class(DistributedTorchOptimizer, base, f"{library_name().lower()}.torch.optimizer")
+
+
+def plain_class(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
+    """The class of the user's optimizer, also of a distributed one."""
+    return _session_of(optimizer).base if isinstance(optimizer, DistributedTorchOptimizer) else type(optimizer)
 
 
 def _itself(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from hvdgloo._collectives import objects
 from hvdgloo._collectives.frontend import Frontend
 from hvdgloo.errors import InvalidArgumentError
+from hvdgloo.torch._distributed import plain_class
 
 Tensor = torch.Tensor
 
@@ -55,6 +58,9 @@ class _Slot:
 def broadcast_optimizer_state(frontend: Frontend[Tensor], optimizer: torch.optim.Optimizer, root_rank: int) -> None:
     """Load the root's state dict into all other ranks' optimizers: its structure as one object, then its tensors.
 
+    Before, the root initialises what state it lacks, and all ranks what gradients: as if a step with gradients of zero
+    had been made, except that no parameter changes.
+
     Raises:
         InvalidArgumentError: (a ValueError) not an optimizer, or LBFGS, whose state cannot be sent.
     """
@@ -65,10 +71,14 @@ def broadcast_optimizer_state(frontend: Frontend[Tensor], optimizer: torch.optim
             "LBFGS keeps its state in a form that cannot be broadcast; start it anew on all ranks"
         )
     is_root = frontend.rank() == root_rank
+    takes_zeros = _initialise_state(optimizer) if is_root else False
     tensors: list[Tensor] = []
     structure = _take_tensors(optimizer.state_dict(), tensors) if is_root else None
     # The structure says what there is: ranks whose optimizer has no state yet, or a different one, create the root's.
-    structure = objects.broadcast_object(frontend, structure, root_rank)
+    structure, takes_zeros = objects.broadcast_object(frontend, (structure, takes_zeros), root_rank)
+    for parameter in _trained(optimizer) if takes_zeros else ():
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter, requires_grad=False)
     if not is_root:
         slots: list[_Slot] = []
         _collect_slots(structure, slots)
@@ -77,6 +87,57 @@ def broadcast_optimizer_state(frontend: Frontend[Tensor], optimizer: torch.optim
     frontend.broadcast_all_([(f"{label}.{i}", tensor) for i, tensor in enumerate(tensors)], root_rank)
     if not is_root:
         optimizer.load_state_dict(_put_tensors(structure, tensors))
+
+
+def _trained(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+
+
+def _initialise_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Have the optimizer's class make a step with gradients of zero for the parameters without state, and undo what it
+    does to parameters and groups.
+
+    Returns:
+        whether the optimizer can step so. If not (it wants a closure, or sparse gradients), everything is as it was.
+    """
+    parameters = _trained(optimizer)
+    lacking = {parameter for parameter in parameters if parameter not in optimizer.state}
+    if not lacking:
+        return not issubclass(plain_class(optimizer), torch.optim.SparseAdam)
+    gradients = [parameter.grad for parameter in parameters]
+    values = {parameter: parameter.detach().clone() for parameter in lacking}
+    groups = [dict(group) for group in optimizer.param_groups]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter, requires_grad=False) if parameter in lacking else None
+    step: Any = plain_class(optimizer).step
+    try:
+        with _without_step_hooks(optimizer):
+            step(optimizer)
+    except Exception:  # noqa: BLE001 - whatever an optimizer raises: it goes without state, as it was made
+        for parameter in lacking:
+            optimizer.state.pop(parameter, None)
+        return False
+    finally:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        for group, before in zip(optimizer.param_groups, groups, strict=True):
+            group.update(before)
+        with torch.no_grad():
+            for parameter, value in values.items():
+                parameter.copy_(value)
+    return True
+
+
+@contextmanager
+def _without_step_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Hooks are for steps of the program."""
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    kept = {name: vars(optimizer)[name] for name in names if name in vars(optimizer)}
+    vars(optimizer).update({name: OrderedDict() for name in kept})
+    try:
+        yield
+    finally:
+        vars(optimizer).update(kept)
 
 
 def _map(structure: Any, leaf: Any) -> Any:

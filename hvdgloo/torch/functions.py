@@ -37,7 +37,9 @@ def broadcast_optimizer_state(
 ) -> None:
     """Give all ranks' optimizers the state and the hyperparameters of one rank's, usually after loading a checkpoint.
 
-    Ranks whose optimizer has no state yet get the root's. No step is taken for this.
+    Ranks whose optimizer has no state yet get the root's. What state the root lacks is initialised as one step with
+    gradients of zero would do it, if the optimizer can make such a step; no parameter changes. Afterwards parameters
+    that had no gradient have one of zeros.
 
     Args:
         optimizer: plain or distributed, with the same parameters on every rank.

@@ -62,6 +62,41 @@ def test_second_derivatives_that_would_be_wrong_are_refused(world: MakeWorld, op
     world(2).run(rank_body)
 
 
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MAX], ids=lambda op: op.name.lower())
+def test_outputs_of_a_group_are_differentiated_one_by_one(world: MakeWorld, op: ReduceOp) -> None:
+    def rank_body(context: Context) -> None:
+        frontend = frontend_of(context)
+        xs = [torch.tensor([1.0 + context.rank, 5.0 - context.rank], requires_grad=True) for _ in range(3)]
+        for call in (
+            lambda: frontend.grouped_allreduce(xs, op=op),
+            lambda: frontend.grouped_allgather(xs),
+            lambda: frontend.grouped_reducescatter(xs, op=ReduceOp.SUM),
+        ):
+            for x in xs:
+                x.grad = None
+            outputs = call()
+            for number, output in enumerate(outputs):
+                (output.sum() * (number + 1)).backward()  # nothing is retained
+            single = [torch.autograd.grad(output.sum(), x)[0] for x, output in zip(xs, call(), strict=True)]
+            for number, (x, gradient) in enumerate(zip(xs, single, strict=True)):
+                assert x.grad is not None
+                assert x.grad.tolist() == (gradient * (number + 1)).tolist()
+
+    world(2).run(rank_body)
+
+
+def test_a_change_in_place_of_what_a_groups_gradient_needs_is_noticed(world: MakeWorld) -> None:
+    def rank_body(context: Context) -> None:
+        x, y = (torch.tensor([1.0 + context.rank], requires_grad=True) for _ in range(2))
+        first, second = frontend_of(context).grouped_allreduce([x * 1, y * 1], op=ReduceOp.MAX)
+        with torch.no_grad():
+            second.zero_()
+        with pytest.raises(InvalidArgumentError, match="changed in place"):
+            first.sum().backward()
+
+    world(2).run(rank_body)
+
+
 def test_compression_is_differentiable(world: MakeWorld) -> None:
     def rank_body(context: Context) -> None:
         x = torch.tensor([1.0, 2.0], requires_grad=True)

@@ -911,6 +911,44 @@ def test_sparse_gradients_that_come_later(world: MakeWorld, first: str) -> None:
     assert not np.allclose(one[0], Words().words.weight.detach().numpy())
 
 
+@pytest.mark.parametrize("as_dense", [False, True], ids=["sparse", "as dense"])
+def test_sparse_adam_gets_sparse_gradients(world: MakeWorld, as_dense: bool) -> None:
+    """Also where ranks, or all of them, have none: it refuses dense zeros."""
+
+    def trained(
+        model: nn.Module, wrapped: Callable[[torch.optim.Optimizer], Any], sentences: Callable[[int], Tensor]
+    ) -> list[np.ndarray]:
+        words = model.words.weight
+        unused = nn.Parameter(torch.ones(3, 2, dtype=torch.float64))
+        optimizer = wrapped(torch.optim.SparseAdam([words, unused], lr=0.1))
+        for step in range(3):
+            optimizer.zero_grad()
+            chosen = sentences(step)
+            if len(chosen):
+                # A sum over all ranks' sentences, averaged over two ranks.
+                (model.words(chosen).square().sum() / 2).backward()
+            optimizer.step()
+        assert words.grad.is_sparse
+        assert torch.equal(unused, torch.ones(3, 2))
+        return [words.detach().numpy().copy()]
+
+    expected = trained(Words(), lambda plain: plain, lambda step: SENTENCES)
+
+    def rank_body(context: Context) -> list[np.ndarray]:
+        def share(step: int) -> Tensor:
+            if step == 1:  # one rank has it all
+                return SENTENCES[: 4 * context.rank]
+            return SENTENCES[2 * context.rank : 2 * context.rank + 2]
+
+        def wrapped(plain: torch.optim.Optimizer) -> Any:
+            return distribute(context, plain, op=ReduceOp.SUM, sparse_as_dense=as_dense)
+
+        return trained(Words(), wrapped, share)
+
+    for result in world(2).run(rank_body):
+        alike(result, expected)
+
+
 def test_a_sparse_gradient_has_no_place_in_a_group(world: MakeWorld) -> None:
     def rank_body(context: Context) -> None:
         model = Words()

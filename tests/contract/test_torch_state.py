@@ -135,18 +135,76 @@ def test_optimizer_state_becomes_the_roots(
             assert all(group[key] == expected[key] for key in group), group
 
 
-def test_no_state_yet_is_broadcast_as_none(world: MakeWorld) -> None:
-    """Weight decay must not act, nor a step be counted, for the sake of having a state."""
+@pytest.mark.parametrize("distributed", [False, True], ids=["plain", "distributed"])
+def test_missing_state_is_as_after_a_step_with_gradients_of_zero(world: MakeWorld, distributed: bool) -> None:
+    """Weight decay must not act for the sake of having a state."""
+
+    def make(model: Any, rate: float) -> torch.optim.Optimizer:
+        return torch.optim.Adam(model.parameters(), lr=rate, weight_decay=0.1)
+
+    reference = filled_model(1.0)
+    for parameter in reference.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    stepped = make(reference, 0.3)
+    stepped.step()
+    expected = stepped.state_dict()["state"]
 
     def rank_body(context: Context) -> None:
         model = filled_model(1.0)
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.1 * (1 + context.rank), weight_decay=0.1)
+        optimizer = make(model, 0.1 * (1 + context.rank))
+        steps: list[Any] = []
+        optimizer.register_step_pre_hook(lambda *given: steps.append(given))
+        if distributed:
+            optimizer = wrap(frontend_of(context), optimizer, None, None, ReductionOptions())
+        first, *others = model.parameters()
+        first.grad = torch.full_like(first, 5.0)
         broadcast_optimizer_state(frontend_of(context), optimizer, 2)
-        assert optimizer.state_dict()["state"] == {}
+        torch.testing.assert_close(optimizer.state_dict()["state"], expected, rtol=0, atol=0)
         assert optimizer.param_groups[0]["lr"] == pytest.approx(0.3)
         assert all((p == 1).all() for p in model.parameters())
+        assert (first.grad == 5).all()
+        assert all(p.grad is not None and not p.grad.any() for p in others)
+        assert steps == []
+        optimizer.step()
+        assert len(steps) == 1
 
     world(SIZE).run(rank_body)
+
+
+def test_only_missing_entries_of_the_state_are_initialised(world: MakeWorld) -> None:
+    def rank_body(context: Context) -> None:
+        model = filled_model(1.0)
+        first, *others = model.parameters()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+        first.grad = torch.ones_like(first)
+        optimizer.step()
+        broadcast_optimizer_state(frontend_of(context), optimizer, 0)
+        assert (optimizer.state[first]["momentum_buffer"] == 1).all()
+        assert all(not optimizer.state[p]["momentum_buffer"].any() for p in others)
+
+    world(2).run(rank_body)
+
+
+def test_an_optimizer_that_cannot_make_such_a_step_goes_without(world: MakeWorld) -> None:
+    class Demanding(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            self.param_groups[0]["lr"] = 7.0
+            with torch.no_grad():
+                for parameter in self.param_groups[0]["params"]:
+                    parameter += 1
+                    self.state[parameter]["half done"] = 1
+            return closure()
+
+    def rank_body(context: Context) -> None:
+        model = filled_model(1.0)
+        optimizer = Demanding(model.parameters(), lr=0.1 * (1 + context.rank))
+        broadcast_optimizer_state(frontend_of(context), optimizer, 1)
+        assert optimizer.state_dict()["state"] == {}
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.2)
+        assert all((p == 1).all() for p in model.parameters())
+        assert all(p.grad is None for p in model.parameters())
+
+    world(2).run(rank_body)
 
 
 def test_lbfgs_is_refused(world: MakeWorld) -> None:
