@@ -279,14 +279,22 @@ class MineToo(tf.keras.optimizers.legacy.SGD):
 for kind in (Mine, MineToo):
     tf.keras.saving.register_keras_serializable(package="mine")(kind)
     optimizer = hvd_keras.DistributedOptimizer(kind(0.1), compression=hvd.Compression.fp16)
-    local = tf.Variable([1.0])
+    shared, local = tf.Variable([0.0]), tf.Variable([0.0])
     optimizer.register_local_var(local)
-    again = type(optimizer).from_config(optimizer.get_config())
-    assert type(again) is type(optimizer) and again._hvd.sync.options == optimizer._hvd.sync.options
+    copies = [(type(optimizer).from_config(optimizer.get_config()), False)]
     if kind is MineToo:  # tf_keras itself cannot copy the others
-        again = copy.deepcopy(optimizer)
-        assert type(again) is type(optimizer) and again._hvd.sync.options is optimizer._hvd.sync.options
-        assert again._hvd is not optimizer._hvd and again._hvd.sync.is_local(local)
+        copies.append((copy.deepcopy(optimizer), True))
+        copy.deepcopy(optimizer).register_local_var(shared)  # of that copy alone
+    for again, keeps in [(optimizer, True), *copies]:
+        assert type(again) is type(optimizer)
+        for variable in (shared, local):
+            variable.assign([0.0])
+        thirds = [np.float32(r + 1) / 3 for r in range(2)]
+        again.apply_gradients([(tf.constant([thirds[hvd.rank()]]), variable) for variable in (shared, local)])
+        sent = sum(np.float16(third) for third in thirds)  # what the sum loses is seen
+        np.testing.assert_allclose(shared.numpy(), [-0.1 * np.float32(sent) / 2], rtol=1e-5)
+        own = thirds[hvd.rank()] if keeps else np.float32(sent)
+        np.testing.assert_allclose(local.numpy(), [-0.1 * own / 2], rtol=1e-5)
     serialize = tf.keras.saving.serialize_keras_object
     assert serialize(optimizer) == serialize(kind(0.1)), serialize(optimizer)
     model = make()
