@@ -279,6 +279,8 @@ class MineToo(tf.keras.optimizers.legacy.SGD):
 for kind in (Mine, MineToo):
     tf.keras.saving.register_keras_serializable(package="mine")(kind)
     optimizer = hvd_keras.DistributedOptimizer(kind(0.1), compression=hvd.Compression.fp16)
+    serialize = tf.keras.saving.serialize_keras_object
+    assert serialize(optimizer) == serialize(kind(0.1)), serialize(optimizer)
     shared, local = tf.Variable([0.0]), tf.Variable([0.0])
     optimizer.register_local_var(local)
     copies = [(type(optimizer).from_config(optimizer.get_config()), False)]
@@ -295,8 +297,6 @@ for kind in (Mine, MineToo):
         np.testing.assert_allclose(shared.numpy(), [-0.1 * np.float32(sent) / 2], rtol=1e-5)
         own = thirds[hvd.rank()] if keeps else np.float32(sent)
         np.testing.assert_allclose(local.numpy(), [-0.1 * own / 2], rtol=1e-5)
-    serialize = tf.keras.saving.serialize_keras_object
-    assert serialize(optimizer) == serialize(kind(0.1)), serialize(optimizer)
     model = make()
     model.compile(optimizer=hvd_keras.DistributedOptimizer(kind(0.1)), loss="mse")
     model.fit(batches, sums, batch_size=4, verbose=0)
