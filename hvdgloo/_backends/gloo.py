@@ -7,11 +7,17 @@ publishes a slot for every other rank.
 Gloo tells only a ring's neighbours of a dead peer, and ``wait`` cannot be interrupted otherwise; so ``abort`` ends the
 group's connected sockets by shutdown(2), which makes everything that is under way fail at once. Every Gloo connection
 has one end at a listener that some rank has published: that is how its sockets are told from the user's.
+
+Gloo believes whoever connects to its port first and names a rank. So once the ranks are connected they prove to each
+other, over these very connections, that they know the job's secret; and if that fails on some rank, or does not come to
+an end, all of them try once more at other ports.
 """
 
 from __future__ import annotations
 
 import ctypes
+import hmac
+import logging
 import os
 import socket
 import struct
@@ -32,6 +38,8 @@ from hvdgloo._net.descriptors import bury
 from hvdgloo.errors import AuthenticationError, BackendError, HvdglooError, RendezvousError
 from hvdgloo.types import Buffer, ReduceOp
 
+logger = logging.getLogger(__name__)
+
 _TURN = 0.5
 """How often, in seconds, a wait that may be cancelled checks whether it was."""
 
@@ -39,6 +47,8 @@ AT_ONCE_FROM, AT_ONCE_BYTES, AT_ONCE_RANKS = 64, 1 << 19, 16
 """Bytes of a tensor, bytes of all ranks' together, and number of ranks between which all send everything to all. On 2
 hosts with 2 ranks each, which share 2 cores, an allreduce of 8 KiB takes 1.3 ms so and 5 in a ring. A few bytes are as
 fast in Gloo's own way, and among many ranks there would be too many connections."""
+
+_PROOF_BYTES, _MET = 16, b"ok"
 
 _LONGEST_OPERATION = timedelta(days=1)
 """Gloo's own timeout is set at construction and knows nothing of a payload's size: the engine's deadlines rule."""
@@ -131,6 +141,7 @@ class GlooBackend(ProcessGroupBackend):
         address: this host's IP address that the other ranks can reach.
         connect_timeout: seconds until all neighbours are connected.
         cancelled: polled to see whether to give up connecting.
+        secret: of the job, which ranks prove to know.
 
     Raises:
         ConnectError: at construction, if they cannot be connected.
@@ -150,51 +161,122 @@ class GlooBackend(ProcessGroupBackend):
         address: str,
         connect_timeout: float,
         cancelled: Callable[[], bool] | None = None,
+        secret: bytes = b"",
     ) -> None:
         self._cancelled = cancelled or (lambda: False)
+        self._key = hmac.digest(secret, b"hvdgloo gloo connections " + prefix.encode(), "sha256")
         # Read by Gloo at construction. It is torch's own setting and harmless to a user's groups.
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
         super().__init__(rank, size)
-        self._store = GlooStore(store, prefix, size, connect_timeout, cancelled)
         self._listeners: frozenset[tuple[str, int]] = frozenset()
-        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        deadline = time.monotonic() + connect_timeout
         try:
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-            options._timeout = timedelta(seconds=connect_timeout)
-            self._group = dist.ProcessGroupGloo(self._store, rank, size, options)
-            self._store.fetch()
-            self._connect(connect_timeout)
+            problem = self._try(store, prefix, address, deadline, last=False)
+            if problem:
+                logger.info("connecting Gloo once more, at other ports: %s", problem)
+                self.abort()
+                self.abandon()
+                problem = self._try(store, f"{prefix}again/", address, deadline, last=True)
+            if problem:
+                raise BackendError(problem)
         except (RendezvousError, AuthenticationError):
             self.close()
             raise
         except (RuntimeError, BackendError) as error:
             self.close()
             raise gloo_unconnected(rank, address, first_line(error)) from error
-
-    def _connect(self, timeout: float) -> None:
-        """Connect now all who will talk to each other, so that an unreachable address is an error in init()."""
-        few, many = torch.zeros(1), torch.zeros(1 << 16)  # which take different algorithms
-        ways: list[Callable[[], Any]] = [
-            lambda: self._group.allreduce([few]),
-            lambda: self._group.allreduce([many]),
-        ]
-        if self._size <= AT_ONCE_RANKS:
-            each = torch.zeros(self._size)
-            ways.append(lambda: self._group.alltoall_base(torch.empty_like(each), each, [], []))
-        for begin in ways:
-            work = _GlooWork("connect", begin(), ways)
-            deadline = time.monotonic() + timeout
-            while not work.completes_within(min(_TURN, timeout)):
-                if time.monotonic() >= deadline:
-                    raise BackendError(f"not connected within {timeout:g} s")
-                if self._cancelled():
-                    self.abandon()
-                    raise BackendError("the job ended while a process group was being connected")
         self._group._set_default_timeout(_LONGEST_OPERATION)
-        self._listeners = self._find_listeners()
         for descriptor in self._sockets(connected=False):
             # Gloo leaves them inheritable: a program that a rank starts would keep its connections open.
             os.set_inheritable(descriptor, False)
+
+    def _try(self, store: RendezvousStore, prefix: str, address: str, deadline: float, *, last: bool) -> str:
+        """Make a group, and connect all who will talk to each other, so that what cannot work is an error in init().
+
+        Args:
+            last: take all the time that there is, rather than half of it.
+
+        Returns:
+            why it cannot be used, the same on all ranks; empty if it can.
+        """
+        left = deadline - time.monotonic()
+        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+        options._timeout = timedelta(seconds=left)
+        self._store = GlooStore(store, prefix, self._size, left, self._cancelled)
+        self._group = dist.ProcessGroupGloo(self._store, self._rank, self._size, options)
+        self._store.fetch()
+        self._listener, self._listeners = self._find_listeners()
+        left = deadline - time.monotonic()
+        try:
+            self._connect(left if last else left / 2)
+            problem = ""
+        except (RuntimeError, BackendError) as error:
+            if self._cancelled():
+                raise
+            problem = first_line(error)
+        return self._agreed(store, prefix, problem, deadline)
+
+    def _agreed(self, store: RendezvousStore, prefix: str, problem: str, deadline: float) -> str:
+        """The first rank's problem, whoever has one: what one rank cannot use, none does."""
+        store.set(f"{prefix}met/{self._rank}", problem.encode() or _MET)
+        keys = [f"{prefix}met/{rank}" for rank in range(self._size)]
+        try:
+            told = get_all(store, keys, max(_TURN, deadline - time.monotonic()), self._cancelled)
+        except RendezvousError:
+            if problem:
+                raise BackendError(problem) from None
+            raise
+        return next((text.decode() for text in told if text != _MET), "")
+
+    def _connect(self, timeout: float) -> None:
+        few, many = torch.zeros(1), torch.zeros(1 << 16)  # which take different algorithms
+        deadline = time.monotonic() + timeout
+        self._check_peers(deadline)
+        for tensor in (few, many):
+            self._connected(self._group.allreduce([tensor]), tensor, deadline)
+
+    def _check_peers(self, deadline: float) -> None:
+        """Exchange proofs with all whom this rank is to be connected with now: everybody, or if they are many its
+        neighbours in a ring."""
+        ranks = range(self._size)
+        if self._size <= AT_ONCE_RANKS:
+            peers = [rank for rank in ranks if rank != self._rank]
+            sent = b"".join(self._proof(self._rank, peer) for peer in ranks)
+            received = torch.zeros(len(sent), dtype=torch.uint8)
+            own = torch.frombuffer(bytearray(sent), dtype=torch.uint8)
+            self._connected(self._group.alltoall_base(received, own, [], []), (received, own), deadline)
+            rows = received.view(self._size, -1)
+        else:
+            peers = sorted({(self._rank - 1) % self._size, (self._rank + 1) % self._size})
+            rows = torch.zeros((self._size, _PROOF_BYTES), dtype=torch.uint8)
+            proofs = [torch.frombuffer(bytearray(self._proof(self._rank, peer)), dtype=torch.uint8) for peer in peers]
+            works = [self._group.recv([rows[peer]], peer, 0) for peer in peers]
+            works += [self._group.send([proof], peer, 0) for proof, peer in zip(proofs, peers, strict=True)]
+            for work in works:
+                self._connected(work, (rows, proofs), deadline)
+        for peer in peers:
+            if not hmac.compare_digest(rows[peer].numpy().tobytes(), self._proof(peer, self._rank)):
+                raise BackendError(f"whoever is connected as rank {peer} of the group does not know this job's secret")
+
+    def _proof(self, of: int, to: int) -> bytes:
+        return hmac.digest(self._key, struct.pack("!II", of, to), "sha256")[:_PROOF_BYTES]
+
+    def _connected(self, begun: Any, keep: object, deadline: float) -> None:
+        """Wait for an operation that connects ranks."""
+        work, timeout = _GlooWork("connect", begun, keep), deadline - time.monotonic()
+        while not work.completes_within(min(_TURN, max(0.0, timeout))):
+            if self._cancelled():
+                self.abandon()
+                raise BackendError("the job ended while a process group was being connected")
+            came = sum(_ends(descriptor)[0] == self._listener for descriptor in self._sockets(connected=True))
+            if came >= self._size:
+                raise BackendError(
+                    f"{came} connections have come to port {self._listener[1]}, and there are {self._size - 1} other "
+                    "ranks: something connects to Gloo's ports that is no part of this job"
+                )
+            if time.monotonic() >= deadline:
+                raise BackendError(f"not connected within {max(timeout, 0.0):.0f} s")
 
     def allreduce(self, buffer: Buffer, op: ReduceOp) -> Work:
         if not self._goes_at_once(buffer.nbytes, buffer.nbytes * self._size):
@@ -254,8 +336,8 @@ class GlooBackend(ProcessGroupBackend):
             self.abandon()
             bury(self._sockets(connected=False))
 
-    def _find_listeners(self) -> frozenset[tuple[str, int]]:
-        """Every rank's listening address, taken from what Gloo published.
+    def _find_listeners(self) -> tuple[tuple[str, int], frozenset[tuple[str, int]]]:
+        """This rank's listening address, and every rank's, taken from what Gloo published.
 
         The layout of those bytes is private to Gloo, so the position of the address in them is found by looking for
         that of this rank's own listener.
@@ -266,7 +348,7 @@ class GlooBackend(ProcessGroupBackend):
             if local is not None and peer is None and local[1]:
                 offset = published.find(_encode_address(local))
                 if offset >= 0:
-                    return frozenset(_decode_address(value, offset) for value in self._store.addresses.values())
+                    return local, frozenset(_decode_address(value, offset) for value in self._store.addresses.values())
         raise BackendError(
             "this version of torch publishes Gloo addresses in an unknown form, without which a dead rank could not be "
             "noticed in time; use a version of torch that the compatibility table lists"

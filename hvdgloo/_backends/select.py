@@ -151,7 +151,8 @@ class Planes:
 
     def _gloo(self, prefix: str, place: int, size: int, cancelled: Callable[[], bool] | None) -> Backend:
         provider, timeout = self._decided["gloo_provider"], self._config.connect_timeout
-        return gloo_backend(provider, self._store, prefix, place, size, self._address, timeout, cancelled)
+        secret = self._config.secret or b""
+        return gloo_backend(provider, self._store, prefix, place, size, self._address, timeout, cancelled, secret)
 
     def _hierarchy(
         self,
@@ -280,6 +281,7 @@ def gloo_backend(
     address: str,
     connect_timeout: float,
     cancelled: Callable[[], bool] | None = None,
+    secret: bytes = b"",
 ) -> Backend:
     """The data plane between hosts; see ``GlooBackend``.
 
@@ -293,7 +295,7 @@ def gloo_backend(
 
     from hvdgloo._backends.gloo import GlooBackend
 
-    return GlooBackend(store, prefix, rank, size, address, connect_timeout, cancelled)
+    return GlooBackend(store, prefix, rank, size, address, connect_timeout, cancelled, secret)
 
 
 def _ranges(members: Sequence[int]) -> str:

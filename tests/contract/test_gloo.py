@@ -3,8 +3,13 @@ larger ones in a ring; pygloo's go in pieces; results are the same. Backends in 
 
 from __future__ import annotations
 
+import socket
+import struct
+import subprocess
+import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -14,7 +19,7 @@ import pytest
 from hvdgloo._backends import kernels, pygloo
 from hvdgloo._backends.base import Backend, Work
 from hvdgloo._backends.select import gloo_backend
-from hvdgloo.errors import BackendError
+from hvdgloo.errors import BackendError, ConnectError
 from hvdgloo.rendezvous import MemoryStore
 from hvdgloo.types import Buffer, DType, ReduceOp
 
@@ -218,3 +223,116 @@ def test_a_late_rank_is_waited_for_and_an_abort_ends_the_wait(provider: str) -> 
     for backend in ranks.backends[1:]:
         backend.abort()
     ranks.close()
+
+
+IMPOSTOR = """
+import os, socket, struct, sys
+"".encode("idna")  # what cannot be imported as another user
+if os.getuid() == 0:
+    os.setuid(65534)
+held = []
+for port in sys.argv[1:]:
+    for rank in range(2):
+        held.append(socket.create_connection(("127.0.0.1", int(port))))
+        held[-1].sendall(struct.pack("=q", rank))
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+class Attacked(MemoryStore):
+    """A store whose users learn where Gloo listens when an impostor has connected there, as every rank that there is.
+
+    Args:
+        times: how many groups are attacked.
+    """
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self._times = times
+        self._ports: dict[str, list[int]] = {}
+        self._came: dict[str, threading.Event] = {}
+        self._lock = threading.Lock()
+        self.impostors: list[subprocess.Popen[bytes]] = []
+
+    def set(self, key: str, value: bytes) -> None:
+        group = key.rpartition("/")[0]
+        if not group.endswith("met"):
+            family = struct.pack("=H", socket.AF_INET)
+            at = value.index(socket.inet_aton("127.0.0.1")) - 4
+            assert value[at : at + 2] == family
+            with self._lock:
+                ports = self._ports.setdefault(group, [])
+                ports.append(struct.unpack_from("!H", value, at + 2)[0])
+                if len(ports) == 2 and len(self.impostors) < self._times:
+                    command = [sys.executable, "-S", "-c", IMPOSTOR, *map(str, ports)]
+                    impostor = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+                    assert impostor.stdout is not None
+                    assert impostor.stdout.readline() == b"\n"
+                    self.impostors.append(impostor)
+        super().set(key, value)
+
+
+@pytest.fixture
+def attacked() -> Iterator[Callable[[int], Attacked]]:
+    made: list[Attacked] = []
+
+    def make(times: int) -> Attacked:
+        made.append(Attacked(times))
+        return made[-1]
+
+    yield make
+    for store in made:
+        for impostor in store.impostors:
+            impostor.communicate(timeout=10)
+
+
+def connect_two(store: MemoryStore, secrets: Sequence[bytes] = (b"s", b"s")) -> list[Backend | BaseException]:
+    from hvdgloo._backends.gloo import GlooBackend
+
+    def connect(rank: int) -> Backend | BaseException:
+        try:
+            return GlooBackend(store, "test/", rank, 2, "127.0.0.1", 8, secret=secrets[rank])
+        except ConnectError as error:
+            return error
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(connect, range(2), timeout=20))
+
+
+def test_who_takes_a_rank_s_place_is_noticed_and_all_try_once_more(attacked: Callable[[int], Attacked]) -> None:
+    """Gloo believes whoever comes first; the numbers by which it knows its peers are their ranks."""
+    pytest.importorskip("torch")
+    store = attacked(1)
+    first, second = connect_two(store)
+    assert len(store.impostors) == 1
+    assert not isinstance(first, BaseException), first
+    assert not isinstance(second, BaseException), second
+    arrays = [np.ones(100_000), np.ones(100_000)]
+    with ThreadPoolExecutor(2) as pool:
+        list(
+            pool.map(
+                lambda backend, array: finish(backend.allreduce(Buffer.of_array(array), ReduceOp.SUM)),
+                (first, second),
+                arrays,
+            )
+        )
+    assert (arrays[0] == 2).all()
+    first.close()
+    second.close()
+
+
+def test_who_never_tires_of_it_is_named(attacked: Callable[[int], Attacked]) -> None:
+    pytest.importorskip("torch")
+    began = time.monotonic()
+    for result in connect_two(attacked(9)):
+        assert isinstance(result, ConnectError)
+        assert "something connects to Gloo's ports that is no part of this job" in str(result)
+    assert time.monotonic() - began < 8, "before its time is over"
+
+
+def test_ranks_prove_to_each_other_that_they_know_the_secret() -> None:
+    pytest.importorskip("torch")
+    for result in connect_two(MemoryStore(), [b"s", b"another"]):
+        assert isinstance(result, ConnectError)
+        assert "does not know this job's secret" in str(result)
