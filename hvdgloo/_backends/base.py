@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 from hvdgloo.errors import BackendError, ConnectError, RendezvousTimeoutError
@@ -217,14 +218,6 @@ class Memory(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Plane:
-    """A backend, and the memory that it works in."""
-
-    backend: Backend
-    memory: Memory
-
-
 @runtime_checkable
 class Scattered(Protocol):
     """What a Backend may offer in addition: reducing tensors where they lie, without packing them together."""
@@ -246,6 +239,19 @@ class Scattered(Protocol):
             prescale, postscale: factors of every element before and after, rounded like ``scale``'s results.
         """
         ...
+
+
+@dataclass(frozen=True)
+class Plane:
+    """A backend, and the memory that it works in."""
+
+    backend: Backend
+    memory: Memory
+
+    @cached_property
+    def scattered(self) -> Scattered | None:
+        """The backend, if it can reduce tensors where they lie."""
+        return self.backend if isinstance(self.backend, Scattered) else None
 
 
 @runtime_checkable

@@ -82,7 +82,7 @@ class PersistentOperation(Generic[T]):
         grouped: the name is that of a group of tensors.
     """
 
-    __slots__ = ("_adapter", "_context", "_export", "_registered", "in_place", "name", "prefix", "spec")
+    __slots__ = ("_adapter", "_context", "_export", "_late", "_registered", "in_place", "name", "prefix", "spec")
 
     def __init__(
         self,
@@ -101,6 +101,7 @@ class PersistentOperation(Generic[T]):
         self._adapter = adapter
         self._export = adapter.export
         self._context = context
+        self._late = spec.collective in _ALLOCATED_LATE
         # The job, the tensors' specs, and whether they are on a GPU; one value, since threads may share it.
         self._registered: tuple[Context, tuple[TensorSpec, ...], PersistentRequest, bool] | None = None
 
@@ -134,7 +135,7 @@ class PersistentOperation(Generic[T]):
         _, _, persistent, on_device = registered
         pending: Pending[T] = Pending(persistent.request.name, self, tensors)
         launch = context.engine.launch
-        if self.spec.collective in _ALLOCATED_LATE:
+        if self._late:
             fence = self._adapter.fence(tensors) if on_device else None
             allocate = self._allocating(tensors)
             launch(persistent, pending, inputs, allocate=allocate, ready=fence, splits=splits, waits=waits)
@@ -146,12 +147,13 @@ class PersistentOperation(Generic[T]):
 
     def deliver(self, outputs: Sequence[Buffer], tensors: Sequence[T]) -> list[T]:
         """Turn the engine's results into what the caller of ``start`` gets."""
-        deliver, in_place = self._adapter.deliver, self.in_place
-        owners: Sequence[Any] = [buffer.owner for buffer in outputs]
-        if self.spec.collective is not Collective.ALLTOALL:
-            return [deliver(owner, tensor, in_place=in_place) for owner, tensor in zip(owners, tensors, strict=True)]
-        received = deliver(owners[0], tensors[0], in_place=in_place)
-        return [received, self._integers(outputs[1].array(), tensors[0])]
+        deliver, in_place, delivered = self._adapter.deliver, self.in_place, []
+        for buffer, tensor in zip(outputs, tensors):  # noqa: B905 - an alltoall has one tensor and two outputs
+            owner: Any = buffer.owner
+            delivered.append(deliver(owner, tensor, in_place=in_place))
+        if self.spec.collective is Collective.ALLTOALL:
+            delivered.append(self._integers(outputs[1].array(), tensors[0]))
+        return delivered
 
     def _register(
         self, context: Context, inputs: Sequence[Buffer]

@@ -408,8 +408,8 @@ class Executor:
         first = bucket.parts[0]
         request = batch[first.operation][0].request
         in_place = _holds_all(plane, bucket, batch)
-        if in_place and isinstance(plane.backend, Scattered) and request.op is not ReduceOp.ADASUM:
-            return self._begin_scattered_allreduce(bucket, batch, group, plane, plane.backend)
+        if in_place and plane.scattered is not None and request.op is not ReduceOp.ADASUM:
+            return self._begin_scattered_allreduce(bucket, batch, group, plane, plane.scattered)
         packed = len(bucket.parts) > 1 or not in_place
         if packed:
             nbytes = bucket.nbytes

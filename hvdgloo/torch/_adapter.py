@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from hvdgloo._collectives.adapter import Tape
 from hvdgloo._platform.huge_pages import LARGE_BYTES, advise_large_pages
@@ -89,7 +90,7 @@ class TorchAdapter:
         if result is target:
             # The engine wrote behind autograd's back: a backward pass that saved the old values must learn of it.
             if not target.is_inference():
-                torch.autograd.graph.increment_version(target)
+                increment_version(target)
         else:
             with torch.no_grad():
                 target.copy_(result)

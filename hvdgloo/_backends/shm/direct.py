@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
 from hvdgloo._backends.shm import system
-from hvdgloo._backends.shm.fold import Array, Folder, Reduction, scale
+from hvdgloo._backends.shm.fold import Array, Folder, Reduction, divided, scale
 from hvdgloo._backends.shm.rounds import Course, Steps
 from hvdgloo._backends.shm.segment import TABLE_ENTRIES, Segment
 from hvdgloo._backends.shm.signals import PROGRESS, Signals
@@ -136,15 +136,16 @@ class Direct(InPlace):
     ) -> None:
         """Reduce a stretch of ``source`` into ``target`` at offset ``at``."""
         low, high = stretch
+        own, out = source.arrays(low, high), target.arrays(at, at + high - low)
 
-        def fetch(rank: int) -> Array:
+        def fetch(rank: int) -> Sequence[Array]:
             scratch = self._folder.scratch(0 if rank == 0 else 1, high - low)
             self._read(rank, [(scratch.ctypes.data, high - low)], theirs.runs(low, high, tables[rank]), high - low)
+            elements = scratch.view(reduction.dtype.numpy_dtype)
             if reduction.prescale != 1.0:
-                scale(scratch.view(reduction.dtype.numpy_dtype), reduction.dtype, reduction.prescale)
-            return scratch
+                scale(elements, reduction.dtype, reduction.prescale)
+            return divided(elements, own)
 
-        own, out = source.arrays(low, high), target.arrays(at, at + high - low)
         self._folder.fold(fetch, own, out, reduction)
 
     def reducescatter(self, source: Buffer, target: Buffer, nbytes: Sequence[int], reduction: Reduction) -> Steps:

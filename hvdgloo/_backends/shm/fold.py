@@ -7,7 +7,7 @@ has imported it (importing it here would take seconds of a program that does not
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,13 +53,13 @@ class Folder:
         return self._scratch[index][:nbytes]
 
     def fold(
-        self, fetch: Callable[[int], Array], own: Sequence[Array], out: Sequence[Array], reduction: Reduction
+        self, fetch: Callable[[int], Sequence[Array]], own: Sequence[Array], out: Sequence[Array], reduction: Reduction
     ) -> None:
         """Combine one piece of all ranks.
 
         Args:
-            fetch: gives a peer's piece as bytes, which for rank 0 may be in scratch 0, for others in scratch 1, and is
-                prescaled already.
+            fetch: gives a peer's piece, which for rank 0 may be in scratch 0, for others in scratch 1, and is prescaled
+                already; in parts as long as ``own``'s (``divided``).
             own: this rank's piece, in parts.
             out: where the result goes, in parts that are as long; may be the same memory as ``own``.
         """
@@ -70,7 +70,7 @@ class Folder:
             if kernels.is_half(dtype):
                 self._fold_halves(fetch, own, out, reduction)
             else:
-                self._fold(fetch, own, out, kernels.ufunc(dtype, reduction.op), dtype)
+                self._fold(fetch, own, out, kernels.ufunc(dtype, reduction.op))
             if reduction.postscale != 1.0:
                 for part in out:
                     scale(part, dtype, reduction.postscale)
@@ -78,47 +78,41 @@ class Folder:
     def _scaled(self, own: Sequence[Array], reduction: Reduction) -> list[Array]:
         """A copy of what must not be written."""
         whole = self.scratch(2, sum(part.nbytes for part in own)).view(reduction.dtype.numpy_dtype)
-        parts = list(_divided(whole, own))
+        parts = divided(whole, own)
         for part, source in zip(parts, own, strict=True):
             np.copyto(part, source)
         scale(whole, reduction.dtype, reduction.prescale)
         return parts
 
     def _fold(
-        self,
-        fetch: Callable[[int], Array],
-        own: Sequence[Array],
-        out: Sequence[Array],
-        ufunc: np.ufunc,
-        dtype: DType,
+        self, fetch: Callable[[int], Sequence[Array]], own: Sequence[Array], out: Sequence[Array], ufunc: np.ufunc
     ) -> None:
         so_far: Sequence[Array] = ()
         for rank in range(self._size):
-            theirs = own if rank == self._rank else list(_divided(fetch(rank).view(dtype.numpy_dtype), own))
+            theirs = own if rank == self._rank else fetch(rank)
             if rank:
                 # The result's memory may be this rank's input, so it is written no sooner than that has been read.
-                into = out if rank >= self._rank else self._between(own, dtype)
+                into = out if rank >= self._rank else self._between(own)
                 for left, right, to in zip(so_far, theirs, into, strict=True):
                     ufunc(left, right, out=to)
                 so_far = into
             else:
                 so_far = theirs
 
-    def _between(self, own: Sequence[Array], dtype: DType) -> list[Array]:
+    def _between(self, own: Sequence[Array]) -> list[Array]:
         """Where sums of lower ranks stand."""
-        return list(_divided(self.scratch(0, sum(part.nbytes for part in own)).view(dtype.numpy_dtype), own))
+        return divided(self.scratch(0, sum(part.nbytes for part in own)).view(own[0].dtype), own)
 
     def _fold_halves(
-        self, fetch: Callable[[int], Array], own: Sequence[Array], out: Sequence[Array], reduction: Reduction
+        self, fetch: Callable[[int], Sequence[Array]], own: Sequence[Array], out: Sequence[Array], reduction: Reduction
     ) -> None:
         count = sum(part.size for part in own)
         if self._wide.size < count:
             self._wide = np.empty(count, np.float32)
-        wide = list(_divided(self._wide, own))
+        wide = divided(self._wide, own)
         halves = _halves()
         for rank in range(self._size):
-            bits = reduction.dtype.numpy_dtype
-            theirs = own if rank == self._rank else list(_divided(fetch(rank).view(bits), own))
+            theirs = own if rank == self._rank else fetch(rank)
             for values, part in zip(wide, theirs, strict=True):
                 for at in range(0, part.size, _HALVES_AT_ONCE):
                     stretch = slice(at, at + _HALVES_AT_ONCE)
@@ -138,12 +132,13 @@ def scale(array: Array, dtype: DType, factor: float) -> None:
         halves.scale(array[at : at + _HALVES_AT_ONCE], dtype, factor)
 
 
-def _divided(whole: Array, like: Sequence[Array]) -> Iterator[Array]:
+def divided(whole: Array, like: Sequence[Array]) -> list[Array]:
     """One array in parts as long as others."""
-    at = 0
+    parts, at = [], 0
     for part in like:
-        yield whole[at : at + part.size]
+        parts.append(whole[at : at + part.size])
         at += part.size
+    return parts
 
 
 class _NumpyHalves:

@@ -7,6 +7,8 @@ last step, so nobody's tensor is touched by its owner while a peer still reads i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from hvdgloo._backends.shm.arena import Arena
@@ -55,14 +57,14 @@ class Resident(InPlace):
             return self._arena.view(rank, offsets[rank] + low, high - low)
 
         def fold(low: int, high: int) -> None:
-            def fetch(rank: int) -> Array:
-                piece = theirs(rank, low, high)
+            def fetch(rank: int) -> Sequence[Array]:
+                piece = theirs(rank, low, high).view(reduction.dtype.numpy_dtype)
                 if reduction.prescale == 1.0:
-                    return piece
-                scratch = self._folder.scratch(0 if rank == 0 else 1, high - low)
+                    return [piece]
+                scratch = self._folder.scratch(0 if rank == 0 else 1, high - low).view(piece.dtype)
                 np.copyto(scratch, piece)
-                scale(scratch.view(reduction.dtype.numpy_dtype), reduction.dtype, reduction.prescale)
-                return scratch
+                scale(scratch, reduction.dtype, reduction.prescale)
+                return [scratch]
 
             elements = tensor.arrays(low, high)
             self._folder.fold(fetch, elements, elements, reduction)

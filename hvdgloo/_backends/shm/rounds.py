@@ -11,12 +11,13 @@ same steps for it, whatever their part in it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
 
-from hvdgloo._backends.shm.fold import Array, Folder, Reduction, scale
+from hvdgloo._backends.shm.fold import Array, Folder, Reduction, divided, scale
 from hvdgloo._backends.shm.segment import Segment, array_at
 from hvdgloo._backends.shm.signals import PROGRESS, RELEASED, Signals
 from hvdgloo._backends.shm.tensors import Tensors, cut
@@ -32,6 +33,30 @@ _GRAIN = 64
 
 AT_ONCE_BYTES = 1 << 14
 """An allreduce of at most this size is computed by every rank for itself: one wait instead of two."""
+
+
+_MOST_ROUNDS = 1 << 11
+"""Rounds of earlier allreduces that are kept prepared: 2 to 3 GB, in some MB."""
+
+
+@dataclass(slots=True)
+class _Round:
+    """What one round of an allreduce works on. The arrays are views of the tensors' and the segment's memory.
+
+    Attributes:
+        copied: stretches that the others reduce, in parts, and this rank's room for each.
+        own, out: the slice that this rank reduces, before and after, in parts.
+        slices: where each rank has copied that slice in, in parts as long.
+        combined: where its result goes for the others to take.
+        taken: each peer, where its slice's result belongs, and where that is.
+    """
+
+    copied: list[tuple[list[Array], Array]]
+    own: list[Array]
+    out: list[Array]
+    slices: list[list[Array]]
+    combined: Array
+    taken: list[tuple[int, list[Array], list[Array]]]
 
 
 class Course:
@@ -56,6 +81,7 @@ class Rounds:
         # Beginning with the next rank: all of them reading from the same one would be slower.
         self._peers = [(self._rank + n) % self._size for n in range(1, self._size)]
         self._capacity = segment.smallest
+        self._prepared: dict[tuple[Tensors, Tensors, int], list[_Round]] = {}
         self._may_grow = True
 
     @property
@@ -70,24 +96,82 @@ class Rounds:
         if source.nbytes <= min(slot, AT_ONCE_BYTES):
             yield from self._allreduce_at_once(source, target, reduction)
             return
+        self._begin_at_slot_0()
         base, first = course.steps, course.rounds
-        count = -(-source.nbytes // slot)
+        rounds = self._allreduce_rounds(source, target, slot)
         # The steps of a round: copied in (2k, the first one 1), combined (2k + 3).
         yield from self._free(first)
-        self._copy_slices(source, 0, slot, first, reduction)
+        self._copy_in(rounds[0], reduction)
         self._signals.post(PROGRESS, base + 1)
-        for k in range(count):
-            if k + 1 < count:
+        for k, this in enumerate(rounds):
+            if k + 1 < len(rounds):
                 yield from self._free(first + k + 1)
-                self._copy_slices(source, k + 1, slot, first + k + 1, reduction)
+                self._copy_in(rounds[k + 1], reduction)
                 self._signals.post(PROGRESS, base + 2 * k + 2)
             yield from self._all(PROGRESS, base + max(1, 2 * k))
-            self._combine_slice(source, target, k, slot, first + k, reduction)
+            if this.own:
+                self._folder.fold(this.slices.__getitem__, this.own, this.out, reduction)
+                _join(this.out, this.combined)
             self._signals.post(PROGRESS, base + 2 * k + 3)
-            yield from self._take_slices(target, k, slot, first + k, base + 2 * k + 3)
+            for peer, places, parts in this.taken:
+                yield from self._peer(PROGRESS, peer, base + 2 * k + 3)
+                for place, part in zip(places, parts):  # noqa: B905 - of equal length
+                    np.copyto(place, part)
             self._signals.post(RELEASED, first + k + 1)
             yield None
-        course.steps, course.rounds = base + 2 * count + 1, first + count
+        course.steps, course.rounds = base + 2 * len(rounds) + 1, first + len(rounds)
+
+    def _copy_in(self, this: _Round, reduction: Reduction) -> None:
+        """Copy in what the others reduce: all but this rank's own slice."""
+        for parts, room in this.copied:
+            _join(parts, room)
+            if reduction.prescale != 1.0:
+                scale(room, reduction.dtype, reduction.prescale)
+
+    def _begin_at_slot_0(self) -> None:
+        """Leave slots unused, so that tensors that come again find the rounds that were prepared for them."""
+        course = self._course
+        unused = -course.rounds % SLOTS
+        if unused:
+            course.rounds += unused
+            self._signals.post(RELEASED, course.rounds)
+
+    def _allreduce_rounds(self, source: Tensors, target: Tensors, slot: int) -> list[_Round]:
+        """The rounds of an allreduce, kept for the next one of the same tensors."""
+        key = source, target, slot
+        rounds = self._prepared.pop(key, None)
+        if rounds is None:
+            rounds = [self._prepare(source, target, k, slot) for k in range(-(-source.nbytes // slot))]
+        self._prepared[key] = rounds
+        if sum(map(len, self._prepared.values())) > _MOST_ROUNDS:
+            del self._prepared[next(iter(self._prepared))]
+        return rounds
+
+    def _prepare(self, source: Tensors, target: Tensors, k: int, slot: int) -> _Round:
+        begin, end = k * slot, min((k + 1) * slot, source.nbytes)
+        edges, at = cut(end - begin, self._size), self._slot(k)
+
+        def room(rank: int, low: int, high: int) -> Array:
+            return self._segment.data(rank, at + low, high - low).view(source.dtype)
+
+        def parts(tensors: Tensors, low: int, high: int) -> list[Array]:
+            return tensors.arrays(begin + low, begin + high)
+
+        mine, behind = edges[self._rank], edges[self._rank + 1]
+        own = parts(source, mine, behind)
+        taken = []
+        for peer in self._peers:
+            low, high = edges[peer], edges[peer + 1]
+            places = parts(target, low, high)
+            taken.append((peer, places, divided(room(peer, low, high), places)))
+        return _Round(
+            [(parts(source, a, b), room(self._rank, a, b)) for a, b in ((0, mine), (behind, edges[-1])) if a < b],
+            own,
+            parts(target, mine, behind),
+            [divided(room(rank, mine, behind), own) for rank in range(self._size)],
+            room(self._rank, mine, behind),
+            taken,
+        )
 
     def _allreduce_at_once(self, source: Tensors, target: Tensors, reduction: Reduction) -> Steps:
         course = self._course
@@ -101,47 +185,13 @@ class Rounds:
         self._signals.post(PROGRESS, course.steps)
         yield from self._all(PROGRESS, course.steps)
         own, out = source.arrays(0, nbytes), target.arrays(0, nbytes)
-        self._folder.fold(lambda rank: self._segment.data(rank, at, nbytes), own, out, reduction)
+
+        def fetch(rank: int) -> Sequence[Array]:
+            return divided(self._segment.data(rank, at, nbytes).view(source.dtype), own)
+
+        self._folder.fold(fetch, own, out, reduction)
         course.rounds += 1
         self._signals.post(RELEASED, course.rounds)
-
-    def _copy_slices(self, source: Tensors, k: int, slot: int, number: int, reduction: Reduction) -> None:
-        """Copy in what the others reduce of round ``k``: all but this rank's own slice."""
-        begin, end = k * slot, min((k + 1) * slot, source.nbytes)
-        edges, at = cut(end - begin, self._size), self._slot(number)
-        for low, high in ((0, edges[self._rank]), (edges[self._rank + 1], end - begin)):
-            if low < high:
-                room = self._segment.data(self._rank, at + low, high - low)
-                source.copy_to(room, begin + low, begin + high)
-                if reduction.prescale != 1.0:
-                    scale(room.view(reduction.dtype.numpy_dtype), reduction.dtype, reduction.prescale)
-
-    def _combine_slice(
-        self, source: Tensors, target: Tensors, k: int, slot: int, number: int, reduction: Reduction
-    ) -> None:
-        """Reduce this rank's slice, and put the result where the slice was not copied in."""
-        begin, end = k * slot, min((k + 1) * slot, source.nbytes)
-        edges = cut(end - begin, self._size)
-        low, high = edges[self._rank], edges[self._rank + 1]
-        if low == high:
-            return
-        at = self._slot(number) + low
-
-        def fetch(rank: int) -> Array:
-            return self._segment.data(rank, at, high - low)
-
-        own, out = source.arrays(begin + low, begin + high), target.arrays(begin + low, begin + high)
-        self._folder.fold(fetch, own, out, reduction)
-        target.copy_to(self._segment.data(self._rank, at, high - low), begin + low, begin + high)
-
-    def _take_slices(self, target: Tensors, k: int, slot: int, number: int, combined: int) -> Steps:
-        begin, end = k * slot, min((k + 1) * slot, target.nbytes)
-        edges, at = cut(end - begin, self._size), self._slot(number)
-        for peer in self._peers:
-            yield from self._peer(PROGRESS, peer, combined)
-            low, high = edges[peer], edges[peer + 1]
-            if low < high:
-                target.copy_from(self._segment.data(peer, at + low, high - low), begin + low, begin + high)
 
     def reducescatter(self, source: Buffer, target: Buffer, nbytes: Sequence[int], reduction: Reduction) -> Steps:
         """Combine all ranks' ``source``; each gets its block of the result."""
@@ -164,7 +214,11 @@ class Rounds:
                 own = whole.arrays(begins[self._rank] + low, begins[self._rank] + high)
                 out = result.arrays(low, high)
                 place = at + self._rank * piece
-                self._folder.fold(lambda rank: self._segment.data(rank, place, high - low), own, out, reduction)
+
+                def fetch(rank: int) -> Sequence[Array]:
+                    return [self._segment.data(rank, place, high - low).view(whole.dtype)]
+
+                self._folder.fold(fetch, own, out, reduction)
 
         base = self._course.steps
         yield from self._rounds(-(-max(nbytes) // piece), copy_in, take)
@@ -302,6 +356,14 @@ class Rounds:
     def _peer(self, which: int, peer: int, value: int) -> Steps:
         if not self._signals.reached(which, peer, value):
             yield which, peer, value
+
+
+def _join(parts: Sequence[Array], whole: Array) -> None:
+    """Copy parts one after another."""
+    if len(parts) == 1:
+        np.copyto(whole, parts[0])
+    else:
+        np.concatenate(parts, out=whole)
 
 
 def _piece(k: int, piece: int, nbytes: int) -> tuple[int, int]:

@@ -26,11 +26,12 @@ class Tensors:
     Attributes:
         nbytes: of all.
         count: how many they are.
+        dtype: numpy's.
     """
 
     def __init__(self, buffers: Sequence[Buffer]) -> None:
         # Not the buffers themselves, which would keep their owners alive.
-        self._dtype = buffers[0].dtype.numpy_dtype if buffers else np.dtype(np.uint8)
+        self.dtype = buffers[0].dtype.numpy_dtype if buffers else np.dtype(np.uint8)
         self.addresses = [buffer.address for buffer in buffers]
         self.count = len(buffers)
         # Where each begins, and where the last ends.
@@ -71,8 +72,8 @@ class Tensors:
         if self._arrays is None:
             sizes = [high - low for low, high in pairwise(self._edges)]
             places = zip(self.addresses, sizes, strict=True)
-            self._arrays = [array_at(address, nbytes).view(self._dtype) for address, nbytes in places]
-        size = self._dtype.itemsize
+            self._arrays = [array_at(address, nbytes).view(self.dtype) for address, nbytes in places]
+        size = self.dtype.itemsize
         return [
             self._arrays[index][offset // size : (offset + nbytes) // size]
             for index, offset, nbytes in self.spans(begin, end)
@@ -89,7 +90,7 @@ class Tensors:
 
     def copy_from(self, source: Array, begin: int, end: int) -> None:
         """Fill a stretch from bytes."""
-        whole, at = source.view(self._dtype), 0
+        whole, at = source.view(self.dtype), 0
         for array in self.arrays(begin, end):
             np.copyto(array, whole[at : at + array.size])
             at += array.size
