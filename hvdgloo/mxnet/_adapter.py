@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import mxnet as mx
+import numpy as np
 from mxnet import autograd
 from mxnet.base import _LIB, MXNetError, check_call
 from mxnet.ndarray.sparse import BaseSparseNDArray
@@ -30,13 +31,17 @@ Tensor = Any
 Forward = Callable[[Sequence[Tensor]], list[Tensor]]
 Backward = Callable[[Tape[Tensor], Sequence[Tensor]], Sequence[Tensor]]
 
-_NOT_MXNETS = (DType.UINT16, DType.INT16, DType.UINT32, DType.UINT64, DType.BFLOAT16)
-_DTYPES: dict[Any, DType] = {
-    # Classic arrays tell their type as numpy's class, others as its dtype.
-    kind: dtype
+_NOT_MXNETS = (DType.UINT16, DType.INT16, DType.UINT32, DType.UINT64)
+_MXNET_DTYPES: dict[DType, np.dtype[Any]] = {
+    dtype: np.dtype([("bfloat16", np.uint16)]) if dtype is DType.BFLOAT16 else dtype.numpy_dtype
     for dtype in DType
     if dtype not in _NOT_MXNETS
-    for kind in (dtype.numpy_dtype, dtype.numpy_dtype.type)
+}
+_DTYPES: dict[Any, DType] = {
+    # Classic arrays tell their type as numpy's class, others, and those of bfloat16, as its dtype.
+    kind: dtype
+    for dtype, numpy_dtype in _MXNET_DTYPES.items()
+    for kind in ((numpy_dtype,) if dtype is DType.BFLOAT16 else (numpy_dtype, numpy_dtype.type))
 }
 _ON_HOST = frozenset({"cpu", "cpu_pinned", "cpu_shared"})
 
@@ -79,7 +84,7 @@ class MXNetAdapter:
 
     def allocate(self, spec: TensorSpec, like: Tensor) -> Tensor:
         with numpy_shapes():
-            made = mx.nd.empty(spec.shape, mx.cpu(), spec.dtype.numpy_dtype)
+            made = mx.nd.empty(spec.shape, mx.cpu(), _MXNET_DTYPES[spec.dtype])
             return made.as_np_ndarray() if isinstance(like, mx.np.ndarray) else made
 
     def deliver(self, result: Tensor, target: Tensor, *, in_place: bool) -> Tensor:
@@ -92,7 +97,7 @@ class MXNetAdapter:
 
     def cast(self, tensor: Tensor, dtype: DType) -> Tensor:
         with numpy_shapes():
-            return tensor.astype(dtype.numpy_dtype)
+            return tensor.astype(_MXNET_DTYPES[dtype])
 
     def fence(self, tensors: Sequence[Tensor]) -> Callable[[], None] | None:
         return None  # ``export`` has waited

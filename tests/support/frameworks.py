@@ -130,15 +130,20 @@ def _mxnet() -> Framework:
     from hvdgloo.mxnet._frontend import MXNetFrontend
     from hvdgloo.mxnet.compression import Compression
 
+    adapter = MXNetAdapter()
+
     def tensor(values: Any, dtype: DType) -> Any:
-        if dtype in (DType.UINT16, DType.INT16, DType.UINT32, DType.UINT64, DType.BFLOAT16):
-            pytest.skip(f"MXNet has no arithmetic of {dtype}")
+        if dtype in (DType.UINT16, DType.INT16, DType.UINT32, DType.UINT64):
+            pytest.skip(f"MXNet has no arrays of {dtype}")
+        if dtype is DType.BFLOAT16:
+            return adapter.cast(mx.nd.array(np.asarray(values, np.float32), dtype=np.float32), dtype)
         return mx.nd.array(np.asarray(values).astype(dtype.numpy_dtype), dtype=dtype.numpy_dtype)
 
     def array(tensor: Any) -> np.ndarray:
-        return np.asarray(tensor.asnumpy())
+        is_bfloat16 = adapter.describe(tensor).dtype is DType.BFLOAT16
+        return np.asarray((adapter.cast(tensor, DType.FLOAT32) if is_bfloat16 else tensor).asnumpy())
 
-    return Framework("mxnet", MXNetAdapter(), tensor, array, Compression, MXNetFrontend, has_views=False)
+    return Framework("mxnet", adapter, tensor, array, Compression, MXNetFrontend, has_views=False)
 
 
 def load(name: str) -> Framework:

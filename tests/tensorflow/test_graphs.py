@@ -17,7 +17,7 @@ from hvdgloo.errors import HorovodInternalError, InvalidArgumentError, MismatchE
 from hvdgloo.tensorflow._frontend import TensorFlowFrontend
 from hvdgloo.tensorflow._sparse import SparseReductionError, sparse_allreduce
 from hvdgloo.tensorflow.compression import Compression
-from hvdgloo.types import Collective, ReduceOp
+from hvdgloo.types import Collective, DType, ReduceOp
 from tests.support.ways import WAYS, frontend_of, gradients, run, session_config
 from tests.support.world import World
 
@@ -155,6 +155,34 @@ def test_alltoall(ranks: Ranks, way: str, known: bool, splits: list[int] | None)
         np.testing.assert_array_equal(got, sent)
 
     ranks(SIZE).run(rank_body)
+
+
+@way
+@pytest.mark.parametrize("dtype", [dtype for dtype in DType if dtype is not DType.BOOL], ids=str)
+def test_every_type_in_every_collective(ranks: Ranks, way: str, dtype: DType) -> None:
+    def rank_body(context: Context) -> None:
+        frontend = frontend_of(context)
+
+        def body(x: Any) -> Any:
+            own = tf.cast(x, dtype.value)
+            results = [
+                frontend.allreduce(own, op=ReduceOp.SUM),
+                frontend.allgather(own),
+                frontend.broadcast(own, 1),
+                frontend.reducescatter(own, op=ReduceOp.SUM),
+                frontend.alltoall(own),
+            ]
+            assert all(result.dtype is own.dtype for result in results)
+            return [tf.cast(result, tf.float64) for result in results]
+
+        total, gathered, root, part, exchanged = run(way, body, np.array([1.0, 3.0]) + context.rank)
+        assert total.tolist() == [3.0, 7.0]
+        assert gathered.tolist() == [1.0, 3.0, 2.0, 4.0]
+        assert root.tolist() == [2.0, 4.0]
+        assert part.tolist() == [[3.0, 7.0][context.rank]]
+        assert exchanged.tolist() == [[1.0, 2.0], [3.0, 4.0]][context.rank]
+
+    ranks(2).run(rank_body)
 
 
 @way
