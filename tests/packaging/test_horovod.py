@@ -68,11 +68,12 @@ print(horovod.run(shout, args=("rank",), num_proc=2, verbose=0))
 """
 PYTEST = """
 import horovod.numpy as hvd
+import numpy as np
 
 
 def test_one():
     hvd.init()
-    assert hvd.allreduce(3.0, op=hvd.Sum) == 3.0
+    assert hvd.allreduce(np.ones(2), op=hvd.Sum).tolist() == [1.0, 1.0]
 """
 TYPED = """
 from horovod.common.process_sets import ProcessSet

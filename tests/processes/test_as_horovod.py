@@ -152,12 +152,8 @@ def test_without_the_flag_there_is_no_horovod(tmp_path: Path) -> None:
     assert "No module named 'horovod'" in done.stderr
 
 
-@pytest.mark.parametrize(
-    "module", ["horovod.runner", "horovod.runner.launch", "horovod.tensorflow.data.compute_worker"]
-)
+@pytest.mark.parametrize("module", ["horovod.runner", "horovod.runner.launch"])
 def test_commands_that_are_modules_run_under_horovods_name(module: str) -> None:
-    if "tensorflow" in module:
-        pytest.importorskip("tensorflow")
     folder = Path(as_horovod.__file__).parent
     done = subprocess.run(
         [sys.executable, "-m", module, "--help"],

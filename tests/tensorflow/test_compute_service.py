@@ -61,7 +61,8 @@ try:
 finally:
     config.compute_client(verbose=2).shutdown()
 """
-COMPUTE = ("-np", "2", "--", sys.executable, "-m", "hvdgloo.tensorflow.data.compute_worker", "service.json")
+COMPUTE_WORKER = "horovod.tensorflow.data.compute_worker"  # as Horovod's documentation starts it
+COMPUTE = ("-np", "2", "--as-horovod", "--", sys.executable, "-m", COMPUTE_WORKER, "service.json")
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3"}
 
 
