@@ -35,7 +35,7 @@ from hvdgloo._backends import kernels
 from hvdgloo._backends.base import RendezvousStore, Work, first_line, get_all, gloo_unconnected
 from hvdgloo._backends.process_group import ProcessGroupBackend, tensor_of
 from hvdgloo._net.descriptors import bury
-from hvdgloo.errors import AuthenticationError, BackendError, HvdglooError, RendezvousError
+from hvdgloo.errors import AuthenticationError, BackendError, HvdglooError, RendezvousError, RendezvousTimeoutError
 from hvdgloo.types import Buffer, ReduceOp
 
 logger = logging.getLogger(__name__)
@@ -169,13 +169,14 @@ class GlooBackend(ProcessGroupBackend):
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
         super().__init__(rank, size)
         self._listeners: frozenset[tuple[str, int]] = frozenset()
+        # A group that has failed is kept: its destructor would wait for what never ends before its time is over.
+        self._spoilt: tuple[Any, Any] | None = None
         deadline = time.monotonic() + connect_timeout
         try:
             problem = self._try(store, prefix, address, deadline, last=False)
             if problem:
                 logger.info("connecting Gloo once more, at other ports: %s", problem)
-                self.abort()
-                self.abandon()
+                self._spoilt = self._group, self._store
                 problem = self._try(store, f"{prefix}again/", address, deadline, last=True)
             if problem:
                 raise BackendError(problem)
@@ -199,17 +200,17 @@ class GlooBackend(ProcessGroupBackend):
         Returns:
             why it cannot be used, the same on all ranks; empty if it can.
         """
-        left = deadline - time.monotonic()
+        left = (deadline - time.monotonic()) / (1 if last else 2)
         options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
         options._timeout = timedelta(seconds=left)
-        self._store = GlooStore(store, prefix, self._size, left, self._cancelled)
+        self._store = GlooStore(store, prefix, self._size, deadline - time.monotonic(), self._cancelled)
         self._group = dist.ProcessGroupGloo(self._store, self._rank, self._size, options)
         self._store.fetch()
         self._listener, self._listeners = self._find_listeners()
         left = deadline - time.monotonic()
         try:
-            self._connect(left if last else left / 2)
+            self._connect(left if last else left / 2, lambda: self._told(store, f"{prefix}failed"))
             problem = ""
         except (RuntimeError, BackendError) as error:
             if self._cancelled():
@@ -219,6 +220,8 @@ class GlooBackend(ProcessGroupBackend):
 
     def _agreed(self, store: RendezvousStore, prefix: str, problem: str, deadline: float) -> str:
         """The first rank's problem, whoever has one: what one rank cannot use, none does."""
+        if problem:
+            store.set(f"{prefix}failed", problem.encode())
         store.set(f"{prefix}met/{self._rank}", problem.encode() or _MET)
         keys = [f"{prefix}met/{rank}" for rank in range(self._size)]
         try:
@@ -229,14 +232,31 @@ class GlooBackend(ProcessGroupBackend):
             raise
         return next((text.decode() for text in told if text != _MET), "")
 
-    def _connect(self, timeout: float) -> None:
+    @staticmethod
+    def _told(store: RendezvousStore, key: str) -> str:
+        """What is there; empty if nothing is."""
+        try:
+            return store.get_many([key], timeout=0.0)[0].decode()
+        except RendezvousTimeoutError:
+            return ""
+
+    def _connect(self, timeout: float, failed: Callable[[], str]) -> None:
+        """Connect with others.
+
+        Args:
+            timeout: in seconds.
+            failed: asked now and then why another rank has given up; empty if none has.
+
+        Raises:
+            BackendError, RuntimeError: it has come to nothing.
+        """
         few, many = torch.zeros(1), torch.zeros(1 << 16)  # which take different algorithms
         deadline = time.monotonic() + timeout
-        self._check_peers(deadline)
+        self._check_peers(deadline, failed)
         for tensor in (few, many):
-            self._connected(self._group.allreduce([tensor]), tensor, deadline)
+            self._connected(self._group.allreduce([tensor]), tensor, deadline, failed)
 
-    def _check_peers(self, deadline: float) -> None:
+    def _check_peers(self, deadline: float, failed: Callable[[], str]) -> None:
         """Exchange proofs with all whom this rank is to be connected with now: everybody, or if they are many its
         neighbours in a ring."""
         ranks = range(self._size)
@@ -245,7 +265,7 @@ class GlooBackend(ProcessGroupBackend):
             sent = b"".join(self._proof(self._rank, peer) for peer in ranks)
             received = torch.zeros(len(sent), dtype=torch.uint8)
             own = torch.frombuffer(bytearray(sent), dtype=torch.uint8)
-            self._connected(self._group.alltoall_base(received, own, [], []), (received, own), deadline)
+            self._connected(self._group.alltoall_base(received, own, [], []), (received, own), deadline, failed)
             rows = received.view(self._size, -1)
         else:
             peers = sorted({(self._rank - 1) % self._size, (self._rank + 1) % self._size})
@@ -254,7 +274,7 @@ class GlooBackend(ProcessGroupBackend):
             works = [self._group.recv([rows[peer]], peer, 0) for peer in peers]
             works += [self._group.send([proof], peer, 0) for proof, peer in zip(proofs, peers, strict=True)]
             for work in works:
-                self._connected(work, (rows, proofs), deadline)
+                self._connected(work, (rows, proofs), deadline, failed)
         for peer in peers:
             if not hmac.compare_digest(rows[peer].numpy().tobytes(), self._proof(peer, self._rank)):
                 raise BackendError(f"whoever is connected as rank {peer} of the group does not know this job's secret")
@@ -262,13 +282,15 @@ class GlooBackend(ProcessGroupBackend):
     def _proof(self, of: int, to: int) -> bytes:
         return hmac.digest(self._key, struct.pack("!II", of, to), "sha256")[:_PROOF_BYTES]
 
-    def _connected(self, begun: Any, keep: object, deadline: float) -> None:
+    def _connected(self, begun: Any, keep: object, deadline: float, failed: Callable[[], str]) -> None:
         """Wait for an operation that connects ranks."""
         work, timeout = _GlooWork("connect", begun, keep), deadline - time.monotonic()
         while not work.completes_within(min(_TURN, max(0.0, timeout))):
             if self._cancelled():
                 self.abandon()
                 raise BackendError("the job ended while a process group was being connected")
+            if reason := failed():
+                raise BackendError(reason)
             came = sum(_ends(descriptor)[0] == self._listener for descriptor in self._sockets(connected=True))
             if came >= self._size:
                 raise BackendError(
@@ -319,13 +341,15 @@ class GlooBackend(ProcessGroupBackend):
             _libc.shutdown(descriptor, socket.SHUT_RDWR)
 
     def close(self) -> None:
-        self._group = None
+        self._group = self._spoilt = None
 
     def abandon(self) -> None:
         # The destructor would wait for an operation that never ends, even if only at the interpreter's exit.
         if self._group is not None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._store))
+        if self._spoilt is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._spoilt))
 
     def after_fork_in_child(self) -> None:
         """Let go of the connections in a forked child, whose copies would hide this rank's death from its peers.
