@@ -281,7 +281,7 @@ class Config:
         flag="--port-range",
         yaml="network.port_range",
         parse=_port_range,
-        help="FIRST-LAST: the ports that our own listeners may use, for firewalls; by default any free one",
+        help="FIRST-LAST: the ports that hvdgloo's own listeners may use, for firewalls; by default any free port",
     )
 
     as_horovod: bool = _setting(
@@ -290,8 +290,9 @@ class Config:
         flag="--as-horovod",
         yaml="as_horovod",
         parse=_boolean,
-        help="import horovod.torch (and every other module of Horovod's that there is) gives hvdgloo's, so that a "
-        "program runs unchanged; only in programs that hvdgloo-run starts",
+        help="have `import horovod.torch`, and Horovod's other modules, import hvdgloo's, so that a program written "
+        "for "
+        "Horovod runs unchanged; only in programs that hvdgloo-run starts",
     )
 
     # How long things may take: three different questions, three settings.
@@ -302,7 +303,7 @@ class Config:
         yaml="timeouts.connect_seconds",
         unit="seconds",
         parse=_number(positive=True),
-        help="how long connecting two processes may take once both are there",
+        help="how long connecting two processes may take once both are running",
     )
     start_timeout: float = _setting(
         120.0,
@@ -312,8 +313,8 @@ class Config:
         yaml="timeouts.start_seconds",
         unit="seconds",
         parse=_number(positive=True),
-        help="how long hvd.init() waits without a further worker coming; the others may still be importing their "
-        "frameworks, one after the other where there are more workers than cores",
+        help="how long hvd.init() waits for the next worker; the others may still be importing their frameworks, one "
+        "after the other where there are more workers than cores",
     )
     operation_timeout: float = _setting(
         30.0,
@@ -323,7 +324,7 @@ class Config:
         yaml="library_options.gloo_timeout_seconds",
         unit="seconds",
         parse=_number(positive=True),
-        help="how long a rank may answer nothing while others wait for it, and how long one collective may take "
+        help="how long a rank may be silent while others wait for it, and how long one collective may take "
         "beyond its transfer time; a rank that is merely late is waited for",
     )
 
@@ -346,8 +347,8 @@ class Config:
         yaml="params.inline_threshold",
         unit="bytes",
         parse=_integer(0, 1 << 16),
-        help="a single allreduce of at most so many bytes travels with the agreement about it, through rank 0, at the "
-        "lowest latency; 0 leaves all to the data plane",
+        help="a single allreduce of at most this many bytes is sent along with its negotiation, through rank 0, at the "
+        "lowest latency; 0 leaves all of them to the data plane",
     )
     cycle_time: float = _setting(
         0.0,
@@ -357,7 +358,7 @@ class Config:
         yaml="params.cycle_time_ms",
         unit="milliseconds",
         parse=_number(positive=False),
-        help="a least delay between two batches, for better fusion at the price of latency; by default none",
+        help="the minimum delay between two batches, for better fusion at the price of latency; by default none",
     )
     cache_capacity: int = _setting(
         1024,
@@ -386,8 +387,9 @@ class Config:
         yaml="params.hierarchical_threshold",
         unit="bytes",
         parse=_integer(0),
-        help="where hosts have several ranks, tensors from this size on are reduced in each host before they go to the "
-        "others, so that each byte crosses the network once; 0: never, and nothing else is done so either",
+        help="where hosts have several ranks, tensors of at least this size are reduced within each host before they "
+        "go to the "
+        "others, so that each byte crosses the network once; 0 switches this off, for the other collectives too",
     )
     hierarchical_distribution_threshold: int = _setting(
         1024 * 1024,
@@ -396,7 +398,8 @@ class Config:
         yaml="params.hierarchical_distribution_threshold",
         unit="bytes",
         parse=_integer(1),
-        help="from which size on broadcast, allgather and reducescatter do the same; they take fewer steps without",
+        help="the size from which broadcast, allgather and reducescatter do the same; smaller ones take fewer steps "
+        "without it",
     )
     gpu_operations: str = _setting(
         "auto",
@@ -413,8 +416,8 @@ class Config:
         flag="--cpu-operations",
         yaml="params.cpu_operations",
         parse=_one_of("auto", "shm", "gloo"),
-        help="how tensors in main memory travel: auto takes shared memory between ranks of one host, where that can be "
-        "had, and Gloo otherwise; gloo takes Gloo always; shm takes nothing but shared memory. Rank 0's choice holds "
+        help="how tensors in main memory travel: auto uses shared memory between ranks of one host, where that can be "
+        "had, and Gloo otherwise; gloo always uses Gloo; shm uses nothing but shared memory. Rank 0's choice applies "
         "for all",
     )
     gloo_provider: str = _setting(
@@ -423,8 +426,9 @@ class Config:
         flag="--gloo-provider",
         yaml="params.gloo_provider",
         parse=_one_of("auto", *GLOO_PROVIDERS),
-        help="which installed package carries Gloo: auto takes torch if rank 0 has it, else pygloo, which there is for "
-        "Python 3.10 and before only. Rank 0's choice holds for all",
+        help="which installed package provides Gloo: auto is torch if rank 0 has it, else pygloo, which exists only "
+        "for "
+        "Python 3.10 and older. Rank 0's choice applies to all",
     )
     shm_segment: int = _setting(
         4 * 1024 * 1024,
@@ -443,7 +447,7 @@ class Config:
         flag="--shm-direct",
         yaml="params.shm_direct",
         parse=_in_place,
-        help="1: with shared memory, read large tensors of other ranks where they lie, if the kernel permits it (as a "
+        help="1: with shared memory, read large tensors of other ranks in place, if the kernel permits it (as a "
         "debugger reads memory); 0: copy them through the segment; auto: 1 where the system gives programs large pages",
     )
     gradient_bucket: int = _setting(
@@ -494,7 +498,8 @@ class Config:
         yaml="stall_check.warning_time_seconds",
         unit="seconds",
         parse=_number(positive=True),
-        help="after this time a waiting tensor is reported, with the ranks that miss it and what they are doing",
+        help="after this time a waiting tensor is reported, with the ranks that have not submitted it and what they "
+        "are doing",
     )
     stall_shutdown_time: float = _setting(
         0.0,
@@ -515,7 +520,8 @@ class Config:
         flag="--timeline-filename",
         yaml="timeline.filename",
         parse=_text,
-        help="trace where the time of collectives goes, into this file, on rank 0; with {rank} in the name, on every "
+        help="write a trace of where collectives spend their time to this file, on rank 0; with {rank} in the name, "
+        "on every "
         "rank; DYNAMIC waits for hvd.start_timeline()",
     )
     timeline_mark_cycles: bool = _setting(
@@ -536,8 +542,10 @@ class Config:
         flag="--log-level",
         yaml="logging.level",
         parse=_log_level,
-        help="the least severe messages that are shown: " + ", ".join(LOG_LEVELS) + "; where the program's root logger "
-        "writes to the terminal (logging.basicConfig), it shows them, in its own format",
+        help="the lowest level of messages that are shown: "
+        + ", ".join(LOG_LEVELS)
+        + "; where the program's root logger "
+        "writes to the terminal (logging.basicConfig), it shows them in its own format",
     )
     log_hide_time: bool = _setting(
         False,

@@ -196,6 +196,13 @@ def fill(names: Sequence[str], slots: Sequence[int], count: int) -> list[tuple[i
     """
     if count > sum(slots):
         listed = ", ".join(f"{name}:{n}" for name, n in zip(names, slots, strict=True))
-        raise ValueError(f"{count} processes were asked for, but there are only {sum(slots)} slots ({listed})")
+        raise ValueError(
+            f"{count} processes were asked for, but the hosts have only {counted_slots(sum(slots))} ({listed})"
+        )
     # Only as far as needed: a host may claim any number of slots.
     return list(islice(((host, local) for host, n in enumerate(slots) for local in range(n)), count))
+
+
+def counted_slots(number: int) -> str:
+    """``1 slot``, ``2 slots``."""
+    return f"{number} slot{'s' if number != 1 else ''}"

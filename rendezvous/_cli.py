@@ -77,7 +77,7 @@ def _run(options: argparse.Namespace, stack: ExitStack) -> int:
         return 0
     addresses, port = _addresses(options.bind)
     if port and options.port_range:
-        raise ConfigError("--bind gives a port and --port-range others; leave one of them away")
+        raise ConfigError("--bind gives a port and --port-range others; give only one of them")
     server = RendezvousServer(
         secret=secret,
         size=options.np,
@@ -130,7 +130,7 @@ class _Parser(argparse.ArgumentParser):
             hint = f"; did you mean {close[0]}?" if close else ""
             self.error(f"unknown argument {unknown[0]}{hint}")
         if options.np is None and not options.status_token:
-            self.error("how many workers? Give -np N")
+            self.error("the number of workers is missing: give -np N")
         return options
 
 
@@ -153,10 +153,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "can reach, and any free port",
     )
     parser.add_argument(
-        "--port-range", type=_of_setting("port_range"), metavar="FIRST-LAST", help="take a port of these"
+        "--port-range", type=_of_setting("port_range"), metavar="FIRST-LAST", help="choose a port from this range"
     )
     parser.add_argument(
-        "--secret-file", metavar="PATH", help="the job's secret in hexadecimal digits; made (mode 0600) if not there"
+        "--secret-file",
+        metavar="PATH",
+        help="the job's secret in hexadecimal digits; created (mode 0600) if it does not exist",
     )
     parser.add_argument(
         "--start-timeout",
@@ -366,7 +368,8 @@ def _describe(epoch: dict[str, Any]) -> str:
     placed = ", ".join(
         f"{host}: {_span(sorted(some))}" for host, some in sorted(ranks.items(), key=lambda i: min(i[1]))
     )
-    return f"all {epoch['expected']} workers are in ({placed})"
+    number = epoch["expected"]
+    return f"{'the only worker is' if number == 1 else f'all {number} workers are'} in ({placed})"
 
 
 def _span(ranks: Sequence[int]) -> str:

@@ -148,13 +148,15 @@ class Quota:
         with self._lock:
             total = self._total + sum(changes.values())
             if total > max(self._limits.stored, self._total):
-                raise StoreFullError(f"{self._total} bytes are stored already, and {self._limits.stored} are the most")
+                raise StoreFullError(
+                    f"{self._total} bytes are already stored, and at most {self._limits.stored} are allowed"
+                )
             for owner, change in changes.items():
                 kept = self._kept.get(owner, 0)
                 if change > 0 and kept + change > self._limits.stored_by_one:
                     raise StoreFullError(
-                        f"this client has stored {kept} bytes already, and {self._limits.stored_by_one} are the most "
-                        "for one"
+                        f"this client has already stored {kept} bytes, and each may store at most "
+                        f"{self._limits.stored_by_one}"
                     )
             self._total = total
             for owner, change in changes.items():

@@ -161,7 +161,7 @@ class _Discovery:
         if silent:
             raise LaunchError(
                 f"the agent on {', '.join(silent)} did not report its addresses within {timeout:g} s; if the host is "
-                "merely slow, raise --connect-timeout-seconds"
+                "only slow, raise --connect-timeout-seconds"
             )
         if self._surveyed[0].port_failure:
             raise ConfigError(f"host {self._names[0]}: {self._surveyed[0].port_failure}")

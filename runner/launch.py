@@ -87,7 +87,7 @@ class Report:
         """
         first = self.outcome.first
         if self.outcome.interrupted == signal.SIGPIPE:
-            return "stopped, because nobody reads the output any more"
+            return "stopped, because nobody reads the output any longer"
         if self.outcome.interrupted is not None:
             return f"stopped by {signal.Signals(self.outcome.interrupted).name}"
         if first is None:

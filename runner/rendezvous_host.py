@@ -159,7 +159,7 @@ class _Beside:
         if self._endpoint is None:
             raise LaunchError(
                 f"the rendezvous server on host {self._first.host.name} did not start within {timeout:g} s; if the "
-                "host is merely slow, raise --connect-timeout-seconds"
+                "host is only slow, raise --connect-timeout-seconds"
             )
 
     @property

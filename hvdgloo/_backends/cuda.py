@@ -61,7 +61,7 @@ def obstacle(gpus: Sequence[Gpu], ranks: Sequence[int]) -> str:
         if not gpu.identity:
             return f"rank {rank} has no GPU"
         if not gpu.nccl:
-            return f"the torch of rank {rank} comes without NCCL"
+            return f"the torch of rank {rank} was built without NCCL"
         if gpu.nccl != gpus[0].nccl:
             return f"rank {ranks[0]} has version {gpus[0].nccl} of NCCL and rank {rank} {gpu.nccl}"
         if gpu.identity in seen:
@@ -141,7 +141,7 @@ def _exchange(host: Backend, own: Gpu, rank: int, size: int, timeout: float) -> 
     source = Buffer.of_array(np.frombuffer(bytearray(text), np.uint8))
     target = Buffer.of_array(np.empty(_REPORT_BYTES * size, np.uint8))
     work = host.allgather(source, target, [_REPORT_BYTES] * size)
-    wait_for(work, timeout, "the ranks did not tell each other their GPUs")
+    wait_for(work, timeout, "the ranks did not exchange which GPUs they use")
     reports = target.array().tobytes()
     return [Gpu(**json.loads(reports[at : at + _REPORT_BYTES])) for at in range(0, len(reports), _REPORT_BYTES)]
 

@@ -139,14 +139,14 @@ class Planes:
             need = f"ranks that cannot share memory need Gloo ({reason})"
         else:
             need = "HVDGLOO_CPU_OPERATIONS=gloo (--cpu-operations gloo) asks for Gloo"
-            without = "leave --cpu-operations away to share memory, or "
+            without = "leave out --cpu-operations to share memory, or "
         if not provider:
             raise MissingDependencyError(
                 f"{need}, and where rank 0 runs neither torch nor pygloo is installed; {without}{_HOW}"
             )
         raise MissingDependencyError(
-            f"{need}, and {self._topology.describe(self._rank)} does not have {provider}, through which rank 0 has "
-            f"decided to use it (--gloo-provider); {without}{how_to_have(provider, self._config.gloo_provider)}"
+            f"{need}, and {self._topology.describe(self._rank)} does not have {provider}, which rank 0 has chosen "
+            f"to provide it (--gloo-provider); {without}{how_to_have(provider, self._config.gloo_provider)}"
         )
 
     def _gloo(self, prefix: str, place: int, size: int, cancelled: Callable[[], bool] | None) -> Backend:
@@ -258,7 +258,7 @@ def how_to_have(provider: str, setting: str) -> str:
     if not other:
         return _INSTALL[provider]
     if setting == provider:
-        return f"leave --gloo-provider (HVDGLOO_GLOO_PROVIDER) away, as {other} is installed, or {_INSTALL[provider]}"
+        return f"leave out --gloo-provider (HVDGLOO_GLOO_PROVIDER), as {other} is installed, or {_INSTALL[provider]}"
     return f"run with --gloo-provider {other}, if all hosts have it as this one has, or {_INSTALL[provider]}"
 
 

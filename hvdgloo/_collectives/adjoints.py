@@ -83,7 +83,7 @@ def _extreme(frontend: Collectives, spec: CollectiveSpec, tape: Tape[Any], gradi
     if (spec.prescale, spec.postscale) != (1.0, 1.0):
         raise InvalidArgumentError(
             f"the gradient of a {spec.op.name.lower()} allreduce is defined without prescale_factor and "
-            "postscale_factor only; multiply the tensor outside of the call instead"
+            "postscale_factor only; multiply the tensor outside the call instead"
         )
     total = spec._replace(op=ReduceOp.SUM)
     adapter = frontend.adapter

@@ -147,7 +147,7 @@ def add(ctx: Context, process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     """Register a set; see ``Frontend.add_process_set``."""
     added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     if added.process_set_id is not None:
-        raise InvalidArgumentError(f"{added} is registered already")
+        raise InvalidArgumentError(f"{added} is already registered")
     ranks = tuple(added.ranks)
     if ranks[-1] >= ctx.size:
         raise InvalidArgumentError(f"{added} has ranks that do not exist; the job's are 0 to {ctx.size - 1}")

@@ -388,7 +388,7 @@ class Control:
         names = self._member.pending_names()
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            text += f"; this rank still waited for {', '.join(names[:3])}{more}, not submitted by all others"
+            text += f"; this rank still waited for {', '.join(names[:3])}{more}, which not all others have submitted"
         error = JobShutdownError(text, rank=leaver)
         self._ended = error
         self._on_end(error)

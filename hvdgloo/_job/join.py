@@ -59,7 +59,7 @@ def join(config: Config, ranks: Sequence[int] | None = None, process_sets: Seque
     if config.secret is None:
         raise ConfigError(
             f"HVDGLOO_RENDEZVOUS={config.rendezvous} is set, but neither HVDGLOO_SECRET nor HVDGLOO_SECRET_FILE; "
-            "the server says where its secret file is"
+            "hvdgloo-rendezvous prints where its secret file is"
         )
     client = RendezvousClient(
         config.rendezvous,

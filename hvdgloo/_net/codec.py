@@ -129,4 +129,4 @@ def _plain(value: Any) -> Any:
     for base in (str, float, int):
         if isinstance(value, base):
             return base(value)
-    raise TypeError(f"a value of {type(value).__name__} cannot travel")
+    raise TypeError(f"a value of {type(value).__name__} cannot be sent")

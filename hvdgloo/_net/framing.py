@@ -116,7 +116,7 @@ class FrameDecoder:
             return HEAD
         length = body_length(begun)
         if length > self._limit:
-            raise ValueError(f"{self._what} of {length} bytes, where {self._limit} are the most")
+            raise ValueError(f"{self._what} of {length} bytes, where at most {self._limit} are allowed")
         return HEAD + length + self._tag
 
     def _message(self, frame: memoryview) -> memoryview:

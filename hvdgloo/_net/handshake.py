@@ -412,7 +412,7 @@ class _Reception:
     def _converse(self, sock: socket.socket) -> _Wanted:
         rank, link = yield from self._handshake.admit(sock, self._size)
         if self.members.setdefault(rank, link) is not link:
-            raise AuthenticationError(f"rank {rank} is connected already")
+            raise AuthenticationError(f"rank {rank} is already connected")
         answer = _ANSWER.frame(_Answer(time.time(), self._settings))
         yield from _sent(sock, answer + link.sending.tag(memoryview(answer)[framing.HEAD :]))
 

@@ -52,7 +52,7 @@ class PortHold:
                 self._mark.bind(f"\0{_mark_name(port)}")
             except OSError as error:
                 self._mark.close()
-                raise _HeldError(error.errno, "kept for something of a job's on this host") from None
+                raise _HeldError(error.errno, "held for another job on this host") from None
 
     def close(self) -> None:
         if self._mark is not None:
@@ -253,8 +253,9 @@ def _advice(port_range: PortRange | None) -> str:
     if port_range is None:
         return ""
     if port_range[0] == port_range[1]:
-        return "; end what uses it, or choose another"
+        return "; stop what is using it, or choose another"
     return (
-        "; give a wider --port-range (HVDGLOO_PORT_RANGE), or end what uses these. The first host of a job needs three "
+        "; give a wider --port-range (HVDGLOO_PORT_RANGE), or stop what is using these. The first host of a job "
+        "needs three "
         "ports, others need one"
     )

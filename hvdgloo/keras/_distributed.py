@@ -197,7 +197,7 @@ def wrap(optimizer: Any, options: KerasOptions) -> Any:
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise InvalidArgumentError(f"expected an optimizer of Keras, not {type(optimizer).__name__}")
     if isinstance(optimizer, DistributedKerasOptimizer):
-        raise InvalidArgumentError("the optimizer is distributed already; wrap it once")
+        raise InvalidArgumentError("the optimizer is already distributed; wrap it only once")
     passes = options.backward_passes_per_step
     check_passes(passes)
     check_op(options)
@@ -259,7 +259,7 @@ def _class_of(base: type, options: KerasOptions) -> type:
     if missing:
         raise MissingDependencyError(
             f"Keras {keras.__version__} has no Optimizer.{missing[0]}, which hvdgloo needs; docs/compatibility.md "
-            "tells the versions that work"
+            "lists the versions that work"
         )
     # By its public name, a class is found on every backend.
     public = getattr(keras.optimizers, base.__name__, None)

@@ -39,8 +39,8 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _VALUES = (
-    "hvdgloo.keras's collectives take values: inside of a step, use those of hvdgloo.tensorflow or hvdgloo.torch (with "
-    "JAX, call them outside of it), or give them a tensor that has been detached"
+    "hvdgloo.keras's collectives take values: inside a step, use those of hvdgloo.tensorflow or hvdgloo.torch (with "
+    "JAX, call them outside it), or give them a tensor that has been detached"
 )
 
 
@@ -143,7 +143,7 @@ def load_model(
             # So Keras 3 leaves it after reading an .h5 file: with state for no variables at all, and it cannot step.
             model.optimizer = optimizer = type(optimizer).from_config(optimizer.get_config())
             logger.warning(
-                "Keras does not read an optimizer's state from %s: %s begins anew; save as .keras to keep it",
+                "Keras does not read an optimizer's state from %s: %s starts afresh; save as .keras to keep it",
                 filepath,
                 type(optimizer).__name__,
             )

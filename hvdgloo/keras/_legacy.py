@@ -17,7 +17,8 @@ from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.keras._distributed import FINITE, KerasOptions, check_op, saved_as, train_without_xla
 
 _NO_PASSES = (
-    "backward_passes_per_step= does not go with a LossScaleOptimizer of tf_keras; accumulate gradients in the training "
+    "backward_passes_per_step= cannot be combined with a LossScaleOptimizer of tf_keras; accumulate gradients in the "
+    "training "
     "step"
 )
 
@@ -78,7 +79,7 @@ def wrap(optimizer: Any, options: KerasOptions) -> Any:
         InvalidArgumentError: (a ValueError) it is distributed already, or an option cannot be used.
     """
     if isinstance(optimizer, DistributedLegacy):
-        raise InvalidArgumentError("the optimizer is distributed already; wrap it once")
+        raise InvalidArgumentError("the optimizer is already distributed; wrap it only once")
     if hasattr(optimizer, "inner_optimizer"):
         if options.backward_passes_per_step != 1:
             raise InvalidArgumentError(_NO_PASSES)

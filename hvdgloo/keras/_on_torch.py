@@ -153,7 +153,7 @@ class TorchSync:
         if int(asked.result()[0]) == _CHANGED:
             logger.info(
                 "gradients have been changed since the backward pass computed them (clipped or scaled by the program?)"
-                ": from now on they are sent when there is a step"
+                ": from now on they are sent at each step"
             )
             self._unhook()
             return None

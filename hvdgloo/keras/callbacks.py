@@ -323,7 +323,7 @@ class BestModelCheckpoint(_ForTfKeras, keras.callbacks.ModelCheckpoint):  # type
             InvalidArgumentError: (a ValueError) ``filepath`` has not been set.
         """
         if self.filepath is None:
-            raise InvalidArgumentError("set the callback's filepath before training: where shall the model be saved?")
+            raise InvalidArgumentError("set the callback's filepath before training: where should the model be saved?")
         super().on_train_begin(logs)
 
 

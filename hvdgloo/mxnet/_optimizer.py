@@ -97,7 +97,7 @@ def wrap(frontend: Frontend[Tensor], optimizer: Any, options: GradientOptions) -
     if not isinstance(optimizer, mx.optimizer.Optimizer):
         raise InvalidArgumentError(f"expected an mx.optimizer.Optimizer, not {type(optimizer).__name__}")
     if isinstance(optimizer, DistributedMXNetOptimizer):
-        raise InvalidArgumentError("the optimizer is distributed already; wrap it once")
+        raise InvalidArgumentError("the optimizer is already distributed; wrap it only once")
     return _distributed(optimizer, MXNetGradientSync.reserved(frontend, options, "gradient"))
 
 

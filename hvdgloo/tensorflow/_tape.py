@@ -55,7 +55,7 @@ def wrap(frontend: TensorFlowFrontend, tape: Any, options: GradientOptions) -> A
     if not isinstance(tape, tf.GradientTape):
         raise InvalidArgumentError(f"expected a tf.GradientTape, not {type(tape).__name__}")
     if isinstance(tape, DistributedTape):
-        raise InvalidArgumentError("the tape is distributed already; wrap it once")
+        raise InvalidArgumentError("the tape is already distributed; wrap it only once")
     shell: Any = object.__new__(shell_class(DistributedTape, type(tape)))
     # One state: what the user's tape has recorded, and will record, is what this one differentiates.
     shell.__dict__ = tape.__dict__

@@ -90,7 +90,7 @@ def wrap(
         InvalidArgumentError: it is distributed already, or an option cannot be used.
     """
     if isinstance(optimizer, DistributedV1Optimizer):
-        raise InvalidArgumentError("the optimizer is distributed already; wrap it once")
+        raise InvalidArgumentError("the optimizer is already distributed; wrap it only once")
     check_passes(passes)
     shell: Any = object.__new__(shell_class(DistributedV1Optimizer, type(optimizer)))
     shell.__dict__ = optimizer.__dict__

@@ -679,7 +679,7 @@ def wrap(
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InvalidArgumentError(f"expected a torch.optim.Optimizer, not {type(optimizer).__name__}")
     if isinstance(optimizer, DistributedTorchOptimizer):
-        raise InvalidArgumentError("the optimizer is distributed already; wrap it once")
+        raise InvalidArgumentError("the optimizer is already distributed; wrap it only once")
     session = _Session(frontend, optimizer, named_parameters, groups, options)
     made: DistributedTorchOptimizer = object.__new__(_class_for(type(optimizer)))
     made.__dict__ = optimizer.__dict__

@@ -427,7 +427,7 @@ class RendezvousClient:
         route = target.partition("?")[0]
         return RendezvousError(
             f"rendezvous server {self.server} {what} ({route}): {reason}. Is it running, is the address right, and "
-            "does no firewall stand between?",
+            "is no firewall in the way?",
             server=self.server,
             route=route,
         )

@@ -150,7 +150,7 @@ class Membership:
             f"{name} {arrived} of {expected[name]}" if name in expected else f"{name} {arrived}"
             for name, arrived in self.arrived_by_host().items()
         ]
-        text = f"{self.arrived} of {self.size} workers are in"
+        text = f"{self.arrived} of {self.size} {'worker is' if self.size == 1 else 'workers are'} in"
         if parts:
             text += f" (hosts: {_abbreviated(parts)})"
         missing = self.missing_ranks()
@@ -184,7 +184,7 @@ class Membership:
                     raise ValueError(
                         f"rank {info.rank} is on host {info.host_name}, but ranks must fill hosts one after the other: "
                         f"by that order it would be rank {rank}. Number the workers of each host consecutively, or "
-                        "leave their ranks away and let the rendezvous server choose"
+                        "leave out their ranks and let the rendezvous server choose"
                     )
                 workers.append(Worker(rank, index, local_rank, info.pid, info.address, info.port))
                 ranks[seat.client] = rank

@@ -81,7 +81,7 @@ class Metrics:
 
         requests = CounterMetricFamily(
             "hvdgloo_rendezvous_requests",
-            "Requests that were let in, by method, route and status",
+            "Requests that were admitted, by method, route and status",
             labels=["method", "route", "status"],
         )
         seconds = HistogramMetricFamily(

@@ -247,7 +247,7 @@ class Router:
             answer = route.answer(self._service, Call(environ), arguments)
         except Exception:
             logger.exception("%s %s", environ["REQUEST_METHOD"], route.rule)
-            answer = refused(500, "the server has failed here, and says more in its log")
+            answer = refused(500, "the server failed; its log says more")
         headers = signature_headers(self._service, environ, route.rule, answer.status, answer.body)
         if answer.status != 204:
             headers |= {"Content-Type": answer.content_type, "Content-Length": str(len(answer.body))}

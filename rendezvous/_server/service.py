@@ -152,8 +152,8 @@ class Service:
                 if self._in_flight + count > self._limits.in_flight:
                     raise Refusal(
                         503,
-                        f"requests with {self._in_flight} bytes are under way already, and {self._limits.in_flight} "
-                        "are the most at a time; ask again in a moment",
+                        f"requests with {self._in_flight} bytes are already under way, and at most "
+                        f"{self._limits.in_flight} may be at a time; ask again in a moment",
                         busy=True,
                     )
                 self._in_flight += count

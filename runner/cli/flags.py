@@ -82,7 +82,7 @@ leave nothing behind.
 _KNOWN = """\
 --autotune-..., --hierarchical-..., --torus-allreduce, --tcp, --mpi-args,
 --mpi-threads-disable, --binding-args, --num-nccl-streams and --disable-cache
-have no effect, which is said in a line;
+have no effect, and a line says so;
 --mpi, --jsrun and the flags of jobs that grow and shrink (--min-np, --max-np,
 --host-discovery-script, ...) are refused."""
 

@@ -23,7 +23,7 @@ def add_reach_flags(add: AddArgument) -> None:
         default="",
         metavar="ARGUMENTS",
         yaml="ssh.args",
-        help="further arguments of ssh, in one word: --ssh-args='-J gate -o Compression=yes'",
+        help="further arguments for ssh, as one word: --ssh-args='-J gate -o Compression=yes'",
     )
     add(
         "--agent-command",
@@ -37,7 +37,7 @@ def add_reach_flags(add: AddArgument) -> None:
         "--wait-for-hosts",
         action=argparse.BooleanOptionalAction,
         yaml="wait_for_hosts",
-        help="until the start timeout, try hosts again that are not there yet (default: with --agent-command only)",
+        help="keep trying hosts that are not up yet, until the start timeout (default: with --agent-command only)",
     )
 
 
@@ -56,7 +56,7 @@ def add_environment_flags(add: AddArgument) -> None:
         action="append",
         metavar="FILE",
         yaml="environment.file",
-        help="the same from a file, a NAME=VALUE in each line",
+        help="the same from a file, with one NAME=VALUE in each line",
     )
     add(
         "--export",

@@ -84,7 +84,7 @@ def _load(path: str) -> tuple[int, int, list[dict[str, Any]]]:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
     except (ValueError, KeyError, IndexError, TypeError, OverflowError):
-        raise ConfigError(f"{path} is no timeline of hvdgloo") from None
+        raise ConfigError(f"{path} is not a timeline written by hvdgloo") from None
 
 
 def _is_event(event: Any) -> bool:

@@ -283,7 +283,7 @@ class Console:
         if is_broken_pipe(error) or isinstance(error, ValueError):
             self.on_broken()
         elif stream == STDOUT and self._writers[STDERR] is not self._writers[STDOUT]:
-            text = f"hvdgloo-run: standard output cannot be written any more: {error}\n"
+            text = f"hvdgloo-run: standard output can no longer be written: {error}\n"
             self._put(STDERR, text.encode("utf-8", "replace"))
 
     def _file_failed(self, index: int, error: Exception) -> None:

@@ -42,12 +42,13 @@ _ENDED = (
 )
 
 REMEDIES = {
-    Step.CONNECTING: "the command that leads there runs, but nothing has answered yet: it may wait for a login, or a "
-    "network may swallow its packets; run the same command by hand",
+    Step.CONNECTING: "the command that leads there runs, but nothing has answered yet: it may be waiting for a "
+    "login, or "
+    "the network may be dropping its packets; run the same command by hand",
     Step.PYTHON: "Python runs there, but hvdgloo's agent is not up yet: the file system that it is imported from may "
     "be slow, or the host overloaded",
-    Step.PROBING: "the agent is up, but its addresses have not been tried out yet: a firewall may swallow the packets; "
-    "--nics chooses other addresses",
+    Step.PROBING: "the agent is up, but its addresses have not been tried out yet: a firewall may be dropping the "
+    "packets; --nics chooses other addresses",
 }
 """For each step that may take too long: what that means, and what to do."""
 

@@ -175,7 +175,10 @@ def _fill(text: str, width: int, first: str, others: str) -> list[str]:
 def _conclusion(visits: Sequence[Visit], findings: Sequence[Finding]) -> str:
     bad = [visit.host for visit in visits if verdict(visit.host, findings) is Severity.STOP]
     if bad:
-        return f"A job would not start, or not get far: {len(bad)} of {len(visits)} hosts cannot take part as they are."
+        return (
+            f"A job would not start, or would not get far: {len(bad)} of {len(visits)} hosts cannot "
+            f"take part as they are."
+        )
     if findings:
-        return "A job can start. What is said above may make it slow, or fail later."
+        return "A job can start. The warnings above may make it slow, or make it fail later."
     return f"All is well: {'this host is' if len(visits) == 1 else f'all {len(visits)} hosts are'} ready for a job."

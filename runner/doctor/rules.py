@@ -216,7 +216,7 @@ def _gloo(visits: Sequence[Visit], config: Config) -> Iterator[Finding]:
                 _names(lacking),
                 f"{setting} is not installed, which --gloo-provider names; ranks of one host need no Gloo, so it has "
                 "no effect here",
-                f"leave --gloo-provider away, or {_pip(lacking)} 'hvdgloo[{setting}]' for jobs on several hosts",
+                f"leave out --gloo-provider, or {_pip(lacking)} 'hvdgloo[{setting}]' for jobs on several hosts",
             )
         elif lacking:
             text = f"{setting} is not installed, through which ranks are to exchange tensors (--gloo-provider)"
@@ -230,7 +230,7 @@ def _gloo(visits: Sequence[Visit], config: Config) -> Iterator[Finding]:
         why, remedy = (
             ("through which hosts exchange tensors (whatever framework they use)", f"{install} on all hosts")
             if len(visits) > 1
-            else ("and --cpu-operations gloo asks for Gloo", f"leave that away, or {install}")
+            else ("and --cpu-operations gloo asks for Gloo", f"leave that out, or {install}")
         )
         yield Finding(Severity.STOP, _names(lacking), f"neither torch nor pygloo is installed, {why}", remedy)
     if not _providers(seen[0][1]):
@@ -302,7 +302,7 @@ def _one_machine_twice(visits: Sequence[Visit], severity: Severity) -> Iterator[
             yield Finding(
                 severity,
                 tuple(hosts),
-                "they are one and the same machine, whose GPUs would be given away twice",
+                "they are one and the same machine, whose GPUs would be used twice",
                 "name it once, with all its slots",
             )
 
@@ -354,7 +354,7 @@ def _driver(visits: Sequence[Visit]) -> Iterator[Finding]:
             Severity.WARNING,
             _names(mute),
             "there are GPUs, but nvidia-smi does not answer",
-            "look at what nvidia-smi says there; the driver may not be loaded, or of another version than its tools",
+            "look at what nvidia-smi says there; the driver may not be loaded, or not match the version of its tools",
         )
     drivers = _grouped(_seen(visits), lambda facts: facts.driver)
     yield from _difference("NVIDIA's driver", drivers, "install the same driver everywhere")
@@ -384,7 +384,7 @@ def _shared_memory(visits: Sequence[Visit]) -> Iterator[Finding]:
                 Severity.WARNING,
                 (visit.host,),
                 f"/dev/shm is nearly full: {size(facts.shm_free)} of {size(facts.shm_size)} are free",
-                "remove what ended processes have left in it (ls -l /dev/shm)",
+                "remove what earlier processes have left in it (ls -l /dev/shm)",
             )
 
 

@@ -82,9 +82,7 @@ def _given(hosts: tuple[HostEntry, ...], np: int | None, allocation: Allocation 
         return Inventory(hosts, np)
     outside = [host.name for host in hosts if host.name not in nodes and host.name != "localhost"]
     notices = (
-        (f"{', '.join(outside)} is not part of Slurm job {allocation.job_id}: srun does not lead there",)
-        if outside
-        else ()
+        (f"{', '.join(outside)} is not part of Slurm job {allocation.job_id}: srun cannot reach it",) if outside else ()
     )
     return Inventory(hosts, np, notices, allocation)
 

@@ -15,6 +15,7 @@ from hvdgloo._platform.spelling import in_one_line
 from hvdgloo.errors import ConfigError
 from hvdgloo.runner.job.spec import HostEntry, LaunchSpec, Slot, assign
 from hvdgloo.runner.protocol.frames import Hello
+from hvdgloo.topology import counted_slots
 
 MOST_WORKERS = 65536
 """In one job. No cluster has more; a larger number is a typing error."""
@@ -65,7 +66,7 @@ def read_hostfile(path: str) -> tuple[HostEntry, ...]:
         with open(path, encoding="utf-8-sig") as file:
             lines = file.read().splitlines()
     except UnicodeDecodeError:
-        raise ConfigError(f"--hostfile {path}: it is no text in UTF-8") from None
+        raise ConfigError(f"--hostfile {path}: it is not UTF-8 text") from None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError(f"--hostfile {path}: {reason}") from None
@@ -110,7 +111,7 @@ def _with_words(host: HostEntry, text: str, where: str) -> HostEntry:
 def _parse_item(item: str, where: str) -> HostEntry:
     match = _ITEM.fullmatch(item) if item.isprintable() else None
     if match is None or match["name"].startswith("-") or (match["user"] or "").startswith("-"):
-        hint = "; an IPv6 address stands in brackets" if item.count(":") > 1 and "[" not in item else ""
+        hint = "; an IPv6 address must be in brackets" if item.count(":") > 1 and "[" not in item else ""
         raise ConfigError(f"{where}: {item!r} is not a host with a number of slots; write for example: h1:4,h2:4{hint}")
     name = match["name"].strip("[]")
     slots = None if match["slots"] is None else _slots(match["slots"], name, where)
@@ -177,8 +178,8 @@ def too_few(hosts: Sequence[HostEntry], np: int) -> ConfigError:
     share = -(-np // len(hosts))
     example = ",".join(f"{host.name}:{share}" for host in hosts[:3]) + (",..." if len(hosts) > 3 else "")
     return ConfigError(
-        f"{np} processes were asked for, but there are only {total} slots ({listed}); give more slots (-H {example}) "
-        "or a smaller -np"
+        f"{np} processes were asked for, but the hosts have only {counted_slots(total)} ({listed}); give more slots "
+        f"(-H {example}) or a smaller -np"
     )
 
 

@@ -64,7 +64,7 @@ class JobOutcome:
 
 
 _LEFT = (
-    "ended with status 0 while others were still in collective operations, which failed therefore; give all ranks the "
+    "ended with status 0 while others were still in collective operations, which therefore failed; give all ranks the "
     "same number of steps, or use hvd.join()"
 )
 

@@ -68,7 +68,7 @@ def expand(text: str, source: str = "node list") -> tuple[str, ...]:
     for item in _items(text, source):
         for node in _expand_item(item, text, source):
             if _NODE.fullmatch(node) is None:
-                raise _malformed(text, source, f"{node!r} is no name of a node")
+                raise _malformed(text, source, f"{node!r} is not the name of a node")
             nodes.append(node)
             if len(nodes) > _MOST_NODES:
                 raise _malformed(text, source, f"more than {_MOST_NODES} nodes")
@@ -112,7 +112,7 @@ def _numbers(ranges: str, text: str, source: str) -> Iterator[str]:
             raise _malformed(text, source, f"{part!r} in brackets is neither a number nor a range of numbers")
         low, high = match[1], match[2] or match[1]
         if int(low) > int(high) or int(high) - int(low) > _MOST_NODES:
-            raise _malformed(text, source, f"{part!r} is no range from a lower to a higher number")
+            raise _malformed(text, source, f"{part!r} is not a range from a lower to a higher number")
         yield from (f"{number:0{len(low)}d}" for number in range(int(low), int(high) + 1))
 
 
@@ -174,5 +174,5 @@ def _gpus(text: str, name: str) -> int:
 
 def _positive(text: str, name: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise ConfigError(f"{name}={text} is no number of tasks; name the hosts with -H")
+        raise ConfigError(f"{name}={text} is not a number of tasks; name the hosts with -H")
     return int(text)

@@ -431,7 +431,7 @@ class Decoder:
             bodies = self._frames.feed(data)
         except ValueError as error:
             raise LaunchError(
-                "the stream between launcher and agent holds something that is no frame; "
+                "the stream between launcher and agent contains something that is not a frame; "
                 "does anything in the remote shell's start-up files write to standard output in the background?"
             ) from error
         try:

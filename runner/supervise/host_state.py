@@ -32,7 +32,7 @@ ANSWER_TIME = 3.0
 SWEEP_TIME = reaper.LIMIT + 2 * reaper.HANG_TIME + 2.0
 """Seconds that a second agent may take beyond the grace period."""
 
-_SILENT = "its host is cut off, switched off or overloaded; if it is merely slow, raise --heartbeat-timeout"
+_SILENT = "its host is cut off, switched off or overloaded; if it is only slow, raise --heartbeat-timeout"
 
 
 class Phase(enum.Enum):

@@ -357,7 +357,7 @@ class TestWhichWay:
                 [Gpu("a", 22105), Gpu("b", 22304), Gpu("c", 22105)],
                 "rank 3 has version 22105 of NCCL and rank 4 22304",
             ),
-            ([Gpu("a", 22105), Gpu("b", 22105), Gpu("c")], "the torch of rank 7 comes without NCCL"),
+            ([Gpu("a", 22105), Gpu("b", 22105), Gpu("c")], "the torch of rank 7 was built without NCCL"),
             ([Gpu("a", 22105), Gpu(), Gpu("c", 22105)], "rank 4 has no GPU"),
         ],
         ids=["shared", "versions", "no NCCL", "no GPU"],
@@ -380,7 +380,7 @@ class TestWhichWay:
         )
 
     def test_nccl_that_was_asked_for_and_is_not_there(self) -> None:
-        with pytest.raises(BackendError, match=r"=nccl, but the torch of rank 4 comes without NCCL\. Give"):
+        with pytest.raises(BackendError, match=r"=nccl, but the torch of rank 4 was built without NCCL\. Give"):
             self.open("nccl")
 
     def test_the_host_that_was_asked_for(self, caplog: pytest.LogCaptureFixture) -> None:

@@ -168,8 +168,8 @@ def test_every_rank_writes_its_own_and_merging_puts_them_on_one_clock(
         (["merge", "out"], "write hvdgloo-run timeline merge OUT FILE"),
         (["merge", "--help", "x", "y"], "write hvdgloo-run timeline merge OUT FILE"),
         (["merge", "{dir}/out", "{dir}/absent"], "absent cannot be read: No such file"),
-        (["merge", "{dir}/out", "{dir}/bad"], "bad is no timeline of hvdgloo"),
-        (["merge", "{dir}/out", "{dir}/events"], "events is no timeline of hvdgloo"),
+        (["merge", "{dir}/out", "{dir}/bad"], "bad is not a timeline written by hvdgloo"),
+        (["merge", "{dir}/out", "{dir}/events"], "events is not a timeline written by hvdgloo"),
         (["merge", "{dir}/no/out", "{dir}/good"], "no/out cannot be written"),
         (
             ["merge", "{dir}/good", "{dir}/good", "{dir}/good"],

@@ -459,9 +459,9 @@ def what_is_saved_is_plain_and_is_loaded_distributed() -> None:
             per = BATCH // hvd.size()
             if name.endswith(".h5"):  # of which Keras 3 does not read the optimizer's state
                 assert len(plain.optimizer.variables) == 2  # the count of steps and the learning rate
-                assert [line.partition(": ")[2] for line in said] == ["Adam begins anew; save as .keras to keep it"], (
-                    said
-                )
+                assert [line.partition(": ")[2] for line in said] == [
+                    "Adam starts afresh; save as .keras to keep it"
+                ], said
                 again.train_on_batch(own(X)[:per], own(Y)[:per])
                 same_everywhere(again)
                 continue

@@ -102,5 +102,5 @@ def test_values_of_subclasses_travel_as_what_they_are() -> None:
 
 
 def test_what_cannot_travel_is_a_type_error() -> None:
-    with pytest.raises(TypeError, match="a value of object cannot travel"):
+    with pytest.raises(TypeError, match="a value of object cannot be sent"):
         CODEC.encode(Letter("x", 1.0, b"", {"x": object()}))  # type: ignore[dict-item]

@@ -49,7 +49,7 @@ def test_what_has_begun_outlives_the_buffer_that_it_came_in() -> None:
 @pytest.mark.parametrize("before", [b"", framed([b"x"]), framed([b"x", b"y"])], ids=["first", "second", "third"])
 def test_too_long_a_message_is_refused_at_its_beginning(before: bytes) -> None:
     assert FrameDecoder(LIMIT).feed(framed([bytes(LIMIT)])) == [bytes(LIMIT)]
-    with pytest.raises(ValueError, match=f"^a letter of {LIMIT + 1} bytes, where {LIMIT} are the most$"):
+    with pytest.raises(ValueError, match=f"^a letter of {LIMIT + 1} bytes, where at most {LIMIT} are allowed$"):
         FrameDecoder(LIMIT, "a letter").feed(before + head(LIMIT + 1))
 
 

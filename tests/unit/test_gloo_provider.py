@@ -92,7 +92,7 @@ def test_the_setting_is_to_be_left_away_where_the_other_package_is_there(
 ) -> None:
     installed.add(other)
     text = _refused(Config(gloo_provider=wanted), Config(gloo_provider=wanted))
-    assert f"leave --gloo-provider (HVDGLOO_GLOO_PROVIDER) away, as {other} is installed, or pip install" in text
+    assert f"leave out --gloo-provider (HVDGLOO_GLOO_PROVIDER), as {other} is installed, or pip install" in text
     assert f"'hvdgloo[{wanted}]'" in text
     assert f"'hvdgloo[{other}]'" not in text
 
@@ -114,7 +114,7 @@ def test_without_either_both_ways_to_install_are_named(installed: set[str]) -> N
 def test_on_one_host_the_setting_that_asks_for_gloo_is_what_to_leave_away(installed: set[str], provider: str) -> None:
     text = _refused(Config(), Config(cpu_operations="gloo", gloo_provider=provider), hosts=1)
     assert text.startswith("HVDGLOO_CPU_OPERATIONS=gloo (--cpu-operations gloo) asks for Gloo, and ")
-    assert "; leave --cpu-operations away to share memory, or pip install" in text
+    assert "; leave out --cpu-operations to share memory, or pip install" in text
     assert "several hosts" not in text
 
 

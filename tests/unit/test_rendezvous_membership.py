@@ -149,7 +149,7 @@ class TestWithoutLauncher:
 
     def test_one_too_many(self) -> None:
         membership = joined(Membership(0, size=1), info())
-        with pytest.raises(NotAcceptedError, match="epoch 0 is complete: 1 of 1 workers are in"):
+        with pytest.raises(NotAcceptedError, match="epoch 0 is complete: 1 of 1 worker is in"):
             membership.join("another", info())
 
     def test_one_that_left_before_the_start_makes_room(self) -> None:

@@ -117,7 +117,7 @@ class TestRules:
         (finding,) = diagnose([visit("h1", packages=with_gloo_from())], FACTS, "/", config=config)
         assert finding.severity is Severity.STOP
         assert "--cpu-operations gloo asks for Gloo" in finding.text
-        assert finding.remedy.startswith("leave that away, or /opt/python -m pip install")
+        assert finding.remedy.startswith("leave that out, or /opt/python -m pip install")
         config = Config(cpu_operations="gloo", gloo_provider="torch")
         (finding,) = diagnose([visit("h1", packages=with_gloo_from("pygloo"))], FACTS, "/", config=config)
         assert finding.severity is Severity.STOP

@@ -60,7 +60,7 @@ class TestTheHostsOption:
             ("h1:-1", "'h1:-1' is not a host"),
             ("h1:x", "'h1:x' is not a host"),
             ("h1:1:2", "'h1:1:2' is not a host"),
-            ("fd00::5", "an IPv6 address stands in brackets"),
+            ("fd00::5", "an IPv6 address must be in brackets"),
             ("[fd00::5", "is not a host"),
             (":4", "':4' is not a host"),
             ("h 1:2", "'h 1:2' is not a host"),
@@ -155,7 +155,7 @@ class TestAHostfile:
         with pytest.raises(ConfigError, match="embedded null byte"):
             read_hostfile("hosts\0")
         (tmp_path / "binary").write_bytes(b"h1\xff\n")
-        with pytest.raises(ConfigError, match="no text in UTF-8"):
+        with pytest.raises(ConfigError, match="not UTF-8 text"):
             read_hostfile(str(tmp_path / "binary"))
 
 

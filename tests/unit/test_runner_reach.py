@@ -208,7 +208,7 @@ class TestTheWorkingDirectory:
         gone.mkdir()
         monkeypatch.chdir(gone)
         gone.rmdir()
-        with pytest.raises(ConfigError, match="the current folder does not exist any more"):
+        with pytest.raises(ConfigError, match="the current folder no longer exists"):
             working_directory({"PWD": str(gone)})
 
 

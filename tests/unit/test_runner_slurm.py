@@ -117,7 +117,7 @@ class TestAllocation:
             ({"SLURM_NTASKS": "1", "SLURM_TASKS_PER_NODE": "2(x"}, r"SLURM_TASKS_PER_NODE=2\(x cannot"),
             ({"SLURM_TASKS_PER_NODE": "2(x3)"}, "is about 3 nodes, but the job has 2"),
             ({"SLURM_TASKS_PER_NODE": "2(x999999999999)"}, "cannot be understood"),
-            ({"SLURM_NTASKS_PER_NODE": "many"}, "SLURM_NTASKS_PER_NODE=many is no number"),
+            ({"SLURM_NTASKS_PER_NODE": "many"}, "SLURM_NTASKS_PER_NODE=many is not a number"),
             ({"SLURM_GPUS_PER_NODE": "a100"}, "SLURM_GPUS_PER_NODE=a100 cannot"),
         ],
     )
@@ -144,7 +144,7 @@ class TestWhatIsMadeOfIt:
 
     def test_given_nodes_of_the_allocation_are_still_reached_by_srun(self) -> None:
         found = take_inventory(JOB, hosts="n2:1,h7:1")
-        assert found.notices == ("h7 is not part of Slurm job 4711: srun does not lead there",)
+        assert found.notices == ("h7 is not part of Slurm job 4711: srun cannot reach it",)
         reach = found.completed(Reach())
         assert (reach.slurm_job, "n2" in reach.slurm_nodes, "h7" in reach.slurm_nodes) == ("4711", True, False)
         spawner = choose_spawner(found.hosts, reach)

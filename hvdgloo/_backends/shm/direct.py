@@ -210,4 +210,4 @@ class Direct(InPlace):
             what = "it has ended" if gone else error.strerror
             raise BackendError(f"the memory of rank {peer} of the set could not be read: {what}") from error
         if done != nbytes:
-            raise BackendError(f"the memory of rank {peer} of the set could not be read any more")
+            raise BackendError(f"the memory of rank {peer} of the set can no longer be read")

@@ -87,7 +87,7 @@ class ServiceReader:
                     ranks = range(rank, process.current().size, self._config.dispatchers)
                     self._client.wait_for_leaving(ranks)
         except RendezvousError as error:
-            logger.warning("not all ranks have said that they need dispatcher %d no more: %s", rank, error)
+            logger.warning("not all ranks have said that they no longer need dispatcher %d: %s", rank, error)
         if self._dispatcher is not None:
             self._dispatcher.stop()
 

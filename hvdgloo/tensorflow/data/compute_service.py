@@ -170,7 +170,7 @@ def _start_worker(dispatcher: str, address: str, timeout: float) -> Any:
     except OSError as error:
         raise DataServiceError(
             f"the worker at {address} has not reached its dispatcher at {dispatcher} within {timeout:g} s: {error}. Is "
-            "that process still there, and does no firewall stand between?"
+            "that process still there, and is no firewall in the way?"
         ) from error
     service = tf.data.experimental.service
     host = f"[{address}]" if ":" in address else address
