@@ -263,7 +263,7 @@ class TestMemory:
             store.set("a", bytes(900_000))
             for attempt in (lambda: store.set("b", bytes(200_000)), lambda: store.set_many({"b": bytes(200_000)})):
                 with pytest.raises(
-                    RendezvousRefusedError, match="this client has stored 900201 bytes already"
+                    RendezvousRefusedError, match="this client has already stored 900201 bytes"
                 ) as caught:
                     attempt()
                 assert caught.value.status == 507
@@ -277,7 +277,9 @@ class TestMemory:
         clients = [RendezvousClient(small.endpoint, SECRET) for _ in range(3)]
         for number, client in enumerate(clients[:2]):
             client.store(f"s{number}").set("k", bytes(1_000_000))
-        with pytest.raises(RendezvousRefusedError, match="2000402 bytes are stored already, and 2097152 are the most"):
+        with pytest.raises(
+            RendezvousRefusedError, match="2000402 bytes are already stored, and at most 2097152 are allowed"
+        ):
             clients[2].store("s").set("k", bytes(100_000))
         clients[2].store("s0").set("k", b"another's value gives way, and with it its place in the other's quota")
         clients[0].store("s0").set("other", bytes(1_000_000))
@@ -290,7 +292,7 @@ class TestMemory:
         with raw.connect() as slow, RendezvousClient(small.endpoint, SECRET) as client:
             slow.sendall(raw.head("PUT", "/v1/kv/s/slow", Content_Length=str(3 << 20)) + bytes((3 << 20) - 100))
             until(lambda: small._serving._in_flight > 2 << 20, "most of it has arrived")
-            refused(raw.request("PUT", "/v1/kv/s/k", bytes(700_000)), 503, "are the most at a time; ask again")
+            refused(raw.request("PUT", "/v1/kv/s/k", bytes(700_000)), 503, "may be at a time; ask again")
             waiting = Task(lambda: client.store("s").set("k", bytes(700_000)))
             until(lambda: "503" in small._serving.metrics.text()[0].decode(), "it was refused")
             slow.close()

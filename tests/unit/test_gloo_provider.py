@@ -80,9 +80,7 @@ def _refused(config: Config, decided: Config, hosts: int = 2) -> str:
 
 def test_a_rank_without_what_was_chosen_names_itself(installed: set[str]) -> None:
     text = _refused(Config(), Config(gloo_provider="pygloo"))
-    assert re.search(
-        r"rank 1 .*h2.* does not have pygloo, through which rank 0 has decided .*\(--gloo-provider\);", text
-    )
+    assert re.search(r"rank 1 .*h2.* does not have pygloo, which rank 0 has chosen .*\(--gloo-provider\);", text)
     assert text.endswith("; pip install 'hvdgloo[pygloo]' (Python 3.10)")
 
 
