@@ -9,7 +9,7 @@ from functools import cache
 
 import pytest
 
-from tests.architecture.source import ROOT, library
+from tests.architecture.source import ROOT, everything, library
 
 PAGE = ROOT / "docs/troubleshooting.md"
 ANYTHING = "\0"
@@ -45,7 +45,8 @@ def _documentation(tree: ast.AST) -> Iterator[int]:
 @cache
 def templates() -> tuple[str, ...]:
     found = []
-    for module in library().values():
+    companions = [module for module in everything() if module.place.startswith("packaging/")]
+    for module in (*library().values(), *companions):
         documentation = set(_documentation(module.tree))
         for node in ast.walk(module.tree):
             if isinstance(node, ast.expr) and id(node) not in documentation:
