@@ -75,7 +75,7 @@ def values(rank: int, count: int, dtype: DType) -> np.ndarray:
         return kernels.narrow(small, dtype)
     array = small.astype(dtype.numpy_dtype)
     if array.dtype.kind == "u":  # also numbers that would be negative in a signed type
-        array[::2] = ~array[::2]
+        array[rank % 2 :: 2] = ~array[rank % 2 :: 2]
     return array
 
 
