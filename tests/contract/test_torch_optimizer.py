@@ -567,7 +567,7 @@ def test_it_is_an_instance_of_the_wrapped_class(world: MakeWorld) -> None:
     assert plain.note == "kept"
     del optimizer.note
     assert not hasattr(plain, "note")
-    with pytest.raises(InvalidArgumentError, match="wrap it once"):
+    with pytest.raises(InvalidArgumentError, match="wrap it only once"):
         distribute(context, optimizer)
     with pytest.raises(InvalidArgumentError, match=r"torch\.optim\.Optimizer"):
         distribute(context, "sgd")  # type: ignore[arg-type]

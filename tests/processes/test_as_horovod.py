@@ -138,6 +138,10 @@ def test_the_modules_are_the_very_same(tmp_path: Path) -> None:
         horovod.torch.size()
     except RuntimeError as error:
         assert str(error).startswith("Horovod has not been initialized"), error
+    import torch
+    horovod.torch.init()
+    plain = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    assert "horovod" in str(type(horovod.torch.DistributedOptimizer(plain)))
     importlib.reload(hvdgloo.errors)
     print("same")
     """
