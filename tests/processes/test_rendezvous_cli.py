@@ -244,7 +244,7 @@ def test_its_output_may_go_nowhere() -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ([], "how many workers? Give -np N"),
+        ([], "the number of workers is missing: give -np N"),
         (["--np", "0"], "'0' is not a number of workers"),
         (["--np", "-3"], "'-3' is not a number"),
         (["--np", "two"], "'two' is not a number"),
@@ -257,7 +257,7 @@ def test_its_output_may_go_nowhere() -> None:
         (["--np", "2", "--bind", "127.0.0.1:70000"], "a port up to 65535"),
         (["--np", "2", "--bind", "127.0.0.1:1", "--bind", "127.0.0.2:2"], "all addresses have one port, not 1 and 2"),
         (["--np", "2", "--bind", "192.0.2.1:0"], "192.0.2.1: this host has no such address"),
-        (["--np", "2", "--bind", "127.0.0.1:9", "--port-range", "5-6"], "leave one of them away"),
+        (["--np", "2", "--bind", "127.0.0.1:9", "--port-range", "5-6"], "give only one of them"),
         (["--np", "2", "--port-range", "9-1"], "expected FIRST-LAST"),
         (["--np", "2", "--secret-file", "/nowhere/secret"], "/nowhere/secret: No such file or directory"),
         (["--np", "2", "--secret-file", "/dev/null"], "32 hexadecimal digits"),
