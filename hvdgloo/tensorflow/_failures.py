@@ -1,25 +1,57 @@
-"""Errors on their way through TensorFlow's graphs.
+"""Our errors as TensorFlow's: an error of the front-end is also of the class in ``tf.errors`` that programs catch.
+
+============================ ======================================================================
+``FailedPreconditionError``   ranks disagree (``MismatchError``); ``init()`` has not been called
+``InvalidArgumentError``      a call is wrong on this rank (``InvalidArgumentError``)
+``UnknownError``              a collective failed otherwise, for example because a peer was lost
+============================ ======================================================================
 
 A Python exception in a graph's operator reaches the caller as ``tf.errors.UnknownError`` with a text: neither the
 exception's class nor its facts survive. Here ``guarded`` marks the text (see ``hvdgloo._platform.error_tokens``), and
-where TensorFlow makes an UnknownError with such a mark, it gets one that is ours as well: both ``except
-hvd.HorovodInternalError`` and ``except tf.errors.UnknownError`` catch it, whether a ``tf.function``, ``fit`` or a
-session ran the graph.
+where TensorFlow makes an UnknownError with such a mark, it gets an error of the right class, whether a
+``tf.function``, ``fit`` or a session ran the graph. That class must be an UnknownError besides: native code raises the
+error, and Python makes it anew if it is not an instance of what that asked for. So it is everywhere.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import tensorflow as tf
 
 from hvdgloo._platform.error_tokens import ForeignError, recall
-from hvdgloo.errors import HvdglooError
+from hvdgloo.errors import HorovodInternalError, HvdglooError, InvalidArgumentError, MismatchError, NotInitializedError
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+_COUNTERPARTS: tuple[tuple[type[HvdglooError], type, int], ...] = (
+    (MismatchError, tf.errors.FailedPreconditionError, tf.errors.FAILED_PRECONDITION),
+    (NotInitializedError, tf.errors.FailedPreconditionError, tf.errors.FAILED_PRECONDITION),
+    (InvalidArgumentError, tf.errors.InvalidArgumentError, tf.errors.INVALID_ARGUMENT),
+    (HorovodInternalError, tf.errors.UnknownError, tf.errors.UNKNOWN),
+)
+_OTHERS = tf.errors.UnknownError, tf.errors.UNKNOWN
 _classes: dict[type, type] = {}
+
+
+def also_tensorflows(function: F) -> F:
+    """Decorates a function: those of its errors that have a counterpart in ``tf.errors`` are of that class as well."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except HvdglooError as error:
+            if isinstance(error, tf.errors.OpError) or not isinstance(error, tuple(ours for ours, *_ in _COUNTERPARTS)):
+                raise
+            made = _class_of(type(error))(None, None, str(error))
+            _adopt(made, error)
+            raise made.with_traceback(error.__traceback__) from error.__cause__
+
+    return cast(F, call)
 
 
 def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -31,7 +63,7 @@ def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return function(*map(np.asarray, args))  # a tensor without dimensions arrives as a number
         except HvdglooError as error:
-            raise ForeignError(error) from error
+            raise ForeignError(getattr(error, "hvdgloo_error", error)) from error
 
     return call
 
@@ -58,24 +90,30 @@ def _install() -> None:
 def _class_of(ours: type) -> type:
     """A class for errors that are one of ours and one of TensorFlow's."""
     if ours not in _classes:
+        pairs = ((theirs, code) for known, theirs, code in _COUNTERPARTS if issubclass(ours, known))
+        theirs, code = next(pairs, _OTHERS)
+
+        def init(self: Any, node_def: Any, op: Any, message: str, *rest: Any) -> None:
+            tf.errors.OpError.__init__(self, node_def, op, message, code, *rest)
+            error = recall(message)
+            if error is not None:
+                _adopt(self, error)
+
         members = {
-            "__init__": _init,
+            "__init__": init,
             "__str__": lambda self: str(self.hvdgloo_error),
             "__reduce__": lambda self: (_itself, (self.hvdgloo_error,)),
             "__module__": ours.__module__,
             "__qualname__": ours.__qualname__,
             "__doc__": ours.__doc__,
         }
-        _classes[ours] = type(ours.__name__, (ours, tf.errors.UnknownError), members)
+        _classes[ours] = type(ours.__name__, tuple(dict.fromkeys((ours, theirs, tf.errors.UnknownError))), members)
     return _classes[ours]
 
 
-def _init(self: Any, node_def: Any, op: Any, message: str, *rest: Any) -> None:
-    tf.errors.UnknownError.__init__(self, node_def, op, message, *rest)
-    error = recall(message)
-    if error is not None:
-        self.__dict__.update(error.__dict__)  # its facts: rank, host, ...
-        self.hvdgloo_error = error  # not __cause__, which TensorFlow clears
+def _adopt(made: Any, error: HvdglooError) -> None:
+    made.__dict__.update(error.__dict__)  # its facts: rank, host, ...
+    made.hvdgloo_error = error  # not __cause__, which TensorFlow clears
 
 
 def _itself(error: HvdglooError) -> HvdglooError:

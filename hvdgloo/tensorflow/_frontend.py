@@ -37,7 +37,7 @@ from hvdgloo._collectives.process_sets import ProcessSet, global_process_set
 from hvdgloo._collectives.spec import CollectiveSpec, exchanging
 from hvdgloo._job import process
 from hvdgloo.tensorflow._adapter import Tensor, TensorFlowAdapter, record
-from hvdgloo.tensorflow._failures import guarded
+from hvdgloo.tensorflow._failures import also_tensorflows, guarded
 from hvdgloo.types import Collective
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -51,6 +51,7 @@ collective whose result they do not use, which TensorFlow 1 would leave out of i
 class TensorFlowFrontend(Frontend[Tensor]):
     """A Frontend whose methods may also be called while a graph is being built."""
 
+    @also_tensorflows  # also in the gradient that a user's own tape asks for
     def apply(
         self,
         operation: CollectiveSpec,
@@ -106,6 +107,12 @@ class TensorFlowFrontend(Frontend[Tensor]):
         operation = exchanging(process_set)
         received, counts = self._exchange_in_graph(operation, _tensor_here(tensor), splits, name)
         return received if splits is None else (received, counts)
+
+    @also_tensorflows
+    def exchange(
+        self, operation: CollectiveSpec, tensor: Tensor, splits: Sequence[int], name: str | None = None
+    ) -> list[Tensor]:
+        return super().exchange(operation, tensor, splits, name)
 
     alltoall.__doc__ = Frontend.alltoall.__doc__
 
@@ -170,9 +177,10 @@ FRONTEND = TensorFlowFrontend(TensorFlowAdapter(), process.current, module=__nam
 """This process's."""
 
 
-def unconverted(function: F) -> F:
-    """Decorates what a ``tf.function`` may call: AutoGraph is to rewrite the user's code, not ours."""
-    return cast(F, tf.autograph.experimental.do_not_convert(function))
+def public(function: F) -> F:
+    """Decorates what programs call: errors are TensorFlow's as well, and AutoGraph is to rewrite the user's code, not
+    ours."""
+    return cast(F, tf.autograph.experimental.do_not_convert(also_tensorflows(function)))
 
 
 def in_graph(values: Sequence[Any]) -> bool:

@@ -25,6 +25,7 @@ from hvdgloo._training.options import GradientOptions, check, label, make_reduce
 from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.tensorflow import _sparse as sparse
 from hvdgloo.tensorflow._adapter import Tensor, record
+from hvdgloo.tensorflow._failures import also_tensorflows
 from hvdgloo.tensorflow._frontend import TensorFlowFrontend, effect, in_graph, is_ordered, operator, unique_in_graph
 from hvdgloo.types import Collective, ReduceOp
 
@@ -65,6 +66,7 @@ class GradientSync:
         """Whether its gradient is left to this rank alone."""
         return id(inner(variable)) in self._local
 
+    @also_tensorflows
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any], *, differentiable: bool = False) -> list[Any]:
         """The reduced gradients, in order.
 
@@ -121,6 +123,7 @@ class GradientSync:
             reduced[shared[0]] = tf.where(everywhere, first, tf.cast(float("nan"), first.dtype))
         return reduced
 
+    @also_tensorflows
     def agree(self, holds: Any, name: str) -> Any:
         """Whether a boolean tensor holds on all ranks; ``name`` is what matches their calls."""
         if not self.active:

@@ -18,7 +18,7 @@ from hvdgloo._collectives.spec import resolve_op
 from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.tensorflow import _state as state
 from hvdgloo.tensorflow._adapter import Tensor
-from hvdgloo.tensorflow._frontend import FRONTEND, unconverted
+from hvdgloo.tensorflow._frontend import FRONTEND, public
 from hvdgloo.tensorflow._sparse import is_sparse, sparse_allreduce
 from hvdgloo.types import ReduceOp
 
@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 
-@unconverted
+@public
 def allreduce(
     tensor: Any,
     average: bool | None = None,
@@ -81,7 +81,7 @@ def allreduce(
     return FRONTEND.allreduce(given, average, name, compression, op, prescale_factor, postscale_factor, process_set)
 
 
-@unconverted
+@public
 def grouped_allreduce(
     tensors: Sequence[Any],
     average: bool | None = None,
@@ -119,7 +119,7 @@ def grouped_allreduce(
     return results
 
 
-@unconverted
+@public
 def allgather(
     tensor: Any,
     name: str | None = None,
@@ -133,7 +133,7 @@ def allgather(
     return FRONTEND.allgather(tf.convert_to_tensor(tensor), name, process_set)
 
 
-@unconverted
+@public
 def grouped_allgather(
     tensors: Sequence[Any],
     name: str | None = None,
@@ -144,7 +144,7 @@ def grouped_allgather(
     return FRONTEND.grouped_allgather(_tensors(tensors), name, process_set)
 
 
-@unconverted
+@public
 def broadcast(
     tensor: Any,
     root_rank: int,
@@ -156,7 +156,7 @@ def broadcast(
     return FRONTEND.broadcast(tf.convert_to_tensor(tensor), root_rank, name, process_set)
 
 
-@unconverted
+@public
 def broadcast_(
     variables: Sequence[Any],
     root_rank: int,
@@ -177,7 +177,7 @@ def broadcast_(
     return state.broadcast_variables(FRONTEND, variables, root_rank, process_set, name)
 
 
-@unconverted
+@public
 def alltoall(
     tensor: Any,
     splits: Any = None,
@@ -200,7 +200,7 @@ def alltoall(
     return FRONTEND.alltoall(tf.convert_to_tensor(tensor), splits, name, process_set)
 
 
-@unconverted
+@public
 def reducescatter(
     tensor: Any,
     device_dense: str = "",
@@ -221,7 +221,7 @@ def reducescatter(
     )
 
 
-@unconverted
+@public
 def grouped_reducescatter(
     tensors: Sequence[Any],
     device_dense: str = "",
@@ -238,7 +238,7 @@ def grouped_reducescatter(
     )
 
 
-@unconverted
+@public
 def join() -> Tensor:
     """Say that this rank has no more data; wait until all have said so: ``Frontend.join``.
 
@@ -248,31 +248,31 @@ def join() -> Tensor:
     return FRONTEND.reads(FRONTEND.join)
 
 
-@unconverted
+@public
 def rank_op(name: str | None = None) -> Tensor:
     """This process's rank as a tensor (int32) that a graph asks for each time it runs."""
     return FRONTEND.reads(FRONTEND.rank)
 
 
-@unconverted
+@public
 def local_rank_op(name: str | None = None) -> Tensor:
     """The rank among the processes of this host, as a tensor (int32) that a graph asks for each time it runs."""
     return FRONTEND.reads(FRONTEND.local_rank)
 
 
-@unconverted
+@public
 def size_op(process_set_id: int = 0, name: str | None = None) -> Tensor:
     """The number of ranks in a process set, as a tensor (int32) that a graph asks for each time it runs."""
     return FRONTEND.reads(lambda: len(_ranks(process_set_id)))
 
 
-@unconverted
+@public
 def local_size_op(name: str | None = None) -> Tensor:
     """The number of processes on this host, as a tensor (int32) that a graph asks for each time it runs."""
     return FRONTEND.reads(FRONTEND.local_size)
 
 
-@unconverted
+@public
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> Tensor:
     """1 if this process is in the process set, else 0 (int32); a graph asks for it each time it runs."""
     return FRONTEND.reads(lambda: int(FRONTEND.rank() in _ranks(process_set_id)))

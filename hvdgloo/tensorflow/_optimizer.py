@@ -14,14 +14,14 @@ from hvdgloo._training.options import GradientOptions, Groups, layers_in, whiche
 from hvdgloo.tensorflow import _tape as tape
 from hvdgloo.tensorflow import _v1 as v1
 from hvdgloo.tensorflow._adapter import Tensor
-from hvdgloo.tensorflow._frontend import FRONTEND, unconverted
+from hvdgloo.tensorflow._frontend import FRONTEND, public
 from hvdgloo.tensorflow._gradients import GradientSync
 from hvdgloo.types import ReduceOp
 
 __all__ = ["DistributedGradientTape", "DistributedOptimizer", "PartialDistributedGradientTape"]
 
 
-@unconverted
+@public
 def DistributedGradientTape(  # noqa: N802 - Horovod's name; it makes an instance of a class of its own
     gradtape: tf.GradientTape,
     device_dense: str = "",
@@ -71,7 +71,7 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name; it makes an instanc
     return tape.wrap(FRONTEND, gradtape, options)
 
 
-@unconverted
+@public
 def PartialDistributedGradientTape(  # noqa: N802 - as above
     gradtape: tf.GradientTape,
     device_dense: str = "",
@@ -112,6 +112,7 @@ def PartialDistributedGradientTape(  # noqa: N802 - as above
     return made
 
 
+@public
 def DistributedOptimizer(  # noqa: N802 - as above
     optimizer: Any,
     name: str | None = None,

@@ -9,7 +9,7 @@ import tensorflow as tf
 from hvdgloo._training.options import GradientOptions
 from hvdgloo._training.subclass import shell_class
 from hvdgloo.errors import InvalidArgumentError
-from hvdgloo.tensorflow._frontend import TensorFlowFrontend, unconverted
+from hvdgloo.tensorflow._frontend import TensorFlowFrontend, public
 from hvdgloo.tensorflow._gradients import GradientSync
 
 
@@ -19,7 +19,7 @@ class DistributedTape:
     __slots__ = ("_hvd",)
     _hvd: GradientSync
 
-    @unconverted
+    @public
     def gradient(
         self,
         target: Any,

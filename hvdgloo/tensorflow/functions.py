@@ -10,7 +10,7 @@ import tensorflow as tf
 from hvdgloo._collectives.process_sets import ProcessSet, global_process_set
 from hvdgloo.errors import EagerExecutionError
 from hvdgloo.tensorflow import _state as state
-from hvdgloo.tensorflow._frontend import FRONTEND, unconverted
+from hvdgloo.tensorflow._frontend import FRONTEND, public
 
 __all__ = [
     "allgather_object",
@@ -23,7 +23,7 @@ __all__ = [
 T = TypeVar("T")
 
 
-@unconverted
+@public
 def broadcast_variables(
     variables: Sequence[Any], root_rank: int, process_set: ProcessSet = global_process_set, inplace: bool = False
 ) -> Any:
@@ -59,6 +59,7 @@ def broadcast_global_variables(root_rank: int) -> Any:
     return broadcast_variables(tf.compat.v1.global_variables(), root_rank)
 
 
+@public
 def broadcast_object(
     obj: T,
     root_rank: int = 0,
@@ -87,6 +88,7 @@ def broadcast_object_fn(
     return broadcast
 
 
+@public
 def allgather_object(
     obj: T, session: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[T]:

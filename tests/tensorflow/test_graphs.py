@@ -10,11 +10,18 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import hvdgloo.tensorflow as hvd
 from hvdgloo._collectives.spec import CollectiveSpec
 from hvdgloo._job.context import Context
 from hvdgloo._platform.error_tokens import mark, recall
-from hvdgloo.errors import HorovodInternalError, InvalidArgumentError, MismatchError, PeerLostError
-from hvdgloo.tensorflow._frontend import TensorFlowFrontend
+from hvdgloo.errors import (
+    HorovodInternalError,
+    InvalidArgumentError,
+    MismatchError,
+    NotInitializedError,
+    PeerLostError,
+)
+from hvdgloo.tensorflow._frontend import TensorFlowFrontend, public
 from hvdgloo.tensorflow._sparse import SparseReductionError, sparse_allreduce
 from hvdgloo.tensorflow.compression import Compression
 from hvdgloo.types import Collective, DType, ReduceOp
@@ -386,17 +393,43 @@ def test_there_may_be_more_collectives_than_threads(ranks: Ranks, way: str) -> N
     ranks(2).run(rank_body)
 
 
-@pytest.mark.parametrize("way", ["eager", "function", "session"])
-def test_a_disagreement_is_our_error_everywhere_and_the_job_goes_on(ranks: Ranks, way: str) -> None:
+@way
+def test_a_disagreement_is_an_error_of_tensorflows_too_and_the_job_goes_on(ranks: Ranks, way: str) -> None:
     def rank_body(context: Context) -> None:
-        frontend = frontend_of(context)
-        with pytest.raises(HorovodInternalError, match="x") as caught:
-            run(way, lambda x: frontend.allreduce(x, name="x"), np.zeros(1 + context.rank))
-        assert isinstance(caught.value, MismatchError)
+        frontend, rank = frontend_of(context), context.rank
+        calls: dict[str, tuple[Callable[[Any], Any], Any]] = {
+            "shapes": (lambda x: frontend.allreduce(x, name="x"), np.zeros(1 + rank)),
+            "types": (lambda x: frontend.allgather(x, "x"), np.zeros(2, [np.float32, np.int32][rank])),
+            "roots": (lambda x: frontend.broadcast(x, rank, "x"), np.zeros(2)),
+            "rows": (lambda x: frontend.alltoall(x, [1, 1], "x")[0], np.zeros((2, 1 + rank))),
+        }
+        for what, (call, value) in calls.items():
+            with pytest.raises(MismatchError, match="x") as caught:
+                run(way, call, value)
+            assert isinstance(caught.value, tf.errors.FailedPreconditionError), what
+            assert caught.value.error_code == tf.errors.FAILED_PRECONDITION
         (result,) = run(way, lambda x: frontend.allreduce(x, name="x"), np.ones(2))
         assert result.tolist() == [1.0, 1.0]
 
     ranks(2).run(rank_body)
+
+
+@way
+def test_a_wrong_argument_is_an_error_of_tensorflows_too(ranks: Ranks, way: str) -> None:
+    frontend = frontend_of(ranks(1).contexts[0])
+    with pytest.raises(tf.errors.InvalidArgumentError, match="2 splits were given for 1 ranks") as caught:
+        run(way, lambda x: public(frontend.alltoall)(x, [1, 1])[0], np.ones(2))
+    assert isinstance(caught.value, InvalidArgumentError)
+    assert type(pickle.loads(pickle.dumps(caught.value))) is InvalidArgumentError
+
+
+def test_functions_of_the_module_raise_tensorflows_errors() -> None:
+    with pytest.raises(tf.errors.FailedPreconditionError, match="init") as before:
+        hvd.allgather_object(1)
+    assert isinstance(before.value, NotInitializedError)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="op must be one of") as wrong:
+        hvd.allreduce(tf.ones(2), op=17)
+    assert isinstance(wrong.value, ValueError)
 
 
 def test_an_error_of_a_graph_is_ours_and_tensorflows_and_has_its_facts(ranks: Ranks) -> None:
@@ -407,12 +440,12 @@ def test_an_error_of_a_graph_is_ours_and_tensorflows_and_has_its_facts(ranks: Ra
         raise lost
 
     frontend.start = fail  # type: ignore[method-assign]
-    for way in ("function", "session"):
+    for way in WAYS:
         with pytest.raises(PeerLostError, match=r"^rank 3 was lost$") as caught:
             run(way, frontend.allreduce, np.ones(2))
         assert isinstance(caught.value, tf.errors.UnknownError)
         assert (caught.value.rank, caught.value.host) == (3, "h2")
-        assert "PeerLostError" in caught.value.message
+        assert "rank 3 was lost" in caught.value.message
         copy = pickle.loads(pickle.dumps(caught.value))
         assert type(copy) is PeerLostError
         assert copy.rank == 3
