@@ -63,11 +63,14 @@ def shell_class(template: type, base: type, module: str | None = None, options: 
 def _with_class(member: Any, cell: types.CellType) -> Any:
     """A member of a class body whose ``super()`` and ``__class__`` refer to the class in the cell."""
     if isinstance(member, types.FunctionType):
-        free = member.__code__.co_freevars
-        if "__class__" not in free:
+        before = member.__closure__ or ()
+        names = member.__code__.co_freevars
+        closure = tuple(
+            cell if name == "__class__" else _with_class_inside(other, cell)
+            for name, other in zip(names, before, strict=True)
+        )
+        if all(after is other for after, other in zip(closure, before, strict=True)):
             return member
-        cells = zip(free, member.__closure__ or (), strict=True)
-        closure = tuple(cell if name == "__class__" else other for name, other in cells)
         copied = types.FunctionType(member.__code__, member.__globals__, member.__name__, member.__defaults__, closure)
         copied.__kwdefaults__, copied.__doc__ = member.__kwdefaults__, member.__doc__
         copied.__qualname__, copied.__module__ = member.__qualname__, member.__module__
@@ -79,3 +82,13 @@ def _with_class(member: Any, cell: types.CellType) -> Any:
         fget, fset, fdel = (_with_class(part, cell) for part in (member.fget, member.fset, member.fdel))
         return property(fget, fset, fdel, member.__doc__)
     return member
+
+
+def _with_class_inside(variable: types.CellType, cell: types.CellType) -> types.CellType:
+    """A variable that a member of a class body uses; that of a decorator may hold the function as it was written."""
+    try:
+        value = variable.cell_contents
+    except ValueError:  # it has none yet
+        return variable
+    changed = _with_class(value, cell) if isinstance(value, types.FunctionType) else value
+    return variable if changed is value else types.CellType(changed)

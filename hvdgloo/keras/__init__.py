@@ -14,7 +14,7 @@ from __future__ import annotations
 from hvdgloo.errors import MissingDependencyError
 
 try:
-    import keras  # noqa: F401 - to say what is missing, before anything else fails for want of it
+    import keras
 except ModuleNotFoundError as error:
     missing = (error.name or "").partition(".")[0]
     if missing in ("tensorflow", "torch", "jax"):
@@ -28,6 +28,12 @@ except ModuleNotFoundError as error:
         "hvdgloo.keras needs Keras 3: pip install 'hvdgloo[keras]'; and a backend for it: pip install one of "
         "tensorflow, torch and jax, and name it by KERAS_BACKEND unless it is tensorflow"
     ) from error
+
+if int(keras.__version__.partition(".")[0]) < 3:
+    raise MissingDependencyError(
+        f"hvdgloo.keras needs Keras 3, and Keras {keras.__version__} is installed: pip install --upgrade "
+        "'hvdgloo[keras]' (programs of Keras 2 run with tf_keras: docs/migrating.md says how)"
+    )
 
 from hvdgloo._collectives.names import BASE, OBJECTS, VALUES, bind
 from hvdgloo.keras import _compression, _functions, _optimizer, callbacks  # noqa: F401 - callbacks is exported below

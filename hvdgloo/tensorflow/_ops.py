@@ -19,6 +19,7 @@ from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.tensorflow import _state as state
 from hvdgloo.tensorflow._adapter import Tensor
 from hvdgloo.tensorflow._frontend import FRONTEND, public
+from hvdgloo.tensorflow._sparse import check as check_sparse
 from hvdgloo.tensorflow._sparse import is_sparse, sparse_allreduce
 from hvdgloo.types import ReduceOp
 
@@ -101,18 +102,24 @@ def grouped_allreduce(
     """
     if not isinstance(tensors, (list, tuple)):
         return FRONTEND.grouped_allreduce(tensors)  # which says what is wrong
+    reduction = resolve_op(average, op)
     results: list[Any] = list(tensors)
     dense = [index for index, tensor in enumerate(tensors) if not is_sparse(tensor)]
+    # Before anything is sent: other ranks may refuse their groups for the same reason.
+    for tensor in tensors:
+        if is_sparse(tensor):
+            check_sparse(reduction, prescale_factor, postscale_factor)
+        for part in (tensor.values, tensor.indices) if is_sparse(tensor) else (tf.convert_to_tensor(tensor),):
+            FRONTEND.adapter.describe(part)
     given = [tf.convert_to_tensor(tensors[index]) for index in dense]
     reduced = FRONTEND.grouped_allreduce(
-        given, average, name, compression, op, prescale_factor, postscale_factor, process_set
+        given, None, name, compression, reduction, prescale_factor, postscale_factor, process_set
     )
     for index, tensor in zip(dense, reduced, strict=True):
         results[index] = tensor
     for index, tensor in enumerate(tensors):
         if is_sparse(tensor):
             label = None if name is None else f"{name}.{index}"
-            reduction = resolve_op(average, op)
             results[index] = sparse_allreduce(
                 FRONTEND, tensor, label, reduction, prescale_factor, postscale_factor, process_set
             )
@@ -172,7 +179,7 @@ def broadcast_(
         process_set: the ranks that take part.
 
     Returns:
-        the variables; in a graph of TensorFlow 1 the operator that assigns them.
+        the variables; in a graph of TensorFlow 1 a list of their new values, which are assigned where one is computed.
     """
     return state.broadcast_variables(FRONTEND, variables, root_rank, process_set, name)
 

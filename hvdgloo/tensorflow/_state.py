@@ -24,7 +24,7 @@ def broadcast_variables(
     """Assign one rank's values to the other ranks' variables; all are under way before the first is waited for.
 
     Returns:
-        the variables; in a graph of TensorFlow 1 the operator that assigns them.
+        the variables; in a graph of TensorFlow 1 a list of their new values, which are assigned where one is computed.
 
     Raises:
         InvalidArgumentError: (a ValueError) something is not a variable.
@@ -45,14 +45,15 @@ def broadcast_variables(
     ordered = is_ordered()
     base = name if name is not None or ordered else unique_in_graph("broadcast_variables")
     if not targets:
-        return given if ordered else tf.no_op()
+        return given
     read = [tf.convert_to_tensor(target) for target in targets]
     received = operator(exchange, read, [tensor.dtype for tensor in read], [tensor.shape for tensor in read])
-    assigned = [
-        tf.compat.v1.assign(target, value) if not ordered else target.assign(value)
-        for target, value in zip(targets, received, strict=True)
-    ]
-    return given if ordered else tf.group(*assigned)
+    if ordered:
+        for target, value in zip(targets, received, strict=True):
+            target.assign(value)
+        return given
+    assigned = [tf.compat.v1.assign(target, value) for target, value in zip(targets, received, strict=True)]
+    return [tf.identity(value) for value in assigned]
 
 
 def variable_of(variable: Any) -> Any:

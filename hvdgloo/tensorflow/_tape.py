@@ -40,6 +40,23 @@ class DistributedTape:
         flat = self._hvd.reduce(tf.nest.flatten(gradients), tf.nest.flatten(sources), differentiable=True)
         return tf.nest.pack_sequence_as(sources, flat)
 
+    def get_local_and_global_gradients(
+        self,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
+    ) -> tuple[list[Any], list[Any]]:
+        """``gradient``, apart: the gradients of local sources, and those that all ranks share.
+
+        Returns:
+            two lists, each in the order of ``sources``.
+        """
+        reduced = tf.nest.flatten(self.gradient(target, sources, output_gradients, unconnected_gradients))
+        pairs = list(zip(reduced, tf.nest.flatten(sources), strict=True))
+        local = [gradient for gradient, source in pairs if self._hvd.is_local(source)]
+        return local, [gradient for gradient, source in pairs if not self._hvd.is_local(source)]
+
     def register_local_source(self, source: Any) -> None:
         """Leave a variable's gradient to this rank alone, e.g. of a layer that differs between ranks."""
         self._hvd.register_local_source(source)

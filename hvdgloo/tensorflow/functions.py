@@ -10,7 +10,7 @@ import tensorflow as tf
 from hvdgloo._collectives.process_sets import ProcessSet, global_process_set
 from hvdgloo.errors import EagerExecutionError
 from hvdgloo.tensorflow import _state as state
-from hvdgloo.tensorflow._frontend import FRONTEND, public
+from hvdgloo.tensorflow._frontend import FRONTEND, is_ordered, public
 
 __all__ = [
     "allgather_object",
@@ -42,7 +42,8 @@ def broadcast_variables(
     Raises:
         InvalidArgumentError: (a ValueError) something is not a variable.
     """
-    return state.broadcast_variables(FRONTEND, variables, root_rank, process_set)
+    received = state.broadcast_variables(FRONTEND, variables, root_rank, process_set)
+    return received if tf.executing_eagerly() or is_ordered() else tf.group(*received)
 
 
 def broadcast_global_variables(root_rank: int) -> Any:

@@ -42,7 +42,9 @@ rank, size = hvd.rank(), hvd.size()
 config = TfDataServiceConfig.read(sys.argv[1], wait_for_file_creation=True)
 try:
     with tf_data_service(config, rank) as address:
-        once = tf.data.Dataset.range(40).map(lambda x: 2 * x).send_to_data_service(config, rank, size, True)
+        once = tf.data.Dataset.range(40).map(lambda x: 2 * x).send_to_data_service(
+            config, rank, size, "distributed_epoch", reuse_dataset=True
+        )
         parts = hvd.allgather_object([int(x) for x in once])
         for dispatcher in range(config.dispatchers):
             seen = sum(parts[dispatcher :: config.dispatchers], [])
@@ -318,6 +320,14 @@ def test_files_that_hold_something_else_or_are_not_there(tmp_path: Path) -> None
     path.write_text("{}")
     with pytest.raises(ConfigError, match="this is not the configuration of a data service: 'key'"):
         TfDataServiceConfig.read(path)
+
+
+def test_the_processing_mode_is_the_fifth_parameter(service: Service) -> None:
+    readers.of(service.config).shared_jobs = 0
+    numbers = tf.data.Dataset.range(4)
+    taken = [int(x) for x in send_to_data_service(numbers, service.config, 0, 1, "parallel_epochs")]
+    workers = service.config.workers_per_dispatcher
+    assert sorted(taken) == sorted([*range(4)] * workers)
 
 
 def test_calls_that_cannot_work_are_refused() -> None:

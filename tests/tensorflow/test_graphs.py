@@ -21,6 +21,7 @@ from hvdgloo.errors import (
     NotInitializedError,
     PeerLostError,
 )
+from hvdgloo.tensorflow import _ops
 from hvdgloo.tensorflow._frontend import TensorFlowFrontend, public
 from hvdgloo.tensorflow._sparse import SparseReductionError, sparse_allreduce
 from hvdgloo.tensorflow.compression import Compression
@@ -421,6 +422,28 @@ def test_a_wrong_argument_is_an_error_of_tensorflows_too(ranks: Ranks, way: str)
         run(way, lambda x: public(frontend.alltoall)(x, [1, 1])[0], np.ones(2))
     assert isinstance(caught.value, InvalidArgumentError)
     assert type(pickle.loads(pickle.dumps(caught.value))) is InvalidArgumentError
+
+
+@pytest.mark.parametrize(
+    ("bad", "options", "error"),
+    [
+        (tf.IndexedSlices(tf.ones([1]), tf.constant([0]), tf.constant([2])), {"op": ReduceOp.MAX}, NotImplementedError),
+        (tf.IndexedSlices(tf.constant([1j]), tf.constant([0]), tf.constant([2])), {}, InvalidArgumentError),
+        (tf.constant([1j]), {}, InvalidArgumentError),
+    ],
+    ids=["reduction", "type of entries", "type"],
+)
+def test_nothing_of_a_mixed_group_is_sent_if_a_part_of_it_cannot_be(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, bad: Any, options: dict[str, Any], error: type[Exception]
+) -> None:
+    frontend = frontend_of(ranks(1).contexts[0])
+    monkeypatch.setattr(_ops, "FRONTEND", frontend)
+    sent: list[Any] = []
+    monkeypatch.setattr(frontend, "start", lambda *args, **_: sent.append(args))
+    slices = tf.IndexedSlices(tf.ones([1]), tf.constant([0]), tf.constant([2]))
+    with pytest.raises(error):
+        hvd.grouped_allreduce([tf.ones([2]), slices, bad], **options)
+    assert not sent
 
 
 def test_functions_of_the_module_raise_tensorflows_errors() -> None:

@@ -79,3 +79,9 @@ def test_what_is_missing_is_named(missing: str) -> None:
     env = os.environ | {"KERAS_BACKEND": missing}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
     assert f"MissingDependencyError: Keras is set to use {missing}, which is not installed" in done.stderr
+
+
+def test_keras_2_is_refused_at_import() -> None:
+    code = "import sys, types; sys.modules['keras'] = types.SimpleNamespace(__version__='2.15.0'); import hvdgloo.keras"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "MissingDependencyError: hvdgloo.keras needs Keras 3, and Keras 2.15.0 is installed" in done.stderr

@@ -61,6 +61,8 @@ assert hvd.grouped_reducescatter([x])[0].shape == (1,)
 variable = tf.Variable([1.0 * rank])
 assert hvd.broadcast_([variable], 1)[0] is variable and variable.numpy() == [1.0]
 assert (int(rank_op()), int(size_op()), int(hvd.local_rank_op()), int(hvd.local_size_op())) == (rank, 2, rank, 2)
+for result in (hvd_keras.allreduce(x), hvd_keras.allgather(x), hvd_keras.broadcast(x, 0), hvd_keras.reducescatter(x)):
+    assert isinstance(result, tf.Tensor), type(result)
 only = hvd.add_process_set([1])
 assert int(hvd.process_set_included_op(only.process_set_id)) == rank
 assert int(hvd.size_op(only.process_set_id)) == 1
@@ -72,6 +74,16 @@ try:
     hvd.broadcast_global_variables(0)
 except RuntimeError as error:
     assert "broadcast_variables" in str(error)
+
+# Some gradients are this rank's own.
+layers = [tf.keras.layers.Dense(1, use_bias=False, kernel_initializer="ones") for _ in range(2)]
+for layer in layers:
+    layer.build((None, 2))
+with tf.GradientTape() as tape:
+    loss = sum(tf.reduce_sum(layer(x[None])) for layer in layers)
+tape = hvd.PartialDistributedGradientTape(tape, local_layers=layers[:1], scale_local_gradients=False)
+(own,), (shared,) = tape.get_local_and_global_gradients(loss, [layer.kernel for layer in layers])
+assert own.numpy().tolist() == [[1.0 + rank], [2.0 + 2 * rank]] and shared.numpy().tolist() == [[1.5], [3.0]]
 
 # Two models, whose functions ranks trace in different order.
 models = [tf.Variable(tf.ones([3])), tf.Variable(tf.ones([3]))]
@@ -110,6 +122,9 @@ with tf.Graph().as_default():
     with tf.compat.v1.train.MonitoredTrainingSession(hooks=hooks, config=config) as session:
         while not session.should_stop():
             session.run(train)
+    received = hvd.broadcast_([v], 1)
+    with tf.compat.v1.train.MonitoredTrainingSession(hooks=[hvd.BroadcastGlobalVariablesHook(0)]) as session:
+        assert [each.tolist() for each in session.run(received)] == [[0.0, 1.0]]
     with tf.compat.v1.train.MonitoredTrainingSession(hooks=[hvd.BroadcastGlobalVariablesHook(1)]) as session:
         assert session.run(v).tolist() == [10.0, 1.0]
         session.run(train)

@@ -71,20 +71,23 @@ def send_to_data_service(
     compute_config: TfDataServiceConfig,
     rank: int,
     size: int | None = None,
+    processing_mode: Any = "distributed_epoch",
     reuse_dataset: bool = False,
     round_robin: bool = False,
 ) -> Any:
     """Have a dataset prepared by a data service; also a method of ``tf.data.Dataset`` once this module is imported.
 
-    What comes before this call runs on the workers, what is applied to the result runs here. Each worker takes a part
-    of what the dataset begins with (files, numbers, slices). Python functions (``from_generator``, ``py_function``) do
-    not travel.
+    What comes before this call runs on the workers, what is applied to the result runs here. Python functions
+    (``from_generator``, ``py_function``) do not travel.
 
     Args:
         dataset: a ``tf.data.Dataset``.
         compute_config: the service's configuration.
         rank: this process's rank in the training job.
         size: number of the training job's ranks; needed with ``round_robin``.
+        processing_mode: what each worker takes of what the dataset begins with (files, numbers, slices): a part
+            ("distributed_epoch", so that the workers take every element once), everything ("parallel_epochs"), or a
+            ``tf.data.experimental.service.ShardingPolicy``.
         reuse_dataset: the ranks of a dispatcher share one pass over the dataset, so that each element goes to one of
             them; otherwise each rank gets all of it. All ranks make their calls for the same datasets in the same
             order.
@@ -120,7 +123,7 @@ def send_to_data_service(
             "num_consumers": len(readers_of_dispatcher),
         }
     distribute = tf.data.experimental.service.distribute
-    return dataset.apply(distribute(processing_mode="distributed_epoch", service=address, **sharing))
+    return dataset.apply(distribute(processing_mode=processing_mode, service=address, **sharing))
 
 
 tf.data.Dataset.send_to_data_service = send_to_data_service

@@ -1,4 +1,4 @@
-"""``load_model`` for programs of ``tf.keras``."""
+"""``hvdgloo.keras``'s functions for programs of ``tf.keras``: collectives return tensors to those that run eagerly."""
 
 from __future__ import annotations
 
@@ -11,8 +11,50 @@ from hvdgloo._collectives.compression import Compressor, NoneCompressor
 from hvdgloo.keras import _functions as functions
 from hvdgloo.keras import _legacy as legacy
 from hvdgloo.keras._distributed import KerasOptions
+from hvdgloo.tensorflow._frontend import public
+from hvdgloo.types import ReduceOp
 
-__all__ = ["load_model"]
+__all__ = ["allgather", "allreduce", "broadcast", "load_model", "reducescatter"]
+
+
+@public
+def allreduce(
+    value: Any,
+    name: str | None = None,
+    average: bool | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    op: int | None = None,
+    compression: Compressor[Any] = NoneCompressor,
+) -> Any:
+    """``hvdgloo.keras.allreduce`` as a tensor; while a graph of TensorFlow 1 is the default one, as an array.
+
+    Args:
+        value, name, average, prescale_factor, postscale_factor, op, compression: see there.
+    """
+    return _tensor(functions.allreduce(value, name, average, prescale_factor, postscale_factor, op, compression))
+
+
+@public
+def allgather(value: Any, name: str | None = None) -> Any:
+    """``hvdgloo.keras.allgather``, which returns a tensor as ``allreduce`` does."""
+    return _tensor(functions.allgather(value, name))
+
+
+@public
+def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
+    """``hvdgloo.keras.broadcast``, which returns a tensor as ``allreduce`` does."""
+    return _tensor(functions.broadcast(value, root_rank, name))
+
+
+@public
+def reducescatter(value: Any, name: str | None = None, op: int = ReduceOp.AVERAGE) -> Any:
+    """``hvdgloo.keras.reducescatter``, which returns a tensor as ``allreduce`` does."""
+    return _tensor(functions.reducescatter(value, name, op))
+
+
+def _tensor(array: Any) -> Any:
+    return tf.convert_to_tensor(array) if tf.executing_eagerly() else array
 
 
 def load_model(
