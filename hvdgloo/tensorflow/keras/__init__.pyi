@@ -21,16 +21,10 @@ from hvdgloo._job.process import is_initialized
 from hvdgloo.errors import HorovodInternalError
 from hvdgloo.keras import callbacks
 from hvdgloo.keras._compression import Compression
-from hvdgloo.keras._functions import (
-    allgather,
-    allreduce,
-    broadcast,
-    broadcast_global_variables,
-    reducescatter,
-)
+from hvdgloo.keras._functions import broadcast_global_variables
 from hvdgloo.keras._optimizer import PartialDistributedOptimizer
 from hvdgloo.numpy._frontend import FRONTEND
-from hvdgloo.tensorflow.keras._functions import load_model
+from hvdgloo.tensorflow.keras._functions import allgather, allreduce, broadcast, load_model, reducescatter
 from hvdgloo.tensorflow.keras._optimizer import DistributedOptimizer
 from hvdgloo.types import ReduceOp
 
