@@ -361,12 +361,12 @@ def test_gradients_through_one_collective_are_told_apart_in_a_session(ranks: Ran
             slopes = {}
             for number, (kind, collective) in enumerate(COLLECTIVES.items()):
                 y = collective(frontend, x * (1.0 + context.rank), kind if number % 2 else None)
-                slopes[kind] = [tf.gradients(y * factor, x)[0] for factor in (1.0, 5.0, 25.0)]
+                slopes[kind] = [tf.gradients(y * factor, x)[0] for factor in (1.0, 5.0)]
             with tf.compat.v1.Session(config=session_config()) as session:
                 for kind, several in slopes.items():
                     for _ in range(2):
                         first, *others = session.run(several, {x: value})
-                        for slope, factor in zip(others, (5.0, 25.0), strict=True):
+                        for slope, factor in zip(others, (5.0,), strict=True):
                             np.testing.assert_allclose(slope, first * factor, err_msg=kind)
 
     ranks(2).run(rank_body)
