@@ -188,7 +188,7 @@ def wrap(optimizer: Any, options: KerasOptions) -> Any:
     """``DistributedOptimizer``: see there.
 
     Raises:
-        InvalidArgumentError: (a ValueError) not an optimizer, one that is distributed already, or an option that
+        InvalidArgumentError: (a ValueError) not an optimizer, one that is already distributed, or an option that
             cannot be used.
     """
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):

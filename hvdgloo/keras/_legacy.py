@@ -76,7 +76,7 @@ def wrap(optimizer: Any, options: KerasOptions) -> Any:
     """``DistributedOptimizer`` of an optimizer of tf_keras.
 
     Raises:
-        InvalidArgumentError: (a ValueError) it is distributed already, or an option cannot be used.
+        InvalidArgumentError: (a ValueError) it is already distributed, or an option cannot be used.
     """
     if isinstance(optimizer, DistributedLegacy):
         raise InvalidArgumentError("the optimizer is already distributed; wrap it only once")

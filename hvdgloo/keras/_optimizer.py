@@ -56,7 +56,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         model, and puts into copies of a LossScaleOptimizer: distribute these again.
 
     Raises:
-        InvalidArgumentError: (a ValueError) not such an optimizer, one that is distributed already, or an option that
+        InvalidArgumentError: (a ValueError) not such an optimizer, one that is already distributed, or an option that
             cannot be used.
         NotInitializedError: before ``init()``, when it steps.
     """

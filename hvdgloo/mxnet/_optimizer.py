@@ -90,7 +90,7 @@ def wrap(frontend: Frontend[Tensor], optimizer: Any, options: GradientOptions) -
     """``DistributedOptimizer`` on a given Frontend.
 
     Raises:
-        InvalidArgumentError: (a ValueError) not an optimizer, one that is distributed already, or an option that
+        InvalidArgumentError: (a ValueError) not an optimizer, one that is already distributed, or an option that
             cannot be used.
         NotInitializedError: before ``init()``.
     """

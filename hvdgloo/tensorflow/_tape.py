@@ -66,7 +66,7 @@ def wrap(frontend: TensorFlowFrontend, tape: Any, options: GradientOptions) -> A
     """``DistributedGradientTape`` on a given Frontend.
 
     Raises:
-        InvalidArgumentError: (a ValueError) not a tape, one that is distributed already, or an option that cannot
+        InvalidArgumentError: (a ValueError) not a tape, one that is already distributed, or an option that cannot
             be used.
     """
     if not isinstance(tape, tf.GradientTape):

@@ -87,7 +87,7 @@ def wrap(
         average: divide what has added up by ``passes``.
 
     Raises:
-        InvalidArgumentError: it is distributed already, or an option cannot be used.
+        InvalidArgumentError: it is already distributed, or an option cannot be used.
     """
     if isinstance(optimizer, DistributedV1Optimizer):
         raise InvalidArgumentError("the optimizer is already distributed; wrap it only once")

@@ -673,7 +673,7 @@ def wrap(
     """``DistributedOptimizer`` on a given Frontend.
 
     Raises:
-        InvalidArgumentError: (a ValueError) not an optimizer, one that is distributed already, or an option that
+        InvalidArgumentError: (a ValueError) not an optimizer, one that is already distributed, or an option that
             cannot be used.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):

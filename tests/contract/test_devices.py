@@ -390,7 +390,7 @@ class TestWhichWay:
 
     def test_automatic_says_what_it_costs(self, caplog: pytest.LogCaptureFixture) -> None:
         self.open("auto")
-        assert "sent through host memory, not over NCCL: the torch of rank 4 comes without" in caplog.text
+        assert "sent through host memory, not over NCCL: the torch of rank 4 was built without" in caplog.text
 
 
 def test_sync_batch_norm_is_that_of_the_whole_batch(world: MakeWorld) -> None:

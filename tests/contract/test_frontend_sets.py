@@ -50,7 +50,7 @@ class TestProcessSets:
                 ([0, 1, 2], "process set 0 has the same ranks"),
                 ([1, 0], "process set 1 has the same ranks"),
                 ([0, 3], r"ranks that do not exist; the job's are 0 to 2"),
-                (pair, "is registered already"),
+                (pair, "is already registered"),
             ):
                 with pytest.raises(InvalidArgumentError, match=message):
                     frontend.add_process_set(wrong)
