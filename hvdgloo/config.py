@@ -10,9 +10,9 @@ from __future__ import annotations
 import dataclasses
 import ipaddress
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from hvdgloo._platform.spelling import suggestions
 from hvdgloo.errors import ConfigError
@@ -201,6 +201,14 @@ def _setting(default: T, **declaration: Any) -> T:
     return value
 
 
+class TlsFiles(NamedTuple):
+    """Paths of files in PEM, empty where there is none; see ``Config`` and ``hvdgloo._net.tls``."""
+
+    certificate: str = ""
+    key: str = ""
+    authority: str = ""
+
+
 @dataclass(frozen=True)
 class Config:
     """The settings of one worker. ``Config.from_env()`` is the usual way to get one.
@@ -282,6 +290,43 @@ class Config:
         yaml="network.port_range",
         parse=_port_range,
         help="FIRST-LAST: the ports that hvdgloo's own listeners may use, for firewalls; by default any free port",
+    )
+
+    tls: str = _setting(
+        "auto",
+        env="HVDGLOO_TLS",
+        flag="--tls",
+        yaml="network.tls",
+        parse=_one_of("auto", "off", "required"),
+        help="required: the rendezvous and the control plane are encrypted (docs/security.md), also for workers that "
+        "something else starts; the same for all processes of a job. auto: only where certificates are given. Tensors "
+        "are not encrypted",
+    )
+    tls_cert: str = _setting(
+        "",
+        env="HVDGLOO_TLS_CERT",
+        flag="--tls-cert",
+        yaml="network.tls_cert",
+        parse=_text,
+        help="a file on every host with a certificate for whoever listens, in PEM; by default one is made for each "
+        "process, which needs the package cryptography",
+    )
+    tls_key: str = _setting(
+        "",
+        env="HVDGLOO_TLS_KEY",
+        flag="--tls-key",
+        yaml="network.tls_key",
+        parse=_text,
+        help="a file with the key of that certificate, unless the certificate's own holds it",
+    )
+    tls_ca: str = _setting(
+        "",
+        env="HVDGLOO_TLS_CA",
+        flag="--tls-ca",
+        yaml="network.tls_ca",
+        parse=_text,
+        help="a file with the certificates of authorities, by one of which the listener's must be signed; by default "
+        "any will do, since it is checked under the job's secret",
     )
 
     as_horovod: bool = _setting(
@@ -558,11 +603,12 @@ class Config:
     )
 
     @classmethod
-    def from_env(cls, environ: Mapping[str, str] | None = None) -> Config:
+    def from_env(cls, environ: Mapping[str, str] | None = None, *, only: Collection[str] | None = None) -> Config:
         """Read the variables of all fields.
 
         Args:
             environ: what to read; by default the process's environment.
+            only: the fields to read, if not all; the others have their defaults.
 
         Raises:
             ConfigError: a value cannot be used; it names the variable, its value and the expected form.
@@ -570,6 +616,8 @@ class Config:
         environ = _environ() if environ is None else environ
         values: dict[str, Any] = {}
         for name, setting in settings().items():
+            if only is not None and name not in only:
+                continue
             variable = next((v for v in (setting.env, *setting.fallback) if environ.get(v, "") != ""), None)
             if variable is not None:
                 values[name] = parse_value(setting, environ[variable], variable)
@@ -578,6 +626,14 @@ class Config:
         elif values.get("secret_file") is not None:
             values["secret"] = read_secret_file(values["secret_file"])
         return cls(**values)
+
+    @property
+    def tls_files(self) -> TlsFiles | None:
+        """With which files TLS is spoken; None if it is not."""
+        files = TlsFiles(self.tls_cert, self.tls_key, self.tls_ca)
+        if self.tls == "off" or (self.tls == "auto" and not any(files)):
+            return None
+        return files
 
     @property
     def secret_source(self) -> str:

@@ -17,6 +17,9 @@ of a server with the same secret is as good as new. So it is made worthless: it 
 bounded, and it does not count as a sign of life of its client; whoever says no more than hello is a stranger, whose
 connection is closed after a few seconds. Within one run its counter holds, too.
 
+Where connections are encrypted, all signatures cover the server's certificate, too, and nothing but a hello is sent
+before an answer has confirmed that certificate.
+
 **Answers** carry ``X-Hvdgloo-Signature``, over the run id, the client id and counter of the request, the status and the
 digest of the body. So an answer fits one request only, and a client learns the run id safely: its first request, the
 hello, is signed for the empty run id and gives nothing away; the answer is signed for that very client and counter.
@@ -119,9 +122,16 @@ class Credentials:
 
 
 class Signer:
-    """Signs and verifies requests and answers under one job secret. Immutable; any thread may use it."""
+    """Signs and verifies requests and answers under one job secret. Immutable; any thread may use it.
 
-    def __init__(self, secret: bytes) -> None:
+    Args:
+        secret: of the job.
+        channel: SHA-256 of the server's certificate, so that nothing that is signed can be handed on by somebody in the
+            middle, who has another one; empty if nothing is encrypted.
+    """
+
+    def __init__(self, secret: bytes, channel: bytes = b"") -> None:
+        self._channel = (channel.hex(),) if channel else ()
         self._request_key = derive(secret, "request")
         self._answer_key = derive(secret, "answer")
 
@@ -144,7 +154,7 @@ class Signer:
 
     def sign_answer(self, run: str, client: str, counter: int, status: int, body_digest: str) -> str:
         """The value of an answer's ``X-Hvdgloo-Signature``."""
-        return self._mac(self._answer_key, run, client, str(counter), str(status), body_digest)
+        return self._mac(self._answer_key, run, client, str(counter), str(status), body_digest, *self._channel)
 
     def verify_answer(self, signature: str, run: str, client: str, counter: int, status: int, body_digest: str) -> bool:
         """Whether an answer is the server's own, for this request."""
@@ -152,7 +162,7 @@ class Signer:
         return hmac.compare_digest(expected.encode(), signature.encode("latin-1", "replace"))
 
     def _request(self, method: str, target: str, body_digest: str, run: str, client: str, counter: int) -> str:
-        return self._mac(self._request_key, method, target, body_digest, run, client, str(counter))
+        return self._mac(self._request_key, method, target, body_digest, run, client, str(counter), *self._channel)
 
     @staticmethod
     def _mac(key: bytes, *parts: str) -> str:

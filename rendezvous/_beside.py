@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 from hvdgloo._net import codec
+from hvdgloo.config import TlsFiles
 
 MAX_MESSAGE = 16 * 1024 * 1024
 """Bytes; far beyond any job's list of hosts."""
@@ -27,6 +28,7 @@ class ServerRequest(_Message, frozen=True):
         bind: addresses to listen on.
         port_range: first and last port that may be used.
         start_timeout: seconds that workers have for coming.
+        tls: files with which connections are encrypted; None if they are not.
     """
 
     secret: bytes
@@ -34,6 +36,7 @@ class ServerRequest(_Message, frozen=True):
     bind: Sequence[str]
     port_range: tuple[int, int] | None
     start_timeout: float
+    tls: TlsFiles | None = None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(bind={self.bind!r})"  # nothing secret in a traceback

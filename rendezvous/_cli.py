@@ -23,13 +23,15 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import psutil
 
+from hvdgloo._net.tls import Tls
 from hvdgloo._platform.spelling import suggestions
 from hvdgloo.config import Config, format_endpoint, parse_value, read_secret_file, settings
-from hvdgloo.errors import ConfigError
+from hvdgloo.errors import ConfigError, MissingDependencyError
 from hvdgloo.rendezvous._auth import generate_secret, status_token
 from hvdgloo.rendezvous._server.server import RendezvousServer
 from hvdgloo.rendezvous._server.service import Refused
@@ -38,6 +40,7 @@ from hvdgloo.version import __version__
 PROGRAM = "hvdgloo-rendezvous"
 _LOOK_AGAIN = 0.5  # seconds; only --once needs to poll at all, for connections that have ended
 _BETWEEN_STRANGERS = 30.0  # seconds between two lines about refused requests
+_TLS = ("tls", "tls_cert", "tls_key", "tls_ca")  # settings that are options here, too
 _BETWEEN_LINES = 0.2  # seconds; a thousand workers that come together make a few lines, not a thousand
 
 _DESCRIPTION = """\
@@ -57,8 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with ExitStack() as stack:
             return _run(_parse(argv), stack)
-    except ConfigError as error:
-        sys.stderr.write(f"{PROGRAM}: error: {error}{_own_addresses(error)}\n")
+    except (ConfigError, MissingDependencyError) as error:
+        hint = _own_addresses(error) if isinstance(error, ConfigError) else ""
+        sys.stderr.write(f"{PROGRAM}: error: {error}{hint}\n")
         return 2
 
 
@@ -85,6 +89,7 @@ def _run(options: argparse.Namespace, stack: ExitStack) -> int:
         port=port,
         port_range=options.port_range,
         start_timeout=options.start_timeout,
+        tls=None if options.tls_files is None else Tls(*options.tls_files),
     )
     with _stopped_by_signals() as stopped, server:
         try:
@@ -167,6 +172,14 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="SECONDS",
         help="time without a further worker after which those that wait are told who is missing (default: %(default)g)",
     )
+    for name in _TLS:
+        setting = settings()[name]
+        parser.add_argument(
+            setting.flag or "",
+            type=_of_setting(name),
+            metavar="PATH" if name != "tls" else "{auto,off,required}",
+            help=f"{setting.help} ({setting.env})",
+        )
     parser.add_argument("--once", action="store_true", help="end when all workers have come and gone, or did not come")
     parser.add_argument(
         "--status-token",
@@ -175,7 +188,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "that a browser asks for), and end",
     )
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
-    return parser.parse_args(argv)  # type: ignore[no-any-return]
+    options = parser.parse_args(argv)
+    given = {name: value for name in _TLS if (value := getattr(options, name)) is not None}
+    options.tls_files = replace(Config.from_env(only=_TLS), **given).tls_files
+    return options  # type: ignore[no-any-return]
 
 
 def _positive_int(text: str) -> int:
@@ -280,10 +296,15 @@ def _announce(server: RendezvousServer, options: argparse.Namespace, secret_plac
     _say("Workers need:")
     _say(f"  HVDGLOO_RENDEZVOUS={endpoints[0]}")
     _say(f"  {secret}")
+    if options.tls_files is not None:
+        _say("  HVDGLOO_TLS=required")
     if all(_is_loopback(endpoint) for endpoint in server.endpoints):
         _say("Only this host can reach that address; --bind ADDR:PORT chooses one for others.")
     how = f"{PROGRAM} --status-token"
-    _say(f"Page: http://{endpoints[0]}/ (password: {how}{f' --secret-file {secret_place}' if secret_place else ''})")
+    scheme = "http" if options.tls_files is None else "https"
+    _say(
+        f"Page: {scheme}://{endpoints[0]}/ (password: {how}{f' --secret-file {secret_place}' if secret_place else ''})"
+    )
 
 
 def _is_loopback(endpoint: str) -> bool:

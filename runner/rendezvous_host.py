@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
+from hvdgloo._net.tls import Tls
 from hvdgloo.config import parse_endpoint
 from hvdgloo.errors import LaunchError
 from hvdgloo.rendezvous._beside import Arrived, Listening, ServerFailed, ServerRequest
@@ -72,6 +73,7 @@ def open_rendezvous(
             bind=(placement.rendezvous,),
             port_range=spec.network.port_range,
             start_timeout=spec.start_timeout,
+            tls=None if spec.network.tls is None else Tls(*spec.network.tls),
         )
         rendezvous = _InLauncher(server.listen(), supervisor, head_start)
         try:
@@ -152,7 +154,8 @@ class _Beside:
         self._asked = self._answered = 0
         self._endpoint: tuple[str, int] | None = None
         supervisor.handlers[Served] = self._on_served
-        request = ServerRequest(spec.secret, places, [address], spec.network.port_range, spec.start_timeout)
+        network = spec.network
+        request = ServerRequest(spec.secret, places, [address], network.port_range, spec.start_timeout, network.tls)
         self._first.channel.send(Serve(supervisor.id_for(self._first), request))
         timeout = spec.network.connect_timeout
         supervisor.converse(lambda: self._endpoint is not None, time.monotonic() + timeout)

@@ -23,6 +23,7 @@ from hvdgloo._engine.engine import Engine
 from hvdgloo._job.context import Context
 from hvdgloo._job.settings import engine_settings, plan_settings
 from hvdgloo._net.handshake import Handshake, Link, listen
+from hvdgloo._net.tls import Tls
 from hvdgloo.config import Config, format_endpoint, parse_endpoint
 from hvdgloo.errors import ConfigError, InvalidArgumentError, RendezvousError
 from hvdgloo.rendezvous import MemoryStore, Registration, RendezvousClient, WorkerInfo, host_identity
@@ -61,14 +62,16 @@ def join(config: Config, ranks: Sequence[int] | None = None, process_sets: Seque
             f"HVDGLOO_RENDEZVOUS={config.rendezvous} is set, but neither HVDGLOO_SECRET nor HVDGLOO_SECRET_FILE; "
             "hvdgloo-rendezvous prints where its secret file is"
         )
+    tls = None if config.tls_files is None else Tls(*config.tls_files)
     client = RendezvousClient(
         config.rendezvous,
         config.secret,
         connect_timeout=config.connect_timeout,
         secret_source=config.secret_source,
+        tls=tls,
     )
     try:
-        return _connect(config, config.secret, client, ranks, process_sets)
+        return _connect(config, config.secret, client, ranks, process_sets, tls)
     except BaseException:
         client.close()
         raise
@@ -91,6 +94,7 @@ def _connect(
     client: RendezvousClient,
     ranks: Sequence[int] | None,
     process_sets: Sequence[Sequence[int]],
+    tls: Tls | None,
 ) -> Context:
     assert config.rendezvous is not None
     sets = [list(members) for members in process_sets]
@@ -102,6 +106,8 @@ def _connect(
     # Without a launcher any worker may turn out to be rank 0, which is the one that listens. Which rank will be the
     # first of a world of some ranks is known only after registration.
     may_be_first = rank in (None, 0) and ranks is None
+    if may_be_first and tls is not None:
+        tls.check_listener()
     listener = listen(address, config.port_range) if may_be_first else None
     try:
         port = listener.getsockname()[1] if listener is not None else 0
@@ -131,7 +137,7 @@ def _connect(
             endpoint = _meet(
                 client, f"{config.epoch}.{generation}{world}", config, address, listener if rank == 0 else None
             )
-        handshake = Handshake(secret, config.epoch, generation)
+        handshake = Handshake(secret, config.epoch, generation, tls=tls)
         links, decided = _control_links(handshake, rank, topology, listener, endpoint, config, sets)
     finally:
         if listener is not None:

@@ -2,7 +2,8 @@
 
 The challenge is mutual (both sides sign both nonces, so neither a stray server nor a stray client passes), and the
 secret is never sent. What is said afterwards is authenticated message by message, with keys that follow from the secret
-and both nonces (``hvdgloo._net.framing``)::
+and both nonces (``hvdgloo._net.framing``). With TLS (``hvdgloo._net.tls``), all of them cover the listener's
+certificate, too::
 
     member       -> coordinator   magic, epoch, generation, rank, nonce
     coordinator  -> member        nonce, HMAC(key, "coordinator", ...)
@@ -26,11 +27,15 @@ import struct
 import time
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from hvdgloo._net import codec, framing, ports
 from hvdgloo._net.framing import FrameMac
+from hvdgloo._net.tls import Tls, shake_hands
 from hvdgloo.errors import AuthenticationError, BackendError, ConfigError, ConnectError
+
+if TYPE_CHECKING:
+    from hvdgloo._net.tls import TlsConnection
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +110,7 @@ class Handshake:
         most_visitors: connections that have proved nothing yet and are heard at the same time; the kernel keeps further
             ones in the listener's queue.
         grace: seconds that every visitor has, however many are waiting.
+        tls: encrypts the connections, if given; the same on both sides.
     """
 
     def __init__(
@@ -116,6 +122,7 @@ class Handshake:
         proof_timeout: float = 5.0,
         most_visitors: int = 256,
         grace: float = 1.0,
+        tls: Tls | None = None,
     ) -> None:
         self.purpose = purpose
         self._key = hmac.digest(secret, f"hvdgloo {purpose}".encode(), hashlib.sha256)
@@ -124,6 +131,7 @@ class Handshake:
         self.proof_timeout = proof_timeout
         self.most_visitors = most_visitors
         self.grace = grace
+        self.tls = tls
 
     def accept_all(
         self,
@@ -145,8 +153,11 @@ class Handshake:
         Raises:
             ConnectError: some ranks did not come within ``timeout`` seconds; the text names them.
             BackendError: it was cancelled.
+            ConfigError, MissingDependencyError: there is no certificate.
         """
         deadline = time.monotonic() + timeout
+        if self.tls is not None:
+            self.tls.fingerprint  # noqa: B018 - a certificate that cannot be had is no visitor's fault
         with _Reception(listener, self, size, settings, deadline) as reception:
             while reception.missing:
                 left = deadline - time.monotonic()
@@ -179,7 +190,10 @@ class Handshake:
         sock: socket.socket | None = None
         try:
             sock = socket.create_connection((address, port), timeout)
-            return self.introduce(sock, rank, deadline)
+            channel = b""
+            if self.tls is not None:
+                sock, channel = self.tls.connected(sock, deadline)
+            return self.introduce(sock, rank, deadline, channel)
         except (OSError, EOFError, ValueError, AuthenticationError) as error:
             if sock is not None:
                 sock.close()
@@ -191,8 +205,13 @@ class Handshake:
                 address=address,
             ) from error
 
-    def introduce(self, sock: socket.socket, rank: int, deadline: float) -> tuple[Link, dict[str, Any]]:
+    def introduce(
+        self, sock: socket.socket, rank: int, deadline: float, channel: bytes = b""
+    ) -> tuple[Link, dict[str, Any]]:
         """The other side's part on a connected socket; returns what ``connect`` does.
+
+        Args:
+            channel: SHA-256 of the certificate that the listener has shown; empty if nothing is encrypted.
 
         Raises:
             AuthenticationError, OSError, EOFError, ValueError: the handshake failed.
@@ -202,11 +221,11 @@ class Handshake:
         sock.sendall(_HELLO.pack(_MAGIC, self._epoch, self._generation, rank, nonce))
         theirs = receive_exactly(sock, _NONCE_BYTES, deadline)
         proof = receive_exactly(sock, _MAC_BYTES, deadline)
-        if not hmac.compare_digest(proof, self._mac(b"coordinator", rank, nonce, theirs)):
+        if not hmac.compare_digest(proof, self._mac(b"coordinator", rank, nonce, theirs, channel)):
             raise AuthenticationError("whoever listens there does not know this job's secret")
         asked = time.time()
-        sock.sendall(self._mac(b"member", rank, nonce, theirs))
-        down, up = self._frame_macs(rank, nonce, theirs)
+        sock.sendall(self._mac(b"member", rank, nonce, theirs, channel))
+        down, up = self._frame_macs(rank, nonce, theirs, channel)
         length = framing.body_length(receive_exactly(sock, framing.HEAD, deadline))
         if length > _MAX_ANSWER:
             raise ValueError("the answer is too long")
@@ -223,27 +242,32 @@ class Handshake:
             AuthenticationError, OSError, EOFError: the handshake failed.
         """
         _send_at_once(sock)
+        channel = b""
+        if self.tls is not None:
+            channel = self.tls.fingerprint
+            while not shake_hands(cast("TlsConnection", sock)):
+                yield selectors.EVENT_READ
         hello = yield from _received(sock, _HELLO.size)
         magic, epoch, generation, rank, nonce = _HELLO.unpack(hello)
         if (magic, epoch, generation) != (_MAGIC, self._epoch, self._generation) or not 0 < rank < size:
             raise AuthenticationError("it is not part of this job")
         mine = os.urandom(_NONCE_BYTES)
-        yield from _sent(sock, mine + self._mac(b"coordinator", rank, nonce, mine))
+        yield from _sent(sock, mine + self._mac(b"coordinator", rank, nonce, mine, channel))
         proof = yield from _received(sock, _MAC_BYTES)
-        if not hmac.compare_digest(proof, self._mac(b"member", rank, nonce, mine)):
+        if not hmac.compare_digest(proof, self._mac(b"member", rank, nonce, mine, channel)):
             raise AuthenticationError("it does not know this job's secret")
-        down, up = self._frame_macs(rank, nonce, mine)
+        down, up = self._frame_macs(rank, nonce, mine, channel)
         return rank, Link(sock, sending=down, receiving=up)
 
-    def _frame_macs(self, rank: int, nonce: bytes, theirs: bytes) -> tuple[FrameMac, FrameMac]:
+    def _frame_macs(self, rank: int, nonce: bytes, theirs: bytes, channel: bytes) -> tuple[FrameMac, FrameMac]:
         """What authenticates the messages from rank 0, and those to it."""
         return (
-            FrameMac(self._mac(b"from 0", rank, nonce, theirs)),
-            FrameMac(self._mac(b"to 0", rank, nonce, theirs)),
+            FrameMac(self._mac(b"from 0", rank, nonce, theirs, channel)),
+            FrameMac(self._mac(b"to 0", rank, nonce, theirs, channel)),
         )
 
-    def _mac(self, role: bytes, rank: int, nonce: bytes, theirs: bytes) -> bytes:
-        text = struct.pack("!12sIII", role, self._epoch, self._generation, rank) + nonce + theirs
+    def _mac(self, role: bytes, rank: int, nonce: bytes, theirs: bytes, channel: bytes) -> bytes:
+        text = struct.pack("!12sIII", role, self._epoch, self._generation, rank) + nonce + theirs + channel
         return hmac.digest(self._key, text, hashlib.sha256)
 
 
@@ -404,6 +428,12 @@ class _Reception:
             return  # or the visitor has left
         self._most = max(self._most, len(self._visitors) + 1)
         sock.setblocking(False)
+        if self._handshake.tls is not None:
+            try:
+                sock = self._handshake.tls.accepted(sock)
+            except OSError:
+                sock.close()
+                return
         deadline = min(self._deadline, now + self._handshake.proof_timeout)
         visitor = self._visitors[sock] = _Visitor(sock, peer, self._converse(sock), now, deadline)
         self._selector.register(sock, selectors.EVENT_READ, visitor)

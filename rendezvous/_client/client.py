@@ -31,6 +31,7 @@ from types import TracebackType
 from typing import Any
 from urllib.parse import quote
 
+from hvdgloo._net.tls import Tls
 from hvdgloo.config import format_endpoint, parse_endpoint
 from hvdgloo.errors import (
     AuthenticationError,
@@ -64,6 +65,7 @@ class _Answer:
     status: int
     body: bytes
     signed: bool
+    channel: bytes
 
     @property
     def details(self) -> dict[str, Any]:
@@ -90,6 +92,7 @@ class RendezvousClient:
         connect_timeout: seconds for which to retry a server that cannot be reached; it may start later than its
             workers.
         secret_source: where the secret came from, for messages.
+        tls: encrypts all connections, if given, as the server's must do.
 
     Raises:
         ConfigError: ``server`` is malformed.
@@ -100,7 +103,13 @@ class RendezvousClient:
     _run: str
 
     def __init__(
-        self, server: str, secret: bytes, *, connect_timeout: float = 30.0, secret_source: str = "HVDGLOO_SECRET"
+        self,
+        server: str,
+        secret: bytes,
+        *,
+        connect_timeout: float = 30.0,
+        secret_source: str = "HVDGLOO_SECRET",
+        tls: Tls | None = None,
     ) -> None:
         try:
             self._host, self._port = parse_endpoint(server)
@@ -109,7 +118,9 @@ class RendezvousClient:
         self.server = format_endpoint(self._host, self._port)
         self.connect_timeout = connect_timeout
         self._secret_source = secret_source
+        self._secret = secret
         self._signer = auth.Signer(secret)
+        self._tls = tls
         self._closed = False
         self._reset()
 
@@ -277,6 +288,7 @@ class RendezvousClient:
                     lambda: self._exchange("GET", target, b"", "", deadline, 0.0, patient=patient), target, deadline
                 )
                 self._run = str(json.loads(self._checked(answer, target).body)["run"])
+                self._channel = answer.channel
         return self._run
 
     def _repeated(
@@ -323,8 +335,14 @@ class RendezvousClient:
         """
         with self._lock:
             counter = next(self._counter)
-        credentials = self._signer.sign(method, target, auth.digest(body), run, self._client, counter)
         connection = self._take(deadline, target, patient)
+        if run and connection.channel != self._channel:
+            # Another server, which may be the same one restarted, or somebody in the middle: the next hello finds out.
+            connection.close()
+            self._run = ""
+            raise _Unanswered(ConnectionError("it has another certificate than before"))
+        signer = auth.Signer(self._secret, connection.channel) if connection.channel else self._signer
+        credentials = signer.sign(method, target, auth.digest(body), run, self._client, counter)
         keep = False
         try:
             status, data, signature, keep = connection.request(
@@ -341,10 +359,10 @@ class RendezvousClient:
                 self._give(connection)
             else:
                 connection.close()
-        signed = bool(signature) and self._signer.verify_answer(
+        signed = bool(signature) and signer.verify_answer(
             signature, run, self._client, counter, status, auth.digest(data)
         )
-        return _Answer(status, data, signed)
+        return _Answer(status, data, signed, connection.channel)
 
     def _checked(self, answer: _Answer, target: str, *, allow: int = 0) -> _Answer:
         """The answer, if it is the server's own and a good one."""
@@ -384,6 +402,7 @@ class RendezvousClient:
         self._counter = itertools.count()
         self._idle = []
         self._run = ""
+        self._channel = b""
         self._local_address = ""
         self._lock = threading.Lock()
         self._hello_lock = threading.Lock()
@@ -413,7 +432,9 @@ class RendezvousClient:
         attempts = _Attempts(deadline)
         while True:
             try:
-                connection = HttpConnection(self._host, self._port, deadline)
+                connection = HttpConnection(self._host, self._port, deadline, self._tls)
+            except AuthenticationError as error:
+                raise AuthenticationError(f"rendezvous server {self.server}: {error}") from None
             except OSError as error:
                 if not attempts.rest():
                     raise self._unreachable(target, error) from error

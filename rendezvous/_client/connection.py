@@ -12,6 +12,7 @@ import select
 import socket
 import time
 
+from hvdgloo._net.tls import Tls
 from hvdgloo.rendezvous._auth import ANSWER_HEADER
 
 _CONNECT_ATTEMPT = 5.0  # seconds; a host name may have several addresses, and the first may lead nowhere
@@ -33,12 +34,17 @@ class HttpConnection:
     Args:
         host, port: of the server.
         deadline: in seconds, on the monotonic clock.
+        tls: encrypts it, if given.
+
+    Attributes:
+        channel: SHA-256 of the certificate that the server has shown; empty without TLS.
 
     Raises:
         OSError: it cannot connect.
+        AuthenticationError: the server does not speak TLS, or has the wrong certificate.
     """
 
-    def __init__(self, host: str, port: int, deadline: float) -> None:
+    def __init__(self, host: str, port: int, deadline: float, tls: Tls | None = None) -> None:
         # As bytes, which need not be encoded: for text, Python loads its tables of international names.
         name = host.encode("ascii") if host.isascii() else host
         timeout = min(_CONNECT_ATTEMPT, _until(deadline))
@@ -46,6 +52,9 @@ class HttpConnection:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self.local_address = str(self._socket.getsockname()[0])
+        self.channel = b""
+        if tls is not None:
+            self._socket, self.channel = tls.connected(self._socket, min(deadline, time.monotonic() + timeout))
         self._host = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def request(

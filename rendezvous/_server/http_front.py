@@ -34,6 +34,7 @@ from cheroot import server as cheroot_server
 from cheroot import wsgi
 
 from hvdgloo._net.event_loop import WakeUp
+from hvdgloo._net.tls import TLS_HELLO, Tls, pending, shake_hands
 from hvdgloo.rendezvous._server.streams import MAX_HEAD, WRITE_TIMEOUT, Reader, Writer
 from hvdgloo.rendezvous._server.thread_pool import ThreadPool
 
@@ -112,6 +113,7 @@ class HttpConnection(cheroot_server.HTTPConnection):
         self.must_linger = False
         self.ending = False
         self.registered = False
+        self.greeted = True
         self.on_hang_up: Callable[[], None] | None = None
         self.on_close: Callable[[], None] | None = None
         self.discarded = 0
@@ -154,6 +156,7 @@ class Front(cheroot_server.HTTPServer):
         max_connections: maximum number of connections; above it the one that has been quiet longest is closed.
         max_body: maximum size of a request's body, in bytes.
         head_timeout: seconds within which a request's head must be whole.
+        tls: encrypts all connections, if given.
     """
 
     max_request_header_size = MAX_HEAD
@@ -167,6 +170,7 @@ class Front(cheroot_server.HTTPServer):
         max_connections: int,
         max_body: int,
         head_timeout: float,
+        tls: Tls | None = None,
     ) -> None:
         super().__init__(listeners[0].getsockname()[:2], _Gateway, server_name="hvdgloo-rendezvous")
         # cheroot keeps every server there forever.
@@ -178,6 +182,7 @@ class Front(cheroot_server.HTTPServer):
         self.pool = ThreadPool("hvdgloo-rendezvous", threads)
         self.max_connections = max_connections
         self._head_timeout = head_timeout
+        self._tls = tls
         self._listeners = list(listeners)
         self._selector = selectors.DefaultSelector()
         self._wake_up = WakeUp()
@@ -243,6 +248,7 @@ class Front(cheroot_server.HTTPServer):
 
     def put_conn(self, connection: HttpConnection) -> None:
         """A request has been served and its connection stays open."""
+        connection.rfile.feed(pending(connection.socket))
         if connection.rfile.has_data() and connection.rfile.has_head():
             self._dispatch(connection)
             return
@@ -329,18 +335,24 @@ class Front(cheroot_server.HTTPServer):
                 self._peek(connection)
                 return
             try:
-                data = connection.socket.recv(64 * 1024)
+                if not connection.greeted:
+                    connection.greeted = shake_hands(connection.socket)
+                data = connection.socket.recv(64 * 1024) if connection.greeted else None
             except BlockingIOError:
                 return
-            except OSError:
+            except OSError as error:
                 data = b""
+                if getattr(error, "reason", "") == "HTTP_REQUEST":
+                    self._say_encrypted(connection)
+            if data is None:
+                return
             if connection in self._lingering:
                 connection.discarded += len(data)
                 if not data or connection.discarded > _MOST_DISCARDED:
                     self._drop(connection)
                 return
             connection.rfile.feed(data)
-            if not data:
+            if not data or connection.rfile.starts_with(TLS_HELLO):
                 self._drop(connection)
                 return
             if not connection.rfile.has_head():
@@ -392,10 +404,13 @@ class Front(cheroot_server.HTTPServer):
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             keep_alive(sock)
+            if self._tls is not None:
+                sock = self._tls.accepted(sock)
         except OSError:
             sock.close()  # reset already
             return
         connection = HttpConnection(self, sock, address)
+        connection.greeted = self._tls is None
         with self._lock:
             self._connections.add(connection)
             self._reading[connection] = time.monotonic() + self._head_timeout
@@ -428,6 +443,21 @@ class Front(cheroot_server.HTTPServer):
                 connection = next(iter(self._reading))
                 self._say_too_slow(connection)
                 self._drop(connection)
+
+    @staticmethod
+    def _say_encrypted(connection: HttpConnection) -> None:
+        """To a client that speaks HTTP without TLS, in its own words."""
+        reason = "this server speaks TLS: HVDGLOO_TLS=required must be set for all processes of a job"
+        body = json.dumps({"error": "Bad Request", "reason": reason}).encode()
+        try:
+            socket.socket.recv(connection.socket, MAX_HEAD)  # or closing it would make the kernel drop the answer
+            socket.socket.send(
+                connection.socket,
+                b"HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\nConnection: close\r\n"
+                b"Content-Length: %d\r\n\r\n%s" % (len(body), body),
+            )
+        except OSError:
+            pass  # it has gone
 
     def _say_too_slow(self, connection: HttpConnection) -> None:
         if not connection.rfile.has_data():

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from hvdgloo._net import ports
+from hvdgloo._net.tls import Tls
 from hvdgloo.config import format_endpoint
 from hvdgloo.errors import ConfigError
 from hvdgloo.rendezvous import _auth as auth
@@ -53,9 +54,11 @@ class RendezvousServer:
         request_timeout: seconds that a client has for a request's head, and again for its body, apart from what a large
             body takes.
         limits: of the memory that clients may take.
+        tls: encrypts all connections, if given.
 
     Raises:
         ConfigError: no such address here, the port is taken, or no worker is expected.
+        MissingDependencyError: certificates cannot be made.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class RendezvousServer:
         start_timeout: float = 120.0,
         request_timeout: float = 10.0,
         limits: Limits = Limits(),  # noqa: B008 - it never changes
+        tls: Tls | None = None,
     ) -> None:
         if not bind:
             raise ConfigError("a rendezvous server needs at least one address to listen on")
@@ -77,6 +81,9 @@ class RendezvousServer:
         self._epochs = Epochs(start_timeout)
         self._request_timeout = request_timeout
         self._limits = limits
+        self._tls = tls
+        if tls is not None:
+            tls.check_listener()
         self._bind = tuple(dict.fromkeys(bind))
         self._port_range = (port, port) if port_range is None and port else port_range
         self._listeners: list[socket.socket] = []
@@ -127,6 +134,7 @@ class RendezvousServer:
             watch=self._watch,
             body_timeout=self._request_timeout,
             limits=self._limits,
+            channel=b"" if self._tls is None else self._tls.fingerprint,
         )
         self._front = Front(
             create_app(self._service, _create_pages),
@@ -135,6 +143,7 @@ class RendezvousServer:
             max_connections=raise_descriptor_limit(self._connections),
             max_body=MAX_BODY,
             head_timeout=self._request_timeout,
+            tls=self._tls,
         )
         self._front.start()
         logger.info("the rendezvous server listens on %s", ", ".join(self.endpoints))

@@ -71,6 +71,7 @@ class Service:
         watch: makes a context manager that calls back when a connection's client hangs up.
         body_timeout: seconds that a request's body may take, beyond what it takes at the slowest rate that is borne.
         limits: of memory.
+        channel: SHA-256 of the server's certificate; empty without TLS.
     """
 
     def __init__(
@@ -82,8 +83,9 @@ class Service:
         watch: Callable[[Any, Callable[[], None]], AbstractContextManager[None]],
         body_timeout: float,
         limits: Limits,
+        channel: bytes = b"",
     ) -> None:
-        self.signer = auth.Signer(secret)
+        self.signer = auth.Signer(secret, channel)
         self.token = auth.status_token(secret)
         self.run = auth.generate_id()
         self.epochs = epochs

@@ -17,7 +17,8 @@ from collections.abc import Iterator
 import msgspec
 
 from hvdgloo._net.framing import FrameDecoder
-from hvdgloo.errors import ConfigError
+from hvdgloo._net.tls import Tls
+from hvdgloo.errors import ConfigError, MissingDependencyError
 from hvdgloo.rendezvous._beside import (
     FROM_SERVER,
     MAX_MESSAGE,
@@ -55,8 +56,9 @@ def main() -> int:
             bind=request.bind,
             port_range=request.port_range,
             start_timeout=request.start_timeout,
+            tls=None if request.tls is None else Tls(*request.tls),
         ).start()
-    except ConfigError as error:
+    except (ConfigError, MissingDependencyError) as error:
         _say(ServerFailed(str(error)))
         return 1
     _say(Listening(server.endpoints))

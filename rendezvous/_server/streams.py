@@ -37,6 +37,9 @@ class Reader:
     def has_data(self) -> bool:
         return bool(self._buffer)
 
+    def starts_with(self, words: bytes) -> bool:
+        return self._buffer.startswith(words)
+
     def has_head(self) -> bool:
         """Whether parsing can begin: the head is complete, or longer than any head may be."""
         end = self._buffer.find(b"\r\n\r\n", max(0, self._searched - 3))

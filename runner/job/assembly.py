@@ -76,5 +76,5 @@ def assemble(
         verbose=verbose,
         timeline=config.timeline,
         reach=inventory.completed(replace(reach, connect_timeout=config.connect_timeout)),
-        network=NetworkOptions(nics, config.port_range, config.connect_timeout),
+        network=NetworkOptions(nics, config.port_range, config.connect_timeout, config.tls_files),
     )

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hvdgloo import topology
+from hvdgloo.config import TlsFiles
 from hvdgloo.errors import ConfigError
 from hvdgloo.runner.network.interfaces import parse_nics
 
@@ -67,11 +68,13 @@ class NetworkOptions:
         nics: the user's words on which addresses to use, in the form of ``--nics``.
         port_range: first and last port for our own listeners.
         connect_timeout: seconds that connecting two processes may take; probes get a part of it.
+        tls: files with which the rendezvous is encrypted; None if it is not.
     """
 
     nics: tuple[str, ...] = ()
     port_range: tuple[int, int] | None = None
     connect_timeout: float = 30.0
+    tls: TlsFiles | None = None
 
 
 @dataclass(frozen=True)

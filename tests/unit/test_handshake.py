@@ -179,7 +179,9 @@ def test_a_replayed_handshake_proves_nothing(meeting: Callable[..., Meeting]) ->
     seen = bytearray()
 
     class Spy(Handshake):
-        def introduce(self, sock: socket.socket, rank: int, deadline: float) -> tuple[Link, dict[str, Any]]:
+        def introduce(
+            self, sock: socket.socket, rank: int, deadline: float, channel: bytes = b""
+        ) -> tuple[Link, dict[str, Any]]:
             class Recording:
                 def sendall(self, data: bytes) -> None:
                     seen.extend(data)
@@ -218,7 +220,9 @@ def test_an_answer_that_is_none_fails_the_connection(
     """Rank 0 has proved itself, and then says something else than its settings."""
 
     class Odd(Handshake):
-        def introduce(self, sock: socket.socket, rank: int, deadline: float) -> tuple[Link, dict[str, Any]]:
+        def introduce(
+            self, sock: socket.socket, rank: int, deadline: float, channel: bytes = b""
+        ) -> tuple[Link, dict[str, Any]]:
             pieces = bytearray(answer)
             proof = 16 + 32
             if len(answer) in (6, 7):  # else it would be refused for its tag
@@ -336,7 +340,7 @@ def test_a_visitor_has_a_moment_however_many_come(meeting: Callable[..., Meeting
         m.raw()
     member.sendall(HELLO.pack(b"hvdgloo1", 3, 1, 1, nonce))
     theirs = connect.receive_exactly(member, 48, time.monotonic() + 10)[:16]
-    member.sendall(RIGHT._mac(b"member", 1, nonce, theirs))
+    member.sendall(RIGHT._mac(b"member", 1, nonce, theirs, b""))
     assert list(m.accepted.result(10)) == [1]
 
 
@@ -426,7 +430,7 @@ def test_a_member_that_dies_right_after_its_proof_is_still_a_connection(
     m = meeting(2, filler="x")
     sock, nonce = m.raw(HELLO.pack(b"hvdgloo1", 3, 1, 1, b"n" * 16)), b"n" * 16
     theirs = connect.receive_exactly(sock, 48, time.monotonic() + 10)[:16]
-    sock.sendall(RIGHT._mac(b"member", 1, nonce, theirs))
+    sock.sendall(RIGHT._mac(b"member", 1, nonce, theirs, b""))
     assert proven.wait(10)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing resets
     sock.close()
