@@ -54,13 +54,14 @@ class Tls:
         self._authority = authority
 
     def check_listener(self) -> None:
-        """Find out cheaply whether this process can listen.
+        """Find out, without making a certificate, whether this process can listen.
 
         Raises:
-            ConfigError: files are given that do not go together.
+            ConfigError: files are given that cannot be used, or do not go together.
             MissingDependencyError: there is no certificate, and nothing to make one with.
         """
         if self._certificate:
+            self._load()
             return
         if self._key or self._authority:
             given = "HVDGLOO_TLS_KEY" if self._key else "HVDGLOO_TLS_CA"
@@ -123,17 +124,23 @@ class Tls:
 
     @functools.cached_property
     def _listener(self) -> tuple[ssl.SSLContext, bytes]:
+        self.check_listener()
+        return self._load() if self._certificate else self._make()
+
+    @staticmethod
+    def _make() -> tuple[ssl.SSLContext, bytes]:
+        context = _listening_context()
+        pem, fingerprint = _make_certificate()
+        with _in_a_file(pem) as path:
+            context.load_cert_chain(path)
+        return context, fingerprint
+
+    def _load(self) -> tuple[ssl.SSLContext, bytes]:
         import ssl
 
-        self.check_listener()
-        context = _context(ssl.PROTOCOL_TLS_SERVER)
-        # Tickets arrive when nobody reads, and whoever looks whether a connection is idle would take them for an end.
-        context.num_tickets = 0
-        if not self._certificate:
-            pem, fingerprint = _make_certificate()
-            with _in_a_file(pem) as path:
-                context.load_cert_chain(path)
-            return context, fingerprint
+        context = _listening_context()
+        if self._authority:
+            _ = self._caller  # all files, so that none is a surprise later
         try:
             context.load_cert_chain(self._certificate, self._key or None)
             with open(self._certificate, encoding="ascii") as file:
@@ -192,6 +199,15 @@ def _context(protocol: int) -> ssl.SSLContext:
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.sslsocket_class = _connection_class()
+    return context
+
+
+def _listening_context() -> ssl.SSLContext:
+    import ssl
+
+    context = _context(ssl.PROTOCOL_TLS_SERVER)
+    # Tickets arrive when nobody reads, and whoever looks whether a connection is idle would take them for an end.
+    context.num_tickets = 0
     return context
 
 

@@ -261,6 +261,9 @@ def test_its_output_may_go_nowhere() -> None:
         (["--np", "2", "--port-range", "9-1"], "expected FIRST-LAST"),
         (["--np", "2", "--secret-file", "/nowhere/secret"], "/nowhere/secret: No such file or directory"),
         (["--np", "2", "--secret-file", "/dev/null"], "32 hexadecimal digits"),
+        (["--np", "2", "--tls", "perhaps"], "expected one of auto, off, required"),
+        (["--np", "2", "--tls-key", "key"], "HVDGLOO_TLS_KEY is set without HVDGLOO_TLS_CERT"),
+        (["--np", "2", "--tls-cert", "/nowhere/cert"], "/nowhere/cert cannot be used: No such file"),
         (["--status-token"], "--status-token needs the job's secret"),
     ],
 )
