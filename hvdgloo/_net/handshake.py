@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from hvdgloo._net import codec, framing, ports
-from hvdgloo._net.framing import FrameMac
+from hvdgloo._net.frame_mac import FrameMac
 from hvdgloo._net.tls import Tls, shake_hands
 from hvdgloo.errors import AuthenticationError, BackendError, ConfigError, ConnectError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from hvdgloo._net.framing import FrameMac
+from hvdgloo._net.frame_mac import FrameMac
 from hvdgloo._net.handshake import Link
 
 _ONE, _OTHER = bytes(range(32)), bytes(range(32, 64))

@@ -42,6 +42,10 @@ GOOD: dict[str, tuple[str, Any]] = {
     "hostname": ("h2", "h2"),
     "address": ("fd00::1", "fd00::1"),
     "port_range": ("4000-4100", (4000, 4100)),
+    "tls": (" Required", "required"),
+    "tls_cert": ("/etc/c.pem", "/etc/c.pem"),
+    "tls_key": ("k.pem", "k.pem"),
+    "tls_ca": ("ca.pem", "ca.pem"),
     "as_horovod": ("yes", True),
     "connect_timeout": ("1.5", 1.5),
     "start_timeout": ("60", 60.0),
@@ -87,6 +91,7 @@ BAD = [
     ("epoch", "1.0", _WHOLE),
     ("rank", "one", _WHOLE),
     ("index", " ", _WHOLE),
+    *(("tls", text, "one of auto, off, required") for text in ("1", "yes", "on")),
     *(("port_range", text, _PORTS) for text in ("0-5", "5-4", "70000", "4000-70000", "a-b", "-5", "1-2-3")),
     *(("connect_timeout", text, _POSITIVE) for text in ("0", "-1", "soon", "nan", "inf", "1e300")),
     ("start_timeout", "0", _POSITIVE),
@@ -128,6 +133,7 @@ def _field(name: str) -> dataclasses.Field[Any]:
 def test_every_field_is_tried_here() -> None:
     assert set(GOOD) == set(settings()) == {field.name for field in dataclasses.fields(Config)}
     always_usable = {"job_id", "agent_id", "hostname", "address", "secret_file", "timeline"}
+    always_usable |= {"tls_cert", "tls_key", "tls_ca"}
     assert {name for name, _, _ in BAD} | always_usable | {"secret"} == set(settings())
 
 
@@ -257,6 +263,8 @@ configs = st.builds(
     hostname=st.none() | _texts,
     address=st.none() | st.sampled_from(["10.0.0.5", "fd00::1"]),
     port_range=st.none() | _ports,
+    tls=st.sampled_from(["auto", "off", "required"]),
+    tls_cert=st.just("") | _texts,
     as_horovod=st.booleans(),
     connect_timeout=_seconds,
     start_timeout=_seconds,

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdgloo._net.framing import HEAD, TAG, FrameDecoder, FrameMac, head
+from hvdgloo._net.frame_mac import FrameMac
+from hvdgloo._net.framing import HEAD, TAG, FrameDecoder, head
 
 LIMIT = 1000
 

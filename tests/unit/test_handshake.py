@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from hvdgloo._net import handshake as connect
-from hvdgloo._net.framing import FrameMac
+from hvdgloo._net.frame_mac import FrameMac
 from hvdgloo._net.handshake import Handshake, Link, listen
 from hvdgloo.errors import ConnectError
 

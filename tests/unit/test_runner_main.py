@@ -35,7 +35,7 @@ class TestFlags:
 
     def test_every_setting_with_a_flag_can_be_given(self) -> None:
         texts = {"--port-range": "2000-3000", "--log-level": "debug", "--gpu-operations": "nccl"}
-        texts |= {"--cpu-operations": "shm", "--gloo-provider": "pygloo", "--shm-direct": "1"}
+        texts |= {"--cpu-operations": "shm", "--gloo-provider": "pygloo", "--shm-direct": "1", "--tls": "off"}
         parser = build_parser()
         for name, setting in settings().items():
             if setting.flag is None:
@@ -119,6 +119,7 @@ class TestFile:
     def test_every_key_of_a_setting_is_understood(self, tmp_path: Path) -> None:
         texts = {
             "network.port_range": "2000-3000",
+            "network.tls": "required",
             "logging.level": "debug",
             "stall_check.enabled": "false",
             "params.gpu_operations": "nccl",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import socket
 import ssl
@@ -23,6 +24,7 @@ from hvdgloo._net.tls import Tls
 from hvdgloo.config import Config, TlsFiles
 from hvdgloo.errors import AuthenticationError, ConfigError, ConnectError, MissingDependencyError, RendezvousError
 from hvdgloo.rendezvous import RendezvousClient, RendezvousServer
+from hvdgloo.rendezvous._client.connection import HttpConnection
 from tests.support.rendezvous import SECRET, Task, info, until
 
 
@@ -60,16 +62,19 @@ class Middle:
         while True:
             try:
                 near: socket.socket = self._listener.accept()[0]
+                self._socks.append(near)
                 far: socket.socket = socket.create_connection(self._target, 10)
+                self._socks.append(far)
                 if self._tls is not None:
                     near = self._tls.accepted(near)
+                    self._socks.append(near)
                     near.settimeout(10)
                     near.do_handshake()
                     far, _ = self._tls.connected(far, time.monotonic() + 10)
+                    self._socks.append(far)
                     far.settimeout(10)
             except OSError:
                 return
-            self._socks += [near, far]
             for source, drain in ((near, far), (far, near)):
                 threading.Thread(target=self._pump, args=(source, drain), daemon=True).start()
 
@@ -230,7 +235,8 @@ class TestRendezvous:
             client = RendezvousClient(server.endpoint, SECRET, tls=Tls())
             Task(lambda: client.register(0, info(), timeout=20))
             until(lambda: server.status()["epochs"][0]["arrived"], "it is in")
-            _hang_up(client)
+            client.close()  # or it would register once more
+            _hang_up()
             until(lambda: not server.status()["epochs"][0]["arrived"], "its place is free")
 
     def test_somebody_in_the_middle_learns_nothing(
@@ -320,17 +326,13 @@ class TestRendezvous:
             assert json.loads(answer.text)["epochs"][0]["expected"] == 1
 
 
-def _hang_up(client: RendezvousClient) -> None:
-    """End a client's connections in the middle of a request, as the end of its process does."""
-    for sock in _sockets_of(client):
+def _hang_up() -> None:
+    """End the client's connections in the middle of a request, as the end of its process does."""
+    for sock in _sockets():
         sock.shutdown(socket.SHUT_RDWR)
 
 
-def _sockets_of(client: RendezvousClient) -> list[Any]:
-    import gc
-
-    from hvdgloo.rendezvous._client.connection import HttpConnection
-
+def _sockets() -> list[Any]:
     return [
         each._socket for each in gc.get_objects() if isinstance(each, HttpConnection) and each._socket.fileno() >= 0
     ]

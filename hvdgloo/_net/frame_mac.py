@@ -1,0 +1,43 @@
+"""What authenticates messages one by one, once a handshake has given both sides a key. Pure."""
+
+from __future__ import annotations
+
+import hmac
+from hashlib import blake2b
+
+from hvdgloo._net.framing import TAG
+
+
+class FrameMac:
+    """Authenticates the messages of one direction of one connection, in their order: none can be forged, changed,
+    repeated, left out or moved without the tags showing it.
+
+    A tag is a keyed BLAKE2b of the message, with its number as the salt: a third of an HMAC's cost for the few dozen
+    bytes that a control message usually has, and equally sound.
+
+    Args:
+        key: 16 to 64 bytes that only the two sides know, and that no other direction or connection uses.
+    """
+
+    __slots__ = ("_count", "_key")
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self._count = 0
+
+    def tag(self, message: bytes | bytearray | memoryview) -> bytes:
+        """The tag of the next message."""
+        self._count += 1
+        return blake2b(message, digest_size=TAG, key=self._key, salt=self._count.to_bytes(16, "big")).digest()
+
+    def check(self, message: bytes | bytearray | memoryview, tag: bytes | bytearray | memoryview, what: str) -> None:
+        """Check the next message.
+
+        Args:
+            what: the message's name in the error, with its article.
+
+        Raises:
+            ValueError: the tag is not its.
+        """
+        if not hmac.compare_digest(self.tag(message), tag):
+            raise ValueError(f"{what} was not signed by the other side: somebody else sent or changed it on its way")
