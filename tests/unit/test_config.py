@@ -91,7 +91,7 @@ BAD = [
     ("epoch", "1.0", _WHOLE),
     ("rank", "one", _WHOLE),
     ("index", " ", _WHOLE),
-    *(("tls", text, "one of auto, off, required") for text in ("1", "yes", "on")),
+    *(("tls", text, "expected one of auto, off, required") for text in ("1", "yes", "on")),
     *(("port_range", text, _PORTS) for text in ("0-5", "5-4", "70000", "4000-70000", "a-b", "-5", "1-2-3")),
     *(("connect_timeout", text, _POSITIVE) for text in ("0", "-1", "soon", "nan", "inf", "1e300")),
     ("start_timeout", "0", _POSITIVE),
