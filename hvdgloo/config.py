@@ -308,8 +308,8 @@ class Config:
         flag="--tls-cert",
         yaml="network.tls_cert",
         parse=_text,
-        help="a file on every host with a certificate for whoever listens, in PEM; by default one is made for each "
-        "process, which needs the package cryptography",
+        help="a PEM file, present on every host, with the certificate that listening processes present; by default "
+        "each makes its own, which needs the package cryptography",
     )
     tls_key: str = _setting(
         "",
@@ -317,7 +317,7 @@ class Config:
         flag="--tls-key",
         yaml="network.tls_key",
         parse=_text,
-        help="a file with the key of that certificate, unless the certificate's own holds it",
+        help="a file with the private key of that certificate, unless the certificate file contains it",
     )
     tls_ca: str = _setting(
         "",
@@ -325,8 +325,8 @@ class Config:
         flag="--tls-ca",
         yaml="network.tls_ca",
         parse=_text,
-        help="a file with the certificates of authorities, by one of which the listener's must be signed; by default "
-        "any will do, since it is checked under the job's secret",
+        help="a file with the authorities that may have signed the listener's certificate; by default any certificate "
+        "will do, since it is verified with the job's secret",
     )
 
     as_horovod: bool = _setting(

@@ -40,4 +40,4 @@ class FrameMac:
             ValueError: the tag is not its.
         """
         if not hmac.compare_digest(self.tag(message), tag):
-            raise ValueError(f"{what} was not signed by the other side: somebody else sent or changed it on its way")
+            raise ValueError(f"{what} has a wrong signature: it was forged or altered on its way")

@@ -35,7 +35,7 @@ _MOST_AT_ONCE = 1 << 14
 TLS_HELLO = b"\x16\x03"
 """What a client that speaks TLS begins with."""
 
-_NO_TLS = "it does not speak TLS, which HVDGLOO_TLS=required wants of all processes of a job"
+_NO_TLS = "it does not use TLS, and HVDGLOO_TLS=required must be set for every process of a job"
 
 
 class Tls:
@@ -65,11 +65,11 @@ class Tls:
             return
         if self._key or self._authority:
             given = "HVDGLOO_TLS_KEY" if self._key else "HVDGLOO_TLS_CA"
-            raise ConfigError(f"{given} is set without HVDGLOO_TLS_CERT, the certificate of whoever listens")
+            raise ConfigError(f"{given} is set without HVDGLOO_TLS_CERT, the certificate that servers present")
         if importlib.util.find_spec("cryptography") is None:
             raise MissingDependencyError(
-                "HVDGLOO_TLS=required makes certificates with the package cryptography: pip install hvdgloo[tls]; or "
-                "give a certificate of yours (HVDGLOO_TLS_CERT, HVDGLOO_TLS_KEY)"
+                "HVDGLOO_TLS=required needs the package cryptography to make certificates: pip install hvdgloo[tls], or "
+                "provide your own certificate (HVDGLOO_TLS_CERT, HVDGLOO_TLS_KEY)"
             )
 
     @property

@@ -340,7 +340,7 @@ class RendezvousClient:
             # Another server, which may be the same one restarted, or somebody in the middle: the next hello finds out.
             connection.close()
             self._run = ""
-            raise _Unanswered(ConnectionError("it has another certificate than before"))
+            raise _Unanswered(ConnectionError("its certificate has changed"))
         signer = auth.Signer(self._secret, connection.channel) if connection.channel else self._signer
         credentials = signer.sign(method, target, auth.digest(body), run, self._client, counter)
         keep = False

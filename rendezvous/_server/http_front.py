@@ -447,7 +447,7 @@ class Front(cheroot_server.HTTPServer):
     @staticmethod
     def _say_encrypted(connection: HttpConnection) -> None:
         """To a client that speaks HTTP without TLS, in its own words."""
-        reason = "this server speaks TLS: HVDGLOO_TLS=required must be set for all processes of a job"
+        reason = "this server uses TLS: set HVDGLOO_TLS=required for every process of the job"
         body = json.dumps({"error": "Bad Request", "reason": reason}).encode()
         try:
             socket.socket.recv(connection.socket, MAX_HEAD)  # or closing it would make the kernel drop the answer

@@ -210,7 +210,7 @@ def test_a_replayed_handshake_proves_nothing(meeting: Callable[..., Meeting]) ->
         (b"\0\0\0\2{}", "not an answer of rank 0"),
         (b"\0\0\0\x03\x92\xa0\x80", "Expected `float`"),
         (b"\0\0\0\x09more", "closed"),
-        (b"\0\0\0\x02{}" + bytes(16), "the answer of rank 0 was not signed"),
+        (b"\0\0\0\x02{}" + bytes(16), "the answer of rank 0 has a wrong signature"),
     ],
     ids=["too long", "JSON", "no clock", "cut off", "not signed"],
 )

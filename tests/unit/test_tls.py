@@ -171,7 +171,11 @@ class TestControlPlane:
 
     @pytest.mark.parametrize(("ours", "theirs"), [(Tls(), None), (None, Tls())], ids=["member", "rank 0"])
     def test_one_side_without_it(self, listener: socket.socket, ours: Tls | None, theirs: Tls | None) -> None:
-        expected = "closed during the handshake|reset" if theirs is None else "HVDGLOO_TLS=required wants of all"
+        expected = (
+            "closed during the handshake|reset"
+            if theirs is None
+            else "HVDGLOO_TLS=required must be set for every process"
+        )
         with pytest.raises(ConnectError, match=expected):
             self.meet(listener, listener.getsockname()[1], ours, theirs)
 
@@ -268,7 +272,7 @@ class TestRendezvous:
     def test_a_client_without_it(self, server: RendezvousServer) -> None:
         with (
             RendezvousClient(server.endpoint, SECRET) as client,
-            pytest.raises(RendezvousError, match="status 400: this server speaks TLS: HVDGLOO_TLS=required"),
+            pytest.raises(RendezvousError, match="status 400: this server uses TLS: set HVDGLOO_TLS=required"),
         ):
             client.status(timeout=2)
 
@@ -276,7 +280,9 @@ class TestRendezvous:
         with (
             RendezvousServer(secret=SECRET, size=1) as server,
             RendezvousClient(server.endpoint, SECRET, tls=Tls()) as client,
-            pytest.raises(RendezvousError, match="does not speak TLS, which HVDGLOO_TLS=required wants of all"),
+            pytest.raises(
+                RendezvousError, match="does not use TLS, and HVDGLOO_TLS=required must be set for every process"
+            ),
         ):
             client.status(timeout=2)
 
