@@ -68,8 +68,8 @@ class Tls:
             raise ConfigError(f"{given} is set without HVDGLOO_TLS_CERT, the certificate that servers present")
         if importlib.util.find_spec("cryptography") is None:
             raise MissingDependencyError(
-                "HVDGLOO_TLS=required needs the package cryptography to make certificates: pip install hvdgloo[tls], or "
-                "provide your own certificate (HVDGLOO_TLS_CERT, HVDGLOO_TLS_KEY)"
+                "HVDGLOO_TLS=required needs the package cryptography to make certificates: pip install hvdgloo[tls], "
+                "or provide your own certificate (HVDGLOO_TLS_CERT, HVDGLOO_TLS_KEY)"
             )
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import socket
 import ssl
@@ -12,7 +11,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -235,13 +233,22 @@ class TestRendezvous:
         assert b"HTTP" not in between.seen
 
     def test_who_hangs_up_while_it_waits_loses_its_place(self) -> None:
+        made: list[HttpConnection] = []
+
+        class Client(RendezvousClient):
+            def _connect(self, deadline: float, target: str) -> HttpConnection:
+                made.append(super()._connect(deadline, target))
+                return made[-1]
+
         with RendezvousServer(secret=SECRET, size=2, tls=Tls()) as server:
-            client = RendezvousClient(server.endpoint, SECRET, tls=Tls())
-            Task(lambda: client.register(0, info(), timeout=20))
+            client = Client(server.endpoint, SECRET, tls=Tls())
+            waiting = Task(lambda: client.register(0, info(), timeout=20))
             until(lambda: server.status()["epochs"][0]["arrived"], "it is in")
             client.close()  # or it would register once more
-            _hang_up()
+            for connection in made:
+                connection._socket.shutdown(socket.SHUT_RDWR)  # as the end of its process does
             until(lambda: not server.status()["epochs"][0]["arrived"], "its place is free")
+            assert isinstance(waiting.failure(), RendezvousError)
 
     def test_somebody_in_the_middle_learns_nothing(
         self, server: RendezvousServer, middle: Callable[..., Middle]
@@ -330,18 +337,6 @@ class TestRendezvous:
                     f"https://{server.endpoint}/v1/status", headers={"Authorization": f"Bearer {server.token}"}
                 )
             assert json.loads(answer.text)["epochs"][0]["expected"] == 1
-
-
-def _hang_up() -> None:
-    """End the client's connections in the middle of a request, as the end of its process does."""
-    for sock in _sockets():
-        sock.shutdown(socket.SHUT_RDWR)
-
-
-def _sockets() -> list[Any]:
-    return [
-        each._socket for each in gc.get_objects() if isinstance(each, HttpConnection) and each._socket.fileno() >= 0
-    ]
 
 
 class TestSettings:
