@@ -39,6 +39,7 @@ from hvdgloo._engine.messages import (
 from hvdgloo._engine.planes import DEPTH
 from hvdgloo._net.event_loop import WakeUp
 from hvdgloo._net.handshake import Link
+from hvdgloo._platform import stall_causes
 from hvdgloo._platform.own_frames import without_own
 from hvdgloo.errors import (
     BackendError,
@@ -485,7 +486,7 @@ def _abort_error(message: Abort, describe: Callable[[int], str]) -> HorovodInter
 
 def python_stacks() -> str:
     """The stacks of this process's Python threads except the engine's own, innermost call last, up to where the program
-    called hvdgloo.
+    called hvdgloo. Before them, what is known about why this rank may be late.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     parts = []
@@ -495,4 +496,4 @@ def python_stacks() -> str:
             frames = traceback.extract_stack(stack)
             shown = frames if logger.isEnabledFor(logging.DEBUG) else without_own(frames)
             parts.append(f"thread {name}:\n{''.join(traceback.format_list(shown[-_FRAMES_SHOWN:])).rstrip()}")
-    return "\n".join(parts) or "no Python thread but the engine's"
+    return "\n".join([*stall_causes.known(), *(parts or ["no Python thread but the engine's"])])

@@ -11,11 +11,12 @@ theirs alike.
 
 **Order.** TensorFlow orders operators that use a common resource, and, among themselves, those that use none. So calls
 of nested functions, and branches, which use variables of their own, would run beside each other and beside what
-surrounds surrounds them. All our operators therefore read one variable before they run and write it after.
+surrounds them. All our operators therefore read one variable before they run and write it after.
 
 **Threads.** In a graph of TensorFlow 1 any number of operators may wait at the same time, and which of them run first
 differs between ranks. If they waited in TensorFlow's threads, all of these might wait for what no thread is left to
-submit; so each waits in a thread of its own.
+submit; so each waits in a thread of its own. Those of a ``tf.function`` run one after another and hold one of
+TensorFlow's threads, which takes less time; see ``hvdgloo.tensorflow._waiting``.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from hvdgloo._collectives.spec import CollectiveSpec, exchanging
 from hvdgloo._job import process
 from hvdgloo.tensorflow._adapter import Tensor, TensorFlowAdapter, record
 from hvdgloo.tensorflow._failures import also_tensorflows, guarded
+from hvdgloo.tensorflow._waiting import counted
 from hvdgloo.types import Collective
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -229,22 +231,20 @@ def operator(
     inputs: Sequence[Tensor],
     dtypes: Sequence[Any],
     shapes: Sequence[Any],
-    *,
-    blocks: bool = True,
 ) -> list[Tensor]:
     """An operator of the current graph that calls ``function`` with arrays; it returns a list of arrays.
 
     Args:
-        function: raises our errors as they are; see ``hvdgloo.tensorflow._failures``.
+        function: may wait for other ranks (see **Threads** above); raises our errors as they are (see
+            ``hvdgloo.tensorflow._failures``).
         dtypes, shapes: of the outputs.
-        blocks: whether the function may wait for other ranks; see **Threads** above.
     """
     call = guarded(function)
     with _in_order() as made:
-        if blocks and not is_ordered():
+        if not is_ordered():
             outputs = _threads.setdefault(_outermost_graph(), _Threads()).call(call, inputs, dtypes)
         else:
-            outputs = tf.numpy_function(call, list(inputs), list(dtypes), stateful=True)
+            outputs = tf.numpy_function(counted(call), list(inputs), list(dtypes), stateful=True)
         made += outputs
     for output, shape in zip(outputs, shapes, strict=True):
         output.set_shape(shape)

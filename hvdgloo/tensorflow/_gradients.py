@@ -215,12 +215,15 @@ class _Batch:
         self._sparse: dict[int, Pending[Tensor]] = {}
         self._lock = threading.Lock()
 
+    def begin(self) -> None:
+        """A step begins: drop what is left over from one that did not finish. Before each step's first ``ready``."""
+        if self._reducer.open or self._sparse:
+            self._abandon()
+
     def ready(self, index: int, *tensors: Tensor) -> None:
         """Hand a gradient to the engine; returns at once."""
         name = self._names[index]
         with self._lock:  # TensorFlow 1 orders nothing, and has several threads
-            if self._reducer.is_open(name) or index in self._sparse:
-                self._abandon()  # the previous step did not finish
             if len(tensors) == 1:
                 self._reducer.ready(name, tensors[0])
             else:
@@ -271,12 +274,17 @@ def _eagerly(batch: _Batch, parts: Sequence[Sequence[Tensor]]) -> list[list[Tens
 
 def _in_graph(batch: _Batch, parts: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
     sent = []
+    # Where operators run in the order in which they are made, the first one also begins the step.
+    begun = [] if is_ordered() else [effect(batch.begin, [])]
     for index in reversed(range(len(parts))):
 
         def ready(*arrays: Any, index: int = index) -> None:
+            if not begun and index == len(parts) - 1:
+                batch.begin()
             batch.ready(index, *arrays)
 
-        sent.append(effect(ready, parts[index]))
+        with tf.control_dependencies(begun):
+            sent.append(effect(ready, parts[index]))
 
     def wait() -> list[Any]:
         return [array for arrays in batch.wait() for array in arrays]

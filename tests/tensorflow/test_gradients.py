@@ -764,9 +764,11 @@ def test_what_a_broken_off_step_has_sent_is_dropped(ranks: Ranks, names: list[st
             values = np.full((1, 2), value, np.float32)
             batch.ready(everything.index(name), values, *([np.array([context.rank])] if name == "sparse" else []))
 
+        batch.begin()
         for name in everything[:sent]:
             ready(name, np.nan)
         for step in range(2):
+            batch.begin()
             for name in everything:
                 ready(name, step + context.rank)
             results = dict(zip(everything, batch.wait(), strict=True))
@@ -775,5 +777,52 @@ def test_what_a_broken_off_step_has_sent_is_dropped(ranks: Ranks, names: list[st
             assert values.tolist() == [[step] * 2, [step + 1.0] * 2]
             assert indices.tolist() == [0, 1]
             assert results["grouped"][0].tolist() == results["with it"][0].tolist() == dense.tolist()
+
+    ranks(2).run(rank_body)
+
+
+def test_the_step_after_a_broken_off_one_may_begin_with_another_gradient(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a session nothing orders them: what the new step has sent already is not dropped with what is left over."""
+    sent = [[threading.Event(), threading.Event()] for _ in range(2)]
+    plain = _Batch.ready
+
+    def ready(batch: _Batch, index: int, *tensors: Any) -> None:
+        plain(batch, index, *tensors)
+        sent[batch._frontend.rank()][index].set()
+
+    monkeypatch.setattr(_Batch, "ready", ready)
+
+    def rank_body(context: Context) -> None:
+        own = sent[context.rank]
+        step = 0
+
+        def first() -> Any:
+            if step == 0:
+                assert own[1].wait(10)
+                raise ZeroDivisionError("the backward pass failed")
+            return np.full(2, step + context.rank, np.float32)
+
+        def second() -> Any:
+            if step == 0:
+                return np.full(2, np.nan, np.float32)
+            assert own[0].wait(10)
+            return np.full(2, 10 * step + context.rank, np.float32)
+
+        with tf.Graph().as_default():
+            gradients = [tf.numpy_function(function, [], tf.float32, stateful=True) for function in (first, second)]
+            for gradient in gradients:
+                gradient.set_shape([2])
+            variables = [tf.compat.v1.get_variable(name, [2]) for name in "ab"]
+            reduced = GradientSync(frontend_of(context), GradientOptions()).reduce(gradients, variables)
+            config = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=4, use_per_session_threads=True)
+            with tf.compat.v1.Session(config=config) as session:
+                with pytest.raises(tf.errors.OpError, match="the backward pass failed"):
+                    session.run(reduced)
+                for step in (1, 2):
+                    for event in own:
+                        event.clear()
+                    assert [each.tolist() for each in session.run(reduced)] == [[step + 0.5] * 2, [10 * step + 0.5] * 2]
 
     ranks(2).run(rank_body)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import pickle
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -20,8 +23,9 @@ from hvdgloo.errors import (
     MismatchError,
     NotInitializedError,
     PeerLostError,
+    StallError,
 )
-from hvdgloo.tensorflow import _ops
+from hvdgloo.tensorflow import _ops, _waiting
 from hvdgloo.tensorflow._frontend import TensorFlowFrontend, public
 from hvdgloo.tensorflow._sparse import SparseReductionError, sparse_allreduce
 from hvdgloo.tensorflow.compression import Compression
@@ -392,6 +396,64 @@ def test_there_may_be_more_collectives_than_threads(ranks: Ranks, way: str) -> N
                 np.testing.assert_array_equal(results[k], 2 * (rows + k))
 
     ranks(2).run(rank_body)
+
+
+def test_a_stall_report_tells_that_all_of_tensorflows_threads_wait(
+    ranks: Ranks, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Functions that several Python threads call: rank 0's hold all threads, and rank 1's do not get one."""
+    threads = tf.config.threading.get_inter_op_parallelism_threads()
+    submitted = threading.Semaphore(0)
+
+    def rank_body(context: Context) -> None:
+        frontend = frontend_of(context)
+        start = frontend.start
+
+        def started(*args: Any, **kwargs: Any) -> Any:
+            pending = start(*args, **kwargs)
+            submitted.release()
+            return pending
+
+        frontend.start = started  # type: ignore[method-assign]
+
+        def call(number: int) -> None:
+            with pytest.raises(StallError):
+                run("function", lambda x: frontend.allreduce(x, name=f"{number}"), np.ones(2))
+
+        if context.rank == 1:
+            for _ in range(threads):
+                assert submitted.acquire(timeout=10)
+        callers = [threading.Thread(target=call, args=(number,)) for number in range(threads)]
+        for caller in callers:
+            caller.start()
+        for caller in callers:
+            caller.join()
+
+    with caplog.at_level(logging.WARNING, "hvdgloo"):
+        ranks(2, stall_warning_time=0.5, stall_shutdown_time=1.0).run(rank_body)
+    (report, *_) = [text for text in caplog.messages if text.startswith("Stalled")]
+    rank = report.partition("is here:")[2].splitlines()
+    assert rank[1].strip() == (
+        f"TensorFlow's {threads} inter-op threads all wait for collectives. If other Python threads call functions "
+        "with collectives, theirs cannot begin: call tf.config.threading.set_inter_op_parallelism_threads(n) at the "
+        "start of the program, with n at least the number of such threads."
+    )
+
+
+def test_the_number_of_tensorflows_threads_is_what_tensorflow_makes_of_the_settings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tf.config.threading, "get_inter_op_parallelism_threads", lambda: 0)
+    monkeypatch.setenv("TF_NUM_INTEROP_THREADS", "3")
+    assert _waiting.inter_op_threads() == 3
+    monkeypatch.delenv("TF_NUM_INTEROP_THREADS")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(5)))
+    assert _waiting.inter_op_threads() == 5
+    with_one = _waiting.counted(_waiting.all_wait)
+    monkeypatch.setattr(tf.config.threading, "get_inter_op_parallelism_threads", lambda: 2)
+    assert with_one() is None
+    monkeypatch.setattr(tf.config.threading, "get_inter_op_parallelism_threads", lambda: 1)
+    assert with_one().startswith("TensorFlow's only inter-op thread waits for collectives. ")
 
 
 @way
