@@ -18,6 +18,7 @@ READS_ENVIRONMENT = {
     "hvdgloo._backends.gloo": "TORCH_GLOO_LAZY_INIT can be told to torch in no other way",
     "hvdgloo._backends.nccl": "TORCH_NCCL_ASYNC_ERROR_HANDLING and its like can be told to torch in no other way",
     "hvdgloo.common.util": "env() sets variables for programs, and puts them back",
+    "hvdgloo.tensorflow._waiting": "TF_NUM_INTEROP_THREADS is TensorFlow's, which does not tell what it makes of it",
     "hvdgloo.run": "workers get this process's environment, and the variables that run(env=...) adds",
     "hvdgloo.runner.cli.main": "workers get this process's environment, and the variables that flags and files set",
     "hvdgloo.runner.agent.agent": "CUDA_VISIBLE_DEVICES says how many GPUs the host offers",

@@ -38,7 +38,7 @@ GRAPH: dict[str, set[str]] = {
     "hvdgloo.mxnet": {"_collectives", "_job", "_training", "common"},
     "hvdgloo.tensorflow": {"_collectives", "_job", "_platform", "_training", "common"},
     "hvdgloo.tensorflow.data": {"_job", "_net", "config", "rendezvous", "tensorflow"},
-    "hvdgloo.tensorflow.keras": {"_collectives", "_training", "keras"},
+    "hvdgloo.tensorflow.keras": {"_collectives", "_training", "keras", "tensorflow"},
     "hvdgloo.keras": {"_collectives", "_platform", "_training", "numpy", "tensorflow", "torch"},
     "hvdgloo.as_horovod": set(),
     # The launcher, and its agents on the hosts.

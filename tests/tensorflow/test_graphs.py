@@ -14,6 +14,7 @@ import pytest
 import tensorflow as tf
 
 import hvdgloo.tensorflow as hvd
+import hvdgloo.tensorflow.keras as hvd_keras
 from hvdgloo._collectives.spec import CollectiveSpec
 from hvdgloo._job.context import Context
 from hvdgloo._platform.error_tokens import mark, recall
@@ -508,12 +509,14 @@ def test_nothing_of_a_mixed_group_is_sent_if_a_part_of_it_cannot_be(
     assert not sent
 
 
-def test_functions_of_the_module_raise_tensorflows_errors() -> None:
+@pytest.mark.parametrize("module", [hvd, hvd_keras], ids=["tensorflow", "tensorflow.keras"])
+@pytest.mark.parametrize("name", ["allgather", "allgather_object", "allreduce"])
+def test_functions_of_the_modules_raise_tensorflows_errors(module: Any, name: str) -> None:
     with pytest.raises(tf.errors.FailedPreconditionError, match="init") as before:
-        hvd.allgather_object(1)
+        getattr(module, name)(np.ones(2))
     assert isinstance(before.value, NotInitializedError)
     with pytest.raises(tf.errors.InvalidArgumentError, match="op must be one of") as wrong:
-        hvd.allreduce(tf.ones(2), op=17)
+        module.allreduce(tf.ones(2), op=17)
     assert isinstance(wrong.value, ValueError)
 
 

@@ -24,7 +24,15 @@ from hvdgloo.keras._compression import Compression
 from hvdgloo.keras._functions import broadcast_global_variables
 from hvdgloo.keras._optimizer import PartialDistributedOptimizer
 from hvdgloo.numpy._frontend import FRONTEND
-from hvdgloo.tensorflow.keras._functions import allgather, allreduce, broadcast, load_model, reducescatter
+from hvdgloo.tensorflow.keras._functions import (
+    allgather,
+    allgather_object,
+    allreduce,
+    broadcast,
+    broadcast_object,
+    load_model,
+    reducescatter,
+)
 from hvdgloo.tensorflow.keras._optimizer import DistributedOptimizer
 from hvdgloo.types import ReduceOp
 
@@ -83,8 +91,6 @@ Min = ReduceOp.MIN
 Product = ReduceOp.PRODUCT
 Sum = ReduceOp.SUM
 add_process_set = FRONTEND.add_process_set
-allgather_object = FRONTEND.allgather_object
-broadcast_object = FRONTEND.broadcast_object
 cross_rank = FRONTEND.cross_rank
 cross_size = FRONTEND.cross_size
 is_homogeneous = FRONTEND.is_homogeneous

@@ -1,4 +1,6 @@
-"""``hvdgloo.keras``'s functions for programs of ``tf.keras``: collectives return tensors to those that run eagerly."""
+"""``hvdgloo.keras``'s functions for programs of ``tf.keras``: collectives return tensors to those that run eagerly,
+and errors are TensorFlow's as well.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,21 @@ from hvdgloo._collectives.compression import Compressor, NoneCompressor
 from hvdgloo.keras import _functions as functions
 from hvdgloo.keras import _legacy as legacy
 from hvdgloo.keras._distributed import KerasOptions
+from hvdgloo.tensorflow._frontend import public
 from hvdgloo.types import ReduceOp
 
-__all__ = ["allgather", "allreduce", "broadcast", "load_model", "reducescatter"]
+__all__ = [
+    "allgather",
+    "allgather_object",
+    "allreduce",
+    "broadcast",
+    "broadcast_object",
+    "load_model",
+    "reducescatter",
+]
 
 
+@public
 def allreduce(
     value: Any,
     name: str | None = None,
@@ -33,25 +45,33 @@ def allreduce(
     return _tensor(functions.allreduce(value, name, average, prescale_factor, postscale_factor, op, compression))
 
 
+@public
 def allgather(value: Any, name: str | None = None) -> Any:
     """``hvdgloo.keras.allgather``, which returns a tensor as ``allreduce`` does."""
     return _tensor(functions.allgather(value, name))
 
 
+@public
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
     """``hvdgloo.keras.broadcast``, which returns a tensor as ``allreduce`` does."""
     return _tensor(functions.broadcast(value, root_rank, name))
 
 
+@public
 def reducescatter(value: Any, name: str | None = None, op: int = ReduceOp.AVERAGE) -> Any:
     """``hvdgloo.keras.reducescatter``, which returns a tensor as ``allreduce`` does."""
     return _tensor(functions.reducescatter(value, name, op))
+
+
+broadcast_object = public(functions.broadcast_object)
+allgather_object = public(functions.allgather_object)
 
 
 def _tensor(array: Any) -> Any:
     return tf.convert_to_tensor(array) if tf.executing_eagerly() else array
 
 
+@public
 def load_model(
     filepath: Any,
     custom_optimizers: Sequence[type] | None = None,
