@@ -170,9 +170,9 @@ clean:
 # imports a third of all modules, and compiles these as it goes; compiling all would take as long as the demo.
 $(READY_DEMO): setup.cfg setup.py Makefile
 	$(PYTHON) -m venv $(VENV)
-	$(INSTALL) $(BIN)/python "torch for the CPU (200 MB to fetch, 730 MB on the disk)" \
+	$(INSTALL) $(BIN)/python "torch for the CPU (200 MB to fetch, 730 MB on disk)" \
 	    --index $(TORCH_INDEX) --no-compile "$(TORCH)"
-	$(INSTALL) $(BIN)/python "hvdgloo and what its examples need (65 MB to fetch, 210 MB on the disk)" \
+	$(INSTALL) $(BIN)/python "hvdgloo and what its examples need (65 MB to fetch, 210 MB on disk)" \
 	    --no-compile --editable ".[examples]"
 	@touch $@
 

@@ -336,8 +336,7 @@ class Config:
         yaml="as_horovod",
         parse=_boolean,
         help="have `import horovod.torch`, and Horovod's other modules, import hvdgloo's, so that a program written "
-        "for "
-        "Horovod runs unchanged; only in programs that hvdgloo-run starts",
+        "for Horovod runs unchanged; only in programs that hvdgloo-run starts",
     )
 
     # How long things may take: three different questions, three settings.
@@ -433,8 +432,8 @@ class Config:
         unit="bytes",
         parse=_integer(0),
         help="where hosts have several ranks, tensors of at least this size are reduced within each host before they "
-        "go to the "
-        "others, so that each byte crosses the network once; 0 switches this off, for the other collectives too",
+        "go to the others, so that each byte crosses the network once; 0 switches this off, for the other "
+        "collectives too",
     )
     hierarchical_distribution_threshold: int = _setting(
         1024 * 1024,
@@ -461,9 +460,9 @@ class Config:
         flag="--cpu-operations",
         yaml="params.cpu_operations",
         parse=_one_of("auto", "shm", "gloo"),
-        help="how tensors in main memory travel: auto uses shared memory between ranks of one host, where that can be "
-        "had, and Gloo otherwise; gloo always uses Gloo; shm uses nothing but shared memory. Rank 0's choice applies "
-        "for all",
+        help="how tensors in main memory travel: auto uses shared memory between ranks of one host, where that is "
+        "possible, and Gloo otherwise; gloo always uses Gloo; shm uses nothing but shared memory. Rank 0's choice "
+        "applies to all",
     )
     gloo_provider: str = _setting(
         "auto",
@@ -472,8 +471,7 @@ class Config:
         yaml="params.gloo_provider",
         parse=_one_of("auto", *GLOO_PROVIDERS),
         help="which installed package provides Gloo: auto is torch if rank 0 has it, else pygloo, which exists only "
-        "for "
-        "Python 3.10 and older. Rank 0's choice applies to all",
+        "for Python 3.10 and older. Rank 0's choice applies to all",
     )
     shm_segment: int = _setting(
         4 * 1024 * 1024,
@@ -505,7 +503,7 @@ class Config:
         parse=_integer(0),
         help="from the second step on, PyTorch's DistributedOptimizer keeps gradients in buckets of about this size, "
         "so that nothing is packed for a transfer (dense ones, on the CPU, and in no group; the first bucket is "
-        "small); 0 leaves each where it is. Rank 0's choice holds for all",
+        "small); 0 leaves each where it is. Rank 0's choice applies to all",
     )
     deterministic: bool = _setting(
         False,
@@ -515,7 +513,7 @@ class Config:
         parse=_boolean,
         help="the same ranks on the same hosts compute the same bits in every run: what is summed between hosts, or on "
         "GPUs, is not fused with what happens to be ready at the same time. Within a host this costs nothing. Rank 0's "
-        "choice holds for all",
+        "choice applies to all",
     )
     disable_group_fusion: bool = _setting(
         False,
@@ -566,8 +564,7 @@ class Config:
         yaml="timeline.filename",
         parse=_text,
         help="write a trace of where collectives spend their time to this file, on rank 0; with {rank} in the name, "
-        "on every "
-        "rank; DYNAMIC waits for hvd.start_timeline()",
+        "on every rank; DYNAMIC waits for hvd.start_timeline()",
     )
     timeline_mark_cycles: bool = _setting(
         False,

@@ -32,7 +32,7 @@
         ├── UnusableHostsError                 hosts that could not be reached, or lack something
         └── JobFailedError                     a job was started and did not succeed
 
-Every class is a RuntimeError, and those in brackets besides. Classes of Python's that fill in attributes of their own
+Every class is a RuntimeError, and also what is given in brackets. Python's classes that set attributes of their own
 (ImportError, OSError's) come first among the bases, so that they do.
 
 An error carries its facts as attributes, and its text says what to do next. Errors are sent between processes

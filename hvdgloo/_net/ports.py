@@ -256,6 +256,5 @@ def _advice(port_range: PortRange | None) -> str:
         return "; stop what is using it, or choose another"
     return (
         "; give a wider --port-range (HVDGLOO_PORT_RANGE), or stop what is using these. The first host of a job "
-        "needs three "
-        "ports, others need one"
+        "needs three ports, others need one"
     )

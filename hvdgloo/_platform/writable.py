@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 def why_not_writable(path: str) -> str:
     """Why no file can be written at ``path``, whose missing folders would be created; empty if nothing is known to
-    stand in the way (a full disk shows only later).
+    prevent it (a full disk shows only later).
     """
     if os.path.isdir(path):
         return "it is a folder"
@@ -19,7 +19,7 @@ def why_not_writable(path: str) -> str:
         folder = os.path.dirname(folder)
     if not os.path.isdir(folder):
         return f"{folder} is not a folder"
-    # Some file systems (/proc) claim to be writable and are not; what they say at the time is all that can be had.
+    # Some file systems (/proc) claim to be writable and are not; that shows only when the file is opened.
     return "" if os.access(folder, os.W_OK | os.X_OK) else f"permission denied in {folder}"
 
 

@@ -18,8 +18,7 @@ from hvdgloo.keras._distributed import FINITE, KerasOptions, check_op, saved_as,
 
 _NO_PASSES = (
     "backward_passes_per_step= cannot be combined with a LossScaleOptimizer of tf_keras; accumulate gradients in the "
-    "training "
-    "step"
+    "training step"
 )
 
 

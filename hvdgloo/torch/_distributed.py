@@ -360,7 +360,7 @@ class _Session:
         name = self._name_of.get(id(parameter), "")
         if name not in self._tracked or self.adaptive:
             raise OptimizerCallError(
-                "this is no parameter whose gradient the optimizer reduces: see its _requires_update"
+                "the optimizer does not reduce this parameter's gradient: see its _requires_update"
             )
         self._gradients = _Gradients.LOCAL
         if not self.reducer.is_open(name) and self._kinds.get(name, _kind_of(parameter, self.options)) is _Kind.DENSE:

@@ -1,4 +1,4 @@
-"""Refuses to be installed beside Horovod; the metadata stand in setup.cfg.
+"""Refuses to be installed beside Horovod; the metadata is in setup.cfg.
 
 Only a source distribution or a checkout can refuse, since nothing of a wheel runs while it is installed. For a wheel
 there are two other nets: it shares no module with Horovod (horovod.py says how), and ``horovodrun`` refuses to start.
@@ -11,7 +11,7 @@ from pathlib import Path
 from setuptools import find_namespace_packages, setup
 
 INSTALLING = {"bdist_wheel", "dist_info", "editable_wheel", "install", "develop"}
-"""What is run where the result is installed; building a source distribution is no such thing."""
+"""What is run where the result is installed; building a source distribution is not part of it."""
 
 
 def horovod() -> Path | None:

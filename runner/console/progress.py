@@ -43,8 +43,7 @@ _ENDED = (
 
 REMEDIES = {
     Step.CONNECTING: "the command that leads there runs, but nothing has answered yet: it may be waiting for a "
-    "login, or "
-    "the network may be dropping its packets; run the same command by hand",
+    "login, or the network may be dropping its packets; run the same command by hand",
     Step.PYTHON: "Python runs there, but hvdgloo's agent is not up yet: the file system that it is imported from may "
     "be slow, or the host overloaded",
     Step.PROBING: "the agent is up, but its addresses have not been tried out yet: a firewall may be dropping the "

@@ -117,7 +117,7 @@ def test_a_program_of_horovods_runs_without_an_edit(tmp_path: Path) -> None:
     assert done.stdout == (
         "[0]<stdout>:child hvdgloo.torch False True\n"
         "[0]<stdout>:total 2.0 words True True\n"
-        "[0]<stdout>:hvdgloo, which stands in for Horovod here, has no hvdgloo.ray\n"
+        "[0]<stdout>:hvdgloo, which replaces Horovod here, has no hvdgloo.ray\n"
     )
 
 

@@ -1,13 +1,14 @@
 """``pip install`` that says what it does, for make: ``install.py .venv/bin/python "for the demo" torch==2.13.0``.
 
-What is fetched is told with its size as it begins, a long silence (a large download, files that are unpacked) by a line
-every few seconds with the time and the size of the environment so far, and at the end how much it was. pip's own words
-are shown only if it fails. Nothing beside the standard library is needed, since make asks before there is anything.
+Each download is announced with its size. In a long silence (a large download, files that are unpacked) there is a line
+every few seconds with the time and the size of the environment so far, and at the end the total. pip's own words are
+shown only if it fails. Nothing beside the standard library is needed, since make asks before there is anything.
 """
 
 from __future__ import annotations
 
 import argparse
+import http.client
 import os
 import queue
 import re
@@ -81,7 +82,7 @@ def answers(index: str, timeout: float = PROBE_S) -> bool:
     try:
         with urllib.request.urlopen(f"{index.rstrip('/')}/torch/", timeout=timeout):
             return True
-    except (OSError, ValueError):  # urllib's errors are OSErrors
+    except (OSError, ValueError, http.client.HTTPException):  # urllib's own errors are OSErrors
         return False
 
 
@@ -128,7 +129,7 @@ def install(python: Path, arguments: Sequence[str], out: TextIO, silence_s: floa
         status = process.wait()
     if status:
         out.write("\n".join([*heard, ""]))
-    took = f"{size_mb(folder) - before:.0f} MB on the disk, {time.monotonic() - began:.0f} s"
+    took = f"{size_mb(folder) - before:.0f} MB on disk, {time.monotonic() - began:.0f} s"
     _say(out, f"failed with status {status}" if status else f"done: {story.megabytes:.0f} MB fetched, {took}")
     return status
 

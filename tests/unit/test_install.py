@@ -139,6 +139,22 @@ def test_an_index_that_does_not_answer_is_given_up_soon() -> None:
     assert not install.answers(address, timeout=0.2), "nobody is there"
 
 
+def test_what_is_no_web_server_is_no_index() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(10)
+
+        def speak() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(65536)  # closed with the request unread, the connection would be reset
+                connection.sendall(b"220 mail.example ESMTP\r\n")
+
+        thread = threading.Thread(target=speak, daemon=True)
+        thread.start()
+        assert not install.answers(f"http://127.0.0.1:{server.getsockname()[1]}", timeout=10)
+        thread.join(10)
+
+
 def test_every_installation_goes_through_it_and_says_how_much_there_is_to_fetch() -> None:
     text = (ROOT / "Makefile").read_text(encoding="utf-8")
     assert not re.search(r"^[^#\n]*pip install", text, re.M), "with $(INSTALL) it says what it does"

@@ -73,7 +73,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         name = "hvdgloo" + fullname[len("horovod") :]
         found = importlib.util.find_spec(name)
         if found is None:
-            raise ModuleNotFoundError(f"hvdgloo, which stands in for Horovod here, has no {name}", name=fullname)
+            raise ModuleNotFoundError(f"hvdgloo, which replaces Horovod here, has no {name}", name=fullname)
         is_package = found.submodule_search_locations is not None
         return importlib.machinery.ModuleSpec(fullname, _Alias(name), is_package=is_package)
 
