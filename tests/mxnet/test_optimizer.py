@@ -169,7 +169,7 @@ def test_one_state(ranks: Ranks) -> None:
     assert (plain.rescale_grad, optimizer.learning_rate) == (0.25, 0.125)
     assert (plain.aggregate_num, type(optimizer).__name__) == (4, "SGD")
     assert "_sync" not in vars(plain)
-    with pytest.raises(InvalidArgumentError, match="distributed already"):
+    with pytest.raises(InvalidArgumentError, match="already distributed"):
         wrap(frontend, optimizer, GradientOptions())
 
 
