@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hvdgloo.rendezvous._auth import generate_secret, seal, unseal
+    from hvdgloo.rendezvous._auth import SEAL_BYTES, generate_secret, seal, unseal
     from hvdgloo.rendezvous._client.client import HttpStore, Registration, RendezvousClient
     from hvdgloo.rendezvous._identity import host_identity
     from hvdgloo.rendezvous._server.server import RendezvousServer
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hvdgloo.rendezvous._worker_info import WorkerInfo
 
 _PLACES = {
-    "_auth": ("generate_secret", "seal", "unseal"),
+    "_auth": ("SEAL_BYTES", "generate_secret", "seal", "unseal"),
     "_client.client": ("HttpStore", "Registration", "RendezvousClient"),
     "_identity": ("host_identity",),
     "_worker_info": ("WorkerInfo",),
@@ -29,6 +29,7 @@ _PLACES = {
 launchers and agents no client, and what they do not import does not delay a start."""
 
 __all__ = [
+    "SEAL_BYTES",
     "HttpStore",
     "MemoryStore",
     "Registration",

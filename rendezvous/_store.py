@@ -94,7 +94,10 @@ class Latch:
             pass  # it was released before
 
     def wait(self, timeout: float) -> bool:
-        """Wait up to ``timeout`` seconds; False if nothing happened by then. Only one thread may wait, and once."""
+        """Wait up to ``timeout`` seconds; False if nothing happened by then.
+
+        Only one thread may wait, until this returns True.
+        """
         if timeout > 0:
             return self._lock.acquire(timeout=min(timeout, _thread.TIMEOUT_MAX))
         return self._lock.acquire(blocking=False)
@@ -166,7 +169,7 @@ class Quota:
 
 
 _BOOKKEEPING = 200
-"""Bytes that a key and its value take besides their own, about."""
+"""Bytes that a key and its value take in addition to their own, roughly."""
 
 
 class MemoryStore:

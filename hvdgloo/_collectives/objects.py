@@ -98,7 +98,7 @@ def _pickle(obj: object) -> tuple[bytes, Exception | None]:
 
 def _length(frontend: Core[Any], pickled: bytes, failure: Exception | None) -> npt.NDArray[np.int64]:
     """Bytes of what will be sent, in an array."""
-    from hvdgloo.rendezvous._auth import SEAL_BYTES
+    from hvdgloo.rendezvous import SEAL_BYTES
 
     seal_bytes = 0 if frontend.context.secret is None else SEAL_BYTES
     return np.array([len(pickled) + seal_bytes if failure is None else _UNPICKLABLE], dtype=np.int64)

@@ -43,7 +43,7 @@ class Tls:
 
     Args:
         certificate: file with the certificate (and further ones up to the authority's) that this process shows when it
-            listens, in PEM; empty for one of its own making.
+            listens, in PEM; empty to have one made.
         key: file with the certificate's private key; empty if ``certificate`` holds it.
         authority: file with the certificates by one of which those of others must be signed; empty for any.
     """
@@ -58,7 +58,7 @@ class Tls:
 
         Raises:
             ConfigError: files are given that cannot be used, or do not go together.
-            MissingDependencyError: there is no certificate, and nothing to make one with.
+            MissingDependencyError: there is no certificate, and the package that makes one is not installed.
         """
         if self._certificate:
             self._load()

@@ -45,7 +45,7 @@ class NotYet:
 
     Attributes:
         summary: who is in.
-        idle: seconds since a worker last came.
+        idle: seconds since more workers were in than ever before.
     """
 
     summary: str

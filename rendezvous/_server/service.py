@@ -304,7 +304,7 @@ class Gate:
     def _length(environ: Environ) -> int:
         """The body's length. The front has already refused what is not a number or exceeds the limit."""
         if environ["wsgi.input_terminated"]:
-            raise Refusal(411, "chunked bodies are not taken: send a Content-Length")
+            raise Refusal(411, "chunked bodies are not accepted: send a Content-Length")
         return int(environ.get("CONTENT_LENGTH") or 0)
 
     def _body(self, environ: Environ, length: int, arrived: Callable[[int], None]) -> bytes:

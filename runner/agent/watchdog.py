@@ -54,7 +54,7 @@ def watch(agent: int, mark: Mark, memory: MemoryWatch) -> int:
 
 
 def _explain(account: str) -> None:
-    """Have the launcher say why there is no agent any more: it shows these words with the loss itself."""
+    """Have the launcher say why the agent is gone: it shows these words with the loss itself."""
     try:
         os.write(2, f"{LAST_WORDS}{account}\n".encode())
     except OSError:

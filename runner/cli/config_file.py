@@ -122,7 +122,7 @@ def _load(path: str) -> Mapping[str, Any]:
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark is not None else ""
         raise ConfigError(f"--config-file {path}{line}: {error.problem or error}") from None
-    except (ValueError, OverflowError, yaml.YAMLError) as error:  # no text in UTF-8; no number or date that there is
+    except (ValueError, OverflowError, yaml.YAMLError) as error:  # not UTF-8 text, or an impossible number or date
         raise ConfigError(f"--config-file {path}: {' '.join(str(error).split())}") from None
     if content is None:
         return {}

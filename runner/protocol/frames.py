@@ -24,6 +24,10 @@ PROTOCOL = 3
 """Raised when frames change their meaning; launcher and agent must agree."""
 
 PREAMBLE = b"\0hvdgloo agent: frames follow\n"  # none of its suffixes is also a prefix of it
+LAST_WORDS = "hvdgloo-agent: "
+"""How a line begins that an agent's watchdog writes to standard error about the agent's end: a frame might come in the
+middle of one that the agent has left unfinished."""
+
 MAX_FRAME = 64 * 1024 * 1024
 CHUNK = 64 * 1024
 """The maximum number of bytes of output, input or results in one frame."""
@@ -46,11 +50,6 @@ Target: TypeAlias = tuple[int, str, int]
 """The fields of ``hvdgloo.runner.network.probe.ProbeTarget``: number of a host, address, port."""
 
 # From the launcher to an agent.
-
-
-LAST_WORDS = "hvdgloo-agent: "
-"""How a line begins that an agent's watchdog writes to standard error about the agent's end: a frame might come in the
-middle of one that the agent has left unfinished."""
 
 
 class Require(Frame, frozen=True):

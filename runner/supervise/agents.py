@@ -301,7 +301,7 @@ class Agents:
 
     def _say(self, link: Link, lines: Iterable[str]) -> None:
         for line in lines:
-            if not line.startswith(LAST_WORDS):  # they are told with the loss of the agent
+            if not line.startswith(LAST_WORDS):  # they are part of the message about the agent's loss
                 self._job.notice(f"[{link.host.name}] {line}")
 
     # What a host's state requires.

@@ -169,6 +169,7 @@ EXPORTS = {
     "hvdgloo.data": {"AsyncDataLoaderMixin", "BaseDataLoader"},
     "hvdgloo.run": {"run"},
     "hvdgloo.rendezvous": {
+        "SEAL_BYTES",
         "HttpStore",
         "MemoryStore",
         "Registration",
