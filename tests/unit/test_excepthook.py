@@ -18,6 +18,7 @@ from hvdgloo._collectives import frontend
 from hvdgloo._engine.control import python_stacks
 from hvdgloo._engine.handle import Handle
 from hvdgloo._job import excepthook
+from hvdgloo._platform import stall_causes
 from hvdgloo.errors import (
     ConfigError,
     HorovodInternalError,
@@ -202,6 +203,13 @@ def test_a_setting_that_cannot_be_used_is_shown_like_any_other_mistake(
     assert excepthook.FOLDER not in said
     assert said.splitlines()[-1].startswith("hvdgloo.errors.ConfigError: ")
     assert __file__ in said
+
+
+def test_a_stall_report_begins_with_the_causes_that_front_ends_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = python_stacks().splitlines()[0]
+    assert plain.startswith("thread ")
+    monkeypatch.setattr(stall_causes, "_looks", [lambda: None, lambda: "All threads wait."])
+    assert python_stacks().splitlines()[:2] == ["All threads wait.", plain]
 
 
 def test_a_stall_report_s_stack_ends_in_the_program() -> None:
