@@ -235,7 +235,10 @@ MORE |= {
     "hvdgloo.tensorflow.data.compute_service": {
         "TfDataServiceConfig": ("dispatchers, workers_per_dispatcher, dispatcher_side, addresses, key, timeout=60"),
         "tf_data_service": "compute_config, rank",
-        "send_to_data_service": ("dataset, compute_config, rank, size=None, reuse_dataset=False, round_robin=False"),
+        "send_to_data_service": (
+            "dataset, compute_config, rank, size=None, processing_mode='distributed_epoch', reuse_dataset=False, "
+            "round_robin=False"
+        ),
         "compute_worker_fn": "compute_config",
     },
     "hvdgloo.tensorflow.data.compute_worker": {"main": "dispatchers, dispatcher_side, configfile, timeout"},
