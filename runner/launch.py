@@ -15,6 +15,7 @@ from functools import partial
 from types import FrameType
 from typing import Protocol, TextIO
 
+from hvdgloo._net.tls import Tls
 from hvdgloo._platform.writable import unwritable
 from hvdgloo.errors import ConfigError, JobFailedError
 from hvdgloo.rendezvous._server.server import raise_descriptor_limit
@@ -134,6 +135,7 @@ def launch(
 
     Raises:
         ConfigError, LaunchError: it could not be started. Nothing is left running.
+        MissingDependencyError: certificates are to be made, and the package for that is not installed here.
         JobFailedError: a signal came before any worker was started.
     """
     hosts = shortlist(spec.hosts, spec.np)
@@ -144,6 +146,8 @@ def launch(
     if spec.output_directory is not None:
         make_directory(spec.output_directory)
     _check_traces(spec, spawner, hosts)
+    if spec.network.tls is not None:
+        Tls(*spec.network.tls).check_listener()  # the rendezvous server is opened only when all agents are there
     with _console(spec, stdout, stderr, quiet) as console:
         states = host_states(hosts, spec)
         display = StartDisplay(states, console, environ=spec.environ, verbose=spec.verbose)

@@ -62,7 +62,8 @@ def open_rendezvous(
         head_start: in seconds; see ``HEAD_START``.
 
     Raises:
-        ConfigError: the launcher's server cannot listen.
+        ConfigError: the launcher's server cannot listen, or its certificate cannot be used.
+        MissingDependencyError: the launcher's server cannot make a certificate.
         LaunchError: the server beside the agent cannot be started.
     """
     places = [(host.name, host.slots or 0) for host in hosts]

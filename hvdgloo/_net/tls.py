@@ -68,7 +68,7 @@ class Tls:
             raise ConfigError(f"{given} is set without HVDGLOO_TLS_CERT, the certificate that servers present")
         if importlib.util.find_spec("cryptography") is None:
             raise MissingDependencyError(
-                "HVDGLOO_TLS=required needs the package cryptography to make certificates: pip install hvdgloo[tls], "
+                "HVDGLOO_TLS=required needs the package cryptography to make certificates: pip install 'hvdgloo[tls]', "
                 "or provide your own certificate (HVDGLOO_TLS_CERT, HVDGLOO_TLS_KEY)"
             )
 
@@ -142,7 +142,7 @@ class Tls:
         if self._authority:
             _ = self._caller  # all files, so that none is a surprise later
         try:
-            context.load_cert_chain(self._certificate, self._key or None)
+            context.load_cert_chain(self._certificate, self._key or None, password=_no_password)
             with open(self._certificate, encoding="ascii") as file:
                 text = file.read()
             first = text[text.index("-----BEGIN CERTIFICATE") : text.index("-----END CERTIFICATE-----") + 25]
@@ -246,6 +246,11 @@ def _connection_class() -> Any:
 
 def _wrapped(context: ssl.SSLContext, sock: socket.socket, *, server_side: bool) -> TlsConnection:
     return context.wrap_socket(sock, server_side=server_side, do_handshake_on_connect=False)
+
+
+def _no_password() -> str:
+    """Instead of OpenSSL's own way to get a key's password, which is to ask on the terminal and wait."""
+    raise ValueError("the private key is encrypted, and nobody can be asked for its password")
 
 
 def _make_certificate() -> tuple[bytes, bytes]:

@@ -50,6 +50,13 @@ from hvdgloo.topology import Topology
 MAX_POLL = 45.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
 _HARDLY_ANY = 0.05  # seconds of a wait that are not worth another request
+_OTHER_CERTIFICATE = json.dumps(
+    {
+        "reason": "it shows another certificate than before: it has been restarted since, or something else answers in "
+        "its place",
+        "restarted": True,
+    }
+).encode()
 
 
 @dataclass(frozen=True)
@@ -245,7 +252,8 @@ class RendezvousClient:
             patient = follow and bool(self._run)
             answer = self._answer(method, target, body, deadline, patience=patience, repeat=True, patient=patient)
             if follow and answer.status == 401 and answer.details.get("restarted") and time.monotonic() < deadline:
-                self._run = ""
+                with self._hello_lock:
+                    self._run = ""
                 time.sleep(_FIRST_PAUSE)
                 continue
             if answer.status != pending or time.monotonic() >= deadline - 0.001:
@@ -289,7 +297,7 @@ class RendezvousClient:
                 )
                 self._run = str(json.loads(self._checked(answer, target).body)["run"])
                 self._channel = answer.channel
-        return self._run
+            return self._run  # in here: another thread may forget it, to ask again
 
     def _repeated(
         self, exchange: Callable[[], _Answer], target: str, deadline: float, *, repeat: bool = True
@@ -328,6 +336,9 @@ class RendezvousClient:
             patience: seconds after the deadline in which an answer that is on its way may come.
             patient: connecting may take until the deadline, and not only ``connect_timeout``.
 
+        Returns:
+            the server's answer; if it shows another certificate than before, one in its stead that says so.
+
         Raises:
             _Unanswered: the connection failed on the way.
             RendezvousTimeoutError: nothing came until the deadline.
@@ -337,10 +348,9 @@ class RendezvousClient:
             counter = next(self._counter)
         connection = self._take(deadline, target, patient)
         if run and connection.channel != self._channel:
-            # Another server, which may be the same one restarted, or somebody in the middle: the next hello finds out.
+            # Nothing is sent to it. A server that was restarted with the same certificate says as much itself.
             connection.close()
-            self._run = ""
-            raise _Unanswered(ConnectionError("its certificate has changed"))
+            return _Answer(401, _OTHER_CERTIFICATE, False, connection.channel)
         signer = auth.Signer(self._secret, connection.channel) if connection.channel else self._signer
         credentials = signer.sign(method, target, auth.digest(body), run, self._client, counter)
         keep = False

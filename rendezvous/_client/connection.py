@@ -14,13 +14,12 @@ import time
 
 from hvdgloo._net.tls import Tls
 from hvdgloo.rendezvous._auth import ANSWER_HEADER
+from hvdgloo.rendezvous._http import LENGTH, ONCE
 
 _CONNECT_ATTEMPT = 5.0  # seconds; a host name may have several addresses, and the first may lead nowhere
 _PIECE = 1 << 20
 _LONGEST_HEAD = 1 << 16
 _STATUS_LINE = re.compile(rb"HTTP/1\.([0-9]) ([1-9][0-9]{2})(?: [^\r\n]*)?\r?\n")
-_LENGTH = re.compile(r"0|[1-9][0-9]{0,17}")
-_ONCE = frozenset({"content-length", "transfer-encoding", ANSWER_HEADER.lower()})
 _CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[^\r\n]*)?\r?\n")
 
 
@@ -42,6 +41,7 @@ class HttpConnection:
     Raises:
         OSError: it cannot connect.
         AuthenticationError: the server does not speak TLS, or has the wrong certificate.
+        ConfigError: the authority's file cannot be used.
     """
 
     def __init__(self, host: str, port: int, deadline: float, tls: Tls | None = None) -> None:
@@ -49,12 +49,16 @@ class HttpConnection:
         name = host.encode("ascii") if host.isascii() else host
         timeout = min(_CONNECT_ATTEMPT, _until(deadline))
         self._socket = socket.create_connection((name, port), timeout)  # type: ignore[arg-type]  # takes bytes, too
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        self.local_address = str(self._socket.getsockname()[0])
         self.channel = b""
-        if tls is not None:
-            self._socket, self.channel = tls.connected(self._socket, min(deadline, time.monotonic() + timeout))
+        try:
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            self.local_address = str(self._socket.getsockname()[0])
+            if tls is not None:
+                self._socket, self.channel = tls.connected(self._socket, min(deadline, time.monotonic() + timeout))
+        except BaseException:
+            self._socket.close()
+            raise
         self._host = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def request(
@@ -127,7 +131,7 @@ class _Incoming:
             if not colon:
                 raise NotHttpError(f"a header without a colon: {name[:80]!r}")
             name = name.strip().lower()
-            if name in headers and name in _ONCE:
+            if name in headers and name in ONCE:
                 raise NotHttpError(f"a second {name}")
             headers[name] = value.strip()
         return int(first[2]), headers
@@ -141,7 +145,7 @@ class _Incoming:
         length = headers.get("content-length")
         if length is None:
             return self._rest(), False
-        if not _LENGTH.fullmatch(length):
+        if not LENGTH.fullmatch(length):
             raise NotHttpError(f"a body of length {length[:80]!r}")
         return self._take(int(length)), True
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 import errno
 import json
 import logging
-import re
 import selectors
 import socket
 import threading
@@ -35,6 +34,7 @@ from cheroot import wsgi
 
 from hvdgloo._net.event_loop import WakeUp
 from hvdgloo._net.tls import TLS_HELLO, Tls, pending, shake_hands
+from hvdgloo.rendezvous._http import LENGTH, ONCE
 from hvdgloo.rendezvous._server.streams import MAX_HEAD, WRITE_TIMEOUT, Reader, Writer
 from hvdgloo.rendezvous._server.thread_pool import ThreadPool
 
@@ -48,24 +48,20 @@ _ACCEPTS_AT_ONCE = 64
 WSGIApplication = Callable[[dict[str, Any], Callable[..., Any]], Any]
 
 
-_LENGTH = re.compile(rb"0|[1-9][0-9]{0,17}")
-_ONCE = frozenset({b"Authorization", b"Content-Length", b"Host", b"Transfer-Encoding"})
-
-
 class _Headers(dict[bytes, bytes]):
-    """Refuses a second value for what says who asks and where a request ends; readers might choose different ones."""
+    """Refuses a second value for what must have one, and lengths that are not plain numbers."""
 
     def __setitem__(self, name: bytes, value: bytes) -> None:
-        if name in _ONCE and name in self:
+        if name in self and name.decode("latin-1").lower() in ONCE:
             raise ValueError(f"{name.decode()} has more than one value")
-        if name == b"Content-Length" and not _LENGTH.fullmatch(value):
+        if name == b"Content-Length" and not LENGTH.fullmatch(value.decode("latin-1")):
             raise ValueError("the Content-Length is not a plain decimal number")
         super().__setitem__(name, value)
 
 
 class _HeaderReader(cheroot_server.HeaderReader):
     """Drops headers with underscores, which WSGI could not distinguish from those with dashes; is strict about
-    lengths, for which Python's own integers have more spellings than HTTP."""
+    what must be clear."""
 
     def __call__(self, rfile: Any, hdict: Any = None) -> Any:
         headers = {} if hdict is None else hdict
@@ -328,6 +324,8 @@ class Front(cheroot_server.HTTPServer):
             self._accept(key.fileobj)
 
     def _readable(self, connection: HttpConnection) -> None:
+        if not connection.greeted and not self._greet(connection):
+            return
         with self._lock:
             if not connection.registered:
                 return  # a pool thread has taken it back in the meantime
@@ -335,17 +333,11 @@ class Front(cheroot_server.HTTPServer):
                 self._peek(connection)
                 return
             try:
-                if not connection.greeted:
-                    connection.greeted = shake_hands(connection.socket)
-                data = connection.socket.recv(64 * 1024) if connection.greeted else None
+                data = connection.socket.recv(64 * 1024)
             except BlockingIOError:
                 return
-            except OSError as error:
+            except OSError:
                 data = b""
-                if getattr(error, "reason", "") == "HTTP_REQUEST":
-                    self._say_encrypted(connection)
-            if data is None:
-                return
             if connection in self._lingering:
                 connection.discarded += len(data)
                 if not data or connection.discarded > _MOST_DISCARDED:
@@ -361,6 +353,21 @@ class Front(cheroot_server.HTTPServer):
                 return
             self._forget(connection)
         self._dispatch(connection)
+
+    def _greet(self, connection: HttpConnection) -> bool:
+        """Go on with a connection's TLS handshake; whether it is complete.
+
+        It costs a signature, which is computed without the lock: until then only this thread uses the connection.
+        """
+        if not connection.registered:
+            return False  # it had to give way to another
+        try:
+            connection.greeted = shake_hands(connection.socket)
+        except OSError as error:
+            if getattr(error, "reason", "") == "HTTP_REQUEST":
+                self._say_encrypted(connection)
+            self._close(connection)
+        return connection.greeted
 
     def _dispatch(self, connection: HttpConnection) -> None:
         connection.socket.settimeout(WRITE_TIMEOUT)

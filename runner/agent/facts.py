@@ -68,6 +68,7 @@ class Facts:
         python, executable: the interpreter that runs the agent, and workers.
         packages: import name to version; empty for one without metadata. Absent packages are left out.
         lacking: those of ``REQUIRED`` that are missing.
+        certificates: a certificate for TLS can be made.
         torch_cuda: the CUDA version that torch was built for; None if it was built without CUDA.
         cores, machine_cores: those that may be used, given affinity and control groups; and those that exist.
         memory, memory_limit: the machine's; that of the control groups around this process.
@@ -85,6 +86,7 @@ class Facts:
     executable: str = ""
     packages: Mapping[str, str] = field(default_factory=dict)
     lacking: Sequence[str] = ()
+    certificates: bool = True
     torch_cuda: str | None = None
     cores: int = 1
     machine_cores: int = 1
@@ -131,6 +133,7 @@ def examine(environ: Mapping[str, str], required: Require) -> Facts:
         executable=sys.executable,
         packages={"hvdgloo": __version__, **installed(_distributions())},
         lacking=[module for module in REQUIRED if not machine.has_package(module)],
+        certificates=machine.has_package("cryptography"),
         torch_cuda=_torch_cuda(),
         cores=machine.usable_cores(),
         machine_cores=os.cpu_count() or 1,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from hvdgloo.config import without_place
-from hvdgloo.errors import ConfigError, HvdglooError, JobFailedError, LaunchError
+from hvdgloo.errors import ConfigError, HvdglooError, JobFailedError, LaunchError, MissingDependencyError
 from hvdgloo.rendezvous._auth import generate_secret
 from hvdgloo.runner.cli import config_file, setting_flags
 from hvdgloo.runner.cli.config_file import FileContent
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(sys.argv[1:] if argv is None else list(argv), stdout, stderr, alone=argv is None)
     except JobFailedError as error:
         return _complain(stderr, error, error.exit_code)
-    except ConfigError as error:
+    except (ConfigError, MissingDependencyError) as error:
         return _complain(stderr, error, USAGE_ERROR)
     except HvdglooError as error:
         return _complain(stderr, error, 1)

@@ -114,6 +114,7 @@ def diagnose(
         lambda visits: _required(visits, cwd),
         _requirements,
         lambda visits: _gloo(visits, settings),
+        lambda visits: _certificates(visits, launcher, settings),
         _frameworks,
         lambda visits: _python(visits, launcher),
         _processors,
@@ -245,6 +246,24 @@ def _gloo(visits: Sequence[Visit], config: Config) -> Iterator[Finding]:
             f"{chosen} is not installed, through which {seen[0][0].host}, and so every host, exchanges tensors",
             f"{_pip(others)} 'hvdgloo[{chosen}]'" + (f", or run with --gloo-provider {common[0]}" if common else ""),
         )
+
+
+def _certificates(visits: Sequence[Visit], launcher: Facts, config: Config) -> Iterator[Finding]:
+    """The launcher and rank 0, which is on the first host, listen with a certificate: the user's, or one they make."""
+    if config.tls_files is None or config.tls_cert:
+        return
+    listeners = {(launcher.hostname, launcher.executable): ("launcher", launcher)}
+    for visit, facts in _seen(visits[:1]):
+        listeners[facts.hostname, facts.executable] = (visit.host, facts)
+    for name, facts in listeners.values():
+        if not facts.certificates:
+            yield Finding(
+                Severity.STOP,
+                (name,),
+                "cryptography is not installed, which makes the certificates for --tls required",
+                f"{facts.executable} -m pip install 'hvdgloo[tls]', or provide your own certificate (--tls-cert, "
+                "--tls-key)",
+            )
 
 
 def _providers(facts: Facts) -> list[str]:

@@ -92,6 +92,22 @@ def test_what_cannot_be_used_is_said_before_anything_starts(launcher: Launcher, 
     assert not (launcher.folder / "started").exists()
 
 
+def test_without_cryptography_no_agent_is_started(launcher: Launcher) -> None:
+    """It is looked for before the first host is connected to, which may take long; here it would fail."""
+    code = f"""
+import importlib.util, sys
+from hvdgloo.runner.cli.main import main
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "cryptography" else found(name, *rest)
+sys.exit(main(["--tls", "required", "-H", "h1:1", "--agent-command", "touch {launcher.folder}/started", "true"]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=40, cwd=launcher.folder)
+    assert done.returncode == 2, done.stderr
+    assert "pip install 'hvdgloo[tls]'" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (launcher.folder / "started").exists()
+
+
 @pytest.mark.parametrize("wanted", ["off", "required"])
 def test_between_hosts_nothing_but_tensors_is_seen(bed: Bed, tmp_path: Path, wanted: str) -> None:
     script, record = tmp_path / "worker.py", tmp_path / "record"

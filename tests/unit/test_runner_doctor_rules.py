@@ -91,6 +91,21 @@ class TestRules:
         assert text in finding.text
         assert remedy in finding.remedy
 
+    def test_who_listens_must_be_able_to_make_a_certificate(self) -> None:
+        """The launcher, and rank 0 on the first host; nobody does if the user has one."""
+        bare = replace(FACTS, hostname="desk", certificates=False)
+        visits = [visit("h1", certificates=False), visit("h2", certificates=False)]
+        assert diagnose(visits, bare, "/") == []
+        assert diagnose(visits, bare, "/", config=Config(tls="required", tls_cert="cert")) == []
+        findings = diagnose(visits, bare, "/", config=Config(tls="required"))
+        assert {finding.hosts for finding in findings} == {("launcher",), ("h1",)}
+        for finding in findings:
+            assert finding.severity is Severity.STOP
+            assert "cryptography is not installed" in finding.text
+            assert finding.remedy.startswith("/opt/python -m pip install 'hvdgloo[tls]'")
+        (finding,) = diagnose(visits[:1], replace(FACTS, certificates=False), "/", config=Config(tls="required"))
+        assert finding.hosts == ("h1",)
+
     def test_without_torch_and_pygloo_nothing_is_exchanged(self) -> None:
         finding = only(visit("h1"), visit("h2", packages=with_gloo_from()))
         assert (finding.severity, finding.hosts) == (Severity.STOP, ("h2",))

@@ -5,14 +5,23 @@ from __future__ import annotations
 import json
 import socket
 import ssl
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    PrivateFormat,
+    load_pem_private_key,
+)
 
 from hvdgloo._engine.connection import ControlConnection
 from hvdgloo._engine.messages import Failed, Message, Stacks, frame
@@ -276,6 +285,58 @@ class TestRendezvous:
                 client.store("s").set("key", b"a value")
         assert b"/v1/kv" not in between.seen
 
+    def test_a_server_that_was_started_again_is_another_one(self) -> None:
+        """What one of its clients has stored is gone, as without TLS: only a registration starts over by itself."""
+        with RendezvousServer(secret=SECRET, size=1, tls=Tls()) as first:
+            client = RendezvousClient(first.endpoint, SECRET, tls=Tls())
+            store = client.store("s")
+            store.set("key", b"a value")
+        with client, RendezvousServer(secret=SECRET, size=1, port=self.target(first)[1], tls=Tls()) as second:
+            for call in (lambda: store.set("key", b"another"), lambda: store.delete("key"), client.status):
+                with pytest.raises(AuthenticationError, match="another certificate than before: it has been restarted"):
+                    call()
+            assert second.requests_served == 0
+            assert client.register(0, info(), timeout=10).rank == 0
+            assert store.delete("key") is False
+
+    def test_no_thread_sees_that_another_asks_for_the_server_s_id_again(
+        self, server: RendezvousServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Between one thread's hello and its request, another one forgets which server it was."""
+        client = RendezvousClient(server.endpoint, SECRET, tls=Tls())
+        mine = client._hello_lock
+
+        class Lock:
+            def __enter__(self) -> None:
+                mine.acquire()
+
+            def __exit__(self, *_: object) -> None:
+                mine.release()
+                client._run = ""
+
+        monkeypatch.setattr(client, "_hello_lock", Lock())
+        with client:
+            assert client._run_id(time.monotonic() + 10)
+
+    def test_a_handshake_holds_up_no_other_connection(
+        self, server: RendezvousServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It costs a signature, and every answer needs the front's lock."""
+        front, free = server._front, []
+        assert front is not None
+
+        def shake_hands(sock: Any) -> bool:
+            free.append(front._lock.acquire(timeout=5))
+            if free[-1]:
+                front._lock.release()
+            return tls_module.shake_hands(sock)
+
+        monkeypatch.setattr("hvdgloo.rendezvous._server.http_front.shake_hands", shake_hands)
+        with RendezvousClient(server.endpoint, SECRET, tls=Tls()) as client:
+            client.status()
+        assert free
+        assert all(free)
+
     def test_a_client_without_it(self, server: RendezvousServer) -> None:
         with (
             RendezvousClient(server.endpoint, SECRET) as client,
@@ -362,12 +423,37 @@ class TestSettings:
         with pytest.raises(ConfigError, match=f"{tmp_path}/odd cannot be used: "):
             _ = Tls(f"{tmp_path}/odd").fingerprint
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-        with pytest.raises(MissingDependencyError, match=r"pip install hvdgloo\[tls\]"):
+        with pytest.raises(MissingDependencyError, match=r"pip install 'hvdgloo\[tls\]'"):
             RendezvousServer(secret=SECRET, size=1, tls=Tls())
 
     def test_an_authority_that_cannot_be_read(self, tmp_path: Path) -> None:
         with socket.socket() as sock, pytest.raises(ConfigError, match=r"HVDGLOO_TLS_CA=.*absent cannot be used"):
             Tls(authority=f"{tmp_path}/absent").connected(sock, time.monotonic() + 1)
+
+    def test_a_connection_that_cannot_be_encrypted_is_closed(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        made: list[socket.socket] = []
+        connect = socket.create_connection
+        monkeypatch.setattr("socket.create_connection", lambda *args: made.append(connect(*args)) or made[-1])
+        with listen("127.0.0.1", None) as listener, pytest.raises(ConfigError, match="absent cannot be used"):
+            port = listener.getsockname()[1]
+            HttpConnection("127.0.0.1", port, time.monotonic() + 10, Tls(authority=f"{tmp_path}/absent"))
+        assert [sock.fileno() for sock in made] == [-1]
+
+    def test_an_encrypted_key_is_refused(self, tmp_path: Path) -> None:
+        """OpenSSL would ask on the terminal, and wait."""
+        certificate, key = authority(tmp_path, "own")
+        private = load_pem_private_key(Path(key).read_bytes(), None)
+        encryption = BestAvailableEncryption(b"a password")
+        Path(key).write_bytes(private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, encryption))
+        script = "import sys; from hvdgloo._net.tls import Tls; Tls(*sys.argv[1:]).check_listener()"
+        done = subprocess.run(
+            [sys.executable, "-c", script, certificate, key],
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=20, start_new_session=True,
+        )  # fmt: skip
+        assert "ConfigError: HVDGLOO_TLS_CERT, HVDGLOO_TLS_KEY: " in done.stderr
+        assert "cannot be used: the private key is encrypted, and nobody can be asked" in done.stderr
 
     def test_a_key_leaves_no_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Even where files in memory are unknown."""
