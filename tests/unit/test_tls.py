@@ -436,9 +436,9 @@ class TestSettings:
         made: list[socket.socket] = []
         connect = socket.create_connection
         monkeypatch.setattr("socket.create_connection", lambda *args: made.append(connect(*args)) or made[-1])
+        tls = Tls(authority=f"{tmp_path}/absent")
         with listen("127.0.0.1", None) as listener, pytest.raises(ConfigError, match="absent cannot be used"):
-            port = listener.getsockname()[1]
-            HttpConnection("127.0.0.1", port, time.monotonic() + 10, Tls(authority=f"{tmp_path}/absent"))
+            HttpConnection("127.0.0.1", listener.getsockname()[1], time.monotonic() + 10, tls)
         assert [sock.fileno() for sock in made] == [-1]
 
     def test_an_encrypted_key_is_refused(self, tmp_path: Path) -> None:
