@@ -16,7 +16,7 @@ import tempfile
 import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO, Any, TypeVar
+from typing import IO, Any, SupportsFloat, SupportsIndex, TypeVar
 
 from hvdgloo._job import excepthook
 from hvdgloo.config import without_place
@@ -113,6 +113,8 @@ def run(
             ``RemoteTraceback`` with rank, host and the worker's traceback.
     """
     excepthook.install()  # what is wrong with an argument is shown without frames of ours
+    if not callable(func):
+        raise ConfigError(f"run(): the first argument is a function, not {func!r}; its arguments follow it, in args=")
     if isinstance(min_num_proc, str):
         raise ConfigError("run(): the fifth argument is min_num_proc; give hosts by name: run(func, ..., hosts=...)")
     _judge_controllers(use_gloo, use_mpi, mpi_args)
@@ -203,20 +205,22 @@ def _number(num_proc: int | None, np: int | None, hosts: str | None) -> int | No
     number = num_proc if num_proc is not None else np
     if number is None:
         return None if hosts else 1
+    if not isinstance(number, SupportsIndex):  # read from a file or a command line, and still text
+        raise ConfigError(f"run(np={number!r}): it is not a whole number")
     if number < 1:
         raise ConfigError(f"run(np={number}): a job has at least one process")
     return number
 
 
 def _seconds(name: str, value: float | None) -> float | None:
-    if value is not None and not 0 <= value < math.inf:
-        raise ConfigError(f"run({name}={value}): it is not a number of seconds")
+    if value is not None and not (isinstance(value, SupportsFloat) and 0 <= value < math.inf):
+        raise ConfigError(f"run({name}={value!r}): it is not a number of seconds")
     return value
 
 
 def _port(value: int | None) -> int | None:
-    if value is not None and not 0 < value < 65536:
-        raise ConfigError(f"run(ssh_port={value}): it is not a port from 1 to 65535")
+    if value is not None and not (isinstance(value, SupportsIndex) and 0 < value < 65536):
+        raise ConfigError(f"run(ssh_port={value!r}): it is not a port from 1 to 65535")
     return value
 
 

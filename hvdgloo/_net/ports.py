@@ -52,7 +52,7 @@ class PortHold:
                 self._mark.bind(f"\0{_mark_name(port)}")
             except OSError as error:
                 self._mark.close()
-                raise _HeldError(error.errno, "held for another job on this host") from None
+                raise _HeldError(error.errno, "held for a job on this host") from None
 
     def close(self) -> None:
         if self._mark is not None:
@@ -113,7 +113,7 @@ def listen(addresses: Sequence[str], port_range: PortRange | None) -> list[socke
         listening = attempt(port, marked=False)
         if listening is not None:
             return listening
-    raise ConfigError(f"cannot listen on {describe(port_range)} of {reason}{_advice(port_range)}")
+    raise ConfigError(f"cannot listen on {describe(port_range)} of {reason}{_advice(port_range, held=bool(held))}")
 
 
 def describe(port_range: PortRange | None) -> str:
@@ -147,7 +147,9 @@ def hold_free_port(port_range: PortRange | None = None) -> PortHold:
         if _is_free(port):
             return PortHold(port, marked=False)
     if port_range is not None:
-        raise ConfigError(f"cannot keep {describe(port_range)} free for MASTER_PORT{_advice(port_range)}")
+        raise ConfigError(
+            f"cannot keep {describe(port_range)} free for MASTER_PORT{_advice(port_range, held=bool(held))}"
+        )
     with socket.socket() as probe:
         probe.bind(("", 0))
         return PortHold(int(probe.getsockname()[1]), marked=False)
@@ -249,12 +251,15 @@ def _is_free(port: int) -> bool:
     return True
 
 
-def _advice(port_range: PortRange | None) -> str:
+def _advice(port_range: PortRange | None, *, held: bool) -> str:
     if port_range is None:
         return ""
-    if port_range[0] == port_range[1]:
+    single = port_range[0] == port_range[1]
+    if single and not held:
         return "; stop what is using it, or choose another"
+    # A single port may be held for the very job that now wants to listen on it.
+    users = "" if single else ", or stop what is using these"
     return (
-        "; give a wider --port-range (HVDGLOO_PORT_RANGE), or stop what is using these. The first host of a job "
-        "needs three ports, others need one"
+        f"; give a wider --port-range (HVDGLOO_PORT_RANGE){users}. The first host of a job needs three ports, others "
+        "need one"
     )

@@ -313,8 +313,9 @@ def make_directory(directory: str) -> None:
         earlier = [entry.path for entry in os.scandir(directory) if entry.name.startswith("rank.")]
     except OSError as error:
         not_a_folder = isinstance(error, FileExistsError | NotADirectoryError)
-        reason = " is not a folder" if not_a_folder else f": {error.strerror}"
-        raise ConfigError(f"--output-filename {directory}: {error.filename}{reason}") from error
+        where = "it" if error.filename == directory else error.filename
+        reason = f"{where} is not a folder" if not_a_folder else f"{where} cannot be written: {error.strerror}"
+        raise ConfigError(f"--output-filename {directory}: {reason}") from error
     for path in (os.path.join(folder, name) for folder in earlier for name in _STREAM_NAMES.values()):
         reason = why_not_writable(path)
         if reason:

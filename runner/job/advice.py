@@ -22,7 +22,7 @@ def advise(cause: str, argv: Sequence[str], python: str, *, option: str = "") ->
         return ""
     module = found[1]
     if module == "horovod":
-        return "to run a program of Horovod's as it is, add --as-horovod before it; or have it import hvdgloo instead"
+        return "to run a program written for Horovod as it is, add --as-horovod before it; or have it import hvdgloo"
     if argv[0] != python:
         return ""
     other = (

@@ -111,7 +111,11 @@ def _with_words(host: HostEntry, text: str, where: str) -> HostEntry:
 def _parse_item(item: str, where: str) -> HostEntry:
     match = _ITEM.fullmatch(item) if item.isprintable() else None
     if match is None or match["name"].startswith("-") or (match["user"] or "").startswith("-"):
-        hint = "; an IPv6 address must be in brackets" if item.count(":") > 1 and "[" not in item else ""
+        hint = ""
+        if len(item.split()) > 1:
+            hint = " (with commas, without spaces)"
+        elif item.count(":") > 1 and "[" not in item:
+            hint = "; an IPv6 address must be in brackets"
         raise ConfigError(f"{where}: {item!r} is not a host with a number of slots; write for example: h1:4,h2:4{hint}")
     name = match["name"].strip("[]")
     slots = None if match["slots"] is None else _slots(match["slots"], name, where)

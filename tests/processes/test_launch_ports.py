@@ -172,7 +172,8 @@ def test_pain_12_a_range_that_is_too_small_says_so(launcher: Launcher, free_rang
     first = free_range.partition("-")[0]
     done = launcher.run("--port-range", f"{first}-{first}", "-np", "2", warm.python(), "worker.py")
     assert done.returncode == 2
-    assert f"cannot listen on port {first} of 127.0.0.1: held for another job on this host" in done.stderr
+    assert f"cannot listen on port {first} of 127.0.0.1: held for a job on this host" in done.stderr
+    assert "; give a wider --port-range (HVDGLOO_PORT_RANGE). The first host of a job needs three ports" in done.stderr
 
 
 def test_two_jobs_share_a_range(launcher: Launcher, free_range: str, make_launcher: Callable[[], Launcher]) -> None:

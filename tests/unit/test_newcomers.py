@@ -127,6 +127,15 @@ class TestFilesToBeWritten:
         text = complaint(capsys, "-np", "2", "--output-filename", str(tmp_path / "file/logs"), "true")
         assert text == f"--output-filename {tmp_path}/file/logs: {tmp_path}/file is not a folder"
 
+    def test_output_to_a_file(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        (tmp_path / "file").write_text("")
+        text = complaint(capsys, "-np", "2", "--output-filename", str(tmp_path / "file"), "true")
+        assert text == f"--output-filename {tmp_path}/file: it is not a folder"
+
+    def test_output_where_there_can_be_no_folder(self, capsys: pytest.CaptureFixture[str]) -> None:
+        text = complaint(capsys, "-np", "2", "--output-filename", "/proc/nothing/logs", "true")
+        assert text.startswith("--output-filename /proc/nothing/logs: /proc/nothing cannot be written: ")
+
     def test_output_over_an_earlier_job_s(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (tmp_path / "logs/rank.1/stderr").mkdir(parents=True)
         text = complaint(capsys, "-np", "2", "--output-filename", str(tmp_path / "logs"), "true")

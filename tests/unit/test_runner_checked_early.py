@@ -136,6 +136,9 @@ def test_a_file(text: str, message: str, tmp_path: Path, capsys: pytest.CaptureF
         ({"start_timeout": -1}, r"run\(start_timeout=-1\): it is not a number of seconds"),
         ({"grace_period": float("nan")}, r"run\(grace_period=nan\): it is not a number of seconds"),
         ({"np": 0}, r"run\(np=0\): a job has at least one process"),
+        ({"np": "2"}, r"run\(np='2'\): it is not a whole number"),
+        ({"ssh_port": "22"}, r"run\(ssh_port='22'\): it is not a port from 1 to 65535"),
+        ({"start_timeout": "5"}, r"run\(start_timeout='5'\): it is not a number of seconds"),
         ({"np": 99999}, "at most 65536 processes"),
         ({"hosts": "h1:many"}, "'h1:many' is not a host with a number of slots"),
         ({"env": {"HVDGLOO_PORT_RANGE": "9-1"}}, "HVDGLOO_PORT_RANGE"),
@@ -145,6 +148,13 @@ def test_a_file(text: str, message: str, tmp_path: Path, capsys: pytest.CaptureF
 def test_arguments_of_run(arguments: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         hvdgloo.run.run(int, **{"hosts": "h1,h2", **arguments})
+
+
+@pytest.mark.parametrize("called", ["already", "with arguments"])
+def test_what_run_calls(called: str) -> None:
+    function: Any = None if called == "already" else (print, ("x",))
+    with pytest.raises(ConfigError, match=r"the first argument is a function, not .*; its arguments follow it"):
+        hvdgloo.run.run(function, hosts="h1,h2")
 
 
 def test_a_folder_for_output_of_run() -> None:

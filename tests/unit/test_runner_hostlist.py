@@ -64,6 +64,7 @@ class TestTheHostsOption:
             ("[fd00::5", "is not a host"),
             (":4", "':4' is not a host"),
             ("h 1:2", "'h 1:2' is not a host"),
+            ("h1:2 h2:2", r"'h1:2 h2:2' is not a host .* h1:4,h2:4 \(with commas, without spaces\)$"),
             ("@h1:2", "'@h1:2' is not a host"),
             ("a@b@h1:2", "is not a host"),
             # ssh would take it for an option.
