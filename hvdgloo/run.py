@@ -108,6 +108,7 @@ def run(
         ConfigError: an argument that cannot be used, or is for MPI or for elastic jobs.
         InvalidArgumentError: the function or its arguments cannot be pickled.
         LaunchError: the workers could not be started.
+        MissingDependencyError: ``HVDGLOO_TLS=required``, and nothing here makes certificates.
         JobFailedError: a worker was killed, exited, or its result cannot be pickled; with rank, host and last lines.
         Exception: the exception that ``func`` raised on the first rank where it failed. Its cause is a
             ``RemoteTraceback`` with rank, host and the worker's traceback.
