@@ -120,6 +120,7 @@ def to_variable(setting: Setting, text: str, source: str) -> str:
         try:
             scaled = float(text) * setting.scale
             text = str(int(scaled)) if scaled == int(scaled) else str(scaled)
+            source = f"{source}, in {setting.unit}"
         except (ValueError, OverflowError):
             pass  # parse_value says what is wrong with it
     parse_value(setting, text, source)

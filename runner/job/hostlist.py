@@ -50,7 +50,7 @@ def parse_hosts(text: str) -> tuple[HostEntry, ...]:
         where = f"--hosts {in_one_line(text)}" + (f", item {number}" if len(items) > 1 else "")
         if not item:
             raise ConfigError(f"{where} is empty; write for example: h1:4,h2:4")
-        mentions.append(_Mention(_parse_item(item, where), where))
+        mentions.append(_Mention(_parse_item(item, where, "h1:4,h2:4"), where))
     return _merged(mentions)
 
 
@@ -81,7 +81,7 @@ def _parse_lines(lines: Sequence[str], source: str) -> Iterable[_Mention]:
         words = line.partition("#")[0].split(maxsplit=1)
         if words:
             where = f"{source}, line {number}"
-            host = _parse_item(_bracketed(words[0]), where)
+            host = _parse_item(_bracketed(words[0]), where, "h1 slots=4")
             yield _Mention(_with_words(host, words[1] if len(words) > 1 else "", where), where)
 
 
@@ -108,7 +108,7 @@ def _with_words(host: HostEntry, text: str, where: str) -> HostEntry:
     return host
 
 
-def _parse_item(item: str, where: str) -> HostEntry:
+def _parse_item(item: str, where: str, example: str) -> HostEntry:
     match = _ITEM.fullmatch(item) if item.isprintable() else None
     if match is None or match["name"].startswith("-") or (match["user"] or "").startswith("-"):
         hint = ""
@@ -116,7 +116,7 @@ def _parse_item(item: str, where: str) -> HostEntry:
             hint = " (with commas, without spaces)"
         elif item.count(":") > 1 and "[" not in item:
             hint = "; an IPv6 address must be in brackets"
-        raise ConfigError(f"{where}: {item!r} is not a host with a number of slots; write for example: h1:4,h2:4{hint}")
+        raise ConfigError(f"{where}: {item!r} is not a host with a number of slots; write for example: {example}{hint}")
     name = match["name"].strip("[]")
     slots = None if match["slots"] is None else _slots(match["slots"], name, where)
     return HostEntry(name, slots, match["user"] or "")

@@ -127,6 +127,7 @@ class TestAHostfile:
     @pytest.mark.parametrize(
         ("line", "message"),
         [
+            ("h1:1,h2:1", "line 2: 'h1:1,h2:1' is not a host with a number of slots; write for example: h1 slots=4"),
             ("h1 4", "line 2: '4' is not understood; write for example: h1 slots=4"),
             ("h1 slots=four", "line 2: 'four' is not a number of slots"),
             ("h1 slots=²", "line 2: '²' is not a number of slots"),

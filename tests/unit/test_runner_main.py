@@ -55,6 +55,8 @@ class TestFlags:
         assert self.variables("--cycle-time-ms", "3.5") == {"HVDGLOO_CYCLE_TIME": "3.5"}
         with pytest.raises(ConfigError, match="--fusion-threshold-mb many"):
             self.variables("--fusion-threshold-mb", "many")
+        with pytest.raises(ConfigError, match="--fusion-threshold-mb -1, in bytes: '-1048576' cannot be used: "):
+            self.variables("--fusion-threshold-mb", "-1")
 
     def test_old_spellings(self) -> None:
         assert self.variables("--log-hide-timestamp") == self.variables("--log-without-timestamp")
