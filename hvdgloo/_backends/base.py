@@ -18,6 +18,8 @@ from hvdgloo.types import Buffer, ReduceOp
 
 _TURN = 0.5
 
+CANCELLED = "the job ended while a process group was being connected"
+
 
 class Work(Protocol):
     """An operation under way."""
@@ -161,7 +163,19 @@ def get_all(
             if left <= _TURN:
                 raise
         if cancelled():
-            raise BackendError("the job ended while a process group was being connected")
+            raise BackendError(CANCELLED)
+
+
+def peek(store: RendezvousStore, key: str) -> bytes:
+    """What a key holds at present; empty if it was never set.
+
+    Raises:
+        RendezvousError: the server cannot be reached.
+    """
+    try:
+        return store.get_many([key], timeout=0.0)[0]
+    except RendezvousTimeoutError:
+        return b""
 
 
 def gloo_unconnected(rank: int, address: str, reason: str) -> ConnectError:

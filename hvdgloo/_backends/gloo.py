@@ -1,7 +1,7 @@
 """CPU collectives over Gloo, as torch carries it: ``ProcessGroupGloo`` built directly on the rendezvous store.
 
 The group never becomes torch's default group, so a user's own torch.distributed is untouched. It is bound to an
-explicit address, and connects pairs lazily: each rank publishes 154 bytes whatever the job's size, where an eager mesh
+explicit address, and connects pairs lazily: each rank publishes 170 bytes whatever the job's size, where an eager mesh
 publishes a slot for every other rank.
 
 Gloo tells only a ring's neighbours of a dead peer, and ``wait`` cannot be interrupted otherwise; so ``abort`` ends the
@@ -32,10 +32,10 @@ import torch
 import torch.distributed as dist
 
 from hvdgloo._backends import kernels
-from hvdgloo._backends.base import RendezvousStore, Work, first_line, get_all, gloo_unconnected
+from hvdgloo._backends.base import CANCELLED, RendezvousStore, Work, first_line, get_all, gloo_unconnected, peek
 from hvdgloo._backends.process_group import ProcessGroupBackend, tensor_of
 from hvdgloo._net.descriptors import bury
-from hvdgloo.errors import AuthenticationError, BackendError, HvdglooError, RendezvousError, RendezvousTimeoutError
+from hvdgloo.errors import AuthenticationError, BackendError, HvdglooError, RendezvousError
 from hvdgloo.types import Buffer, ReduceOp
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,10 @@ AT_ONCE_FROM, AT_ONCE_BYTES, AT_ONCE_RANKS = 64, 1 << 19, 16
 hosts with 2 ranks each, which share 2 cores, an allreduce of 8 KiB takes 1.3 ms so and 5 in a ring. A few bytes are as
 fast in Gloo's own way, and among many ranks there would be too many connections."""
 
-_PROOF_BYTES, _MET = 16, b"ok"
+_NONCE_BYTES, _PROOF_BYTES, _MET = 16, 16, b"ok"
+
+_SHORTEST_WAIT = 0.001
+"""Seconds: torch waits whole milliseconds, and takes none for no deadline at all."""
 
 _LONGEST_OPERATION = timedelta(days=1)
 """Gloo's own timeout is set at construction and knows nothing of a payload's size: the engine's deadlines rule."""
@@ -69,16 +72,18 @@ class GlooStore(dist.Store):  # type: ignore[name-defined,misc] # absent from to
         self._cancelled = cancelled
         self._store = store
         self._prefix = prefix
+        self._nonce = os.urandom(_NONCE_BYTES)
         self._size = size
         self._timeout = timeout
         self.published = b""
         self._base = ""
         self.addresses: dict[str, bytes] = {}
+        self.nonces = b""
 
     def set(self, key: str, value: bytes | str) -> None:
         self._base = key.rpartition("/")[0]  # its keys are "<counter>/<rank>"
         self.published = value.encode() if isinstance(value, str) else bytes(value)
-        self._store.set(self._prefix + key, self.published)
+        self._store.set(self._prefix + key, self._nonce + self.published)
 
     def get(self, key: str) -> bytes:
         return self.addresses[key]
@@ -88,7 +93,7 @@ class GlooStore(dist.Store):  # type: ignore[name-defined,misc] # absent from to
             self.get(key)
 
     def fetch(self) -> None:
-        """Wait until every rank has published its address.
+        """Wait until every rank has published its address, and with it a number that it uses only once.
 
         Raises:
             RendezvousError: some did not do so in time, or the server cannot be reached.
@@ -96,7 +101,8 @@ class GlooStore(dist.Store):  # type: ignore[name-defined,misc] # absent from to
         """
         names = [f"{self._base}/{rank}" for rank in range(self._size)]
         values = get_all(self._store, [self._prefix + name for name in names], self._timeout, self._cancelled)
-        self.addresses.update(zip(names, values, strict=True))
+        self.addresses.update((name, value[_NONCE_BYTES:]) for name, value in zip(names, values, strict=True))
+        self.nonces = b"".join(value[:_NONCE_BYTES] for value in values)
 
 
 class _GlooWork:
@@ -110,7 +116,7 @@ class _GlooWork:
 
     def completes_within(self, timeout: float) -> bool:
         try:
-            self._work.wait(timedelta(seconds=timeout))
+            self._work.wait(timedelta(seconds=max(timeout, _SHORTEST_WAIT)))
         except HvdglooError:
             raise  # a RuntimeError of ours comes from the store, not from the operation
         except RuntimeError:
@@ -164,26 +170,23 @@ class GlooBackend(ProcessGroupBackend):
         secret: bytes = b"",
     ) -> None:
         self._cancelled = cancelled or (lambda: False)
-        self._key = hmac.digest(secret, b"hvdgloo gloo connections " + prefix.encode(), "sha256")
+        self._secret = secret
         # Read by Gloo at construction. It is torch's own setting and harmless to a user's groups.
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
         super().__init__(rank, size)
         self._listeners: frozenset[tuple[str, int]] = frozenset()
-        # A group that has failed is kept: its destructor would wait for what never ends before its time is over.
-        self._spoilt: tuple[Any, Any] | None = None
         deadline = time.monotonic() + connect_timeout
         try:
             problem = self._try(store, prefix, address, deadline, last=False)
             if problem:
                 logger.info("connecting Gloo once more, at other ports: %s", problem)
-                self._spoilt = self._group, self._store
                 problem = self._try(store, f"{prefix}again/", address, deadline, last=True)
             if problem:
                 raise BackendError(problem)
         except (RendezvousError, AuthenticationError):
             self.close()
             raise
-        except (RuntimeError, BackendError) as error:
+        except RuntimeError as error:
             self.close()
             raise gloo_unconnected(rank, address, first_line(error)) from error
         self._group._set_default_timeout(_LONGEST_OPERATION)
@@ -208,18 +211,22 @@ class GlooBackend(ProcessGroupBackend):
         self._group = dist.ProcessGroupGloo(self._store, self._rank, self._size, options)
         self._store.fetch()
         self._listener, self._listeners = self._find_listeners()
+        # Numbers of all ranks' choice: what was heard of another try, or of another start, proves nothing in this one.
+        text = b"hvdgloo gloo connections " + prefix.encode() + self._store.nonces
+        self._key = hmac.digest(self._secret, text, "sha256")
         left = deadline - time.monotonic()
         try:
-            self._connect(left if last else left / 2, lambda: self._told(store, f"{prefix}failed"))
+            self._connect(left if last else left / 2, lambda: peek(store, f"{prefix}failed").decode())
             problem = ""
-        except (RuntimeError, BackendError) as error:
+        except RuntimeError as error:
+            self.abandon()
             if self._cancelled():
                 raise
             problem = first_line(error)
         return self._agreed(store, prefix, problem, deadline)
 
     def _agreed(self, store: RendezvousStore, prefix: str, problem: str, deadline: float) -> str:
-        """The first rank's problem, whoever has one: what one rank cannot use, none does."""
+        """The problem of the lowest rank that has one: what one rank cannot use, no rank uses."""
         if problem:
             store.set(f"{prefix}failed", problem.encode())
         store.set(f"{prefix}met/{self._rank}", problem.encode() or _MET)
@@ -232,14 +239,6 @@ class GlooBackend(ProcessGroupBackend):
             raise
         return next((text.decode() for text in told if text != _MET), "")
 
-    @staticmethod
-    def _told(store: RendezvousStore, key: str) -> str:
-        """What is there; empty if nothing is."""
-        try:
-            return store.get_many([key], timeout=0.0)[0].decode()
-        except RendezvousTimeoutError:
-            return ""
-
     def _connect(self, timeout: float, failed: Callable[[], str]) -> None:
         """Connect with others.
 
@@ -248,7 +247,7 @@ class GlooBackend(ProcessGroupBackend):
             failed: asked now and then why another rank has given up; empty if none has.
 
         Raises:
-            BackendError, RuntimeError: it has come to nothing.
+            BackendError, RuntimeError: it failed.
         """
         few, many = torch.zeros(1), torch.zeros(1 << 16)  # which take different algorithms
         deadline = time.monotonic() + timeout
@@ -285,17 +284,16 @@ class GlooBackend(ProcessGroupBackend):
     def _connected(self, begun: Any, keep: object, deadline: float, failed: Callable[[], str]) -> None:
         """Wait for an operation that connects ranks."""
         work, timeout = _GlooWork("connect", begun, keep), deadline - time.monotonic()
-        while not work.completes_within(min(_TURN, max(0.0, timeout))):
+        while not work.completes_within(min(_TURN, timeout)):
             if self._cancelled():
-                self.abandon()
-                raise BackendError("the job ended while a process group was being connected")
+                raise BackendError(CANCELLED)
             if reason := failed():
                 raise BackendError(reason)
             came = sum(_ends(descriptor)[0] == self._listener for descriptor in self._sockets(connected=True))
             if came >= self._size:
                 raise BackendError(
                     f"{came} connections have come to port {self._listener[1]}, and there are {self._size - 1} other "
-                    "ranks: something connects to Gloo's ports that is no part of this job"
+                    "ranks: something that is not part of this job connects to Gloo's ports"
                 )
             if time.monotonic() >= deadline:
                 raise BackendError(f"not connected within {max(timeout, 0.0):.0f} s")
@@ -341,15 +339,13 @@ class GlooBackend(ProcessGroupBackend):
             _libc.shutdown(descriptor, socket.SHUT_RDWR)
 
     def close(self) -> None:
-        self._group = self._spoilt = None
+        self._group = None
 
     def abandon(self) -> None:
         # The destructor would wait for an operation that never ends, even if only at the interpreter's exit.
         if self._group is not None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._store))
-        if self._spoilt is not None:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._spoilt))
 
     def after_fork_in_child(self) -> None:
         """Let go of the connections in a forked child, whose copies would hide this rank's death from its peers.

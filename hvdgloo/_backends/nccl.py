@@ -23,7 +23,7 @@ import torch.distributed as dist
 from hvdgloo._backends import kernels
 from hvdgloo._backends.base import RendezvousStore, Work, first_line
 from hvdgloo._backends.process_group import SIGNED, ProcessGroupBackend, tensor_of
-from hvdgloo.errors import AuthenticationError, BackendError, ConnectError, RendezvousError
+from hvdgloo.errors import AuthenticationError, BackendError, ConnectError, HvdglooError, RendezvousError
 from hvdgloo.types import Buffer
 
 _LONGEST_OPERATION = timedelta(days=1)
@@ -98,6 +98,8 @@ class Passed:
                     return False
                 time.sleep(pause)  # CUDA has no wait with a deadline
                 pause = min(2 * pause, _LONGEST_PAUSE)
+        except HvdglooError:
+            raise  # which are RuntimeErrors, too
         except RuntimeError as error:
             raise BackendError(f"CUDA: {first_line(error)}") from error
         if self._is_aborted():  # its kernel may have ended by that alone
@@ -148,7 +150,7 @@ class NcclBackend(ProcessGroupBackend):
         except (RendezvousError, AuthenticationError):
             self.abandon()
             raise
-        except (RuntimeError, BackendError) as error:
+        except RuntimeError as error:
             self.abandon()
             raise ConnectError(
                 f"rank {rank} could not connect its NCCL group on {device}: {first_line(error)}. NCCL_DEBUG=INFO makes "

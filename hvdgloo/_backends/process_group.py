@@ -36,7 +36,8 @@ _FLOATS = {integers: floats for floats, integers in _INTEGERS.items()}
 
 
 SIGNED = {DType.UINT16: DType.INT16, DType.UINT32: DType.INT32, DType.UINT64: DType.INT64}
-"""The types that libraries and torch do not compute with, and those whose sums and products have the same bits."""
+"""Unsigned types, which neither torch nor the libraries can compute with, and the signed types whose sums and products
+have the same bits."""
 
 
 def tensor_of(buffer: Buffer, dtype: DType | None = None) -> torch.Tensor:

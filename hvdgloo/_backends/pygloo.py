@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hvdgloo._backends import kernels, pygloo_helper
-from hvdgloo._backends.base import RendezvousStore, Work, first_line, get_all, gloo_unconnected
+from hvdgloo._backends.base import CANCELLED, RendezvousStore, Work, first_line, get_all, gloo_unconnected
 from hvdgloo._backends.pygloo_helper import Command, Op, Order, Tell, Type, Verb
 from hvdgloo._backends.shm import limits, system
 from hvdgloo._backends.shm.segment import array_at
@@ -280,7 +280,7 @@ class PyglooBackend:
             message = self._helper.receive(min(_TURN, left))
             if message is None:
                 if cancelled is not None and cancelled():
-                    raise BackendError("the job ended while a process group was being connected")
+                    raise BackendError(CANCELLED)
                 if left <= _TURN:
                     raise BackendError(f"not connected within {timeout:g} s")
             elif message[0] == Tell.PUBLISH:

@@ -474,11 +474,11 @@ class Frontend(Core[T]):
         Returns:
             the rank that came last, the same on all ranks.
         """
-        context, names = self._bind()[0], self._bind()[1].names
+        context, session = self._bind()
         handle = context.engine.submit(Request("join", Collective.JOIN))
         handle.wait()
         # A rank that joined earlier has counted fewer operations than the others.
-        names.restart()
+        session.names.restart()
         return handle.value
 
     # Process sets -----------------------------------------------------------------------------------------------------

@@ -54,7 +54,12 @@ class OwnListener(socket.socket):
         """
         for _ in range(_REFUSED_AT_ONCE):
             sock, address = super().accept()
-            if user_of_peer(sock) in (os.geteuid(), 0):
+            try:
+                welcome = user_of_peer(sock) in (os.geteuid(), 0)
+            except BaseException:
+                sock.close()
+                raise
+            if welcome:
                 return sock, address
             sock.close()
         raise BlockingIOError
@@ -118,7 +123,7 @@ def holders(name: str) -> set[int]:
 
 
 def _processes_with(thing: str) -> Iterator[int]:
-    user = os.getuid()
+    user = os.geteuid()  # whose /proc/PID is
     for pid in (int(entry) for entry in os.listdir("/proc") if entry.isdigit()):
         folder = f"/proc/{pid}/fd"
         try:

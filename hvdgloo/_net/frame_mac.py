@@ -37,7 +37,7 @@ class FrameMac:
             what: the message's name in the error, with its article.
 
         Raises:
-            ValueError: the tag is not its.
+            ValueError: the tag does not belong to it.
         """
         if not hmac.compare_digest(self.tag(message), tag):
             raise ValueError(f"{what} has a wrong signature: it was forged or altered on its way")

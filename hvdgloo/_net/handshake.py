@@ -2,7 +2,7 @@
 
 The challenge is mutual (both sides sign both nonces, so neither a stray server nor a stray client passes), and the
 secret is never sent. What is said afterwards is authenticated message by message, with keys that follow from the secret
-and both nonces (``hvdgloo._net.framing``). With TLS (``hvdgloo._net.tls``), all of them cover the listener's
+and both nonces (``hvdgloo._net.frame_mac``). With TLS (``hvdgloo._net.tls``), all of them cover the listener's
 certificate, too::
 
     member       -> coordinator   magic, epoch, generation, rank, nonce
@@ -48,6 +48,8 @@ _PAUSE = 0.02
 _TURN = 0.25
 """Seconds between checks, during a wait, whether it was cancelled."""
 _MAX_ANSWER = 1 << 20
+
+CANCELLED = "the job ended while its ranks were being connected"
 
 _Wanted = Generator[int, None, None]
 """A conversation with a visitor, which yields the selector's events that it waits for."""
@@ -157,7 +159,7 @@ class Handshake:
         """
         deadline = time.monotonic() + timeout
         if self.tls is not None:
-            self.tls.fingerprint  # noqa: B018 - a certificate that cannot be had is no visitor's fault
+            self.tls.fingerprint  # noqa: B018 - if there is no certificate, that is no visitor's fault
         with _Reception(listener, self, size, settings, deadline) as reception:
             while reception.missing:
                 left = deadline - time.monotonic()
@@ -170,7 +172,7 @@ class Handshake:
                         address=_name(listener),
                     )
                 if cancelled is not None and cancelled():
-                    raise BackendError("the job ended while its ranks were being connected")
+                    raise BackendError(CANCELLED)
                 reception.serve(min(left, _TURN))
             return reception.members
 
@@ -422,7 +424,7 @@ class _Reception:
             sock, peer = self._listener.accept()
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                self._most = max(1, len(self._visitors))  # no more than that can be had; somebody must go first
+                self._most = max(1, len(self._visitors))  # there is no room for more until somebody leaves
                 if not self._visitors:
                     time.sleep(_PAUSE)  # nobody here can go, and nobody waits for this thread
             return  # or the visitor has left

@@ -37,7 +37,7 @@ class PortHold:
     """A port that none of hvdgloo's listeners takes while this is open.
 
     Args:
-        marked: False if somebody who is none of us has the name that says so; then nothing keeps the port free.
+        marked: False if another user has taken the name that marks it; then nothing keeps the port free.
 
     Raises:
         OSError: at construction, if the port is already held.

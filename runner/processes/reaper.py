@@ -207,7 +207,7 @@ if os.path.isdir("/proc/self/fd"):
 
     def _carriers(agent_id: str) -> Iterable[int]:
         mark = f"\0{AGENT_VARIABLE}={agent_id}\0".encode()
-        user = os.getuid()
+        user = os.geteuid()  # whose /proc/PID is
         for pid in _pids():
             try:
                 if os.stat(f"/proc/{pid}").st_uid != user:

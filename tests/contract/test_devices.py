@@ -22,7 +22,7 @@ from hvdgloo._backends import cuda  # noqa: E402
 from hvdgloo._backends.base import Backend, Plane  # noqa: E402
 from hvdgloo._backends.cuda import DeviceMemory, Gpu, PinnedMemory, obstacle  # noqa: E402
 from hvdgloo._backends.local import LocalGroup  # noqa: E402
-from hvdgloo._backends.nccl import NcclBackend  # noqa: E402
+from hvdgloo._backends.nccl import NcclBackend, Passed  # noqa: E402
 from hvdgloo._collectives.frontend import Frontend  # noqa: E402
 from hvdgloo._collectives.process_sets import ProcessSet  # noqa: E402
 from hvdgloo._job.context import Context  # noqa: E402
@@ -342,6 +342,30 @@ def test_nothing_that_fails_is_left_waiting(planes: Planes) -> None:
 
     with World(SIZE, open_device=broken) as made:
         made.run(body)
+
+
+class _Event:
+    """A CUDA event that never comes."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self._error = error
+
+    def record_event(self) -> _Event:
+        return self
+
+    def query(self) -> bool:
+        if self._error is not None:
+            raise self._error
+        return False
+
+
+def test_only_cuda_s_own_errors_are_called_cuda_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: _Event())
+    with pytest.raises(BackendError, match=r"^the operation was aborted$"):
+        Passed(CPU, lambda: True).completes_within(5)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: _Event(RuntimeError("an illegal address")))
+    with pytest.raises(BackendError, match=r"^CUDA: an illegal address$"):
+        Passed(CPU).completes_within(5)
 
 
 class TestWhichWay:

@@ -206,6 +206,23 @@ def test_small_sums_are_the_same_bits_on_all_ranks_in_order_of_ranks(ranks: Rank
         np.testing.assert_array_equal(array, expected)
 
 
+@pytest.mark.parametrize("seconds", [0.0, -1.0, 1e-4])
+def test_a_wait_of_no_time_ends(ranks: Ranks, seconds: float) -> None:
+    """To torch no milliseconds mean that there is no deadline, and what is shorter than one counts as none."""
+    array = np.ones(1000)
+    work = ranks.backends[0].allreduce(Buffer.of_array(array), ReduceOp.SUM)
+    waiter = ThreadPoolExecutor(1)
+    looked = waiter.submit(work.completes_within, seconds)
+    try:
+        assert looked.result(5) is False
+    finally:
+        others = [backend.allreduce(Buffer.of_array(np.ones(1000)), ReduceOp.SUM) for backend in ranks.backends[1:]]
+        for each in (work, *others):
+            finish(each)
+        waiter.shutdown()
+    assert (array == SIZE).all()
+
+
 def test_a_late_rank_is_waited_for_and_an_abort_ends_the_wait(provider: str) -> None:
     ranks = Ranks(provider)
     array = np.ones(100)
@@ -287,13 +304,15 @@ def attacked() -> Iterator[Callable[[int], Attacked]]:
             impostor.communicate(timeout=10)
 
 
-def connect(store: MemoryStore, secrets: Sequence[bytes] = (b"s", b"s")) -> list[Backend | BaseException]:
+def connect(
+    store: MemoryStore, secrets: Sequence[bytes] = (b"s", b"s"), timeout: float = 6
+) -> list[Backend | BaseException]:
     """A group of as many ranks as there are secrets."""
     from hvdgloo._backends.gloo import GlooBackend
 
     def join(rank: int) -> Backend | BaseException:
         try:
-            return GlooBackend(store, "test/", rank, len(secrets), "127.0.0.1", 6, secret=secrets[rank])
+            return GlooBackend(store, "test/", rank, len(secrets), "127.0.0.1", timeout, secret=secrets[rank])
         except ConnectError as error:
             return error
 
@@ -330,7 +349,44 @@ def test_who_never_tires_of_it_is_named(attacked: Callable[[int], Attacked]) -> 
     pytest.importorskip("torch")
     for result in connect(attacked(9)):
         assert isinstance(result, ConnectError)
-        assert "something connects to Gloo's ports that is no part of this job" in str(result)
+        assert "something that is not part of this job connects to Gloo's ports" in str(result)
+
+
+def test_who_gives_up_waits_for_nothing_that_never_ends(attacked: Callable[[int], Attacked]) -> None:
+    """Gloo's destructors wait for operations under way, for as long as they may take."""
+    pytest.importorskip("torch")
+    began = time.monotonic()
+    results = connect(attacked(9), timeout=60)
+    assert all(isinstance(result, ConnectError) for result in results)
+    assert time.monotonic() - began < 15
+
+
+def test_proofs_are_others_for_each_group_of_the_same_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What somebody has heard of one start proves nothing at the next, nor at the second try of the same one."""
+    pytest.importorskip("torch")
+    from hvdgloo._backends.gloo import GlooBackend
+
+    real, sent, tries = GlooBackend._proof, [], []
+
+    def proof(self: GlooBackend, of: int, to: int) -> bytes:
+        made = real(self, of, to)
+        if (of, to, self._rank) == (0, 1, 0):
+            sent.append(made)
+        return made
+
+    def connected_in_vain(self: GlooBackend, *arguments: object) -> None:
+        real_connect(self, *arguments)  # type: ignore[arg-type]
+        if len(tries) < 2:
+            tries.append(self._rank)
+            raise BackendError("no")
+
+    real_connect = GlooBackend._connect
+    monkeypatch.setattr(GlooBackend, "_proof", proof)
+    check_sums(connect(MemoryStore()))
+    monkeypatch.setattr(GlooBackend, "_connect", connected_in_vain)
+    check_sums(connect(MemoryStore()))
+    assert tries
+    assert len(sent) == len(set(sent)) == 3
 
 
 @pytest.mark.parametrize("few", [16, 1], ids=["everybody", "neighbours"])

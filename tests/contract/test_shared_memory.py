@@ -21,7 +21,7 @@ import pytest
 
 from hvdgloo._backends import kernels
 from hvdgloo._backends.base import Work
-from hvdgloo._backends.shm import limits, system
+from hvdgloo._backends.shm import limits, rounds, system
 from hvdgloo._backends.shm.backend import ShmBackend, Unsupported
 from hvdgloo._backends.shm.exchange import common_ancestor
 from hvdgloo._net import abstract
@@ -255,6 +255,29 @@ def test_thousands_of_tensors_at_once(ranks: Callable[..., Ranks]) -> None:
             assert array.tolist() == [2 * index + 1] * (index % 5)
 
     group.run(rank)
+
+
+def test_no_more_rounds_are_kept_prepared_than_the_limit(
+    make_ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many small tensors have come, and then a large one takes their places."""
+    monkeypatch.setattr(rounds, "_MOST_ROUNDS", 8)
+    group = make_ranks(2, kind="shm-segment")
+    slot = 64 * KIB // rounds.SLOTS
+    sizes = [2 * slot // 8, 2 * slot // 8, 2 * slot // 8, 5 * slot // 8, 2 * slot // 8, 20 * slot // 8]
+
+    def kept(rank: int) -> list[int]:
+        prepared, found = group.backends[rank]._rounds._prepared, []
+        held = [np.ones(size) for size in sizes]
+        for array in held:
+            finish(group.backends[rank].allreduce(Buffer.of_array(array), ReduceOp.SUM))
+            assert (array == 2).all()
+            found.append(sum(map(len, prepared.values())))
+        return found
+
+    for found in group.run(kept):
+        assert 0 < max(found) <= 8
+        assert found[-1] == 0  # it has too many by itself
 
 
 def test_operations_complete_in_the_order_in_which_they_began(ranks: Callable[..., Ranks]) -> None:

@@ -232,3 +232,13 @@ def test_what_a_worker_leaves_in_its_group_is_signalled_until_it_has_ended() -> 
         wait_for(lambda: not worker.group_lives(), what=f"the end of process {child}")
     finally:
         worker.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere psutil tells whose a process is")
+def test_processes_belong_to_their_effective_user(
+    start: Callable[..., subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To /proc, whoever has started them."""
+    process = start("print(flush=True); input()", **{reaper.AGENT_VARIABLE: "of-this-test"})
+    monkeypatch.setattr(os, "getuid", lambda: os.geteuid() + 1)
+    assert reaper.processes_of("of-this-test") == {process.pid}

@@ -58,6 +58,21 @@ def test_another_user_is_turned_away_and_this_one_comes_in(listener: abstract.Ow
         listener.accept()
 
 
+def test_a_connection_whose_user_cannot_be_told_is_closed(
+    listener: abstract.OwnListener, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def untold(sock: socket.socket) -> int:
+        raise OSError("no")
+
+    monkeypatch.setattr(abstract, "user_of_peer", untold)
+    with connect(name) as ours:
+        with pytest.raises(OSError, match="no") as caught:
+            listener.accept()
+        ours.settimeout(5)
+        assert ours.recv(1) == b""
+        assert caught.tb is not None  # which would have kept an open socket alive
+
+
 def fill(name: str) -> list[socket.socket]:
     """Connections until there is no room."""
     held: list[socket.socket] = []
@@ -105,3 +120,11 @@ def test_where_nobody_listens_it_fails_at_once(name: str) -> None:
 def test_whose_a_name_is(listener: abstract.OwnListener, name: str) -> None:
     assert abstract.holders(name) == {os.getpid()}
     assert abstract.holders(f"{name}-other") == set()
+
+
+def test_processes_belong_to_their_effective_user(
+    listener: abstract.OwnListener, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To /proc as to a listener, whoever has started them."""
+    monkeypatch.setattr(os, "getuid", lambda: os.geteuid() + 1)
+    assert abstract.holders(name) == {os.getpid()}

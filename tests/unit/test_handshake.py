@@ -55,9 +55,9 @@ class Meeting:
         return sock
 
     def close(self) -> None:
+        self._pool.shutdown()  # first: who is about to join adds another socket
         for sock in self.sockets:
             sock.close()
-        self._pool.shutdown()
         if self.accepted.exception() is None:
             for link in self.accepted.result().values():
                 link.sock.close()

@@ -29,14 +29,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hvdgloo._backends.base import RendezvousStore
+from hvdgloo._backends.base import RendezvousStore, peek
 from hvdgloo._backends.shm import segment as layout
 from hvdgloo._backends.shm import system
 from hvdgloo._backends.shm.segment import Segment
 from hvdgloo._backends.shm.signals import FutexSignals, PipeSignals, Signals
 from hvdgloo._backends.shm.system import Unsupported
 from hvdgloo._net import abstract
-from hvdgloo._net.handshake import Handshake, receive_exactly
+from hvdgloo._net.handshake import CANCELLED, Handshake, receive_exactly
 from hvdgloo.errors import AuthenticationError, BackendError, ConnectError, RendezvousTimeoutError
 
 _TURN = 0.25
@@ -54,8 +54,6 @@ _LOOK = 1.0
 
 _MOST_DESCRIPTORS = 250
 """That one message carries (SCM_MAX_FD is 253)."""
-
-_CANCELLED = "the job ended while its ranks were being connected"
 
 
 class Met:
@@ -245,7 +243,7 @@ class SegmentExchange:
             raise self._unmet(error) from error
         except OSError as error:
             if self._cancelled():
-                raise BackendError(_CANCELLED) from None
+                raise BackendError(CANCELLED) from None
             why = _text(error)
         reason = f"{self._describe(self._rank)} could not connect to {self._describe(0)}: {why}"
         self._store.set(self._barred_key, reason.encode())
@@ -258,10 +256,7 @@ class SegmentExchange:
 
     def _why_barred(self) -> str:
         """Why some member could not connect; empty if none has said so."""
-        try:
-            return self._store.get_many([self._barred_key], timeout=0.0)[0].decode()
-        except RendezvousTimeoutError:
-            return ""
+        return peek(self._store, self._barred_key).decode()
 
     def _map(self, descriptors: Sequence[int], pipes: bool) -> None:
         expected = 2 + self._size if pipes else 1
@@ -342,7 +337,7 @@ class SegmentExchange:
         deadline = time.monotonic() + self._timeout
         while not poll.poll(_TURN * 1000):
             if self._cancelled():
-                raise BackendError(_CANCELLED)
+                raise BackendError(CANCELLED)
             if time.monotonic() >= deadline:
                 raise self._lost(rank, f"it said nothing for {self._timeout:g} s")
 
@@ -356,7 +351,7 @@ class SegmentExchange:
                 if left <= 2 * _TURN:
                     raise
             if self._cancelled():
-                raise BackendError(_CANCELLED)
+                raise BackendError(CANCELLED)
 
     def _lost(self, rank: int, why: str) -> ConnectError:
         return ConnectError(

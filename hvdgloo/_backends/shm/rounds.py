@@ -36,7 +36,7 @@ AT_ONCE_BYTES = 1 << 14
 
 
 _MOST_ROUNDS = 1 << 11
-"""Rounds of earlier allreduces that are kept prepared: 2 to 3 GB, in some MB."""
+"""How many rounds of earlier allreduces stay prepared: those of 2 to 3 GB of tensors, which take a few MB."""
 
 
 @dataclass(slots=True)
@@ -81,7 +81,8 @@ class Rounds:
         # Beginning with the next rank: all of them reading from the same one would be slower.
         self._peers = [(self._rank + n) % self._size for n in range(1, self._size)]
         self._capacity = segment.smallest
-        self._prepared: dict[tuple[Tensors, Tensors, int], list[_Round]] = {}
+        self._prepared: dict[tuple[Tensors, Tensors, int], list[_Round]] = {}  # used last, last
+        self._prepared_rounds = 0
         self._may_grow = True
 
     @property
@@ -142,9 +143,10 @@ class Rounds:
         rounds = self._prepared.pop(key, None)
         if rounds is None:
             rounds = [self._prepare(source, target, k, slot) for k in range(-(-source.nbytes // slot))]
+            self._prepared_rounds += len(rounds)
         self._prepared[key] = rounds
-        if sum(map(len, self._prepared.values())) > _MOST_ROUNDS:
-            del self._prepared[next(iter(self._prepared))]
+        while self._prepared_rounds > _MOST_ROUNDS:
+            self._prepared_rounds -= len(self._prepared.pop(next(iter(self._prepared))))
         return rounds
 
     def _prepare(self, source: Tensors, target: Tensors, k: int, slot: int) -> _Round:
