@@ -149,7 +149,11 @@ class Buffer:
 
     @classmethod
     def of_array(cls, array: npt.NDArray[Any], dtype: DType | None = None) -> Buffer:
-        """The memory of a C-contiguous numpy array; ``dtype`` is needed for elements that numpy does not know as numbers."""
+        """The memory of a C-contiguous numpy array.
+
+        Args:
+            dtype: needed for elements that numpy does not know as numbers.
+        """
         if not array.flags.c_contiguous:
             raise ValueError("a Buffer needs a C-contiguous array")
         return cls(array.ctypes.data, TensorSpec(dtype or DType(array.dtype.name), array.shape), array)
