@@ -63,7 +63,8 @@ class Middle:
         self._listener = listen("127.0.0.1", None)
         self.port: int = self._listener.getsockname()[1]
         self._socks = [self._listener]
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._accepting = threading.Thread(target=self._accept, daemon=True)
+        self._accepting.start()
 
     def _accept(self) -> None:
         while True:
@@ -99,6 +100,8 @@ class Middle:
                 pass
 
     def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)  # which ends an accept()
+        self._accepting.join(20)  # it may be about to add a connection
         for sock in self._socks:
             sock.close()
 
