@@ -9,8 +9,8 @@
 A Python exception in a graph's operator reaches the caller as ``tf.errors.UnknownError`` with a text: neither the
 exception's class nor its facts survive. Here ``guarded`` marks the text (see ``hvdgloo._platform.error_tokens``), and
 where TensorFlow makes an UnknownError with such a mark, it gets an error of the right class, whether a
-``tf.function``, ``fit`` or a session ran the graph. That class must be an UnknownError besides: native code raises the
-error, and Python makes it anew if it is not an instance of what that asked for. So it is everywhere.
+``tf.function``, ``fit`` or a session ran the graph. That class must also be an UnknownError: native code raises the
+error, and Python creates it again if it is not an instance of the class asked for. So all of them are.
 """
 
 from __future__ import annotations

@@ -110,13 +110,13 @@ class TensorFlowFrontend(Frontend[Tensor]):
         received, counts = self._exchange_in_graph(operation, _tensor_here(tensor), splits, name)
         return received if splits is None else (received, counts)
 
+    alltoall.__doc__ = Frontend.alltoall.__doc__
+
     @also_tensorflows
     def exchange(
         self, operation: CollectiveSpec, tensor: Tensor, splits: Sequence[int], name: str | None = None
     ) -> list[Tensor]:
         return super().exchange(operation, tensor, splits, name)
-
-    alltoall.__doc__ = Frontend.alltoall.__doc__
 
     def reads(self, read: Callable[[], int]) -> Tensor:
         """A number that is only known when the graph runs, as int32 without dimensions."""

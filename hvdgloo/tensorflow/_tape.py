@@ -40,6 +40,7 @@ class DistributedTape:
         flat = self._hvd.reduce(tf.nest.flatten(gradients), tf.nest.flatten(sources), differentiable=True)
         return tf.nest.pack_sequence_as(sources, flat)
 
+    @public
     def get_local_and_global_gradients(
         self,
         target: Any,
@@ -53,9 +54,11 @@ class DistributedTape:
             two lists, each in the order of ``sources``.
         """
         reduced = tf.nest.flatten(self.gradient(target, sources, output_gradients, unconnected_gradients))
-        pairs = list(zip(reduced, tf.nest.flatten(sources), strict=True))
-        local = [gradient for gradient, source in pairs if self._hvd.is_local(source)]
-        return local, [gradient for gradient, source in pairs if not self._hvd.is_local(source)]
+        local: list[Any] = []
+        shared: list[Any] = []
+        for gradient, source in zip(reduced, tf.nest.flatten(sources), strict=True):
+            (local if self._hvd.is_local(source) else shared).append(gradient)
+        return local, shared
 
     def register_local_source(self, source: Any) -> None:
         """Leave a variable's gradient to this rank alone, e.g. of a layer that differs between ranks."""

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from hvdgloo._net import tls
 from tests.processes.test_launch_networks import reach
 from tests.support import warm
+from tests.support.certificates import authority
 from tests.support.hosts import Bed
 from tests.support.launching import Launcher, launcher_in, wait_for
 
@@ -67,11 +67,8 @@ def test_on_one_host_it_is_off_unless_it_is_asked_for(launcher: Launcher) -> Non
 
 
 def test_certificates_of_the_user_s(launcher: Launcher) -> None:
-    pem, _ = tls._make_certificate()
-    at = pem.index(b"-----BEGIN CERTIFICATE")
-    (launcher.folder / "key").write_bytes(pem[:at])
-    (launcher.folder / "cert").write_bytes(pem[at:])
-    files = ["--tls-cert", "cert", "--tls-key", "key", "--tls-ca", "cert"]
+    certificate, key = authority(launcher.folder, "own")
+    files = ["--tls-cert", certificate, "--tls-key", key, "--tls-ca", certificate]
     done = launcher.run("-np", "2", *files, launcher.script(WORKER))
     assert found(done) == ["0 2.0 {True} ssl", "1 2.0 {True} ssl"]
 

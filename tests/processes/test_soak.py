@@ -17,16 +17,20 @@ pytestmark = pytest.mark.skipif(not gloo_provider("auto"), reason="several proce
 SOAK = Path(__file__).resolve().parents[2] / "benchmarks" / "soak.py"
 
 
-def test_some_seconds_of_random_collectives_are_right() -> None:
-    done = subprocess.run(
-        # So short a time does not show leaks: buffers and allocators are still filling.
-        [sys.executable, str(SOAK), "--seconds", "3", "--seed", "7", "--growth", "200"],
+def soak(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(SOAK), *arguments],
         env=clean_environment(),
         capture_output=True,
         text=True,
         timeout=55,
         check=False,
     )
+
+
+def test_some_seconds_of_random_collectives_are_right() -> None:
+    # So short a time does not show leaks: buffers and allocators are still filling.
+    done = soak("--seconds", "3", "--seed", "7", "--growth", "200")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.endswith("all results right\n")
 
@@ -36,14 +40,7 @@ SHORT = ["--seconds", "2", "--seed", "11", "--growth", "200"]
 
 @pytest.mark.parametrize("plane", ["segment", "in-place"])
 def test_a_few_seconds_over_each_kind_of_shared_memory(plane: str) -> None:
-    done = subprocess.run(
-        [sys.executable, str(SOAK), *SHORT, "--np", "3", "--plane", plane],
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-        timeout=55,
-        check=False,
-    )
+    done = soak(*SHORT, "--np", "3", "--plane", plane)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.endswith("all results right\n")
 
@@ -58,15 +55,7 @@ def test_a_few_seconds_over_hosts_with_several_ranks(bed: Bed) -> None:
 
 def test_threads_that_wait_in_turn_do_not_starve_each_other() -> None:
     """Each has one operation under way and lends the engine its thread while it waits."""
-    arguments = ["--seconds", "2", "--np", "2", "--alternating", "3", "--longest", "5", "--growth", "200"]
-    done = subprocess.run(
-        [sys.executable, str(SOAK), *arguments],
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-        timeout=55,
-        check=False,
-    )
+    done = soak("--seconds", "2", "--np", "2", "--alternating", "3", "--longest", "5", "--growth", "200")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.endswith("all results right\n")
     assert done.stdout.count("longest wait") == 2
@@ -74,13 +63,6 @@ def test_threads_that_wait_in_turn_do_not_starve_each_other() -> None:
 
 def test_a_plane_that_cannot_be_had_is_no_success() -> None:
     """One host has no other to form a hierarchy with."""
-    done = subprocess.run(
-        [sys.executable, str(SOAK), *SHORT, "--np", "2", "--plane", "hierarchical"],
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-        timeout=55,
-        check=False,
-    )
+    done = soak(*SHORT, "--np", "2", "--plane", "hierarchical")
     assert done.returncode != 0
     assert "not hierarchical" in done.stdout + done.stderr

@@ -32,21 +32,12 @@ from hvdgloo.config import Config, TlsFiles
 from hvdgloo.errors import AuthenticationError, ConfigError, ConnectError, MissingDependencyError, RendezvousError
 from hvdgloo.rendezvous import RendezvousClient, RendezvousServer
 from hvdgloo.rendezvous._client.connection import HttpConnection
+from tests.support.certificates import authority
 from tests.support.rendezvous import SECRET, Task, info, until
 
 
 def describe(rank: int) -> str:
     return f"rank {rank}"
-
-
-def authority(folder: Path, name: str) -> tuple[str, str]:
-    """A certificate and its key in files, as a user's; it is its own authority."""
-    pem, _ = tls_module._make_certificate()
-    text = pem.decode()
-    at = text.index("-----BEGIN CERTIFICATE")
-    (folder / f"{name}.key").write_text(text[:at])
-    (folder / f"{name}.pem").write_text(text[at:])
-    return str(folder / f"{name}.pem"), str(folder / f"{name}.key")
 
 
 class Middle:
