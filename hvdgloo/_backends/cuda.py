@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import json
 import logging
-import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
 
-from hvdgloo._backends import nccl
+from hvdgloo._backends import gpu, nccl
 from hvdgloo._backends.base import Backend, Done, Plane, RendezvousStore, Work, wait_for
 from hvdgloo._backends.memory import HostMemory
 from hvdgloo._backends.process_group import SIGNED, tensor_of
@@ -49,24 +48,22 @@ class Gpu:
             return cls()
         if device.type != "cuda":  # ranks of a test
             return cls(str(device))
-        properties = torch.cuda.get_device_properties(device)
-        uuid = getattr(properties, "uuid", None) or f"{socket.gethostname()}:{device.index}"
-        return cls(str(uuid), nccl.version())
+        return cls(gpu.identity(device), gpu.nccl_version())
 
 
 def obstacle(gpus: Sequence[Gpu], ranks: Sequence[int]) -> str:
     """Why these ranks cannot use NCCL with each other, as a clause; empty if they can."""
     seen: dict[str, int] = {}
-    for gpu, rank in zip(gpus, ranks, strict=True):
-        if not gpu.identity:
+    for own, rank in zip(gpus, ranks, strict=True):
+        if not own.identity:
             return f"rank {rank} has no GPU"
-        if not gpu.nccl:
+        if not own.nccl:
             return f"the torch of rank {rank} was built without NCCL"
-        if gpu.nccl != gpus[0].nccl:
-            return f"rank {ranks[0]} has version {gpus[0].nccl} of NCCL and rank {rank} {gpu.nccl}"
-        if gpu.identity in seen:
-            return f"ranks {seen[gpu.identity]} and {rank} use the same GPU, which NCCL refuses"
-        seen[gpu.identity] = rank
+        if own.nccl != gpus[0].nccl:
+            return f"rank {ranks[0]} has version {gpus[0].nccl} of NCCL and rank {rank} {own.nccl}"
+        if own.identity in seen:
+            return f"ranks {seen[own.identity]} and {rank} use the same GPU, which NCCL refuses"
+        seen[own.identity] = rank
     return ""
 
 
@@ -99,7 +96,7 @@ def open_planes(
     """
     device = _device(example, local_rank)
     if device is not None and device.type == "cuda":
-        _use_own_stream(device)
+        gpu.use_own_stream(device)
     staged = Plane(host, HostMemory() if device is None else PinnedMemory(device))
     if operations == "gloo":
         return staged, staged
@@ -120,19 +117,12 @@ def open_planes(
     return staged, staged
 
 
-def _use_own_stream(device: torch.device) -> None:
-    """Give this thread a stream of its own on a GPU, if it has none yet."""
-    if torch.cuda.current_stream(device) == torch.cuda.default_stream(device):
-        torch.cuda.set_stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
-
-
 def _device(example: Buffer, local_rank: int) -> torch.device | None:
     """The GPU that this rank uses: its tensor's if it has one there."""
     if isinstance(example.owner, torch.Tensor):
         return example.owner.device
-    if not torch.cuda.is_available():
-        return None
-    return torch.device("cuda", local_rank % torch.cuda.device_count())
+    count = gpu.count()
+    return torch.device("cuda", local_rank % count) if count else None
 
 
 def _exchange(host: Backend, own: Gpu, rank: int, size: int, timeout: float) -> list[Gpu]:
@@ -163,12 +153,12 @@ class DeviceMemory:
         return isinstance(owner, torch.Tensor) and buffer.device != "cpu" and owner.device == self._device
 
     def empty(self, nbytes: int) -> Buffer:
-        memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        memory = gpu.empty((nbytes,), torch.uint8, self._device)
         return Buffer(memory.data_ptr(), TensorSpec(DType.UINT8, (nbytes,), "cuda"), memory)
 
     def pack(self, target: Buffer, sources: Sequence[Buffer]) -> None:
         views, kind = _views(sources, target.dtype)
-        torch.cat([view.to(self._device, non_blocking=True) for view in views], out=tensor_of(target, kind))
+        gpu.fuse([gpu.on(view, self._device) for view in views], tensor_of(target, kind))
 
     def unpack(self, source: Buffer, pieces: Iterable[tuple[Buffer, int, int]]) -> None:
         _distribute(tensor_of(source, DType.UINT8), pieces)
@@ -193,18 +183,21 @@ class PinnedMemory:
         return buffer.device == "cpu"
 
     def empty(self, nbytes: int) -> Buffer:
-        memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        memory = gpu.pinned(nbytes) if self._device.type == "cuda" else torch.empty(nbytes, dtype=torch.uint8)
         return Buffer(memory.data_ptr(), TensorSpec(DType.UINT8, (nbytes,)), memory)
 
     def pack(self, target: Buffer, sources: Sequence[Buffer]) -> None:
         views, kind = _views(sources, target.dtype)
         # Fused on the GPU: many small copies to the host would cost more than all of them at once.
-        whole = views[0] if len(views) == 1 else torch.cat([view.to(self._device) for view in views])
-        tensor_of(target, kind).copy_(whole, non_blocking=True)
+        whole = views[0]
+        if len(views) > 1:
+            whole = gpu.empty((sum(len(view) for view in views),), whole.dtype, self._device)
+            gpu.fuse([gpu.on(view, self._device) for view in views], whole)
+        gpu.copy(tensor_of(target, kind), whole)
         self._settle()
 
     def unpack(self, source: Buffer, pieces: Iterable[tuple[Buffer, int, int]]) -> None:
-        _distribute(tensor_of(source, DType.UINT8).to(self._device, non_blocking=True), pieces)
+        _distribute(gpu.on(tensor_of(source, DType.UINT8), self._device), pieces)
         self._settle()
 
     def mark(self) -> Work:
@@ -213,7 +206,7 @@ class PinnedMemory:
     def _settle(self) -> None:
         """Copies to and from the host are not ordered with what the host does."""
         if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+            gpu.settle(self._device)
 
 
 def _views(sources: Sequence[Buffer], wanted: DType) -> tuple[list[torch.Tensor], DType]:
@@ -232,4 +225,4 @@ def _distribute(whole: torch.Tensor, pieces: Iterable[tuple[Buffer, int, int]]) 
         targets.append(tensor_of(buffer, DType.UINT8)[offset : offset + nbytes])
         parts.append(whole[begin : begin + nbytes])
         begin += nbytes
-    torch._foreach_copy_(targets, parts)  # all in one kernel
+    gpu.scatter(targets, parts)

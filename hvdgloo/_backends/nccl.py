@@ -9,49 +9,22 @@ lost peer by itself, and ``abort`` then makes NCCL give up.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from hvdgloo._backends import kernels
+from hvdgloo._backends import gpu
 from hvdgloo._backends.base import RendezvousStore, Work, first_line
-from hvdgloo._backends.process_group import SIGNED, ProcessGroupBackend, tensor_of
+from hvdgloo._backends.process_group import ProcessGroupBackend, tensor_of
 from hvdgloo.errors import AuthenticationError, BackendError, ConnectError, HvdglooError, RendezvousError
 from hvdgloo.types import Buffer
 
-_LONGEST_OPERATION = timedelta(days=1)
-
-# What torch reads when a group is made. The names are torch's own; a user's groups keep what the user has set.
-_OURS = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    "TORCH_NCCL_BLOCKING_WAIT": "0",
-    "TORCH_NCCL_ENABLE_MONITORING": "0",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-}
-
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 20e-6, 1e-3
-
-
-def platform() -> str:
-    """What this torch was built for: "cuda", "rocm" (whose RCCL goes by NCCL's name there), or "cpu"."""
-    if torch.version.hip is not None:
-        return "rocm"
-    return "cuda" if torch.version.cuda is not None else "cpu"
-
-
-def version() -> int:
-    """The version code of the NCCL that comes with torch: 22105 for 2.21.5; 0 if there is none."""
-    if not (dist.is_available() and dist.is_nccl_available()):
-        return 0
-    major, minor, patch = torch.cuda.nccl.version()[:3]  # type: ignore[no-untyped-call]
-    return int(major * 10000 + minor * 100 + patch)
 
 
 class NcclStore(dist.Store):  # type: ignore[name-defined,misc] # absent from torch's own annotations
@@ -84,14 +57,14 @@ class Passed:
     """A Work that completes when a GPU has done everything given to its current stream so far."""
 
     def __init__(self, device: torch.device, is_aborted: Callable[[], bool] = lambda: False) -> None:
-        self._event = torch.cuda.current_stream(device).record_event()
+        self._event = gpu.record(device)
         self._is_aborted = is_aborted
 
     def completes_within(self, timeout: float) -> bool:
         deadline = time.monotonic() + timeout
         pause = _SHORTEST_PAUSE
         try:
-            while not self._event.query():
+            while not gpu.has_happened(self._event):
                 if self._is_aborted():
                     raise BackendError("the operation was aborted")
                 if time.monotonic() >= deadline:
@@ -139,12 +112,9 @@ class NcclBackend(ProcessGroupBackend):
         self._aborted = False
         self._store = NcclStore(store, prefix, connect_timeout)
         try:
-            options: Any = dist.ProcessGroupNCCL.Options()
-            options._timeout = _LONGEST_OPERATION  # the engine's deadlines rule
-            with _settings(_OURS):
-                self._group = dist.ProcessGroupNCCL(self._store, rank, size, options)
+            self._group = gpu.nccl_group(self._store, rank, size)
             # Connect now, so that an unreachable peer is an error here and not in some later step.
-            first = torch.zeros(1, device=device)
+            first = gpu.empty((1,), torch.float32, device).zero_()
             if not self._work("connect", self._group.allreduce([first]), first).completes_within(connect_timeout):
                 raise BackendError(f"not connected within {connect_timeout:g} s")
         except (RendezvousError, AuthenticationError):
@@ -165,15 +135,7 @@ class NcclBackend(ProcessGroupBackend):
         return _NcclWork(self._device, lambda: self._aborted, what, keep)
 
     def scale(self, buffer: Buffer, factor: float) -> None:
-        tensor = tensor_of(buffer)
-        if buffer.dtype in SIGNED:
-            _scale_unsigned(tensor, factor)
-        elif buffer.dtype.is_floating:
-            tensor.mul_(factor)
-        elif divisor := kernels.divisor_of(factor):
-            tensor.div_(divisor, rounding_mode="trunc")
-        else:
-            tensor.copy_(torch.trunc(tensor.double() * factor))
+        gpu.scale(tensor_of(buffer), factor)
 
     def abort(self) -> None:
         self._aborted = True
@@ -195,20 +157,6 @@ class NcclBackend(ProcessGroupBackend):
         self.abandon()
 
 
-def _scale_unsigned(tensor: torch.Tensor, factor: float) -> None:
-    """``Backend.scale`` of types that torch does not compute with."""
-    divisor = kernels.divisor_of(factor)
-    if not divisor:
-        tensor.copy_(torch.trunc(tensor.double() * factor))
-    elif tensor.dtype is torch.uint64:
-        # Half of it is a signed integer of the same value; what that quotient lacks is at most one.
-        bits = tensor.view(torch.int64)
-        quotient = 2 * ((bits >> 1) & torch.iinfo(torch.int64).max).div(divisor, rounding_mode="trunc")
-        bits.copy_(quotient + (bits - quotient * divisor >= divisor))
-    else:
-        tensor.copy_(tensor.long().div_(divisor, rounding_mode="trunc"))
-
-
 class _NcclWork(Passed):
     """An operation on the stream."""
 
@@ -222,18 +170,3 @@ class _NcclWork(Passed):
             return super().completes_within(timeout)
         except BackendError as error:
             raise BackendError(f"NCCL {self._what}: {error}") from error
-
-
-@contextlib.contextmanager
-def _settings(values: dict[str, str]) -> Iterator[None]:
-    """Environment variables for as long as torch reads them."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

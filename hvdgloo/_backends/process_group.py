@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from hvdgloo._backends import gpu
 from hvdgloo._backends.base import Several, Work
 from hvdgloo.types import Buffer, DType, ReduceOp, TensorSpec
 
@@ -49,13 +50,7 @@ def tensor_of(buffer: Buffer, dtype: DType | None = None) -> torch.Tensor:
     kind = TORCH_DTYPES[dtype or buffer.dtype]
     owner = buffer.owner
     if isinstance(owner, torch.Tensor) and not owner.is_cpu:
-        flat = torch.empty(0, dtype=kind, device=owner.device)
-        if not buffer.nbytes:
-            return flat
-        storage = owner.untyped_storage()
-        begin = (buffer.address - storage.data_ptr()) // kind.itemsize
-        flat.set_(storage, begin, (buffer.nbytes // kind.itemsize,), (1,))
-        return flat
+        return gpu.view(owner, buffer.address, kind, buffer.nbytes // kind.itemsize)
     array = buffer.array()
     if (dtype or buffer.dtype) is not buffer.dtype or array.dtype.kind == "V":
         return torch.from_numpy(array.view(np.uint8)).view(kind)

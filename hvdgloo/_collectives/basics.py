@@ -150,7 +150,7 @@ def gloo_built() -> bool:
 
 def nccl_built() -> int:
     """The version code of the NCCL that torch includes, 22105 for 2.21.5; 0 without it, or without torch."""
-    return nccl.version() if (nccl := _nccl()) is not None else 0
+    return gpu.nccl_version() if (gpu := _gpu()) is not None else 0
 
 
 def ddl_built() -> bool:
@@ -165,16 +165,16 @@ def ccl_built() -> bool:
 
 def cuda_built() -> bool:
     """Whether the installed torch was built for CUDA, so that its CUDA tensors can be exchanged."""
-    return (nccl := _nccl()) is not None and nccl.platform() == "cuda"
+    return (gpu := _gpu()) is not None and gpu.platform() == "cuda"
 
 
 def rocm_built() -> bool:
     """Whether the installed torch was built for ROCm, whose devices torch calls "cuda" too."""
-    return (nccl := _nccl()) is not None and nccl.platform() == "rocm"
+    return (gpu := _gpu()) is not None and gpu.platform() == "rocm"
 
 
-def _nccl() -> ModuleType | None:
-    """Our NCCL module, if torch is installed."""
+def _gpu() -> ModuleType | None:
+    """Our module of all that concerns GPUs, if torch is installed."""
     if not has_package("torch"):
         return None
-    return importlib.import_module("hvdgloo._backends.nccl")
+    return importlib.import_module("hvdgloo._backends.gpu")

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
+from hvdgloo._backends import gpu
 from hvdgloo._collectives.adapter import Tape
 from hvdgloo._platform.huge_pages import LARGE_BYTES, advise_large_pages
 from hvdgloo.errors import InvalidArgumentError
@@ -27,9 +28,9 @@ class TorchAdapter:
     or, for other kinds of devices, on the CPU. A CUDA event fences what runs on the tensor's current stream.
     """
 
-    def is_cuda(self, tensor: torch.Tensor) -> bool:
+    def on_gpu(self, tensor: torch.Tensor) -> bool:
         """Whether the engine decides how the tensor gets to the other ranks' GPUs."""
-        return tensor.is_cuda
+        return gpu.of(tensor) is not None
 
     def owns(self, tensor: object) -> bool:
         return isinstance(tensor, torch.Tensor)
@@ -41,7 +42,7 @@ class TorchAdapter:
                 f"tensors of type {tensor.dtype} cannot be sent; the types that can are "
                 + ", ".join(str(supported) for supported in _DTYPES)
             )
-        return TensorSpec(dtype, tuple(tensor.shape), "cuda" if self.is_cuda(tensor) else "cpu")
+        return TensorSpec(dtype, tuple(tensor.shape), "cuda" if self.on_gpu(tensor) else "cpu")
 
     def export(self, tensor: torch.Tensor, *, writable: bool = False, known: TensorSpec | None = None) -> Buffer:
         if (
@@ -62,29 +63,34 @@ class TorchAdapter:
         if tensor.layout is not torch.strided or tensor.is_meta:
             kind = "meta" if tensor.is_meta else str(tensor.layout)
             raise InvalidArgumentError(f"a {kind} tensor cannot be sent; tensor.to_dense() gives one that can")
-        on_device = self.is_cuda(tensor)
+        on_device = self.on_gpu(tensor)
         if (tensor.is_cpu or on_device) and tensor.is_contiguous() and not tensor.is_neg():
             return Buffer(tensor.data_ptr(), spec, tensor)
         if writable and _overlaps_itself(tensor):
             raise InvalidArgumentError(
                 "elements of the tensor share memory (it was expanded), so a result cannot be written into it"
             )
-        staged = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device if on_device else "cpu")
+        device = gpu.of(tensor)
+        if device is None:
+            staged = torch.empty(tensor.shape, dtype=tensor.dtype)
+        else:
+            staged = gpu.empty(tensor.shape, tensor.dtype, device)
         staged.copy_(tensor.detach())
         return Buffer(staged.data_ptr(), spec, staged)
 
     def allocate(self, spec: TensorSpec, like: torch.Tensor) -> torch.Tensor:
         # Not empty_like: ``like`` may be a subclass, or in another memory format.
-        device = like.device if spec.device == "cuda" else "cpu"
-        tensor = torch.empty(spec.shape, dtype=_TORCH_DTYPES[spec.dtype], device=device)
+        device = gpu.of(like) if spec.device == "cuda" else None
+        if device is not None:
+            return gpu.empty(spec.shape, _TORCH_DTYPES[spec.dtype], device)
+        tensor = torch.empty(spec.shape, dtype=_TORCH_DTYPES[spec.dtype])
         if spec.nbytes >= LARGE_BYTES and tensor.is_cpu:
             advise_large_pages(tensor.data_ptr(), spec.nbytes)  # as numpy does on its own
         return tensor
 
     def deliver(self, result: torch.Tensor, target: torch.Tensor, *, in_place: bool) -> torch.Tensor:
-        if result.is_cuda:
-            # The engine's thread may have allocated it, on a stream of its own.
-            result.record_stream(torch.cuda.current_stream(result.device))
+        if gpu.of(result) is not None:
+            gpu.used_here(result)  # the engine's thread may have allocated it, on a stream of its own
         if not in_place:
             return result.to(target.device)
         if result is target:
@@ -100,17 +106,14 @@ class TorchAdapter:
         return tensor.to(_TORCH_DTYPES[dtype])
 
     def fence(self, tensors: Sequence[torch.Tensor]) -> Callable[[], None] | None:
-        for tensor in tensors:
-            if tensor.is_cuda:
-                break
-        else:
+        devices = {device for tensor in tensors if (device := gpu.of(tensor)) is not None}
+        if not devices:
             return None
-        devices = {tensor.device for tensor in tensors if tensor.is_cuda}
-        events = [torch.cuda.current_stream(device).record_event() for device in devices]
+        events = [(gpu.record(device), device) for device in devices]
 
         def ready() -> None:
-            for event in events:
-                event.wait()  # makes the calling thread's stream wait, not the thread
+            for event, device in events:
+                gpu.wait(event, device)
 
         return ready
 

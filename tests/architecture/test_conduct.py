@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
+import textwrap
 from collections.abc import Callable, Iterable
 
 import pytest
@@ -16,7 +17,7 @@ from tests.architecture.source import ROOT, Module, dotted, everything, function
 READS_ENVIRONMENT = {
     "hvdgloo.config": "the one reader of settings",
     "hvdgloo._backends.gloo": "TORCH_GLOO_LAZY_INIT can be told to torch in no other way",
-    "hvdgloo._backends.nccl": "TORCH_NCCL_ASYNC_ERROR_HANDLING and its like can be told to torch in no other way",
+    "hvdgloo._backends.gpu": "TORCH_NCCL_ASYNC_ERROR_HANDLING and its like can be told to torch in no other way",
     "hvdgloo.common.util": "env() sets variables for programs, and puts them back",
     "hvdgloo.tensorflow._waiting": "TF_NUM_INTEROP_THREADS is TensorFlow's, which does not tell what it makes of it",
     "hvdgloo.run": "workers get this process's environment, and the variables that run(env=...) adds",
@@ -312,3 +313,51 @@ def test_a_message_that_two_modules_compare_is_found() -> None:
     other = Module("tests.other", ROOT / "other.py", parse("tests.other", f"match(r'{{1}}: {text}')").tree)
     assert compared(said, [one]) == {f": {text}": {one.place}}
     assert compared(said, [one, other]) == {f": {text}": {one.place, other.place}}
+
+
+_OF_GPUS = frozenset(
+    [
+        "is_cuda",
+        "is_pinned",
+        "pin_memory",
+        "record_event",
+        "record_stream",
+        "wait_event",
+        "wait_stream",
+        "ProcessGroupNCCL",
+    ]
+)
+
+
+def concerns_gpus(module: Module) -> list[int]:
+    """Attributes, arguments and imports by which a program reaches a GPU's streams, events, memory and collectives."""
+    attributes = [
+        node.lineno
+        for node in nodes(module.tree)
+        if isinstance(node, ast.Attribute) and (dotted(node) == "torch.cuda" or node.attr in _OF_GPUS)
+    ]
+    arguments = [
+        node.value.lineno
+        for node in nodes(module.tree)
+        if isinstance(node, ast.keyword) and node.arg in {"pin_memory", "non_blocking"}
+    ]
+    imported = [found.line for found in imports(module) if found.target.split(".")[:2] == ["torch", "cuda"]]
+    return attributes + arguments + imported
+
+
+def test_one_module_owns_every_call_that_concerns_a_gpu() -> None:
+    assert _places(concerns_gpus, ["hvdgloo._backends.gpu"]) == []
+
+
+def test_calls_that_concern_a_gpu_are_noticed() -> None:
+    text = """
+    torch.cuda.current_stream(device).synchronize()
+    from torch.cuda import Stream
+    import torch.cuda.nccl
+    tensor.to(device, non_blocking=True)
+    tensor.record_stream(stream)
+    import torch, torch.distributed
+    torch.accelerator
+    """
+    module = parse("hvdgloo.x", textwrap.dedent(text))
+    assert sorted(concerns_gpus(module)) == [2, 3, 4, 5, 6]

@@ -34,7 +34,7 @@ GRAPH: dict[str, set[str]] = {
     "hvdgloo._training": {"_collectives", "common"},
     "hvdgloo.data": set(),
     "hvdgloo.numpy": {"_collectives", "_job"},
-    "hvdgloo.torch": {"_collectives", "_job", "_platform", "_training", "common"},
+    "hvdgloo.torch": {"_backends", "_collectives", "_job", "_platform", "_training", "common"},
     "hvdgloo.mxnet": {"_collectives", "_job", "_training", "common"},
     "hvdgloo.tensorflow": {"_collectives", "_job", "_platform", "_training", "common"},
     "hvdgloo.tensorflow.data": {"_job", "_net", "config", "rendezvous", "tensorflow"},

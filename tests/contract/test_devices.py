@@ -43,11 +43,11 @@ DTYPES = [torch.float32, torch.float64, *HALVES, torch.int64, torch.int16, torch
 class Claiming(TorchAdapter):
     """Says of tensors that are not marked as the host's that they are a GPU's."""
 
-    def is_cuda(self, tensor: Tensor) -> bool:
+    def on_gpu(self, tensor: Tensor) -> bool:
         return not getattr(tensor, "of_host", False)
 
     def fence(self, tensors: Sequence[Tensor]) -> Callable[[], None] | None:
-        return (lambda: None) if any(self.is_cuda(tensor) for tensor in tensors) else None
+        return (lambda: None) if any(self.on_gpu(tensor) for tensor in tensors) else None
 
 
 def of_host(tensor: Tensor) -> Tensor:

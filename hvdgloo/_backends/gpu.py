@@ -1,0 +1,220 @@
+"""Every call that concerns a GPU: streams, events, memory, kernels, NCCL. No other module calls ``torch.cuda``.
+
+What is given to a GPU runs later, in order on a *stream*. A thread has a current stream on each GPU; its kernels,
+copies and collectives go there. Streams are ordered among themselves by *events* only: one stream records, another
+waits. Which stream is current depends on the thread and on the GPU that is meant, and "the current GPU" is hardly ever
+that; so functions here take the GPU that they mean.
+
+Memory that Python frees goes back to the stream that it was allocated on, and may be written there at once, whatever
+other streams still do with it. So whoever hands memory to another stream keeps it until an event has happened that
+follows its last use, or says ``used_here``.
+
+Tests put a simulated GPU in this module's place (``tests/support/gpus``): what is written against these functions can
+be shown to be in order without any hardware.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hvdgloo._backends import kernels
+
+Event = Any
+"""What ``record`` returns: a ``torch.cuda.Event``, or a simulated one."""
+
+_LONGEST_OPERATION = timedelta(days=1)
+
+# What torch reads when a group is made. The names are torch's own; a user's groups keep what the user has set.
+_OURS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_BLOCKING_WAIT": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
+
+# What there is -------------------------------------------------------------------------------------------------------
+
+
+def platform() -> str:
+    """What this torch was built for: "cuda", "rocm" (whose RCCL goes by NCCL's name there), or "cpu"."""
+    if torch.version.hip is not None:
+        return "rocm"
+    return "cuda" if torch.version.cuda is not None else "cpu"
+
+
+def nccl_version() -> int:
+    """The version code of the NCCL that comes with torch: 22105 for 2.21.5; 0 if there is none."""
+    if not (dist.is_available() and dist.is_nccl_available()):
+        return 0
+    major, minor, patch = torch.cuda.nccl.version()[:3]  # type: ignore[no-untyped-call]
+    return int(major * 10000 + minor * 100 + patch)
+
+
+def count() -> int:
+    """How many GPUs this process sees."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def identity(device: torch.device) -> str:
+    """What tells a GPU from all others of the job."""
+    properties = torch.cuda.get_device_properties(device)
+    return str(getattr(properties, "uuid", None) or f"{socket.gethostname()}:{device.index}")
+
+
+def of(tensor: torch.Tensor) -> torch.device | None:
+    """The GPU that a tensor is on; None for one on the CPU or another kind of device."""
+    return tensor.device if tensor.is_cuda else None
+
+
+# Streams and events --------------------------------------------------------------------------------------------------
+
+
+def use_own_stream(device: torch.device) -> None:
+    """Give this thread a stream of its own on a GPU, if it has none yet."""
+    if torch.cuda.current_stream(device) == torch.cuda.default_stream(device):
+        torch.cuda.set_stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+
+
+def record(device: torch.device) -> Event:
+    """An event that happens when the GPU has done all that this thread's current stream there has been given."""
+    return torch.cuda.current_stream(device).record_event()
+
+
+def wait(event: Event, device: torch.device) -> None:
+    """Make this thread's current stream on a GPU, and not this thread, wait for an event of any GPU."""
+    torch.cuda.current_stream(device).wait_event(event)
+
+
+def has_happened(event: Event) -> bool:
+    """Whether an event has happened. Raises RuntimeError if the GPU has failed."""
+    return bool(event.query())
+
+
+def settle(device: torch.device) -> None:
+    """Block this thread until its current stream on a GPU has done all that it has been given."""
+    torch.cuda.current_stream(device).synchronize()
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether this thread's current stream on a GPU is being captured into a CUDA graph, and so runs nothing now."""
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
+
+
+# Memory --------------------------------------------------------------------------------------------------------------
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Uninitialised memory of a GPU, row-major; it belongs to this thread's current stream there."""
+    return torch.empty(tuple(shape), dtype=dtype, device=device)
+
+
+def pinned(nbytes: int) -> torch.Tensor:
+    """Uninitialised page-locked memory of the host, which GPUs read and write at full speed; bytes."""
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+
+def used_here(tensor: torch.Tensor) -> None:
+    """This thread's current stream uses memory that belongs to another stream: when it is freed, it is not used again
+    before all that this stream has been given until then is done."""
+    tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
+def view(owner: torch.Tensor, address: int, dtype: torch.dtype, count: int) -> torch.Tensor:
+    """A flat tensor of ``count`` elements over memory in a GPU tensor's storage, with a version counter of its own."""
+    flat = torch.empty(0, dtype=dtype, device=owner.device)
+    if count:
+        storage = owner.untyped_storage()
+        flat.set_(storage, (address - storage.data_ptr()) // dtype.itemsize, (count,), (1,))
+    return flat
+
+
+# Kernels and copies --------------------------------------------------------------------------------------------------
+
+
+def on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The tensor, or a copy of it on a GPU. A copy from page-locked memory is not waited for."""
+    return tensor.to(device, non_blocking=True)
+
+
+def copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy between any two memories. The host does not wait for it where its memory is page-locked."""
+    target.copy_(source, non_blocking=True)
+
+
+def fuse(parts: Sequence[torch.Tensor], target: torch.Tensor) -> None:
+    """Copy flat tensors of one GPU and dtype one after another, in one kernel."""
+    torch.cat(list(parts), out=target)
+
+
+def scatter(targets: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:
+    """Copy each part to its target, in one kernel where all are on one GPU."""
+    torch._foreach_copy_(list(targets), list(parts))
+
+
+def scale(tensor: torch.Tensor, factor: float) -> None:
+    """``Backend.scale`` of any tensor."""
+    if tensor.dtype in (torch.uint16, torch.uint32, torch.uint64):
+        _scale_unsigned(tensor, factor)
+    elif tensor.is_floating_point():
+        tensor.mul_(factor)
+    elif divisor := kernels.divisor_of(factor):
+        tensor.div_(divisor, rounding_mode="trunc")
+    else:
+        tensor.copy_(torch.trunc(tensor.double() * factor))
+
+
+def _scale_unsigned(tensor: torch.Tensor, factor: float) -> None:
+    """The same of types that torch does not compute with."""
+    divisor = kernels.divisor_of(factor)
+    if not divisor:
+        tensor.copy_(torch.trunc(tensor.double() * factor))
+    elif tensor.dtype is torch.uint64:
+        # Half of it is a signed integer of the same value; what that quotient lacks is at most one.
+        bits = tensor.view(torch.int64)
+        quotient = 2 * ((bits >> 1) & torch.iinfo(torch.int64).max).div(divisor, rounding_mode="trunc")
+        bits.copy_(quotient + (bits - quotient * divisor >= divisor))
+    else:
+        tensor.copy_(tensor.long().div_(divisor, rounding_mode="trunc"))
+
+
+# NCCL ----------------------------------------------------------------------------------------------------------------
+
+
+def nccl_group(store: Any, rank: int, size: int) -> Any:
+    """A ``ProcessGroupNCCL``. It connects when it is first used, on the GPU of that tensor.
+
+    Its collectives run on streams of NCCL's own, after what the calling thread's current stream has been given so far;
+    the ``wait()`` of what they return makes that stream, and not the thread, wait for them.
+
+    Args:
+        store: a ``torch.distributed.Store``, through which the ranks meet; must live as long as the group.
+        rank, size: of this process within the group.
+    """
+    options: Any = dist.ProcessGroupNCCL.Options()
+    options._timeout = _LONGEST_OPERATION  # the engine's deadlines rule
+    with _settings(_OURS):
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+@contextlib.contextmanager
+def _settings(values: dict[str, str]) -> Iterator[None]:
+    """Environment variables for as long as torch reads them."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
