@@ -1,17 +1,16 @@
 """Which workers are on which hosts, in order, and everything that follows from that by arithmetic.
 
 Ranks fill hosts in order, so the ranks of one host are consecutive. A Topology is one epoch's answer to all workers; it
-is sent as JSON (``to_dict`` / ``from_dict``) and validated at construction, so no later check is needed.
+is validated at construction, so no later check is needed.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -132,21 +131,6 @@ class Topology:
         """A rank as it appears in messages: ``rank 3 (host h2, pid 4711)``."""
         worker = self.workers[rank]
         return f"rank {rank} (host {self.hosts[worker.host].name}, pid {worker.pid})"
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "epoch": self.epoch,
-            "hosts": [[host.name, host.identity, list(host.addresses)] for host in self.hosts],
-            "workers": [[w.host, w.local_rank, w.pid, w.address, w.port] for w in self.workers],
-        }
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Topology:
-        return cls(
-            int(data["epoch"]),
-            tuple(Host(name, identity, tuple(addresses)) for name, identity, addresses in data["hosts"]),
-            tuple(Worker(rank, *fields) for rank, fields in enumerate(data["workers"])),
-        )
 
     @classmethod
     def local(cls, size: int, *, pid: int, epoch: int = 0, name: str = "localhost") -> Topology:

@@ -1,16 +1,24 @@
-"""How several keys or values travel in one body, in msgpack as all that processes say to each other. Pure.
+"""Bodies of requests and answers: several keys or values, and who is where. Pure.
 
-Values are bytes and stay bytes. A reader trusts no length: the codec checks all against what really arrived.
+They are msgpack, as all that processes say to each other. Values are bytes and stay bytes. A reader trusts no length:
+the codec checks all against what really arrived.
+
+Every worker gets the whole topology, so in a job of N workers the server sends N times N entries. It is written by
+columns and compressed once. What follows from something else is left out: an address that is the first of the host's,
+a port that no worker listens on. Process ids, which are close to each other on one host, are differences.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated
 
 import msgspec
 
-from hvdgloo._net.codec import Codec
+from hvdgloo._net.codec import Codec, Count, Message
+from hvdgloo.topology import Host, Topology, Worker
 
 MAX_COUNT = 1 << 20
 """Keys or values in one request."""
@@ -61,3 +69,99 @@ def unpack_items(body: bytes) -> dict[str, bytes]:
     if len(items) < len(pairs):
         raise ValueError(f"{len(pairs)} keys, but only {len(items)} different ones")
     return items
+
+
+class _Topology(Message, frozen=True):
+    """A topology by columns.
+
+    Attributes:
+        hosts: name, identity, number of workers, and addresses of each.
+        pids: of each worker; for all but the first of a host, the difference to the one before.
+        addresses: by rank, of workers that have another one than the first of their host's.
+        ports: by rank, of workers that have one.
+    """
+
+    epoch: int
+    hosts: list[tuple[str, str, Count, list[str]]]
+    pids: list[int]
+    addresses: dict[int, str]
+    ports: dict[int, int]
+
+
+_LARGEST = 1 << 28
+"""Bytes of a topology, before it was compressed."""
+
+
+class _Placed(Message, frozen=True):
+    rank: Count
+    topology: bytes
+
+
+_TOPOLOGY: Codec[_Topology] = Codec(_Topology, "topology")
+_PLACED: Codec[_Placed] = Codec(_Placed, "answer to a worker")
+
+
+def pack_topology(topology: Topology) -> bytes:
+    """What all workers are told: the same bytes for each."""
+    slots, workers = topology.slots, topology.workers
+    before = [0, *(worker.pid for worker in workers)]
+    usual = [next(iter(host.addresses), "") for host in topology.hosts]
+    columns = _Topology(
+        topology.epoch,
+        [(host.name, host.identity, n, list(host.addresses)) for host, n in zip(topology.hosts, slots, strict=True)],
+        [worker.pid - (before[worker.rank] if worker.local_rank else 0) for worker in workers],
+        {worker.rank: worker.address for worker in workers if worker.address != usual[worker.host]},
+        {worker.rank: worker.port for worker in workers if worker.port},
+    )
+    return zlib.compress(_TOPOLOGY.encode(columns))
+
+
+def unpack_topology(packed: bytes) -> Topology:
+    """The inverse of ``pack_topology``.
+
+    Raises:
+        ValueError: the bytes are something else; the text says what.
+    """
+    unpacker = zlib.decompressobj()
+    try:
+        data = unpacker.decompress(packed, _LARGEST)
+    except zlib.error as error:
+        raise ValueError(f"not a topology: {error}") from error
+    if not unpacker.eof:
+        raise ValueError(f"not a topology: it is cut off, or larger than {_LARGEST} bytes")
+    columns = _TOPOLOGY.decode(data)
+    if sum(slots for _, _, slots, _ in columns.hosts) != len(columns.pids):
+        raise ValueError(f"not a topology: {len(columns.pids)} process ids, but another number of workers")
+    return Topology(
+        columns.epoch,
+        tuple(Host(name, identity, tuple(addresses)) for name, identity, _, addresses in columns.hosts),
+        tuple(_workers(columns)),
+    )
+
+
+def _workers(columns: _Topology) -> Iterator[Worker]:
+    ranks = itertools.count()
+    for host, (_, _, slots, addresses) in enumerate(columns.hosts):
+        usual, pid = next(iter(addresses), ""), 0
+        for local_rank in range(slots):
+            rank = next(ranks)
+            pid += columns.pids[rank]
+            yield Worker(rank, host, local_rank, pid, columns.addresses.get(rank, usual), columns.ports.get(rank, 0))
+
+
+def pack_placed(rank: int, topology: bytes) -> bytes:
+    """The answer to one worker: its rank, and what ``pack_topology`` gave for all."""
+    return _PLACED.encode(_Placed(rank, topology))
+
+
+def unpack_placed(body: bytes) -> tuple[int, Topology]:
+    """The worker's rank, and who is where.
+
+    Raises:
+        ValueError: the body is something else, or the rank is none of the topology's; the text says what.
+    """
+    placed = _PLACED.decode(body)
+    topology = unpack_topology(placed.topology)
+    if placed.rank >= topology.size:
+        raise ValueError(f"rank {placed.rank} is none of the topology's {topology.size}")
+    return placed.rank, topology

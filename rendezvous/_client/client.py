@@ -162,8 +162,15 @@ class RendezvousClient:
                     f"epoch {epoch} did not start: no further worker came for {timeout:g} s, and {answer.reason}. Look "
                     "at what the missing workers printed; if they only need longer, raise the start timeout",
                 )
-        data = json.loads(answer.body)
-        return Registration(int(data["rank"]), Topology.from_dict(data["topology"]))
+        try:
+            return Registration(*wire.unpack_placed(answer.body))
+        except ValueError as error:
+            raise RendezvousError(
+                f"rendezvous server {self.server}, /v1/epochs/{epoch}/workers: {error}. Is hvdgloo of the same version "
+                "installed there?",
+                server=self.server,
+                route=f"/v1/epochs/{epoch}/workers",
+            ) from error
 
     def store(self, scope: str, *, timeout: float = 30.0) -> HttpStore:
         """The store of a scope.

@@ -12,7 +12,6 @@ anew, since whatever starts the workers (Kubernetes, Slurm) will start them agai
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
+from hvdgloo.rendezvous import _wire as wire
 from hvdgloo.rendezvous._server.membership import Membership, NotAcceptedError
 from hvdgloo.rendezvous._store import Latch
 from hvdgloo.rendezvous._worker_info import WorkerInfo
@@ -54,7 +54,7 @@ class NotYet:
 
 @dataclass(frozen=True)
 class Placed:
-    """The answer: the caller's rank, and the topology as JSON, which is the same bytes for all."""
+    """The answer: the caller's rank, and the packed topology, which is the same bytes for all."""
 
     rank: int
     topology: bytes
@@ -247,7 +247,7 @@ class Epochs:
             self._fail(epoch, current, f"epoch {epoch} cannot start: {error}")
             raise EpochFailedError(current.failure) from None
         current.ranks = ranks
-        current.topology = json.dumps(topology.to_dict(), separators=(",", ":")).encode()
+        current.topology = wire.pack_topology(topology)
         current.completed_after = self._clock() - (current.started or 0.0)
         current.release()
 

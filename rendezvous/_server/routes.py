@@ -2,12 +2,13 @@
 
 ====================================  ==============================================================================
 ``GET /v1/hello``                     the run id; signed for the empty run
-``POST /v1/epochs/<e>/workers``       a WorkerInfo as JSON, ``?timeout=s``; 200 rank and topology, 202 not yet, 404 no
-                                      such epoch, 409 the place is taken, 504 the epoch failed
+``POST /v1/epochs/<e>/workers``       a WorkerInfo as JSON, ``?timeout=s``; 200 rank and topology
+                                      (``hvdgloo.rendezvous._wire``), 202 not yet, 404 no such epoch, 409 the place is
+                                      taken, 504 the epoch failed
 ``PUT /v1/kv/<scope>/<key>``          set a value; 204
 ``GET /v1/kv/<scope>/<key>``          ``?timeout=s`` waits; 200 the value, 404 not there
 ``DELETE /v1/kv/<scope>/<key>``       200 ``{"deleted": true or false}``
-``POST /v1/kv/<scope>?op=set``        several items (``hvdgloo.rendezvous._wire``); 204
+``POST /v1/kv/<scope>?op=set``        several items (as above); 204
 ``POST /v1/kv/<scope>?op=get``        several keys, ``&timeout=s`` waits for all; 200 their values, 404 ``missing``
 ``GET /v1/status /metrics /``         JSON, Prometheus, a page; also with the status token
 ====================================  ==============================================================================
@@ -161,8 +162,7 @@ def _register(service: Service, call: Call, epoch: str) -> Answer:
     )
     if isinstance(placed, NotYet):
         return _json({"reason": placed.summary, "idle": placed.idle}, 202)
-    # The topology is the same for all and may be long: its text is inserted as it is.
-    return Answer(b'{"rank":%d,"topology":%s}' % (placed.rank, placed.topology), content_type=_JSON)
+    return Answer(wire.pack_placed(placed.rank, placed.topology))
 
 
 def _many(service: Service, call: Call, scope: str) -> Answer:

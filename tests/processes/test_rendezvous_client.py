@@ -19,6 +19,7 @@ from hvdgloo.errors import (
     RendezvousTimeoutError,
 )
 from hvdgloo.rendezvous import RendezvousClient, RendezvousServer, host_identity
+from hvdgloo.rendezvous import _wire as wire
 from tests.support.rendezvous import SECRET, RawClient, Task, info, unreachable_port
 
 
@@ -175,6 +176,15 @@ class TestErrors:
             client = connect(endpoint)
             with pytest.raises(AuthenticationError, match="not signed"):
                 client.status(timeout=5)
+
+    def test_a_server_of_another_version(
+        self, connect: Callable[[str], RendezvousClient], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(wire, "pack_placed", lambda rank, topology: b'{"rank":0,"topology":{}}')
+        with RendezvousServer(secret=SECRET, size=1) as server:
+            client = connect(server.endpoint)
+            with pytest.raises(RendezvousError, match=r"not an answer to a worker: .* of the same version"):
+                client.register(0, info(), timeout=5)
 
     def test_no_such_epoch(self, server: RendezvousServer, connect: Callable[[str], RendezvousClient]) -> None:
         client = connect(server.endpoint)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 from typing import Any
 
@@ -16,10 +15,10 @@ Slots = list[int]
 slots_of_hosts = st.lists(st.integers(1, 5), min_size=1, max_size=6)
 
 
-def _topology(slots: Slots, epoch: int = 0) -> Topology:
+def _topology(slots: Slots) -> Topology:
     places = [(host, local) for host, count in enumerate(slots) for local in range(count)]
     return Topology(
-        epoch,
+        0,
         tuple(Host(f"h{i}", f"id{i}", (f"10.0.0.{i}", f"fd00::{i}")) for i in range(len(slots))),
         tuple(
             Worker(rank, host, local, 100 + rank, f"10.0.0.{host}", rank) for rank, (host, local) in enumerate(places)
@@ -54,12 +53,6 @@ def test_cross_groups_and_local_groups_both_divide_the_ranks(slots: Slots) -> No
         distinct = {groups(rank) for rank in range(topology.size)}
         assert sorted(rank for group in distinct for rank in group) == list(range(topology.size))
         assert all(rank in groups(rank) for rank in range(topology.size))
-
-
-@given(slots_of_hosts, st.integers(0, 2**40))
-def test_travels_as_json(slots: Slots, epoch: int) -> None:
-    topology = _topology(slots, epoch)
-    assert Topology.from_dict(json.loads(json.dumps(topology.to_dict()))) == topology
 
 
 def test_travels_as_pickle_after_it_was_asked() -> None:
