@@ -15,10 +15,10 @@ from functools import partial
 from types import FrameType
 from typing import Protocol, TextIO
 
+from hvdgloo._net.descriptors import reserve_descriptors
 from hvdgloo._net.tls import Tls
 from hvdgloo._platform.writable import unwritable
 from hvdgloo.errors import ConfigError, JobFailedError
-from hvdgloo.rendezvous._server.server import raise_descriptor_limit
 from hvdgloo.runner.console.console import Console, make_directory
 from hvdgloo.runner.console.progress import Backoff, InitProgress
 from hvdgloo.runner.console.startup_view import INIT_LINE_AFTER, LiveDisplay, StartDisplay
@@ -53,7 +53,6 @@ LIBRARY_SIGNALS = (signal.SIGINT, signal.SIGTSTP)
 
 
 _LAST_WORDS = 0.5  # seconds that a blocked terminal may delay the end
-_DESCRIPTORS_PER_HOST = 4  # three pipes, and a probe's connection
 
 
 class Results(Protocol):
@@ -142,7 +141,6 @@ def launch(
     trusted = spawner is not None
     spawner = spawner or choose_spawner(hosts, spec.reach, fork=fork)
     job_id = secrets.token_hex(16)
-    raise_descriptor_limit(_DESCRIPTORS_PER_HOST * len(hosts))
     if spec.output_directory is not None:
         make_directory(spec.output_directory)
     _check_traces(spec, spawner, hosts)
@@ -301,7 +299,7 @@ def passed_on(signals: Sequence[signal.Signals], note: Callable[[int], None]) ->
 
 def _expect(console: Console, spec: LaunchSpec, np: int) -> None:
     if spec.output_directory is not None:
-        raise_descriptor_limit(2 * np)
+        reserve_descriptors(2 * np, "this launcher", f"the output files of {np} workers")
     console.expect(np, spec.output_directory)
 
 

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from hvdgloo._net import codec, framing, ports
+from hvdgloo._net.descriptors import OUT_OF_DESCRIPTORS, reserve_descriptors
 from hvdgloo._net.frame_mac import FrameMac
 from hvdgloo._net.tls import Tls, shake_hands
 from hvdgloo.errors import AuthenticationError, BackendError, ConfigError, ConnectError
@@ -155,20 +156,25 @@ class Handshake:
         Raises:
             ConnectError: some ranks did not come within ``timeout`` seconds; the text names them.
             BackendError: it was cancelled.
-            ConfigError, MissingDependencyError: there is no certificate.
+            ConfigError: this process may not have as many connections; or there is no certificate.
+            MissingDependencyError: certificates cannot be made.
         """
         deadline = time.monotonic() + timeout
+        reserve_descriptors(size - 1, describe(0), f"{self.purpose}s of other ranks")
         if self.tls is not None:
             self.tls.fingerprint  # noqa: B018 - if there is no certificate, that is no visitor's fault
         with _Reception(listener, self, size, settings, deadline) as reception:
             while reception.missing:
                 left = deadline - time.monotonic()
                 if left <= 0:
+                    why = (
+                        "They had registered, so either they died since (see their output), or they cannot reach this "
+                        "address (firewall, wrong network interface)"
+                    )
                     raise ConnectError(
                         f"{describe(0).partition(' (')[0]} waited {timeout:g} s on {_name(listener)} for "
-                        f"{self.purpose}s from {', '.join(map(describe, reception.missing))}. They had registered, so "
-                        "either they died since (see their output), or they cannot reach this address (firewall, "
-                        "wrong network interface)",
+                        f"{self.purpose}s from {', '.join(map(describe, reception.missing))}. "
+                        f"{OUT_OF_DESCRIPTORS if reception.exhausted else why}",
                         address=_name(listener),
                     )
                 if cancelled is not None and cancelled():
@@ -356,12 +362,14 @@ class _Reception:
     Attributes:
         members: connections of those who have proved to be members, by rank. Closed on leaving, if that is by an
             exception.
+        exhausted: no connection could be accepted when that was last tried, for want of descriptors.
     """
 
     def __init__(
         self, listener: socket.socket, handshake: Handshake, size: int, settings: Mapping[str, Any], deadline: float
     ) -> None:
         self.members: dict[int, Link] = {}
+        self.exhausted = False
         self._listener = listener
         self._handshake = handshake
         self._size = size
@@ -424,10 +432,12 @@ class _Reception:
             sock, peer = self._listener.accept()
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                self.exhausted = True
                 self._most = max(1, len(self._visitors))  # there is no room for more until somebody leaves
                 if not self._visitors:
                     time.sleep(_PAUSE)  # nobody here can go, and nobody waits for this thread
             return  # or the visitor has left
+        self.exhausted = False
         self._most = max(self._most, len(self._visitors) + 1)
         sock.setblocking(False)
         if self._handshake.tls is not None:

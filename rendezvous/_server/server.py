@@ -8,7 +8,6 @@ earlier wait in the listener's queue.
 from __future__ import annotations
 
 import logging
-import resource
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -16,6 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from hvdgloo._net import ports
+from hvdgloo._net.descriptors import reserve_descriptors
 from hvdgloo._net.tls import Tls
 from hvdgloo.config import format_endpoint
 from hvdgloo.errors import ConfigError
@@ -32,7 +32,6 @@ logger = logging.getLogger(__name__)
 
 MAX_BODY = 256 * 1024 * 1024
 _SPARE_THREADS = 32  # for requests that do not wait
-_OTHER_DESCRIPTORS = 256  # that the process needs for itself
 
 
 class RendezvousServer:
@@ -91,6 +90,7 @@ class RendezvousServer:
         self._service: Service | None = None
         self._front: Front | None = None
         self._threads = _SPARE_THREADS
+        self._workers = 0
         self._open(0, size, hosts)
 
     def listen(self) -> RendezvousServer:
@@ -100,10 +100,12 @@ class RendezvousServer:
 
         Raises:
             RuntimeError: it has been called before.
-            ConfigError: there is no such address here, or the port is taken.
+            ConfigError: there is no such address here, the port is taken, or this process may not have as many open
+                files as there will be workers.
         """
         if self._bound:
             raise RuntimeError("this rendezvous server listens already, or has done so")
+        self._room()
         self._listeners = ports.listen(self._bind, self._port_range)
         self._bound = [listener.getsockname() for listener in self._listeners]
         return self
@@ -117,7 +119,7 @@ class RendezvousServer:
 
         Raises:
             RuntimeError: it has been started before.
-            ConfigError: there is no such address here, or the port is taken.
+            ConfigError: as ``listen`` does.
         """
         if self._front is not None:
             raise RuntimeError("this rendezvous server has been started before")
@@ -140,7 +142,7 @@ class RendezvousServer:
             create_app(self._service, _create_pages),
             self._listeners,
             threads=self._threads,
-            max_connections=raise_descriptor_limit(self._connections),
+            max_connections=self._room(),
             max_body=MAX_BODY,
             head_timeout=self._request_timeout,
             tls=self._tls,
@@ -218,7 +220,7 @@ class RendezvousServer:
         of their hosts; a job of fixed size has none.
 
         Raises:
-            ConfigError: it is open already, or has no workers.
+            ConfigError: it is open already, has no workers, or has more than this process may have open files.
         """
         self._open(epoch, size, hosts)
 
@@ -242,15 +244,18 @@ class RendezvousServer:
         except ValueError as error:
             raise ConfigError(f"rendezvous: {error}") from None
         workers = size if size is not None else sum(slots for _, slots in hosts or ())
+        self._workers = max(self._workers, workers)
         # Each worker may wait in one request, and in one more for an epoch that is ending.
         self._threads = max(self._threads, 2 * workers + _SPARE_THREADS)
         if self._front is not None:
             self._front.pool.limit = self._threads
-            self._front.max_connections = raise_descriptor_limit(self._connections)
+            self._front.max_connections = max(self._front.max_connections, self._room())
 
-    @property
-    def _connections(self) -> int:
-        return 2 * self._threads + 256
+    def _room(self) -> int:
+        """How many connections there may be; raises ConfigError if not even all workers can have one."""
+        return reserve_descriptors(
+            self._workers, "the rendezvous server", "its workers' connections", wanted=2 * self._threads + 256
+        )
 
     def _watch(self, connection: Any, on_hang_up: Callable[[], None]) -> AbstractContextManager[None]:
         if self._front is None:
@@ -262,21 +267,3 @@ def _create_pages(service: Service) -> WSGIApplication:
     from hvdgloo.rendezvous._server.pages import create_pages  # and with it Flask
 
     return create_pages(service)
-
-
-def raise_descriptor_limit(wanted: int) -> int:
-    """How many connections there may be: ``wanted``, or what the system's limit on descriptors leaves.
-
-    The soft limit is raised if it is too low: it is 1,024 on many systems, and a launcher needs descriptors too.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = wanted + _OTHER_DESCRIPTORS
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        new = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (new, hard))
-            soft = new
-        except (OSError, ValueError):
-            pass  # macOS refuses more than its kernel's limit; then it stays as it is
-        wanted = min(wanted, max(16, soft - _OTHER_DESCRIPTORS))
-    return wanted

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Protocol
 
+from hvdgloo._net.descriptors import reserve_descriptors
 from hvdgloo._net.event_loop import EventLoop
 from hvdgloo.errors import LaunchError
 from hvdgloo.runner.job.outcome import describe_loss
@@ -45,6 +46,7 @@ from hvdgloo.runner.transport.base import Spawner
 from hvdgloo.runner.transport.failures import Cause, Diagnosis, Ending, other_version, preflight_failure
 from hvdgloo.version import __version__
 
+_PIPES = 3  # of each command
 _POLL = 0.02  # seconds between polls of a command whose stream has ended
 
 
@@ -135,7 +137,12 @@ class Agents:
 
         Args:
             required: what workers will need on a host; None if nothing is to be checked.
+
+        Raises:
+            ConfigError: this process may not have as many open files as all agents need.
         """
+        count = len(self.hosts)
+        reserve_descriptors(_PIPES * count, "this launcher", f"the commands that lead to {count} hosts")
         self._startup, self._required = startup, required
         self.start_due(time.monotonic())
         yield

@@ -382,6 +382,18 @@ def test_no_descriptors_are_left() -> None:
             sock.close()
 
 
+def test_who_could_not_be_accepted_is_not_called_dead() -> None:
+    accepted: list[socket.socket] = []
+    with listen("127.0.0.1", None) as listener, socket.socket() as somebody_elses:
+        accepted.append(somebody_elses)
+        exhausted = _Exhausted(listener, accepted, 1)
+        with (
+            socket.create_connection(("127.0.0.1", listener.getsockname()[1])),
+            pytest.raises(ConnectError, match=r"from rank 1.*\. No more files could be opened"),
+        ):
+            RIGHT.accept_all(exhausted, 2, {}, 0.2, describe)  # type: ignore[arg-type]
+
+
 def test_descriptors_come_back_while_nobody_is_there_to_be_sent_away() -> None:
     accepted: list[socket.socket] = []
     with listen("127.0.0.1", None) as listener, socket.socket() as somebody_elses, ThreadPoolExecutor(2) as pool:

@@ -1,0 +1,99 @@
+"""Where few files may be open, those who would hold many connections say which limit to raise, before they begin."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from hvdgloo.rendezvous import RendezvousClient, RendezvousServer
+from tests.support.launching import Launcher, clean_environment, launcher_in
+from tests.support.rendezvous import SECRET, Task, info
+
+HARD = ("sh", "-c", 'ulimit -n 256; exec "$@"', "sh")
+SOFT = ("sh", "-c", 'ulimit -Sn 256; exec "$@"', "sh")
+SENTENCE = r"needs (\d+) more open files for .*, but (\d+) are open, .* 256\. .* to (\d+), .*`ulimit -n \3`"
+RANKS = 300
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Iterator[Launcher]:
+    with launcher_in(tmp_path) as made:
+        yield made
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Those of the sentence in a text: how many files are needed, how many are open, and what limit would do."""
+    found = re.search(SENTENCE, text)
+    assert found is not None, text
+    return tuple(map(int, found.groups()))
+
+
+@pytest.mark.parametrize("command", [("worker.py",), ("doctor",)], ids=["job", "doctor"])
+def test_a_launcher_of_many_agents(launcher: Launcher, command: tuple[str, ...]) -> None:
+    hosts = ",".join(f"n{number}:1" for number in range(100))
+    launcher.script("")
+    options = ("--agent-command", "env HOST={host}", "-H", hosts)
+    arguments = (*options, *command) if command != ("doctor",) else (*command, *options)
+    done = launcher.run(*arguments, wrapper=HARD)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "this launcher needs 300 more open files for the commands that lead to 100 hosts" in done.stderr
+    needed, held, enough = numbers(done.stderr)
+    assert enough >= needed + held
+    launcher.assert_nothing_left()
+
+
+def test_a_rendezvous_server_of_many_workers() -> None:
+    command = [*HARD, sys.executable, "-m", "hvdgloo.rendezvous", "-np", "300"]
+    done = subprocess.run(
+        command, env={**clean_environment(), "HVDGLOO_SECRET": SECRET.hex()}, capture_output=True, text=True, timeout=30
+    )
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "the rendezvous server needs 300 more open files for its workers' connections" in done.stderr
+    numbers(done.stderr)
+
+
+@pytest.mark.parametrize("wrapper", [HARD, SOFT], ids=["hard", "soft"])
+def test_rank_0_of_many(wrapper: tuple[str, ...]) -> None:
+    """All others have registered; rank 0 knows how many they are."""
+    program = "import hvdgloo.numpy as hvd; hvd.init()"
+    with ExitStack() as stack:
+        server = stack.enter_context(RendezvousServer(secret=SECRET, hosts=[("h", RANKS)]))
+        clients = [stack.enter_context(RendezvousClient(server.endpoint, SECRET)) for _ in range(1, RANKS)]
+        others = [
+            Task(partial(client.register, 0, info(rank=rank, host_name="h"), timeout=20))
+            for rank, client in enumerate(clients, 1)
+        ]
+        done = subprocess.run(
+            [*wrapper, sys.executable, "-c", program],
+            env={
+                **clean_environment(),
+                "HVDGLOO_RENDEZVOUS": server.endpoint,
+                "HVDGLOO_SECRET": SECRET.hex(),
+                "HVDGLOO_RANK": "0",
+                "HVDGLOO_CONNECT_TIMEOUT": "1",
+            },
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+        )
+        assert [other.result().rank for other in others] == list(range(1, RANKS))
+    assert done.returncode == 1
+    assert "Too many open files" not in done.stderr
+    if wrapper is SOFT:  # which is raised: it waits for others, in vain
+        assert "rank 0 waited 1 s" in done.stderr
+        return
+    assert "_net/" not in done.stderr, "the traceback ends at the caller's line"
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("hvdgloo.errors.ConfigError: rank 0 (host h, pid ")
+    assert f"needs {RANKS - 1} more open files for control connections of other ranks" in last
+    numbers(last)
