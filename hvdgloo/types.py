@@ -13,6 +13,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from hvdgloo.errors import BackendError
+
 
 class DType(enum.Enum):
     """An element type. The value is the name used in messages.
@@ -139,10 +141,16 @@ class Buffer:
         return Buffer(self.address + begin, spec, self.owner)
 
     def array(self) -> npt.NDArray[Any]:
-        """A flat, writable numpy view of ``dtype.numpy_dtype`` (CPU memory only)."""
+        """A flat, writable numpy view of ``dtype.numpy_dtype``.
+
+        Raises:
+            BackendError: the memory is not the host's.
+        """
         nbytes = self.nbytes
         if nbytes == 0:
             return np.empty(0, self.dtype.numpy_dtype)
+        if self.spec.device != "cpu" and not getattr(self.owner, "is_cpu", True):
+            raise BackendError(f"the host cannot read the memory of a {self.spec.device} device")
         memory: Any = (ctypes.c_ubyte * nbytes).from_address(self.address)
         memory.owner = self.owner  # the view keeps alive what it views
         return np.frombuffer(memoryview(memory).cast("B"), self.dtype.numpy_dtype)

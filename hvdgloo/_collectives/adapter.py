@@ -1,7 +1,7 @@
 """What hvdgloo needs from each framework about its own tensors, and nothing else.
 
 A TensorAdapter never sees names, ranks, fusion or process sets; the Frontend never sees a framework. Adding a framework
-means writing these eight methods.
+means writing these nine methods.
 
 The engine reads and writes memory in row-major order: a CPU's, and torch's on a CUDA device. A tensor that is such
 memory is *shared* with it: the exported Buffer's owner is the tensor itself, and nothing is copied. Any other tensor
@@ -13,7 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy.typing as npt
 
 from hvdgloo.types import Buffer, DType, TensorSpec
 
@@ -82,6 +84,12 @@ class TensorAdapter(Protocol[T]):
 
         Returns:
             ``target``, or a tensor on its device.
+        """
+
+    def values(self, tensor: T) -> npt.NDArray[Any]:
+        """A tensor's elements as an array of its shape in the host's memory; bfloat16 may become float32.
+
+        Blocks until they have been computed. The array may be the tensor's own memory.
         """
 
     def cast(self, tensor: T, dtype: DType) -> T:

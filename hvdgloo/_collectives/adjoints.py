@@ -129,10 +129,11 @@ def _to_root(frontend: Collectives, spec: CollectiveSpec, tape: Tape[Any], gradi
     return [frontend.zeros(g) for g in gradients]
 
 
-def send_back(frontend: Collectives, spec: CollectiveSpec, counts: Any, gradients: Sequence[Any]) -> Sequence[Any]:
+def send_back(
+    frontend: Collectives, spec: CollectiveSpec, counts: Sequence[int], gradients: Sequence[Any]
+) -> Sequence[Any]:
     """The rule of an alltoall, the only one that needs to know how many rows came from each rank."""
-    splits = [int(n) for n in frontend.adapter.export(counts).array()]
-    return frontend.exchange(spec, gradients[0], splits)[:1]
+    return frontend.exchange(spec, gradients[0], counts)[:1]
 
 
 def _gathered(frontend: Collectives, spec: CollectiveSpec, tape: Tape[Any], gradients: Sequence[Any]) -> Sequence[Any]:

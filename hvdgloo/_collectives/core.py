@@ -168,15 +168,18 @@ class Core(Generic[T]):
         """An alltoall, waited for, with its gradient recorded: the received rows, and (int32) how many came from each
         rank."""
         counts: list[T] = []
+        came: list[int] = []  # the same, for the gradient
         rules = self._for_gradient(operation, name)
 
         def forward(inputs: Sequence[T]) -> list[T]:
-            received, numbers = self.start(operation, inputs, name, splits=splits, waits=True).result()
+            pending = self.start(operation, inputs, name, splits=splits, waits=True)
+            received, numbers = pending.result()
             counts.append(numbers)
+            came.extend(pending.outputs[1].array().tolist())
             return [received]
 
         def backward(tape: Tape[T], gradients: Sequence[T]) -> Sequence[T]:
-            return send_back(rules, operation, counts[0], gradients)
+            return send_back(rules, operation, came, gradients)
 
         # Rows that are not sent have no gradient; slicing tells the framework so.
         total = sum(splits)
@@ -355,7 +358,7 @@ class Core(Generic[T]):
                     f"{rows} rows cannot be divided evenly among {size} ranks; give splits= with a number for each"
                 )
             return [rows // size] * size
-        given = self.adapter.export(splits).array() if self.adapter.owns(splits) else np.asarray(splits)
+        given = self.adapter.values(splits) if self.adapter.owns(splits) else np.asarray(splits)
         if given.ndim != 1 or not np.issubdtype(given.dtype, np.integer):
             raise InvalidArgumentError(f"splits are integers in one dimension, one for each rank; got {splits!r}")
         if len(given) != size:

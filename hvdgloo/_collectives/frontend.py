@@ -274,7 +274,7 @@ class Frontend(Core[T]):
 
         Returns:
             the received rows, in order of the ranks that sent them; with ``splits`` also how many came from each
-            (int32, shape (set size,)).
+            (int32, shape (set size,), in host memory).
         """
         operation = exchanging(process_set)
         rows = self._splits(operation, self._own(tensor), splits)

@@ -194,7 +194,7 @@ class PersistentOperation(Generic[T]):
         return divide_rows(shape[0], len(ranks))[ranks.index(context.rank)], *shape[1:]
 
     def _integers(self, values: npt.NDArray[np.int64], like: T) -> T:
-        """A tensor of int32, shape (len(values),)."""
+        """A tensor of int32, shape (len(values),), on the host: numbers of rows are read there."""
         memory = self._adapter.allocate(TensorSpec(DType.INT32, values.shape), like)
         self._export(memory, writable=True).array()[:] = values
-        return self._adapter.deliver(memory, like, in_place=False)
+        return self._adapter.deliver(memory, memory if isinstance(like, type(memory)) else like, in_place=False)

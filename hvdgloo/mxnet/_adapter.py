@@ -15,6 +15,7 @@ from typing import Any
 
 import mxnet as mx
 import numpy as np
+import numpy.typing as npt
 from mxnet import autograd
 from mxnet.base import _LIB, MXNetError, check_call
 from mxnet.ndarray.sparse import BaseSparseNDArray
@@ -94,6 +95,10 @@ class MXNetAdapter:
             with autograd.pause(), numpy_shapes():
                 result.copyto(target)
         return target
+
+    def values(self, tensor: Tensor) -> npt.NDArray[Any]:
+        array: npt.NDArray[Any] = tensor.asnumpy()
+        return array
 
     def cast(self, tensor: Tensor, dtype: DType) -> Tensor:
         with numpy_shapes():

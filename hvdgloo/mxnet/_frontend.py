@@ -34,7 +34,7 @@ FRONTEND = MXNetFrontend(MXNetAdapter(), process.current, module=__name__)
 
 
 def _integers(splits: Tensor) -> Any:
-    given = splits.asnumpy()
+    given = FRONTEND.adapter.values(splits)
     beyond = 2.0 ** (np.finfo(given.dtype).nmant + 1)  # from where on the type does not hold every integer
     if not all(number.is_integer() and abs(number) < beyond for number in map(float, given.flat)):
         raise InvalidArgumentError(

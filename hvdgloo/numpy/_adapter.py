@@ -60,6 +60,9 @@ class NumpyAdapter:
             target[...] = result
         return target
 
+    def values(self, tensor: Array) -> Array:
+        return tensor
+
     def cast(self, tensor: Array, dtype: DType) -> Array:
         return tensor.astype(dtype.numpy_dtype)
 

@@ -92,6 +92,9 @@ class TensorFlowAdapter:
             return target
         return tensor
 
+    def values(self, tensor: Tensor) -> npt.NDArray[Any]:
+        return np.asarray(tensor)
+
     def cast(self, tensor: Tensor, dtype: DType) -> Tensor:
         if isinstance(tensor, _ARRAYS):
             return np.asarray(tensor).astype(tf.as_dtype(dtype.value).as_numpy_dtype)

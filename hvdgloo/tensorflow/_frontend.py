@@ -146,7 +146,7 @@ class TensorFlowFrontend(Frontend[Tensor]):
             below = _name_of_gradient(label)
 
             def run(gradient: Any, numbers: Any, array: Any) -> Any:
-                (sent,) = send_back(self._named(below), operation, numbers, [gradient])
+                (sent,) = send_back(self._named(below), operation, self.adapter.values(numbers).tolist(), [gradient])
                 # Rows that were not sent have no gradient.
                 whole = np.zeros_like(array)
                 whole[: len(sent)] = sent

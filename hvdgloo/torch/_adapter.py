@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy.typing as npt
 import torch
 from torch.autograd.graph import increment_version
 
@@ -101,6 +102,11 @@ class TorchAdapter:
             with torch.no_grad():
                 target.copy_(result)
         return target
+
+    def values(self, tensor: torch.Tensor) -> npt.NDArray[Any]:
+        here = tensor.detach().cpu()
+        array: npt.NDArray[Any] = (here.float() if here.dtype is torch.bfloat16 else here).numpy()
+        return array
 
     def cast(self, tensor: torch.Tensor, dtype: DType) -> torch.Tensor:
         return tensor.to(_TORCH_DTYPES[dtype])

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from hvdgloo._collectives import objects
 from hvdgloo._collectives.frontend import Frontend
 from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.torch._distributed import plain_class
+from hvdgloo.types import TensorSpec
 
 Tensor = torch.Tensor
 
@@ -48,11 +50,17 @@ def _named(params: Any) -> list[tuple[str, Tensor]]:
 
 @dataclass(frozen=True)
 class _Slot:
-    """Stands for a tensor in a structure that is sent without its tensors."""
+    """Stands for a tensor in a structure that is sent without its tensors.
+
+    Attributes:
+        index: among the tensors that are sent.
+        spec: what it is; on which GPU, if it is on one, each rank knows for itself.
+        parameter: whose state it is part of, counted over all groups; None if it is not a parameter's.
+    """
 
     index: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    spec: TensorSpec
+    parameter: int | None
 
 
 def broadcast_optimizer_state(frontend: Frontend[Tensor], optimizer: torch.optim.Optimizer, root_rank: int) -> None:
@@ -73,7 +81,7 @@ def broadcast_optimizer_state(frontend: Frontend[Tensor], optimizer: torch.optim
     is_root = frontend.rank() == root_rank
     takes_zeros = _initialise_state(optimizer) if is_root else False
     tensors: list[Tensor] = []
-    structure = _take_tensors(optimizer.state_dict(), tensors) if is_root else None
+    structure = _take_tensors(frontend, optimizer.state_dict(), tensors) if is_root else None
     # The structure says what there is: ranks whose optimizer has no state yet, or a different one, create the root's.
     structure, takes_zeros = objects.broadcast_object(frontend, (structure, takes_zeros), root_rank)
     for parameter in _trained(optimizer) if takes_zeros else ():
@@ -82,7 +90,7 @@ def broadcast_optimizer_state(frontend: Frontend[Tensor], optimizer: torch.optim
     if not is_root:
         slots: list[_Slot] = []
         _collect_slots(structure, slots)
-        tensors = [torch.empty(slot.shape, dtype=slot.dtype) for slot in slots]
+        tensors = [frontend.adapter.allocate(slot.spec, _like(slot, frontend, optimizer)) for slot in slots]
     label = frontend.automatic_name("broadcast_optimizer_state")
     frontend.broadcast_all_([(f"{label}.{i}", tensor) for i, tensor in enumerate(tensors)], root_rank)
     if not is_root:
@@ -149,14 +157,27 @@ def _map(structure: Any, leaf: Any) -> Any:
     return leaf(structure)
 
 
-def _take_tensors(structure: Any, tensors: list[Tensor]) -> Any:
-    def take(value: Any) -> Any:
+def _take_tensors(frontend: Frontend[Tensor], structure: Any, tensors: list[Tensor]) -> Any:
+    def take(value: Any, parameter: object = None) -> Any:
         if not isinstance(value, Tensor):
             return value
         tensors.append(value)
-        return _Slot(len(tensors) - 1, tuple(value.shape), value.dtype)
+        number = parameter if isinstance(parameter, int) else None
+        return _Slot(len(tensors) - 1, frontend.adapter.describe(value), number)
 
-    return _map(structure, take)
+    # torch numbers parameters, and files their state under these numbers.
+    state = {key: _map(value, partial(take, parameter=key)) for key, value in structure.get("state", {}).items()}
+    return {"state": state, **{key: _map(value, take) for key, value in structure.items() if key != "state"}}
+
+
+def _like(slot: _Slot, frontend: Frontend[Tensor], optimizer: torch.optim.Optimizer) -> Tensor:
+    """A tensor of this rank that is where a slot's tensor belongs."""
+    parameters: list[Tensor] = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if slot.parameter is not None and slot.parameter < len(parameters):
+        return parameters[slot.parameter]
+    # A learning rate, for example, which may be on a GPU; the parameters' will do.
+    kinds = (parameter for parameter in parameters if frontend.adapter.describe(parameter).device == slot.spec.device)
+    return next(kinds, parameters[0])
 
 
 def _collect_slots(structure: Any, slots: list[_Slot]) -> None:
