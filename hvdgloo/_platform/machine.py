@@ -5,6 +5,7 @@ Nothing here imports a framework: asking torch for the number of GPUs would take
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import math
 import os
@@ -32,14 +33,23 @@ def usable_cores() -> int:
 
 
 def visible_gpus(environ: Mapping[str, str]) -> int:
-    """NVIDIA GPUs of this machine, or as many of them as ``CUDA_VISIBLE_DEVICES`` leaves visible."""
+    """GPUs of this machine: NVIDIA's, or AMD's if there are none; or as many of them as the variables that CUDA and
+    ROCm read leave visible."""
     present = _nvidia_gpus()
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if present:
+        return _left(present, environ.get("CUDA_VISIBLE_DEVICES"))
+    # ROCm's runtime hides GPUs first; what HIP reads, which also knows CUDA's name for it, counts those that are left.
+    left = _left(amd_gpus(), environ.get("ROCR_VISIBLE_DEVICES"))
+    return _left(left, environ.get("HIP_VISIBLE_DEVICES", environ.get("CUDA_VISIBLE_DEVICES")))
+
+
+def _left(present: int, visible: str | None) -> int:
+    """How many GPUs a list of numbers and identities leaves visible."""
     if visible is None or not present:
         return present
     chosen = 0
     for name in visible.split(","):
-        # CUDA ignores what follows the first entry that it cannot use.
+        # What follows the first entry that cannot be used is ignored.
         name = name.strip()
         if not name or name.startswith("-") or (name.isdigit() and int(name) >= present):
             break
@@ -59,6 +69,23 @@ def _nvidia_gpus() -> int:
     except (OSError, subprocess.TimeoutExpired):
         return 0
     return sum(line.startswith(b"GPU ") for line in listing.stdout.splitlines()) if listing.returncode == 0 else 0
+
+
+def amd_gpus(nodes: str = "/sys/class/kfd/kfd/topology/nodes") -> int:
+    """AMD GPUs that this process may use.
+
+    Args:
+        nodes: where the kernel lists what ROCm can compute on. A node's properties can only be read if it may be used.
+    """
+    count = 0
+    try:
+        for node in os.listdir(nodes):
+            with contextlib.suppress(OSError), open(os.path.join(nodes, node, "properties"), encoding="ascii") as file:
+                # Processors are nodes, too, but have no such units.
+                count += any(line.startswith("simd_count ") and line.split()[1] != "0" for line in file)
+    except OSError:
+        return 0
+    return count
 
 
 # Control groups.

@@ -48,7 +48,6 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
 
 _SHM = "/dev/shm"
 _NVIDIA_TIME = 10.0
-_TORCH_CUDA = re.compile(r"^cuda\b[^=\n]*=\s*(?:['\"](?P<version>[\d.]+)['\"]|None)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -69,11 +68,13 @@ class Facts:
         packages: import name to version; empty for one without metadata. Absent packages are left out.
         lacking: those of ``REQUIRED`` that are missing.
         certificates: a certificate for TLS can be made.
-        torch_cuda: the CUDA version that torch was built for; None if it was built without CUDA.
+        torch_cuda, torch_rocm: the versions of CUDA and of ROCm that torch was built for; None if without.
         cores, machine_cores: those that may be used, given affinity and control groups; and those that exist.
         memory, memory_limit: the machine's; that of the control groups around this process.
         shm_size, shm_free: of /dev/shm.
-        gpus, visible_gpus, driver: as NVIDIA's driver reports them.
+        gpus, driver: as NVIDIA's driver reports them.
+        amd_gpus: those that may be used, where there are none of NVIDIA's.
+        visible_gpus: of either.
         open_files, open_files_most: the soft and the hard limit.
         directory, missing: what workers would need and is missing: see ``frames.Lacking``.
     """
@@ -88,6 +89,7 @@ class Facts:
     lacking: Sequence[str] = ()
     certificates: bool = True
     torch_cuda: str | None = None
+    torch_rocm: str | None = None
     cores: int = 1
     machine_cores: int = 1
     memory: int | None = None
@@ -95,6 +97,7 @@ class Facts:
     shm_size: int | None = None
     shm_free: int | None = None
     gpus: Sequence[GpuFacts] = ()
+    amd_gpus: int = 0
     visible_gpus: int = 0
     driver: str = ""
     open_files: int | None = None
@@ -124,6 +127,7 @@ def examine(environ: Mapping[str, str], required: Require) -> Facts:
     soft, hard = (_finite(limit) for limit in resource.getrlimit(resource.RLIMIT_NOFILE))
     shm_size, shm_free = _space(_SHM)
     gpus, driver = _nvidia()
+    cuda, rocm = _torch_platforms()
     return Facts(
         hostname=platform.node(),
         user=_user(),
@@ -134,7 +138,8 @@ def examine(environ: Mapping[str, str], required: Require) -> Facts:
         packages={"hvdgloo": __version__, **installed(_distributions())},
         lacking=[module for module in REQUIRED if not machine.has_package(module)],
         certificates=machine.has_package("cryptography"),
-        torch_cuda=_torch_cuda(),
+        torch_cuda=cuda,
+        torch_rocm=rocm,
         cores=machine.usable_cores(),
         machine_cores=os.cpu_count() or 1,
         memory=_memory(),
@@ -142,6 +147,7 @@ def examine(environ: Mapping[str, str], required: Require) -> Facts:
         shm_size=shm_size,
         shm_free=shm_free,
         gpus=gpus,
+        amd_gpus=0 if gpus else machine.amd_gpus(),
         visible_gpus=machine.visible_gpus(environ),
         driver=driver,
         open_files=soft,
@@ -181,20 +187,28 @@ def _matching(names: Sequence[str], distributions: Mapping[str, str]) -> Iterato
             yield distributions[name]
 
 
-def _torch_cuda() -> str | None:
-    """torch records it in a file that need not be run."""
+def _torch_platforms() -> tuple[str | None, str | None]:
+    """The versions of CUDA and of ROCm that torch was built for, which it records in a file that need not be run."""
     try:
         spec = importlib.util.find_spec("torch")
     except (ImportError, ValueError):
-        return None
+        return None, None
     if spec is None or spec.origin is None:
-        return None
+        return None, None
     try:
         with open(os.path.join(os.path.dirname(spec.origin), "version.py"), encoding="utf-8") as file:
-            found = _TORCH_CUDA.search(file.read())
+            return parse_torch(file.read())
     except (OSError, UnicodeDecodeError):
-        return None
-    return found["version"] if found is not None else None
+        return None, None
+
+
+def parse_torch(text: str) -> tuple[str | None, str | None]:
+    """What a torch/version.py says of CUDA and of ROCm (whose programming interface it calls ``hip``)."""
+    cuda, rocm = (
+        re.search(rf"^{name}\b[^=\n]*=\s*(?:['\"](?P<version>[^'\"\n]+)['\"]|None)", text, re.MULTILINE)
+        for name in ("cuda", "hip")
+    )
+    return cuda and cuda["version"], rocm and rocm["version"]
 
 
 # The machine.

@@ -121,7 +121,9 @@ def _gpus(visits: Sequence[Visit]) -> str:
         if visit.facts is not None and (visit.facts.gpus or visit.facts.visible_gpus):
             kinds = Counter((gpu.name, gpu.memory) for gpu in visit.facts.gpus)
             what = ", ".join(f"{count} x {name}, {size(memory)}" for (name, memory), count in kinds.items())
-            rows.append((visit.host, what or "?", str(visit.facts.visible_gpus), visit.facts.driver or "?"))
+            unknown = "-" if visit.facts.amd_gpus else "?"
+            what = what or (f"{visit.facts.amd_gpus} x AMD" if visit.facts.amd_gpus else "?")
+            rows.append((visit.host, what, str(visit.facts.visible_gpus), visit.facts.driver or unknown))
     return _table(("host", "GPUs", "visible", "driver"), rows) if rows else ""
 
 

@@ -346,16 +346,21 @@ def _gpus(visits: Sequence[Visit]) -> Iterator[Finding]:
             f"{visit.slots} workers share {_count(facts.visible_gpus, 'GPU')}",
             "give it as many slots as it has GPUs, or make more of them visible (CUDA_VISIBLE_DEVICES)",
         )
-    blind = _where(
-        visits, lambda _, facts: facts.visible_gpus and "torch" in facts.packages and facts.torch_cuda is None
-    )
-    if blind:
-        yield Finding(
-            Severity.WARNING,
-            _names(blind),
-            "there are GPUs, but this torch was built without CUDA and cannot use them",
-            "install a build of torch with CUDA, if torch is to use them",
-        )
+    for platform, blind in (
+        ("CUDA", _where(visits, lambda _, facts: _torch_sees_none(facts, facts.torch_cuda) and not facts.amd_gpus)),
+        ("ROCm", _where(visits, lambda _, facts: _torch_sees_none(facts, facts.torch_rocm) and facts.amd_gpus)),
+    ):
+        if blind:
+            yield Finding(
+                Severity.WARNING,
+                _names(blind),
+                f"there are GPUs, but this torch was built without {platform} and cannot use them",
+                f"install a build of torch with {platform}, if torch is to use them",
+            )
+
+
+def _torch_sees_none(facts: Facts, built_for: str | None) -> bool:
+    return facts.visible_gpus > 0 and "torch" in facts.packages and built_for is None
 
 
 def _gpu_kinds(visits: Sequence[Visit]) -> Iterator[Finding]:
@@ -367,7 +372,7 @@ def _gpu_kinds(visits: Sequence[Visit]) -> Iterator[Finding]:
 
 
 def _driver(visits: Sequence[Visit]) -> Iterator[Finding]:
-    mute = _where(visits, lambda _, facts: facts.visible_gpus and not facts.driver)
+    mute = _where(visits, lambda _, facts: facts.visible_gpus and not facts.driver and not facts.amd_gpus)
     if mute:
         yield Finding(
             Severity.WARNING,

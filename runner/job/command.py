@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 
+from hvdgloo._platform.nics import nccl_variables
 from hvdgloo.config import format_endpoint
 from hvdgloo.errors import ConfigError
 from hvdgloo.runner.job.spec import Slot
@@ -166,17 +167,21 @@ def worker_environment(
     }
 
 
-def interface_variables(address: Address) -> dict[str, str]:
+def interface_variables(address: Address, *, chosen: bool) -> dict[str, str]:
     """For libraries that choose a network interface by its name: the one that the job uses on this host.
 
     Gloo would take an interface's first address, which for IPv6 is the link-local one, so with IPv6 it is not told.
+    NCCL uses several at once if it finds several, and is told only what the user wants.
+
+    Args:
+        chosen: the user has said which interfaces this host is to use.
     """
     if not address.nic:
         return {}
-    names = {"HOROVOD_GLOO_IFACE": address.nic, "NCCL_SOCKET_IFNAME": f"={address.nic}"}
-    if address.version == 6:
-        return {**names, "NCCL_SOCKET_FAMILY": "AF_INET6"}
-    return {**names, "GLOO_SOCKET_IFNAME": address.nic}
+    ipv6 = address.version == 6
+    gloo = {} if ipv6 else {"GLOO_SOCKET_IFNAME": address.nic}
+    nccl = nccl_variables(address.nic if chosen else "", ipv6=ipv6)
+    return {"HOROVOD_GLOO_IFACE": address.nic, **gloo, **nccl}
 
 
 def thread_defaults(cores: int, local_size: int, environ: Mapping[str, str], *, machine_cores: int) -> dict[str, str]:

@@ -212,7 +212,7 @@ def _links(text: str) -> list[str]:
 
 def _worker_variables() -> set[str]:
     slot = assign([HostEntry("localhost", 1)], 1)[0]
-    interfaces = interface_variables(Address("eth0", "10.0.0.1", 24)).keys()
+    interfaces = interface_variables(Address("eth0", "10.0.0.1", 24), chosen=True).keys()
     return interfaces | set(
         worker_environment(
             slot, job_id="", epoch=0, rendezvous=("h", 1), secret=b"", address="127.0.0.1", master=("h", 1)

@@ -213,6 +213,9 @@ class TestRules:
         assert "3 workers share 2 GPUs" in only(visit("h1", 3, **well)).text
         assert "built without CUDA" in only(visit("h1", **{**well, "torch_cuda": None})).text
         assert "nvidia-smi does not answer" in only(visit("h1", **{**well, "gpus": (), "driver": ""})).text
+        rocm = {"amd_gpus": 2, "visible_gpus": 2, "torch_rocm": "6.2"}
+        assert found(visit("h1", **rocm)) == []  # which has no nvidia-smi
+        assert "built without ROCm" in only(visit("h1", **{**rocm, "torch_rocm": None, "torch_cuda": "12.8"})).text
         other = {**well, "gpus": (GpuFacts("NVIDIA A100", 80 * GIB),) * 2, "driver": "535.1"}
         texts = [finding.text for finding in found(visit("h1", **well), visit("h2", **other))]
         assert texts == [
@@ -310,6 +313,7 @@ class TestReport:
         assert "-12.500 s" in rows["h2.example.com"]
         assert rows["h3"].split() == ["h3", "STOP"]
         assert "2 x NVIDIA H200, 140 GiB" in text
+        assert "8 x AMD" in as_text([visit("h1", amd_gpus=8, visible_gpus=4)], [])
         assert "STOP:    h3: its name cannot be looked up\n         -> correct it\n" in text
         assert "1 of 3 hosts cannot take part" in text.splitlines()[-1]
         assert max(map(len, text.splitlines())) <= 80 + 20, "tables may be wider, sentences not"
@@ -379,17 +383,16 @@ class TestExamine:
         assert examine.parse_nvidia("") == ((), "")
 
     @pytest.mark.parametrize(
-        ("line", "version"),
+        ("lines", "versions"),
         [
-            ("cuda: Optional[str] = '12.8'", "12.8"),
-            ("cuda = \"11.8\"", "11.8"),
-            ("cuda: Optional[str] = None", None),
-            ("hip: Optional[str] = '6.0'", None),
+            ("cuda: Optional[str] = '12.8'\nhip: Optional[str] = None", ("12.8", None)),
+            ('cuda = "11.8"', ("11.8", None)),
+            ("cuda: Optional[str] = None", (None, None)),
+            ("cuda: Optional[str] = None\nhip: Optional[str] = '6.2.41133-dd7f95766'", (None, "6.2.41133-dd7f95766")),
         ],
-    )  # fmt: skip
-    def test_torch_says_for_which_cuda_it_was_built(self, line: str, version: str | None) -> None:
-        match = examine._TORCH_CUDA.search(f"__version__ = '2.13.0'\n{line}\ndebug = False\n")
-        assert (match["version"] if match else None) == version
+    )
+    def test_torch_says_for_which_platform_it_was_built(self, lines: str, versions: tuple[str | None, ...]) -> None:
+        assert examine.parse_torch(f"__version__ = '2.13.0'\n{lines}\ndebug = False\n") == versions
 
     def test_directories_files_and_programs(self, tmp_path: Path) -> None:
         (tmp_path / "train.py").touch()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from hvdgloo._platform.nics import nic_of
 from hvdgloo.errors import ConfigError
 from hvdgloo.runner.discovery import LOOPBACK
 from hvdgloo.runner.job.command import interface_variables
@@ -136,14 +137,18 @@ def test_this_host_reports_its_loopback_address_and_no_scope() -> None:
 
 
 def test_libraries_that_want_an_interface_s_name_get_it() -> None:
-    assert interface_variables(ETH0) == {
-        "HOROVOD_GLOO_IFACE": "eth0",
-        "NCCL_SOCKET_IFNAME": "=eth0",
-        "GLOO_SOCKET_IFNAME": "eth0",
-    }
-    assert interface_variables(ETH1_6) == {
-        "HOROVOD_GLOO_IFACE": "eth1",
-        "NCCL_SOCKET_IFNAME": "=eth1",
-        "NCCL_SOCKET_FAMILY": "AF_INET6",
-    }
-    assert interface_variables(LOOPBACK) == {}
+    assert interface_variables(ETH0, chosen=False) == {"HOROVOD_GLOO_IFACE": "eth0", "GLOO_SOCKET_IFNAME": "eth0"}
+    assert interface_variables(ETH1_6, chosen=False) == {"HOROVOD_GLOO_IFACE": "eth1", "NCCL_SOCKET_FAMILY": "AF_INET6"}
+    assert interface_variables(LOOPBACK, chosen=False) == interface_variables(LOOPBACK, chosen=True) == {}
+
+
+def test_nccl_is_told_an_interface_only_if_the_user_has_chosen_one() -> None:
+    """It uses several at once, which is what GPU machines with several network cards are for."""
+    assert interface_variables(ETH0, chosen=True)["NCCL_SOCKET_IFNAME"] == "=eth0"
+    assert interface_variables(ETH1_6, chosen=True)["NCCL_SOCKET_IFNAME"] == "=eth1"
+
+
+def test_an_address_s_interface() -> None:
+    (loopback,) = [address for address in own_addresses() if address.address == "127.0.0.1"]
+    assert nic_of("127.0.0.1") == loopback.nic
+    assert nic_of("192.0.2.1") == ""  # of a network for documentation
