@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 
 from hvdgloo._engine.messages import Message, decode
 from hvdgloo._net.framing import HEAD, FrameDecoder
@@ -12,12 +13,17 @@ MAX_FRAME = 256 << 20
 
 
 class ControlConnection:
-    """One control connection. Only its thread may use it, except for ``shutdown``."""
+    """One control connection. Only its thread may use it, except for ``shutdown``.
 
-    def __init__(self, link: Link) -> None:
+    Args:
+        read: turns a message's bytes into the message, as ``decode`` does.
+    """
+
+    def __init__(self, link: Link, read: Callable[[memoryview], Message] = decode) -> None:
         link.sock.setblocking(False)
         self._socket = link.sock
         self._sending = link.sending
+        self._read = read
         self._arrived = memoryview(bytearray(1 << 16))
         self._frames = FrameDecoder(MAX_FRAME, "a control message", link.receiving)
         self._unsent = bytearray()
@@ -61,7 +67,7 @@ class ControlConnection:
             while not ended:
                 count = self._socket.recv_into(self._arrived)
                 ended = count == 0
-                messages += map(decode, self._frames.feed(self._arrived[:count]))
+                messages += map(self._read, self._frames.feed(self._arrived[:count]))
                 if count < len(self._arrived):
                     break
         except BlockingIOError:

@@ -25,6 +25,7 @@ from hvdgloo._engine.messages import (
     Abort,
     AskStacks,
     Bye,
+    Decoder,
     Drained,
     End,
     Execute,
@@ -34,6 +35,7 @@ from hvdgloo._engine.messages import (
     Pong,
     Resend,
     Stacks,
+    decode,
     frame,
 )
 from hvdgloo._engine.planes import DEPTH
@@ -97,7 +99,10 @@ class Control:
         self._spin_time = spin_time
         self._describe = describe
         self._on_end = on_end
-        self._connections = {peer: ControlConnection(link) for peer, link in links.items()}
+        # Ranks say the same to rank 0, and rank 0 says something new each time.
+        read = decode if coordinator is None else Decoder().decode
+        self._connections = {peer: ControlConnection(link, read) for peer, link in links.items()}
+        self._unsent: set[int] = set()  # peers for whom bytes are left that the thread does not wait to write yet
         self._wake_up = WakeUp()
         self._to_send: list[Message] = []
         self._failure: BaseException | None = None
@@ -187,7 +192,7 @@ class Control:
                 logger.exception("the control plane of rank %d failed", self._rank)
             deadline = self._deadline()
             oversleeps = deadline is not None and (self._sleeps_until is None or deadline < self._sleeps_until)
-            must_wake = oversleeps or self._finished or any(c.has_unsent for c in self._connections.values())
+            must_wake = oversleeps or self._finished or bool(self._unsent)
         finally:
             self._may_wait, self._lent = True, False
             self._turn_lock.release()
@@ -236,9 +241,9 @@ class Control:
 
     def _turn(self) -> None:
         self._look_around(time.monotonic())
-        for peer, connection in self._connections.items():
-            if connection.has_unsent:
-                self._sockets.modify(connection, selectors.EVENT_READ | selectors.EVENT_WRITE, peer)
+        while self._unsent:
+            peer = self._unsent.pop()
+            self._sockets.modify(self._connections[peer], selectors.EVENT_READ | selectors.EVENT_WRITE, peer)
         if self._finished:
             return
         for key, _ in self._sleep():
@@ -328,6 +333,8 @@ class Control:
         except OSError as error:
             # The reading side will see its end too, and may hold the reason (an Abort) that was sent before.
             logger.debug("sending to rank %d failed: %s", peer, error)
+        if connection.has_unsent:
+            self._unsent.add(peer)
 
     def _conduct(self, coordinator: Coordinator, now: float) -> None:
         """Rank 0: order what is ready if there is room."""
@@ -397,6 +404,7 @@ class Control:
 
     def _lose(self, peer: int, reason: str, now: float) -> None:
         self._connections.pop(peer).close()
+        self._unsent.discard(peer)
         if self._coordinator is not None:
             self._coordinator.lost(peer, reason, now)
         elif not self._finished:

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from hvdgloo._engine.readiness import Masks, masks_of
 from hvdgloo._net import codec
 from hvdgloo._net.codec import Count
 from hvdgloo.types import Collective, ReduceOp, TensorSpec
@@ -133,7 +134,7 @@ class Response(codec.Message, frozen=True, dict=True):
 # From a member to the coordinator.
 
 
-class Submit(msgspec.Struct, frozen=True):
+class Submit(msgspec.Struct, frozen=True, dict=True):
     """Operations that became ready on this rank: known signatures, and new requests.
 
     ``payload`` holds the tensor's bytes if there is a single operation and it is small enough; see ``inline``.
@@ -144,6 +145,11 @@ class Submit(msgspec.Struct, frozen=True):
     requests: tuple[Request, ...] = ()
     payload: bytes = b""
     resent: bool = False
+
+    @cached_property
+    def masks(self) -> Masks:
+        """The signatures, to be counted many at once."""
+        return masks_of(self.signatures)
 
 
 class Leave(codec.Message, frozen=True, tag=3):
@@ -297,6 +303,38 @@ def decode(data: bytes | memoryview) -> Message:
         return Execute(items, message.forgotten, message.results)
     arrived: Message = message
     return arrived
+
+
+class Decoder:
+    """``decode`` for many senders who say the same: equal bytes become the same Submit, so that what it spells out is
+    decoded, and kept, once for all of them. Not for several threads at a time."""
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, Submit] = {}
+        self._bytes = 0
+
+    def decode(self, data: bytes | memoryview) -> Message:
+        """As the function ``decode``."""
+        data = bytes(data)
+        known = self._known.get(data)
+        if known is not None:
+            return known
+        message = decode(data)
+        # Those with a tensor's bytes hardly ever come again.
+        if isinstance(message, Submit) and not message.payload:
+            self._bytes += len(data) + _KNOWN_OVERHEAD
+            if self._bytes > _KNOWN_BYTES:
+                self._known.clear()
+                self._bytes = len(data) + _KNOWN_OVERHEAD
+            self._known[data] = message
+        return message
+
+
+_KNOWN_BYTES = 1 << 16
+"""Bytes of messages that a Decoder keeps, or a single message that is longer."""
+
+_KNOWN_OVERHEAD = 64
+"""Counted for each, so that short ones are not too many."""
 
 
 def _travelling(message: Message) -> codec.Message:

@@ -3,6 +3,11 @@
 Values in, values out: no clock, thread or socket. An operation is ready when every member of its process set has
 submitted it, or has joined; it then takes its place in one total order over all process sets. Adding and removing sets,
 and the end of a join, are operations of that order too.
+
+What is known by number, as in a steady training step, is counted all at once (``readiness``). Everything else is looked
+at one by one, as a ``PartialSubmission`` each: what is spelled out, carries a tensor's bytes or is observed, and all
+operations while some ranks have joined. A number goes over to the second kind when it has to, and back when it has been
+ordered.
 """
 
 from __future__ import annotations
@@ -16,6 +21,8 @@ from msgspec.structs import replace
 
 from hvdgloo._engine import inline
 from hvdgloo._engine.messages import REDUCTIONS, SET_CHANGES, Execute, Request, Response, Submit
+from hvdgloo._engine.partial import PartialSubmission, Requests
+from hvdgloo._engine.readiness import Block, Ledger, mask_of, numbers_of
 from hvdgloo.types import Collective, ReduceOp
 
 COORDINATOR = 0
@@ -23,18 +30,6 @@ COORDINATOR = 0
 
 _EXCUSABLE = frozenset({Collective.ALLREDUCE, Collective.BARRIER})
 """Collectives that go on without the data of ranks that have joined."""
-
-
-class PartialSubmission:
-    """An operation that some ranks have submitted, since the time ``since``; how many of them by its number."""
-
-    __slots__ = ("by_number", "payloads", "requests", "since")
-
-    def __init__(self, since: float) -> None:
-        self.since = since
-        self.requests: dict[int, Request] = {}
-        self.payloads: dict[int, bytes] | None = None
-        self.by_number = 0
 
 
 @dataclass(frozen=True)
@@ -49,8 +44,15 @@ class Waiting:
 
 @dataclass
 class _Signature:
+    """What a number stands for.
+
+    Attributes:
+        countable: all members may submit it by its number, and it is the only kind of operation under its name.
+    """
+
     response: Response
-    requests: Mapping[int, Request]
+    requests: Requests
+    countable: bool
 
 
 class Observer(Protocol):
@@ -70,23 +72,20 @@ class Negotiator:
 
     def __init__(self, members: Mapping[int, Sequence[int]], capacity: int) -> None:
         self._members = {number: tuple(ranks) for number, ranks in members.items()}
+        self._sources = {number: frozenset(ranks) for number, ranks in members.items()}
         self._next_set = max(self._members) + 1
         self._freed_sets: deque[int] = deque()
-        self._joined: list[int] = []
+        self._joined: dict[int, None] = {}  # in order
         self._asked_back: Counter[int] = Counter()
         self._late_joins: dict[int, Request] = {}
         self.observer: Observer | None = None
         self._capacity = capacity
         self._pending: dict[tuple[int, str], PartialSubmission] = {}
-        # Numbers of operations that every rank of the job takes part in, and what ranks have submitted of them while
-        # nothing else was pending: numbers, with the time of the submission.
-        self._common: set[int] = set()
-        self._runs: list[dict[int, float]] = [{} for _ in self._members[0]]
+        self._ledger = Ledger()
         self._ready: list[int | Response] = []
         self._results: list[tuple[int, bytes]] = []
         self._signatures: OrderedDict[int, _Signature] = OrderedDict()
         self._numbers: dict[tuple[int, str], int] = {}
-        self._next_number = 0
         self._forgotten: list[int] = []
 
     def absorb(self, rank: int, submission: Submit, now: float) -> list[int]:
@@ -95,58 +94,69 @@ class Negotiator:
         Returns:
             numbers that no longer stand for anything; the rank must spell out these requests.
         """
-        if self._absorb_run(rank, submission, now):
-            return []
-        self._spell_out_runs()
+        unknown = [] if self._count(rank, submission, now) else self._absorb_each(rank, submission, now)
+        if unknown or submission.resent:
+            self._asked_back[rank] += bool(unknown) - submission.resent
+        for request in submission.requests:
+            if self._file(rank, request, now, submission.payload, by_number=False):
+                self._compare_kinds(request)
+        if self._late_joins and not self._asked_back[rank] and rank in self._late_joins:
+            self._join(rank, self._late_joins.pop(rank))
+        return unknown
+
+    def _count(self, rank: int, submission: Submit, now: float) -> bool:
+        """File a submission's numbers without looking at each.
+
+        Returns:
+            False if that cannot be done; nothing has been filed then.
+        """
+        numbers = submission.signatures
+        if not numbers:
+            return True
+        if submission.payload or self._joined or self.observer is not None:
+            return False
+        if self._pending and len(numbers) + len(submission.requests) == 1:
+            return False  # it may be of another kind than what the others wait for
+        blocks = self._ledger.blocks
+        masks = submission.masks
+        for at, mask in masks:
+            block = blocks.get(at)
+            if block is None or mask & ~block.open or rank not in block.sources:
+                return False
+        complete = [(at, blocks[at].announce(rank, mask, now)) for at, mask in masks]
+        if tuple(complete) == masks:
+            self._ready += numbers
+        else:
+            done = {number for at, mask in complete if mask for number in numbers_of(at, mask)}
+            if not done:
+                return True
+            numbers = tuple([number for number in numbers if number in done])
+            self._ready += numbers
+        for number in numbers:
+            self._signatures.move_to_end(number)
+        return True
+
+    def _absorb_each(self, rank: int, submission: Submit, now: float) -> list[int]:
+        """As ``absorb``, for the numbers of a submission."""
         unknown = []
+        counts = not (submission.payload or self._joined or self.observer is not None)
         alone = len(submission.signatures) + len(submission.requests) == 1
         for number in submission.signatures:
             signature = self._signatures.get(number)
             if signature is None or rank not in signature.requests:
                 unknown.append(number)
-            else:
-                request = signature.requests[rank]
-                self._file(rank, request, now, submission.payload, by_number=True)
-                if alone:
-                    self._compare_kinds(request)
-        self._asked_back[rank] += bool(unknown) - submission.resent
-        for request in submission.requests:
-            self._file(rank, request, now, submission.payload, by_number=False)
-            self._compare_kinds(request)
-        if not self._asked_back[rank] and rank in self._late_joins:
-            self._join(rank, self._late_joins.pop(rank))
+                continue
+            if counts and not alone:
+                block, bit = self._ledger.place(number)
+                if block.open & bit:
+                    if block.announce(rank, bit, now):
+                        self._signatures.move_to_end(number)
+                        self._ready.append(number)
+                    continue
+            request = signature.requests[rank]
+            if self._file(rank, request, now, submission.payload, by_number=True) and alone:
+                self._compare_kinds(request)
         return unknown
-
-    def _absorb_run(self, rank: int, submission: Submit, now: float) -> bool:
-        """File a submission of nothing but numbers that all ranks know, as in a steady step, without looking at each.
-
-        Returns:
-            False if it is not of that kind, or not all that is pending is; nothing has been filed then.
-        """
-        if submission.requests or submission.payload or submission.resent or self._pending:
-            return False
-        if self._joined or self._late_joins or self.observer is not None:
-            return False
-        numbers = submission.signatures
-        if not self._common.issuperset(numbers):
-            return False
-        self._runs[rank].update(dict.fromkeys(numbers, now))
-        complete = set(numbers).intersection(*self._runs)
-        if complete:
-            ordered = numbers if len(complete) == len(numbers) else [n for n in numbers if n in complete]
-            self._ready += ordered
-            for number in ordered:
-                self._signatures.move_to_end(number)
-                for run in self._runs:
-                    del run[number]
-        return True
-
-    def _spell_out_runs(self) -> None:
-        """File what was submitted in runs as everything else is."""
-        for rank, run in enumerate(self._runs):
-            for number, since in run.items():
-                self._file(rank, self._signatures[number].requests[rank], since, b"", by_number=True)
-            run.clear()
 
     def take(self) -> Execute:
         """What has become ready since the last call, in order, and the signatures that have been forgotten since."""
@@ -160,7 +170,7 @@ class Negotiator:
 
     @property
     def has_pending(self) -> bool:
-        return bool(self._pending) or any(self._runs)
+        return bool(self._pending) or self._ledger.busy
 
     @property
     def has_joined(self) -> bool:
@@ -169,43 +179,97 @@ class Negotiator:
 
     def waiting(self) -> list[Waiting]:
         """Operations that some member has not submitted, oldest first."""
-        self._spell_out_runs()
-        report = [
-            Waiting(
-                name,
-                pending.since,
-                tuple(sorted(pending.requests)),
-                tuple(self._missing(process_set, pending)),
-            )
-            for (process_set, name), pending in self._pending.items()
-        ]
+        report = []
+        for (process_set, name), pending in self._pending.items():
+            came = pending.requests
+            excused = self._joined if pending.excuses else {}
+            missing = [rank for rank in self._members[process_set] if rank not in came and rank not in excused]
+            report.append(Waiting(name, pending.since, tuple(came), tuple(missing)))
+        for block in self._ledger.blocks.values():
+            for number, since, announced in block.waiting():
+                missing = sorted(block.sources.difference(announced))
+                name = self._signatures[number].response.request.name
+                report.append(Waiting(name, since, tuple(sorted(announced)), tuple(missing)))
         return sorted(report, key=lambda waiting: waiting.since)
 
-    def _file(self, rank: int, request: Request, now: float, payload: bytes, *, by_number: bool) -> None:
-        members = self._members.get(request.process_set)
-        if members is None:
-            return  # the set was removed while this was on its way; the rank has been told
-        if request.collective is Collective.JOIN:
-            # What this rank submitted earlier comes first, including what it is being asked to spell out again.
-            if self._asked_back[rank]:
-                self._late_joins[rank] = request
-            else:
-                self._join(rank, request)
-            return
-        if self.observer is not None:
-            self.observer.arrived(rank, request)
+    def _file(self, rank: int, request: Request, now: float, payload: bytes, *, by_number: bool) -> bool:
+        """Note that a rank has submitted one operation.
+
+        Returns:
+            whether others wait for an operation of another kind under its name, so that it may never be ready.
+        """
         key = request.key
         pending = self._pending.get(key)
         if pending is None:
-            pending = self._pending[key] = PartialSubmission(now)
-        pending.requests[rank] = request
+            if request.process_set not in self._members:
+                return False  # the set was removed while this was on its way; the rank has been told
+            if request.collective is Collective.JOIN:
+                # What this rank submitted earlier comes first, including what it is being asked to spell out again.
+                if self._asked_back[rank]:
+                    self._late_joins[rank] = request
+                else:
+                    self._join(rank, request)
+                return False
+            pending = self._open(request, now)
+        self._add(pending, rank, request, by_number=by_number)
         if payload:
             if pending.payloads is None:
                 pending.payloads = {}
             pending.payloads[rank] = payload
-        pending.by_number += by_number
-        if len(pending.requests) == len(members) or (self._joined and not self._missing(key[0], pending)):
+        if not pending.missing:
             self._order(key, pending)
+            return False
+        return pending.contested
+
+    def _open(self, request: Request, now: float) -> PartialSubmission:
+        """Look at an operation by itself from now on, until it is ordered."""
+        key = request.key
+        number = self._numbers.get(key)
+        if number is not None:
+            self._withdraw(*self._ledger.place(number))
+        pending = self._pending.get(key)
+        if pending is None:
+            pending = self._begin(request, now)
+            if number is None or not self._signatures[number].countable:
+                pending.contested = self._has_rivals(request)
+        return pending
+
+    def _withdraw(self, block: Block, mask: int) -> None:
+        """Look at these numbers one by one from now on, until they are ordered."""
+        for number, since, announced in block.withdraw(mask):
+            requests = self._signatures[number].requests
+            pending = self._begin(requests.shared, since)
+            for rank in announced:
+                self._add(pending, rank, requests[rank], by_number=True)
+
+    def _add(self, pending: PartialSubmission, rank: int, request: Request, *, by_number: bool) -> None:
+        if self.observer is not None:
+            self.observer.arrived(rank, request)
+        if pending.requests.add(rank, request) and not (rank in self._joined and pending.excuses):
+            pending.missing -= 1
+        pending.by_number += by_number
+
+    def _begin(self, request: Request, since: float) -> PartialSubmission:
+        members = self._members[request.process_set]
+        pending = self._pending[request.key] = PartialSubmission(request, since, len(members))
+        if self._joined and pending.excuses:
+            pending.missing = sum(rank not in self._joined for rank in members)
+        return pending
+
+    def _has_rivals(self, request: Request) -> bool:
+        """Whether there are operations of other kinds under a request's name. They are looked at one by one from now
+        on, and compared."""
+        found = False
+        for key in request.other_kinds:
+            number = self._numbers.get(key)
+            if number is not None:
+                self._signatures[number].countable = False
+                self._withdraw(*self._ledger.place(number))
+                found = True
+            pending = self._pending.get(key)
+            if pending is not None:
+                pending.contested = found = True
+        return found
 
     def _compare_kinds(self, request: Request) -> None:
         """Fail operations under one name of which each rank waits for another kind, as they would for ever.
@@ -214,32 +278,23 @@ class Negotiator:
         submitted the first, which is therefore not pending or not missing here. Called for what is new, or comes alone;
         not for the many known operations of a training step, which would pay for it each time.
         """
-        own = self._pending.get(request.key)
-        if own is None or len(self._pending) < 2:
-            return
-        others = [key for key in request.other_kinds if key in self._pending]
-        if not others:
-            return
-        parts = {key: self._pending[key] for key in (request.key, *others)}
-        submitted = [rank for part in parts.values() for rank in part.requests]
+        parts = {key: self._pending[key] for key in (request.key, *request.other_kinds) if key in self._pending}
         members = self._members[request.process_set]
-        if len(set(submitted)) < len(submitted) or any(r not in submitted and r not in self._joined for r in members):
+        submitted = 0
+        for part in parts.values():
+            if submitted & part.requests.ranks:
+                return  # by a rank that waits for two of them
+            submitted |= part.requests.ranks
+        if len(parts) < 2 or mask_of(members) & ~submitted & ~mask_of(self._joined):
             return
         name = request.name[len(request.kind) + 1 :]
-        first = {key: next(iter(part.requests.values())) for key, part in parts.items()}
-        sides = "; ".join(f"{first[key].kind} on {format_ranks(sorted(parts[key].requests))}" for key in sorted(parts))
+        first = {key: part.requests.shared for key, part in parts.items()}
+        sides = "; ".join(f"{first[key].kind} on {format_ranks([*parts[key].requests])}" for key in sorted(parts))
         for key, asked in first.items():
             del self._pending[key]
             self._ready.append(Response(asked, error=f"{name}: ranks disagree about the kind of collective: {sides}"))
             if self.observer is not None:
                 self.observer.settled(asked, executed_here=False)
-
-    def _missing(self, process_set: int, pending: PartialSubmission) -> list[int]:
-        """The ranks that an operation still waits for. The sets may not be changed in the absence of ranks that have
-        joined."""
-        first = next(iter(pending.requests.values()))
-        excused = () if first.collective in SET_CHANGES else self._joined
-        return [rank for rank in self._members[process_set] if rank not in pending.requests and rank not in excused]
 
     def _order(self, key: tuple[int, str], pending: PartialSubmission) -> None:
         """Every member has submitted it: give it its place in the order."""
@@ -248,68 +303,78 @@ class Negotiator:
         number = self._numbers.get(key)
         error = ""
         submitted = len(pending.requests)
-        as_before = pending.by_number == submitted and not (
-            submitted < len(members) and _lacks(pending.requests, members)
-        )
+        as_before = pending.by_number == submitted and not _lacks(pending.requests, members)
         if number is not None and as_before:
             self._signatures.move_to_end(number)
             self._ready.append(number)
+            if self._signatures[number].countable:
+                self._ledger.reopen(number)
         else:
             response = self._settle(key, pending.requests, members)
             self._ready.append(response)
             error = response.error
         if self.observer is not None:
-            request = next(iter(pending.requests.values()))
-            self.observer.settled(request, executed_here=not error and COORDINATOR in members)
+            self.observer.settled(pending.requests.shared, executed_here=not error and COORDINATOR in members)
         sent = pending.payloads
         if sent is not None and len(sent) == submitted and not error:
             payloads = [sent[rank] for rank in sorted(sent)]
-            result = inline.combine(pending.requests[min(pending.requests)], payloads, len(members))
+            result = inline.combine(pending.requests[min(sent)], payloads, len(members))
             if result:
                 self._results.append((len(self._ready) - 1, result))
 
     def _join(self, rank: int, request: Request) -> None:
         """A rank has no more data. When all have said so, all go on, and learn which was last."""
+        for block in self._ledger.blocks.values():
+            self._withdraw(block, block.begun)
         if rank not in self._joined:
-            self._joined.append(rank)
+            self._joined[rank] = None
+            for (process_set, _), pending in self._pending.items():
+                if pending.excuses and rank in self._sources[process_set] and rank not in pending.requests:
+                    pending.missing -= 1
         # Also when it is the last: operations that it submitted before, and that others will not submit, go on without
         # them.
         for key, pending in list(self._pending.items()):
-            if not self._missing(key[0], pending):
+            if not pending.missing:
                 self._order(key, pending)
         if len(self._joined) == len(self._members[0]):
             self._joined.clear()
             self._ready.append(Response(request, value=rank))
 
-    def _settle(self, key: tuple[int, str], requests: Mapping[int, Request], members: Sequence[int]) -> Response:
+    def _settle(self, key: tuple[int, str], requests: Requests, members: Sequence[int]) -> Response:
         """Spell out a Response, and remember it under a new number if it may come again."""
         old = self._numbers.pop(key, None)
         if old is not None:
             # Members replace it when they see the new Response; no rank sends it again.
             self._forget(old)
-        response = agree(requests, [rank for rank in members if rank in requests])
+        if requests.others:
+            response = agree(requests, [rank for rank in members if rank in requests])
+        else:
+            response = Response(requests.shared, _rows(requests, [*requests]))
         if not response.error and _lacks(requests, members):
-            text = f"{key[1]}: {format_ranks(self._joined)} called join(), which only allreduce and barrier allow"
+            text = f"{key[1]}: {format_ranks([*self._joined])} called join(), which only allreduce and barrier allow"
             response = Response(response.request, error=text)
         if response.request.collective in SET_CHANGES:
             return self._change_sets(response)
         if response.error or self._capacity == 0:
             return response
-        number, self._next_number = self._next_number, self._next_number + 1
+        number = self._ledger.issue(key[0])
+        self._ledger.learn(number, key[0], self._sources[key[0]])
         response = Response(response.request, response.rows, "", number)
-        self._signatures[number] = _Signature(response, requests)
+        countable = len(requests) == len(members) and not self._has_rivals(response.request)
+        if not countable:
+            self._withdraw(*self._ledger.place(number))
+        self._signatures[number] = _Signature(response, requests, countable)
         self._numbers[key] = number
-        if len(requests) == len(self._members[0]):
-            self._common.add(number)
         if len(self._signatures) > self._capacity:
             evicted, signature = next(iter(self._signatures.items()))
+            self._withdraw(*self._ledger.place(evicted))
             del self._numbers[signature.response.request.key]
             self._forget(evicted)
         return response
 
     def _forget(self, number: int) -> None:
         del self._signatures[number]
-        self._common.discard(number)
+        self._ledger.forget(number)
         self._forgotten.append(number)
 
     def _change_sets(self, response: Response) -> Response:
@@ -324,6 +389,7 @@ class Negotiator:
             number = self._freed_sets.popleft() if self._freed_sets else self._next_set
             self._next_set = max(self._next_set, number + 1)
             self._members[number] = ranks
+            self._sources[number] = frozenset(ranks)
             return replace(response, value=number)
         if number <= 0:
             return replace(response, error=f"there is no process set of {format_ranks(ranks)} that could be removed")
@@ -332,16 +398,17 @@ class Negotiator:
 
     def _forget_set(self, number: int) -> None:
         """Its pending operations are ended by the ranks themselves, since every rank is told of the removal."""
-        del self._members[number]
+        del self._members[number], self._sources[number]
         self._freed_sets.append(number)
         self._pending = {key: pending for key, pending in self._pending.items() if key[0] != number}
         for key in [key for key in self._numbers if key[0] == number]:
             self._forget(self._numbers.pop(key))
+        self._ledger.drop_set(number)
 
 
-def _lacks(requests: Mapping[int, Request], members: Sequence[int]) -> bool:
+def _lacks(requests: Requests, members: Sequence[int]) -> bool:
     """True if members have joined and the operation cannot go on without their data."""
-    return len(requests) < len(members) and next(iter(requests.values())).collective not in _EXCUSABLE
+    return len(requests) < len(members) and requests.shared.collective not in _EXCUSABLE
 
 
 def agree(requests: Mapping[int, Request], members: Sequence[int]) -> Response:

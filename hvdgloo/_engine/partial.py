@@ -1,0 +1,84 @@
+"""Operations that some ranks have submitted and others have not: who has asked for what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from hvdgloo._engine.messages import SET_CHANGES, Request
+from hvdgloo._engine.readiness import bits_of
+
+
+class Requests(Mapping[int, Request]):
+    """Requests for one operation by rank. Most are usually equal, and take no memory by rank.
+
+    Args:
+        shared: the first rank's request.
+
+    Attributes:
+        shared: the same.
+        ranks: who has submitted the operation, as a mask.
+        others: the requests that differ from the shared one, by rank.
+    """
+
+    __slots__ = ("others", "ranks", "shared")
+
+    def __init__(self, shared: Request) -> None:
+        self.shared = shared
+        self.ranks = 0
+        self.others: dict[int, Request] = {}
+
+    def add(self, rank: int, request: Request) -> bool:
+        """File a rank's request, in place of what it had asked for before; True if that was nothing."""
+        bit = 1 << rank
+        if request is not self.shared and request != self.shared:
+            self.others[rank] = request
+        elif self.others:
+            self.others.pop(rank, None)
+        is_new = not self.ranks & bit
+        self.ranks |= bit
+        return is_new
+
+    def __getitem__(self, rank: int) -> Request:
+        if not self.ranks >> rank & 1:
+            raise KeyError(rank)
+        return self.others.get(rank, self.shared)
+
+    def __contains__(self, rank: object) -> bool:
+        return isinstance(rank, int) and bool(self.ranks >> rank & 1)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(bits_of(self.ranks))
+
+    def __len__(self) -> int:
+        return self.ranks.bit_count()
+
+
+class PartialSubmission:
+    """An operation that some ranks have submitted, since the time ``since``.
+
+    Args:
+        request: the first rank's; nobody has submitted it yet as far as ``requests`` is concerned.
+        missing: how many ranks have to submit it, or to join if it excuses them, before it is ready.
+
+    Attributes:
+        requests: who has submitted it, and what.
+        by_number: how many of them submitted it by its number.
+        payloads: the tensors that travelled along, by rank.
+        missing: how many ranks it still waits for.
+        contested: there are operations of another kind under its name.
+    """
+
+    __slots__ = ("by_number", "contested", "missing", "payloads", "requests", "since")
+
+    def __init__(self, request: Request, since: float, missing: int) -> None:
+        self.since = since
+        self.requests = Requests(request)
+        self.missing = missing
+        self.by_number = 0
+        self.payloads: dict[int, bytes] | None = None
+        self.contested = False
+
+    @property
+    def excuses(self) -> bool:
+        """Whether it goes on without ranks that have joined. The sets may not be changed in their absence."""
+        return self.requests.shared.collective not in SET_CHANGES
