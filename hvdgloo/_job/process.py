@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from hvdgloo._job import excepthook
 from hvdgloo._job.context import Context
 from hvdgloo._job.logging import configure_logging
+from hvdgloo._platform.imports import collector_paused
 from hvdgloo.config import Config, unknown_variables
 from hvdgloo.errors import NotInitializedError
 
@@ -40,7 +41,8 @@ def init(
     global _current, _owner
     with _lock:
         if _current is None:
-            from hvdgloo._job.join import join  # imports the engine, the rendezvous and the data planes
+            with collector_paused():
+                from hvdgloo._job.join import join  # imports the engine, the rendezvous and the data planes
 
             _owner = os.getpid()
             excepthook.install()  # before anything can go wrong: a setting's error is shown like any other of ours

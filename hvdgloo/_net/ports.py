@@ -12,11 +12,12 @@ as there are other ports, since it may be another user's job; it does not make a
 from __future__ import annotations
 
 import errno
-import random
+import secrets
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from types import TracebackType
 
 from hvdgloo._net import abstract
@@ -211,14 +212,15 @@ def _listen(address: str, port: int) -> socket.socket:
     return sock
 
 
-def _candidates(port_range: PortRange | None) -> list[int]:
+def _candidates(port_range: PortRange | None) -> Iterable[int]:
     if port_range is not None:
         # From the end: listeners look from the beginning.
-        return list(range(port_range[1], port_range[0] - 1, -1))
+        return range(port_range[1], port_range[0] - 1, -1)
     low, high = _ephemeral_ports()
-    ports = list(range(20000, min(low, 32768))) if low > 21000 else list(range(high + 1, 65536))
-    random.SystemRandom().shuffle(ports)
-    return ports
+    ports = range(20000, min(low, 32768)) if low > 21000 else range(high + 1, 65536)
+    # From any of them on: with another start than other launchers', the first is nearly always free.
+    first = secrets.randbelow(len(ports)) if ports else 0
+    return chain(ports[first:], ports[:first])
 
 
 def _ephemeral_ports() -> PortRange:

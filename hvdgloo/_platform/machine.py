@@ -10,6 +10,7 @@ import importlib.util
 import math
 import os
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 
 _CGROUPS = "/sys/fs/cgroup"
@@ -62,10 +63,13 @@ def _nvidia_gpus() -> int:
         return len(os.listdir("/proc/driver/nvidia/gpus"))
     except OSError:
         pass
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return 0
     import subprocess
 
     try:
-        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, timeout=10, check=False)
+        listing = subprocess.run([program, "-L"], capture_output=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return 0
     return sum(line.startswith(b"GPU ") for line in listing.stdout.splitlines()) if listing.returncode == 0 else 0

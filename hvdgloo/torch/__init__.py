@@ -23,15 +23,18 @@ except ModuleNotFoundError as error:
         raise
     raise MissingDependencyError("hvdgloo.torch needs PyTorch: pip install 'hvdgloo[torch]'") from error
 
-from hvdgloo._collectives.names import EAGER, OBJECTS, VALUES, bind
-from hvdgloo.torch import (
-    compression,
-    elastic,  # noqa: F401 - programs write hvd.elastic.ElasticSampler, and import only hvd
-    functions,
-    mpi_ops,
-    optimizer,
-    sync_batch_norm,
-)
+from hvdgloo._platform.imports import collector_paused
+
+with collector_paused():
+    from hvdgloo._collectives.names import EAGER, OBJECTS, VALUES, bind
+    from hvdgloo.torch import (
+        compression,
+        elastic,  # noqa: F401 - programs write hvd.elastic.ElasticSampler, and import only hvd
+        functions,
+        mpi_ops,
+        optimizer,
+        sync_batch_norm,
+    )
 
 __all__ = bind(
     globals(),

@@ -7,13 +7,14 @@ that has none is accepted with a line that says so, and one that would make it a
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import shutil
 import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 from hvdgloo.config import without_place
 from hvdgloo.errors import ConfigError, HvdglooError, JobFailedError, LaunchError, MissingDependencyError
@@ -41,6 +42,14 @@ class CommandLine:
 
     spec: LaunchSpec
     notices: tuple[str, ...] = ()
+
+
+def command() -> NoReturn:
+    """The command itself: nothing but ``main``, and then the end of the process."""
+    status = main()
+    # Python looks for garbage among all objects before it ends, which would take longer than all else that is left.
+    gc.freeze()
+    sys.exit(status)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -85,38 +85,34 @@ def _by_hand(host: HostEntry, reach: Reach) -> str:
 class _Rule:
     """Words of ssh, what they mean, and the remedy. ``{by_hand}``, ``{said}`` and others are filled in."""
 
-    pattern: re.Pattern[str]
+    pattern: str  # compiled when somebody asks, which a start that succeeds never does
     cause: Cause
     text: str
     retry: Retry = Retry.NEVER
 
 
-def _rule(pattern: str, cause: Cause, text: str, retry: Retry = Retry.NEVER) -> _Rule:
-    return _Rule(re.compile(pattern), cause, text, retry)
-
-
 _RULES = (
-    _rule(
+    _Rule(
         r"Bad configuration option|Bad owner or permissions|terminating, \d+ bad configuration|unknown option"
         r"|unknown key type|^usage: ssh|keyword .* extra arguments|Cannot execute command-line and remote command"
         r"|Bad port|missing argument|no argument after keyword",
         Cause.CONFIGURATION,
         "ssh does not accept its options: {said}; look at --ssh-args and at the ssh_config of this machine",
     ),
-    _rule(
+    _Rule(
         r"REMOTE HOST IDENTIFICATION HAS CHANGED",
         Cause.HOST_KEY_CHANGED,
         "its host key has changed; if the machine was installed anew, remove the old key "
         "(ssh-keygen -R {known_as}) and accept the new one ({by_hand})",
     ),
-    _rule(
+    _Rule(
         r"Host key verification failed|host key is known for|authenticity of host .* can't be established"
         r"|REVOKED HOST KEY|No host key is known",
         Cause.HOST_KEY_UNKNOWN,
         "its host key is not known here, and nobody can be asked now; accept it once by hand ({by_hand}), or collect "
         "all keys with ssh-keyscan",
     ),
-    _rule(
+    _Rule(
         r"Permission denied \(|Permission denied, please try again|Too many authentication failures"
         r"|UNPROTECTED PRIVATE KEY FILE|No supported authentication methods|password has expired"
         r"|Password change required",
@@ -124,51 +120,51 @@ _RULES = (
         "it refuses the login: {said}; ssh must work without a password: try {batch_by_hand}, then ssh-copy-id, "
         "ssh-add, or --ssh-identity-file",
     ),
-    _rule(
+    _Rule(
         r"Temporary failure in name resolution|Try again",
         Cause.NAME,
         "its name cannot be looked up now (temporary failure in name resolution); look at this machine's DNS",
         Retry.A_FEW_TIMES,
     ),
-    _rule(
+    _Rule(
         r"Could not resolve hostname|Name or service not known|nodename nor servname|No address associated"
         r"|Name has no usable address",
         Cause.NAME,
         "its name cannot be looked up; correct it, or make it known to DNS, /etc/hosts or ssh_config",
     ),
-    _rule(
+    _Rule(
         r"Connection refused",
         Cause.REFUSED,
         "it refuses the connection{port}; does sshd run there, and on this port (--ssh-port)?",
     ),
-    _rule(
+    _Rule(
         r"Timeout, server .* not responding",
         Cause.TIMED_OUT,
         "it was reached, and then nothing more came from it; was it cut off or switched off meanwhile?",
     ),
-    _rule(
+    _Rule(
         r"Connection timed out|Operation timed out|timed out during banner exchange|Connection to .* timed out",
         Cause.TIMED_OUT,
         "nothing answers{port} within {timeout} s; is it up, and does a firewall let ssh through "
         "(--connect-timeout-seconds)?",
     ),
-    _rule(
+    _Rule(
         r"No route to host|Network is unreachable|Host is down|Network is down|Cannot assign requested address",
         Cause.NO_ROUTE,
         "there is no route to it ({said}); is it up and in a network that this machine reaches?",
     ),
-    _rule(
+    _Rule(
         r"System is booting up|pam_nologin|Unprivileged users are not permitted to log in",
         Cause.NOT_THERE,
         "it does not let users in yet: {said}",
         Retry.A_FEW_TIMES,
     ),
-    _rule(
+    _Rule(
         r"Unable to negotiate with|no matching (host key|cipher|key exchange|MAC)",
         Cause.CONFIGURATION,
         "its sshd and this ssh have no algorithm in common: {said}; allow one in ssh_config",
     ),
-    _rule(
+    _Rule(
         r"kex_exchange_identification|ssh_exchange_identification|Connection (reset|closed) by"
         r"|Connection reset by peer|Broken pipe|Exceeded MaxStartups|Not allowed at this time|ssh_dispatch_run_fatal"
         r"|mux_client_request_session|client_loop: send disconnect|Connection to .* closed by remote host",
@@ -208,5 +204,5 @@ def diagnose(host: HostEntry, ending: Ending, reach: Reach) -> Diagnosis:
 
 def _matching(rule: _Rule, ending: Ending) -> str:
     """The last line that contains the rule's words, without the leading name of ssh."""
-    line = next((line for line in reversed(ending.lines) if rule.pattern.search(line)), "")
+    line = next((line for line in reversed(ending.lines) if re.search(rule.pattern, line)), "")
     return line.strip().removeprefix("ssh: ")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import warm
 from tests.support.launching import Launcher, clean_environment, launcher_in
 
 WEB = {"cheroot", "flask", "jinja2", "prometheus_client", "requests", "werkzeug"}
@@ -166,6 +167,43 @@ def test_a_numpy_worker_has_in_the_end_what_it_has_used(launcher: Launcher) -> N
         assert "hvdgloo._engine.engine" in used
         # What joins the job comes with init().
         assert not imported & {"hvdgloo._engine.engine", "hvdgloo.rendezvous._client.client", "hashlib", "socket"}
+
+
+def test_a_torch_worker_does_not_search_for_garbage_while_it_imports(tmp_path: Path) -> None:
+    """That search would go through all of torch's objects, and the imports make enough objects to start it."""
+    program = """
+        import gc, sys
+        import torch
+        for name in [name for name in sys.modules if name.startswith("hvdgloo")]:
+            del sys.modules[name]
+
+        def note(phase, info):
+            global collections
+            collections += 1
+            modules = [sys.modules[name] for name in OURS if name in sys.modules]
+            begun.update(module.__name__ for module in modules if module.__spec__._initializing)
+
+        OURS = "hvdgloo.torch._frontend", "hvdgloo.torch.functions", "hvdgloo.torch.optimizer", "hvdgloo._job.join"
+        collections, begun = 0, set()
+        gc.callbacks.append(note)
+        gc.set_threshold(50)
+        import hvdgloo.torch as hvd
+        assert gc.isenabled()
+        hvd.init()
+        assert gc.isenabled()
+        assert {*OURS} <= {*sys.modules}
+        assert collections
+        assert not begun, begun
+    """
+    with open(tmp_path / "said", "wb") as said, open(os.devnull) as nothing:
+        worker = warm.Process(
+            ["-c", textwrap.dedent(program)],
+            env=clean_environment(),
+            stdin=nothing.fileno(),
+            stdout=said.fileno(),
+            stderr=said.fileno(),
+        )
+        assert worker.wait(60) == 0, (tmp_path / "said").read_text()
 
 
 def test_the_command_forks_its_agent_with_nothing_of_its_own(launcher: Launcher) -> None:

@@ -149,3 +149,11 @@ class TestHolds:
         finally:
             for hold in holds:
                 hold.close()
+
+    def test_without_a_range_the_search_begins_anywhere_and_comes_by_every_port_once(self) -> None:
+        searches = [list(ports._candidates(None)) for _ in range(5)]
+        assert len({search[0] for search in searches}) > 1
+        low, high = ports._ephemeral_ports()
+        assert [sorted(search) for search in searches] == [sorted(set(searches[0]))] * 5
+        assert len(searches[0]) > 1000
+        assert not set(searches[0]) & set(range(low, high + 1))

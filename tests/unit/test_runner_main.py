@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from pathlib import Path
 
@@ -12,7 +13,9 @@ from hvdgloo.config import Config, settings
 from hvdgloo.errors import ConfigError
 from hvdgloo.runner.cli import config_file, setting_flags
 from hvdgloo.runner.cli.flags import build_parser, misplaced, split
+from hvdgloo.runner.cli.main import command, main
 from hvdgloo.runner.job.spec import HEARTBEAT_TIMEOUT
+from hvdgloo.version import __version__
 
 HOROVODRUN_FLAGS = """
     -v --version -np --num-proc -cb --check-build --disable-cache --start-timeout --network-interfaces
@@ -27,6 +30,23 @@ HOROVODRUN_FLAGS = """
     --log-without-timestamp --log-hide-timestamp -prefix-timestamp --prefix-output-with-timestamp -H --hosts
     -hostfile --hostfile --host-discovery-script --gloo --mpi --jsrun
 """
+
+
+def test_the_command_ends_without_a_search_for_garbage(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not so a program that calls main(): what its own objects do in the end is its affair."""
+    monkeypatch.setattr("sys.argv", ["hvdgloo-run", "--version"])
+    try:
+        assert main() == 0
+        assert gc.get_freeze_count() == 0
+        with pytest.raises(SystemExit) as ended:
+            command()
+        assert gc.get_freeze_count() > 1000
+    finally:
+        gc.unfreeze()
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"{__version__}\n" * 2
 
 
 class TestFlags:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -82,8 +83,6 @@ class TestEnvironment:
 
 class TestMachine:
     def test_cores_respect_affinity(self) -> None:
-        import os
-
         assert 1 <= machine.usable_cores() <= len(os.sched_getaffinity(0))
 
     @pytest.mark.parametrize(
@@ -122,6 +121,21 @@ class TestMachine:
         (tmp_path / "3").mkdir()  # one of another container, whose properties may not be read
         assert machine.amd_gpus(str(tmp_path)) == 2
         assert machine.amd_gpus(str(tmp_path / "none")) == 0
+
+    def test_gpus_are_not_looked_for_by_a_program_that_is_not_there(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        if os.path.exists("/proc/driver/nvidia/gpus"):
+            pytest.skip("this machine's driver says how many there are")
+        monkeypatch.setattr(machine, "amd_gpus", lambda: 0)
+        monkeypatch.setenv("PATH", str(tmp_path))
+        with monkeypatch.context() as without:
+            without.setattr("subprocess.Popen", None)
+            assert machine.visible_gpus({}) == 0
+        program = tmp_path / "nvidia-smi"
+        program.write_text("#!/bin/sh\necho 'GPU 0: one'\necho 'GPU 1: other'\n")
+        program.chmod(0o755)
+        assert machine.visible_gpus({}) == 2
 
     def test_quotas_of_both_versions_of_control_groups(self, tmp_path: Path) -> None:
         (tmp_path / "cpu.max").write_text("150000 100000\n")
