@@ -1,0 +1,232 @@
+"""What rank 0 has to do for a step grows as the number of ranks does, and no faster."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import pytest
+
+from hvdgloo._engine.connection import ControlConnection
+from hvdgloo._engine.control import Control
+from hvdgloo._engine.coordinator import Coordinator, CoordinatorSettings
+from hvdgloo._engine.member import Member
+from hvdgloo._engine.messages import Decoder, Execute, Message, Request, Response, Submit, encode, frame
+from hvdgloo._engine.negotiation import Negotiator
+from hvdgloo._net.handshake import Link
+from hvdgloo.types import Collective, DType, TensorSpec
+from tests.support.effort import effort
+from tests.support.links import link_pair
+
+FEW, MANY = 64, 256
+MOST = 4.2
+"""Times what it costs for a quarter of the ranks."""
+
+TENSORS = 12
+SPEC = TensorSpec(DType.FLOAT32, (2,))
+JOIN = Request("join", Collective.JOIN)
+
+
+def requests(rank: int = 0) -> tuple[Request, ...]:
+    """What a rank submits in a step. Of an allgather, each rank has other rows."""
+    gather = Request("gather", Collective.ALLGATHER, (TensorSpec(DType.FLOAT32, (rank, 2)),))
+    return (*(Request(f"allreduce.{i}", Collective.ALLREDUCE, (SPEC,)) for i in range(TENSORS - 1)), gather)
+
+
+class Job:
+    """Rank 0's bookkeeping, after a first step of all ranks if there was one."""
+
+    def __init__(self, ranks: int, *, first_step: bool = True) -> None:
+        self.ranks = range(ranks)
+        self.negotiator = Negotiator({0: tuple(self.ranks)}, 1024)
+        self.decoder = Decoder()
+        self.numbers: tuple[int, ...] = ()
+        if first_step:
+            self.say({rank: [Submit((), requests(rank))] for rank in self.ranks})
+            items = self.negotiator.take().items
+            self.numbers = tuple([item.signature for item in items if isinstance(item, Response)])
+            assert len(self.numbers) == TENSORS
+
+    def say(self, submissions: Mapping[int, Sequence[Submit]]) -> None:
+        """Every rank's messages arrive, one from each rank in turn."""
+        for turn in range(max(map(len, submissions.values()))):
+            for rank, messages in submissions.items():
+                if turn < len(messages):
+                    message = self.decoder.decode(encode(messages[turn]))
+                    assert isinstance(message, Submit)
+                    assert self.negotiator.absorb(rank, message, 0.0) == []
+
+    def step(self, submissions: Mapping[int, Sequence[Submit]]) -> Callable[[], None]:
+        """One that ends with everything ordered."""
+
+        def work() -> None:
+            self.say(submissions)
+            assert len(self.negotiator.take().items) == TENSORS
+
+        return work
+
+
+def alike(ranks: Iterable[int], *messages: Submit) -> dict[int, Sequence[Submit]]:
+    return dict.fromkeys(ranks, messages)
+
+
+class Silent:
+    """An observer that does nothing, as a timeline does nearly."""
+
+    def arrived(self, rank: int, request: Request) -> None: ...
+    def settled(self, request: Request, *, executed_here: bool) -> None: ...
+
+
+def first_step(ranks: int) -> Callable[[], None]:
+    job = Job(ranks, first_step=False)
+    return job.step({rank: [Submit((), requests(rank))] for rank in job.ranks})
+
+
+def known(ranks: int) -> Callable[[], None]:
+    job = Job(ranks)
+    half = TENSORS // 2
+    return job.step(alike(job.ranks, Submit(job.numbers[:half]), Submit(job.numbers[half:])))
+
+
+def each_in_an_order_of_its_own(ranks: int) -> Callable[[], None]:
+    job, rng = Job(ranks), random.Random(5)
+    orders = {rank: rng.sample(job.numbers, TENSORS) for rank in job.ranks}
+    return job.step({rank: [Submit(tuple(order[:5])), Submit(tuple(order[5:]))] for rank, order in orders.items()})
+
+
+def observed(ranks: int) -> Callable[[], None]:
+    job = Job(ranks)
+    job.negotiator.observer = Silent()
+    return job.step(alike(job.ranks, Submit(job.numbers)))
+
+
+def bytes_along(ranks: int) -> Callable[[], None]:
+    job = Job(ranks)
+    payload = bytes(SPEC.nbytes)
+    return job.step(alike(job.ranks, *[Submit((number,), (), payload) for number in job.numbers]))
+
+
+def joins(ranks: int) -> Callable[[], None]:
+    """Half of the ranks join while the others are within a step, which they go on with."""
+    job = Job(ranks)
+    submissions = alike(job.ranks, Submit(job.numbers[:4]), Submit(job.numbers[4:]))
+    return job.step(submissions | alike(job.ranks[1::2], Submit((), (JOIN,))))
+
+
+def steps_with_half_of_the_ranks(ranks: int) -> Callable[[], None]:
+    job = Job(ranks)
+    job.say(alike(job.ranks[::2], Submit((), (JOIN,))))
+    return job.step(alike(job.ranks[1::2], Submit(job.numbers)))
+
+
+def who_is_missing(ranks: int) -> Callable[[], None]:
+    job = Job(ranks)
+    job.say(alike(job.ranks[::2], Submit(job.numbers)))
+
+    def ask() -> None:
+        assert [len(waiting.missing) for waiting in job.negotiator.waiting()] == [ranks // 2] * TENSORS
+
+    return ask
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        first_step,
+        known,
+        each_in_an_order_of_its_own,
+        observed,
+        bytes_along,
+        joins,
+        steps_with_half_of_the_ranks,
+        who_is_missing,
+    ],
+)
+def test_the_agreement_costs_what_ranks_cost(case: Callable[[int], Callable[[], None]]) -> None:
+    few, many = effort(case(FEW)), effort(case(MANY))
+    assert many <= MOST * few
+
+
+def test_equal_submissions_are_decoded_and_kept_once() -> None:
+    job = Job(FEW, first_step=False)
+    spelled_out = [encode(Submit((), requests())) for _ in job.ranks]
+    messages = [job.decoder.decode(data) for data in spelled_out]
+    assert all(message is messages[0] for message in messages)
+    for rank, message in enumerate(messages):
+        assert isinstance(message, Submit)
+        job.negotiator.absorb(rank, message, 0.0)
+    kept = [signature.requests for signature in job.negotiator._signatures.values()]
+    assert [(len(each), each.others) for each in kept] == [(FEW, {})] * TENSORS
+
+
+class Idle:
+    """An Executor without a data plane."""
+
+    backlog = 0
+
+    def __init__(self) -> None:
+        self.executed = 0
+
+    def tell(self, **callbacks: object) -> None: ...
+    def execute(self, batch: Sequence[object], **how: bool) -> None:
+        self.executed += len(batch)
+
+
+class Rank0:
+    """Rank 0's Control, whose turns this thread takes, and the other ends of its connections."""
+
+    def __init__(self, ranks: int) -> None:
+        links: dict[int, Link] = {}
+        self.others: dict[int, ControlConnection] = {}
+        for rank in range(1, ranks):
+            links[rank], far = link_pair()
+            self.others[rank] = ControlConnection(far)
+        everyone = {0: tuple(range(ranks))}
+        rules = CoordinatorSettings(60.0, 1024, 0.0, True, 60.0, 0.0)
+        self.executor = Idle()
+        self.control = Control(
+            0,
+            links,
+            Member(0, everyone, 0),
+            self.executor,  # type: ignore[arg-type]
+            Coordinator(ranks, everyone, rules, str),
+            operation_timeout=60.0,
+            spin_time=0.0,
+            describe=str,
+            on_end=lambda error: None,
+        )
+        self.control._turn_lock.acquire()
+
+    def hear(self, message: Submit) -> None:
+        """The other ranks' messages arrive one by one, and each wakes the thread."""
+        for other in self.others.values():
+            other.send(frame(message))
+            self.control._turn()
+        self.control._look_around(0.0)
+
+    def said(self) -> list[list[Message]]:
+        return [other.receive() for other in self.others.values()]
+
+    def close(self) -> None:
+        self.control._turn_lock.release()
+        self.control._farewell()
+        for other in self.others.values():
+            other.close()
+
+
+def test_a_turn_of_the_control_thread_does_not_look_at_all_connections() -> None:
+    efforts = []
+    for ranks in (FEW, MANY):
+        rank0 = Rank0(ranks)
+        try:
+            own = Submit((), requests()[:1])
+            rank0.control._to_coordinator(own, 0.0)
+            rank0.hear(own)
+            numbered = [[Execute((Response(own.requests[0], signature=0),))]] * (ranks - 1)
+            assert rank0.said() == numbered
+            rank0.control._to_coordinator(Submit((0,)), 0.0)
+            efforts.append(effort(lambda rank0=rank0: rank0.hear(Submit((0,)))))
+            assert rank0.said() == [[Execute((0,))]] * (ranks - 1)
+        finally:
+            rank0.close()
+    assert efforts[1] <= MOST * efforts[0]
