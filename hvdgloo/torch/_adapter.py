@@ -93,7 +93,8 @@ class TorchAdapter:
         if gpu.of(result) is not None:
             gpu.used_here(result)  # the engine's thread may have allocated it, on a stream of its own
         if not in_place:
-            return result.to(target.device)
+            device = gpu.of(target)
+            return result.to(target.device) if device is None else gpu.on(result, device)
         if result is target:
             # The engine wrote behind autograd's back: a backward pass that saved the old values must learn of it.
             if not target.is_inference():
