@@ -3,6 +3,10 @@
 Forward, every rank gathers all ranks' number of values, mean and sum of squared deviations for each channel, and merges
 them pairwise-exactly (Chan, Golub and LeVeque, 1983): the difference of two sums of squares would lose the variance of
 data with a large mean. Backward, the two sums over the batch that the gradient needs are summed over the ranks.
+
+Activations are touched by torch's own kernels for batch normalisation only, in their own type and memory format; what
+is computed here has one number per channel. Of each direction's collective the host waits for the end, and for nothing
+else, so that a GPU always has something to do.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvdgloo._collectives.frontend import Frontend
@@ -59,82 +64,97 @@ class SyncBatchNorm(_BatchNorm):
             return output
         output, mean, variance, count = _Normalise.apply(input, self.weight, self.bias, self.eps, self.frontend)  # type: ignore[no-untyped-call]
         if self.track_running_stats:
-            self._track(mean, variance, float(count))
+            self._track(mean, variance, count)
         return output
 
-    def _track(self, mean: Tensor, variance: Tensor, count: float) -> None:
+    def _track(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
         assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
-        share = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        share = self.num_batches_tracked.double().reciprocal() if self.momentum is None else self.momentum
         for running, new in ((self.running_mean, mean), (self.running_var, variance * (count / (count - 1)))):
             assert running is not None
-            running.mul_(1 - share).add_(new.to(running.dtype), alpha=share)
+            running.mul_(1 - share).add_(new * share)
 
 
 class _Normalise(torch.autograd.Function):
-    """The layer as a node of torch's graph; also returns the statistics, which have no gradient."""
+    """The layer as a node of torch's graph; also returns the statistics (float64), which have no gradient: mean and
+    biased variance of each channel over all ranks, shape (C,), and the number of values per channel."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, frontend: Frontend[Tensor]
     ) -> Any:
-        values = _channels(x)
-        mean, variance, count = _statistics(values, frontend)
-        inverse = torch.rsqrt(variance + eps)
-        normal = (values - mean[:, None]) * inverse[:, None]
-        output = normal
-        if weight is not None and bias is not None:
-            output = normal * weight.to(normal.dtype)[:, None] + bias.to(normal.dtype)[:, None]
-        ctx.frontend, ctx.count = frontend, count
-        ctx.has_weight = weight is not None
-        ctx.save_for_backward(normal, inverse, weight if weight is not None else inverse)
-        total = torch.tensor(count)
-        ctx.mark_non_differentiable(mean, variance, total)
-        return _restore(output, x), mean, variance, total
+        mean, variance, count = _statistics(x, frontend)
+        ctx.frontend, ctx.eps, ctx.affine = frontend, eps, weight is not None
+        ctx.save_for_backward(x, mean, variance, count, *(() if weight is None else (weight,)))
+        ctx.mark_non_differentiable(mean, variance, count)
+        return _normalised(x, weight, bias, mean, variance, eps), mean, variance, count
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> Any:
-        normal, inverse, weight = ctx.saved_tensors
-        incoming = _channels(gradient)
-        by_value, by_normal = incoming.sum(1), (incoming * normal).sum(1)
-        sums = ctx.frontend.allreduce(torch.stack([by_value, by_normal]), op=ReduceOp.SUM) / ctx.count
-        scale = inverse * weight.to(inverse.dtype) if ctx.has_weight else inverse
-        result = (incoming - sums[0][:, None] - normal * sums[1][:, None]) * scale[:, None]
-        needed = ctx.has_weight
-        return (
-            _restore(result, gradient),
-            by_normal.to(weight.dtype) if needed else None,
-            by_value.to(weight.dtype) if needed else None,
-            None,
-            None,
-        )
+        x, mean, variance, count, *affine = ctx.saved_tensors
+        # Over this rank's batch: the sums of the gradient, and of its products with the normalised values.
+        by_value, by_normal = _sums(x, gradient, mean, variance, ctx.eps)
+        sums = ctx.frontend.allreduce(torch.stack([by_value, by_normal]), op=ReduceOp.SUM) / count
+        inverse = (variance + ctx.eps).rsqrt()
+        scale = inverse * affine[0].double() if affine else inverse
+        # scale * (gradient - sums[0] - normal * sums[1]), of which all but the gradient is a normalisation of its own
+        result = _normalised(x, -sums[1] * scale, -sums[0] * scale, mean, variance, ctx.eps)
+        shape = (1, -1, *(1,) * (x.dim() - 2))
+        result.addcmul_(gradient, scale.to(_kind(x)).view(shape))
+        if not ctx.affine:
+            return result, None, None, None, None
+        return result, by_normal.to(affine[0].dtype), by_value.to(affine[0].dtype), None, None
 
 
-def _channels(x: Tensor) -> Tensor:
-    """(N, C, ...) to (C, values), in at least float32."""
-    wide = x.detach() if x.dtype in (torch.float32, torch.float64) else x.detach().float()
-    return wide.transpose(0, 1).reshape(x.shape[1], -1)
+def _kind(x: Tensor) -> torch.dtype:
+    """The type in which torch's kernels compute with values of a type."""
+    return torch.float64 if x.dtype is torch.float64 else torch.float32
 
 
-def _restore(values: Tensor, like: Tensor) -> Tensor:
-    """The inverse of ``_channels``."""
-    swapped = (like.shape[1], like.shape[0], *like.shape[2:])
-    return values.reshape(swapped).transpose(0, 1).to(like.dtype).contiguous()
+def _normalised(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor, eps: float
+) -> Tensor:
+    """``(x - mean) / sqrt(variance + eps) * weight + bias``, as ``x`` in type and memory format."""
+    if not x.numel():
+        return torch.empty_like(x)
+    kind = _kind(x)
+    weight, bias = (None if number is None else number.to(kind) for number in (weight, bias))
+    return torch.native_batch_norm(x, weight, bias, mean.to(kind), variance.to(kind), False, 0.0, eps)[0]
 
 
-def _statistics(values: Tensor, frontend: Frontend[Tensor]) -> tuple[Tensor, Tensor, float]:
+def _sums(x: Tensor, gradient: Tensor, mean: Tensor, variance: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """For each channel, over a batch: the sum of the gradient, and of its products with the normalised values; (C,)."""
+    if not x.numel():
+        return mean.new_zeros(mean.shape), mean.new_zeros(mean.shape)
+    kind = _kind(x)
+    mean, variance = mean.to(kind), variance.to(kind)
+    # What the layer's gradient in evaluation is made of; its input's is not asked for.
+    _, by_normal, by_value = torch.ops.aten.native_batch_norm_backward(
+        gradient, x, torch.ones_like(mean), mean, variance, None, None, False, eps, [False, True, True]
+    )
+    return by_value.double(), by_normal.double()
+
+
+def _statistics(x: Tensor, frontend: Frontend[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Mean and (biased) variance of each channel over all ranks, shape (C,), and the number of values per channel."""
-    channels, count = values.shape
-    mean = values.double().mean(1) if count else values.new_zeros(channels, dtype=torch.float64)
-    deviation = (values.double() - mean[:, None]).square().sum(1)
-    own = torch.cat([mean.new_tensor([count]), mean, deviation])
+    channels = x.shape[1]
+    count = x.numel() // channels if channels else 0
+    mean = variance = torch.zeros(channels, dtype=torch.float64, device=x.device)
+    if count:
+        # torch keeps statistics of half types in float32 if it is given some to update.
+        scratch = None if x.dtype is _kind(x) else torch.zeros(channels, device=x.device)
+        mean, variance = torch.batch_norm_update_stats(x, scratch, scratch, 0.0)
+    own = torch.cat([mean.new_full((1,), count, dtype=torch.float64), mean, variance.double() * count])
     everyone = frontend.allgather(own[None])
     counts, means, deviations = everyone[:, :1], everyone[:, 1 : 1 + channels], everyone[:, 1 + channels :]
-    total = float(counts.sum())
-    if total <= 1:
+    total = counts.sum()
+    # If this rank alone has enough, there is no need to wait for the number.
+    if count <= 1 and float(total) <= 1:
         raise InvalidArgumentError(
-            f"all ranks together have {total:g} values per channel; their variance needs more than one"
+            f"all ranks together have {float(total):g} values per channel; their variance needs more than one"
         )
     whole = (counts * means).sum(0) / total
     spread = deviations.sum(0) + (counts * (means - whole).square()).sum(0)
-    return whole.to(values.dtype), (spread / total).to(values.dtype), total
+    return whole, spread / total, total

@@ -10,6 +10,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
 from hvdgloo._collectives.frontend import Frontend  # noqa: E402
 from hvdgloo._collectives.process_sets import global_process_set  # noqa: E402
 from hvdgloo._job.context import Context  # noqa: E402
@@ -28,6 +30,43 @@ MakeWorld = Callable[..., World]
 
 def frontend_of(context: Context) -> Frontend[torch.Tensor]:
     return Frontend(TorchAdapter(), lambda: context)
+
+
+class Watching(TorchDispatchMode):
+    """What torch is asked to compute on this thread.
+
+    Attributes:
+        read: operations that give a number to the host.
+        wide: those that make float64 tensors as large as an activation.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: list[str] = []
+        self.wide: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = str(func)
+        if "_local_scalar_dense" in name or "is_nonzero" in name or "equal.default" in name:
+            self.read.append(name)
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, torch.Tensor) and tensor.dtype is torch.float64 and tensor.numel() > 100:
+                self.wide.append(name)
+        return result
+
+
+class Counting:
+    """A frontend that notes the collectives that are called."""
+
+    def __init__(self, frontend: Frontend[torch.Tensor]) -> None:
+        self._frontend = frontend
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("allgather", "allreduce"):
+            self.calls.append(name)
+        return getattr(self._frontend, name)
 
 
 class TestSyncBatchNorm:
@@ -91,6 +130,52 @@ class TestSyncBatchNorm:
 
         assert reference.grad is not None
         torch.testing.assert_close(torch.cat(world(2).run(rank_body)), reference.grad, rtol=1e-9, atol=1e-9)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize("sizes", [(4, 4), (5, 2)], ids=str)
+    def test_activations_keep_their_type_and_format_and_the_host_waits_for_the_collectives_alone(
+        self, world: MakeWorld, dtype: torch.dtype, sizes: tuple[int, ...]
+    ) -> None:
+        """On a GPU each number that the host reads empties its queue, and float64 is tens of times slower."""
+
+        def rank_body(context: Context) -> tuple[torch.Tensor, torch.Tensor]:
+            layer = SyncBatchNorm(3, momentum=None)
+            layer.frontend = Counting(frontend_of(context))  # type: ignore[assignment]
+            x = torch.randn((sizes[context.rank], 3, 16, 16), generator=torch.Generator().manual_seed(context.rank))
+            x = (2 * x + 1).to(dtype).to(memory_format=torch.channels_last).requires_grad_()
+            with Watching() as seen:
+                output = layer(x)
+                assert layer.frontend.calls == ["allgather"]
+                output.square().sum().backward()
+            assert layer.frontend.calls == ["allgather", "allreduce"]
+            assert seen.read == []
+            assert seen.wide == []
+            assert x.grad is not None
+            for tensor in (output, x.grad):
+                assert tensor.dtype is dtype
+                assert tensor.is_contiguous(memory_format=torch.channels_last)
+            return output.detach(), x.grad
+
+        results = world(2).run(rank_body)
+        parts = [torch.randn((n, 3, 16, 16), generator=torch.Generator().manual_seed(r)) for r, n in enumerate(sizes)]
+        whole = torch.cat([(2 * part + 1).to(dtype) for part in parts]).double().requires_grad_()
+        expected = torch.nn.BatchNorm2d(3).double()(whole)
+        expected.square().sum().backward()
+        assert whole.grad is not None
+        close = {"rtol": 8 * torch.finfo(dtype).eps, "atol": 64 * torch.finfo(dtype).eps}
+        torch.testing.assert_close(torch.cat([r[0] for r in results]).double(), expected.detach(), **close)
+        torch.testing.assert_close(torch.cat([r[1] for r in results]).double(), whole.grad, **close)
+
+    def test_its_gradient_cannot_be_differentiated(self, world: MakeWorld) -> None:
+        def rank_body(context: Context) -> None:
+            layer = SyncBatchNorm(2)
+            layer.frontend = frontend_of(context)
+            x = torch.randn(3, 2, requires_grad=True)
+            (gradient,) = torch.autograd.grad(layer(x).pow(3).sum(), x, create_graph=True)
+            with pytest.raises(RuntimeError, match="once_differentiable"):
+                gradient.sum().backward()
+
+        world(2).run(rank_body)
 
     def test_evaluation_is_local(self, world: MakeWorld) -> None:
         def rank_body(context: Context) -> None:
