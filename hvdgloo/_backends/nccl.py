@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -20,9 +20,9 @@ import torch.distributed as dist
 
 from hvdgloo._backends import gpu
 from hvdgloo._backends.base import RendezvousStore, Work, first_line
-from hvdgloo._backends.process_group import ProcessGroupBackend, tensor_of
+from hvdgloo._backends.process_group import BOOL_OPS, OPS, SIGNED, ProcessGroupBackend, tensor_of
 from hvdgloo.errors import AuthenticationError, BackendError, ConnectError, HvdglooError, RendezvousError
-from hvdgloo.types import Buffer
+from hvdgloo.types import Buffer, DType, ReduceOp
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 20e-6, 1e-3
 
@@ -133,6 +133,23 @@ class NcclBackend(ProcessGroupBackend):
         if finish is not None:
             finish()
         return _NcclWork(self._device, lambda: self._aborted, what, keep)
+
+    def allgather(self, source: Buffer, target: Buffer, nbytes: Sequence[int]) -> Work:
+        if len(set(nbytes)) == 1:
+            return super().allgather(source, target, nbytes)
+        # Blocks of unequal sizes: torch makes a group of broadcasts of it, straight into their places.
+        blocks = list(tensor_of(target, DType.UINT8).split(list(nbytes)))
+        work = self._group.allgather([blocks], [tensor_of(source, DType.UINT8)])
+        return self._work("allgather", work, (source, target))
+
+    def reducescatter(self, source: Buffer, target: Buffer, nbytes: Sequence[int], op: ReduceOp) -> Work:
+        if len(set(nbytes)) > 1 or source.dtype in (DType.INT16, DType.UINT16):
+            return super().reducescatter(source, target, nbytes, op)
+        kind = DType.UINT8 if source.dtype is DType.BOOL else SIGNED.get(source.dtype)
+        options = dist.ReduceScatterOptions()
+        options.reduceOp = (BOOL_OPS if source.dtype is DType.BOOL else OPS)[op]
+        work = self._group._reduce_scatter_base(tensor_of(target, kind), tensor_of(source, kind), options)
+        return self._work("reducescatter", work, (source, target))
 
     def scale(self, buffer: Buffer, factor: float) -> None:
         gpu.scale(tensor_of(buffer), factor)

@@ -18,14 +18,14 @@ from hvdgloo.types import Buffer, DType, ReduceOp, TensorSpec
 
 TORCH_DTYPES: dict[DType, torch.dtype] = {dtype: getattr(torch, dtype.value) for dtype in DType}
 
-_OPS = {
+OPS = {
     ReduceOp.SUM: dist.ReduceOp.SUM,
     ReduceOp.MIN: dist.ReduceOp.MIN,
     ReduceOp.MAX: dist.ReduceOp.MAX,
     ReduceOp.PRODUCT: dist.ReduceOp.PRODUCT,
 }
 # Bools are 0 and 1: their "or" is a maximum, their "and" a minimum.
-_BOOL_OPS = {
+BOOL_OPS = {
     ReduceOp.SUM: dist.ReduceOp.MAX,
     ReduceOp.MAX: dist.ReduceOp.MAX,
     ReduceOp.MIN: dist.ReduceOp.MIN,
@@ -85,19 +85,19 @@ class ProcessGroupBackend:
         if buffer.dtype in (DType.INT16, DType.UINT16):  # neither Gloo nor NCCL has 16-bit integers
             narrow = tensor_of(buffer)
             wide = narrow.to(torch.int32)
-            return self._work(what, self._allreduce(wide, _OPS[op]), buffer, lambda: narrow.copy_(wide))
+            return self._work(what, self._allreduce(wide, OPS[op]), buffer, lambda: narrow.copy_(wide))
         if buffer.dtype in SIGNED:
             return self._allreduce_unsigned(buffer, op, what)
         if buffer.dtype is DType.BOOL:
-            return self._work(what, self._allreduce(tensor_of(buffer, DType.UINT8), _BOOL_OPS[op]), buffer)
+            return self._work(what, self._allreduce(tensor_of(buffer, DType.UINT8), BOOL_OPS[op]), buffer)
         if buffer.dtype.is_floating and op in (ReduceOp.MIN, ReduceOp.MAX):
             # Both Gloo and NCCL compare in ways that lose a NaN; integers in the same order keep it.
             values = tensor_of(buffer)
             ordered = _to_ordered(values, op)
             return self._work(
-                what, self._allreduce(ordered, _OPS[op]), buffer, lambda: values.copy_(_from_ordered(ordered))
+                what, self._allreduce(ordered, OPS[op]), buffer, lambda: values.copy_(_from_ordered(ordered))
             )
-        return self._work(what, self._allreduce(tensor_of(buffer), _OPS[op]), buffer)
+        return self._work(what, self._allreduce(tensor_of(buffer), OPS[op]), buffer)
 
     def allgather(self, source: Buffer, target: Buffer, nbytes: Sequence[int]) -> Work:
         largest, total = max(nbytes), sum(nbytes)
@@ -162,10 +162,10 @@ class ProcessGroupBackend:
         """As signed integers, which wrap around alike; their order is the same if the highest bit is flipped."""
         integers = tensor_of(buffer, SIGNED[buffer.dtype])
         if op not in (ReduceOp.MIN, ReduceOp.MAX):
-            return self._work(what, self._allreduce(integers, _OPS[op]), buffer)
+            return self._work(what, self._allreduce(integers, OPS[op]), buffer)
         highest = torch.iinfo(integers.dtype).min
         integers.bitwise_xor_(highest)
-        return self._work(what, self._allreduce(integers, _OPS[op]), buffer, lambda: integers.bitwise_xor_(highest))
+        return self._work(what, self._allreduce(integers, OPS[op]), buffer, lambda: integers.bitwise_xor_(highest))
 
     def _gather_by_broadcasts(self, source: Buffer, target: Buffer, nbytes: Sequence[int]) -> Work:
         """One broadcast per rank that has anything: padding to the largest block would more than double the bytes."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hvdgloo._backends import gpu
 from tests.support.gpus.machine import POISON, Event, Machine, Stream
 from tests.support.gpus.tensors import GpuTensor, machine, ranges
 
@@ -112,6 +113,13 @@ class Group:
 
     def _allgather_base(self, target: torch.Tensor, source: torch.Tensor) -> Work:
         return self._start(_Part("allgather", _of(source), _of(target)), [source], [target])
+
+    def allgather(self, targets: Sequence[Sequence[torch.Tensor]], sources: Sequence[torch.Tensor]) -> Work:
+        """Of blocks that differ in size, one after another in one piece of memory."""
+        (blocks,), (source,) = targets, sources
+        first = next(block for block in blocks if len(block))
+        whole = gpu.view(first, first.data_ptr(), first.dtype, sum(map(len, blocks)))
+        return self._start(_Part("allgather", _of(source), _of(whole)), [source], [whole])
 
     def broadcast(self, tensors: Sequence[torch.Tensor], options: Any) -> Work:
         (tensor,) = tensors
