@@ -138,7 +138,7 @@ class NcclBackend(ProcessGroupBackend):
         if len(set(nbytes)) == 1:
             return super().allgather(source, target, nbytes)
         # Blocks of unequal sizes: torch makes a group of broadcasts of it, straight into their places.
-        blocks = list(tensor_of(target, DType.UINT8).split(list(nbytes)))
+        blocks = list(torch.split(tensor_of(target, DType.UINT8), list(nbytes)))
         work = self._group.allgather([blocks], [tensor_of(source, DType.UINT8)])
         return self._work("allgather", work, (source, target))
 
@@ -146,7 +146,7 @@ class NcclBackend(ProcessGroupBackend):
         if len(set(nbytes)) > 1 or source.dtype in (DType.INT16, DType.UINT16):
             return super().reducescatter(source, target, nbytes, op)
         kind = DType.UINT8 if source.dtype is DType.BOOL else SIGNED.get(source.dtype)
-        options = dist.ReduceScatterOptions()
+        options: Any = dist.ReduceScatterOptions()
         options.reduceOp = (BOOL_OPS if source.dtype is DType.BOOL else OPS)[op]
         work = self._group._reduce_scatter_base(tensor_of(target, kind), tensor_of(source, kind), options)
         return self._work("reducescatter", work, (source, target))

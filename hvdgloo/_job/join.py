@@ -24,6 +24,7 @@ from hvdgloo._job.context import Context
 from hvdgloo._job.settings import engine_settings, plan_settings
 from hvdgloo._net.handshake import Handshake, Link, listen
 from hvdgloo._net.tls import Tls
+from hvdgloo._platform.nics import tell_nccl
 from hvdgloo.config import Config, format_endpoint, parse_endpoint
 from hvdgloo.errors import ConfigError, InvalidArgumentError, RendezvousError
 from hvdgloo.rendezvous import MemoryStore, Registration, RendezvousClient, WorkerInfo, host_identity
@@ -100,6 +101,8 @@ def _connect(
     sets = [list(members) for members in process_sets]
     reached_from = _reach(client, config)
     address = config.address or reached_from
+    if not config.job_id:
+        tell_nccl(address, os.environ, chosen=config.address is not None)
     job = (config.rendezvous, config.epoch)
     registration = _registrations.get(job)
     rank = config.rank if registration is None else registration.rank

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ipaddress
+from collections.abc import MutableMapping
+
 
 def nic_of(address: str) -> str:
     """The name of the interface that has an address of this host; empty if none has it.
@@ -26,3 +29,18 @@ def nccl_variables(nic: str, *, ipv6: bool) -> dict[str, str]:
     """
     chosen = {"NCCL_SOCKET_IFNAME": f"={nic}"} if nic else {}
     return {**chosen, "NCCL_SOCKET_FAMILY": "AF_INET6"} if ipv6 else chosen
+
+
+def tell_nccl(address: str, environ: MutableMapping[str, str], *, chosen: bool) -> None:
+    """Set the variables that a launcher would have set for NCCL, unless the user has.
+
+    Args:
+        address: at which this worker is reached.
+        environ: this process's.
+        chosen: the user has named the address, and thereby an interface.
+    """
+    ip = ipaddress.ip_address(address)
+    if ip.is_loopback:
+        return
+    for name, value in nccl_variables(nic_of(address) if chosen else "", ipv6=ip.version == 6).items():
+        environ.setdefault(name, value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from hvdgloo._platform import nics
 from hvdgloo._platform.nics import nic_of
 from hvdgloo.errors import ConfigError
 from hvdgloo.runner.discovery import LOOPBACK
@@ -146,6 +147,27 @@ def test_nccl_is_told_an_interface_only_if_the_user_has_chosen_one() -> None:
     """It uses several at once, which is what GPU machines with several network cards are for."""
     assert interface_variables(ETH0, chosen=True)["NCCL_SOCKET_IFNAME"] == "=eth0"
     assert interface_variables(ETH1_6, chosen=True)["NCCL_SOCKET_IFNAME"] == "=eth1"
+
+
+@pytest.mark.parametrize(
+    ("address", "chosen", "before", "after"),
+    [
+        ("10.0.0.5", True, {}, {"NCCL_SOCKET_IFNAME": "=eth7"}),
+        ("10.0.0.5", False, {}, {}),
+        ("10.0.0.5", True, {"NCCL_SOCKET_IFNAME": "ib"}, {"NCCL_SOCKET_IFNAME": "ib"}),
+        ("fd00::5", True, {}, {"NCCL_SOCKET_IFNAME": "=eth7", "NCCL_SOCKET_FAMILY": "AF_INET6"}),
+        ("fd00::5", False, {}, {"NCCL_SOCKET_FAMILY": "AF_INET6"}),
+        ("127.0.0.1", True, {}, {}),
+        ("10.0.0.6", True, {}, {}),  # whose interface is not found
+    ],
+)
+def test_without_a_launcher_a_worker_tells_nccl_itself(
+    monkeypatch: pytest.MonkeyPatch, address: str, chosen: bool, before: dict[str, str], after: dict[str, str]
+) -> None:
+    monkeypatch.setattr(nics, "nic_of", {"10.0.0.5": "eth7", "fd00::5": "eth7", "127.0.0.1": "lo"}.get)
+    environ = dict(before)
+    nics.tell_nccl(address, environ, chosen=chosen)
+    assert environ == after
 
 
 def test_an_address_s_interface() -> None:
