@@ -18,6 +18,11 @@ Medians and minima in milliseconds are printed, with the ratio of medians: below
 shows instead what repeated operations cost, in processor time of rank 0 by thread, so that other work on the machine
 hardly matters: 161 tensors of 4 bytes one by one by ``allreduce_async_`` and ``synchronize``, and what an optimizer's
 hooks add to a backward pass of 161 parameters, without buckets (HVDGLOO_GRADIENT_BUCKET=0).
+
+    python benchmarks/engine.py --ranks 512 1024 4096
+
+shows what the agreement alone costs rank 0, without sockets and with simulated members, which all say the same and do
+nothing else. Processor time, the least of three rounds; memory is the most that the first step takes.
 """
 
 from __future__ import annotations
@@ -28,10 +33,14 @@ import os
 import statistics
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
 import hvdgloo.run
+from hvdgloo._engine.coordinator import Coordinator, CoordinatorSettings
+from hvdgloo._engine.messages import Decoder, Execute, Request, Response, Submit, encode, frame
+from hvdgloo.types import Collective, DType, TensorSpec
 
 BUCKET_BYTES = 25 << 20
 SMALL_IN_A_ROW = 20
@@ -179,6 +188,67 @@ def processor(rounds: int) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in found.items()}
 
 
+class Simulated:
+    """Rank 0's coordinator, and members that say what they are told to. Times are of this process, in seconds."""
+
+    def __init__(self, ranks: int, tensors: int) -> None:
+        self.ranks = range(ranks)
+        settings = CoordinatorSettings(60.0, 1024, 0.0, True, 60.0, 0.0)
+        self._coordinator = Coordinator(ranks, {0: tuple(self.ranks)}, settings, str)
+        self._decoder = Decoder()
+        spec = TensorSpec(DType.FLOAT32, (1000, 1000))
+        requests = tuple(Request(f"allreduce.layer{i}.weight", Collective.ALLREDUCE, (spec,)) for i in range(tensors))
+        tracemalloc.start()
+        self.say([Submit((), requests)], self.ranks)
+        self.first_step_bytes = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        self._coordinator = Coordinator(ranks, {0: tuple(self.ranks)}, settings, str)
+        self._decoder = Decoder()
+        self.first_step, items = self.say([Submit((), requests)], self.ranks)
+        self.numbers = tuple(item.signature for item in items if isinstance(item, Response))
+
+    def say(self, messages: list[Submit], ranks: range) -> tuple[float, tuple[int | Response, ...]]:
+        """These ranks send the same messages; how long rank 0 was busy with them, and what it has ordered."""
+        arriving = [encode(message) for message in messages]
+        begun = time.process_time()
+        for data in arriving:
+            for rank in ranks:
+                self._coordinator.receive(rank, self._decoder.decode(data), 0.0)
+        self._coordinator.release(0.0)
+        outbox, self._coordinator.outbox = self._coordinator.outbox, []
+        for _, message in outbox:
+            frame(message)
+        used = time.process_time() - begun
+        return used, tuple(item for _, message in outbox if isinstance(message, Execute) for item in message.items)
+
+    def steps(self, messages: int, ranks: range, rounds: int = 3) -> float:
+        """A step in which these ranks name all tensors in so many messages: the least of three rounds."""
+        part = -(-len(self.numbers) // messages)
+        named = [Submit(self.numbers[at : at + part]) for at in range(0, len(self.numbers), part)]
+        used = []
+        for _ in range(rounds):
+            seconds, items = self.say(named, ranks)
+            assert items == self.numbers
+            used.append(seconds)
+        return min(used)
+
+
+def agreement(ranks: int) -> None:
+    """Print what the agreement between so many simulated ranks costs."""
+    steady = Simulated(ranks, 161)
+    print(f"{ranks} ranks; milliseconds of rank 0's processor time")
+    mib = steady.first_step_bytes / 2**20
+    print(f"  first step, 161 tensors            {steady.first_step * 1e3:8.1f}   ({mib:.1f} MiB)")
+    for messages in (1, 8, 161):
+        name = f"a step of 161 tensors in {messages}"
+        print(f"  {name:34} {steady.steps(messages, steady.ranks) * 1e3:8.1f}")
+    joined = Simulated(ranks, 20)
+    gone, left = joined.ranks[: ranks // 2], joined.ranks[ranks // 2 :]
+    used, _ = joined.say([Submit((), (Request("join", Collective.JOIN),))], gone)
+    print(f"  half of the ranks join             {used * 1e3:8.1f}")
+    print(f"  a step of 20 tensors of the others {joined.steps(1, left) * 1e3:8.1f}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--np", type=int, default=2, help="ranks (default 2)")
@@ -186,7 +256,12 @@ def main() -> None:
     parser.add_argument("--small-rounds", type=int, default=100, help="rounds of 4 bytes (default 100)")
     parser.add_argument("--json", help="also write all figures there")
     parser.add_argument("--processor", action="store_true", help="processor time of repeated operations, by thread")
+    parser.add_argument("--ranks", type=int, nargs="+", help="only what the agreement of so many ranks costs rank 0")
     options = parser.parse_args()
+    if options.ranks:
+        for ranks in options.ranks:
+            agreement(ranks)
+        return
     if options.processor:
         os.environ.setdefault("HVDGLOO_GRADIENT_BUCKET", "0")
         medians = hvdgloo.run.run(processor, (10 * options.rounds,), np=options.np)[0]

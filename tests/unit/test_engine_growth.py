@@ -27,25 +27,26 @@ SPEC = TensorSpec(DType.FLOAT32, (2,))
 JOIN = Request("join", Collective.JOIN)
 
 
-def requests(rank: int = 0) -> tuple[Request, ...]:
+def requests(rank: int = 0, tensors: int = TENSORS) -> tuple[Request, ...]:
     """What a rank submits in a step. Of an allgather, each rank has other rows."""
     gather = Request("gather", Collective.ALLGATHER, (TensorSpec(DType.FLOAT32, (rank, 2)),))
-    return (*(Request(f"allreduce.{i}", Collective.ALLREDUCE, (SPEC,)) for i in range(TENSORS - 1)), gather)
+    return (*(Request(f"allreduce.{i}", Collective.ALLREDUCE, (SPEC,)) for i in range(tensors - 1)), gather)
 
 
 class Job:
     """Rank 0's bookkeeping, after a first step of all ranks if there was one."""
 
-    def __init__(self, ranks: int, *, first_step: bool = True) -> None:
+    def __init__(self, ranks: int, tensors: int = TENSORS, *, first_step: bool = True) -> None:
         self.ranks = range(ranks)
+        self.tensors = tensors
         self.negotiator = Negotiator({0: tuple(self.ranks)}, 1024)
         self.decoder = Decoder()
         self.numbers: tuple[int, ...] = ()
         if first_step:
-            self.say({rank: [Submit((), requests(rank))] for rank in self.ranks})
+            self.say({rank: [Submit((), requests(rank, tensors))] for rank in self.ranks})
             items = self.negotiator.take().items
             self.numbers = tuple([item.signature for item in items if isinstance(item, Response)])
-            assert len(self.numbers) == TENSORS
+            assert len(self.numbers) == tensors
 
     def say(self, submissions: Mapping[int, Sequence[Submit]]) -> None:
         """Every rank's messages arrive, one from each rank in turn."""
@@ -61,7 +62,7 @@ class Job:
 
         def work() -> None:
             self.say(submissions)
-            assert len(self.negotiator.take().items) == TENSORS
+            assert len(self.negotiator.take().items) == self.tensors
 
         return work
 
@@ -145,6 +146,14 @@ def who_is_missing(ranks: int) -> Callable[[], None]:
 def test_the_agreement_costs_what_ranks_cost(case: Callable[[int], Callable[[], None]]) -> None:
     few, many = effort(case(FEW)), effort(case(MANY))
     assert many <= MOST * few
+
+
+def test_a_step_costs_the_same_however_many_tensors_its_messages_name() -> None:
+    efforts = []
+    for tensors in (TENSORS, 8 * TENSORS):
+        job = Job(FEW, tensors)
+        efforts.append(effort(job.step(alike(job.ranks, Submit(job.numbers)))))
+    assert efforts[1] <= 1.5 * efforts[0]
 
 
 def test_equal_submissions_are_decoded_and_kept_once() -> None:
