@@ -43,6 +43,7 @@ OTHER_OPTIONS = {
     "--layouts",
     "--only",
     "--processor",
+    "--ranks",
     "--rate",
     "--rounds",
     "--seconds",
