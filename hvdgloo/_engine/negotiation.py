@@ -47,11 +47,13 @@ class _Signature:
     """What a number stands for.
 
     Attributes:
+        place: where it is counted: its block, and its bit there.
         countable: all members may submit it by its number, and it is the only kind of operation under its name.
     """
 
     response: Response
     requests: Requests
+    place: tuple[Block, int]
     countable: bool
 
 
@@ -82,6 +84,7 @@ class Negotiator:
         self._capacity = capacity
         self._pending: dict[tuple[int, str], PartialSubmission] = {}
         self._ledger = Ledger()
+        self._payloads: dict[int, dict[int, bytes]] = {}  # of numbers that have begun, by rank
         self._ready: list[int | Response] = []
         self._results: list[tuple[int, bytes]] = []
         self._signatures: OrderedDict[int, _Signature] = OrderedDict()
@@ -113,27 +116,40 @@ class Negotiator:
         numbers = submission.signatures
         if not numbers:
             return True
-        if submission.payload or self._joined or self.observer is not None:
+        if self._joined or self.observer is not None:
             return False
-        if self._pending and len(numbers) + len(submission.requests) == 1:
-            return False  # it may be of another kind than what the others wait for
+        if len(numbers) + len(submission.requests) == 1:
+            # While others wait, it may be of another kind than what they wait for.
+            return not self._pending and self._count_one(rank, numbers[0], submission.payload, now)
+        if submission.payload:
+            return False
         blocks = self._ledger.blocks
         masks = submission.masks
         for at, mask in masks:
             block = blocks.get(at)
             if block is None or mask & ~block.open or rank not in block.sources:
                 return False
-        complete = [(at, blocks[at].announce(rank, mask, now)) for at, mask in masks]
-        if tuple(complete) == masks:
-            self._ready += numbers
-        else:
-            done = {number for at, mask in complete if mask for number in numbers_of(at, mask)}
-            if not done:
-                return True
-            numbers = tuple([number for number in numbers if number in done])
-            self._ready += numbers
-        for number in numbers:
-            self._signatures.move_to_end(number)
+        complete = tuple([(at, blocks[at].announce(rank, mask, now)) for at, mask in masks])
+        if complete == masks:
+            self._order_numbers(numbers)
+            return True
+        done = {number for at, mask in complete if mask for number in numbers_of(at, mask)}
+        if done:
+            self._order_numbers([number for number in numbers if number in done])
+        return True
+
+    def _count_one(self, rank: int, number: int, payload: bytes, now: float) -> bool:
+        """As ``_count``, for a single number with a tensor's bytes, if there are any."""
+        signature = self._signatures.get(number)
+        if signature is None:
+            return False
+        block, bit = signature.place
+        if not block.open & bit or rank not in block.sources:
+            return False
+        if payload:
+            self._payloads.setdefault(number, {})[rank] = payload
+        if block.announce(rank, bit, now):
+            self._order_numbers((number,))
         return True
 
     def _absorb_each(self, rank: int, submission: Submit, now: float) -> list[int]:
@@ -142,21 +158,25 @@ class Negotiator:
         counts = not (submission.payload or self._joined or self.observer is not None)
         alone = len(submission.signatures) + len(submission.requests) == 1
         for number in submission.signatures:
+            if counts and not alone and self._count_one(rank, number, b"", now):
+                continue
             signature = self._signatures.get(number)
             if signature is None or rank not in signature.requests:
                 unknown.append(number)
                 continue
-            if counts and not alone:
-                block, bit = self._ledger.place(number)
-                if block.open & bit:
-                    if block.announce(rank, bit, now):
-                        self._signatures.move_to_end(number)
-                        self._ready.append(number)
-                    continue
             request = signature.requests[rank]
             if self._file(rank, request, now, submission.payload, by_number=True) and alone:
                 self._compare_kinds(request)
         return unknown
+
+    def _order_numbers(self, numbers: Sequence[int]) -> None:
+        """All members have submitted these: give them their places in the order."""
+        for number in numbers:
+            self._signatures.move_to_end(number)
+            if number in self._payloads:
+                signature = self._signatures[number]
+                self._combine(signature.requests, self._payloads.pop(number), len(signature.requests))
+            self._ready.append(number)
 
     def take(self) -> Execute:
         """What has become ready since the last call, in order, and the signatures that have been forgotten since."""
@@ -226,7 +246,7 @@ class Negotiator:
         key = request.key
         number = self._numbers.get(key)
         if number is not None:
-            self._withdraw(*self._ledger.place(number))
+            self._withdraw(*self._signatures[number].place)
         pending = self._pending.get(key)
         if pending is None:
             pending = self._begin(request, now)
@@ -239,6 +259,7 @@ class Negotiator:
         for number, since, announced in block.withdraw(mask):
             requests = self._signatures[number].requests
             pending = self._begin(requests.shared, since)
+            pending.payloads = self._payloads.pop(number, None)
             for rank in announced:
                 self._add(pending, rank, requests[rank], by_number=True)
 
@@ -264,7 +285,7 @@ class Negotiator:
             number = self._numbers.get(key)
             if number is not None:
                 self._signatures[number].countable = False
-                self._withdraw(*self._ledger.place(number))
+                self._withdraw(*self._signatures[number].place)
                 found = True
             pending = self._pending.get(key)
             if pending is not None:
@@ -301,26 +322,29 @@ class Negotiator:
         del self._pending[key]
         members = self._members[key[0]]
         number = self._numbers.get(key)
-        error = ""
-        submitted = len(pending.requests)
-        as_before = pending.by_number == submitted and not _lacks(pending.requests, members)
-        if number is not None and as_before:
+        item: int | Response
+        if number is not None and pending.by_number == len(pending.requests) and not _lacks(pending.requests, members):
+            signature = self._signatures[number]
             self._signatures.move_to_end(number)
-            self._ready.append(number)
-            if self._signatures[number].countable:
+            if signature.countable:
                 self._ledger.reopen(number)
+            item, failed = number, False
         else:
-            response = self._settle(key, pending.requests, members)
-            self._ready.append(response)
-            error = response.error
+            item = self._settle(key, pending.requests, members)
+            failed = bool(item.error)
         if self.observer is not None:
-            self.observer.settled(pending.requests.shared, executed_here=not error and COORDINATOR in members)
-        sent = pending.payloads
-        if sent is not None and len(sent) == submitted and not error:
-            payloads = [sent[rank] for rank in sorted(sent)]
-            result = inline.combine(pending.requests[min(sent)], payloads, len(members))
+            self.observer.settled(pending.requests.shared, executed_here=not failed and COORDINATOR in members)
+        if pending.payloads is not None and not failed:
+            self._combine(pending.requests, pending.payloads, len(members))
+        self._ready.append(item)
+
+    def _combine(self, requests: Requests, payloads: Mapping[int, bytes], members: int) -> None:
+        """Reduce the tensors that have travelled along with the next operation in the order, if all have."""
+        if len(payloads) == len(requests):
+            in_order = [payloads[rank] for rank in sorted(payloads)]
+            result = inline.combine(requests[min(payloads)], in_order, members)
             if result:
-                self._results.append((len(self._ready) - 1, result))
+                self._results.append((len(self._ready), result))
 
     def _join(self, rank: int, request: Request) -> None:
         """A rank has no more data. When all have said so, all go on, and learn which was last."""
@@ -358,22 +382,23 @@ class Negotiator:
         if response.error or self._capacity == 0:
             return response
         number = self._ledger.issue(key[0])
-        self._ledger.learn(number, key[0], self._sources[key[0]])
+        place = self._ledger.learn(number, key[0], self._sources[key[0]])
         response = Response(response.request, response.rows, "", number)
         countable = len(requests) == len(members) and not self._has_rivals(response.request)
         if not countable:
-            self._withdraw(*self._ledger.place(number))
-        self._signatures[number] = _Signature(response, requests, countable)
+            self._withdraw(*place)
+        self._signatures[number] = _Signature(response, requests, place, countable)
         self._numbers[key] = number
         if len(self._signatures) > self._capacity:
             evicted, signature = next(iter(self._signatures.items()))
-            self._withdraw(*self._ledger.place(evicted))
+            self._withdraw(*signature.place)
             del self._numbers[signature.response.request.key]
             self._forget(evicted)
         return response
 
     def _forget(self, number: int) -> None:
         del self._signatures[number]
+        self._payloads.pop(number, None)
         self._ledger.forget(number)
         self._forgotten.append(number)
 

@@ -131,6 +131,8 @@ class Block:
             for each that has begun: the number, since when, and the sources that had announced it.
         """
         self.open &= ~mask
+        if not mask & self.begun:
+            return []
         taken = self._described(mask & self.begun)
         self._drop(mask)
         return taken
@@ -188,14 +190,20 @@ class Ledger:
         self._next[process_set] = number + 1
         return number
 
-    def learn(self, number: int, process_set: int, sources: Collection[int]) -> None:
-        """A number is in use from now on, and open; all ``sources`` have to announce it."""
+    def learn(self, number: int, process_set: int, sources: Collection[int]) -> tuple[Block, int]:
+        """A number is in use from now on, and open; all ``sources`` have to announce it. Returns its place."""
         at, bit = divmod(number, _BLOCK)
         block = self.blocks.get(at)
         if block is None:
             block = self.blocks[at] = Block(at * _BLOCK, process_set, sources)
         block.used |= 1 << bit
         block.open |= 1 << bit
+        return block, 1 << bit
+
+    def place(self, number: int) -> tuple[Block, int]:
+        """The block of a number in use, and the mask of its bit."""
+        at, bit = divmod(number, _BLOCK)
+        return self.blocks[at], 1 << bit
 
     def reopen(self, number: int) -> None:
         """A number that was withdrawn is counted again."""
@@ -210,11 +218,6 @@ class Ledger:
         block.used &= ~(1 << bit)
         if not block.used:
             del self.blocks[at]
-
-    def place(self, number: int) -> tuple[Block, int]:
-        """The block of a number in use, and the mask of its bit."""
-        at, bit = divmod(number, _BLOCK)
-        return self.blocks[at], 1 << bit
 
     def drop_set(self, process_set: int) -> None:
         """A process set has been removed: none of its numbers stands for anything."""

@@ -68,9 +68,9 @@ def test_numbers_are_issued_by_set_and_never_again() -> None:
 
 def test_a_block_goes_with_its_last_number() -> None:
     ledger = Ledger()
-    for number in (0, 1, 5000):
-        ledger.learn(number, 0, (0, 1))
-    block, bit = ledger.place(1)
+    for number in (0, 5000, 1):
+        block, bit = ledger.learn(number, 0, (0, 1))
+    assert (block, bit) == ledger.place(1)
     assert not block.announce(0, bit, 1.0)
     assert ledger.busy
     ledger.forget(1)
@@ -85,8 +85,7 @@ def test_a_block_goes_with_its_last_number() -> None:
 
 def test_what_was_withdrawn_is_counted_again_from_the_beginning() -> None:
     ledger = Ledger()
-    ledger.learn(0, 0, (3, 4))
-    block, bit = ledger.place(0)
+    block, bit = ledger.learn(0, 0, (3, 4))
     block.announce(3, bit, 1.0)
     assert block.withdraw(bit) == [(0, 1.0, [3])]
     assert not block.open

@@ -260,9 +260,7 @@ class Machine:
         with self.lock:
             stream.clock.join(event.clock)
             if not event.has_happened:
-                stream.queue.append(
-                    Operation("wait", lambda: None, lambda: event.has_happened, lambda: [event.stream])
-                )
+                stream.queue.append(Operation("wait", lambda: None, lambda: event.has_happened, lambda: [event.stream]))
 
     def query(self, event: Event) -> bool:
         """Whether an event has happened. Looking at it is what makes the GPUs get on."""

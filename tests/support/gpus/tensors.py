@@ -99,9 +99,7 @@ class GpuTensor(torch.Tensor):
         return dispatch(func, args, dict(kwargs or {}))
 
 
-def empty_strided(
-    shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: int
-) -> GpuTensor:
+def empty_strided(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: int) -> GpuTensor:
     """Memory of the current stream of this thread."""
     extent = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if 0 not in shape else 0
     storage = machine().allocate(extent * dtype.itemsize, device)
@@ -144,9 +142,7 @@ def launch(
     """
     there = machine()
     reading, writing = host or ((), ())
-    there.launch(
-        there.current_stream(device), what, run, [*ranges(reads), *reading], [*ranges(writes), *writing]
-    )
+    there.launch(there.current_stream(device), what, run, [*ranges(reads), *reading], [*ranges(writes), *writing])
 
 
 def to_host(tensor: GpuTensor) -> torch.Tensor:
