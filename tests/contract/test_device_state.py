@@ -51,24 +51,26 @@ def remote(tensor: Tensor) -> Tensor:
 class RemoteAdapter(TorchAdapter):
     """An adapter for both kinds of tensors."""
 
-    def is_cuda(self, tensor: Tensor) -> bool:
+    def on_gpu(self, tensor: Tensor) -> bool:
         return isinstance(tensor, Remote) or isinstance(getattr(tensor, "data", None), Remote)
 
     def allocate(self, spec: TensorSpec, like: Tensor) -> Tensor:
         made = super().allocate(spec, like)
-        return remote(made) if spec.device == "cuda" and self.is_cuda(like) else made
+        return remote(made) if spec.device == "cuda" and self.on_gpu(like) else made
 
     def deliver(self, result: Tensor, target: Tensor, *, in_place: bool) -> Tensor:
         delivered = super().deliver(result, target, in_place=in_place)
-        return remote(delivered) if self.is_cuda(target) and not in_place else delivered
+        return remote(delivered) if self.on_gpu(target) and not in_place else delivered
 
     def fence(self, tensors: Sequence[Tensor]) -> Callable[[], None] | None:
-        return (lambda: None) if any(self.is_cuda(tensor) for tensor in tensors) else None
+        return (lambda: None) if any(self.on_gpu(tensor) for tensor in tensors) else None
 
 
 @pytest.fixture
 def world() -> Iterator[World]:
-    def staged(rank: int, number: int, ranks: Sequence[int], host: Backend, example: Buffer) -> Sequence[Plane]:
+    def staged(
+        rank: int, number: int, ranks: Sequence[int], host: Backend, example: Buffer, **more: Any
+    ) -> Sequence[Plane]:
         return cuda.open_planes(
             host,
             example,
@@ -79,6 +81,7 @@ def world() -> Iterator[World]:
             local_rank=rank,
             operations="gloo",
             timeout=10,
+            **more,
         )
 
     with World(SIZE, open_device=staged) as made:
