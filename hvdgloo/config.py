@@ -454,6 +454,17 @@ class Config:
         help="how CUDA tensors travel: nccl, or gloo, which takes them through host memory; auto is nccl where every "
         "rank has a GPU of its own, else gloo",
     )
+    gpu_completion: str = _setting(
+        "host",
+        env="HVDGLOO_GPU_COMPLETION",
+        flag="--gpu-completion",
+        yaml="params.gpu_completion",
+        parse=_one_of("host", "stream"),
+        help="when an operation on CUDA tensors that travel over NCCL counts as done: host when the GPU has done it; "
+        "stream as soon as it is queued there, and what the program does next with the results is queued behind it, so "
+        "that the GPU never runs dry between backward pass and optimizer, but a lost peer is noticed a step later "
+        "(docs/gpus.md)",
+    )
     cpu_operations: str = _setting(
         "auto",
         env="HVDGLOO_CPU_OPERATIONS",

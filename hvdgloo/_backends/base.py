@@ -196,6 +196,14 @@ def first_line(error: BaseException) -> str:
     return text.partition(" This is typically caused by")[0].rstrip(".! ")
 
 
+class Mark(Work, Protocol):
+    """A place in the order of what a memory does."""
+
+    def order(self, buffers: Sequence[Buffer]) -> None:
+        """What the calling thread does with these from now on comes after this place. Does not block."""
+        ...
+
+
 class Memory(Protocol):
     """Where a backend's buffers must be, and how tensors that are elsewhere get there and back.
 
@@ -227,7 +235,7 @@ class Memory(Protocol):
         """
         ...
 
-    def mark(self) -> Work:
+    def mark(self) -> Mark:
         """A Work that completes when everything handed over before it has happened."""
         ...
 
@@ -286,3 +294,6 @@ class Done:
     def completes_within(self, timeout: float) -> bool:
         """It has completed."""
         return True
+
+    def order(self, buffers: Sequence[Buffer]) -> None:
+        """All that comes now comes after it."""

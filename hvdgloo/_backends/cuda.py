@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from hvdgloo._backends import gpu, nccl
-from hvdgloo._backends.base import Backend, Done, Plane, RendezvousStore, Work, wait_for
+from hvdgloo._backends.base import Backend, Done, Mark, Plane, RendezvousStore, wait_for
 from hvdgloo._backends.memory import HostMemory
 from hvdgloo._backends.process_group import SIGNED, tensor_of
 from hvdgloo.errors import BackendError
@@ -163,7 +163,7 @@ class DeviceMemory:
     def unpack(self, source: Buffer, pieces: Iterable[tuple[Buffer, int, int]]) -> None:
         _distribute(tensor_of(source, DType.UINT8), pieces)
 
-    def mark(self) -> Work:
+    def mark(self) -> Mark:
         return nccl.Passed(self._device) if self._device.type == "cuda" else Done()
 
 
@@ -200,7 +200,7 @@ class PinnedMemory:
         _distribute(gpu.on(tensor_of(source, DType.UINT8), self._device), pieces)
         self._settle()
 
-    def mark(self) -> Work:
+    def mark(self) -> Mark:
         return Done()
 
     def _settle(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from hvdgloo._backends.base import Done, Work
+from hvdgloo._backends.base import Done, Mark
 from hvdgloo.types import Buffer
 
 
@@ -36,5 +36,5 @@ class HostMemory:
             ctypes.memmove(target.address + offset, at, nbytes)
             at += nbytes
 
-    def mark(self) -> Work:
+    def mark(self) -> Mark:
         return Done()

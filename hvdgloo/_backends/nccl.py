@@ -21,7 +21,7 @@ import torch.distributed as dist
 from hvdgloo._backends import gpu
 from hvdgloo._backends.base import RendezvousStore, Work, first_line
 from hvdgloo._backends.process_group import BOOL_OPS, OPS, SIGNED, ProcessGroupBackend, tensor_of
-from hvdgloo.errors import AuthenticationError, BackendError, ConnectError, HvdglooError, RendezvousError
+from hvdgloo.errors import AuthenticationError, BackendError, ConnectError, RendezvousError
 from hvdgloo.types import Buffer, DType, ReduceOp
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 20e-6, 1e-3
@@ -54,7 +54,8 @@ class NcclStore(dist.Store):  # type: ignore[name-defined,misc] # absent from to
 
 
 class Passed:
-    """A Work that completes when a GPU has done everything given to its current stream so far."""
+    """A Mark: a place in a GPU's current stream. It completes when the GPU has done everything before it; not earlier,
+    even after ``abort``, since kernels behind an aborted one still use their memory."""
 
     def __init__(self, device: torch.device, is_aborted: Callable[[], bool] = lambda: False) -> None:
         self._event = gpu.record(device)
@@ -65,19 +66,23 @@ class Passed:
         pause = _SHORTEST_PAUSE
         try:
             while not gpu.has_happened(self._event):
-                if self._is_aborted():
-                    raise BackendError("the operation was aborted")
                 if time.monotonic() >= deadline:
                     return False
                 time.sleep(pause)  # CUDA has no wait with a deadline
                 pause = min(2 * pause, _LONGEST_PAUSE)
-        except HvdglooError:
-            raise  # which are RuntimeErrors, too
         except RuntimeError as error:
             raise BackendError(f"CUDA: {first_line(error)}") from error
         if self._is_aborted():  # its kernel may have ended by that alone
             raise BackendError("the operation was aborted")
         return True
+
+    def order(self, buffers: Sequence[Buffer]) -> None:
+        for device in {device for buffer in buffers if (device := _device_of(buffer)) is not None}:
+            gpu.wait(self._event, device)
+
+
+def _device_of(buffer: Buffer) -> torch.device | None:
+    return gpu.of(buffer.owner) if isinstance(buffer.owner, torch.Tensor) else None
 
 
 class NcclBackend(ProcessGroupBackend):

@@ -67,6 +67,7 @@ class EngineSettings:
     stall_shutdown_time: float
     spin_time: float = 0.0
     deterministic: bool = False
+    follow_streams: bool = False
 
 
 class Engine:
@@ -116,6 +117,7 @@ class Engine:
             separate_groups=settings.separate_groups,
             deterministic=settings.deterministic,
             operation_timeout=settings.operation_timeout,
+            follow_streams=settings.follow_streams,
         )
         coordinator = None
         if rank == 0:

@@ -1,7 +1,8 @@
 """The data thread: executes agreed operations in the common order.
 
 A bucket of several tensors is packed into one buffer, handed to the backend, scaled and unpacked. A few buckets are
-under way at once, so that copying one overlaps with transferring another.
+under way at once, so that copying one overlaps with transferring another. Where the GPU keeps the order itself
+(``Memory.in_order``) all of that is given to its stream at once, without waiting for the buckets before it.
 
 When a bucket fails, the thread keeps its memory and waits: the coordinator finds out why, every rank's backend is then
 aborted, and the handles are failed only when the backend has released the memory.
@@ -10,15 +11,16 @@ aborted, and the handles are failed only when the backend has released the memor
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hvdgloo._backends.base import Done, Plane, Scattered, Several, Work
+from hvdgloo._backends.base import Done, Mark, Plane, Scattered, Several, Work
 from hvdgloo._engine import fusion
 from hvdgloo._engine.conventions import divide_rows
 from hvdgloo._engine.fusion import Bucket, Part
@@ -52,22 +54,33 @@ _LOOK_SECONDS = 0.2
 """Seconds between two checks, while waiting for the backend, whether the job was aborted."""
 
 _LET_GO_SECONDS = 0.3
-"""Seconds that the backend has to fail an operation after ``abort``. For about one killed rank in fifty, Gloo never
-ends an operation although all its connections have been shut down. Nothing can be written to its memory any more, so
-its handle is failed all the same; memory and process group are never released then."""
+"""Seconds that the backend has to end what is under way after ``abort``. For about one killed rank in fifty, Gloo never
+ends an operation although all its connections have been shut down; a GPU may have much to do before it gets to ours.
+Handles are failed all the same. Memory and process group are released when what uses them has ended, else never."""
+
+_NOT_WORTH_FUSING = 1 << 18
+"""A bucket of this size that a GPU's stream has been given keeps no later one waiting: at this size there is nothing to
+be gained from fusing it with what becomes ready meanwhile."""
+
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 20e-6, 1e-3
+"""Seconds between two looks at a GPU: CUDA has no wait with a deadline, nor one for whichever comes first, the end of a
+bucket or another one to begin."""
 
 _SLOWEST_NETWORK = 1 << 20
 """Bytes per second that any usable network moves; the operation timeout is extended by the transfer time at this rate.
 """
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _UnderWay:
     """A bucket whose transfer has begun.
 
     Attributes:
         buffer: what the plane works on; None if there is nothing.
         packed: the results are in ``buffer``, not yet in their places.
+        in_order: a GPU's stream does the rest, and keeps the order with what it is given later.
+        deadline: when it counts as lost.
+        counted: it does not keep later buckets waiting any more.
         times: begun, fenced, sent; only while there is a timeline.
     """
 
@@ -79,6 +92,9 @@ class _UnderWay:
     buffer: Buffer | None
     packed: bool
     delivered: bool = False
+    in_order: bool = False
+    deadline: float = math.inf
+    counted: bool = False
     times: Sequence[float] = ()
     nbytes: int = 0
 
@@ -97,6 +113,8 @@ class Executor:
         fusion_threshold: bytes.
         deterministic: results must not depend on what happens to be ready at the same time.
         operation_timeout: seconds that one backend call may take beyond its transfer time.
+        follow_streams: resolve handles as soon as a GPU's stream has been given all that there is to do; who waits for
+            one makes its own stream wait. Else they resolve when the GPU has done it.
     """
 
     def __init__(
@@ -109,6 +127,7 @@ class Executor:
         separate_groups: bool,
         deterministic: bool = False,
         operation_timeout: float,
+        follow_streams: bool = False,
     ) -> None:
         self._groups = groups
         self._open_group = open_group
@@ -116,6 +135,7 @@ class Executor:
         self._separate_groups = separate_groups
         self._alone = self._depends_on_its_place if deterministic else None
         self._operation_timeout = operation_timeout
+        self._follow_streams = follow_streams
         self._on_room: Callable[[], None] = _nothing
         self._on_failure: Callable[[BaseException], None] = _nothing
         self._queue: queue.SimpleQueue[tuple[Bucket, Batch] | _UnderWay | Exception | Callable[[], None] | None] = (
@@ -129,13 +149,14 @@ class Executor:
         self._completed = 0
         self._verdict: HorovodInternalError | None = None
         self._aborted = threading.Event()
-        self._stuck: list[_UnderWay] = []
+        self._is_stuck = False
+        self._pause = _SHORTEST_PAUSE
         self.timeline: Timeline | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     @property
     def backlog(self) -> int:
-        """Buckets that were ordered and have not completed."""
+        """Buckets that were ordered and keep later ones waiting: they have not completed."""
         return self._submitted - self._completed
 
     @property
@@ -145,8 +166,8 @@ class Executor:
 
     @property
     def is_stuck(self) -> bool:
-        """True if the backend never let go of some operation."""
-        return bool(self._stuck)
+        """True if the backend has not let go of some operation."""
+        return self._is_stuck
 
     def tell(self, *, on_room: Callable[[], None], on_failure: Callable[[BaseException], None]) -> None:
         """Set the callbacks; to be called before ``start``.
@@ -291,16 +312,24 @@ class Executor:
     def _serve(self) -> None:
         while not self._aborted.is_set():
             item = None  # while waiting for more, keep no tensors alive
+            first = self._under_way[0] if self._under_way else None
             try:
-                item = self._queue.get(block=not self._under_way)
+                if first is not None and first.in_order:
+                    item = self._queue.get(timeout=self._pause)
+                else:
+                    item = self._queue.get(block=first is None)
             except queue.Empty:
-                self._finish(self._under_way.popleft())
+                if first is not None and first.in_order:
+                    self._look_at(first)
+                else:
+                    self._finish(self._under_way.popleft())
                 continue
             if isinstance(item, tuple):
                 self._make_room(*item)
                 self._under_way.append(self._begin(*item))
                 if isinstance(self._under_way[-1].work, Phases):
                     self._drain()
+                self._pause = _SHORTEST_PAUSE
                 continue
             if isinstance(item, _UnderWay):
                 self._under_way.append(item)
@@ -316,8 +345,11 @@ class Executor:
         """Complete the buckets that must have ended before this one begins."""
         if bucket.collective in SET_CHANGES or bucket.collective is Collective.ALLTOALL or _is_adasum(bucket, batch):
             self._drain()
-        elif len(self._under_way) == DEPTH:
-            self._finish(self._under_way.popleft())
+            return
+        waited_for = [under_way for under_way in self._under_way if not under_way.in_order]
+        if len(waited_for) == DEPTH and not self._is_in_order(bucket, batch):
+            while waited_for[0] in self._under_way:
+                self._finish(self._under_way.popleft())
 
     def _drain(self) -> None:
         while self._under_way:
@@ -325,17 +357,12 @@ class Executor:
 
     def _settle(self) -> None:
         """Fail what is left, once the backend has released its memory."""
-        if not self._unresolved:
+        if not (self._unresolved or self._under_way):
             return
         # The control thread aborts with a verdict in a second or two; the limit is for a control thread that is gone.
         self._aborted.wait(self._operation_timeout)
         error = self._verdict or HorovodInternalError("the engine ended before this operation did")
-        for under_way in self._under_way:
-            try:
-                if not under_way.work.completes_within(_LET_GO_SECONDS):
-                    self._stuck.append(under_way)
-            except Exception as failure:  # noqa: BLE001 - expected: it was aborted
-                logger.debug("aborted: %s", failure)
+        self._is_stuck = not _let_go(self._under_way)
         for operation in list(self._unresolved):
             operation.handle.resolve(error=error)
         self._unresolved.clear()
@@ -353,8 +380,29 @@ class Executor:
             under_way.times = begun, fenced, timeline.now()
         if plane.memory.in_order and not isinstance(under_way.work, Phases):
             self._deliver(under_way)
-            under_way.work = Several([under_way.work, plane.memory.mark()])
+            mark = plane.memory.mark()
+            under_way.work = Several([under_way.work, mark])
+            under_way.in_order = True
+            self._begun_in_order(under_way, mark)
+        under_way.deadline = time.monotonic() + self._operation_timeout + under_way.nbytes / _SLOWEST_NETWORK
         return under_way
+
+    def _begun_in_order(self, under_way: _UnderWay, mark: Mark) -> None:
+        """A stream has been given all of a bucket."""
+        if under_way.nbytes >= _NOT_WORTH_FUSING:
+            self._no_longer_counts(under_way)
+        if self._follow_streams:
+            for part in under_way.bucket.parts:
+                under_way.batch[part.operation][1].handle.follow = mark.order
+            self._resolve(under_way)
+
+    def _is_in_order(self, bucket: Bucket, batch: Batch) -> bool:
+        part = bucket.parts[0]
+        response, _ = batch[part.operation]
+        if part.tensor < 0:
+            return False
+        group = self._groups[response.request.process_set]
+        return group.is_in_order(response.request.tensors[part.tensor].device)
 
     def _plane(self, bucket: Bucket, batch: Batch, group: Group) -> Plane:
         part = bucket.parts[0]
@@ -510,17 +558,31 @@ class Executor:
         return group.stage(plane, nbytes, like, self._fusion_threshold)
 
     def _finish(self, under_way: _UnderWay) -> None:
-        deadline = time.monotonic() + self._operation_timeout + under_way.nbytes / _SLOWEST_NETWORK
+        """Wait for a bucket, which has been taken from ``_under_way``."""
         try:
             while not under_way.work.completes_within(_LOOK_SECONDS):
-                if time.monotonic() >= deadline:
-                    raise BackendError(f"{_describe(under_way)} has not completed within its time")
-                if self._aborted.is_set():
-                    raise BackendError("it did not end when it was aborted")
+                self._check(under_way)
         except BaseException:
             self._under_way.appendleft(under_way)  # some of it may still be on its way
             raise
         self._complete(under_way)
+
+    def _look_at(self, first: _UnderWay) -> None:
+        """See whether a stream has got to the end of the first bucket under way."""
+        if first.work.completes_within(0.0):
+            self._under_way.popleft()
+            self._pause = _SHORTEST_PAUSE
+            self._complete(first)
+        else:
+            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+            self._check(first)
+
+    def _check(self, under_way: _UnderWay) -> None:
+        """Raise BackendError if a bucket that is under way is not worth waiting for."""
+        if time.monotonic() >= under_way.deadline:
+            raise BackendError(f"{_describe(under_way)} has not completed within its time")
+        if self._aborted.is_set():
+            raise BackendError("it did not end when it was aborted")
 
     def _complete(self, under_way: _UnderWay) -> None:
         """Put the results of a bucket whose transfer has ended in their places, and resolve its handles."""
@@ -530,6 +592,12 @@ class Executor:
         if timeline is not None and under_way.times:
             name = f"{under_way.plane.backend.name}_{under_way.bucket.collective.value}".upper()
             timeline.executed(under_way.bucket, under_way.batch, name, (*under_way.times, done), under_way.packed)
+        if not (under_way.in_order and self._follow_streams):
+            self._resolve(under_way)
+        self._no_longer_counts(under_way)
+
+    def _resolve(self, under_way: _UnderWay) -> None:
+        """Resolve the handles whose last bucket this is."""
         for part in under_way.bucket.parts:
             response, operation = under_way.batch[part.operation]
             operation.remaining -= 1
@@ -537,8 +605,13 @@ class Executor:
                 del self._unresolved[operation]
                 operation.handle.resolve(operation.outputs, value=response.value)
         self._waiting_here = None  # it keeps tensors alive
-        self._completed += 1
-        self._on_room()
+
+    def _no_longer_counts(self, under_way: _UnderWay) -> None:
+        """Later buckets need not wait for this one."""
+        if not under_way.counted:
+            under_way.counted = True
+            self._completed += 1
+            self._on_room()
 
     def _deliver(self, under_way: _UnderWay) -> None:
         """Finish a bucket's results and put them in their places, once."""
@@ -555,6 +628,32 @@ class Executor:
         if under_way.packed:
             pieces = _gathered_pieces(under_way) if collective is Collective.ALLGATHER else _pieces(under_way)
             under_way.plane.memory.unpack(buffer, pieces)
+
+
+_kept: list[_UnderWay] = []
+"""What had not ended when its engine did. Its memory may still be read and written."""
+
+
+def _let_go(under_way: Iterable[_UnderWay]) -> bool:
+    """Give what was aborted a moment to end; what does not is kept until it has, if only a later engine notices.
+
+    Returns:
+        whether all of it has ended.
+    """
+    until = time.monotonic() + _LET_GO_SECONDS
+    earlier, _kept[:] = list(_kept), []
+    _kept.extend(each for each in earlier if not _has_ended(each, 0.0))
+    left = [each for each in under_way if not _has_ended(each, max(0.0, until - time.monotonic()))]
+    _kept.extend(left)
+    return not left
+
+
+def _has_ended(under_way: _UnderWay, timeout: float) -> bool:
+    try:
+        return under_way.work.completes_within(timeout)
+    except Exception as failure:  # noqa: BLE001 - expected: it was aborted
+        logger.debug("aborted: %s", failure)
+        return True
 
 
 def _nothing(*_: object) -> None:

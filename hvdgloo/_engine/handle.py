@@ -34,17 +34,20 @@ class Handle:
         outputs: where the results are, once ``done()``; in the order of the submitted tensors.
         order: once ``done()`` without an error, the operation's place among all that the job has carried out, the same
             on all its ranks and never given twice; -1 before.
+        follow: called with the outputs by every thread that has waited: what it does next comes after the operation,
+            which may still be under way on a GPU. None where the operation has ended altogether.
         lend: called with the handle by a thread that is about to wait for it without a timeout: the engine may use the
             thread for a moment.
     """
 
-    __slots__ = ("_callbacks", "_done", "_error", "_latch", "lend", "name", "order", "outputs", "value")
+    __slots__ = ("_callbacks", "_done", "_error", "_latch", "follow", "lend", "name", "order", "outputs", "value")
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.outputs: tuple[Buffer, ...] = ()
         self.value = -1
         self.order = -1
+        self.follow: Callable[[Sequence[Buffer]], None] | None = None
         self.lend: Callable[[Handle], None] | None = None
         self._error: BaseException | None = None
         self._done = False
@@ -82,6 +85,8 @@ class Handle:
                 self._sleep(timeout)
         if self._error is not None:
             raise self._error.with_traceback(None)
+        if self.follow is not None:
+            self.follow(self.outputs)
         return self.outputs
 
     def _sleep(self, timeout: float | None) -> None:

@@ -24,7 +24,8 @@ one on that same CPU backend through which the tensors are staged; both may be t
 
 
 class Staging:
-    """Memory for fused buckets: DEPTH blocks used in turn, each free again when its bucket has completed."""
+    """Memory for fused buckets: DEPTH blocks used in turn, each free again when its bucket has completed, or at once
+    where the memory keeps the order."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
@@ -89,6 +90,10 @@ class Group:
                 raise BackendError(f"there is no way here to exchange tensors of a {device} device")
             self._device, self._staged = self._open_device(self.host.backend, example)
         return self._staged if on_host else self._device
+
+    def is_in_order(self, device: str) -> bool:
+        """Whether tensors of one kind of device travel on a plane that is open and keeps the order by itself."""
+        return device != "cpu" and self._device is not None and self._device.memory.in_order
 
     def stage(self, plane: Plane, nbytes: int, like: TensorSpec, at_least: int) -> Buffer:
         """Room for a fused bucket in a plane's memory; see ``Staging``."""

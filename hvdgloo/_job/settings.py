@@ -57,5 +57,6 @@ def engine_settings(
         stall_check=not config.stall_check_disable,
         stall_warning_time=config.stall_warning_time,
         stall_shutdown_time=shutdown_time,
+        follow_streams=config.gpu_completion == "stream",
         spin_time=_SPIN_SECONDS if local_size is not None and 1 < local_size <= usable_cores() else 0.0,
     )

@@ -116,6 +116,11 @@ class TorchAdapter:
         devices = {device for tensor in tensors if (device := gpu.of(tensor)) is not None}
         if not devices:
             return None
+        if any(gpu.is_capturing(device) for device in devices):
+            raise InvalidArgumentError(
+                "a collective cannot be captured into a CUDA graph, as ranks agree on it anew each time: capture what "
+                "comes before and after it, and call it in between"
+            )
         events = [(gpu.record(device), device) for device in devices]
 
         def ready() -> None:

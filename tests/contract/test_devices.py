@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 
 from torch import Tensor, nn  # noqa: E402
 
-from hvdgloo._backends import cuda  # noqa: E402
+from hvdgloo._backends import cuda, gpu  # noqa: E402
 from hvdgloo._backends.base import Backend, Plane  # noqa: E402
 from hvdgloo._backends.cuda import DeviceMemory, Gpu, PinnedMemory, obstacle  # noqa: E402
 from hvdgloo._backends.local import LocalGroup  # noqa: E402
@@ -344,28 +344,24 @@ def test_nothing_that_fails_is_left_waiting(planes: Planes) -> None:
         made.run(body)
 
 
-class _Event:
-    """A CUDA event that never comes."""
+def test_an_event_that_a_gpu_has_failed_before_is_an_error_of_cuda_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failed(event: object) -> bool:
+        raise RuntimeError("an illegal address")
 
-    def __init__(self, error: Exception | None = None) -> None:
-        self._error = error
-
-    def record_event(self) -> _Event:
-        return self
-
-    def query(self) -> bool:
-        if self._error is not None:
-            raise self._error
-        return False
-
-
-def test_only_cuda_s_own_errors_are_called_cuda_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: _Event())
-    with pytest.raises(BackendError, match=r"^the operation was aborted$"):
-        Passed(CPU, lambda: True).completes_within(5)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: _Event(RuntimeError("an illegal address")))
+    monkeypatch.setattr(gpu, "record", lambda device: None)
+    monkeypatch.setattr(gpu, "has_happened", failed)
     with pytest.raises(BackendError, match=r"^CUDA: an illegal address$"):
         Passed(CPU).completes_within(5)
+
+
+def test_what_was_aborted_ends_when_its_event_has_happened_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    happened = [False, False, True]
+    monkeypatch.setattr(gpu, "record", lambda device: None)
+    monkeypatch.setattr(gpu, "has_happened", lambda event: happened.pop(0))
+    aborted = Passed(CPU, lambda: True)
+    assert not aborted.completes_within(0)  # kernels behind the aborted one still use its memory
+    with pytest.raises(BackendError, match=r"^the operation was aborted$"):
+        aborted.completes_within(5)
 
 
 class TestWhichWay:

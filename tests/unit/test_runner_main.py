@@ -55,7 +55,13 @@ class TestFlags:
 
     def test_every_setting_with_a_flag_can_be_given(self) -> None:
         texts = {"--port-range": "2000-3000", "--log-level": "debug", "--gpu-operations": "nccl"}
-        texts |= {"--cpu-operations": "shm", "--gloo-provider": "pygloo", "--shm-direct": "1", "--tls": "off"}
+        texts |= {
+            "--gpu-completion": "stream",
+            "--cpu-operations": "shm",
+            "--gloo-provider": "pygloo",
+            "--shm-direct": "1",
+            "--tls": "off",
+        }
         parser = build_parser()
         for name, setting in settings().items():
             if setting.flag is None:
@@ -145,6 +151,7 @@ class TestFile:
             "logging.level": "debug",
             "stall_check.enabled": "false",
             "params.gpu_operations": "nccl",
+            "params.gpu_completion": "stream",
             "params.cpu_operations": "gloo",
             "params.gloo_provider": "torch",
             "params.shm_direct": "true",

@@ -42,11 +42,15 @@ class Schedule:
     Args:
         kind: "late": nothing runs before somebody waits for it; "early": all that can run does at once; "any": some
             of it, in an order that ``seed`` decides.
+
+    Attributes:
+        is_paused: nothing runs at all.
     """
 
     def __init__(self, kind: str = "late", seed: int = 0) -> None:
         self.kind = kind
         self.random = random.Random(seed)
+        self.is_paused = False
 
     def at_once(self) -> int:
         """How many operations run as soon as one has been given to a stream."""
@@ -127,14 +131,13 @@ class Machine:
 
     Attributes:
         races: what the checker has found.
-        waits: how often a thread has blocked until a GPU had done something.
     """
 
     def __init__(self, count: int = 4, schedule: Schedule | None = None) -> None:
         self.count = count
         self.schedule = schedule or Schedule()
         self.races: list[str] = []
-        self.waits = 0
+        self._waits: dict[int, int] = {}
         self.lock = threading.RLock()
         self._streams: list[Stream] = []
         self._default: dict[tuple[int, int], Stream] = {}
@@ -156,6 +159,11 @@ class Machine:
             found = re.search(r"(\d+)$", threading.current_thread().name)
             own = self._local.rank = int(found[1]) if found and "Thread" not in threading.current_thread().name else 0
         return int(own)
+
+    @property
+    def waits(self) -> int:
+        """How often this rank's threads have blocked until a GPU had done something."""
+        return self._waits.get(self.rank, 0)
 
     @contextmanager
     def as_rank(self, rank: int) -> Iterator[None]:
@@ -274,7 +282,7 @@ class Machine:
 
     def settle(self, stream: Stream) -> None:
         """Block until a stream has done everything."""
-        self.waits += 1
+        self._waits[self.rank] = self.waits + 1
         event = self.record(stream)
         while not self.query(event):
             threading.Event().wait(1e-4)  # another rank has yet to come
@@ -287,6 +295,8 @@ class Machine:
 
     def _advance(self, wanted: Stream | None) -> bool:
         """Run one operation; False if none can."""
+        if self.schedule.is_paused:
+            return False
         if self.schedule.kind == "late" and wanted is not None:
             stream = self._before(wanted, set())
         else:

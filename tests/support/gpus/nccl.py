@@ -28,12 +28,14 @@ class Faults:
         connects_never: connecting does not return before ``over``.
         abort_blocks: neither does ``abort``.
         hangs_after_abort: what an aborted rank's GPU was given never ends.
+        lost: it takes no part in collectives any more, whatever it has been given.
         over: set when the test ends, so that no thread is left.
     """
 
     connects_never: set[int] = field(default_factory=set)
     abort_blocks: set[int] = field(default_factory=set)
     hangs_after_abort: set[int] = field(default_factory=set)
+    lost: set[int] = field(default_factory=set)
     over: threading.Event = field(default_factory=threading.Event)
 
 
@@ -176,8 +178,10 @@ class Group:
                     return True
                 if self.is_aborted:
                     return self._rank not in self._nccl.faults.hangs_after_abort
-                return len(meeting) == self._size and all(
-                    each.queue and each.queue[0] is operation for operation, each in meeting.values()
+                return (
+                    not self._nccl.faults.lost
+                    and len(meeting) == self._size
+                    and all(each.queue and each.queue[0] is operation for operation, each in meeting.values())
                 )
 
             def run() -> None:

@@ -127,8 +127,8 @@ def ranges(tensors: Sequence[GpuTensor]) -> list[tuple[Block, int, int]]:
 def on_gpu(tensor: torch.Tensor, device: int = 0) -> GpuTensor:
     """A copy on a GPU, made at once: what a test begins with."""
     made = empty_strided(tensor.shape, tensor.stride(), tensor.dtype, device)
-    source = tensor.detach().clone(memory_format=torch.preserve_format)
-    launch("upload", lambda: made.inner.copy_(source), device, [], [made])
+    source, inner = tensor.detach().clone(memory_format=torch.preserve_format), made.inner
+    launch("upload", lambda: inner.copy_(source), device, [], [made])
     return made
 
 
@@ -231,7 +231,7 @@ def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
         for device in {tensor.block.device for tensor in _tensors(args)}:
             there.settle(there.current_stream(device))
         return func(*tree_map(_inner, args), **tree_map(_inner, kwargs))
-    everything = [tensor for tensor in _tensors((args, kwargs), torch.Tensor)]
+    everything = list(_tensors((args, kwargs), torch.Tensor))
     ours = [tensor for tensor in everything if isinstance(tensor, GpuTensor)]
     devices = {tensor.block.device for tensor in ours}
     if len(devices) > 1 or any(tensor.dim() and not isinstance(tensor, GpuTensor) for tensor in everything):
@@ -247,7 +247,7 @@ def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     reads = [tensor for value, written in flagged if not written for tensor in _tensors(value)]
     own = [each.alias_info is not None for each in func._schema.returns]  # returns what it has written
     outputs: list[GpuTensor] = []
-    if not all(own) or not own and not writes:
+    if not all(own) or (not own and not writes):
         # For the results' shapes: on whatever is there now, and on copies of what would be written.
         kept = {id(tensor.inner): tensor.inner.clone() for tensor in writes}
         trial = tree_map(lambda value: kept.get(id(value), value), (inner_args, inner_kwargs))

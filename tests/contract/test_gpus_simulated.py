@@ -1,0 +1,363 @@
+"""CUDA tensors on simulated GPUs: in order whatever runs when, memory kept as long as needed, errors and no waits.
+
+The library's code from the front-end to NCCL's process group is the real one; ``tests.support.gpus`` plays the GPUs.
+Every test ends with the checker's verdict: no two accesses to one memory that nothing orders.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import Tensor  # noqa: E402
+
+from hvdgloo._backends import cuda, gpu  # noqa: E402
+from hvdgloo._backends.base import Backend, Plane  # noqa: E402
+from hvdgloo._collectives.frontend import Frontend  # noqa: E402
+from hvdgloo._collectives.process_sets import ProcessSet  # noqa: E402
+from hvdgloo._job.context import Context  # noqa: E402
+from hvdgloo.errors import HorovodInternalError, InvalidArgumentError  # noqa: E402
+from hvdgloo.rendezvous import MemoryStore  # noqa: E402
+from hvdgloo.torch._adapter import TorchAdapter  # noqa: E402
+from hvdgloo.types import Buffer, ReduceOp  # noqa: E402
+from tests.support.gpus import (  # noqa: E402
+    AS_THEY_ARE,
+    GpuTensor,
+    HostAccessError,
+    OnTheHost,
+    Schedule,
+    Simulated,
+    functions,
+    on_gpu,
+    simulated,
+)
+from tests.support.gpus.machine import POISON  # noqa: E402
+from tests.support.world import World  # noqa: E402
+
+SIZE = 2
+SCHEDULES = [("late", 0), ("early", 0), ("any", 1), ("any", 2)]
+
+
+@pytest.fixture(params=SCHEDULES, ids=lambda param: f"{param[0]}{param[1]}")
+def gpus(request: pytest.FixtureRequest) -> Iterator[Simulated]:
+    with simulated(Schedule(*request.param)) as made:
+        yield made
+
+
+@pytest.fixture
+def late() -> Iterator[Simulated]:
+    with simulated(Schedule("late")) as made:
+        yield made
+
+
+def world(gpus: Simulated, size: int = SIZE, operations: str = "nccl", **settings: Any) -> World:
+    """Ranks with simulated GPUs; rank r's tensors are wherever it puts them."""
+    store = MemoryStore()
+
+    def open_device(rank: int, number: int, ranks: Sequence[int], host: Backend, example: Buffer) -> Sequence[Plane]:
+        return cuda.open_planes(
+            host,
+            example,
+            store=store,
+            prefix=f"{number}/",
+            ranks=ranks,
+            rank=ranks.index(rank),
+            local_rank=rank,
+            operations=operations,
+            timeout=10,
+        )
+
+    return World(size, wrap=lambda _, backend: OnTheHost(gpus.machine, backend), open_device=open_device, **settings)
+
+
+def frontend_of(context: Context) -> Frontend[Tensor]:
+    return Frontend(TorchAdapter(), lambda: context)
+
+
+def rows(rank: int, count: int = 2, device: int = 0) -> GpuTensor:
+    return on_gpu(torch.arange(count * 3.0).reshape(count, 3) + 10 * rank, device)
+
+
+def total(count: int = 2, size: int = SIZE) -> list[Any]:
+    every = (torch.arange(count * 3.0).reshape(count, 3) + 10 * rank for rank in range(size))
+    summed: list[Any] = sum(every).tolist()  # type: ignore[union-attr]
+    return summed
+
+
+class TestTheSimulation:
+    """It follows CUDA's rules, or nothing else here means anything."""
+
+    def test_it_has_every_function_of_the_module(self) -> None:
+        for name, function in functions().items():
+            if name not in AS_THEY_ARE:
+                wanted = list(inspect.signature(function).parameters)
+                assert list(inspect.signature(getattr(Simulated, name)).parameters) == ["self", *wanted]
+
+    def test_nothing_happens_before_somebody_waits(self, late: Simulated) -> None:
+        tensor = on_gpu(torch.ones(3))
+        event = gpu.record(tensor.device)
+        assert not event.has_happened
+        assert tensor.tolist() == [1.0] * 3
+        assert event.has_happened
+
+    def test_streams_run_apart_and_the_checker_says_so(self) -> None:
+        with pytest.raises(AssertionError, match=r"add_.*on stream 1 writes, and nothing orders it after: upload"):
+            self._write_on_another_stream()
+
+    @staticmethod
+    def _write_on_another_stream() -> None:
+        with simulated() as made:
+            tensor = on_gpu(torch.ones(3))
+            with made.machine.on_stream(made.machine.new_stream(0)):
+                tensor += 1
+
+    def test_an_event_orders_them(self, late: Simulated) -> None:
+        tensor = on_gpu(torch.ones(3))
+        event = gpu.record(tensor.device)
+        with late.machine.on_stream(late.machine.new_stream(0)):
+            gpu.wait(event, tensor.device)
+            tensor += 1
+            assert tensor.tolist() == [2.0] * 3
+
+    def test_freed_memory_is_used_again_at_once(self, late: Simulated) -> None:
+        tensor = on_gpu(torch.ones(3))
+        address = tensor.data_ptr()
+        del tensor
+        again = gpu.empty((3,), torch.float32, torch.device("cuda", 0))
+        assert again.data_ptr() == address
+        assert again.view(torch.uint8).tolist() == [POISON] * 12
+
+    def test_memory_that_another_stream_uses_is_missed_when_it_is_freed(self) -> None:
+        with pytest.raises(AssertionError, match=r"reuse of freed memory"):
+            self._free_while_another_stream_reads(say_so=False)
+        self._free_while_another_stream_reads(say_so=True)
+
+    @staticmethod
+    def _free_while_another_stream_reads(*, say_so: bool) -> None:
+        with simulated() as made:
+            tensor = on_gpu(torch.ones(3))
+            event = gpu.record(tensor.device)
+            with made.machine.on_stream(made.machine.new_stream(0)):
+                gpu.wait(event, tensor.device)
+                double = tensor * 2
+                if say_so:
+                    gpu.used_here(tensor)
+            address = tensor.data_ptr()
+            del tensor
+            assert (gpu.empty((3,), torch.float32, torch.device("cuda", 0)).data_ptr() == address) != say_so
+            with made.machine.on_stream(made.machine._streams[1]):
+                del double
+
+    def test_the_host_reads_no_gpu(self, late: Simulated) -> None:
+        buffer = TorchAdapter().export(rows(0))
+        with pytest.raises(HostAccessError):
+            buffer.array()
+
+    def test_threads_have_streams_of_their_own(self, late: Simulated) -> None:
+        device = torch.device("cuda", 0)
+        gpu.use_own_stream(device)
+        mine = late.current(device)
+        theirs = []
+        thread = threading.Thread(target=lambda: theirs.append(late.current(device)))
+        thread.start()
+        thread.join(5)
+        assert theirs == [late.machine.default_stream(0)]
+        assert theirs != [mine]
+
+    def test_gradients_are_computed_there(self, gpus: Simulated) -> None:
+        weight = torch.nn.Parameter(on_gpu(torch.full((3, 2), 2.0)))
+        fired = []
+        weight.register_post_accumulate_grad_hook(lambda parameter: fired.append(parameter))
+        (rows(0) @ weight).sum().backward()
+        assert weight.grad is not None
+        assert weight.grad.tolist() == [[3.0, 3.0], [5.0, 5.0], [7.0, 7.0]]
+        assert fired == [weight]
+
+
+@pytest.mark.parametrize("operations", ["nccl", "gloo"])
+def test_every_collective_in_every_order(gpus: Simulated, operations: str) -> None:
+    def body(context: Context) -> None:
+        hvd, rank = frontend_of(context), context.rank
+        tensor = rows(rank)
+        summed = hvd.allreduce(tensor, op=ReduceOp.SUM)
+        assert isinstance(summed, GpuTensor)
+        summed += 1  # on this thread's stream, right after another thread's stream has written it
+        assert (summed - 1).tolist() == total()
+        many = [on_gpu(torch.full((n + 1,), float(n))) for n in range(12)]
+        for n, result in enumerate(hvd.grouped_allreduce(many, op=ReduceOp.SUM)):
+            assert result.tolist() == [2.0 * n] * (n + 1)
+        whole = [*rows(0).tolist(), *rows(1).tolist()]
+        assert hvd.allgather(tensor).tolist() == whole
+        assert hvd.allgather(tensor[: rank + 1]).tolist() == [whole[0], *whole[2:]]
+        assert hvd.broadcast(tensor, root_rank=1).tolist() == rows(1).tolist()
+        assert hvd.alltoall(tensor, splits=[1, 1])[0].tolist() == [whole[rank], whole[2 + rank]]
+        assert hvd.reducescatter(tensor, op=ReduceOp.SUM).tolist() == total()[rank : rank + 1]
+        assert hvd.allreduce_(tensor.t(), op=ReduceOp.MAX).t().tolist() == rows(1).tolist()
+        assert tensor.tolist() == rows(1).tolist()
+
+    with world(gpus, operations=operations) as made:
+        made.run(body)
+
+
+def test_a_collective_comes_after_the_stream_that_made_its_tensor(gpus: Simulated) -> None:
+    def body(context: Context) -> None:
+        hvd = frontend_of(context)
+        side = gpus.machine.new_stream(0)
+        with gpus.machine.on_stream(side):
+            tensor = rows(context.rank)
+            handle = hvd.allreduce_async_(tensor, op=ReduceOp.SUM)
+            assert hvd.synchronize(handle).tolist() == total()
+
+    with world(gpus) as made:
+        made.run(body)
+
+
+def test_memory_of_what_is_not_waited_for_is_kept(gpus: Simulated) -> None:
+    """The program lets go of a tensor right after handing it over; its memory is the next that it gets."""
+
+    def body(context: Context) -> None:
+        hvd = frontend_of(context)
+        handles = []
+        for _ in range(4):
+            handles.append(hvd.allreduce_async(rows(context.rank), op=ReduceOp.SUM))
+            gpu.empty((2, 3), torch.float32, torch.device("cuda", 0)).fill_(7)
+        assert [hvd.synchronize(handle).tolist() for handle in handles] == [total()] * 4
+
+    with world(gpus) as made:
+        made.run(body)
+
+
+def test_sets_on_two_gpus_of_one_process_wait_each_on_its_own(gpus: Simulated) -> None:
+    """3.8: the current GPU of the data thread is none of these."""
+
+    def body(context: Context) -> None:
+        hvd = frontend_of(context)
+        sets = [hvd.add_process_set(ProcessSet(ranks)) for ranks in ([0, 1], [0, 2])]
+        ours = {number: each for number, each in enumerate(sets) if each.included()}
+        tensors = {number: rows(min(context.rank, 1), device=1 + number) for number in ours}
+        handles = {}
+        for number, tensor in tensors.items():
+            tensor += number
+            handles[number] = hvd.allreduce_async_(tensor, op=ReduceOp.SUM, process_set=ours[number])
+        for number, handle in handles.items():
+            result = hvd.synchronize(handle)
+            assert result.device.index == 1 + number
+            assert (result - 2 * number).tolist() == total()
+
+    with world(gpus, 3) as made:
+        made.run(body)
+
+
+def test_a_capture_is_refused_in_a_sentence(late: Simulated) -> None:
+    """3.9"""
+
+    def body(context: Context) -> None:
+        hvd = frontend_of(context)
+        tensor = rows(context.rank)
+        late.capturing.add(late.current(tensor.device))
+        with pytest.raises(InvalidArgumentError, match=r"cannot be captured into a CUDA graph"):
+            hvd.allreduce(tensor, name="captured")
+        late.capturing.discard(late.current(tensor.device))
+        assert hvd.allreduce(tensor, op=ReduceOp.SUM).tolist() == total()
+
+    with world(late) as made:
+        made.run(body)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for what other threads do."""
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(1e-3)
+
+
+LARGE = 1 << 16  # elements of a bucket that is not worth fusing with others
+
+
+class TestCompletion:
+    """5.14"""
+
+    @pytest.mark.parametrize("completion", ["host", "stream"])
+    def test_buckets_start_without_waiting_for_earlier_ones(self, late: Simulated, completion: str) -> None:
+        started = threading.Barrier(SIZE)
+
+        def body(context: Context) -> None:
+            hvd = frontend_of(context)
+            hvd.allreduce(rows(0))  # the group is connected
+            tensors = [on_gpu(torch.full((LARGE,), float(n + context.rank))) for n in range(6)]
+            before = late.nccl.submitted
+            started.wait(10)
+            late.machine.schedule.is_paused = True
+            handles = [hvd.allreduce_async_(tensor, op=ReduceOp.SUM) for tensor in tensors]
+            until(lambda: late.nccl.submitted == before + 6 * SIZE)
+            until(lambda: hvd.poll(handles[-1]) == (completion == "stream"))
+            late.machine.schedule.is_paused = False
+            for n, handle in enumerate(handles):
+                assert hvd.synchronize(handle)[:2].tolist() == [2.0 * n + 1] * 2
+
+        with world(late, gpu_completion=completion, fusion_threshold=4 * LARGE) as made:
+            made.run(body)
+
+    def test_small_ones_wait_and_are_fused(self, late: Simulated) -> None:
+        started = threading.Barrier(SIZE)
+
+        def body(context: Context) -> None:
+            hvd = frontend_of(context)
+            hvd.allreduce(rows(0))
+            before = late.nccl.submitted
+            started.wait(10)
+            late.machine.schedule.is_paused = True
+            handles = [hvd.allreduce_async(rows(context.rank), op=ReduceOp.SUM) for _ in range(40)]
+            until(lambda: late.nccl.submitted >= before + SIZE)
+            late.machine.schedule.is_paused = False
+            assert [hvd.synchronize(handle).tolist() for handle in handles] == [total()] * 40
+            started.wait(10)
+            assert late.nccl.submitted < before + 20 * SIZE
+
+        with world(late) as made:
+            made.run(body)
+
+    def test_what_follows_is_queued_behind_a_result(self, gpus: Simulated) -> None:
+        """Nothing is waited for on the host, in any step; each step's kernels come after its collective."""
+
+        def body(context: Context) -> None:
+            hvd = frontend_of(context)
+            weight, gradient = on_gpu(torch.zeros(LARGE)), on_gpu(torch.zeros(LARGE))
+            hvd.allreduce(gradient)
+            waits = gpus.machine.waits
+            for step in range(5):
+                gradient.copy_(weight + context.rank + step)
+                hvd.allreduce_(gradient, op=ReduceOp.SUM, name="gradient")
+                weight += gradient
+            fresh = [hvd.allreduce(weight, name="fresh") for _ in range(3)]
+            assert gpus.machine.waits == waits
+            expected = 0
+            for step in range(5):
+                expected += 2 * expected + 2 * step + 1
+            assert weight[:2].tolist() == [expected] * 2
+            assert [result[:1].tolist() for result in fresh] == [[expected]] * 3
+
+        with world(gpus, gpu_completion="stream") as made:
+            made.run(body)
+
+    def test_a_lost_peer_is_noticed_by_a_later_operation(self, late: Simulated) -> None:
+        def body(context: Context) -> None:
+            hvd = frontend_of(context)
+            hvd.allreduce(rows(0), name="first")
+            tensor = on_gpu(torch.ones(LARGE))
+            late.nccl.faults.lost.add(1)
+            hvd.allreduce_(tensor, name="lost")  # returns; the GPU waits for rank 1
+            until(lambda: context.engine.error is not None)
+            with pytest.raises(HorovodInternalError, match="has not completed within its time"):
+                hvd.allreduce_(tensor, name="next")
+
+        with world(late, gpu_completion="stream", operation_timeout=0.5) as made:
+            made.run(body)
