@@ -1,6 +1,7 @@
 """Which workers are on which hosts, in order, and everything that follows from that by arithmetic.
 
-Ranks fill hosts in order, so the ranks of one host are consecutive. A Topology is one epoch's answer to all workers; it
+Ranks fill hosts in order, so the ranks of one host are consecutive. Local ranks need not be in the same order: in an
+elastic job they follow the slots, and ranks follow seniority. A Topology is one epoch's answer to all workers; it
 is validated at construction, so no later check is needed.
 """
 
@@ -54,7 +55,8 @@ class Topology:
     """All hosts and workers of one epoch.
 
     Raises:
-        ValueError: at construction, when ranks are not 0..size-1 in order of hosts and local ranks.
+        ValueError: at construction, when ranks are not 0..size-1 in order of hosts, or the local ranks of a host's n
+            workers are not 0..n-1 in any order.
     """
 
     epoch: int
@@ -62,18 +64,19 @@ class Topology:
     workers: tuple[Worker, ...]
 
     def __post_init__(self) -> None:
-        expected_host, expected_local = -1, 0
+        expected_host = -1
+        local_ranks: dict[int, list[int]] = {}
         for rank, worker in enumerate(self.workers):
             if worker.rank != rank:
                 raise ValueError(f"worker {rank} of the topology says that its rank is {worker.rank}")
             if worker.host == expected_host + 1:
-                expected_host, expected_local = worker.host, 0
-            if (worker.host, worker.local_rank) != (expected_host, expected_local):
-                raise ValueError(
-                    f"rank {rank} is local rank {worker.local_rank} of host {worker.host}, but ranks must fill hosts "
-                    f"in order: expected local rank {expected_local} of host {expected_host}"
-                )
-            expected_local += 1
+                expected_host = worker.host
+            elif worker.host != expected_host:
+                raise ValueError(f"rank {rank} is on host {worker.host}, but ranks must fill hosts in order")
+            local_ranks.setdefault(worker.host, []).append(worker.local_rank)
+        for host, found in local_ranks.items():
+            if sorted(found) != list(range(len(found))):
+                raise ValueError(f"the {len(found)} workers of host {host} have the local ranks {found}")
         if expected_host + 1 != len(self.hosts):
             raise ValueError(f"{len(self.hosts)} hosts, but workers on {expected_host + 1} of them")
 

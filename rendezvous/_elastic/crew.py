@@ -1,0 +1,172 @@
+"""Who is there, where, and who could be in the next epoch: what an elastic job looks up before it decides."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from hvdgloo.rendezvous._elastic.events import Join, Registered, Rules
+from hvdgloo.rendezvous._elastic.hosts import Hosts
+from hvdgloo.rendezvous._elastic.roster import Roster, choose
+from hvdgloo.rendezvous._elastic.worker import Stage, Worker
+
+SETTLE_TIME = 1.0
+"""Seconds for which those that are ready wait for others that are about to be, before training is interrupted."""
+
+NOBODY = Roster(-1, ())
+"""The roster before the first epoch."""
+
+
+class Crew:
+    """All workers of one job whose processes are, as far as is known, alive, and all of its hosts.
+
+    Args:
+        rules: what the user has asked for.
+        now: in seconds, on the clock of all other times.
+        chance: see ``Hosts``.
+
+    Attributes:
+        workers: by id.
+        roster: of the newest epoch.
+        epoch: the highest number that was ever used.
+        ran: whether any epoch has come to training.
+        well: members that have ended with success.
+        now: the time of what is being decided.
+    """
+
+    def __init__(self, rules: Rules, now: float, chance: Callable[[], float]) -> None:
+        self.rules = rules
+        # Without a launcher a worker that has ended says nothing about its host: whatever started it starts another.
+        limit = rules.failures_per_host if rules.launched else 1 << 30
+        self.hosts = Hosts(limit, rules.cooldown, chance)
+        self.workers: dict[str, Worker] = {}
+        self.roster = NOBODY
+        self.epoch = -1
+        self.ran = False
+        self.well: set[str] = set()
+        self.now = now
+        self._numbers = 0
+
+    def create(self, host: str, slot: int) -> Worker:
+        """A worker that is about to be started."""
+        self._numbers += 1
+        worker = Worker(f"{host}/{slot}/{self._numbers}", host, slot, (self.hosts.order(host), slot))
+        self.workers[worker.id] = worker
+        return worker
+
+    def meet(self, event: Registered) -> Worker:
+        """A worker that nobody has announced."""
+        taken = {worker.slot for worker in self.workers.values() if worker.host == event.host}
+        slot = next(slot for slot in range(len(taken) + 1) if slot not in taken)
+        self.hosts.note(event.host)
+        self._numbers += 1
+        place = (self._numbers if event.index is None else event.index, 0)
+        worker = self.workers[event.worker] = Worker(event.worker, event.host, slot, place)
+        return worker
+
+    @property
+    def collecting(self) -> bool:
+        """Whether newcomers wait in ``init()`` for the next epoch rather than go on alone."""
+        return not self.ran or self.rules.join is Join.NOW
+
+    def members(self) -> list[Worker]:
+        """Those of the roster whose processes have not ended, by rank."""
+        return [self.workers[seat.worker] for seat in self.roster.seats if seat.worker in self.workers]
+
+    def at_rank(self, rank: int) -> Worker | None:
+        """The member of this rank; None if its process has ended, or there is no such rank."""
+        return self.workers.get(self.roster.seats[rank].worker) if 0 <= rank < self.roster.size else None
+
+    def is_member(self, worker: Worker) -> bool:
+        return worker.id in self.roster.ranks
+
+    def fits(self, worker: Worker) -> bool:
+        """Whether its slot can be used."""
+        return not worker.leaving and worker.slot < self.slots(worker.host)
+
+    def slots(self, host: str) -> int:
+        """How many slots of a host can be used."""
+        return self.hosts.slots(host, self.now)
+
+    def stays(self, worker: Worker) -> bool:
+        return not worker.out and self.fits(worker)
+
+    def accounted(self, worker: Worker) -> bool:
+        """Whether it is known what becomes of a member whose process has not ended."""
+        return worker.stage is Stage.RETURNED or not self.stays(worker)
+
+    def doomed(self) -> bool:
+        """Whether the epoch is over: a member has ended, or is to, or has come back."""
+        return any(
+            worker is None or worker.out or worker.stage is Stage.RETURNED
+            for worker in (self.workers.get(id) for id in self.roster.ranks if id not in self.well)
+        )
+
+    def candidates(self) -> list[Worker]:
+        """Those of which the next epoch could be formed now."""
+        return [
+            worker
+            for worker in self.workers.values()
+            if self.stays(worker) and (worker.pending or (self.collecting and worker.stage is Stage.STARTING))
+        ]
+
+    def plan(self) -> Roster:
+        """The next epoch, if all came that could, those included for which there would be no room."""
+        all_of_them = [worker.candidate() for worker in self.workers.values() if self.stays(worker)]
+        return choose(self.epoch + 1, all_of_them)
+
+    def capacity(self) -> int:
+        return sum(slots for _, slots in self.hosts.usable(self.now))
+
+    def hopeless(self) -> bool:
+        """Whether there will never be as many workers as are needed."""
+        if not self.rules.launched:
+            return False
+        fixed = not self.rules.hosts_may_come and self.hosts.next_return(self.now) == math.inf
+        return self.hosts.all_out(self.now) or (fixed and self.capacity() < self.needed)
+
+    @property
+    def needed(self) -> int:
+        """How many workers the next epoch must have at least."""
+        return self.rules.smallest if self.ran else self.rules.size
+
+    def there(self) -> str:
+        """How many of them there are, for messages."""
+        hosts = self.hosts.account(self.now)
+        if self.rules.launched and not self.ran:
+            return f"{self.capacity()} of {self.needed} slots are there ({hosts})"
+        return f"{len(self.candidates())} of {self.needed} workers are there ({hosts})"
+
+    def free_slots(self) -> list[tuple[str, int]]:
+        """Slots for further workers, in the order in which they are to be filled, and no more than may be used."""
+        room = math.inf
+        if self.rules.largest is not None:
+            room = self.rules.largest - sum(self.stays(worker) for worker in self.workers.values())
+        taken = {(worker.host, worker.slot) for worker in self.workers.values()}
+        free: list[tuple[str, int]] = []
+        for host, slots in self.hosts.usable(self.now):
+            for slot in range(slots):
+                if len(free) >= room:
+                    return free
+                if (host, slot) not in taken:
+                    free.append((host, slot))
+        return free
+
+    def joinable(self) -> list[Worker]:
+        """Newcomers for which training would be interrupted."""
+        stages = {Stage.STANDBY}
+        if self.rules.join is Join.NOW:
+            stages |= {Stage.STARTING, Stage.ARRIVED}
+        return [w for w in self.workers.values() if w.fresh and w.stage in stages and self.stays(w)]
+
+    def settled_at(self) -> float:
+        """Until when those that are ready wait for others that will be, so that training is interrupted once."""
+        ready = [worker.ready_at for worker in self.workers.values() if worker.stage is Stage.STANDBY]
+        others = any(w.stage in (Stage.STARTING, Stage.ALONE) and not w.out for w in self.workers.values())
+        return min(ready) + SETTLE_TIME if ready and others else math.inf
+
+
+def listed(workers: Sequence[Worker], show: int = 8) -> str:
+    """Workers as in messages."""
+    more = len(workers) - show
+    return ", ".join(map(str, workers[:show])) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,691 @@
+"""The members of an elastic job, epoch by epoch: one pure state machine for the launcher and for hvdgloo-rendezvous.
+
+Events go in, actions come out (``hvdgloo.rendezvous._elastic.events``), and times are the caller's. ::
+
+                 enough workers             all have registered             all are connected
+     WAITING -----------------> FORMING -----------------------> CONNECTING ----------------> RUNNING
+       ^ |                        | ^                                |                          |
+       | |      one has ended     | |         one has failed, ended  |      one has come back,  |
+       | +<-----------------------+ |         or come back           v      ended, or is out    |
+       |                            +---- (never answered twice) DRAINING <---------------------+
+       +---------------------------------------------------------+
+                  every member of the last epoch is accounted for
+
+**Accounting decides, not timing.** An epoch is decided when each member of the last one has come back for the next,
+has ended, or is out (its host was removed or left out). So it makes no difference whether a worker or the launcher
+notices a failure first, and nobody can end up in an epoch that the others do not know.
+
+**A failure voids an epoch that is being formed** or connected: nobody is left in it who waits for somebody that will
+not come. Requests that were not answered stay; those that were, are made again.
+
+**Nothing is waited for without end**, except for the end of training itself, and for the first worker in ``init()``.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+from hvdgloo.rendezvous._elastic.crew import NOBODY, Crew, listed
+from hvdgloo.rendezvous._elastic.events import (
+    RESET_LIMIT_EXCEEDED_MESSAGE,
+    Action,
+    Announce,
+    Changed,
+    Dismissed,
+    Ended,
+    Event,
+    Failing,
+    Fate,
+    Finished,
+    Formed,
+    Gone,
+    HostLost,
+    HostsListed,
+    Identified,
+    Join,
+    Leaving,
+    Registered,
+    Rules,
+    Spawn,
+    Stop,
+    Synced,
+    Tell,
+    TimePassed,
+    Up,
+    Update,
+    Voided,
+    Welcome,
+)
+from hvdgloo.rendezvous._elastic.roster import NO_STATE, Roster, choose
+from hvdgloo.rendezvous._elastic.worker import Stage, Worker
+
+ACCUSED_TIME = 2.0
+"""Seconds in which a worker that others have lost must come back, or it is ended. Its process may only be stopped."""
+
+UNCONNECTED_TIME = 10.0
+"""The same if they could not connect with it: then it may be the network, and the worker may wait for them, too."""
+
+LEAVING_TIME = 30.0
+"""Seconds that a worker of a host that was removed has to end by itself."""
+
+RETURN_TIME = 2.0
+"""Seconds for which a server that was restarted waits for further workers to come back."""
+
+SAY_AFTER = 10.0
+"""Seconds after which a line says for whom workers wait; then again after twice as long."""
+
+ATTEMPTS = 3
+"""The number of times that the same workers may fail to connect before one of their hosts is left out."""
+
+
+class Phase(enum.Enum):
+    """Where a job is."""
+
+    WAITING = "there are too few workers or slots"
+    FORMING = "it is known who will be in the next epoch, and some have not registered yet"
+    CONNECTING = "the members of an epoch were told so, and connect with each other"
+    RUNNING = "they are in training"
+    DRAINING = "the epoch is over, and not all of its members are accounted for"
+    FAILED = "the job has failed"
+    OVER = "the job has succeeded"
+
+
+P = Phase
+NEXT: Mapping[Phase, frozenset[Phase]] = {
+    P.WAITING: frozenset({P.FORMING, P.FAILED}),
+    P.FORMING: frozenset({P.WAITING, P.CONNECTING, P.FAILED, P.OVER}),
+    P.CONNECTING: frozenset({P.RUNNING, P.DRAINING, P.FAILED, P.OVER}),
+    P.RUNNING: frozenset({P.DRAINING, P.FAILED, P.OVER}),
+    P.DRAINING: frozenset({P.WAITING, P.FAILED, P.OVER}),
+    P.FAILED: frozenset(),
+    P.OVER: frozenset(),
+}
+"""For each phase, those that may follow."""
+
+_STATE_LOST = "all workers that had the state of the training were lost"
+
+
+class ElasticJob:
+    """The members of one elastic job.
+
+    Args:
+        rules: what the user has asked for.
+        now: in seconds, on the clock of all other times.
+        chance: from 0 to 1 at random, so that hosts do not come back all at once.
+
+    Attributes:
+        phase: changed only by ``feed``.
+        resets: how often workers have formed anew and come to training.
+    """
+
+    def __init__(self, rules: Rules, now: float, chance: Callable[[], float] = random.random) -> None:
+        self.rules = rules
+        self.phase = Phase.WAITING
+        self.resets = 0
+        self._crew = Crew(rules, now, chance)
+        self._has_state = False  # whether any worker has ever had a state to go on from
+        self._ending = ""  # why there will be no further epoch
+        self._failure: Failing | None = None  # the first one of a member since the last training
+        self._other_failure: Failing | None = None  # the last one of a worker that was not a member
+        self._failed = ""  # why the job has
+        self._why = ""  # the last training is over
+        self._trouble = ""  # the newest epoch is over
+        self._serial = 0
+        self._announced = Update.NONE
+        self._tries: Counter[frozenset[str]] = Counter()
+        self._accusations: Counter[str] = Counter()
+        self._told_of_slots = False
+        self._patience = now + rules.elastic_timeout
+        self._limit = math.inf  # of FORMING and CONNECTING
+        self._not_before = -math.inf
+        self._stopped_at = now
+        self._say_at, self._say_pause = now + SAY_AFTER, SAY_AFTER
+        self._next_return = math.inf
+        self._out: list[Action] = []
+
+    # What may be asked.
+
+    @property
+    def final(self) -> bool:
+        return not NEXT[self.phase]
+
+    @property
+    def deadline(self) -> float:
+        """When to feed ``TimePassed`` if nothing else happens until then; infinite if time alone changes nothing."""
+        if self.final:
+            return math.inf
+        times = [self._say_at, self._limit, *(worker.end_by for worker in self._crew.workers.values())]
+        if self.phase in (P.WAITING, P.DRAINING) or (self._ending and self.phase is P.RUNNING):
+            times.append(self._patience)
+        if self.phase in (P.WAITING, P.RUNNING, P.DRAINING):
+            times.append(self._next_return)
+        if self.phase is P.WAITING and self._not_before > self._crew.now:
+            times.append(self._not_before)
+        if self.phase is P.RUNNING and not self._announced & Update.ADDED:
+            times.append(self._crew.settled_at())
+        return min(times)
+
+    def feed(self, event: Event, now: float) -> tuple[Action, ...]:
+        """Take note of what has happened.
+
+        Returns:
+            what is to be done about it, in order.
+        """
+        self._out = []
+        self._crew.now = now
+        if self.final:
+            if isinstance(event, Registered):
+                self._refuse_after_the_end(event)
+            return tuple(self._out)
+        match event:
+            case Registered():
+                self._registered(event)
+            case Up(worker, epoch):
+                self._up(worker, epoch)
+            case Synced(worker, epoch):
+                self._synced(worker, epoch)
+            case Finished(worker):
+                self._worker_finished(worker)
+            case Gone():
+                self._gone(event)
+            case HostLost():
+                self._host_lost(event)
+            case HostsListed(hosts):
+                self._crew.hosts.update(hosts)
+            case Identified(host, identity):
+                self._crew.hosts.identified(host, identity)
+            case Leaving():
+                self._leaving(event)
+            case TimePassed():
+                self._end_the_late()
+        while self._step():
+            pass
+        if not self.final:
+            self._spawn()
+            self._dismiss_spares()
+            self._announce()
+            self._say()
+        self._next_return = self._crew.hosts.next_return(now)
+        return tuple(self._out)
+
+    @property
+    def roster(self) -> Roster:
+        """The members of the newest epoch; nobody before the first one."""
+        return self._crew.roster
+
+    @property
+    def _now(self) -> float:
+        return self._crew.now
+
+    # What has happened.
+
+    def _registered(self, event: Registered) -> None:
+        worker = self._crew.workers.get(event.worker)
+        if worker is None and self.rules.launched:
+            self._out.append(Dismissed(event.worker, Fate.REMOVED, "the job does not know this worker any more"))
+            return
+        worker = worker or self._meet(event)
+        worker.pid = event.pid
+        if worker.out:
+            self._tell_fate(worker)
+        elif worker.pending:
+            pass  # it asks again
+        elif worker.stage is Stage.MEMBER and event.after < worker.epoch:
+            self._out.append(Formed(self.roster, worker.id))  # the answer was lost
+        elif worker.stage in (Stage.MEMBER, Stage.FINISHED):
+            self._returned(worker, event)
+        elif self._ending:
+            self._exclude(worker, Fate.REMOVED, self._ending)
+            self._tell_fate(worker)
+        elif event.ready:
+            worker.stage, worker.ready_at = Stage.STANDBY, self._now
+        elif self._crew.collecting:
+            worker.stage = Stage.ARRIVED
+            if self.phase is P.FORMING:
+                self._limit = self._now + self.rules.start_timeout
+        else:
+            self._welcome(worker)
+
+    def _meet(self, event: Registered) -> Worker:
+        """A worker that nobody has announced. It may have been a member in the time of a server before this one."""
+        worker = self._crew.meet(event)
+        if event.after >= 0 and self.roster is NOBODY:
+            worker.stage, worker.rank, worker.epoch = Stage.MEMBER, event.rank or 0, event.after
+            self._crew.epoch = max(self._crew.epoch, event.after)
+            self._crew.ran = True
+            self._not_before = self._now + RETURN_TIME
+        return worker
+
+    def _returned(self, worker: Worker, event: Registered) -> None:
+        worker.serial, worker.digest = event.serial, event.digest
+        worker.end_by = math.inf
+        self._has_state = self._has_state or event.serial != NO_STATE
+        if event.error:
+            self._note(f"{worker}: {event.error}")
+        grace = UNCONNECTED_TIME if self.phase is P.CONNECTING else ACCUSED_TIME
+        for rank in event.accused:
+            other = self._crew.at_rank(rank)
+            if other is None or other is worker:
+                continue
+            if self.phase is P.CONNECTING:
+                self._accusations[other.host] += 1
+            if other.stage is Stage.MEMBER and self._now + grace < other.end_by:
+                other.end_by = self._now + grace
+                other.end_reason = f"{worker} has lost it, and it has not come back within {grace:g} s"
+        if self._ending:
+            self._exclude(worker, Fate.OVER, self._ending)
+            self._tell_fate(worker)
+        else:
+            worker.stage = Stage.RETURNED
+
+    def _welcome(self, worker: Worker) -> None:
+        worker.stage = Stage.ALONE
+        self._out.append(Welcome(worker.id, self._crew.plan()))
+
+    def _up(self, id: str, epoch: int) -> None:
+        worker = self._crew.workers.get(id)
+        if worker is not None and worker.stage is Stage.MEMBER and worker.epoch == epoch:
+            worker.up = True
+
+    def _synced(self, id: str, epoch: int) -> None:
+        worker = self._crew.workers.get(id)
+        if worker is not None and worker.stage is Stage.MEMBER and worker.epoch == epoch:
+            worker.synced = self._has_state = True
+
+    def _worker_finished(self, id: str) -> None:
+        worker = self._crew.workers.get(id)
+        if worker is not None and worker.stage is Stage.MEMBER and not worker.out:
+            worker.stage = Stage.FINISHED
+            self._finish(worker, "has finished its training")
+
+    def _finish(self, worker: Worker, how: str) -> None:
+        """A member has come to its end as it should: there is no further epoch."""
+        if self._ending:
+            return
+        self._ending = f"{worker} {how}"
+        for other in self._crew.workers.values():
+            if other.stage in (Stage.RETURNED, Stage.STANDBY, Stage.ARRIVED):
+                fate = Fate.REMOVED if other.fresh and self._crew.ran else Fate.OVER
+                self._exclude(other, fate, self._ending)
+
+    def _gone(self, event: Gone) -> None:
+        worker = self._crew.workers.get(event.worker)
+        if worker is None:
+            return
+        fits = self._crew.fits(worker)
+        del self._crew.workers[worker.id]
+        told_over = bool(worker.out) and worker.fate is Fate.OVER
+        if not event.status and worker.stage is Stage.FINISHED:
+            self._crew.well.add(worker.id)
+        elif event.status == 0 and self._may_finish(worker):
+            self._crew.well.add(worker.id)
+            self._finish(worker, "has ended with status 0")
+        elif worker.stage is Stage.FINISHED or (told_over and event.status) or (fits and not worker.out):
+            self._blame(worker, event.status, event.reason)
+            self._count(worker.host, f"{worker} {event.reason}")
+
+    def _may_finish(self, worker: Worker) -> bool:
+        """Whether a worker that has ended with status 0 has done what it was to do, though it has not said so."""
+        if self.phase is P.WAITING or worker.pending or worker.out or not self._crew.is_member(worker):
+            return False
+        return not (worker.fresh and self._crew.ran)
+
+    def _host_lost(self, event: HostLost) -> None:
+        lost = [worker for worker in self._crew.workers.values() if worker.host == event.host]
+        blamed = [worker for worker in lost if not worker.out and self._crew.fits(worker)]
+        for worker in lost:
+            del self._crew.workers[worker.id]
+        for worker in blamed:
+            self._blame(worker, event.status, f"was lost: {event.reason}")
+        self._count(event.host, event.reason)
+
+    def _leaving(self, event: Leaving) -> None:
+        self._crew.hosts.leaves(event.host)
+        worker = self._crew.workers.get(event.worker)
+        if worker is not None:
+            worker.leaving = True
+
+    def _end_the_late(self) -> None:
+        for worker in list(self._crew.workers.values()):
+            if self._now >= worker.end_by:
+                worker.end_by = math.inf
+                reason = worker.end_reason
+                if not worker.out:
+                    self._blame(worker, None, f"was ended: {reason}")
+                    self._count(worker.host, f"{worker} was ended: {reason}")
+                self._drop(worker, reason)
+
+    # Failures.
+
+    def _note(self, why: str) -> None:
+        """Why the epoch has ended, if nothing is known of that yet."""
+        self._why = self._why or why
+        self._trouble = self._trouble or why
+
+    def _blame(self, worker: Worker, status: int | None, reason: str) -> None:
+        failing = Failing(worker.id, worker.rank, worker.host, status or 1, reason)
+        if self._crew.is_member(worker):
+            self._failure = self._failure or failing
+            self._note(f"{worker} {reason}")
+        else:
+            self._other_failure = failing
+
+    def _count(self, host: str, reason: str, *, at_once: bool = False) -> None:
+        """A failure counts against its host, which is left out if that was one too many."""
+        until = self._crew.hosts.failed(host, reason, self._now, at_once=at_once)
+        if until is None or self._ending:
+            return
+        back = "" if until == math.inf else f" for {until - self._now:.0f} s"
+        self._out.append(Tell(f"host {host} is left out{back}: {reason}"))
+        for worker in list(self._crew.workers.values()):
+            if worker.host == host:
+                self._drop(worker, f"host {host} is left out: {reason}")
+
+    def _drop(self, worker: Worker, reason: str) -> None:
+        """End a worker, which is in no further epoch."""
+        self._exclude(worker, Fate.REMOVED, reason)
+        worker.end_by = math.inf
+        if self.rules.launched and not worker.stopped:
+            worker.stopped = True
+            self._out.append(Stop(worker.id, reason))
+
+    def _exclude(self, worker: Worker, fate: Fate, reason: str) -> None:
+        """A worker is in no further epoch. It is told so now if it waits, and otherwise when it asks."""
+        if not worker.out:
+            worker.out, worker.fate = reason, fate
+            if worker.pending:
+                self._tell_fate(worker)
+
+    def _tell_fate(self, worker: Worker) -> None:
+        worker.stage = Stage.DISMISSED
+        self._out.append(Dismissed(worker.id, worker.fate, worker.out))
+
+    # What follows.
+
+    def _step(self) -> bool:
+        """Go on to another phase, if all for that is there; False if the job stays where it is."""
+        before = self.phase
+        if self._ending and self.phase is not P.CONNECTING:
+            self._end()
+        else:
+            _STEPS[self.phase](self)
+        return self.phase is not before and not self.final
+
+    def _wait(self) -> None:
+        """WAITING: form an epoch of those that are there, if they are enough."""
+        self._spawn()
+        there = self._crew.candidates()
+        if self._has_state and not any(worker.serial != NO_STATE for worker in there if not worker.fresh):
+            self._fail(_STATE_LOST)
+        elif len(there) >= self._crew.needed and self._now >= self._not_before:
+            self._form(there)
+        elif self._crew.hopeless():
+            self._fail(f"{self._crew.there()}, and no others can come")
+        elif self._now >= self._patience:
+            self._fail(f"{self._crew.there()} after {self.rules.elastic_timeout:g} s")
+
+    def _form(self, there: list[Worker]) -> None:
+        limit = self.rules.reset_limit
+        if self._crew.ran and limit is not None and self.resets >= limit:
+            self._fail(RESET_LIMIT_EXCEEDED_MESSAGE.format(limit), Failing(reason=self._why))
+            return
+        self._crew.epoch += 1
+        self._crew.roster = choose(self._crew.epoch, [worker.candidate() for worker in there], self.rules.largest)
+        self._limit = math.inf
+        if any(worker.pending for worker in there):
+            self._limit = self._now + self.rules.start_timeout
+        self._go(P.FORMING)
+
+    def _gather(self) -> None:
+        """FORMING: answer the members of the roster once all of them have registered."""
+        members = self._crew.members()
+        if len(members) < self.roster.size or not all(self._crew.stays(worker) for worker in members):
+            self._go(P.WAITING)
+            if not any(self._crew.stays(worker) for worker in members):
+                self._fail("all workers have ended before they were together")
+        elif all(worker.pending for worker in members):
+            for worker in members:
+                worker.stage, worker.up = Stage.MEMBER, False
+                worker.rank, worker.epoch = self.roster.ranks[worker.id], self.roster.epoch
+            self._out.append(Formed(self.roster))
+            self._trouble = ""
+            self._limit = self._now + 3 * self.rules.connect_timeout  # they have their own deadlines, and say more
+            self._go(P.CONNECTING)
+        elif self._now >= self._limit:
+            for worker in members:
+                if not worker.pending:
+                    reason = f"has not called hvd.init() within {self.rules.start_timeout:g} s (--start-timeout)"
+                    self._blame(worker, None, reason)
+                    self._count(worker.host, f"{worker} {reason}")
+                    self._drop(worker, f"it {reason}")
+            self._gather()
+
+    def _connect(self) -> None:
+        """CONNECTING: wait until all are connected, unless one cannot be."""
+        members = self._crew.members()
+        unconnected = [worker for worker in members if not worker.up and worker.stage is not Stage.FINISHED]
+        if self._crew.doomed():
+            tried = len(members) == self.roster.size and not any(worker.out for worker in members)
+        elif not unconnected:
+            self._run()
+            return
+        elif self._now >= self._limit:
+            for worker in unconnected:
+                self._accusations[worker.host] += 1
+                worker.end_by, worker.end_reason = self._now + UNCONNECTED_TIME, "it has not connected with the others"
+            self._note(f"{unconnected[0]} has not connected with the others")
+            tried = True
+        else:
+            return
+        self._out.append(Voided(self.roster.epoch, self._trouble or "its members change"))
+        self._go(P.DRAINING)
+        if tried:
+            self._tries[frozenset(self.roster.ranks)] += 1
+            if self._tries[frozenset(self.roster.ranks)] >= ATTEMPTS:
+                self._leave_one_out()
+
+    def _leave_one_out(self) -> None:
+        """The same workers have failed to connect several times: without one of their hosts, the others may."""
+        self._tries.clear()
+        order = [host for host, _ in self.roster.slots]
+        accused = max(
+            self._accusations.items(),
+            key=lambda item: (item[1], order.index(item[0]) if item[0] in order else -1),
+            default=("", 0),
+        )[0]
+        self._accusations.clear()
+        if not accused:
+            self._fail(f"the workers have failed to connect {ATTEMPTS} times: {self._trouble}")
+            return
+        self._count(accused, f"others have failed to connect with it {ATTEMPTS} times", at_once=True)
+
+    def _run(self) -> None:
+        """All members are connected: training begins, or goes on."""
+        if self._crew.ran:
+            self.resets += 1
+        self._crew.ran = True
+        self._out.append(Changed(self.roster, self._why, self._now - self._stopped_at))
+        self._why, self._failure, self._patience = "", None, math.inf
+        for worker in self._crew.workers.values():
+            if worker.stage is Stage.ARRIVED and not self._crew.collecting:
+                self._welcome(worker)
+        self._tries.clear()
+        self._accusations.clear()
+        self._go(P.RUNNING)
+
+    def _watch(self) -> None:
+        """RUNNING: the epoch is over as soon as one member has come back, has ended, or is being ended."""
+        if self._crew.doomed():
+            self._go(P.DRAINING)
+
+    def _drain(self) -> None:
+        """DRAINING: wait until every member is accounted for."""
+        members = self._crew.members()
+        awaited = [worker for worker in members if not self._crew.accounted(worker)]
+        if not awaited:
+            for worker in members:
+                if not self._crew.fits(worker):
+                    self._remove(worker)
+            self._go(P.WAITING)
+            if all(worker.out for worker in members):
+                self._fail(_STATE_LOST if self._has_state else "all workers have ended, or were removed")
+        elif self._now >= self._patience:
+            self._fail(f"{listed(awaited)} did not come back within {self.rules.elastic_timeout:g} s")
+
+    def _end(self) -> None:
+        """The end of training, once one member has finished: wait until all have ended."""
+        members = self._crew.members()
+        if self.phase is P.FORMING and any(worker.stage is Stage.DISMISSED for worker in members):
+            self._fail(f"{self._ending} without calling hvd.init(), in which others waited for it")
+        elif self.phase is P.FORMING and self._failure is not None:
+            self._fail("a worker has failed before it called hvd.init()")
+        elif all(not self.rules.launched and (worker.out or worker.stage is Stage.FINISHED) for worker in members):
+            if self._failure is None:
+                self._go(P.OVER)
+                self._out.append(Ended(f"all workers have finished; {self._ending}"))
+            else:
+                self._fail(f"{self._ending}, and others could not")
+        elif self._failure is not None and self._patience == math.inf:
+            self._patience = self._now + self.rules.elastic_timeout
+        elif self.phase is not P.FORMING and self._now >= self._patience:
+            self._fail(f"{self._ending}, and others did not end within {self.rules.elastic_timeout:g} s")
+
+    def _fail(self, text: str, failure: Failing | None = None) -> None:
+        self.phase, self._failed = self._next(P.FAILED), text
+        failing = failure or self._failure or self._other_failure or Failing(reason=text)
+        for worker in self._crew.workers.values():
+            if worker.pending:
+                self._exclude(worker, Fate.FAILED, text)
+        self._out.append(Ended(text, failing))
+
+    def _refuse_after_the_end(self, event: Registered) -> None:
+        worker = self._crew.workers.get(event.worker)
+        if worker is not None and worker.out:
+            self._out.append(Dismissed(event.worker, worker.fate, worker.out))
+        elif self.phase is P.OVER:
+            self._out.append(Dismissed(event.worker, Fate.OVER, self._ending))
+        else:
+            self._out.append(Dismissed(event.worker, Fate.FAILED, self._failed))
+
+    # Newcomers, and those who leave.
+
+    def _spawn(self) -> None:
+        """Start workers in the slots that are free, if they can ever join."""
+        if not self.rules.launched or self._ending or self.phase in (P.FORMING, P.CONNECTING):
+            return
+        if not self._crew.ran and (self.phase is not P.WAITING or self._crew.capacity() < self.rules.size):
+            return
+        free = self._crew.free_slots()
+        if not free or (self.phase is P.RUNNING and self._resets_left == 0):
+            return
+        members = self._crew.members()
+        if self._crew.ran and self.phase is not P.WAITING and not all(worker.synced for worker in members):
+            if not self._told_of_slots:
+                self._told_of_slots = True
+                hosts = ", ".join(dict.fromkeys(host for host, _ in free))
+                self._out.append(
+                    Tell(
+                        f"there are free slots ({hosts}); they are used once all workers have entered elastic.run. A "
+                        "program that never does keeps its size"
+                    )
+                )
+            return
+        started = [self._crew.create(host, slot) for host, slot in free]
+        plan = self._crew.plan()
+        self._out += [Spawn(worker.id, worker.host, worker.slot, plan) for worker in started]
+
+    @property
+    def _resets_left(self) -> float:
+        return math.inf if self.rules.reset_limit is None else self.rules.reset_limit - self.resets
+
+    def _remove(self, worker: Worker) -> None:
+        """A worker whose slot cannot be used any more is to end by itself, and is given time for that."""
+        reason = (
+            f"{worker} is being preempted"
+            if worker.leaving
+            else f"host {worker.host} has only {self._crew.slots(worker.host)} slots now"
+            if self._crew.slots(worker.host)
+            else f"host {worker.host} was removed"
+        )
+        self._exclude(worker, Fate.REMOVED, reason)
+        worker.end_by, worker.end_reason = self._now + LEAVING_TIME, reason
+
+    def _dismiss_spares(self) -> None:
+        """Workers that are in no epoch, and in a slot that cannot be used, are nobody's loss."""
+        for worker in list(self._crew.workers.values()):
+            if worker.out or self._crew.fits(worker):
+                continue
+            if worker.stage is Stage.RETURNED and self.phase is P.WAITING:
+                self._remove(worker)
+            elif worker.fresh and not (self.phase is P.FORMING and self._crew.is_member(worker)):
+                self._drop(worker, f"host {worker.host} was removed")
+
+    def _announce(self) -> None:
+        """Say what would change at the members' next commit, when that is something else than was said last."""
+        update = Update.NONE
+        if self.phase is P.RUNNING and not self._ending:
+            staying = sum(self._crew.fits(worker) for worker in self._crew.members())
+            if staying < self.roster.size:
+                update |= Update.REMOVED
+            settled_at = self._crew.settled_at()
+            settled = self.rules.join is Join.NOW or settled_at == math.inf or self._now >= settled_at
+            room = self.rules.largest is None or staying < self.rules.largest
+            if room and settled and self._resets_left > 0 and self._crew.joinable():
+                update |= Update.ADDED
+        if update != self._announced:
+            self._serial += 1
+            self._announced = update
+            self._out.append(Announce(self._serial, update))
+
+    # Phases and times.
+
+    def _next(self, phase: Phase) -> Phase:
+        assert phase in NEXT[self.phase], f"{phase.name} cannot follow {self.phase.name}"
+        return phase
+
+    def _go(self, phase: Phase) -> None:
+        if self.phase is P.RUNNING:
+            self._stopped_at = self._now
+        self.phase = self._next(phase)
+        if phase is P.DRAINING:
+            self._patience = self._now + self.rules.elastic_timeout
+        if phase not in (P.FORMING, P.CONNECTING):
+            self._limit = math.inf
+        self._say_pause = SAY_AFTER
+        self._say_at = math.inf if phase in (P.RUNNING, P.OVER) else self._now + SAY_AFTER
+
+    def _say(self) -> None:
+        """A line for the user about what has been waited for, if it is time for that."""
+        if self._now < self._say_at:
+            return
+        self._say_pause *= 2
+        self._say_at = self._now + self._say_pause
+        text = self._awaited()
+        if text:
+            self._out.append(Tell(f"waiting for {text}"))
+
+    def _awaited(self) -> str:
+        members = self._crew.members()
+        match self.phase:
+            case P.WAITING:
+                return f"workers: {self._crew.there()}"
+            case P.FORMING if any(worker.pending for worker in members):
+                return f"{listed([worker for worker in members if not worker.pending])} to call hvd.init()"
+            case P.CONNECTING:
+                return f"{listed([worker for worker in members if not worker.up])} to be connected with the others"
+            case P.DRAINING if awaited := [worker for worker in members if not self._crew.accounted(worker)]:
+                return f"{listed(awaited)} to come back to elastic.run"
+        return ""
+
+
+_STEPS: Mapping[Phase, Callable[[ElasticJob], None]] = {
+    P.WAITING: ElasticJob._wait,
+    P.FORMING: ElasticJob._gather,
+    P.CONNECTING: ElasticJob._connect,
+    P.RUNNING: ElasticJob._watch,
+    P.DRAINING: ElasticJob._drain,
+}

@@ -1,0 +1,916 @@
+"""The members of an elastic job, whatever happens to them and in whatever order."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from hvdgloo.errors import ConfigError
+from hvdgloo.rendezvous._elastic.events import (
+    RESET_LIMIT_EXCEEDED_MESSAGE,
+    Dismissed,
+    Fate,
+    Finished,
+    HostLost,
+    Identified,
+    Join,
+    Leaving,
+    Registered,
+    Rules,
+    Synced,
+    TimePassed,
+    Up,
+    Update,
+)
+from hvdgloo.rendezvous._elastic.hosts import cooldown_time
+from hvdgloo.rendezvous._elastic.job import ATTEMPTS, NEXT, RETURN_TIME, Phase
+from hvdgloo.rendezvous._elastic.roster import NO_STATE, Candidate, Roster, choose
+from hvdgloo.topology import Host, Topology, Worker
+from tests.support.elastic import UNTROUBLED, Actor, Bed
+
+NAMES = ("h1", "h2", "h3")
+
+
+def running(rules: Rules | None = None, hosts: tuple[tuple[str, int], ...] = (("h1", 2), ("h2", 2))) -> Bed:
+    """A job in training."""
+    bed = Bed(rules or Rules(size=sum(slots for _, slots in hosts), smallest=1), hosts)
+    assert bed.cooperate() is Phase.RUNNING
+    return bed
+
+
+class AnyWay(RuleBasedStateMachine):
+    """Anything at any time: what ``Bed`` checks holds for every job on every way."""
+
+    @initialize(
+        smallest=st.integers(1, 2),
+        more=st.integers(0, 2),
+        largest=st.sampled_from([None, 0, 1, 3]),
+        limit=st.sampled_from([None, 0, 1, 5]),
+        failures=st.integers(1, 3),
+        cooldown=st.sampled_from([None, (1.0, 5.0), (700.0, 3600.0)]),
+        join=st.sampled_from(Join),
+        hosts_may_come=st.booleans(),
+        begin=st.integers(0, 2),
+    )
+    def begin(
+        self,
+        smallest: int,
+        more: int,
+        largest: int | None,
+        limit: int | None,
+        failures: int,
+        cooldown: tuple[float, float] | None,
+        join: Join,
+        hosts_may_come: bool,
+        begin: int,
+    ) -> None:
+        size = smallest + more
+        most = None if largest is None else size + largest
+        rules = Rules(size, smallest, most, 600.0, 120.0, 30.0, limit, failures, cooldown, join, True, hosts_may_come)
+        self.bed = Bed(rules, (("h1", 2), ("h2", 2))[: max(1, begin)])
+        if begin:
+            self.bed.cooperate()
+
+    def pick(self, choice: int, actors: list[Actor]) -> Actor:
+        return actors[choice % len(actors)]
+
+    def on(self) -> bool:
+        return not self.bed.job.final
+
+    @rule(choice=st.integers(0, 99))
+    @precondition(lambda self: self.on() and self.askers())
+    def asks(self, choice: int) -> None:
+        """A worker calls init() or elastic.run, or asks again."""
+        self.bed.arrive(self.pick(choice, self.askers()))
+
+    def askers(self) -> list[Actor]:
+        return [a for a in self.bed.alive() if not a.dismissed and (a.epoch < 0 or a.asked is not None)]
+
+    @rule(choice=st.integers(0, 99), error=st.booleans(), accused=st.sets(st.integers(0, 4), max_size=2))
+    @precondition(lambda self: self.on() and self.in_training())
+    def comes_back(self, choice: int, error: bool, accused: set[int]) -> None:
+        actor = self.pick(choice, self.in_training())
+        others = tuple(rank for rank in accused if rank != actor.rank)
+        self.bed.come_back(actor, "a peer was lost" if error else "", others if error else ())
+
+    def in_training(self) -> list[Actor]:
+        return [a for a in self.bed.members if a.asked is None and not a.dismissed and not a.finished]
+
+    @rule(choice=st.integers(0, 99))
+    @precondition(lambda self: self.on() and self.in_training())
+    def is_up(self, choice: int) -> None:
+        actor = self.pick(choice, self.in_training())
+        if not actor.up:
+            self.bed.say_up(actor)
+
+    @rule(choice=st.integers(0, 99))
+    @precondition(lambda self: self.on() and self.in_training())
+    def commits(self, choice: int) -> None:
+        actor = self.pick(choice, self.in_training())
+        if actor.synced:
+            actor.serial += 1
+
+    @rule(choice=st.integers(0, 99))
+    @precondition(lambda self: self.on() and self.bed.alive())
+    def dies(self, choice: int) -> None:
+        self.bed.kill(self.pick(choice, self.bed.alive()))
+
+    @rule(choice=st.integers(0, 99), status=st.sampled_from([-9, 1, 3]))
+    @precondition(lambda self: self.on() and self.unseen())
+    def is_seen_to_be_dead(self, choice: int, status: int) -> None:
+        self.bed.see(self.pick(choice, self.unseen()), status)
+
+    def unseen(self) -> list[Actor]:
+        return [a for a in self.bed.actors.values() if (not a.alive or a.stopped) and not a.seen]
+
+    @rule(choice=st.integers(0, 99))
+    @precondition(lambda self: self.on() and self.bed.alive())
+    def ends_well(self, choice: int) -> None:
+        actor = self.pick(choice, self.bed.alive())
+        if actor.asked is None:
+            self.bed.see(actor, 0)
+
+    @rule(choice=st.integers(0, 99))
+    @precondition(lambda self: self.on() and self.in_training())
+    def finishes(self, choice: int) -> None:
+        actor = self.pick(choice, self.in_training())
+        if choice % 4 == 0:  # not too often: nothing much can happen after that
+            actor.finished = True
+            self.bed.feed(Finished(actor.id))
+
+    @rule(name=st.sampled_from(NAMES))
+    @precondition(lambda self: self.on())
+    def host_is_lost(self, name: str) -> None:
+        for actor in self.bed.actors.values():
+            if actor.host == name:
+                actor.alive, actor.seen, actor.asked = False, True, None
+        self.bed.feed(HostLost(name, "has been silent for 5 s"))
+
+    @rule(hosts=st.lists(st.tuples(st.sampled_from(NAMES), st.integers(1, 3)), max_size=3, unique_by=lambda h: h[0]))
+    @precondition(lambda self: self.on())
+    def hosts_change(self, hosts: list[tuple[str, int]]) -> None:
+        self.bed.list(hosts)
+
+    @rule(name=st.sampled_from(NAMES), identity=st.sampled_from("ab"))
+    @precondition(lambda self: self.on())
+    def another_machine(self, name: str, identity: str) -> None:
+        self.bed.feed(Identified(name, identity))
+
+    @rule(name=st.sampled_from(NAMES))
+    @precondition(lambda self: self.on())
+    def host_leaves(self, name: str) -> None:
+        self.bed.feed(Leaving(host=name))
+
+    @rule(choice=st.integers(0, 99))
+    @precondition(lambda self: self.on() and self.bed.actors)
+    def late_words(self, choice: int) -> None:
+        """Messages of an old epoch, and of a worker that nobody knows."""
+        actor = self.pick(choice, list(self.bed.actors.values()))
+        self.bed.feed(Up(actor.id, actor.epoch - 1))
+        self.bed.feed(Synced("never heard of", 7))
+        self.bed.feed(Registered("never heard of", 7))
+        if actor.epoch >= 0 and actor.asked is None and not actor.dismissed and not actor.seen and not actor.finished:
+            actor.asked = Registered(actor.id, actor.epoch - 1, ready=True)
+            assert len(self.bed.feed(actor.asked)) == 1
+
+    @rule()
+    def time_passes(self) -> None:
+        if self.on():
+            self.bed.wait()
+        else:
+            assert self.bed.feed(TimePassed()) == ()
+
+    @rule(seconds=st.floats(0.01, 700))
+    @precondition(lambda self: self.on())
+    def some_time_passes(self, seconds: float) -> None:
+        self.bed.now += min(seconds, max(0.0, self.bed.job.deadline - self.bed.now - 0.001))
+
+    def teardown(self) -> None:
+        """Whatever has happened, it comes to an end that can be told, with or without the workers' good will."""
+        if hasattr(self, "bed"):
+            self.bed.time_alone()
+            if not self.bed.job.final:
+                assert self.bed.cooperate() in {*UNTROUBLED, Phase.WAITING, Phase.FORMING}
+
+
+TestAnyWay = AnyWay.TestCase
+TestAnyWay.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+class Explorer:
+    """Every order in which a few things can happen to a small job in training.
+
+    Args:
+        bed: where it begins.
+        deaths: how many processes may die on one way.
+    """
+
+    def __init__(self, bed: Bed, deaths: int) -> None:
+        self.begin = pickle.dumps(bed)
+        self.most = len(bed.alive()) - deaths
+
+    def explore(self, depth: int) -> int:
+        """Take all ways of that many steps; returns how many different states there are."""
+        known: set[object] = set()
+        level = [self.begin]
+        for _ in range(depth):
+            further = []
+            for state in level:
+                for what, id in list(self._possible(pickle.loads(state))):
+                    bed = pickle.loads(state)
+                    self._do(bed, what, bed.actors.get(id))
+                    now = fingerprint(bed)
+                    if now in known:
+                        continue
+                    known.add(now)
+                    further.append(pickle.dumps(bed))
+                    assert bed.cooperate() in {*UNTROUBLED, Phase.WAITING}
+                    assert bed.time_alone() in UNTROUBLED
+            level = further
+        return len(known)
+
+    def _possible(self, bed: Bed) -> Iterator[tuple[str, str]]:
+        if bed.job.final:
+            return
+        may_die = len(bed.alive()) > self.most
+        for actor in bed.actors.values():
+            if actor.seen:
+                continue
+            if not actor.alive or actor.stopped:
+                yield "is seen", actor.id
+                continue
+            if may_die:
+                yield "dies", actor.id
+            if actor.asked is not None or actor.dismissed:
+                continue
+            if actor.epoch < 0:
+                yield "asks", actor.id
+            elif bed.update or bed.broken():
+                yield "comes back", actor.id
+            elif not actor.up:
+                yield "is up", actor.id
+        yield ("h2 is removed" if "h2" in bed.listed else "h2 is added"), ""
+
+    def _do(self, bed: Bed, what: str, actor: Actor | None) -> None:
+        if actor is None:
+            bed.list([("h1", 2)] if what == "h2 is removed" else [("h1", 2), ("h2", 2)])
+        elif what == "comes back":
+            bed.come_back(actor, "a peer was lost" if bed.broken() else "")
+        else:
+            {"is seen": bed.see, "dies": bed.kill, "asks": bed.arrive, "is up": bed.say_up}[what](actor)
+
+
+def fingerprint(bed: Bed) -> object:
+    """What tells two states apart; numbers that only grow are relative."""
+    job, epoch = bed.job, bed.rosters[-1].epoch
+    actors = sorted(
+        (
+            a.host, a.slot, a.alive, a.asked is not None, a.epoch - epoch if a.epoch >= 0 else -9,
+            -1 if a.rank is None else a.rank, a.alone, a.up, a.synced, a.dismissed, a.stopped,
+        )
+        for a in bed.actors.values()
+        if not a.seen
+    )  # fmt: skip
+    return (
+        job.phase, job.deadline - bed.now, tuple(actors), tuple(bed.listed.items()), bed.update, bed.voided - epoch,
+        tuple((seat.host, seat.slot) for seat in bed.rosters[-1].seats), job._crew.hosts.account(bed.now),
+        tuple(sorted(job._tries.values())),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("failures_per_host", "states"), [(1, 3900), (2, 8500)])
+def test_two_hosts_with_two_slots_in_every_order(failures_per_host: int, states: int) -> None:
+    """Two processes die, exits are seen late, members come back, a host leaves and returns: eight steps of these."""
+    bed = running(Rules(size=4, smallest=2, failures_per_host=failures_per_host))
+    assert Explorer(bed, deaths=2).explore(8) > states
+
+
+def ids(bed: Bed) -> list[str]:
+    """The members of the newest epoch, by rank."""
+    return [seat.worker for seat in bed.rosters[-1].seats]
+
+
+def lose(bed: Bed, *ranks: int) -> None:
+    """Members die, which their launcher sees at once."""
+    for actor in [bed.members[rank] for rank in ranks]:
+        bed.see(actor)
+
+
+def return_all(bed: Bed) -> None:
+    for actor in bed.members:
+        if actor.asked is None and not actor.dismissed:
+            bed.come_back(actor)
+
+
+FOUR_SLOTS = Rules(size=4, smallest=1, failures_per_host=9)
+
+
+class TestOrder:
+    def test_survivors_keep_their_order_and_rank_0_is_one_of_them(self) -> None:
+        bed = running(FOUR_SLOTS)
+        before = ids(bed)
+        lose(bed, 0)
+        return_all(bed)
+        assert ids(bed) == before[1:]
+        assert [seat.local_rank for seat in bed.rosters[-1].seats] == [0, 0, 1]
+
+    def test_a_newcomer_takes_the_free_slot_and_its_gpu(self) -> None:
+        bed = running(FOUR_SLOTS)
+        survivor = bed.by_rank(0, 1)
+        lose(bed, 0)
+        assert bed.cooperate() is Phase.RUNNING
+        for actor in bed.members:
+            bed.come_back(actor, "")
+        assert bed.cooperate() is Phase.RUNNING
+        roster = bed.rosters[-1]
+        assert roster.size == 4
+        assert bed.members[0] is survivor
+        assert [(seat.slot, seat.local_rank) for seat in roster.seats if seat.host == "h1"] == [(1, 1), (0, 0)]
+
+    def test_a_host_that_shrinks_loses_its_highest_slots(self) -> None:
+        bed = running(FOUR_SLOTS)
+        bed.list([("h1", 1), ("h2", 2)])
+        assert bed.update is Update.REMOVED
+        return_all(bed)
+        assert [(seat.host, seat.slot) for seat in bed.rosters[-1].seats] == [("h1", 0), ("h2", 0), ("h2", 1)]
+        assert bed.by_rank(0, 1).dismissed  # type: ignore[union-attr]
+
+    def test_spares_take_over_and_no_more_than_the_maximum_are_started(self) -> None:
+        bed = running(Rules(size=2, smallest=1, largest=3))
+        assert len(bed.rosters[-1].seats) == 3
+        lose(bed, 0)
+        return_all(bed)
+        assert {actor.host for actor in bed.members} == {"h2"}
+        assert bed.cooperate() is Phase.RUNNING
+        assert [actor.host for actor in bed.alive()] == ["h2", "h2"]
+
+    @given(
+        st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), unique=True, min_size=1, max_size=12),
+        st.data(),
+    )
+    def test_any_candidates(self, spots: list[tuple[int, int]], data: st.DataObject) -> None:
+        ranks: list[int | None] = data.draw(st.permutations([*range(len(spots))]))
+        fresh = data.draw(st.sets(st.integers(0, len(spots) - 1)))
+        roster = choose(
+            5,
+            [
+                Candidate(f"{host}/{slot}", f"h{host}", slot, None if i in fresh else ranks[i], (host, slot), i % 3, "")
+                for i, (host, slot) in enumerate(spots)
+            ],
+        )
+        seats = {seat.worker: seat for seat in roster.seats}
+        assert len(seats) == len(spots)
+        for host, slots in roster.slots:
+            on_it = [seat for seat in roster.seats if seat.host == host]
+            assert len(on_it) == slots
+            assert [seat.local_rank for seat in sorted(on_it, key=lambda seat: seat.slot)] == [*range(slots)]
+        assert roster.seats[0].worker not in roster.fresh or len(fresh) == len(spots)
+        hosts = tuple(Host(host, "") for host, _ in roster.slots)
+        assert Topology(5, hosts, topology_workers(roster)).size == len(spots)
+
+
+def topology_workers(roster: Roster) -> tuple[Worker, ...]:
+    hosts = [host for host, _ in roster.slots]
+    return tuple(
+        Worker(rank, hosts.index(seat.host), seat.local_rank, 1, "127.0.0.1", 0)
+        for rank, seat in enumerate(roster.seats)
+    )
+
+
+class TestAccounting:
+    def test_who_comes_back_first_waits_until_it_is_known_what_became_of_the_others(self) -> None:
+        bed = running(FOUR_SLOTS)
+        dead = bed.members[0]
+        bed.kill(dead)
+        for actor in bed.members:
+            bed.come_back(actor)
+        assert bed.job.phase is Phase.DRAINING
+        assert all(actor.asked for actor in bed.members)
+        bed.see(dead)
+        assert bed.job.phase is Phase.CONNECTING
+        assert len(bed.members) == 3
+
+    def test_horovod_3014_a_member_dies_while_the_next_epoch_is_formed(self) -> None:
+        """With --join now the survivors wait for newcomers, one of which never comes."""
+        bed = running(Rules(size=4, smallest=2, failures_per_host=9, join=Join.NOW))
+        lose(bed, 3)
+        return_all(bed)
+        assert bed.job.phase is Phase.FORMING
+        newcomer = next(actor for actor in bed.alive() if actor.epoch < 0)
+        bed.see(newcomer, 1)
+        epoch = bed.job.roster.epoch
+        assert bed.job.phase is Phase.FORMING
+        assert bed.cooperate() is Phase.RUNNING
+        assert bed.rosters[-1].epoch == epoch
+        assert bed.rosters[-1].size == 4
+
+    def test_a_failure_while_connecting_voids_the_epoch(self) -> None:
+        bed = running(FOUR_SLOTS)
+        lose(bed, 3)
+        return_all(bed)
+        epoch = bed.job.roster.epoch
+        lose(bed, 0)
+        assert bed.voided == epoch
+        assert bed.cooperate() is Phase.RUNNING
+        assert bed.rosters[-1].epoch > epoch
+        assert bed.changes[-1].roster.size == 2
+        assert bed.job.resets == 1, "what never came to training is no reset"
+
+    def test_horovod_3494_all_are_told_the_same_about_the_state(self) -> None:
+        """Survivors below the minimum wait, newcomers come: one answer says to all who has it."""
+        bed = running(Rules(size=4, smallest=4, failures_per_host=9))
+        for serial, actor in enumerate(bed.members):
+            actor.serial = serial + 3
+        lose(bed, 3)
+        return_all(bed)
+        assert bed.job.phase is Phase.WAITING
+        assert bed.cooperate() is Phase.RUNNING
+        roster = bed.rosters[-1]
+        assert (roster.size, roster.root, roster.everyone, len(roster.fresh)) == (4, 2, False, 1)
+
+    def test_nothing_travels_if_all_have_the_same_commit(self) -> None:
+        bed = running(FOUR_SLOTS)
+        lose(bed, 3)
+        return_all(bed)
+        assert bed.rosters[-1].everyone
+
+    def test_without_a_survivor_that_has_the_state_the_job_ends(self) -> None:
+        bed = running(Rules(size=2, smallest=1, failures_per_host=9), (("h1", 2),))
+        for actor in bed.members:
+            bed.kill(actor)
+        for actor in [*bed.actors.values()]:
+            bed.see(actor)
+        assert bed.ended is not None
+        assert bed.ended.text == "all workers that had the state of the training were lost"
+        assert bed.ended.failure is not None
+        assert (bed.ended.failure.rank, bed.ended.failure.status) == (0, -9)
+
+    def test_a_stopped_process_is_ended_when_its_peers_have_lost_it(self) -> None:
+        bed = running(FOUR_SLOTS)
+        stopped = bed.members[2]
+        for actor in bed.members:
+            if actor is not stopped:
+                bed.come_back(actor, "rank 2 does not answer", accused=(2,))
+        begin = bed.now
+        assert bed.wait()
+        assert bed.now - begin == 2.0
+        assert stopped.stopped
+        assert bed.job.phase is Phase.CONNECTING
+
+    def test_one_that_is_busy_is_waited_for_and_named_after_10_seconds(self) -> None:
+        bed = running(FOUR_SLOTS)
+        busy = bed.members[2]
+        for actor in bed.members:
+            if actor is not busy:
+                bed.come_back(actor, "")
+        assert bed.wait()
+        assert bed.told == ["waiting for rank 2 on host h2 to come back to elastic.run"]
+        assert bed.time_alone() is Phase.FAILED
+        assert not busy.stopped
+        assert bed.ended is not None
+        assert bed.ended.text == "rank 2 on host h2 did not come back within 600 s"
+
+    def test_a_host_that_others_cannot_connect_with_is_left_out_the_third_time(self) -> None:
+        bed = running(FOUR_SLOTS)
+        return_all(bed)
+        for _ in range(ATTEMPTS):
+            assert bed.job.phase is Phase.CONNECTING
+            for rank, actor in enumerate(bed.members):
+                bed.come_back(actor, "cannot connect", accused=(2,) if rank < 2 else (0,) if rank == 2 else ())
+        assert bed.told == ["host h2 is left out: others have failed to connect with it 3 times"]
+        assert bed.cooperate() is Phase.RUNNING
+        assert {actor.host for actor in bed.members} == {"h1"}
+
+    def test_it_ends_if_connecting_fails_and_nobody_is_accused(self) -> None:
+        bed = running(FOUR_SLOTS)
+        return_all(bed)
+        for _ in range(ATTEMPTS):
+            for actor in bed.members:
+                bed.come_back(actor, "no shared memory")
+        assert bed.ended is not None
+        assert "failed to connect 3 times: rank 0 on host h1: no shared memory" in bed.ended.text
+
+
+class TestNewcomers:
+    def test_horovod_2652_they_cost_nothing_until_they_are_ready(self) -> None:
+        bed = running()
+        bed.list([("h1", 2), ("h2", 2), ("h3", 1)])
+        newcomer = next(actor for actor in bed.alive() if actor.epoch < 0)
+        bed.arrive(newcomer)
+        assert newcomer.alone
+        assert bed.update is Update.NONE
+        bed.arrive(newcomer)
+        assert bed.update is Update.ADDED
+        assert bed.job.phase is Phase.RUNNING
+        for actor in bed.members:
+            bed.come_back(actor, "")
+        assert newcomer.rank == 4
+
+    def test_several_interrupt_training_once(self) -> None:
+        bed = running()
+        bed.list([("h1", 2), ("h2", 2), ("h3", 2)])
+        first, second = (actor for actor in bed.alive() if actor.epoch < 0)
+        for actor in (first, second, first):
+            bed.arrive(actor)
+        assert bed.update is Update.NONE, "the other is about to be ready"
+        bed.arrive(second)
+        assert bed.update is Update.ADDED
+
+    def test_one_that_never_is_ready_delays_the_others_by_a_moment(self) -> None:
+        bed = running()
+        bed.list([("h1", 2), ("h2", 2), ("h3", 2)])
+        first = next(actor for actor in bed.alive() if actor.epoch < 0)
+        bed.arrive(first)
+        bed.arrive(first)
+        begin = bed.now
+        bed.wait()
+        assert (bed.now - begin, bed.update) == (1.0, Update.ADDED)
+
+    def test_join_now_announces_them_as_soon_as_there_are_slots(self) -> None:
+        bed = running(Rules(size=4, smallest=1, join=Join.NOW))
+        bed.list([("h1", 2), ("h2", 2), ("h3", 1)])
+        assert bed.update is Update.ADDED
+        return_all(bed)
+        assert bed.job.phase is Phase.FORMING
+        assert bed.cooperate() is Phase.RUNNING
+        assert bed.rosters[-1].size == 5
+
+    def test_horovod_1872_an_undone_change_is_no_update(self) -> None:
+        bed = running()
+        bed.list([("h1", 2)])
+        assert bed.update is Update.REMOVED
+        bed.list([("h1", 2), ("h2", 2)])
+        assert (bed.update, bed.job.phase) == (Update.NONE, Phase.RUNNING)
+
+    def test_both_kinds_of_change(self) -> None:
+        bed = running()
+        bed.list([("h1", 2), ("h3", 2)])
+        for actor in [actor for actor in bed.alive() if actor.epoch < 0] * 2:
+            bed.arrive(actor)
+        assert bed.update is Update.MIXED
+
+    def test_a_program_that_never_enters_elastic_run_keeps_its_size(self) -> None:
+        bed = Bed(FOUR_SLOTS, (("h1", 2), ("h2", 2)))
+        for actor in bed.alive():
+            bed.arrive(actor)
+        for actor in bed.alive():
+            bed.feed(Up(actor.id, 0))
+        for slots in (1, 2):
+            bed.list([("h1", 2), ("h2", 2), ("h3", slots)])
+        assert len(bed.actors) == 4
+        (told,) = bed.told
+        assert told.startswith("there are free slots (h3); they are used once all workers have entered elastic.run")
+
+
+class TestHosts:
+    def test_a_failure_takes_the_host_and_its_other_workers(self) -> None:
+        bed = running()
+        lose(bed, 2)
+        assert bed.told == ["host h2 is left out: rank 2 on host h2 was killed by signal 9 (SIGKILL)"]
+        assert bed.by_rank(0, 3).stopped  # type: ignore[union-attr]
+        return_all(bed)
+        assert [actor.host for actor in bed.members] == ["h1", "h1"]
+
+    def test_before_its_last_failure_only_the_slot_is_started_again(self) -> None:
+        bed = running(Rules(size=4, smallest=1, failures_per_host=2))
+        lose(bed, 3)
+        assert [(actor.host, actor.slot) for actor in bed.alive() if actor.epoch < 0] == [("h2", 1)]
+        assert not any(actor.stopped for actor in bed.alive())
+        bed.cooperate()
+        lose(bed, 2)
+        assert "host h2 is left out" in bed.told[-1]
+
+    def test_after_its_cooldown_it_is_used_again(self) -> None:
+        bed = running(Rules(size=4, smallest=1, cooldown=(10.0, 100.0)))
+        lose(bed, 2)
+        assert bed.cooperate() is Phase.RUNNING
+        begin = bed.now
+        bed.wait()
+        assert bed.now - begin == 25.0, "twice the shortest, and by chance half of that"
+        assert {actor.host for actor in bed.alive() if actor.epoch < 0} == {"h2"}
+
+    @pytest.mark.parametrize("way", ["it leaves the list and returns", "another machine"])
+    def test_horovod_1926_a_host_that_comes_back_is_used_again(self, way: str) -> None:
+        bed = running()
+        bed.feed(Identified("h2", "the first pod"))
+        lose(bed, 2)
+        assert bed.cooperate() is Phase.RUNNING
+        bed.feed(Identified("h2", "the first pod"))
+        assert not any(actor.epoch < 0 for actor in bed.alive())
+        if way == "another machine":
+            bed.feed(Identified("h2", "the second pod"))
+        else:
+            bed.list([("h1", 2)])
+            bed.list([("h1", 2), ("h2", 2)])
+        assert [actor.host for actor in bed.alive() if actor.epoch < 0] == ["h2", "h2"]
+
+    def test_horovod_2030_it_ends_at_once_when_all_hosts_are_left_out(self) -> None:
+        bed = Bed(Rules(size=2, smallest=1), (("h1", 1), ("h2", 1)))
+        first, second = bed.alive()
+        bed.see(first, 3)
+        assert bed.ended is None
+        bed.see(second, 1)
+        assert bed.ended is not None
+        assert bed.ended.failure is not None
+        assert (bed.ended.failure.host, bed.ended.failure.status) == ("h1", 3)
+
+    def test_horovod_2030_too_few_workers_are_waited_for_until_the_elastic_timeout(self) -> None:
+        bed = running(Rules(size=4, smallest=3, elastic_timeout=60.0))
+        begin = bed.now
+        lose(bed, 2)
+        return_all(bed)
+        assert bed.job.phase is Phase.WAITING
+        assert bed.time_alone() is Phase.FAILED
+        assert bed.now - begin == 60.0
+        assert bed.ended is not None
+        assert bed.ended.text == (
+            "2 of 3 workers are there (h1: 2; h2: left out, as rank 2 on host h2 was killed by signal 9 (SIGKILL)) "
+            "after 60 s"
+        )
+        assert bed.ended.failure is not None
+        assert bed.ended.failure.status == -9
+
+    def test_a_host_that_comes_ends_the_wait(self) -> None:
+        bed = running(Rules(size=4, smallest=3))
+        lose(bed, 2)
+        return_all(bed)
+        assert bed.told[-1].startswith("host h2 is left out")
+        bed.list([("h1", 2), ("h2", 2), ("h3", 1)])
+        assert bed.cooperate() is Phase.RUNNING
+        assert [actor.host for actor in bed.members] == ["h1", "h1", "h3"]
+
+    def test_a_fixed_list_that_cannot_be_enough_is_not_waited_for(self) -> None:
+        bed = running(Rules(size=4, smallest=3, hosts_may_come=False))
+        lose(bed, 2)
+        return_all(bed)
+        assert bed.ended is not None
+        assert bed.ended.text.endswith("and no others can come")
+
+    @pytest.mark.parametrize("way", ["removed", "leaving"])
+    def test_a_host_that_leaves_costs_no_step_and_is_no_failure(self, way: str) -> None:
+        bed = running()
+        if way == "removed":
+            bed.list([("h1", 2)])
+        else:
+            bed.feed(Leaving(host="h2"))
+        assert bed.update is Update.REMOVED
+        leavers = bed.members[2:]
+        for actor in bed.members:
+            bed.come_back(actor, "")
+        assert all(actor.dismissed for actor in leavers)
+        bed.feed(HostLost("h2", "its agent has ended"))
+        assert bed.cooperate() is Phase.RUNNING
+        assert (bed.rosters[-1].size, bed.told) == (2, [])
+
+    def test_one_that_does_not_leave_is_ended_after_30_seconds(self) -> None:
+        bed = running()
+        bed.list([("h1", 2)])
+        stays = bed.members[3]
+        for actor in bed.members[:3]:
+            bed.come_back(actor, "")
+        for actor in bed.members:
+            bed.say_up(actor)
+        begin = bed.now
+        while not stays.stopped and bed.wait():
+            pass
+        assert bed.now - begin == 30.0
+
+    def test_a_lost_host_loses_all_its_workers(self) -> None:
+        bed = running()
+        for actor in bed.members[2:]:
+            actor.alive, actor.seen = False, True
+        bed.feed(HostLost("h2", "has been silent for 5 s"))
+        return_all(bed)
+        assert bed.cooperate() is Phase.RUNNING
+        assert bed.changes[-1].why == "rank 2 on host h2 was lost: has been silent for 5 s"
+
+
+class TestTheStart:
+    def test_it_waits_for_np_slots_and_uses_all_there_are(self) -> None:
+        bed = Bed(Rules(size=3, smallest=1), (("h1", 2),))
+        assert not bed.actors
+        bed.list([("h1", 2), ("h2", 2)])
+        assert len(bed.actors) == 4
+        assert bed.cooperate() is Phase.RUNNING
+
+    def test_too_few_slots_are_waited_for_until_the_elastic_timeout(self) -> None:
+        bed = Bed(Rules(size=3, smallest=1, elastic_timeout=20.0), (("h1", 2),))
+        assert bed.time_alone() is Phase.FAILED
+        assert bed.told == ["waiting for workers: 2 of 3 slots are there (h1: 2)"]
+        assert bed.ended is not None
+        assert bed.ended.text == "2 of 3 slots are there (h1: 2) after 20 s"
+
+    def test_one_that_does_not_call_init_is_left_out_after_the_start_timeout(self) -> None:
+        bed = Bed(Rules(size=2, smallest=1), (("h1", 1), ("h2", 1), ("h3", 1)))
+        late, *others = bed.alive()
+        for actor in others:
+            bed.arrive(actor)
+        begin = bed.now
+        while bed.job.phase is Phase.FORMING and bed.wait():
+            pass
+        assert bed.now - begin == 120.0
+        assert late.stopped
+        assert bed.told[0] == "waiting for a new worker on host h1 to call hvd.init()"
+        assert [actor.host for actor in bed.members] == ["h2", "h3"]
+
+    def test_a_program_without_init_is_not_waited_for(self) -> None:
+        bed = Bed(Rules(size=2, smallest=1), (("h1", 2),))
+        assert bed.time_alone() is Phase.FORMING
+        for actor in bed.alive():
+            bed.see(actor, 0)
+        assert bed.ended is not None
+        assert bed.ended.failure is None
+
+    def test_one_that_ends_without_init_while_others_wait_in_it_is_a_failure(self) -> None:
+        bed = Bed(Rules(size=2, smallest=1), (("h1", 2),))
+        first, second = bed.alive()
+        bed.arrive(first)
+        bed.see(second, 0)
+        assert bed.ended is not None
+        assert bed.ended.failure is not None
+        assert "has ended with status 0 without calling hvd.init(), in which others waited for it" in bed.ended.text
+
+
+class TestTheEnd:
+    def test_horovod_3852_success_needs_every_member(self) -> None:
+        bed = running()
+        first, *others = bed.members
+        first.finished = True
+        bed.feed(Finished(first.id))
+        bed.see(first, 0)
+        assert bed.ended is None
+        for actor in others[:-1]:
+            bed.see(actor, 0)
+        bed.see(others[-1], 1)
+        assert bed.ended is not None
+        assert bed.ended.failure is not None
+        assert bed.ended.failure.status == 1
+
+    def test_all_finish(self) -> None:
+        bed = running()
+        for actor in bed.members:
+            bed.feed(Finished(actor.id))
+        for actor in bed.alive():
+            bed.see(actor, 0)
+        assert bed.ended is not None
+        assert bed.ended.failure is None
+
+    def test_workers_that_were_removed_do_not_count(self) -> None:
+        bed = running()
+        bed.list([("h1", 2)])
+        return_all(bed)
+        bed.cooperate()
+        for actor in bed.members:
+            bed.see(actor, 0)
+        assert bed.ended is not None
+        assert bed.ended.failure is None
+
+    def test_who_comes_back_after_another_has_finished_is_told_so(self) -> None:
+        bed = running()
+        bed.feed(Finished(bed.members[1].id))
+        actions = bed.ask(bed.members[0], ready=True, serial=3, error="a peer was lost")
+        assert actions == (Dismissed(bed.members[0].id, Fate.OVER, "rank 1 on host h1 has finished its training"),)
+
+    def test_the_status_is_that_of_the_failure_that_could_not_be_survived(self) -> None:
+        bed = running(Rules(size=4, smallest=1, failures_per_host=9))
+        bed.see(bed.members[3], 77)
+        return_all(bed)
+        assert bed.cooperate() is Phase.RUNNING
+        for status, actor in enumerate(bed.members, 4):
+            bed.see(actor, status)
+        assert bed.ended is not None
+        assert bed.ended.failure is not None
+        assert bed.ended.failure.status == 4
+
+    @pytest.mark.parametrize("limit", [0, 1])
+    def test_the_limit_of_resets(self, limit: int) -> None:
+        bed = running(Rules(size=4, smallest=1, failures_per_host=9, reset_limit=limit))
+        for _ in range(limit):
+            return_all(bed)
+            assert bed.cooperate() is Phase.RUNNING
+        bed.list([("h1", 2), ("h2", 2), ("h3", 1)])
+        assert not any(actor.epoch < 0 for actor in bed.alive()), "it could never join"
+        return_all(bed)
+        assert bed.ended is not None
+        assert bed.ended.text == RESET_LIMIT_EXCEEDED_MESSAGE.format(limit)
+        assert bed.ended.failure is not None
+        assert bed.ended.failure.status == 1
+
+
+class TestWithoutALauncher:
+    RULES = Rules(size=2, smallest=1, largest=3, launched=False)
+
+    def come(self, bed: Bed, id: str, host: str, **details: Any) -> Actor:
+        actor = bed.actors[id] = Actor(id, host, 0)
+        bed.ask(actor, host=host, **details)
+        return actor
+
+    def test_workers_come_and_go_and_return(self) -> None:
+        bed = Bed(self.RULES, ())
+        a, b = self.come(bed, "a", "pod-1"), self.come(bed, "b", "pod-2")
+        assert (a.rank, b.rank) == (0, 1)
+        for actor in (a, b):
+            bed.say_up(actor)
+        c = self.come(bed, "c", "pod-3")
+        assert c.alone
+        bed.arrive(c)
+        assert bed.update is Update.ADDED
+        return_all(bed)
+        assert bed.cooperate() is Phase.RUNNING
+        assert [actor.id for actor in bed.members] == ["a", "b", "c"]
+        bed.see(a, None)
+        return_all(bed)
+        assert [actor.id for actor in bed.members] == ["b", "c"]
+        for actor in bed.members:
+            bed.say_up(actor)
+        again = self.come(bed, "a2", "pod-1")
+        assert again.alone, "its host is not left out"
+
+    def test_the_index_gives_the_order_of_the_start(self) -> None:
+        bed = Bed(self.RULES, ())
+        later, sooner = self.come(bed, "a", "pod-1", index=5), self.come(bed, "b", "pod-2", index=2)
+        assert (sooner.rank, later.rank) == (0, 1)
+
+    def test_a_server_that_was_restarted_takes_up_where_the_workers_are(self) -> None:
+        bed = Bed(self.RULES, ())
+        for id, rank, serial in (("a", 1, 8), ("b", 2, 9)):
+            actor = bed.actors[id] = Actor(id, id, 0, epoch=6, rank=rank, serial=serial)
+            bed.ask(actor, host=id, rank=rank, ready=True, serial=serial)
+        begin = bed.now
+        assert bed.wait()
+        assert bed.now - begin == RETURN_TIME
+        roster = bed.rosters[-1]
+        assert (roster.epoch, roster.root, [seat.worker for seat in roster.seats]) == (7, 1, ["a", "b"])
+
+    def test_one_that_was_cut_off_comes_back_as_a_newcomer(self) -> None:
+        bed = Bed(self.RULES, ())
+        a, b = self.come(bed, "a", "pod-1"), self.come(bed, "b", "pod-2")
+        for actor in (a, b):
+            bed.say_up(actor)
+        bed.see(b, None)
+        return_all(bed)
+        bed.say_up(a)
+        b.alive, b.seen, b.serial = True, False, 99
+        b.asked, b.rank, b.serial = Registered("b", 0, True, 99, host="pod-2", rank=1), None, NO_STATE
+        bed.feed(b.asked)
+        assert bed.update is Update.ADDED
+        bed.come_back(a, "")
+        assert bed.rosters[-1].root == 0, "what it has committed since is not the job's"
+
+    def test_all_finish(self) -> None:
+        bed = Bed(self.RULES, ())
+        for actor in (self.come(bed, "a", "pod-1"), self.come(bed, "b", "pod-2")):
+            bed.feed(Finished(actor.id))
+        assert bed.ended is not None
+        assert bed.ended.failure is None
+
+    def test_one_is_preempted(self) -> None:
+        bed = Bed(self.RULES, ())
+        a, b = self.come(bed, "a", "pod-1"), self.come(bed, "b", "pod-2")
+        for actor in (a, b):
+            bed.say_up(actor)
+        b.was_out = True
+        bed.feed(Leaving(worker="b"))
+        assert bed.update is Update.REMOVED
+        return_all(bed)
+        assert b.dismissed
+        assert [actor.id for actor in bed.members] == ["a"]
+
+
+class TestTheRules:
+    @pytest.mark.parametrize(
+        ("values", "text"),
+        [
+            ({"size": 2, "smallest": 3}, "--min-np 3 exceeds -np 2"),
+            ({"size": 4, "smallest": 1, "largest": 3}, "--max-np 3 is below -np 4"),
+            ({"size": 0, "smallest": 0}, "-np must be at least 1, not 0"),
+            ({"size": 1, "smallest": 1, "reset_limit": -1}, "--reset-limit must be at least 0"),
+            ({"size": 1, "smallest": 1, "failures_per_host": 0}, "--failures-per-host must be at least 1"),
+            ({"size": 1, "smallest": 1, "elastic_timeout": 0}, "--elastic-timeout must be more than 0"),
+            ({"size": 1, "smallest": 1, "cooldown": (0, 10)}, "give two times from 1 to 3600 seconds"),
+            ({"size": 1, "smallest": 1, "cooldown": (20, 10)}, "the shorter one first"),
+            ({"size": 1, "smallest": 1, "cooldown": (10, 4000)}, "from 1 to 3600 seconds"),
+        ],
+    )
+    def test_what_contradicts_itself_is_refused(self, values: dict[str, Any], text: str) -> None:
+        with pytest.raises(ConfigError, match=re.escape(text)):
+            Rules(**values)
+
+    def test_phases_follow_as_the_table_says(self) -> None:
+        assert set(NEXT) == set(Phase)
+        assert {phase for following in NEXT.values() for phase in following} | {Phase.WAITING} == set(Phase)
+
+
+@given(st.floats(1, 3600), st.floats(1, 3600), st.lists(st.floats(0, 1), min_size=1, max_size=70))
+def test_cooldowns_stay_within_their_range_and_never_get_shorter(a: float, b: float, chances: list[float]) -> None:
+    cooldown = min(a, b), max(a, b)
+    times = [cooldown_time(failures, cooldown, chance) for failures, chance in enumerate(chances, 1)]
+    assert all(cooldown[0] <= time <= cooldown[1] for time in times)
+    assert times == sorted(times)
