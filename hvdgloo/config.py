@@ -431,9 +431,9 @@ class Config:
         yaml="params.hierarchical_threshold",
         unit="bytes",
         parse=_integer(0),
-        help="where hosts have several ranks, tensors of at least this size are reduced within each host before they "
-        "go to the others, so that each byte crosses the network once; 0 switches this off, for the other "
-        "collectives too",
+        help="where hosts have several ranks, tensors are reduced within each host before they go to the others, so "
+        "that each byte crosses the network once; from this size on, all ranks of a host take a slice of them across, "
+        "and of smaller ones only its first rank; 0 has all ranks use Gloo alone, for the other collectives too",
     )
     hierarchical_distribution_threshold: int = _setting(
         1024 * 1024,
@@ -442,8 +442,7 @@ class Config:
         yaml="params.hierarchical_distribution_threshold",
         unit="bytes",
         parse=_integer(1),
-        help="the size from which broadcast, allgather and reducescatter do the same; smaller ones take fewer steps "
-        "without it",
+        help="the size from which all ranks of a host take slices across in a broadcast, allgather or reducescatter",
     )
     gpu_operations: str = _setting(
         "auto",

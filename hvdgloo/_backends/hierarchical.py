@@ -11,14 +11,18 @@ the flat algorithms.)
 The other collectives work the same way. Where each rank has a block, the blocks of one host's ranks are a region, which
 crosses each wire once; block sizes and numbers of ranks may differ from host to host.
 
+What is too small to be cut takes the same path in one piece: only the first rank of each host, its leader, goes across.
+An alltoall alone is flat, since each of its bytes crosses a wire at most once as it is.
+
 This backend is composed of others: one among the ranks of this host, one across hosts among the owners of one slice,
-and a flat one among all for what is too small to be worth three steps.
+and a flat one among all, which is opened when it is first needed.
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -98,11 +102,12 @@ def layout_of(hosts: Sequence[int], rank: int) -> Layout | None:
 
 @dataclass(frozen=True)
 class Thresholds:
-    """From how many bytes on the hierarchy pays: of a tensor, or of all ranks' together where each has its own.
+    """From how many bytes on it pays that all owners go across: of a tensor, or of all ranks' together where each has
+    its own.
 
     Attributes:
         allreduce: for allreduce.
-        others: for broadcast, allgather and reducescatter, which take few steps without it.
+        others: for broadcast, allgather and reducescatter.
     """
 
     allreduce: int
@@ -117,8 +122,8 @@ class HierarchicalBackend:
         local: among the ranks of this host; None if there is but one. Its reducescatter takes every reduction and may
             have this rank's block of the source as its target; so may its allgather have that of the target as source.
         cross: among the ranks with this one's number on their hosts; None if it has no slice.
-        flat: among all.
-        thresholds: bytes of a tensor from which the hierarchy is used.
+        open_flat: connects this rank with all others, which do the same; given a function to poll whether to give up.
+        thresholds: bytes of a tensor from which it is cut into slices.
         chunk: approximate number of bytes that are reduced in memory while others are on the wire.
     """
 
@@ -130,49 +135,49 @@ class HierarchicalBackend:
         layout: Layout,
         local: Backend | None,
         cross: Backend | None,
-        flat: Backend,
+        open_flat: Callable[[Callable[[], bool]], Backend],
         thresholds: Thresholds,
         *,
         chunk: int = CHUNK,
     ) -> None:
         self._layout = layout
-        self._local, self._cross, self._flat = local, cross, flat
+        self._local, self._cross = local, cross
+        self._flat: Backend | None = None
+        self._open_flat, self._aborted = open_flat, False
         self._thresholds, self._chunk = thresholds, chunk
         self._host, self._place = layout.host, layout.place
-        self._parts = [backend for backend in (local, cross, flat) if backend is not None]
+        self._parts = [backend for backend in (cross, local) if backend is not None]
         self._line = _Line(deque(), deque())
         self._rooms: dict[tuple[str, int], npt.NDArray[np.uint8]] = {}
         self.blocks = any(part.blocks for part in self._parts)
 
     def allreduce(self, buffer: Buffer, op: ReduceOp) -> Work:
         if buffer.nbytes < self._thresholds.allreduce:
-            return self._flat_work(lambda: self._flat.allreduce(buffer, op))
+            return self._begin(self._reduce_whole(buffer, op))
         return self._begin(self._overlapped(self._reduce(chunk, op) for chunk in self._chunks(buffer)))
 
     def broadcast(self, buffer: Buffer, root: int) -> Work:
-        if buffer.nbytes < self._thresholds.others:
-            return self._flat_work(lambda: self._flat.broadcast(buffer, root))
         host, place = self._layout.of(root)
+        if buffer.nbytes < self._thresholds.others:
+            return self._begin(self._spread_whole(buffer, host, place))
         return self._begin(self._overlapped(self._spread(chunk, host, place) for chunk in self._chunks(buffer)))
 
     def allgather(self, source: Buffer, target: Buffer, nbytes: Sequence[int]) -> Work:
-        if sum(nbytes) < self._thresholds.others:
-            return self._flat_work(lambda: self._flat.allgather(source, target, nbytes))
-        return self._begin(self._gather(source, target, nbytes))
+        gather = self._gather_whole if sum(nbytes) < self._thresholds.others else self._gather
+        return self._begin(gather(source, target, nbytes))
 
     def reducescatter(self, source: Buffer, target: Buffer, nbytes: Sequence[int], op: ReduceOp) -> Work:
-        if source.nbytes < self._thresholds.others:
-            return self._flat_work(lambda: self._flat.reducescatter(source, target, nbytes, op))
-        return self._begin(self._scatter(source, target, nbytes, op))
+        scatter = self._scatter_whole if source.nbytes < self._thresholds.others else self._scatter
+        return self._begin(scatter(source, target, nbytes, op))
 
     def alltoall(self, source: Buffer, target: Buffer, sent: Sequence[int], received: Sequence[int]) -> Work:
-        # Each byte crosses a wire at most once as it is.
-        return self._flat_work(lambda: self._flat.alltoall(source, target, sent, received))
+        return self._begin(self._exchange(source, target, sent, received))
 
     def scale(self, buffer: Buffer, factor: float) -> None:
-        self._flat.scale(buffer, factor)
+        self._parts[0].scale(buffer, factor)
 
     def abort(self) -> None:
+        self._aborted = True
         for part in self._parts:
             part.abort()
 
@@ -201,10 +206,40 @@ class HierarchicalBackend:
             operation.begin()
         return operation
 
-    def _flat_work(self, call: Callable[[], Work]) -> Work:
-        if not self._line.queue:
-            return call()
-        return self._begin(_once(call))
+    def _exchange(self, source: Buffer, target: Buffer, sent: Sequence[int], received: Sequence[int]) -> Steps:
+        if self._flat is None:
+            opening = _Opening(self._open_flat, lambda: self._aborted)
+            yield opening
+            self._flat = opening.opened
+            self._parts.append(self._flat)
+            if self._aborted:
+                self._flat.abort()  # the abort did not see it
+        yield self._flat.alltoall(source, target, sent, received)
+
+    @property
+    def _leading(self) -> Backend | None:
+        """The backend among the hosts' leaders, if this rank is one."""
+        return self._cross if self._place == 0 else None
+
+    def _reduce_whole(self, buffer: Buffer, op: ReduceOp) -> Steps:
+        if self._local is not None:
+            yield self._local.allreduce(buffer, op)
+        if self._leading is not None:
+            yield self._leading.allreduce(buffer, op)
+        yield from self._tell(buffer)
+
+    def _spread_whole(self, buffer: Buffer, host: int, place: int) -> Steps:
+        if self._host == host and self._local is not None:
+            yield self._local.broadcast(buffer, place)
+        if self._leading is not None:
+            yield self._leading.broadcast(buffer, host)
+        if self._host != host:
+            yield from self._tell(buffer)
+
+    def _tell(self, buffer: Buffer) -> Steps:
+        """Give the ranks of this host what their leader has."""
+        if self._local is not None:
+            yield self._local.broadcast(buffer, 0)
 
     def _overlapped(self, passages: Iterable[Passage]) -> Steps:
         """Take chunks across, so that the work in memory for one overlaps with others on the wire."""
@@ -258,13 +293,25 @@ class HierarchicalBackend:
         if self._local is not None:
             yield self._local.allgather(own, chunk, nbytes)
 
-    def _gather(self, source: Buffer, target: Buffer, nbytes: Sequence[int]) -> Steps:
-        regions = self._regions(target, nbytes)
+    def _gather_here(self, source: Buffer, region: Buffer, nbytes: Sequence[int]) -> Steps:
+        """Put what the ranks of this host have into their region."""
         begin = self._layout.rank - self._place
         if self._local is not None:
-            yield self._local.allgather(source, regions[self._host], nbytes[begin : begin + self._ranks])
+            yield self._local.allgather(source, region, nbytes[begin : begin + self._ranks])
         else:
-            _copy(regions[self._host].address, source)
+            _copy(region.address, source)
+
+    def _gather_whole(self, source: Buffer, target: Buffer, nbytes: Sequence[int]) -> Steps:
+        sizes = [region.nbytes for region in self._regions(target, nbytes)]
+        own = self._room("region", 0, target, sizes[self._host])
+        yield from self._gather_here(source, own, nbytes)
+        if self._leading is not None:
+            yield self._leading.allgather(own, target, sizes)
+        yield from self._tell(target)
+
+    def _gather(self, source: Buffer, target: Buffer, nbytes: Sequence[int]) -> Steps:
+        regions = self._regions(target, nbytes)
+        yield from self._gather_here(source, regions[self._host], nbytes)
         collect = self._swap if len(regions) == 2 else self._collect
         yield from self._overlapped(collect(turn, chunks) for turn, chunks in enumerate(self._chunks_of(regions)))
 
@@ -300,6 +347,19 @@ class HierarchicalBackend:
                 at += own.nbytes
 
         return Passage(_nothing, across, after)
+
+    def _scatter_whole(self, source: Buffer, target: Buffer, nbytes: Sequence[int], op: ReduceOp) -> Steps:
+        sizes = [region.nbytes for region in self._regions(source, nbytes)]
+        sums = self._room("column", 0, source, source.nbytes)
+        own = self._room("result", 0, source, sizes[self._host])
+        _copy(sums.address, source)
+        if self._local is not None:
+            yield self._local.allreduce(sums, op)
+        if self._leading is not None:
+            yield self._leading.reducescatter(sums, own, sizes, op)
+        yield from self._tell(own)
+        begin = sum(nbytes[self._layout.rank - self._place : self._layout.rank])
+        _copy(target.address, own.part(begin, target.nbytes))
 
     def _scatter(self, source: Buffer, target: Buffer, nbytes: Sequence[int], op: ReduceOp) -> Steps:
         regions = self._regions(source, nbytes)
@@ -452,6 +512,8 @@ class _Operation:
                     first._next()
             except Exception as error:
                 self._line.failure = error
+                if first._current is not None and first._current not in self._line.crossing:
+                    self._line.crossing.append(first._current)  # it may touch memory until it raises once more
                 raise
         return True
 
@@ -473,8 +535,33 @@ class _Operation:
             self._line.queue.popleft()
 
 
-def _once(call: Callable[[], Work]) -> Steps:
-    yield call()
+class _Opening:
+    """The Work of connecting a group, which takes a thread of its own: it waits for other ranks."""
+
+    def __init__(self, connect: Callable[[Callable[[], bool]], Backend], cancelled: Callable[[], bool]) -> None:
+        self._connect, self._cancelled = connect, cancelled
+        self._found: Backend | None = None
+        self._failure: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="hvdgloo-connect", daemon=True)
+        self._thread.start()
+
+    @property
+    def opened(self) -> Backend:
+        """The group, once this has completed."""
+        assert self._found is not None
+        return self._found
+
+    def completes_within(self, timeout: float) -> bool:
+        self._thread.join(max(0.0, timeout))
+        if self._failure is not None:
+            raise self._failure.with_traceback(None)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            self._found = self._connect(self._cancelled)
+        except Exception as error:  # noqa: BLE001 - whoever waits raises it
+            self._failure = error
 
 
 def _nothing() -> Steps:

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hvdgloo._backends.base import Backend, Plane, RendezvousStore, wait_for
+from hvdgloo._backends.base import Backend, Plane, RendezvousStore, get_all, wait_for
 from hvdgloo._backends.local import LocalGroup
 from hvdgloo._platform.machine import has_package
 from hvdgloo.config import GLOO_PROVIDERS, Config
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from hvdgloo._backends.hierarchical import Layout
 
 logger = logging.getLogger(__name__)
+
+_YES, _NO = b"1", b"0"
 
 _HOW = "pip install 'hvdgloo[torch]', whatever framework trains, or with Python 3.10 'hvdgloo[pygloo]' on all hosts"
 _INSTALL = {"torch": "pip install 'hvdgloo[torch]'", "pygloo": "pip install 'hvdgloo[pygloo]' (Python 3.10)"}
@@ -92,15 +96,10 @@ class Planes:
         from hvdgloo._backends.hierarchical import layout_of
 
         self._require_gloo(members, reason)
-        flat = self._gloo(prefix, place, len(members), cancelled)
         layout = layout_of([self._topology.workers[member].host for member in members], place)
         if wanted == "gloo" or layout is None or not self._decided["hierarchical_thresholds"][0]:
-            return flat
-        try:
-            return self._hierarchy(prefix, members, layout, flat, cancelled)
-        except BaseException:
-            flat.close()
-            raise
+            return self._gloo(prefix, place, len(members), cancelled)
+        return self._hierarchy(prefix, members, layout, cancelled)
 
     def open_device(self, number: int, members: Sequence[int], host: Backend, example: Buffer) -> Sequence[Plane]:
         """The data planes of a set's CUDA tensors, which need torch; see ``cuda.open_planes``.
@@ -155,41 +154,53 @@ class Planes:
         return gloo_backend(provider, self._store, prefix, place, size, self._address, timeout, cancelled, secret)
 
     def _hierarchy(
-        self,
-        prefix: str,
-        members: Sequence[int],
-        layout: Layout,
-        flat: Backend,
-        cancelled: Callable[[], bool] | None,
+        self, prefix: str, members: Sequence[int], layout: Layout, cancelled: Callable[[], bool] | None
     ) -> Backend:
-        """The plane of a set with several ranks on some of its hosts; ``flat`` if memory cannot be shared on all."""
+        """The plane of a set with several ranks on some of its hosts: Gloo alone if memory cannot be shared on all."""
         from hvdgloo._backends.hierarchical import HierarchicalBackend, Thresholds
 
         begin = sum(layout.sizes[: layout.host])
         here = members[begin : begin + layout.sizes[layout.host]]
-        local: Backend | None = None
-        reason, cross = "", None
-        if len(here) > 1:
-            local, reason = self._shared_memory(f"{prefix}host{layout.host}/", here, layout.place, cancelled)
-        try:
-            possible = np.array([local is not None or len(here) == 1], np.int32)
-            agreed = flat.allreduce(Buffer.of_array(possible), ReduceOp.MIN)
-            wait_for(agreed, self._config.connect_timeout, "the ranks did not agree on their data plane")
-            if not possible[0]:
-                if layout.rank == 0:
-                    logger.warning("ranks of one host do not share memory everywhere: %s", reason or "see their output")
+        open_flat = partial(self._gloo, prefix, layout.rank, layout.size)
+        reason = ""
+        with ExitStack() as undo:
+            local: Backend | None = None
+            cross: Backend | None = None
+            if len(here) > 1:
+                local, reason = self._shared_memory(f"{prefix}host{layout.host}/", here, layout.place, cancelled)
                 if local is not None:
-                    local.close()
-                return flat
+                    undo.callback(local.close)
             if layout.place < layout.owners:
                 across = f"{prefix}across{layout.place}/"
                 cross = self._gloo(across, layout.host, len(layout.sizes), cancelled)
-            thresholds = Thresholds(*self._decided["hierarchical_thresholds"])
-            return HierarchicalBackend(layout, local, cross, flat, thresholds)
-        except BaseException:
-            if local is not None:
-                local.close()
-            raise
+                undo.callback(cross.close)
+            possible = local is not None or len(here) == 1
+            if self._all_share(f"{prefix}host{layout.host}/all", layout, cross, possible, cancelled):
+                undo.pop_all()
+                thresholds = Thresholds(*self._decided["hierarchical_thresholds"])
+                return HierarchicalBackend(layout, local, cross, open_flat, thresholds)
+        if layout.rank == 0:
+            logger.warning("ranks of one host do not share memory everywhere: %s", reason or "see their output")
+        return open_flat(cancelled)
+
+    def _all_share(
+        self, key: str, layout: Layout, cross: Backend | None, possible: bool, cancelled: Callable[[], bool] | None
+    ) -> bool:
+        """Whether memory can be shared on all hosts: their leaders agree, and tell the others.
+
+        Args:
+            key: of this host, where its leader tells them.
+        """
+        timeout = self._config.connect_timeout
+        if layout.place:
+            return get_all(self._store, [key], timeout, cancelled) == [_YES]
+        assert cross is not None
+        agreed = np.array([possible], np.int32)
+        work = cross.allreduce(Buffer.of_array(agreed), ReduceOp.MIN)
+        wait_for(work, timeout, "the ranks did not agree on their data plane")
+        if layout.sizes[layout.host] > 1:
+            self._store.set(key, _YES if agreed[0] else _NO)
+        return bool(agreed[0])
 
     def _shared_memory(
         self, prefix: str, members: Sequence[int], place: int, cancelled: Callable[[], bool] | None

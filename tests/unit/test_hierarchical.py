@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,12 +15,12 @@ from hvdgloo._backends import kernels
 from hvdgloo._backends.base import Work
 from hvdgloo._backends.hierarchical import HierarchicalBackend, Layout, Thresholds, layout_of
 from hvdgloo._backends.local import LocalBackend, LocalGroup
-from hvdgloo.errors import BackendError
+from hvdgloo.errors import BackendError, ConnectError
 from hvdgloo.types import Buffer, DType, ReduceOp
 
 LAYOUTS = [(2, 2), (2, 1), (3, 1, 2), (1, 3), (2, 2, 2)]
 CHUNK = 48
-ALWAYS = Thresholds(1, 1)
+ALWAYS, NEVER = Thresholds(1, 1), Thresholds(1 << 60, 1 << 60)
 
 
 class Counting:
@@ -66,12 +68,18 @@ class Ranks:
                 layout,
                 here if sizes[layout.host] > 1 else None,  # type: ignore[arg-type]
                 across,  # type: ignore[arg-type]
-                Counting("flat", flat.backend(rank), notes),  # type: ignore[arg-type]
+                partial(self._open_flat, flat, rank, notes),
                 thresholds,
                 chunk=chunk,
             )
             self.backends.append(backend)
             self.notes.append(notes)
+
+    @staticmethod
+    def _open_flat(group: LocalGroup, rank: int, notes: list[tuple[str, int, int]], cancelled: Any) -> Any:
+        assert not cancelled()
+        notes.append(("flat opened", 0, 0))
+        return Counting("flat", group.backend(rank), notes)
 
     def noted(self, rank: int, name: str) -> list[str]:
         """The operations that a rank has handed to one of its backends."""
@@ -112,9 +120,16 @@ def values(rank: int, count: int, dtype: DType) -> np.ndarray:
     return small.astype(dtype.numpy_dtype)
 
 
+@pytest.fixture(params=[ALWAYS, NEVER], ids=["in slices", "whole"])
+def thresholds(request: pytest.FixtureRequest) -> Thresholds:
+    """Everything is cut into slices for all owners, or nothing is."""
+    assert isinstance(request.param, Thresholds)
+    return request.param
+
+
 @pytest.fixture(params=LAYOUTS, ids=str)
-def ranks(request: pytest.FixtureRequest) -> Ranks:
-    return Ranks(request.param)
+def ranks(request: pytest.FixtureRequest, thresholds: Thresholds) -> Ranks:
+    return Ranks(request.param, thresholds)
 
 
 @pytest.mark.parametrize("dtype", list(DType), ids=str)
@@ -248,27 +263,85 @@ def test_one_chunk_is_in_memory_while_others_are_on_the_wire() -> None:
         assert steps == 3 * away + back + away + back + away + 3 * back
 
 
-@pytest.mark.parametrize("thresholds", [Thresholds(100, 1000), Thresholds(1000, 100)], ids=["allreduce", "others"])
-def test_small_tensors_are_not_worth_three_steps(thresholds: Thresholds) -> None:
-    ranks = Ranks((2, 2), thresholds)
+@pytest.mark.parametrize("limits", [Thresholds(100, 1000), Thresholds(1000, 100)], ids=["allreduce", "others"])
+def test_of_small_tensors_only_the_hosts_leaders_go_across(limits: Thresholds) -> None:
+    ranks = Ranks((2, 3), limits, chunk=3000)
 
     def body(rank: int, backend: HierarchicalBackend) -> None:
-        for count in (12, 16):  # 96 and 128 bytes, of all ranks together
+        for count in (10, 15):  # 80 and 120 bytes, of all ranks together
             array = np.full(count, rank)
             wait(backend.allreduce(Buffer.of_array(array), ReduceOp.SUM))
-            assert array.tolist() == [6] * count
-            wait(backend.broadcast(Buffer.of_array(array), 0))
-            part, blocks = np.zeros(count // 4, np.int64), [count * 2] * 4
+            assert array.tolist() == [10] * count
+            wait(backend.broadcast(Buffer.of_array(array), 4))
+            part, blocks = np.zeros(count // 5, np.int64), [8 * count // 5] * 5
             wait(backend.reducescatter(Buffer.of_array(array), Buffer.of_array(part), blocks, ReduceOp.SUM))
-            assert part.tolist() == [24] * (count // 4)
+            assert part.tolist() == [50] * (count // 5)
             wait(backend.allgather(Buffer.of_array(part), Buffer.of_array(array), blocks))
-            assert array.tolist() == [24] * count
+            assert array.tolist() == [50] * count
 
     ranks.run(body)
-    every = ["flat allreduce", "flat broadcast", "flat reducescatter", "flat allgather"]
-    late = every[1:] if thresholds.allreduce == 100 else every[:1]
-    for rank in range(4):
-        assert ranks.noted(rank, "flat") == every + late
+    every = ["cross allreduce", "cross broadcast", "cross reducescatter", "cross allgather"]
+    swapped = ["cross broadcast", "cross broadcast"]  # the regions of two hosts
+    sliced = every[:1] if limits.allreduce == 100 else ["cross broadcast", "cross reducescatter", *swapped]
+    followed = every[1:] if limits.allreduce == 100 else every[:1]
+    for leader in (0, 2):
+        noted = ranks.noted(leader, "cross")
+        assert noted[:4] == every
+        assert sorted(noted[4:]) == sorted(sliced + followed)
+    for other in (1, 3):
+        assert ranks.noted(other, "cross") == sliced
+    assert ranks.noted(4, "cross") == []  # it has no slice
+    assert not any(ranks.noted(rank, "flat") for rank in range(5))
+
+
+def test_the_flat_group_is_opened_by_the_first_alltoall_and_only_once() -> None:
+    ranks = Ranks((2, 1))
+
+    def body(rank: int, backend: HierarchicalBackend) -> None:
+        sent, eights = np.arange(3) + 10 * rank, [8] * 3
+        received = [np.empty(3, np.int64) for _ in range(2)]
+        assert not ranks.noted(rank, "flat")
+        works = [backend.alltoall(Buffer.of_array(sent), Buffer.of_array(each), eights, eights) for each in received]
+        for work in reversed(works):
+            wait(work)
+        assert all(each.tolist() == [rank, 10 + rank, 20 + rank] for each in received)
+
+    ranks.run(body)
+    for rank in range(3):
+        assert ranks.noted(rank, "flat") == ["flat opened", "flat alltoall", "flat alltoall"]
+
+
+def test_a_flat_group_that_cannot_be_opened_is_a_failure_of_the_alltoall() -> None:
+    def refuse(cancelled: Callable[[], bool]) -> Any:
+        raise ConnectError("nobody answers")
+
+    wire: Any = _Wire()
+    backend = HierarchicalBackend(Layout((1, 1), 0), None, wire, refuse, ALWAYS)
+    two = Buffer.of_array(np.zeros(2, np.int64))
+    work = backend.alltoall(two, Buffer.of_array(np.zeros(2, np.int64)), [8, 8], [8, 8])
+    with pytest.raises(ConnectError, match="nobody answers"):
+        wait(work)
+
+
+def test_an_abort_gives_up_opening_the_flat_group() -> None:
+    began = threading.Event()
+
+    def open_flat(cancelled: Callable[[], bool]) -> Any:
+        began.set()
+        deadline = time.monotonic() + 10
+        while not cancelled() and time.monotonic() < deadline:
+            threading.Event().wait(0.01)
+        raise ConnectError("given up" if cancelled() else "late")
+
+    wire: Any = _Wire()
+    backend = HierarchicalBackend(Layout((1, 1), 0), None, wire, open_flat, ALWAYS)
+    two = Buffer.of_array(np.zeros(2, np.int64))
+    work = backend.alltoall(two, Buffer.of_array(np.zeros(2, np.int64)), [8, 8], [8, 8])
+    assert began.wait(5)
+    assert not work.completes_within(0)
+    backend.abort()
+    with pytest.raises(ConnectError, match="given up"):
+        wait(work)
 
 
 @pytest.mark.parametrize(
@@ -299,6 +372,9 @@ class _Wire:
         self.ended = False
         self.works: list[_Crossing] = []
 
+    def abort(self) -> None:
+        self.ended = True
+
     def allreduce(self, buffer: Buffer, op: ReduceOp) -> Work:
         self.works.append(_Crossing(self, fails=not self.works))
         return self.works[-1]
@@ -306,17 +382,42 @@ class _Wire:
 
 class _Crossing:
     def __init__(self, wire: _Wire, *, fails: bool) -> None:
-        self._wire, self._fails = wire, fails
+        self._wire, self._fails, self._told = wire, fails, False
+
+    def lasts(self) -> None:
+        """It has failed, and has not ended yet."""
+        self._told = True
 
     def completes_within(self, timeout: float) -> bool:
+        if self._told and not self._wire.ended:
+            return False
         if self._fails:
             raise BackendError("the peer is gone")
         return self._wire.ended
 
 
+def _unused(cancelled: Callable[[], bool]) -> Any:
+    raise AssertionError("nobody asked for a flat group")
+
+
+def test_a_failure_of_a_small_tensor_is_final_when_its_memory_is_no_longer_touched() -> None:
+    """A backend raises as soon as it knows that an operation has failed, and once more when that has ended."""
+    wire: Any = _Wire()
+    backend = HierarchicalBackend(Layout((1, 1), 0), None, wire, _unused, NEVER)
+    work = backend.allreduce(Buffer.of_array(np.ones(12, np.float32)), ReduceOp.SUM)
+    with pytest.raises(BackendError, match="the peer is gone"):
+        work.completes_within(0)
+    assert len(wire.works) == 1
+    wire.works[0].lasts()
+    assert not work.completes_within(0)
+    wire.ended = True
+    with pytest.raises(BackendError, match="the peer is gone"):
+        work.completes_within(0)
+
+
 def test_a_failure_is_final_when_nothing_is_on_the_wire_any_more() -> None:
     wire: Any = _Wire()
-    backend = HierarchicalBackend(Layout((1, 1), 0), None, wire, wire, Thresholds(1, 1), chunk=8)
+    backend = HierarchicalBackend(Layout((1, 1), 0), None, wire, _unused, ALWAYS, chunk=8)
     first = backend.allreduce(Buffer.of_array(np.ones(12, np.float32)), ReduceOp.SUM)
     second = backend.allreduce(Buffer.of_array(np.ones(12, np.float32)), ReduceOp.SUM)
     with pytest.raises(BackendError, match="the peer is gone"):

@@ -1,0 +1,71 @@
+"""Finding out what this process's sockets are connected with, and the form of addresses in memory.
+
+Gloo does not say which sockets are its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import struct
+import sys
+from typing import Any
+
+
+def encode_address(address: tuple[str, int]) -> bytes:
+    """How a sockaddr_in or sockaddr_in6 (without scope) begins in memory."""
+    host, port = address
+    if ":" in host:
+        flow = bytes(4)
+        return (
+            struct.pack("=H", socket.AF_INET6)
+            + struct.pack("!H", port)
+            + flow
+            + socket.inet_pton(socket.AF_INET6, host)
+        )
+    return struct.pack("=H", socket.AF_INET) + struct.pack("!H", port) + socket.inet_pton(socket.AF_INET, host)
+
+
+def decode_address(published: bytes, offset: int) -> tuple[str, int]:
+    """The address and port of the sockaddr at ``offset``."""
+    (family,) = struct.unpack_from("=H", published, offset)
+    (port,) = struct.unpack_from("!H", published, offset + 2)
+    if family == socket.AF_INET6:
+        return socket.inet_ntop(socket.AF_INET6, published[offset + 8 : offset + 24]), port
+    return socket.inet_ntop(socket.AF_INET, published[offset + 4 : offset + 8]), port
+
+
+def open_descriptors() -> list[int]:
+    """This process's open descriptors."""
+    for folder in ("/proc/self/fd", "/dev/fd"):
+        try:
+            return [int(name) for name in os.listdir(folder)]
+        except OSError:
+            continue
+    return []
+
+
+def ends(descriptor: int) -> tuple[tuple[str, int] | None, tuple[str, int] | None]:
+    """Local and remote address of an IP socket; None where the descriptor is no such socket or has no such address."""
+    local = _name(_libc.getsockname, descriptor)
+    return local, local and _name(_libc.getpeername, descriptor)
+
+
+# Python's socket objects will not do for looking at descriptors of others: constructing one may change the blocking
+# mode (socket.setdefaulttimeout), and duplicates made by one thread are seen by another.
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _name(function: Any, descriptor: int) -> tuple[str, int] | None:
+    storage = ctypes.create_string_buffer(128)
+    length = ctypes.c_uint32(len(storage))
+    if function(descriptor, storage, ctypes.byref(length)) != 0:
+        return None
+    family = int.from_bytes(storage.raw[:2], sys.byteorder)
+    return decode_address(storage.raw, 0) if family in (socket.AF_INET, socket.AF_INET6) else None
+
+
+def shut_down(descriptor: int) -> None:
+    """End a connection in both directions, whoever uses it."""
+    _libc.shutdown(descriptor, socket.SHUT_RDWR)

@@ -1,0 +1,300 @@
+"""Groups of more ranks than are connected with each other at once: what goes through the cube and round the ring over
+real Gloo, and how many connections and bytes that takes. Backends in threads, no engine."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import numpy as np
+import pytest
+
+from hvdgloo._backends.base import Work
+from hvdgloo.errors import BackendError
+from hvdgloo.rendezvous import MemoryStore
+from hvdgloo.types import Buffer, DType, ReduceOp
+
+pytest.importorskip("torch", reason="pygloo's groups are always connected in full")
+
+from hvdgloo._backends import gloo
+from hvdgloo._backends.gloo import GlooBackend
+
+T = TypeVar("T")
+
+
+class CountingStore(MemoryStore):
+    """Counts the bytes that are read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._counting = threading.Lock()
+        self.nbytes = self.requests = 0
+
+    def get_many(self, keys: Sequence[str], *, timeout: float) -> list[bytes]:
+        values = super().get_many(keys, timeout=timeout)
+        if timeout:
+            with self._counting:
+                self.nbytes += sum(map(len, values))
+                self.requests += 1
+        return values
+
+
+class Ranks:
+    """Backends of one set, and what they do at once."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._pool = ThreadPoolExecutor(size)
+        self.store = CountingStore()
+        self._sockets_before = self._threads_before = 0
+        started = threading.Barrier(size)
+        self.run(lambda rank: started.wait(10))  # a pool starts no thread while one is idle
+        self._sockets_before, self._threads_before = count_sockets(), count_threads()
+        self.backends = self.run(
+            lambda rank: GlooBackend(self.store, "test/", rank, size, "127.0.0.1", 20, secret=b"secret")
+        )
+
+    @property
+    def sockets(self) -> float:
+        """Of a rank, on average; each connection is one at each of its ends."""
+        return (count_sockets() - self._sockets_before) / self.size
+
+    @property
+    def threads(self) -> float:
+        """Of a rank, on average, besides its own."""
+        return (count_threads() - self._threads_before) / self.size
+
+    def run(self, function: Callable[[int], T]) -> list[T]:
+        """On all ranks at once, on threads of their own."""
+        return list(self._pool.map(function, range(self.size), timeout=30))
+
+    def close(self) -> None:
+        for backend in self.backends:
+            backend.close()
+        self._pool.shutdown()
+
+
+def count_sockets() -> int:
+    found = 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found += os.readlink(f"/proc/self/fd/{name}").startswith("socket:")
+        except OSError:
+            continue
+    return found
+
+
+def count_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def finish(work: Work) -> None:
+    deadline = time.monotonic() + 20
+    while not work.completes_within(0.2):
+        assert time.monotonic() < deadline
+
+
+@pytest.fixture
+def connected() -> Iterator[Callable[[int], Ranks]]:
+    """Makes groups, which are closed in the end."""
+    made: list[Ranks] = []
+
+    def make(size: int) -> Ranks:
+        made.append(Ranks(size))
+        return made[-1]
+
+    yield make
+    for ranks in made:
+        ranks.close()
+
+
+def use_everything(ranks: Ranks) -> None:
+    """Every collective but alltoall, small and large; results are checked."""
+    size = ranks.size
+    counts = [(5 * rank) % 7 for rank in range(size)]
+    nbytes = [8 * count for count in counts]
+    whole = np.concatenate([np.arange(count) + 100.0 * rank for rank, count in enumerate(counts)])
+    blocks = np.split(whole, np.cumsum(counts)[:-1])
+
+    def rank(place: int) -> None:
+        backend = ranks.backends[place]
+        for count in (1, 5000, 300_000):
+            array = np.arange(count) + float(place)
+            finish(backend.allreduce(Buffer.of_array(array), ReduceOp.SUM))
+            np.testing.assert_array_equal(array, np.arange(count) * float(size) + sum(range(size)))
+        for root in range(size):
+            for count in (3, 9000):
+                told = np.full(count, place + 1.0)
+                finish(backend.broadcast(Buffer.of_array(told), root))
+                assert (told == root + 1).all()
+        gathered, part = np.zeros(whole.size), np.zeros(counts[place])
+        finish(backend.allgather(Buffer.of_array(blocks[place].copy()), Buffer.of_array(gathered), nbytes))
+        np.testing.assert_array_equal(gathered, whole)
+        finish(backend.reducescatter(Buffer.of_array(gathered), Buffer.of_array(part), nbytes, ReduceOp.SUM))
+        np.testing.assert_array_equal(part, size * blocks[place])
+
+    ranks.run(rank)
+
+
+def exchange(ranks: Ranks) -> None:
+    """An alltoall; its result is checked."""
+    eights = [8] * ranks.size
+
+    def rank(place: int) -> None:
+        sent, received = np.arange(ranks.size) + 100 * place, np.zeros(ranks.size, np.int64)
+        finish(ranks.backends[place].alltoall(Buffer.of_array(sent), Buffer.of_array(received), eights, eights))
+        assert received.tolist() == [100 * source + place for source in range(ranks.size)]
+
+    ranks.run(rank)
+
+
+@pytest.mark.parametrize("size", range(2, 10))
+def test_all_collectives_among_any_number_of_hosts(
+    connected: Callable[[int], Ranks], monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    monkeypatch.setattr(gloo, "AT_ONCE_RANKS", 1)
+    monkeypatch.setattr(gloo, "CUBE_BYTES_PER_STEP", 1 << 16)  # so that pairs on a corner take part, too
+    ranks = connected(size)
+    use_everything(ranks)
+    exchange(ranks)
+    use_everything(ranks)
+    exchange(ranks)
+
+
+@pytest.mark.parametrize("size", [6, 8, 9, 16])
+def test_a_rank_has_few_sockets_until_all_call_alltoall(connected: Callable[[int], Ranks], size: int) -> None:
+    ranks = connected(size)
+    use_everything(ranks)
+    assert ranks.sockets <= math.log2(size) + 3
+    assert ranks.threads <= 3
+    exchange(ranks)
+    assert ranks.sockets == size  # one for each other rank, and the listener
+    use_everything(ranks)
+    assert ranks.sockets == size
+
+
+def test_a_rank_reads_its_neighbours_addresses_and_nobody_else_s(connected: Callable[[int], Ranks]) -> None:
+    few, many = connected(8), connected(32)
+    one = few.store.nbytes / 8 / len(few.backends[0]._cube.neighbours)  # type: ignore[union-attr]
+    assert many.store.nbytes / 32 <= 8 * one  # 5 more corners away than 3, and the results of all for rank 0
+    assert many.store.nbytes / 32 < 2048 * 6 / 8  # at 128 ranks: 8 neighbours instead of 6
+    assert many.store.requests == 2 * 32
+
+
+@pytest.mark.parametrize("count", [20, 3000], ids=["whole", "in slices"])
+def test_sums_are_the_same_bits_on_all_ranks_and_in_every_run(connected: Callable[[int], Ranks], count: int) -> None:
+    arrays = [np.random.default_rng(rank).normal(size=count).astype(np.float32) for rank in range(6)]
+    results = set()
+    for _ in range(2):
+        ranks = connected(6)
+        for _ in range(2):
+            given = [array.copy() for array in arrays]
+            ranks.run(
+                lambda place, ranks=ranks, given=given: finish(
+                    ranks.backends[place].allreduce(Buffer.of_array(given[place]), ReduceOp.SUM)
+                )
+            )
+            results.update(array.tobytes() for array in given)
+    assert len(results) == 1
+    np.testing.assert_allclose(given[0], sum(arrays), rtol=1e-5, atol=1e-5)
+
+
+def test_operations_of_all_kinds_end_in_any_order(connected: Callable[[int], Ranks]) -> None:
+    """One after another through the cube, and beside that round the ring."""
+    ranks = connected(6)
+
+    def rank(place: int) -> None:
+        backend = ranks.backends[place]
+        arrays = [np.full(count, place + 1.0) for count in (1_000_000, 3, 2000, 700_000, 50)]
+        works = [backend.allreduce(Buffer.of_array(array), ReduceOp.SUM) for array in arrays]
+        for work in reversed(works):
+            finish(work)
+        assert all((array == 21).all() for array in arrays)
+
+    ranks.run(rank)
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, 0.05])
+def test_a_wait_that_ends_early_breaks_nothing(connected: Callable[[int], Ranks], seconds: float) -> None:
+    """A wait of Gloo's own for a receive closes all connections when it ends early."""
+    ranks = connected(6)
+    arrays = [np.ones(100) for _ in range(6)]
+    work = ranks.backends[0].allreduce(Buffer.of_array(arrays[0]), ReduceOp.SUM)
+    assert not work.completes_within(seconds)
+    others = [
+        backend.allreduce(Buffer.of_array(array), ReduceOp.SUM)
+        for backend, array in zip(ranks.backends[1:], arrays[1:], strict=True)
+    ]
+    for each in (work, *others):
+        finish(each)
+    assert all((array == 6).all() for array in arrays)
+
+
+@pytest.mark.parametrize("dtype", [DType.FLOAT64, DType.UINT8], ids=str)
+@pytest.mark.parametrize("count", [100, 50_000], ids=["whole", "in slices"])
+def test_a_lost_neighbour_ends_an_operation_in_the_middle_and_all_after_it(
+    connected: Callable[[int], Ranks], dtype: DType, count: int
+) -> None:
+    """Failures are known at once, and final when no transport touches the memory any more, which an abort brings."""
+    ranks = connected(8)
+    arrays = [np.ones(count, dtype.numpy_dtype) for _ in range(8)]
+    works = [ranks.backends[place].allreduce(Buffer.of_array(arrays[place]), ReduceOp.SUM) for place in range(1, 8)]
+    assert not works[0].completes_within(0.05)
+    ranks.backends[0].abort()  # its connections end, as those of a killed process do
+    with pytest.raises(BackendError, match=f"Gloo allreduce of {count * dtype.itemsize} bytes"):
+        finish(works[0])
+    later = ranks.backends[1].allreduce(Buffer.of_array(arrays[1]), ReduceOp.SUM)
+    for backend in ranks.backends:
+        backend.abort()
+    for work in (*works, later):
+        for _ in range(2):
+            with pytest.raises(BackendError):
+                finish(work)
+    with pytest.raises(BackendError, match="aborted"):
+        finish(ranks.backends[0].allreduce(Buffer.of_array(arrays[0]), ReduceOp.SUM))
+
+
+def test_an_abort_ends_the_first_alltoall_for_which_a_rank_does_not_come(connected: Callable[[int], Ranks]) -> None:
+    ranks = connected(8)
+    eights = [8] * 8
+    memory = [(np.zeros(8), np.zeros(8)) for _ in range(8)]
+    works = [
+        ranks.backends[place].alltoall(Buffer.of_array(own), Buffer.of_array(whole), eights, eights)
+        for place, (own, whole) in enumerate(memory)
+        if place
+    ]
+    assert not works[0].completes_within(0.05)
+    for backend in ranks.backends:
+        backend.abort()
+    for work in works:
+        with pytest.raises(BackendError):
+            finish(work)
+
+
+def test_who_is_no_neighbour_proves_to_know_the_secret_before_the_first_alltoall(
+    connected: Callable[[int], Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = connected(8)
+    stranger = ranks.backends[3]
+    monkeypatch.setattr(stranger, "_secret", b"another")
+    neighbours = stranger._cube.neighbours  # type: ignore[union-attr]
+    other = next(place for place in range(8) if place != 3 and place not in neighbours)
+    arrays = [(np.zeros(8), np.zeros(8)) for _ in range(8)]
+
+    def rank(place: int) -> Work:
+        own, whole = map(Buffer.of_array, arrays[place])
+        return ranks.backends[place].alltoall(own, whole, [8] * 8, [8] * 8)
+
+    works = ranks.run(rank)
+    with pytest.raises(BackendError, match="connected as rank 3 of the group does not know this job's secret"):
+        finish(works[other])
+    for backend in ranks.backends:
+        backend.abort()
+    for work in works:
+        with pytest.raises(BackendError):
+            finish(work)
