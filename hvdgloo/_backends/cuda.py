@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -36,10 +37,12 @@ class Gpu:
     Attributes:
         identity: equal only for the same GPU; empty if there is none.
         nccl: the version code of NCCL; 0 without it.
+        outdated: the version of torch, if it is too old for NCCL.
     """
 
     identity: str = ""
     nccl: int = 0
+    outdated: str = ""
 
     @classmethod
     def of(cls, device: torch.device | None) -> Gpu:
@@ -48,7 +51,8 @@ class Gpu:
             return cls()
         if device.type != "cuda":  # ranks of a test
             return cls(str(device))
-        return cls(gpu.identity(device), gpu.nccl_version())
+        version = gpu.nccl_version()
+        return cls(gpu.identity(device), version, gpu.outdated_torch() if version else "")
 
 
 def obstacle(gpus: Sequence[Gpu], ranks: Sequence[int]) -> str:
@@ -78,6 +82,7 @@ def open_planes(
     local_rank: int,
     operations: str,
     timeout: float,
+    cancelled: Callable[[], bool] = lambda: False,
 ) -> tuple[Plane, Plane]:
     """The planes for a process set's CUDA tensors; see ``planes.OpenDevice``. Called by all members at once.
 
@@ -89,9 +94,11 @@ def open_planes(
         local_rank: its number on its host, which determines its GPU if ``example`` does not.
         operations: "auto", "nccl" or "gloo", the same on all ranks.
         timeout: how many seconds the members wait for each other.
+        cancelled: polled meanwhile to see whether to give up.
 
     Raises:
-        BackendError: NCCL was asked for and cannot be used.
+        BackendError: NCCL was asked for and cannot be used, some rank's torch is too old for it, or opening was
+            cancelled.
         ConnectError: the ranks cannot be connected with each other.
     """
     device = _device(example, local_rank)
@@ -100,11 +107,14 @@ def open_planes(
     staged = Plane(host, HostMemory() if device is None else PinnedMemory(device))
     if operations == "gloo":
         return staged, staged
+    deadline = time.monotonic() + timeout
     gpus = _exchange(host, Gpu.of(device), rank, len(ranks), timeout)
     reason = obstacle(gpus, ranks)
     if not reason:
         assert device is not None
-        backend = nccl.NcclBackend(store, prefix, rank, len(ranks), device, timeout)
+        _refuse_outdated(gpus, ranks)
+        left = max(0.0, deadline - time.monotonic())
+        backend = nccl.NcclBackend(store, prefix, rank, len(ranks), device, left, cancelled)
         return Plane(backend, DeviceMemory(device)), staged
     if operations == "nccl":
         raise BackendError(
@@ -115,6 +125,15 @@ def open_planes(
     if rank == 0:
         logger.warning("CUDA tensors are sent through host memory, not over NCCL: %s", reason)
     return staged, staged
+
+
+def _refuse_outdated(gpus: Sequence[Gpu], ranks: Sequence[int]) -> None:
+    for own, rank in zip(gpus, ranks, strict=True):
+        if own.outdated:
+            raise BackendError(
+                f"CUDA tensors travel over NCCL with torch 2.6 or newer, and rank {rank} has torch {own.outdated}: "
+                "upgrade it, or set HVDGLOO_GPU_OPERATIONS=gloo to send them through host memory"
+            )
 
 
 def _device(example: Buffer, local_rank: int) -> torch.device | None:

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from hvdgloo._backends import kernels
+from hvdgloo._backends.base import first_line
 
 Event = Any
 """What ``record`` returns: a ``torch.cuda.Event``, or a simulated one."""
@@ -34,10 +35,20 @@ _LONGEST_OPERATION = timedelta(days=1)
 
 # What torch reads when a group is made. The names are torch's own; a user's groups keep what the user has set.
 _OURS = {
+    # Its watchdog notes errors and timeouts, and leaves it to us to act on them,
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_BLOCKING_WAIT": "0",
-    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    # tells nobody,
+    "TORCH_NCCL_PROPAGATE_ERROR": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_DESYNC_DEBUG": "0",
+    # does not sleep for a minute after an error, during which the group cannot be ended,
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+    # and is not itself watched by a thread that ends the process.
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    # NaNs are the program's business: this check ends the GPU's context.
+    "TORCH_NCCL_NAN_CHECK": "0",
 }
 
 # What there is -------------------------------------------------------------------------------------------------------
@@ -201,8 +212,49 @@ def nccl_group(store: Any, rank: int, size: int) -> Any:
     """
     options: Any = dist.ProcessGroupNCCL.Options()
     options._timeout = _LONGEST_OPERATION  # the engine's deadlines rule
+    levels: Any = dist  # which has them without saying so
+    level = levels.get_debug_level()
     with _settings(_OURS):
-        return dist.ProcessGroupNCCL(store, rank, size, options)
+        # At level DETAIL (TORCH_DISTRIBUTED_DEBUG) torch turns on some of what is off here.
+        levels.set_debug_level(levels.DebugLevel.OFF)
+        try:
+            return dist.ProcessGroupNCCL(store, rank, size, options)
+        finally:
+            levels.set_debug_level(level)
+
+
+def outdated_torch() -> str:
+    """The version of this torch if its NCCL groups cannot be ended (before 2.6); else empty."""
+    group = dist.ProcessGroupNCCL
+    return "" if hasattr(group, "abort") and hasattr(group, "shutdown") else str(torch.__version__)
+
+
+def nccl_abort(group: Any) -> None:
+    """Make NCCL give up what a group has under way, connecting included. May block for as long as NCCL likes."""
+    group.abort()
+
+
+def nccl_close(group: Any) -> None:
+    """Release a group that has nothing under way. May block for as long as NCCL likes."""
+    group.shutdown()
+
+
+def nccl_failure(work: Any) -> str:
+    """What NCCL reports of a collective that it cannot go on with; empty if there is no such report. Does not block.
+
+    Args:
+        work: what the group's method has returned.
+    """
+    outcome = getattr(work, "get_future_result", None)  # since torch 2.7: without a warning, and without a look at NCCL
+    result = None if outcome is None else outcome()
+    if result is not None and not (result.done() and result.value()):
+        return ""
+    if not work.is_completed():
+        return ""
+    error = work.exception()
+    if error is None:
+        return "" if result is None else "NCCL has failed"
+    return first_line(error)
 
 
 @contextlib.contextmanager

@@ -3,13 +3,16 @@
 NCCL refuses two ranks on one GPU, and runs what it is given in order on a CUDA stream. Nothing here waits for the GPU:
 an operation has completed when an event that follows it on the stream has happened.
 
-torch's own watchdog would end the process when a peer is lost. It is switched off for this group: the engine notices a
-lost peer by itself, and ``abort`` then makes NCCL give up.
+torch's own watchdog would end the process when a peer is lost. For this group it only takes notes: the engine notices a
+lost peer by itself, and ``abort`` then makes NCCL give up; what NCCL reports by itself fails the operation.
 """
 
 from __future__ import annotations
 
 import ctypes
+import logging
+import queue
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -19,12 +22,26 @@ import torch
 import torch.distributed as dist
 
 from hvdgloo._backends import gpu
-from hvdgloo._backends.base import RendezvousStore, Work, first_line
+from hvdgloo._backends.base import CANCELLED, RendezvousStore, Work, first_line
 from hvdgloo._backends.process_group import BOOL_OPS, OPS, SIGNED, ProcessGroupBackend, tensor_of
 from hvdgloo.errors import AuthenticationError, BackendError, ConnectError, RendezvousError
 from hvdgloo.types import Buffer, DType, ReduceOp
 
+logger = logging.getLogger(__name__)
+
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 20e-6, 1e-3
+
+_TURN = 0.05
+"""How often, in seconds, what waits for NCCL to connect looks whether to give up."""
+
+_FAILURE_SECONDS = 0.2
+"""How often a wait for a collective looks whether NCCL has reported a failure."""
+
+_CLOSE_SECONDS = 3.0
+"""How long closing a group may take."""
+
+_stuck: list[Any] = []
+"""Groups of this process that did not close in time."""
 
 
 class NcclStore(dist.Store):  # type: ignore[name-defined,misc] # absent from torch's own annotations
@@ -85,8 +102,64 @@ def _device_of(buffer: Buffer) -> torch.device | None:
     return gpu.of(buffer.owner) if isinstance(buffer.owner, torch.Tensor) else None
 
 
+class Aside:
+    """A daemon thread for calls that may never return, which nobody waits for longer than he likes.
+
+    It is started at once: at the interpreter's end, when groups are closed, no thread can be.
+
+    Args:
+        name: of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def call(self, function: Callable[[], None]) -> Call:
+        """Have the thread call a function, once it has returned from those before."""
+        call = Call(function)
+        self._calls.put(call)
+        return call
+
+    def end(self) -> None:
+        """Let the thread end when it has done what it was given."""
+        self._calls.put(None)
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call.run()
+
+
+class Call:
+    """A call on another thread."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function = function
+        self._returned = threading.Event()
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self._function()
+        except BaseException as error:  # noqa: BLE001 - raised where somebody waits
+            logger.debug("%s", error)
+            self._error = error
+        self._returned.set()
+
+    def returns_within(self, timeout: float) -> bool:
+        """Whether the function has returned; raises what it has raised."""
+        if not self._returned.wait(timeout):
+            return False
+        if self._error is not None:
+            raise self._error
+        return True
+
+
 class NcclBackend(ProcessGroupBackend):
     """One rank's membership in an NCCL process group.
+
+    NCCL can block for as long as it likes when it connects, aborts or closes. It does so on threads of its own, and
+    whoever waits for it has a deadline.
 
     Args:
         store: of the rendezvous.
@@ -94,9 +167,11 @@ class NcclBackend(ProcessGroupBackend):
         rank, size: within the group.
         device: the GPU, which no other rank has. Collectives are ordered on its stream that is current at the call.
         connect_timeout: seconds until the ranks are connected.
+        cancelled: polled meanwhile to see whether to give up.
 
     Raises:
         ConnectError: at construction, if they are not.
+        BackendError: connecting was cancelled.
     """
 
     name = "nccl"
@@ -111,33 +186,62 @@ class NcclBackend(ProcessGroupBackend):
         size: int,
         device: torch.device,
         connect_timeout: float,
+        cancelled: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__(rank, size)
         self._device = device
-        self._aborted = False
+        self._aborted = threading.Event()
+        self._abort: Call | None = None
+        self._lock = threading.Lock()
         self._store = NcclStore(store, prefix, connect_timeout)
+        of = threading.current_thread().name
+        self._aside, self._aborter = Aside(f"NCCL of {of}"), Aside(f"NCCL's end of {of}")
         try:
-            self._group = gpu.nccl_group(self._store, rank, size)
             # Connect now, so that an unreachable peer is an error here and not in some later step.
-            first = gpu.empty((1,), torch.float32, device).zero_()
-            if not self._work("connect", self._group.allreduce([first]), first).completes_within(connect_timeout):
-                raise BackendError(f"not connected within {connect_timeout:g} s")
-        except (RendezvousError, AuthenticationError):
-            self.abandon()
+            call = self._aside.call(self._connect)
+            deadline = time.monotonic() + connect_timeout
+            while not call.returns_within(_TURN):
+                if cancelled():
+                    raise BackendError(CANCELLED)
+                if time.monotonic() >= deadline:
+                    raise RuntimeError(f"not connected within {connect_timeout:g} s")
+        except (RendezvousError, AuthenticationError, BackendError):
+            self._give_up()
             raise
         except RuntimeError as error:
-            self.abandon()
+            self._give_up()
             raise ConnectError(
                 f"rank {rank} could not connect its NCCL group on {device}: {first_line(error)}. NCCL_DEBUG=INFO makes "
                 "NCCL say more; HVDGLOO_GPU_OPERATIONS=gloo sends CUDA tensors through host memory instead",
                 rank=rank,
             ) from error
 
+    def _connect(self) -> None:
+        """Make the group and its first collective, which connects it. Called aside."""
+        group = gpu.nccl_group(self._store, self._rank, self._size)
+        with self._lock:
+            self._group = group
+            if self._aborted.is_set():
+                return
+        first = gpu.empty((1,), torch.float32, self._device).zero_()
+        work = group.allreduce([first])
+        work.wait()
+        passed = Passed(self._device)
+        while not passed.completes_within(_TURN):
+            if self._aborted.is_set():
+                return
+            if failure := gpu.nccl_failure(work):
+                raise RuntimeError(failure)
+
+    def _give_up(self) -> None:
+        self.abort()
+        self.abandon()
+
     def _work(self, what: str, work: Any, keep: object, finish: Callable[[], object] | None = None) -> Work:
         work.wait()  # the current stream waits for NCCL's own; this thread does not
         if finish is not None:
             finish()
-        return _NcclWork(self._device, lambda: self._aborted, what, keep)
+        return _NcclWork(self._device, self._aborted.is_set, what, keep, work)
 
     def allgather(self, source: Buffer, target: Buffer, nbytes: Sequence[int]) -> Work:
         if len(set(nbytes)) == 1:
@@ -160,35 +264,75 @@ class NcclBackend(ProcessGroupBackend):
         gpu.scale(tensor_of(buffer), factor)
 
     def abort(self) -> None:
-        self._aborted = True
-        if self._group is not None:
-            self._group.abort()
+        """See ``Backend``. Returns at once: NCCL is told so aside, and may take its time."""
+        with self._lock:
+            self._aborted.set()
+            group = self._group
+            if self._abort is not None or group is None:
+                return
+            self._abort = self._aborter.call(lambda: gpu.nccl_abort(group))
 
     def close(self) -> None:
-        group, self._group = self._group, None
-        if group is not None:
-            group.shutdown()
+        """See ``Backend``. Takes no longer than ``_CLOSE_SECONDS``, whatever NCCL does."""
+        group = self._group
+        if group is None:
+            return
+        call = self._aside.call(lambda: gpu.nccl_close(group))
+        try:
+            ended = call.returns_within(0.0 if _stuck else _CLOSE_SECONDS)
+        except Exception as error:  # noqa: BLE001 - whatever torch raises: the job is over
+            logger.warning("NCCL's group was not closed: %s", first_line(error))
+            ended = True
+        if not ended:
+            if not _stuck:  # no group will end if one does not
+                logger.warning("NCCL did not close its group within %g s; it is left as it is", _CLOSE_SECONDS)
+            _stuck.append(group)
+            self._keep_for_ever()
+        self._group = None
+        self._end_threads()
 
     def abandon(self) -> None:
-        if self._group is not None:  # its destructor would wait for what never ends
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._store))
+        self._keep_for_ever()
+        self._end_threads()
 
     def after_fork_in_child(self) -> None:
         """CUDA does not work in a forked child: the group is kept forever, untouched."""
-        self.abandon()
+        self._keep_for_ever()
+
+    def _keep_for_ever(self) -> None:
+        """A group's destructor would wait for what never ends."""
+        for kept in (self._group, self._store):
+            if kept is not None:
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+
+    def _end_threads(self) -> None:
+        self._aside.end()
+        self._aborter.end()
 
 
 class _NcclWork(Passed):
     """An operation on the stream."""
 
-    def __init__(self, device: torch.device, is_aborted: Callable[[], bool], what: str, keep: object) -> None:
+    def __init__(
+        self, device: torch.device, is_aborted: Callable[[], bool], what: str, keep: object, work: Any
+    ) -> None:
         super().__init__(device, is_aborted)
         self._what = what
         self._keep = keep
+        self._work = work
+        self._next_look = time.monotonic() + _FAILURE_SECONDS
 
     def completes_within(self, timeout: float) -> bool:
+        deadline = time.monotonic() + timeout
         try:
-            return super().completes_within(timeout)
+            while not super().completes_within(min(_FAILURE_SECONDS, max(0.0, deadline - time.monotonic()))):
+                now = time.monotonic()
+                if now >= self._next_look and not self._is_aborted():  # which ends no wait before the GPU is done
+                    self._next_look = now + _FAILURE_SECONDS
+                    if failure := gpu.nccl_failure(self._work):
+                        raise BackendError(failure)
+                if now >= deadline:
+                    return False
+            return True
         except BackendError as error:
             raise BackendError(f"NCCL {self._what}: {error}") from error

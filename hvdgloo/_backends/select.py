@@ -101,11 +101,19 @@ class Planes:
             return self._gloo(prefix, place, len(members), cancelled)
         return self._hierarchy(prefix, members, layout, cancelled)
 
-    def open_device(self, number: int, members: Sequence[int], host: Backend, example: Buffer) -> Sequence[Plane]:
+    def open_device(
+        self,
+        number: int,
+        members: Sequence[int],
+        host: Backend,
+        example: Buffer,
+        *,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> Sequence[Plane]:
         """The data planes of a set's CUDA tensors, which need torch; see ``cuda.open_planes``.
 
         Args:
-            number, members: as in ``open``.
+            number, members, cancelled: as in ``open``.
             host: what that has returned.
             example: one of this rank's tensors.
         """
@@ -121,6 +129,7 @@ class Planes:
             local_rank=self._topology.workers[self._rank].local_rank,
             operations=self._decided["gpu_operations"],
             timeout=self._config.connect_timeout,
+            cancelled=cancelled,
         )
 
     def _require_gloo(self, members: Sequence[int], reason: str) -> None:

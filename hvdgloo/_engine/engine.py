@@ -5,6 +5,7 @@ It owns two threads, control and data, and is independent of frameworks: tensors
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import threading
@@ -12,7 +13,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from hvdgloo._backends.base import Backend, Plane, Sharing
 from hvdgloo._engine.control import THREAD_PREFIX, Control
@@ -31,6 +32,8 @@ from hvdgloo.types import Buffer, Collective, DType, ReduceOp, TensorSpec
 if TYPE_CHECKING:
     from hvdgloo._engine.timeline import Timeline
 
+logger = logging.getLogger(__name__)
+
 _ALONG_ROWS = frozenset({Collective.ALLGATHER, Collective.ALLTOALL, Collective.REDUCESCATTER})
 _ALLOCATED_LATE = frozenset({Collective.ALLGATHER, Collective.ALLTOALL})
 _FLOATS = frozenset({DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32, DType.FLOAT64})
@@ -43,9 +46,19 @@ the interpreter's lock."""
 _CLOSE_MARGIN = 5.0
 """Seconds that closing may take beyond the operation timeout, which limits what was ordered before."""
 
+_ABORTED_MARGIN = 4.0
+"""The same after an abort, when the data thread has nothing left to do; if it has not ended by then, it is stuck."""
+
 
 OpenBackend: TypeAlias = Callable[[int, tuple[int, ...], Callable[[], bool]], Backend]
-OpenDevice: TypeAlias = Callable[[int, tuple[int, ...], Backend, Buffer], Sequence[Plane]]
+
+
+class OpenDevice(Protocol):
+    """Opens the data planes of a process set's CUDA tensors; see ``Engine`` and ``planes.OpenDevice``."""
+
+    def __call__(
+        self, number: int, ranks: Sequence[int], host: Backend, example: Buffer, /, *, cancelled: Callable[[], bool]
+    ) -> Sequence[Plane]: ...
 
 
 @dataclass(frozen=True)
@@ -299,13 +312,14 @@ class Engine:
                 self._control.join(_CLOSE_MARGIN)
             self._end(error)
             self._executor.stop()
-            ended = self._executor.join(_CLOSE_MARGIN) and not self._executor.is_stuck
+            margin = _ABORTED_MARGIN if self._executor.is_aborted else _CLOSE_MARGIN
+            ended = self._executor.join(margin) and not self._executor.is_stuck
             for group in self._groups.values():
                 for backend in group.backends:
-                    if ended:
-                        backend.close()
-                    else:
-                        backend.abandon()
+                    try:
+                        (backend.close if ended else backend.abandon)()
+                    except Exception:  # one that does not end well must not keep the others from it
+                        logger.exception("the %s data plane was not closed", backend.name)
             self._stop_timeline()
 
     def _validate(self, request: Request) -> None:
@@ -364,7 +378,9 @@ class Engine:
         return self._group(self._sets_added, ranks, backend)
 
     def _group(self, number: int, ranks: tuple[int, ...], backend: Backend) -> Group:
-        open_device = partial(self._open_device, number, ranks) if self._open_device is not None else None
+        open_device = None
+        if self._open_device is not None:
+            open_device = partial(self._open_device, number, ranks, cancelled=lambda: self._executor.is_aborted)
         return Group(backend, ranks, ranks.index(self.rank), open_device)
 
     def _end(self, error: HorovodInternalError) -> None:

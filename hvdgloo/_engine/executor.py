@@ -10,6 +10,7 @@ aborted, and the handles are failed only when the backend has released the memor
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import queue
@@ -66,6 +67,9 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = 20e-6, 1e-3
 """Seconds between two looks at a GPU: CUDA has no wait with a deadline, nor one for whichever comes first, the end of a
 bucket or another one to begin."""
 
+_STUCK_SECONDS = 3.0
+"""After an abort, how long the data thread has to end before handles are failed without it."""
+
 _SLOWEST_NETWORK = 1 << 20
 """Bytes per second that any usable network moves; the operation timeout is extended by the transfer time at this rate.
 """
@@ -79,7 +83,9 @@ class _UnderWay:
         buffer: what the plane works on; None if there is nothing.
         packed: the results are in ``buffer``, not yet in their places.
         in_order: a GPU's stream does the rest, and keeps the order with what it is given later.
-        deadline: when it counts as lost.
+        ready: on a GPU, the place where its tensors are ready to be read; the program may have given the GPU much to do
+            before. None from then on.
+        deadline: when it counts as lost; it does not before it is ready.
         counted: it does not keep later buckets waiting any more.
         times: begun, fenced, sent; only while there is a timeline.
     """
@@ -93,6 +99,7 @@ class _UnderWay:
     packed: bool
     delivered: bool = False
     in_order: bool = False
+    ready: Work | None = None
     deadline: float = math.inf
     counted: bool = False
     times: Sequence[float] = ()
@@ -272,7 +279,11 @@ class Executor:
             return False
         if self._groups[batch[0][0].request.process_set].host.backend.blocks:
             return False
-        return all(batch[part.operation][1].ready is None for part in bucket.parts)
+        # Only the data thread touches a GPU, even for the tensors of a rank that has joined, which are the host's.
+        return all(
+            batch[part.operation][1].ready is None and (part.tensor < 0 or not _is_of_device(batch, part))
+            for part in bucket.parts
+        )
 
     def when_drained(self, callback: Callable[[], None]) -> None:
         """Call back on the data thread once all that was queued before has completed."""
@@ -288,9 +299,29 @@ class Executor:
             self._verdict = error
         for group in list(self._groups.values()):
             for backend in group.backends:
-                backend.abort()
+                try:
+                    backend.abort()
+                except Exception:  # one that does not end must not keep the others from it
+                    logger.exception("the %s data plane could not be aborted", backend.name)
+        first = not self._aborted.is_set()
         self._aborted.set()
         self._queue.put(None)
+        if first and self._thread.is_alive():
+            with contextlib.suppress(RuntimeError):  # at the interpreter's end no thread can be started
+                threading.Thread(target=self._guard, name=f"{self._thread.name}-guard", daemon=True).start()
+
+    def _guard(self) -> None:
+        """After an abort: fail what is left if the data thread does not, since it is stuck inside a data plane.
+
+        Everything stays referenced by the executor, which that thread holds: what it is stuck in may use the memory.
+        """
+        if self.join(_STUCK_SECONDS):
+            return
+        self._is_stuck = True
+        error = self._verdict
+        logger.warning("the data thread has not ended %g s after the job did; it is left as it is", _STUCK_SECONDS)
+        for operation in list(self._unresolved):
+            operation.handle.resolve(error=error)
 
     def join(self, timeout: float) -> bool:
         """Wait for the thread to end; False if it has not ended within ``timeout`` seconds."""
@@ -375,6 +406,7 @@ class Executor:
         begun = timeline.now() if timeline is not None else 0.0
         self._fence(bucket, batch)
         fenced = timeline.now() if timeline is not None else 0.0
+        ready = plane.memory.mark() if plane.memory.in_order else None
         under_way = self._dispatch(bucket, batch, group, plane)
         if timeline is not None:
             under_way.times = begun, fenced, timeline.now()
@@ -384,8 +416,13 @@ class Executor:
             under_way.work = Several([under_way.work, mark])
             under_way.in_order = True
             self._begun_in_order(under_way, mark)
-        under_way.deadline = time.monotonic() + self._operation_timeout + under_way.nbytes / _SLOWEST_NETWORK
+        under_way.ready = ready
+        under_way.deadline = self._due(under_way)
         return under_way
+
+    def _due(self, under_way: _UnderWay) -> float:
+        """When a bucket that is ready now counts as lost."""
+        return time.monotonic() + self._operation_timeout + under_way.nbytes / _SLOWEST_NETWORK
 
     def _begun_in_order(self, under_way: _UnderWay, mark: Mark) -> None:
         """A stream has been given all of a bucket."""
@@ -579,6 +616,10 @@ class Executor:
 
     def _check(self, under_way: _UnderWay) -> None:
         """Raise BackendError if a bucket that is under way is not worth waiting for."""
+        if under_way.ready is not None:
+            if under_way.ready.completes_within(0.0):
+                under_way.ready = None
+            under_way.deadline = self._due(under_way)
         if time.monotonic() >= under_way.deadline:
             raise BackendError(f"{_describe(under_way)} has not completed within its time")
         if self._aborted.is_set():
@@ -672,6 +713,10 @@ def _factor(request: Request, size: int) -> float:
 
 def _is_adasum(bucket: Bucket, batch: Batch) -> bool:
     return batch[bucket.parts[0].operation][0].request.op is ReduceOp.ADASUM
+
+
+def _is_of_device(batch: Batch, part: Part) -> bool:
+    return batch[part.operation][0].request.tensors[part.tensor].device != "cpu"
 
 
 def _describe(under_way: _UnderWay) -> str:

@@ -64,7 +64,9 @@ class Planes:
         self._groups: dict[int, LocalGroup] = {}
         self._lock = threading.Lock()
 
-    def __call__(self, rank: int, number: int, ranks: Sequence[int], host: Backend, example: Buffer) -> Sequence[Plane]:
+    def __call__(
+        self, rank: int, number: int, ranks: Sequence[int], host: Backend, example: Buffer, **more: Any
+    ) -> Sequence[Plane]:
         place = ranks.index(rank)
         if self.kind == "staged":
             planes: Sequence[Plane] = cuda.open_planes(
@@ -77,6 +79,7 @@ class Planes:
                 local_rank=rank,
                 operations="auto",
                 timeout=10,
+                **more,
             )
         else:
             with self._lock:
@@ -330,8 +333,8 @@ def test_nothing_that_fails_is_left_waiting(planes: Planes) -> None:
                 raise BackendError("the GPU fell off the bus")
             return getattr(self._backend, name)
 
-    def broken(rank: int, *arguments: Any) -> Sequence[Plane]:
-        opened = planes(rank, *arguments)
+    def broken(rank: int, *arguments: Any, **more: Any) -> Sequence[Plane]:
+        opened = planes(rank, *arguments, **more)
         if rank != 1:
             return opened
         return [Plane(Breaking(plane.backend), plane.memory) for plane in opened]  # type: ignore[arg-type]

@@ -61,7 +61,9 @@ def world(gpus: Simulated, size: int = SIZE, operations: str = "nccl", **setting
     """Ranks with simulated GPUs; rank r's tensors are wherever it puts them."""
     store = MemoryStore()
 
-    def open_device(rank: int, number: int, ranks: Sequence[int], host: Backend, example: Buffer) -> Sequence[Plane]:
+    def open_device(
+        rank: int, number: int, ranks: Sequence[int], host: Backend, example: Buffer, **more: Any
+    ) -> Sequence[Plane]:
         return cuda.open_planes(
             host,
             example,
@@ -72,6 +74,7 @@ def world(gpus: Simulated, size: int = SIZE, operations: str = "nccl", **setting
             local_rank=rank,
             operations=operations,
             timeout=10,
+            **more,
         )
 
     return World(size, wrap=lambda _, backend: OnTheHost(gpus.machine, backend), open_device=open_device, **settings)

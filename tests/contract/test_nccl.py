@@ -3,6 +3,9 @@ and ending stay within their time."""
 
 from __future__ import annotations
 
+import os
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -10,10 +13,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from hvdgloo._backends import cuda, gpu  # noqa: E402
+from hvdgloo._backends import cuda, gpu, nccl  # noqa: E402
 from hvdgloo._backends.base import Backend, Plane  # noqa: E402
 from hvdgloo._collectives.frontend import Frontend  # noqa: E402
+from hvdgloo._engine import executor  # noqa: E402
 from hvdgloo._job.context import Context  # noqa: E402
+from hvdgloo.errors import BackendError, HorovodInternalError  # noqa: E402
 from hvdgloo.rendezvous import MemoryStore  # noqa: E402
 from hvdgloo.torch._adapter import TorchAdapter  # noqa: E402
 from hvdgloo.types import Buffer, ReduceOp  # noqa: E402
@@ -154,3 +159,344 @@ def test_a_bucket_is_packed_and_unpacked_by_one_kernel_each(gpus: Simulated, mon
     with World(SIZE, open_device=planes()) as world:
         world.run(body)
     assert sorted(calls[0].made) == sorted(["fuse", "allreduce", "scatter"] * SIZE)
+
+
+# Connecting.
+
+CONNECT_TIMEOUT = 1.0
+MARGIN = 5.0
+
+
+def fails(context: Context, message: str = "") -> float:
+    """Try to exchange a GPU's tensor; how many seconds the error took."""
+    begin = time.monotonic()
+    with pytest.raises(HorovodInternalError, match=message):
+        frontend_of(context).allreduce(on_gpu(torch.ones(2)))
+    return time.monotonic() - begin
+
+
+@pytest.mark.parametrize("stuck", [{1}, {0, 1, 2}], ids=["one rank", "all ranks"])
+def test_connecting_that_never_returns_has_a_deadline(gpus: Simulated, stuck: set[int]) -> None:
+    gpus.nccl.faults.connects_never |= stuck
+    with World(SIZE, open_device=planes(CONNECT_TIMEOUT)) as world:
+        took = world.run(
+            lambda context: fails(context, "could not connect its NCCL group on cuda:.*not connected within")
+        )
+        begin = time.monotonic()
+    assert max(took) < CONNECT_TIMEOUT + MARGIN
+    assert time.monotonic() - begin < MARGIN
+
+
+def test_a_rank_whose_nccl_fails_while_connecting_frees_the_others(gpus: Simulated) -> None:
+    gpus.nccl.faults.connects_badly.add(1)
+    with World(SIZE, open_device=planes(60.0)) as world:
+        took = world.run(lambda context: fails(context, "unhandled system error"))
+    assert max(took) < MARGIN
+
+
+@pytest.mark.parametrize("abort_blocks", [False, True], ids=["", "and abort blocks"])
+def test_a_rank_that_dies_while_nccl_connects_frees_the_others(gpus: Simulated, abort_blocks: bool) -> None:
+    """It never comes; the others sit in NCCL, whose abort may not return either."""
+    gpus.nccl.faults.connects_never |= {0, 2}
+    if abort_blocks:
+        gpus.nccl.faults.abort_blocks |= {0, 2}
+    died = threading.Event()
+
+    def body(context: Context) -> float:
+        if context.rank == 1:
+            assert died.wait(10)
+            lose(context)
+            return 0.0
+        if context.rank == 0:
+            threading.Timer(0.3, died.set).start()
+        return fails(context, "rank 1")
+
+    world = World(SIZE, open_device=planes(60.0))
+    assert max(world.run(body)) < MARGIN
+    world.close()
+
+
+# Ending.
+
+
+def lose(context: Context) -> None:
+    """End a rank as the system does it: its connections are closed, and nothing is said."""
+    context.engine._control.close()
+
+
+def wait_for_the_end(world: World) -> None:
+    deadline = time.monotonic() + MARGIN
+    while any(context.engine.error is None for context in world.contexts[1:]):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("way", ["abort_blocks", "shutdown_blocks"])
+def test_a_group_that_does_not_end_delays_shutdown_by_five_seconds_at_most(
+    gpus: Simulated, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    monkeypatch.setattr(nccl, "_CLOSE_SECONDS", 0.5)
+    monkeypatch.setattr(nccl, "_stuck", [])
+    getattr(gpus.nccl.faults, way).update({0, 1, 2})
+    world = World(SIZE, open_device=planes())
+    world.run(lambda context: frontend_of(context).allreduce(on_gpu(torch.ones(2))))
+    begin = time.monotonic()
+    if way == "abort_blocks":
+        lose(world.contexts[0])
+        wait_for_the_end(world)
+    world.close()
+    assert time.monotonic() - begin < MARGIN
+
+
+def test_one_plane_that_cannot_be_ended_keeps_no_other_from_it(
+    gpus: Simulated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("nccl_abort", "nccl_close"):
+        monkeypatch.setattr(gpu, name, _broken)  # as with a torch that lacks them
+    world = World(SIZE, open_device=planes())
+    world.run(lambda context: frontend_of(context).allreduce(on_gpu(torch.ones(2))))
+    ended: list[str] = []
+    for context in world.contexts:
+        host, device = context.engine._groups[0].backends
+        assert device.name == "nccl"
+        for name in ("abort", "close"):
+            monkeypatch.setattr(host, name, _broken)
+            monkeypatch.setattr(device, name, _noting(ended, name, getattr(device, name)))
+    lose(world.contexts[0])
+    wait_for_the_end(world)
+    world.close()
+    assert ended.count("abort") >= SIZE - 1
+    assert ended.count("close") == SIZE
+
+
+def _broken(*_: object) -> None:
+    raise AttributeError("'ProcessGroupNCCL' object has no attribute 'abort'")
+
+
+def _noting(where: list[str], what: str, function: Callable[[], None]) -> Callable[[], None]:
+    def noted() -> None:
+        where.append(what)
+        function()
+
+    return noted
+
+
+def test_handles_resolve_even_if_the_data_thread_is_stuck_in_nccl(
+    gpus: Simulated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executor, "_STUCK_SECONDS", 0.5)
+    world = World(SIZE, open_device=planes())
+    frontends = [frontend_of(context) for context in world.contexts]
+    world.run(lambda context: frontends[context.rank].allreduce(on_gpu(torch.ones(2)), name="x"))
+    leave = threading.Event()
+    inside = threading.Barrier(SIZE + 1)
+
+    def stuck(*_: object) -> None:
+        inside.wait(10)
+        leave.wait(30)
+        raise RuntimeError("NCCL has let go")
+
+    for group in gpus.nccl.groups:
+        monkeypatch.setattr(group, "allreduce", stuck)
+
+    def body(context: Context) -> float:
+        handle = frontends[context.rank].allreduce_async_(on_gpu(torch.ones(2)), name="x")
+        if context.rank == 1:
+            inside.wait(10)
+            lose(context)
+            return 0.0
+        with pytest.raises(HorovodInternalError, match="rank 1"):
+            frontends[context.rank].synchronize(handle)
+        return time.monotonic()
+
+    try:
+        begin = time.monotonic()
+        ended = world.run(body)
+        assert max(ended) - begin < MARGIN
+        begin = time.monotonic()
+        world.close()
+        assert time.monotonic() - begin < MARGIN + 1.0
+    finally:
+        leave.set()
+
+
+# Failing.
+
+
+def test_nccl_s_own_error_reaches_the_user_within_a_second(gpus: Simulated) -> None:
+    def body(context: Context) -> float:
+        hvd = frontend_of(context)
+        hvd.allreduce(on_gpu(torch.ones(2)), name="x")
+        hvd.barrier()
+        gpus.nccl.faults.lost.add(0)  # no collective ends any more
+        handle = hvd.allreduce_async_(on_gpu(torch.ones(2)), name="x")
+        gpus.nccl.faults.errors[1] = "NCCL WARN Call to ibv_modify_qp failed"
+        begin = time.monotonic()
+        with pytest.raises(HorovodInternalError, match=r"NCCL allreduce.*ibv_modify_qp failed"):
+            hvd.synchronize(handle)
+        return time.monotonic() - begin
+
+    with World(SIZE, open_device=planes()) as world:
+        took = world.run(body)
+    assert max(took) < 1.0
+
+
+def test_the_deadline_counts_from_when_the_data_are_ready(gpus: Simulated) -> None:
+    """The program has given its GPU much to do before, which is no failure of the network's."""
+
+    def body(context: Context) -> None:
+        hvd = frontend_of(context)
+        hvd.allreduce(on_gpu(torch.ones(2)), name="x")
+        hvd.barrier()
+        tensor = on_gpu(torch.ones(2))
+        busy = threading.Event()
+        gpus.machine.launch(gpus.current(tensor.device), "a long kernel", lambda: None, ready=busy.is_set)
+        handle = hvd.allreduce_async_(tensor, name="x")
+        time.sleep(1.0)  # twice the operation's deadline: not a wait for something, but the thing that is measured
+        assert not hvd.poll(handle)
+        busy.set()
+        assert hvd.synchronize(handle).tolist() == [1.0, 1.0]
+
+    with World(SIZE, open_device=planes(), operation_timeout=0.5) as world:
+        world.run(body)
+
+
+# Joining.
+
+
+def test_a_joined_rank_s_control_thread_touches_no_gpu(gpus: Simulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    touched: set[str] = set()
+    for name in ("record", "wait", "settle", "empty", "pinned", "on", "copy", "fuse", "scatter", "scale", "nccl_group"):
+        function = getattr(gpu, name)
+
+        def noting(*args: Any, function: Callable[..., Any] = function) -> Any:
+            touched.add(threading.current_thread().name)
+            return function(*args)
+
+        monkeypatch.setattr(gpu, name, noting)
+
+    def body(context: Context) -> None:
+        hvd = frontend_of(context)
+        if context.rank:
+            for _ in range(3):
+                assert hvd.allreduce(on_gpu(torch.ones(3)), op=ReduceOp.SUM, name="late").tolist() == [2.0] * 3
+        hvd.join()
+
+    with World(SIZE, open_device=planes(), spin_time=0.0) as world:
+        world.run(body)
+    assert "hvdgloo-data-0" in touched
+    assert not [name for name in touched if "control" in name or name == "rank-0"]
+
+
+# What torch has and reads.
+
+
+class _Options:
+    _timeout = None
+
+
+def test_an_old_torch_is_refused_in_one_sentence(gpus: Simulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "outdated_torch", lambda: "2.5.1" if gpus.machine.rank == 1 else "")
+
+    def body(context: Context) -> None:
+        with pytest.raises(
+            BackendError, match=r"torch 2\.6 or newer, and rank 1 has torch 2\.5\.1: upgrade it, or set HVD"
+        ):
+            frontend_of(context).allreduce(on_gpu(torch.ones(2)))
+
+    with World(SIZE, open_device=planes()) as world:
+        world.run(body)
+
+
+def test_a_torch_is_too_old_if_it_cannot_end_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Old:
+        def _abort(self) -> None:
+            """As it was called."""
+
+    class New:
+        def abort(self) -> None:
+            """Since 2.6."""
+
+        def shutdown(self) -> None:
+            """Since 2.6."""
+
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Old, raising=False)
+    assert gpu.outdated_torch() == torch.__version__
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", New)
+    assert gpu.outdated_torch() == ""
+
+
+HOSTILE = {
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "1",
+    "TORCH_NCCL_DESYNC_DEBUG": "1",
+    "TORCH_NCCL_PROPAGATE_ERROR": "1",
+    "TORCH_NCCL_ENABLE_MONITORING": "1",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    "TORCH_NCCL_BLOCKING_WAIT": "1",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    "TORCH_NCCL_NAN_CHECK": "1",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "60000",
+}
+"""What lets torch's watchdog, or a thread that watches it, end the process, or sleep while the group is to end."""
+
+
+def test_no_environment_lets_torch_end_the_process_through_our_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, str | None] = {}
+
+    class Group:
+        Options = _Options
+
+        def __init__(self, *_: object) -> None:
+            seen.update({name: os.environ.get(name) for name in HOSTILE})
+            seen["level"] = torch.distributed.get_debug_level().name
+
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Group, raising=False)
+    for name, value in HOSTILE.items():
+        monkeypatch.setenv(name, value)
+    before = torch.distributed.get_debug_level()
+    torch.distributed.set_debug_level(torch.distributed.DebugLevel.DETAIL)  # what TORCH_DISTRIBUTED_DEBUG has done
+    try:
+        gpu.nccl_group(None, 0, 1)
+        assert torch.distributed.get_debug_level() == torch.distributed.DebugLevel.DETAIL
+    finally:
+        torch.distributed.set_debug_level(before)
+    assert seen == {**dict.fromkeys(HOSTILE, "0"), "level": "OFF"}
+    assert {name: os.environ[name] for name in HOSTILE} == HOSTILE  # a user's own groups keep what the user has set
+
+
+class _Outcome:
+    def __init__(self, value: int | None) -> None:
+        self._value = value
+
+    def done(self) -> bool:
+        return self._value is not None
+
+    def value(self) -> int | None:
+        return self._value
+
+
+class _Work:
+    """As torch's: a result that its watchdog notes, and an exception that is there once somebody has looked."""
+
+    def __init__(self, result: int | None, error: Exception | None) -> None:
+        self._result, self._error, self._looked = result, error, False
+
+    def get_future_result(self) -> _Outcome:
+        return _Outcome(self._result)
+
+    def is_completed(self) -> bool:
+        self._looked = True
+        return self._result is not None
+
+    def exception(self) -> Exception | None:
+        return self._error if self._looked else None
+
+
+def test_what_torch_notes_of_a_failure() -> None:
+    error = RuntimeError(
+        "NCCL error in: NCCLUtils.cpp:74, remote process exited or there was a network error\nLast error"
+    )
+    assert gpu.nccl_failure(_Work(None, None)) == ""
+    assert gpu.nccl_failure(_Work(0, None)) == ""
+    assert gpu.nccl_failure(_Work(2, error)).endswith("remote process exited or there was a network error")
+    assert gpu.nccl_failure(_Work(2, None)) == "NCCL has failed"

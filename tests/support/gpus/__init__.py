@@ -20,7 +20,7 @@ import torch
 from hvdgloo._backends import gpu
 from hvdgloo.types import Buffer
 from tests.support.gpus.machine import OFFSET, Event, HostAccessError, Machine, Schedule, Stream
-from tests.support.gpus.nccl import Faults, Nccl
+from tests.support.gpus.nccl import Faults, Group, Nccl, Work
 from tests.support.gpus.tensors import GpuTensor, Here, copied, copy_, empty_strided, on_gpu
 
 __all__ = ["Event", "Faults", "GpuTensor", "HostAccessError", "Machine", "Schedule", "Simulated", "on_gpu", "simulated"]
@@ -106,6 +106,18 @@ class Simulated:
 
     def nccl_group(self, store: Any, rank: int, size: int) -> Any:
         return self.nccl.group(store, rank, size)
+
+    def nccl_abort(self, group: Group) -> None:
+        group.abort()
+
+    def nccl_close(self, group: Group) -> None:
+        group.shutdown()
+
+    def nccl_failure(self, work: Work) -> str:
+        return self.nccl.faults.errors.get(self.machine.rank, "")
+
+    def outdated_torch(self) -> str:
+        return ""
 
 
 AS_THEY_ARE = frozenset({"fuse", "scatter", "scale"})

@@ -26,14 +26,20 @@ class Faults:
 
     Attributes:
         connects_never: connecting does not return before ``over``.
+        connects_badly: connecting fails.
         abort_blocks: neither does ``abort``.
+        shutdown_blocks: nor ``shutdown``.
+        errors: what NCCL reports of everything that a rank has under way.
         hangs_after_abort: what an aborted rank's GPU was given never ends.
         lost: it takes no part in collectives any more, whatever it has been given.
         over: set when the test ends, so that no thread is left.
     """
 
     connects_never: set[int] = field(default_factory=set)
+    connects_badly: set[int] = field(default_factory=set)
     abort_blocks: set[int] = field(default_factory=set)
+    shutdown_blocks: set[int] = field(default_factory=set)
+    errors: dict[int, str] = field(default_factory=dict)
     hangs_after_abort: set[int] = field(default_factory=set)
     lost: set[int] = field(default_factory=set)
     over: threading.Event = field(default_factory=threading.Event)
@@ -144,6 +150,8 @@ class Group:
                 self._communicator.changed.notify_all()
 
     def shutdown(self) -> None:
+        if self._rank in self._nccl.faults.shutdown_blocks:
+            self._nccl.faults.over.wait()
         self.is_shut_down = True
 
     def _connect(self, device: int) -> tuple[Communicator, Stream]:
@@ -151,6 +159,8 @@ class Group:
             faults = self._nccl.faults
             if self._rank in faults.connects_never:
                 faults.over.wait()
+            if self._rank in faults.connects_badly:
+                raise RuntimeError("NCCL error: unhandled system error")
             self._communicator = self._nccl.communicator(self._store.get("0").decode())
             with self._communicator.changed:
                 self._communicator.connected.add(self._rank)
