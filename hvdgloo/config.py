@@ -414,6 +414,26 @@ class Config:
         parse=_integer(0),
         help="how many negotiated tensors are remembered, so that their names are not sent again; 0 remembers none",
     )
+    control_fanin: int = _setting(
+        16,
+        env="HVDGLOO_CONTROL_FANIN",
+        flag="--control-fanin",
+        yaml="params.control_fanin",
+        unit="hosts",
+        parse=_integer(0),
+        help="in a large job, one rank of each host speaks for its others, and this many of those report to one, in a "
+        "tree under rank 0; 0: every rank is connected with rank 0. The same on all hosts",
+    )
+    control_tree_ranks: int = _setting(
+        33,
+        env="HVDGLOO_CONTROL_TREE_RANKS",
+        flag="--control-tree-ranks",
+        yaml="params.control_tree_ranks",
+        unit="ranks",
+        parse=_integer(2),
+        help="from how many ranks on three hosts or more that is so; with fewer, every rank is connected with rank 0. "
+        "The same on all hosts",
+    )
     thread_affinity: str = _setting(
         "",
         env="HVDGLOO_THREAD_AFFINITY",

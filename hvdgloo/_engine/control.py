@@ -2,7 +2,7 @@
 decide.
 
 An idle job sends nothing and uses no CPU time. On rank 0 the thread also runs the Coordinator, whose messages to rank 0
-itself bypass the socket.
+itself bypass the socket. In a tree, the thread of a leader also runs a Gatherer, for the ranks that report to it.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from hvdgloo._engine.connection import ControlConnection
-from hvdgloo._engine.conventions import EVERYONE, ping_interval
+from hvdgloo._engine.conventions import COORDINATOR, EVERYONE
 from hvdgloo._engine.executor import Executor
 from hvdgloo._engine.handle import Handle
 from hvdgloo._engine.member import Member
 from hvdgloo._engine.messages import (
+    FOR_EVERYONE,
     Abort,
     AskStacks,
     Bye,
@@ -39,6 +41,8 @@ from hvdgloo._engine.messages import (
     frame,
 )
 from hvdgloo._engine.planes import DEPTH
+from hvdgloo._engine.watch import Watch
+from hvdgloo._net import framing
 from hvdgloo._net.event_loop import WakeUp
 from hvdgloo._net.handshake import Link
 from hvdgloo._platform import stall_causes
@@ -54,6 +58,7 @@ from hvdgloo.errors import (
 
 if TYPE_CHECKING:
     from hvdgloo._engine.coordinator import Coordinator
+    from hvdgloo._engine.tree import Gatherer
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +76,10 @@ class Control:
 
     Args:
         rank: this rank.
-        links: connections: on rank 0 one for every other rank, elsewhere one for rank 0.
+        links: connections with those that this rank reports to, or that report to it.
         coordinator: on rank 0, else None.
+        parent: whom this rank reports to, unless it is rank 0.
+        gatherer: in a tree, on rank 0 and on leaders, else None.
         operation_timeout: seconds after which a silent rank counts as lost.
         spin_time: seconds that a waiting caller polls for the answer before it goes to sleep; 0 for not at all.
         on_end: called once, on the thread, with the error that later submissions get.
@@ -86,6 +93,8 @@ class Control:
         executor: Executor,
         coordinator: Coordinator | None,
         *,
+        parent: int = COORDINATOR,
+        gatherer: Gatherer | None = None,
         operation_timeout: float,
         spin_time: float,
         describe: Callable[[int], str],
@@ -95,21 +104,28 @@ class Control:
         self._member = member
         self._executor = executor
         self._coordinator = coordinator
+        self._gatherer = gatherer
+        self._parent = parent
         self._operation_timeout = operation_timeout
         self._spin_time = spin_time
         self._describe = describe
         self._on_end = on_end
-        # Ranks say the same to rank 0, and rank 0 says something new each time.
-        read = decode if coordinator is None else Decoder().decode
-        self._connections = {peer: ControlConnection(link, read) for peer, link in links.items()}
+        # Ranks say the same to whom they report to, who says something new each time.
+        read = Decoder().decode
+        if coordinator is None:
+            self._parent_watch: Watch | None = Watch((parent,), operation_timeout)
+            read_orders = decode if gatherer is None else self._read_order
+        else:
+            self._parent_watch, read_orders = None, read
+        self._connections = {
+            peer: ControlConnection(link, read_orders if peer == parent else read) for peer, link in links.items()
+        }
+        self._orders: deque[bytes] = deque()  # what has just been read and is for everyone below, too
         self._unsent: set[int] = set()  # peers for whom bytes are left that the thread does not wait to write yet
         self._wake_up = WakeUp()
         self._to_send: list[Message] = []
         self._failure: BaseException | None = None
         self._failure_deadline = 0.0
-        self._heard = time.monotonic()
-        self._pinging_since: float | None = None
-        self._next_ping = 0.0
         self._ended: HorovodInternalError | None = None
         self._finished = False
         self._lock = threading.Lock()
@@ -283,19 +299,27 @@ class Control:
         try:
             until = time.monotonic() + self._spin_time
             while not (awaited.done() or self._executor.backlog or self._finished) and time.monotonic() < until:
-                if self._serve_sockets() and self._coordinator is not None:
-                    self._conduct(self._coordinator, time.monotonic())
+                if self._serve_sockets():
+                    self._attend(time.monotonic())
         finally:
             self._selector.register(self._sockets, selectors.EVENT_READ)
 
     def _look_around(self, now: float) -> None:
         """Everything but reading sockets."""
         self._speak(now)
+        self._attend(now)
+        self._tick(now)
+        self._attend(now)
+
+    def _attend(self, now: float) -> None:
+        """Do what follows from what was said, and send it."""
+        if self._gatherer is not None:
+            self._gather(self._gatherer, now)
         if self._coordinator is not None:
             self._conduct(self._coordinator, now)
-        self._tick(now)
-        if self._coordinator is not None:
-            self._deliver(self._coordinator, now)
+            while self._gatherer is not None and self._gatherer.is_due(now):
+                self._gather(self._gatherer, now)
+                self._conduct(self._coordinator, now)
 
     def _sleep(self) -> list[tuple[selectors.SelectorKey, int]]:
         """Wait for a socket, a wake or the next deadline, and let others take a turn meanwhile."""
@@ -319,12 +343,14 @@ class Control:
                 self._to_coordinator(message, now)
 
     def _to_coordinator(self, message: Message, now: float) -> None:
-        if self._coordinator is not None:
+        if self._gatherer is not None:
+            self._gatherer.receive(self._rank, message, now)
+        elif self._coordinator is not None:
             self._coordinator.receive(self._rank, message, now)
         else:
-            self._send(0, frame(message), now)
+            self._send(self._parent, frame(message))
 
-    def _send(self, peer: int, framed: bytearray, now: float) -> None:
+    def _send(self, peer: int, framed: bytes | bytearray) -> None:
         connection = self._connections.get(peer)
         if connection is None:
             return
@@ -336,36 +362,86 @@ class Control:
         if connection.has_unsent:
             self._unsent.add(peer)
 
+    def _gather(self, gatherer: Gatherer, now: float) -> None:
+        """Leaders: send up what has been gathered, and down what is for some of those below."""
+        while True:
+            for message in gatherer.take(now):
+                if self._coordinator is None:
+                    self._send(self._parent, frame(message))
+                    continue
+                for ranks, numbers in self._coordinator.hear(message, now):
+                    gatherer.ask_back(ranks, numbers)
+            if not gatherer.down:
+                return
+            down, gatherer.down = gatherer.down, []
+            for child, message in down:
+                if child == self._rank:
+                    self._receive_verdict(message, now)
+                else:
+                    self._send(child, frame(message))
+
     def _conduct(self, coordinator: Coordinator, now: float) -> None:
         """Rank 0: order what is ready if there is room."""
         if coordinator.has_ready and self._executor.backlog < DEPTH and coordinator.may_release(now):
             coordinator.release(now)
         self._deliver(coordinator, now)
         coordinator.busy = self._executor.backlog > 0
+        coordinator.gathering = self._gatherer is not None and self._gatherer.holds
 
     def _deliver(self, coordinator: Coordinator, now: float) -> None:
         """Rank 0: send the coordinator's messages, and log its warnings."""
         while coordinator.outbox:
             outbox, coordinator.outbox = coordinator.outbox, []
             for destination, message in outbox:
-                if destination not in (EVERYONE, self._rank):
-                    self._send(destination, frame(message), now)
-                    continue
-                if destination == EVERYONE and self._connections:
-                    framed = frame(message)
-                    for peer in list(self._connections):
-                        self._send(peer, framed, now)
-                self._receive_verdict(message, now)
+                if destination == EVERYONE:
+                    self._order(message, None, now)
+                elif destination == self._rank:
+                    self._receive_verdict(message, now)
+                elif self._gatherer is not None and isinstance(message, AskStacks):
+                    self._gatherer.send(1 << destination, message)
+                else:
+                    self._send(destination, frame(message))
         for text in coordinator.warnings:
             logger.warning("%s", text)
         coordinator.warnings.clear()
 
+    def _order(self, message: Message, framed: bytes | bytearray | None, now: float) -> None:
+        """Send those below what is for everyone, and take it in.
+
+        Args:
+            framed: the message as it came, on all ranks but rank 0.
+        """
+        below = [peer for peer in self._connections if self._coordinator is not None or peer != self._parent]
+        if below:
+            framed = frame(message) if framed is None else framed
+            for peer in below:
+                self._send(peer, framed)
+        if self._gatherer is not None:
+            self._gatherer.pass_down(message, now)
+        self._receive_verdict(message, now)
+
+    def _read_order(self, data: bytes | memoryview) -> Message:
+        """Leaders: a message from above."""
+        message = decode(data)
+        if isinstance(message, FOR_EVERYONE):
+            self._orders.append(framing.head(len(data)) + bytes(data))
+        return message
+
     def _receive(self, peer: int, message: Message, now: float) -> None:
-        if self._coordinator is not None:
+        if self._parent_watch is not None and peer == self._parent:
+            self._parent_watch.heard(peer, now)
+            if self._gatherer is None:
+                self._receive_verdict(message, now)
+            elif isinstance(message, FOR_EVERYONE):
+                self._order(message, self._orders.popleft(), now)
+            else:
+                self._gatherer.pass_down(message, now)
+        elif self._gatherer is not None:
+            if self._coordinator is not None:
+                self._coordinator.heard(peer, now)
+            self._gatherer.receive(peer, message, now)
+        elif self._coordinator is not None:
             self._coordinator.receive(peer, message, now)
-        else:
-            self._heard = now
-            self._receive_verdict(message, now)
 
     def _receive_verdict(self, message: Message, now: float) -> None:
         """A message from the coordinator to this rank."""
@@ -405,10 +481,22 @@ class Control:
     def _lose(self, peer: int, reason: str, now: float) -> None:
         self._connections.pop(peer).close()
         self._unsent.discard(peer)
-        if self._coordinator is not None:
+        if self._parent_watch is not None and peer == self._parent:
+            if not self._finished:
+                self._parent_lost(reason)
+        elif self._gatherer is not None:
+            self._gatherer.lost(peer, reason, now)
+        elif self._coordinator is not None:
             self._coordinator.lost(peer, reason, now)
-        elif not self._finished:
-            self._end(PeerLostError(f"{self._describe(0)} was lost: {reason}", rank=0, host=None))
+
+    def _parent_lost(self, reason: str) -> None:
+        """Who has lost the one above cannot go on, nor can those below."""
+        text = f"{self._describe(self._parent)} was lost: {reason}"
+        if self._gatherer is not None:
+            framed = frame(Abort("peer", text, self._parent))
+            for child in self._connections:
+                self._send(child, framed)
+        self._end(PeerLostError(text, rank=self._parent))
 
     def _end(self, error: HorovodInternalError) -> None:
         """Everything fails with ``error``, now."""
@@ -421,45 +509,32 @@ class Control:
     def _tick(self, now: float) -> None:
         if self._failure is not None and now >= self._failure_deadline and not self._finished:
             self._end(BackendError(f"{type(self._failure).__name__}: {self._failure}"))
+        if self._gatherer is not None:
+            self._gatherer.tick(now)
         if self._coordinator is not None:
             self._coordinator.tick(now)
-        elif not self._finished:
-            self._watch_coordinator(now)
+        elif self._parent_watch is not None and not self._finished:
+            self._watch_parent(self._parent_watch, now)
 
-    def _watch_coordinator(self, now: float) -> None:
-        """Other ranks: check that rank 0 still answers, while something is pending."""
-        active = self._member.has_pending or self._executor.backlog or self._ended
-        if self._pinging_since is None:
-            if active:
-                self._pinging_since = now
-                self._next_ping = now + ping_interval(self._operation_timeout)
-            return
-        if now < self._next_ping:
-            return
-        if not active:
-            self._pinging_since = None  # not before, as in Coordinator._watch
-            return
-        self._next_ping = now + ping_interval(self._operation_timeout)
-        silence = now - max(self._heard, self._pinging_since)
-        if silence >= self._operation_timeout:
-            text = (
-                f"{self._describe(0)} was lost: it has not answered for {silence:.0f} s (stopped, swapping, or cut off "
-                "from the network); HVDGLOO_OPERATION_TIMEOUT sets this limit"
-            )
-            self._end(PeerLostError(text, rank=0))
-        else:
-            self._send(0, frame(Ping()), now)
+    def _watch_parent(self, watch: Watch, now: float) -> None:
+        """Other ranks: check that the one above still answers, while something is pending."""
+        active = bool(self._member.has_pending or self._executor.backlog or self._ended)
+        if self._gatherer is not None:
+            active = active or self._gatherer.asked_from_below(now)
+        ping, lost = watch.tick(now, active=active)
+        for _, reason in lost:
+            self._parent_lost(reason)
+        if ping and not lost:
+            self._send(self._parent, frame(Ping()))
 
     def _deadline(self) -> float | None:
-        times = []
-        if self._failure is not None:
-            times.append(self._failure_deadline)
-        if self._coordinator is not None:
-            coordinators = self._coordinator.deadline()
-            if coordinators is not None:
-                times.append(coordinators)
-        elif self._pinging_since is not None:
-            times.append(self._next_ping)
+        times = [] if self._failure is None else [self._failure_deadline]
+        for part in (self._coordinator, self._gatherer):
+            deadline = None if part is None else part.deadline()
+            if deadline is not None:
+                times.append(deadline)
+        if self._parent_watch is not None and self._parent_watch.deadline is not None:
+            times.append(self._parent_watch.deadline)
         return min(times, default=None)
 
     def _farewell(self) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+COORDINATOR = 0
+"""The rank whose negotiator orders the operations of all ranks."""
+
 EVERYONE = -1
 """As a destination of the coordinator's messages: all ranks, its own included."""
 
@@ -14,3 +17,7 @@ def ping_interval(operation_timeout: float) -> float:
 def divide_rows(rows: int, size: int) -> list[int]:
     """How many rows of a reducescatter each rank gets: the first ranks one more where they do not divide evenly."""
     return [rows // size + (rank < rows % size) for rank in range(size)]
+
+
+INQUEST_SECONDS = 0.5
+"""Seconds that ranks have to show that they are alive after one of them reported a broken data plane."""

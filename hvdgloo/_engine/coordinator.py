@@ -11,12 +11,12 @@ asked for a sign of life, and a rank whose connection has ended, or which does n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hvdgloo._engine import stall
-from hvdgloo._engine.conventions import EVERYONE, ping_interval
+from hvdgloo._engine.conventions import EVERYONE, INQUEST_SECONDS
 from hvdgloo._engine.messages import (
     Abort,
     AskStacks,
@@ -24,21 +24,28 @@ from hvdgloo._engine.messages import (
     Drained,
     End,
     Failed,
+    Gathered,
+    Inquest,
     Leave,
+    Lost,
     Message,
+    Observe,
     Ping,
     Pong,
     Resend,
+    Said,
+    Silent,
     Stacks,
     Submit,
 )
 from hvdgloo._engine.negotiation import Negotiator, Waiting, format_ranks
+from hvdgloo._engine.readiness import bits_of
+from hvdgloo._engine.runs import mask_of_runs, masks_of_runs
+from hvdgloo._engine.watch import Watch
 
 if TYPE_CHECKING:
     from hvdgloo._engine.timeline import Timeline
-
-INQUEST_SECONDS = 0.5
-"""Seconds that ranks have to show that they are alive after one of them reported a broken data plane."""
+    from hvdgloo._engine.tree import Seat
 
 STACKS_SECONDS = 2.0
 """Seconds that late ranks have to say what they are doing."""
@@ -77,6 +84,10 @@ class Coordinator:
     Args:
         members: the ranks of each process set by id.
         describe: a rank with its host and pid, for messages.
+        seat: rank 0's place in the tree, if there is one; otherwise every rank speaks to rank 0.
+
+    Attributes:
+        gathering: (in a tree) some ranks wait for others, though nothing of that has come up yet.
     """
 
     def __init__(
@@ -85,18 +96,20 @@ class Coordinator:
         members: Mapping[int, Sequence[int]],
         rules: CoordinatorSettings,
         describe: Callable[[int], str],
+        seat: Seat | None = None,
     ) -> None:
         self.outbox: list[tuple[int, Message]] = []
         self.warnings: list[str] = []
-        self.busy = False
+        self.busy = self.gathering = False
         self.over = False
         self._size = size
         self._rules = rules
         self._describe = describe
         self._negotiator = Negotiator(members, rules.cache_capacity)
-        self._heard = [0.0] * size
-        self._watching_since: float | None = None
-        self._next_ping = 0.0
+        self._neighbours = tuple(range(1, size)) if seat is None else seat.children
+        self._leaders: Collection[int] = () if seat is None else seat.leaders
+        self._inquest_seconds = INQUEST_SECONDS if seat is None else seat.inquest_seconds
+        self._neighbours_watch = Watch(self._neighbours, rules.operation_timeout)
         self._last_release = float("-inf")
         self._ticked = float("-inf")
         self._timeline: Timeline | None = None
@@ -120,11 +133,52 @@ class Coordinator:
 
     def receive(self, rank: int, message: Message, now: float) -> None:
         """Handle a rank's message."""
-        self._heard[rank] = now
+        self.heard(rank, now)
+        self._receive(rank, message, now)
+
+    def heard(self, neighbour: int, now: float) -> None:
+        """A neighbour has said something. That of a leader says nothing about the ranks for which it speaks."""
+        self._neighbours_watch.heard(neighbour, now)
+        if self._inquest is not None and neighbour not in self._leaders:
+            self._inquest.silent.discard(neighbour)
+
+    def hear(self, message: Message, now: float) -> list[tuple[int, Sequence[int]]]:
+        """Handle what has come up the tree.
+
+        Returns:
+            ranks, as a mask, each with numbers that no longer stand for anything; the ranks must spell out what these
+            stood for.
+        """
+        unknown: list[tuple[int, Sequence[int]]] = []
+        if isinstance(message, Said):
+            self._receive(message.rank, message.message, now)
+        elif self.over:
+            pass
+        elif isinstance(message, Gathered) and self._leaver is None:
+            forgotten = self._negotiator.absorb_whole(masks_of_runs(message.whole), now)
+            if forgotten:
+                unknown.append(((1 << self._size) - 1, forgotten))
+            for part in message.parts:
+                ranks = mask_of_runs(part.ranks)
+                if part.what is None or self._negotiator.absorb_part(ranks, part.what, part.payload, now - part.age):
+                    continue
+                assert isinstance(part.what, int)
+                unknown.append((ranks, [part.what]))
+        elif isinstance(message, Observe):
+            self.outbox.append((EVERYONE, message))
+        elif isinstance(message, Lost):
+            self.lost(message.rank, message.reason, now)
+        elif isinstance(message, Drained):
+            self._drained(bits_of(mask_of_runs(message.ranks)))
+        elif isinstance(message, Silent) and self._inquest is not None:
+            self._inquest.silent.discard(message.rank)
+            self._inquest.silent.update(bits_of(mask_of_runs(message.ranks)))
+            self._inquest.silent.discard(self._inquest.rank)
+        return unknown
+
+    def _receive(self, rank: int, message: Message, now: float) -> None:
         if self.over:
             return
-        if self._inquest is not None:
-            self._inquest.silent.discard(rank)
         if isinstance(message, Submit):
             if self._leaver is not None:
                 return  # it crossed with End, and its rank fails these operations when End arrives
@@ -136,7 +190,7 @@ class Coordinator:
         elif isinstance(message, Leave):
             self._end(rank, message.reason, now)
         elif isinstance(message, Drained):
-            self._drained(rank)
+            self._drained([rank])
         elif isinstance(message, Failed):
             self._open_inquest(rank, message.text, now)
         elif isinstance(message, Stacks) and self._stall is not None:
@@ -184,8 +238,8 @@ class Coordinator:
             times.append(self._inquest.deadline)
         if self._leaver is not None:
             times.append(self._end_deadline)
-        if self._watching_since is not None:
-            times.append(self._next_ping)
+        if self._neighbours_watch.deadline is not None:
+            times.append(self._neighbours_watch.deadline)
         if self._stall is not None:
             times.append(self._stall.deadline)
         elif self._next_stall_check is not None:
@@ -208,8 +262,8 @@ class Coordinator:
         self._stall = self._next_stall_check = None
         self.outbox.append((EVERYONE, End(rank, reason)))
 
-    def _drained(self, rank: int) -> None:
-        self._undrained.discard(rank)
+    def _drained(self, ranks: Iterable[int]) -> None:
+        self._undrained.difference_update(ranks)
         if self._leaver is not None and not self._undrained:
             self._finish()
 
@@ -225,9 +279,10 @@ class Coordinator:
 
     def _open_inquest(self, rank: int, text: str, now: float) -> None:
         if self._inquest is None:
-            silent = set(range(1, self._size)) - {rank}
-            self._inquest = _Inquest(now + INQUEST_SECONDS, rank, text, silent)
-            self.outbox.extend((other, Ping()) for other in sorted(silent))
+            silent = set(self._neighbours) - {rank}
+            self._inquest = _Inquest(now + self._inquest_seconds, rank, text, silent)
+            self.outbox.extend((leader, Inquest()) for leader in sorted(self._leaders))
+            self.outbox.extend((other, Ping()) for other in sorted(silent.difference(self._leaders)))
 
     def _close_inquest(self, inquest: _Inquest) -> None:
         if inquest.silent:
@@ -243,34 +298,21 @@ class Coordinator:
     @property
     def _active(self) -> bool:
         return self._size > 1 and (
-            self.busy or self._negotiator.has_pending or self._negotiator.has_joined or self._leaver is not None
+            self.busy
+            or self.gathering
+            or self._negotiator.has_pending
+            or self._negotiator.has_joined
+            or self._leaver is not None
         )
 
     def _watch(self, now: float) -> None:
-        if self._watching_since is None:
-            if self._active:
-                self._watching_since = now
-                self._next_ping = now + ping_interval(self._rules.operation_timeout)
-            return
-        if now < self._next_ping:
-            return
-        if not self._active:
-            # Only now: disarmed after each operation, the next one would have to wake the control thread to arm it.
-            self._watching_since = None
-            return
-        self._next_ping = now + ping_interval(self._rules.operation_timeout)
-        for rank in range(1, self._size):
-            silence = now - max(self._heard[rank], self._watching_since)
-            if silence >= self._rules.operation_timeout:
-                self.lost(
-                    rank,
-                    f"it has not answered for {silence:.0f} s (stopped, swapping, or cut off from the network); "
-                    "HVDGLOO_OPERATION_TIMEOUT sets this limit",
-                    now,
-                )
-                if self.over:
-                    return
-        self.outbox.extend((rank, Ping()) for rank in range(1, self._size))
+        ping, lost = self._neighbours_watch.tick(now, active=self._active)
+        for rank, reason in lost:
+            self.lost(rank, reason, now)
+            if self.over:
+                return
+        if ping:
+            self.outbox.extend((rank, Ping()) for rank in self._neighbours)
 
     # Stalls.
 
@@ -289,7 +331,7 @@ class Coordinator:
                 self._report_stall(self._stall, now)
             return
         if self._next_stall_check is None:
-            self._next_stall_check = now + rules.stall_warning_time
+            self._next_stall_check = self._negotiator.waiting()[0].since + rules.stall_warning_time
         if now < self._next_stall_check:
             return
         waiting = self._negotiator.waiting()

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from hvdgloo._backends.base import Backend, Plane, Sharing
 from hvdgloo._engine.control import THREAD_PREFIX, Control
+from hvdgloo._engine.conventions import COORDINATOR
 from hvdgloo._engine.executor import Executor
 from hvdgloo._engine.handle import Handle
 from hvdgloo._engine.member import Member
-from hvdgloo._engine.messages import REDUCTIONS, Leave, Request
+from hvdgloo._engine.messages import REDUCTIONS, Leave, Observe, Request
 from hvdgloo._engine.planes import Group
 from hvdgloo._engine.submission import PersistentRequest, Submission
 from hvdgloo._net.descriptors import bury
@@ -31,6 +32,7 @@ from hvdgloo.types import Buffer, Collective, DType, ReduceOp, TensorSpec
 
 if TYPE_CHECKING:
     from hvdgloo._engine.timeline import Timeline
+    from hvdgloo._engine.tree import Seat
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +99,7 @@ class Engine:
             called on the data thread of every member. Without it, no sets can be added.
         open_device: makes the data planes of a process set's CUDA tensors, see ``planes.OpenDevice``, given that number
             and those ranks (0 for the set of all). Without it, there are none.
+        seat: this rank's place in the tree, if the job's control plane is one.
     """
 
     def __init__(
@@ -108,6 +111,7 @@ class Engine:
         settings: EngineSettings,
         open_backend: OpenBackend | None = None,
         open_device: OpenDevice | None = None,
+        seat: Seat | None = None,
     ) -> None:
         self.rank = rank
         self.topology = topology
@@ -144,8 +148,15 @@ class Engine:
                 settings.stall_warning_time,
                 settings.stall_shutdown_time,
             )
-            coordinator = Coordinator(topology.size, {0: everyone}, rules, topology.describe)
+            coordinator = Coordinator(topology.size, {0: everyone}, rules, topology.describe, seat)
+        gatherer = None
+        if seat is not None and seat.below:
+            from hvdgloo._engine.tree import PATIENCE_SECONDS, Gatherer
+
+            patience = min(PATIENCE_SECONDS, settings.stall_warning_time / 2)
+            gatherer = Gatherer(seat, {0: everyone}, patience, settings.operation_timeout)
         self._coordinator = coordinator
+        self._in_tree = seat is not None
         self._timeline: Timeline | None = None
         self._control = Control(
             rank,
@@ -153,6 +164,8 @@ class Engine:
             self._member,
             self._executor,
             coordinator,
+            parent=COORDINATOR if seat is None else seat.parent,
+            gatherer=gatherer,
             operation_timeout=settings.operation_timeout,
             spin_time=settings.spin_time,
             describe=topology.describe,
@@ -288,6 +301,8 @@ class Engine:
         self._member.timeline = self._executor.timeline = timeline
         if self._coordinator is not None:
             self._coordinator.show(timeline)
+            if self._in_tree:
+                self._control.say(Observe(timeline is not None))
 
     def close(self, reason: str = "") -> None:
         """End this rank's part of the job, and thereby every rank's; waits until what was ordered before has completed.

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from hvdgloo._backends import kernels
 from hvdgloo._engine.messages import Request
@@ -34,31 +36,44 @@ def payload(source: Buffer) -> bytes:
     return ctypes.string_at(source.address, source.nbytes)
 
 
-def combine(request: Request, payloads: Sequence[bytes], size: int) -> bytes:
+def combine(request: Request, payloads: Sequence[bytes], size: int, *, prescale: bool = True) -> bytes:
     """The allreduce of payloads, element by element in the order given, factors applied.
 
     Args:
         size: of the process set, by which an average divides; members that have joined send no payload.
+        prescale: whether the prescale factor is still to be applied.
 
     Returns:
         the result's bytes; empty if the payloads are not of the request's size.
     """
+    total = _total(request, payloads, prescale=prescale)
+    if total is None:
+        return b""
+    postscale = request.postscale / size if request.op is ReduceOp.AVERAGE else request.postscale
+    if postscale != 1.0:
+        kernels.scale(Buffer.of_array(total, request.tensors[0].dtype), postscale)
+    return total.tobytes()
+
+
+def reduced(request: Request, payloads: Sequence[bytes], *, prescale: bool = False) -> bytes:
+    """A part of what ``combine`` does, for the payloads of some ranks: a payload that stands for theirs. Empty if they
+    are not of the request's size."""
+    total = _total(request, payloads, prescale=prescale)
+    return b"" if total is None else total.tobytes()
+
+
+def _total(request: Request, payloads: Sequence[bytes], *, prescale: bool) -> npt.NDArray[Any] | None:
     spec = request.tensors[0]
     for data in payloads:
         if len(data) != spec.nbytes:
-            return b""
-    op, postscale = request.op, request.postscale
-    if op is ReduceOp.AVERAGE:
-        op, postscale = ReduceOp.SUM, postscale / size
+            return None
+    op = ReduceOp.SUM if request.op is ReduceOp.AVERAGE else request.op
     arrays = [np.frombuffer(data, spec.dtype.numpy_dtype) for data in payloads]
-    if request.prescale != 1.0:
+    if prescale and request.prescale != 1.0:
         arrays = [array.copy() for array in arrays]
         for array in arrays:
             kernels.scale(Buffer.of_array(array, spec.dtype), request.prescale)
-    result = kernels.reduce(arrays, spec.dtype, op)
-    if postscale != 1.0:
-        kernels.scale(Buffer.of_array(result, spec.dtype), postscale)
-    return result.tobytes()
+    return kernels.reduce(arrays, spec.dtype, op)
 
 
 def deliver(result: bytes, output: Buffer) -> None:

@@ -160,7 +160,9 @@ class Leave(codec.Message, frozen=True, tag=3):
 
 
 class Drained(codec.Message, frozen=True, tag=4):
-    """Everything that was ordered before ``End`` has been executed here."""
+    """Everything that was ordered before ``End`` has been executed here; with ``ranks`` (as runs), on those."""
+
+    ranks: tuple[Count, ...] = ()
 
 
 class Failed(codec.Message, frozen=True, tag=5):
@@ -219,6 +221,78 @@ class Bye(codec.Message, frozen=True, tag=10):
     """Every rank has drained; connections may be closed."""
 
 
+# In a tree (see ``tree``), from the leader of a host to the one above. Ranks travel as runs: start, length, ...
+
+
+class Part(codec.Message, frozen=True):
+    """What some ranks have submitted of one operation.
+
+    Attributes:
+        ranks: they.
+        what: the operation's number, or what they ask for; None if they have only answered a Resend.
+        payload: the reduction of their tensors, prescaled, if all of them have sent theirs along.
+        age: seconds since the first of them submitted it.
+    """
+
+    ranks: tuple[Count, ...]
+    what: Count | Request | None
+    payload: bytes = b""
+    age: float = 0.0
+
+
+class Gathered(codec.Message, frozen=True, tag=13):
+    """What the ranks of a subtree have submitted.
+
+    Attributes:
+        whole: numbers that all of them have submitted which take part in the operation, as runs.
+        parts: everything else, in order.
+    """
+
+    whole: tuple[Count, ...] = ()
+    parts: tuple[Part, ...] = ()
+
+
+class Said(codec.Message, frozen=True, tag=14):
+    """What a rank tells the coordinator by way of its leaders."""
+
+    rank: Count
+    message: Leave | Failed | Stacks
+
+
+class Lost(codec.Message, frozen=True, tag=15):
+    """A rank's connection with its leader has ended, or it no longer answers."""
+
+    rank: Count
+    reason: str
+
+
+class Silent(codec.Message, frozen=True, tag=16):
+    """The answer of the leader ``rank`` to ``Inquest``: who has given no sign of life."""
+
+    rank: Count
+    ranks: tuple[Count, ...] = ()
+
+
+# In a tree, from a leader to those below.
+
+
+class To(codec.Message, frozen=True, tag=17):
+    """A message to only some of the ranks below."""
+
+    ranks: tuple[Count, ...]
+    message: Resend | AskStacks
+
+
+class Inquest(codec.Message, frozen=True, tag=18):
+    """Ask all ranks of your subtree for a sign of life."""
+
+
+class Observe(codec.Message, frozen=True, tag=19):
+    """Whether the coordinator wants to see every rank come, as it does while it writes a timeline."""
+
+    on: bool
+
+
 # Both ways.
 
 
@@ -231,8 +305,31 @@ class Pong(codec.Message, frozen=True, tag=12):
 
 
 Message: TypeAlias = (
-    Submit | Leave | Drained | Failed | Stacks | Execute | Resend | AskStacks | End | Abort | Bye | Ping | Pong
+    Submit
+    | Leave
+    | Drained
+    | Failed
+    | Stacks
+    | Execute
+    | Resend
+    | AskStacks
+    | End
+    | Abort
+    | Bye
+    | Ping
+    | Pong
+    | Gathered
+    | Said
+    | Lost
+    | Silent
+    | To
+    | Inquest
+    | Observe
 )
+
+
+FOR_EVERYONE = (Execute, End, Abort, Bye, Observe)
+"""In a tree, leaders pass these on to all below them, as they came."""
 
 
 # Signatures as sent: start and length of each run.
@@ -268,7 +365,14 @@ _CODEC: codec.Codec[Any] = codec.Codec(
     | Abort
     | Bye
     | Ping
-    | Pong,
+    | Pong
+    | Gathered
+    | Said
+    | Lost
+    | Silent
+    | To
+    | Inquest
+    | Observe,
     "control message",
 )
 

@@ -20,13 +20,11 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from hvdgloo._engine import inline
+from hvdgloo._engine.conventions import COORDINATOR
 from hvdgloo._engine.messages import REDUCTIONS, SET_CHANGES, Execute, Request, Response, Submit
 from hvdgloo._engine.partial import PartialSubmission, Requests
-from hvdgloo._engine.readiness import Block, Ledger, mask_of, numbers_of
+from hvdgloo._engine.readiness import Block, Ledger, Masks, bits_of, mask_of, numbers_of
 from hvdgloo.types import Collective, ReduceOp
-
-COORDINATOR = 0
-"""The rank whose negotiator orders the operations of all ranks."""
 
 _EXCUSABLE = frozenset({Collective.ALLREDUCE, Collective.BARRIER})
 """Collectives that go on without the data of ranks that have joined."""
@@ -106,6 +104,76 @@ class Negotiator:
         if self._late_joins and not self._asked_back[rank] and rank in self._late_joins:
             self._join(rank, self._late_joins.pop(rank))
         return unknown
+
+    def absorb_whole(self, masks: Masks, now: float) -> list[int]:
+        """File numbers that every member of their sets has submitted.
+
+        Returns:
+            those that no longer stand for anything.
+        """
+        unknown: list[int] = []
+        counts = not self._joined and self.observer is None
+        for at, mask in masks:
+            block = self._ledger.blocks.get(at)
+            known = 0 if block is None else mask & block.used
+            unknown += numbers_of(at, mask & ~known)
+            counted = known & block.open if counts and block is not None else 0
+            self._order_numbers(numbers_of(at, counted))
+            for number in numbers_of(at, known & ~counted):
+                members = self._members[self._signatures[number].response.request.process_set]
+                self.absorb_part(mask_of(members), number, b"", now)
+        return unknown
+
+    def absorb_part(self, ranks: int, what: int | Request, payload: bytes, since: float) -> bool:
+        """File one operation for several ranks, given as a mask.
+
+        Args:
+            what: the operation's number, or what the ranks ask for.
+            payload: the reduction of their tensors, prescaled, or nothing.
+            since: when the first of them submitted it.
+
+        Returns:
+            False if the number no longer stands for anything; nothing was filed then.
+        """
+        if isinstance(what, int):
+            signature = self._signatures.get(what)
+            if signature is None or ranks & ~signature.requests.ranks:
+                return False
+            groups = signature.requests.groups(ranks)
+        else:
+            groups = [(what, ranks)]
+        for request, same in groups:
+            self._file_group(same, request, payload, since, by_number=isinstance(what, int))
+        return True
+
+    def _file_group(self, ranks: int, request: Request, payload: bytes, since: float, *, by_number: bool) -> None:
+        if request.collective is Collective.JOIN:
+            for rank in bits_of(ranks):
+                self._join(rank, request)
+            return
+        pending = self._pending.get(request.key)
+        if pending is None:
+            if request.process_set not in self._members:
+                return
+            pending = self._open(request, since)
+        if self.observer is not None:
+            for rank in bits_of(ranks):
+                self.observer.arrived(rank, request)
+        pending.since = min(pending.since, since)
+        new = pending.requests.add_all(ranks, request)
+        if pending.excuses:
+            new &= ~mask_of(self._joined)
+        pending.missing -= new.bit_count()
+        pending.by_number += ranks.bit_count() if by_number else 0
+        if payload:
+            if pending.payloads is None:
+                pending.payloads = {}
+            pending.payloads[(ranks & -ranks).bit_length() - 1] = payload
+            pending.combined += ranks.bit_count()
+        if not pending.missing:
+            self._order(request.key, pending)
+        elif pending.contested:
+            self._compare_kinds(request)
 
     def _count(self, rank: int, submission: Submit, now: float) -> bool:
         """File a submission's numbers without looking at each.
@@ -335,14 +403,18 @@ class Negotiator:
         if self.observer is not None:
             self.observer.settled(pending.requests.shared, executed_here=not failed and COORDINATOR in members)
         if pending.payloads is not None and not failed:
-            self._combine(pending.requests, pending.payloads, len(members))
+            self._combine(pending.requests, pending.payloads, len(members), pending.combined)
         self._ready.append(item)
 
-    def _combine(self, requests: Requests, payloads: Mapping[int, bytes], members: int) -> None:
-        """Reduce the tensors that have travelled along with the next operation in the order, if all have."""
-        if len(payloads) == len(requests):
+    def _combine(self, requests: Requests, payloads: Mapping[int, bytes], members: int, combined: int = 0) -> None:
+        """Reduce the tensors that have travelled along with the next operation in the order, if all have.
+
+        Args:
+            combined: of how many ranks they are, if leaders have prescaled and combined them.
+        """
+        if (combined or len(payloads)) == len(requests):
             in_order = [payloads[rank] for rank in sorted(payloads)]
-            result = inline.combine(requests[min(payloads)], in_order, members)
+            result = inline.combine(requests[min(payloads)], in_order, members, prescale=not combined)
             if result:
                 self._results.append((len(self._ready), result))
 

@@ -38,6 +38,25 @@ class Requests(Mapping[int, Request]):
         self.ranks |= bit
         return is_new
 
+    def add_all(self, ranks: int, request: Request) -> int:
+        """``add`` for several ranks, given as a mask; those that had asked for nothing."""
+        if request is not self.shared and request != self.shared:
+            self.others.update(dict.fromkeys(bits_of(ranks), request))
+        elif self.others:
+            self.others = {rank: other for rank, other in self.others.items() if not ranks >> rank & 1}
+        new = ranks & ~self.ranks
+        self.ranks |= ranks
+        return new
+
+    def groups(self, ranks: int) -> list[tuple[Request, int]]:
+        """The requests of some of the ranks, given as a mask, each with the mask of those that made it."""
+        found: dict[Request, int] = {}
+        for rank, request in self.others.items():
+            if ranks >> rank & 1:
+                found[request] = found.get(request, 0) | 1 << rank
+                ranks ^= 1 << rank
+        return [(self.shared, ranks), *found.items()] if ranks else [*found.items()]
+
     def __getitem__(self, rank: int) -> Request:
         if not self.ranks >> rank & 1:
             raise KeyError(rank)
@@ -63,12 +82,13 @@ class PartialSubmission:
     Attributes:
         requests: who has submitted it, and what.
         by_number: how many of them submitted it by its number.
-        payloads: the tensors that travelled along, by rank.
+        payloads: the tensors that travelled along, by rank; or by the first of the ranks for which each stands.
+        combined: for how many ranks they stand, prescaled; 0 if each is one rank's own.
         missing: how many ranks it still waits for.
         contested: there are operations of another kind under its name.
     """
 
-    __slots__ = ("by_number", "contested", "missing", "payloads", "requests", "since")
+    __slots__ = ("by_number", "combined", "contested", "missing", "payloads", "requests", "since")
 
     def __init__(self, request: Request, since: float, missing: int) -> None:
         self.since = since
@@ -76,6 +96,7 @@ class PartialSubmission:
         self.missing = missing
         self.by_number = 0
         self.payloads: dict[int, bytes] | None = None
+        self.combined = 0
         self.contested = False
 
     @property

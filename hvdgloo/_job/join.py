@@ -11,21 +11,20 @@ import hashlib
 import ipaddress
 import logging
 import os
-import secrets
 import socket
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 from hvdgloo._backends.local import LocalGroup
 from hvdgloo._backends.select import Planes, idle_provider, plane_settings
 from hvdgloo._engine.engine import Engine
 from hvdgloo._job.context import Context
-from hvdgloo._job.settings import engine_settings, plan_settings
-from hvdgloo._net.handshake import Handshake, Link, listen
+from hvdgloo._job.links import Meeting, seat_of
+from hvdgloo._job.settings import engine_settings
+from hvdgloo._net.handshake import listen
 from hvdgloo._net.tls import Tls
 from hvdgloo._platform.nics import tell_nccl
-from hvdgloo.config import Config, format_endpoint, parse_endpoint
+from hvdgloo.config import Config
 from hvdgloo.errors import ConfigError, InvalidArgumentError, RendezvousError
 from hvdgloo.rendezvous import MemoryStore, Registration, RendezvousClient, WorkerInfo, host_identity
 from hvdgloo.topology import Topology
@@ -132,16 +131,18 @@ def _connect(
         generation = _generations[which]
         _generations[which] += 1
         first = topology.workers[0]
-        if first.port and not world and generation == 0:
-            endpoint = first.address, first.port
-        else:
-            if rank == 0 and listener is None:
-                listener = listen(address, config.port_range)
-            endpoint = _meet(
-                client, f"{config.epoch}.{generation}{world}", config, address, listener if rank == 0 else None
-            )
-        handshake = Handshake(secret, config.epoch, generation, tls=tls)
-        links, decided = _control_links(handshake, rank, topology, listener, endpoint, config, sets)
+        is_known = first.port and not world and generation == 0
+        if rank == 0 and listener is None:
+            listener = listen(address, config.port_range)
+        key = f"{config.epoch}.{generation}{world}"
+        place = seat_of(rank, topology, config)
+        meeting = Meeting(config, secret, tls, client, key, generation, topology, rank, address)
+        links, decided = meeting.connect(
+            place,
+            listener if rank == 0 else None,
+            (first.address, first.port) if is_known else None,
+            sets,
+        )
     finally:
         if listener is not None:
             listener.close()
@@ -164,6 +165,7 @@ def _connect(
         engine_settings(config, decided, topology.local_size(rank)),
         planes.open,
         planes.open_device,
+        place,
     )
     engine.start()
     if decided["process_sets"] != sets:
@@ -239,44 +241,3 @@ def _reach(client: RendezvousClient, config: Config) -> str:
             raise
         logger.warning("%s. Trying for another %g s (HVDGLOO_START_TIMEOUT)", error, left)
         return client.local_address(timeout=left)
-
-
-def _meet(
-    client: RendezvousClient, key: str, config: Config, address: str, listener: socket.socket | None
-) -> tuple[str, int]:
-    """Where rank 0 listens this time: an epoch's ranks and hosts are fixed, but the port is not.
-
-    Args:
-        listener: on rank 0, else None.
-    """
-    store = client.store("control", timeout=config.start_timeout)
-    if listener is None:
-        return parse_endpoint(store.get(key, timeout=config.start_timeout).decode())
-    endpoint = address, listener.getsockname()[1]
-    store.set(key, format_endpoint(*endpoint).encode())
-    return endpoint
-
-
-def _control_links(
-    handshake: Handshake,
-    rank: int,
-    topology: Topology,
-    listener: socket.socket | None,
-    endpoint: tuple[str, int],
-    config: Config,
-    process_sets: list[list[int]],
-) -> tuple[dict[int, Link], dict[str, Any]]:
-    """Connect the control plane.
-
-    Returns:
-        the connections, and what rank 0 decides for all: the settings that ``engine_settings`` adopts, ``process_sets``
-        to be added at once, those of ``Planes``, the ``world``'s name, and ``clock_offset`` from this host's clock to
-        rank 0's.
-    """
-    shared = {**plan_settings(config), "process_sets": process_sets, "world": secrets.token_hex(16)}
-    if rank == 0:
-        assert listener is not None
-        links = handshake.accept_all(listener, topology.size, shared, config.connect_timeout, topology.describe)
-        return links, {**shared, "clock_offset": 0.0}
-    link, decided = handshake.connect(*endpoint, rank, config.connect_timeout, topology.describe)
-    return {0: link}, decided

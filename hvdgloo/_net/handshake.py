@@ -1,4 +1,6 @@
-"""How the control connections are made: every rank to rank 0, each side proving that it knows the job's secret.
+"""How the control connections are made: every rank to rank 0, or in a tree (``hvdgloo._engine.tree``) to its leader.
+
+Each side proves that it knows the job's secret.
 
 The challenge is mutual (both sides sign both nonces, so neither a stray server nor a stray client passes), and the
 secret is never sent. What is said afterwards is authenticated message by message, with keys that follow from the secret
@@ -10,8 +12,9 @@ certificate, too::
     member       -> coordinator   HMAC(key, "member", ...)
     coordinator  -> member        its clock, and settings that shape plans: the first message
 
-Rank 0 serves all visitors on one thread, as they speak. A visitor that says nothing costs the others nothing: it has a
-few seconds, and when there are too many, or no descriptors are left, the one that has been silent longest is sent away.
+Below, "the coordinator" is whoever is connected to. It serves all visitors on one thread, as they speak. A visitor that
+says nothing costs the others nothing: it has a few seconds, and when there are too many, or no descriptors are left,
+the one that has been silent longest is sent away.
 """
 
 from __future__ import annotations
@@ -25,11 +28,11 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from hvdgloo._net import codec, framing, ports
+from hvdgloo._net import abstract, codec, framing, ports
 from hvdgloo._net.descriptors import OUT_OF_DESCRIPTORS, reserve_descriptors
 from hvdgloo._net.frame_mac import FrameMac
 from hvdgloo._net.tls import Tls, shake_hands
@@ -45,7 +48,8 @@ _MAGIC = b"hvdgloo1"
 _NONCE_BYTES = 16
 _MAC_BYTES = 32
 _PAUSE = 0.02
-"""Seconds until the next attempt to accept where not even one more descriptor can be had."""
+"""Seconds until the next attempt to accept where not even one more descriptor can be had, or to connect where nobody
+listens yet."""
 _TURN = 0.25
 """Seconds between checks, during a wait, whether it was cancelled."""
 _MAX_ANSWER = 1 << 20
@@ -71,7 +75,7 @@ class Link:
 
 
 class _Answer(codec.Message, frozen=True):
-    """What rank 0 tells whoever has proved to belong to the job.
+    """What the coordinator tells whoever has proved to belong to the job.
 
     Attributes:
         clock: its own, in seconds since 1970.
@@ -114,6 +118,7 @@ class Handshake:
             ones in the listener's queue.
         grace: seconds that every visitor has, however many are waiting.
         tls: encrypts the connections, if given; the same on both sides.
+        parent: the rank that is connected to.
     """
 
     def __init__(
@@ -126,9 +131,11 @@ class Handshake:
         most_visitors: int = 256,
         grace: float = 1.0,
         tls: Tls | None = None,
+        parent: int = 0,
     ) -> None:
         self.purpose = purpose
-        self._key = hmac.digest(secret, f"hvdgloo {purpose}".encode(), hashlib.sha256)
+        self.parent = parent
+        self._key = hmac.digest(secret, f"hvdgloo {purpose} with rank {parent}".encode(), hashlib.sha256)
         self._epoch = epoch
         self._generation = generation
         self.proof_timeout = proof_timeout
@@ -139,15 +146,18 @@ class Handshake:
     def accept_all(
         self,
         listener: socket.socket,
-        size: int,
+        ranks: Collection[int],
         settings: Mapping[str, Any],
         timeout: float,
         describe: Callable[[int], str],
         cancelled: Callable[[], bool] | None = None,
     ) -> dict[int, Link]:
-        """Rank 0's side: wait for ranks 1 to size - 1.
+        """The coordinator's side: wait for those who connect to it.
 
         Args:
+            ranks: they, in the order in which an error names those that did not come.
+            settings: what is decided for all, for them to know. With ``clock_offset``, what is to be added to this
+                host's clock to get rank 0's.
             cancelled: polled; returns whether to give up.
 
         Returns:
@@ -160,10 +170,10 @@ class Handshake:
             MissingDependencyError: certificates cannot be made.
         """
         deadline = time.monotonic() + timeout
-        reserve_descriptors(size - 1, describe(0), f"{self.purpose}s of other ranks")
+        reserve_descriptors(len(ranks), describe(self.parent), f"{self.purpose}s of other ranks")
         if self.tls is not None:
             self.tls.fingerprint  # noqa: B018 - if there is no certificate, that is no visitor's fault
-        with _Reception(listener, self, size, settings, deadline) as reception:
+        with _Reception(listener, self, ranks, settings, deadline) as reception:
             while reception.missing:
                 left = deadline - time.monotonic()
                 if left <= 0:
@@ -172,7 +182,7 @@ class Handshake:
                         "address (firewall, wrong network interface)"
                     )
                     raise ConnectError(
-                        f"{describe(0).partition(' (')[0]} waited {timeout:g} s on {_name(listener)} for "
+                        f"{describe(self.parent).partition(' (')[0]} waited {timeout:g} s on {_name(listener)} for "
                         f"{self.purpose}s from {', '.join(map(describe, reception.missing))}. "
                         f"{OUT_OF_DESCRIPTORS if reception.exhausted else why}",
                         address=_name(listener),
@@ -185,7 +195,7 @@ class Handshake:
     def connect(
         self, address: str, port: int, rank: int, timeout: float, describe: Callable[[int], str]
     ) -> tuple[Link, dict[str, Any]]:
-        """Another rank's side: connect to rank 0.
+        """Another rank's side: connect to the coordinator.
 
         Returns:
             the connection, and the settings that rank 0 decided, with ``clock_offset`` added: how many seconds
@@ -206,12 +216,51 @@ class Handshake:
             if sock is not None:
                 sock.close()
             raise ConnectError(
-                f"{describe(rank)} could not connect to {describe(0)} at {address} port {port}: "
+                f"{describe(rank)} could not connect to {describe(self.parent)} at {address} port {port}: "
                 f"{error or type(error).__name__}. Check that the address is reachable from this host; "
-                "HVDGLOO_ADDRESS chooses another one on rank 0's host",
-                rank=0,
+                f"HVDGLOO_ADDRESS chooses another one on rank {self.parent}'s host",
+                rank=self.parent,
                 address=address,
             ) from error
+
+    def connect_here(
+        self, name: str, rank: int, timeout: float, describe: Callable[[int], str]
+    ) -> tuple[Link, dict[str, Any]]:
+        """As ``connect``, to a coordinator on this host.
+
+        Args:
+            name: of the ``abstract`` socket at which it listens, or soon will.
+        """
+        deadline = time.monotonic() + timeout
+        sock: socket.socket | None = None
+        try:
+            while sock is None:
+                try:
+                    sock = abstract.connect(name, deadline, lambda: False)
+                except ConnectionRefusedError:  # nobody listens there yet
+                    if time.monotonic() >= deadline:
+                        raise
+                    time.sleep(_PAUSE)
+            if not abstract.lets_in(sock):
+                raise AuthenticationError("it belongs to another user")
+            return self.introduce(sock, rank, deadline)
+        except (OSError, EOFError, ValueError, AuthenticationError) as error:
+            if sock is not None:
+                sock.close()
+            raise ConnectError(
+                f"{describe(rank)} could not connect to {describe(self.parent)} on the same host: "
+                f"{error or type(error).__name__}",
+                rank=self.parent,
+            ) from error
+
+    def name_here(self, world: str) -> str:
+        """The name of the ``abstract`` socket at which the coordinator listens for ranks on its own host. Nobody
+        without the secret can know it beforehand.
+
+        Args:
+            world: tells those apart that are formed at the same time.
+        """
+        return f"hvdgloo-{self._mac(b'name', self.parent, world.encode(), b'', b'').hex()[:32]}"
 
     def introduce(
         self, sock: socket.socket, rank: int, deadline: float, channel: bytes = b""
@@ -240,11 +289,13 @@ class Handshake:
         told = receive_exactly(sock, length, deadline)
         down.check(told, receive_exactly(sock, framing.TAG, deadline), "the answer of rank 0")
         answer = _ANSWER.decode(told)
-        settings = {**answer.settings, "clock_offset": answer.clock - (asked + time.time()) / 2}
+        # That of rank 0, or of a leader whose own clock may differ from rank 0's.
+        offset = answer.settings.get("clock_offset", 0.0) + answer.clock - (asked + time.time()) / 2
+        settings = {**answer.settings, "clock_offset": offset}
         return Link(sock, sending=up, receiving=down), settings
 
-    def admit(self, sock: socket.socket, size: int) -> Generator[int, None, tuple[int, Link]]:
-        """Rank 0's part on a non-blocking socket, up to the visitor's proof; returns the visitor's rank.
+    def admit(self, sock: socket.socket, ranks: Collection[int]) -> Generator[int, None, tuple[int, Link]]:
+        """The coordinator's part on a non-blocking socket, up to the visitor's proof; returns the visitor's rank.
 
         Raises:
             AuthenticationError, OSError, EOFError: the handshake failed.
@@ -257,7 +308,7 @@ class Handshake:
                 yield selectors.EVENT_READ
         hello = yield from _received(sock, _HELLO.size)
         magic, epoch, generation, rank, nonce = _HELLO.unpack(hello)
-        if (magic, epoch, generation) != (_MAGIC, self._epoch, self._generation) or not 0 < rank < size:
+        if (magic, epoch, generation) != (_MAGIC, self._epoch, self._generation) or rank not in ranks:
             raise AuthenticationError("it is not part of this job")
         mine = os.urandom(_NONCE_BYTES)
         yield from _sent(sock, mine + self._mac(b"coordinator", rank, nonce, mine, channel))
@@ -268,7 +319,7 @@ class Handshake:
         return rank, Link(sock, sending=down, receiving=up)
 
     def _frame_macs(self, rank: int, nonce: bytes, theirs: bytes, channel: bytes) -> tuple[FrameMac, FrameMac]:
-        """What authenticates the messages from rank 0, and those to it."""
+        """What authenticates the messages from the coordinator, and those to it."""
         return (
             FrameMac(self._mac(b"from 0", rank, nonce, theirs, channel)),
             FrameMac(self._mac(b"to 0", rank, nonce, theirs, channel)),
@@ -357,7 +408,7 @@ class _Visitor:
 
 
 class _Reception:
-    """Rank 0's thread while members come.
+    """The coordinator's thread while members come.
 
     Attributes:
         members: connections of those who have proved to be members, by rank. Closed on leaving, if that is by an
@@ -366,13 +417,18 @@ class _Reception:
     """
 
     def __init__(
-        self, listener: socket.socket, handshake: Handshake, size: int, settings: Mapping[str, Any], deadline: float
+        self,
+        listener: socket.socket,
+        handshake: Handshake,
+        ranks: Collection[int],
+        settings: Mapping[str, Any],
+        deadline: float,
     ) -> None:
         self.members: dict[int, Link] = {}
         self.exhausted = False
         self._listener = listener
         self._handshake = handshake
-        self._size = size
+        self._ranks = ranks
         self._settings = settings
         self._deadline = deadline
         self._visitors: dict[socket.socket, _Visitor] = {}  # the first to come first
@@ -383,11 +439,7 @@ class _Reception:
     @property
     def missing(self) -> list[int]:
         """The ranks that have not come, or have not yet been told that they are in."""
-        return [
-            rank
-            for rank in range(1, self._size)
-            if rank not in self.members or self.members[rank].sock in self._visitors
-        ]
+        return [rank for rank in self._ranks if rank not in self.members or self.members[rank].sock in self._visitors]
 
     def serve(self, patience: float) -> None:
         """Let visitors in and hear them, waiting up to ``patience`` seconds for one to come or speak."""
@@ -452,7 +504,7 @@ class _Reception:
         self._hear(visitor)
 
     def _converse(self, sock: socket.socket) -> _Wanted:
-        rank, link = yield from self._handshake.admit(sock, self._size)
+        rank, link = yield from self._handshake.admit(sock, self._ranks)
         if self.members.setdefault(rank, link) is not link:
             raise AuthenticationError(f"rank {rank} is already connected")
         answer = _ANSWER.frame(_Answer(time.time(), self._settings))

@@ -34,6 +34,7 @@ BACKENDS = (
     "shm-segment",
     "shm-pipes",
     "hierarchical",
+    "tree",
 )  # tiny tensors take another way
 SIZE = 3
 ARITHMETIC = [dtype for dtype in DType if dtype is not DType.BOOL]

@@ -28,7 +28,7 @@ from tests.support.world import World
 
 MakeWorld = Callable[..., World]
 USED_AGAIN = True  # worlds, by the tests that follow
-BACKENDS = ("local", "gloo", "inline", "shm", "shm-segment", "hierarchical")  # tiny tensors take another way
+BACKENDS = ("local", "gloo", "inline", "shm", "shm-segment", "hierarchical", "tree")  # tiny tensors take another way
 SIZE = 3
 REDUCTIONS: dict[ReduceOp, Callable[[np.ndarray], np.ndarray]] = {
     ReduceOp.AVERAGE: lambda stack: stack.mean(axis=0),

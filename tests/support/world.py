@@ -20,6 +20,7 @@ from hvdgloo._backends.local import LocalGroup
 from hvdgloo._backends.select import Planes, gloo_backend, gloo_provider, plane_settings
 from hvdgloo._backends.shm.backend import ShmBackend
 from hvdgloo._engine.engine import Engine
+from hvdgloo._engine.tree import seat
 from hvdgloo._job.context import Context
 from hvdgloo._job.settings import engine_settings
 from hvdgloo._net.handshake import Handshake, Link, listen
@@ -34,6 +35,10 @@ SECRET = bytes(range(32))
 DEADLINE = 20.0
 
 
+IN_PROCESS = ("local", "inline", "tree")
+"""Worlds whose data moves between threads, with nothing of the system's."""
+
+
 class RankError(AssertionError):
     """A rank's function failed; the cause is what it raised."""
 
@@ -45,10 +50,12 @@ class World:
         backend: "local", "gloo" (torch's, or pygloo's where there is no torch), or "inline": local, and tiny tensors
             travel with the agreement as they do by default; "shm" reading whatever there is from the peers' memory,
             "shm-segment" nothing, "shm-pipes" as on processors that reorder stores; "hierarchical" what a job gets that
-            has two ranks on each host, whatever the tensor's size.
+            has two ranks on each host, whatever the tensor's size; "tree" as "inline", but ranks speak to rank 0 by way
+            of leaders, as if they were on several hosts.
         wrap: applied to each rank's backend, to inject faults.
         open_device: from a rank and what ``Engine`` asks for, the planes of tensors that claim to be a GPU's.
         spin_time: see ``EngineSettings``.
+        slots: for "tree", the number of ranks on each host.
         settings: fields of Config.
     """
 
@@ -60,13 +67,16 @@ class World:
         wrap: Callable[[int, Backend], Backend] | None = None,
         open_device: Callable[..., Sequence[Plane]] | None = None,
         spin_time: float = 0.0,
+        slots: Sequence[int] | None = None,
         **settings: Any,
     ) -> None:
         self.size = size
         self.backend = backend
         defaults = {"operation_timeout": 10.0, "connect_timeout": 10.0}
-        if backend != "inline":
+        if backend not in ("inline", "tree"):
             defaults["inline_threshold"] = 0  # tests are full of tiny tensors, which would never see the data plane
+        if backend == "tree":
+            defaults["control_fanin"] = 1
         config = Config(secret=SECRET, **{**defaults, **settings})
         topology = Topology.local(size, pid=os.getpid())
         self._spoilt = False
@@ -74,7 +84,9 @@ class World:
         self._groups: dict[int, LocalGroup] = {}
         self._store = MemoryStore()
         self._planes = [] if backend != "hierarchical" else [self._on_hosts(rank, config) for rank in range(size)]
-        links, backends = (self._local if backend in ("local", "inline") else self._met)(topology, config)
+        hosts = tuple(slots or _hosts_of(size)) if backend == "tree" else None
+        self.seats = None if hosts is None else [seat(rank, hosts, config.control_fanin) for rank in range(size)]
+        links, backends = (self._local if backend in IN_PROCESS else self._met)(topology, config)
         if self._planes:
             assert {each.name for each in backends} == {"hierarchical" if size > 2 else "shm" if size > 1 else "local"}
         if wrap is not None:
@@ -89,6 +101,7 @@ class World:
                 replace(engine_settings(config), spin_time=spin_time),
                 partial(self._open_set, rank, config),
                 None if open_device is None else partial(open_device, rank),
+                None if self.seats is None else self.seats[rank],
             )
             engine.start()
             self._contexts.append(Context(config, topology, rank, engine))
@@ -160,7 +173,7 @@ class World:
     ) -> Backend:
         if self._planes:
             return self._planes[rank].open(number, ranks, cancelled)
-        if self.backend not in ("local", "inline") and (self.backend == "gloo" or len(ranks) > 1):
+        if self.backend not in IN_PROCESS and (self.backend == "gloo" or len(ranks) > 1):
             return self._connect_backend(f"set{number}/", ranks.index(rank), len(ranks), config, cancelled)
         with self._lock:
             group = self._groups.setdefault(number, LocalGroup(len(ranks), config.operation_timeout))
@@ -169,7 +182,8 @@ class World:
     def _local(self, topology: Topology, config: Config) -> tuple[list[dict[int, Link]], Sequence[Backend]]:
         links: list[dict[int, Link]] = [{} for _ in range(topology.size)]
         for rank in range(1, topology.size):
-            links[0][rank], links[rank][0] = link_pair()
+            parent = 0 if self.seats is None else self.seats[rank].parent
+            links[parent][rank], links[rank][parent] = link_pair()
         group = LocalGroup(topology.size, config.operation_timeout)
         return links, [group.backend(rank) for rank in range(topology.size)]
 
@@ -207,12 +221,12 @@ class World:
 
     def _met(self, topology: Topology, config: Config) -> tuple[list[dict[int, Link]], Sequence[Backend]]:
         listener = listen("127.0.0.1", None)
-        port = listener.getsockname()[1]
+        port, size = listener.getsockname()[1], topology.size
 
         def connect(rank: int) -> tuple[dict[int, Link], Backend]:
             handshake = Handshake(SECRET, 0, 0)
             if rank == 0:
-                links = handshake.accept_all(listener, topology.size, {}, config.connect_timeout, topology.describe)
+                links = handshake.accept_all(listener, range(1, size), {}, config.connect_timeout, topology.describe)
             else:
                 link, _ = handshake.connect("127.0.0.1", port, rank, config.connect_timeout, topology.describe)
                 links = {0: link}
@@ -223,3 +237,11 @@ class World:
         with listener, ThreadPoolExecutor(topology.size) as pool:
             pairs = list(pool.map(connect, range(topology.size)))
         return [links for links, _ in pairs], [backend for _, backend in pairs]
+
+
+def _hosts_of(size: int) -> list[int]:
+    """Ranks on hosts of one and of two in turn."""
+    slots: list[int] = []
+    while (left := size - sum(slots)) > 0:
+        slots.append(min(left, 1 + len(slots) % 2))
+    return slots

@@ -164,6 +164,9 @@ class Job:
             self.up[rank].append(encode(self.members[rank].resend(message.signatures)))
             return
         assert isinstance(message, Execute)
+        self.execute(rank, message)
+
+    def execute(self, rank: int, message: Execute) -> None:
         for response, operation in self.members[rank].accept(message):
             request = response.request
             # Numbers of sets come again, so the ranks stand for the set.

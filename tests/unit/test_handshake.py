@@ -36,7 +36,7 @@ class Meeting:
         self.links: list[Link] = []
         self._pool = ThreadPoolExecutor(8)
         self.accepted: Future[Accepted] = self._pool.submit(
-            handshake.accept_all, self.listener, size, settings, timeout, describe
+            handshake.accept_all, self.listener, range(1, size), settings, timeout, describe
         )
 
     def join(self, rank: int, handshake: Handshake, timeout: float = 10.0) -> Future[dict[str, Any]]:
@@ -370,7 +370,7 @@ def test_no_descriptors_are_left() -> None:
     with listen("127.0.0.1", None) as listener, socket.socket() as somebody_elses, ThreadPoolExecutor(3) as pool:
         exhausted = _Exhausted(listener, accepted, 3)
         accepted.append(somebody_elses)
-        waiting = pool.submit(hurried.accept_all, exhausted, 3, {}, 10.0, describe)  # type: ignore[arg-type]
+        waiting = pool.submit(hurried.accept_all, exhausted, range(1, 3), {}, 10.0, describe)  # type: ignore[arg-type]
         port = listener.getsockname()[1]
         strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(10)]
         first = pool.submit(RIGHT.connect, "127.0.0.1", port, 1, 10.0, describe).result(10)[0]
@@ -391,7 +391,7 @@ def test_who_could_not_be_accepted_is_not_called_dead() -> None:
             socket.create_connection(("127.0.0.1", listener.getsockname()[1])),
             pytest.raises(ConnectError, match=r"from rank 1.*\. No more files could be opened"),
         ):
-            RIGHT.accept_all(exhausted, 2, {}, 0.2, describe)  # type: ignore[arg-type]
+            RIGHT.accept_all(exhausted, [1], {}, 0.2, describe)  # type: ignore[arg-type]
 
 
 def test_descriptors_come_back_while_nobody_is_there_to_be_sent_away() -> None:
@@ -399,7 +399,7 @@ def test_descriptors_come_back_while_nobody_is_there_to_be_sent_away() -> None:
     with listen("127.0.0.1", None) as listener, socket.socket() as somebody_elses, ThreadPoolExecutor(2) as pool:
         accepted.append(somebody_elses)
         exhausted = _Exhausted(listener, accepted, 1)
-        waiting = pool.submit(RIGHT.accept_all, exhausted, 2, {}, 10.0, describe)  # type: ignore[arg-type]
+        waiting = pool.submit(RIGHT.accept_all, exhausted, [1], {}, 10.0, describe)  # type: ignore[arg-type]
         joining = pool.submit(RIGHT.connect, "127.0.0.1", listener.getsockname()[1], 1, 10.0, describe)
         deadline = time.monotonic() + 10
         while not exhausted.refused:

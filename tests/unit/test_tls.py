@@ -121,7 +121,7 @@ class TestControlPlane:
         """Rank 0's connections and rank 1's; raises what rank 1 gets if it is refused."""
         with ThreadPoolExecutor(1) as pool:
             handshake = Handshake(SECRET, 0, 0, tls=ours)
-            accepting = pool.submit(handshake.accept_all, listener, 2, {"secret setting": 1}, 1.5, describe)
+            accepting = pool.submit(handshake.accept_all, listener, [1], {"secret setting": 1}, 1.5, describe)
             link, settings = Handshake(SECRET, 0, 0, tls=theirs).connect("127.0.0.1", port, 1, 5.0, describe)
             assert settings["secret setting"] == 1
             return accepting.result(10), link

@@ -171,7 +171,7 @@ class SegmentExchange:
             try:
                 links = self._handshake.accept_all(
                     listener,
-                    self._size,
+                    range(1, self._size),
                     self._settings,
                     self._timeout,
                     self._describe,

@@ -1,0 +1,73 @@
+"""Sets of ranks and of numbers, as they travel: the start and the length of each run of consecutive ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from hvdgloo._engine.readiness import BLOCK_BITS, Masks
+
+_MAX_MEMBERS = 1 << 20
+"""How many ranks or numbers a set may have. A run is a few bytes that stand for any number of them."""
+
+_BLOCK = 1 << BLOCK_BITS
+
+
+def runs_of_mask(mask: int, first: int = 0) -> tuple[int, ...]:
+    """The runs of a mask's bits, the lowest of which stands for ``first``."""
+    runs: list[int] = []
+    while mask:
+        low = mask & -mask
+        start = low.bit_length() - 1
+        ones = mask >> start
+        length = (~ones & (ones + 1)).bit_length() - 1  # the position of the lowest zero
+        runs += (first + start, length)
+        mask = ones >> length << start + length
+    return tuple(runs)
+
+
+def mask_of_runs(runs: Sequence[int]) -> int:
+    """The inverse of ``runs_of_mask``.
+
+    Raises:
+        ValueError: a run has no length, or there are too many members.
+    """
+    mask = 0
+    for start, length in _pairs(runs):
+        if start + length > _MAX_MEMBERS:
+            raise ValueError("not a control message: there are not so many ranks")
+        mask |= ((1 << length) - 1) << start
+    return mask
+
+
+def runs_of_masks(masks: Iterable[tuple[int, int]]) -> tuple[int, ...]:
+    """The runs of numbers that are given as blocks and masks."""
+    runs: tuple[int, ...] = ()
+    for block, mask in masks:
+        runs += runs_of_mask(mask, block * _BLOCK)
+    return runs
+
+
+def masks_of_runs(runs: Sequence[int]) -> Masks:
+    """The inverse of ``runs_of_masks``.
+
+    Raises:
+        ValueError: as ``mask_of_runs``.
+    """
+    masks: dict[int, int] = {}
+    total = 0
+    for start, length in _pairs(runs):
+        total += length
+        if total > _MAX_MEMBERS:
+            raise ValueError("not a control message: runs of too many numbers")
+        while length:
+            block, bit = divmod(start, _BLOCK)
+            here = min(length, _BLOCK - bit)
+            masks[block] = masks.get(block, 0) | ((1 << here) - 1) << bit
+            start, length = start + here, length - here
+    return tuple(masks.items())
+
+
+def _pairs(runs: Sequence[int]) -> Iterable[tuple[int, int]]:
+    if len(runs) % 2:
+        raise ValueError("not a control message: a run without a length")
+    return zip(runs[::2], runs[1::2], strict=True)

@@ -1,0 +1,729 @@
+"""The control plane of many hosts: a tree in which the ranks of a host speak through its leader.
+
+With one connection for each rank, rank 0 reads a message of every rank for every answer. In a large job only the first
+rank of each host, its *leader*, has a connection with those above: rank 0 is the root, and the leader of host ``i``
+reports to that of host ``(i - 1) // fanin``. A leader passes up what all ranks below it have submitted, and passes
+down what the root has decided; everything else is decided by the root, as without a tree.
+
+A leader may hold something back only where nobody can tell: an operation that not all ranks below have submitted cannot
+be ready. What must not wait goes up as it is, and from then on the rest of that operation does, too ("opened"):
+
+- what has waited for a second, so that the root can report who is late;
+- all that a rank has submitted before it joins, so that its join overtakes nothing;
+- operations of different kinds under one name, which wait for each other for ever;
+- everything while the root writes a timeline.
+
+So what the root sees is always what it might have seen without a tree. Pure: messages and times go in, messages come
+out; the control thread does the rest.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from hvdgloo._engine import inline
+from hvdgloo._engine.conventions import INQUEST_SECONDS, ping_interval
+from hvdgloo._engine.messages import (
+    SET_CHANGES,
+    AskStacks,
+    Drained,
+    End,
+    Execute,
+    Failed,
+    Gathered,
+    Inquest,
+    Leave,
+    Lost,
+    Message,
+    Observe,
+    Part,
+    Ping,
+    Pong,
+    Request,
+    Resend,
+    Response,
+    Said,
+    Silent,
+    Stacks,
+    Submit,
+    To,
+)
+from hvdgloo._engine.readiness import Block, Ledger, bits_of, mask_of, numbers_of
+from hvdgloo._engine.runs import mask_of_runs, masks_of_runs, runs_of_mask, runs_of_masks
+from hvdgloo._engine.watch import Watch
+from hvdgloo.types import Collective
+
+PATIENCE_SECONDS = 1.0
+"""Seconds after which the root is told of an operation that some ranks below have submitted and others have not."""
+
+BATCH_SECONDS = 1e-3
+"""Seconds that a leader which has just sent something up waits for an answer, before it sends more without one."""
+
+_INQUEST_STEP = 0.25
+"""Seconds more in an inquest for each level of leaders: whoever asks waits longer than those who ask in turn."""
+
+_INQUEST_STEPS = 1.5
+"""Seconds more for all levels together, however many there are: a rank does not wait for a verdict for ever."""
+
+_WORTH_SAYING = 0.1
+"""Seconds; what was submitted less long ago counts as submitted now."""
+
+
+@dataclass(frozen=True)
+class Seat:
+    """One rank's place in the tree.
+
+    Attributes:
+        rank: whose it is.
+        parent: the rank that it reports to; -1 for the root.
+        below: by child, the ranks that it speaks for, as a mask; a leader is a child of itself.
+        leaders: the children that are leaders, of other hosts.
+        height: how many levels of leaders are below.
+        levels: how many levels of leaders there are below the root.
+    """
+
+    rank: int
+    parent: int
+    below: Mapping[int, int]
+    leaders: frozenset[int]
+    height: int
+    levels: int
+
+    @property
+    def children(self) -> tuple[int, ...]:
+        """Those that have a connection with this rank and report to it."""
+        return tuple([child for child in self.below if child != self.rank])
+
+    @property
+    def members(self) -> frozenset[int]:
+        """The children on the same host."""
+        return frozenset(self.children) - self.leaders
+
+    @property
+    def inquest_seconds(self) -> float:
+        """How long the ranks below have to give a sign of life."""
+        return INQUEST_SECONDS + self.height * min(_INQUEST_STEP, _INQUEST_STEPS / max(1, self.levels))
+
+
+def seat(rank: int, slots: Sequence[int], fanin: int) -> Seat:
+    """A rank's place.
+
+    Args:
+        slots: the number of ranks on each host, which are numbered in order of hosts.
+        fanin: how many leaders report to one.
+    """
+    firsts = [sum(slots[:host]) for host in range(len(slots))]
+    masks = [((1 << count) - 1) << first for first, count in zip(firsts, slots, strict=True)]
+    heights = [0] * len(slots)
+    for host in range(len(slots) - 1, 0, -1):
+        above = (host - 1) // fanin
+        masks[above] |= masks[host]
+        heights[above] = max(heights[above], heights[host] + 1)
+    host = max(index for index, first in enumerate(firsts) if first <= rank)
+    leader = firsts[host]
+    if rank != leader:
+        return Seat(rank, leader, {}, frozenset(), 0, heights[0])
+    hosts = range(host * fanin + 1, min(len(slots), host * fanin + fanin + 1))
+    below = {member: 1 << member for member in range(leader, leader + slots[host])}
+    below.update({firsts[child]: masks[child] for child in hosts})
+    parent = firsts[(host - 1) // fanin] if host else -1
+    return Seat(rank, parent, below, frozenset(firsts[child] for child in hosts), heights[host], heights[0])
+
+
+class _Held:
+    """An operation that some ranks below have submitted, and others have not.
+
+    Attributes:
+        since: when the first of them did.
+        numbered: those who did by its number, as a mask.
+        spelled: those who spelled it out, by what they asked for.
+        payloads: the tensors that came along, by the first of the ranks whose tensors are in it.
+        paid: the ranks whose tensors are in the payloads.
+    """
+
+    __slots__ = ("numbered", "paid", "payloads", "since", "spelled")
+
+    def __init__(self, since: float) -> None:
+        self.since = since
+        self.numbered = 0
+        self.spelled: dict[Request, int] = {}
+        self.payloads: dict[int, bytes] = {}
+        self.paid = 0
+
+    @property
+    def came(self) -> int:
+        """All who have submitted it."""
+        came = self.numbered
+        for ranks in self.spelled.values():
+            came |= ranks
+        return came
+
+
+@dataclass
+class _RollCall:
+    """Who has not given a sign of life yet, and who was reported not to have."""
+
+    deadline: float
+    awaited: set[int]
+    silent: int = 0
+
+
+class Gatherer:
+    """What a leader, or the root, knows of the ranks below.
+
+    Args:
+        seat: its place.
+        members: the global ranks of each process set by id, at the beginning; 0 is all ranks.
+        patience: seconds after which an operation that not all have submitted goes up.
+        operation_timeout: seconds after which a silent child counts as lost.
+
+    Attributes:
+        down: messages for children, and for the leader's own rank, in order.
+    """
+
+    def __init__(
+        self, seat: Seat, members: Mapping[int, Sequence[int]], patience: float, operation_timeout: float
+    ) -> None:
+        self.down: list[tuple[int, Message]] = []
+        self._seat = seat
+        self._everyone = 0
+        for ranks in seat.below.values():
+            self._everyone |= ranks
+        self._patience = patience
+        # Of each process set, the ranks below that are in it, and the children that speak for some of them.
+        self._members: dict[int, int] = {}
+        self._sources: dict[int, frozenset[int]] = {}
+        for number, in_set in members.items():
+            self._add_set(number, in_set)
+        # What is known by number, and counted by it.
+        self._ledger = Ledger()
+        self._known: dict[int, Request] = {}
+        self._numbers: dict[tuple[int, str], int] = {}
+        self._rivals: set[tuple[int, str]] = set()  # known under several kinds, so never counted
+        # What is looked at one by one.
+        self._held: dict[tuple[int, str], _Held] = {}
+        self._opened: set[tuple[int, str]] = set()
+        self._joined = 0
+        self._late_joins: dict[int, Request] = {}
+        self._asked: dict[int, deque[bool]] = {}  # what a rank will answer: whether this leader has asked for it
+        self._observed = False
+        # What goes up.
+        self._whole: dict[int, int] = {}
+        self._parts: list[Part] = []
+        self._up: list[Message] = []
+        self._unanswered_until = float("-inf")
+        # The rest.
+        self._now = float("-inf")
+        self._next_look: float | None = None
+        self._ending = False
+        self._drained = 0
+        self._roll_call: _RollCall | None = None
+        self._asked_from_above = self._asked_from_below = float("-inf")
+        self._ping_seconds = 2 * ping_interval(operation_timeout)
+        self._watch = Watch(seat.children, operation_timeout)
+
+    # What comes from below.
+
+    def receive(self, child: int, message: Message, now: float) -> None:
+        """Handle a child's message, or one of the leader's own rank."""
+        self._now = now
+        self._watch.heard(child, now)
+        if self._roll_call is not None and child not in self._seat.leaders:
+            self._answers_the_roll(self._roll_call, child, 0)
+        if isinstance(message, Submit):
+            self._submitted(child, message)
+        elif isinstance(message, Gathered):
+            self._gathered(child, message)
+        elif isinstance(message, Ping):
+            self._asked_from_below = now
+            self.down.append((child, Pong()))
+        elif isinstance(message, Drained):
+            self._drain(mask_of_runs(message.ranks) if message.ranks else 1 << child)
+        elif isinstance(message, (Leave, Failed, Stacks)):
+            self._say(Said(child, message))
+        elif isinstance(message, (Said, Lost, Observe)):
+            self._say(message)
+        elif isinstance(message, Silent):
+            if self._seat.parent < 0:
+                self._say(message)
+            elif self._roll_call is not None:
+                self._answers_the_roll(self._roll_call, child, mask_of_runs(message.ranks))
+
+    def lost(self, child: int, reason: str, now: float) -> None:
+        """A child's connection has ended."""
+        self._now = now
+        if self._drained:
+            self._say(Drained(runs_of_mask(self._drained)))
+            self._drained = 0
+        self._say(Lost(child, reason))
+
+    # What comes from above.
+
+    def pass_down(self, message: Message, now: float) -> None:
+        """Take note of a message for this leader, or for everyone, from its parent or the coordinator. Who passes on
+        what is for everyone does so before: answers to what follows from it come after it."""
+        self._now = now
+        if isinstance(message, Execute):
+            self._unanswered_until = float("-inf")
+            self._ordered(message)
+        elif isinstance(message, To):
+            self.send(mask_of_runs(message.ranks), message.message)
+        elif isinstance(message, (Resend, AskStacks)):
+            self.send(1 << self._seat.rank, message)
+        elif isinstance(message, Ping):
+            self._asked_from_above = now
+            self._up.append(Pong())
+        elif isinstance(message, Inquest):
+            self._call_the_roll()
+        elif isinstance(message, Observe):
+            self._observe(message.on)
+        elif isinstance(message, End):
+            self._end()
+
+    def send(self, ranks: int, message: Resend | AskStacks) -> None:
+        """Have a message delivered to some ranks below, given as a mask."""
+        self._deliver(ranks, message, asked_here=False)
+
+    def ask_back(self, ranks: int, numbers: Sequence[int]) -> None:
+        """Have ranks below, given as a mask, spell out what numbers stood for that mean nothing any more."""
+        self._deliver(ranks, Resend(tuple(numbers)), asked_here=True)
+
+    def _deliver(self, ranks: int, message: Resend | AskStacks, *, asked_here: bool) -> None:
+        for child, below in self._seat.below.items():
+            meant = ranks & below
+            if not meant:
+                continue
+            if isinstance(message, Resend):
+                for rank in bits_of(meant):
+                    self._asked.setdefault(rank, deque()).append(asked_here)
+            if meant == 1 << child:
+                self.down.append((child, message))
+            else:
+                self.down.append((child, To(runs_of_mask(meant), message)))
+
+    # What goes up.
+
+    def is_due(self, now: float) -> bool:
+        """Whether ``take`` has something, or ``down``."""
+        return bool(self._up or self.down or ((self._whole or self._parts) and now >= self._unanswered_until))
+
+    def take(self, now: float) -> list[Message]:
+        """What is to be sent to the parent now."""
+        if self._up:
+            self._close()
+        elif (self._whole or self._parts) and now >= self._unanswered_until:
+            self._close()
+            if self._seat.parent >= 0:
+                self._unanswered_until = now + BATCH_SECONDS
+        up, self._up = self._up, []
+        return up
+
+    def _close(self) -> None:
+        """Whatever is said next comes after what has been gathered."""
+        if self._whole or self._parts:
+            self._up.append(Gathered(runs_of_masks(self._whole.items()), tuple(self._parts)))
+            self._whole, self._parts = {}, []
+
+    def _say(self, message: Message) -> None:
+        self._close()
+        self._up.append(message)
+
+    @property
+    def holds(self) -> bool:
+        """Some ranks below wait for others below."""
+        return bool(self._held) or self._ledger.busy
+
+    def asked_from_below(self, now: float) -> bool:
+        """Whether some rank below waits, and has wanted to know lately whether those above are alive."""
+        return now < self._asked_from_below + self._ping_seconds
+
+    def tick(self, now: float) -> None:
+        """Let time pass: what has waited for long, silent children."""
+        self._now = now
+        if self._next_look is not None and now >= self._next_look:
+            self._look_at_what_waits()
+        if self._roll_call is not None and now >= self._roll_call.deadline:
+            self._close_the_roll(self._roll_call)
+        if self._seat.parent >= 0:
+            self._watch_children(now)
+
+    def deadline(self) -> float | None:
+        """When ``tick`` or ``take`` has something to do next; None if that is for a message to say."""
+        times = []
+        if self._next_look is not None:
+            times.append(self._next_look)
+        if self._roll_call is not None:
+            times.append(self._roll_call.deadline)
+        if self._whole or self._parts:
+            times.append(self._unanswered_until)
+        watch = self._watch.deadline
+        if watch is not None:
+            times.append(watch)
+        return min(times, default=None)
+
+    def _watch_children(self, now: float) -> None:
+        active = self.holds or self._ending or now < self._asked_from_above + self._ping_seconds
+        ping, lost = self._watch.tick(now, active=active)
+        for child, reason in lost:
+            self.lost(child, reason, now)
+        if ping:
+            self.down.extend((child, Ping()) for child in self._seat.children)
+
+    # Submissions.
+
+    def _submitted(self, rank: int, submission: Submit) -> None:
+        if self._ending:
+            return
+        asked_above = False
+        if submission.resent:
+            asked_above = not self._was_asked(rank)
+        unknown: list[int] = []
+        for at, mask in submission.masks:
+            unknown += self._announced(rank, at, mask, submission.payload)
+        if unknown:
+            self.ask_back(1 << rank, unknown)
+        for request in submission.requests:
+            if asked_above:
+                # Whoever has asked waits for this rank's answer, and will let nothing overtake it.
+                self._open(request.key)
+            self._file(1 << rank, request, -1, self._prescaled(request, submission.payload), self._now)
+        if submission.resent:
+            self._answered(rank, asked_above)
+
+    def _gathered(self, leader: int, message: Gathered) -> None:
+        if self._ending:
+            return
+        unknown: list[int] = []
+        for at, mask in masks_of_runs(message.whole):
+            unknown += self._announced(leader, at, mask, b"")
+        if unknown:
+            self.ask_back(self._seat.below[leader], unknown)
+        for part in message.parts:
+            ranks = mask_of_runs(part.ranks)
+            since = self._now - part.age
+            if part.what is None:
+                for rank in bits_of(ranks):
+                    self._answered(rank, not self._was_asked(rank))
+            elif isinstance(part.what, int):
+                request = self._known.get(part.what)
+                if request is None:
+                    self.ask_back(ranks, [part.what])
+                else:
+                    self._file_part(leader, ranks, request, part.what, part.payload, since)
+            else:
+                self._file_part(leader, ranks, part.what, -1, part.payload, since)
+
+    def _announced(self, child: int, at: int, mask: int, payload: bytes) -> list[int]:
+        """All ranks below a child have submitted these numbers; returns those that mean nothing any more."""
+        block = self._ledger.blocks.get(at)
+        if block is None:
+            return numbers_of(at, mask)
+        unknown = mask & ~block.used
+        mask ^= unknown
+        counted = 0 if payload or self._joined or self._observed else mask & block.open
+        if counted:
+            whole = block.announce(child, counted, self._now)
+            if whole:
+                self._whole[at] = self._whole.get(at, 0) | whole
+            elif self._next_look is None:
+                self._next_look = self._now + self._patience
+        if counted != mask:
+            ranks = self._seat.below[child] & self._members[block.process_set]
+            for number in numbers_of(at, mask ^ counted):
+                request = self._known[number]
+                self._file(ranks, request, number, self._prescaled(request, payload), self._now)
+        return numbers_of(at, unknown)
+
+    def _file_part(self, leader: int, ranks: int, request: Request, number: int, payload: bytes, since: float) -> None:
+        """A part of an operation that another leader has passed up. If others below that one are still to come, it has
+        been opened there and must not be held here."""
+        members = self._members.get(request.process_set, 0)
+        if request.collective is not Collective.JOIN and (
+            self._seat.below[leader] & members & ~ranks & ~self._excused(request)
+        ):
+            self._open(request.key)
+        self._file(ranks, request, number, payload, since)
+
+    def _file(self, ranks: int, request: Request, number: int, payload: bytes, since: float) -> None:
+        """Ranks have submitted an operation, by its number or (-1) spelled out."""
+        members = self._members.get(request.process_set, 0)
+        if not members:
+            return  # the set was removed while this was on its way; the ranks have been told
+        if request.collective is Collective.JOIN:
+            for rank in bits_of(ranks):
+                self._join(rank, request)
+            return
+        key = request.key
+        if self._observed:
+            self._open(key)
+        if key not in self._opened and key not in self._held:
+            self._hold(key, since)
+            for rival in self._rivals_of(request):
+                self._open(rival)
+                self._open(key)
+        if key in self._opened:
+            self._pass(ranks, request if number < 0 else number, payload, since)
+            return
+        held = self._held[key]
+        if number >= 0:
+            held.numbered |= ranks
+        else:
+            held.spelled[request] = held.spelled.get(request, 0) | ranks
+        if payload:
+            held.payloads[(ranks & -ranks).bit_length()] = payload
+            held.paid |= ranks
+        if not members & ~held.came & ~self._excused(request):
+            self._release(key)
+
+    def _excused(self, request: Request) -> int:
+        """The ranks below without which an operation goes on; or fails, but that is for the root to say."""
+        return 0 if request.collective in SET_CHANGES else self._joined
+
+    def _hold(self, key: tuple[int, str], since: float) -> None:
+        """Look at an operation by itself from now on, until it has gone up."""
+        number = self._numbers.get(key)
+        if number is not None:
+            self._withdraw(*self._ledger.place(number))
+        if key not in self._held:
+            self._held[key] = _Held(since)
+            if self._next_look is None:
+                self._next_look = self._now + self._patience
+
+    def _withdraw(self, block: Block, mask: int) -> None:
+        """Look at these numbers one by one from now on."""
+        members = self._members[block.process_set]
+        for number, since, children in block.withdraw(mask):
+            held = self._held[self._known[number].key] = _Held(since)
+            for child in children:
+                held.numbered |= self._seat.below[child] & members
+
+    def _rivals_of(self, request: Request) -> list[tuple[int, str]]:
+        """Operations of other kinds under a request's name that are under way. Such numbers are no longer counted."""
+        found = []
+        for key in request.other_kinds:
+            number = self._numbers.get(key)
+            if number is not None:
+                self._rivals.add(key)
+                self._withdraw(*self._ledger.place(number))
+            if key in self._held or key in self._opened:
+                found.append(key)
+        return found
+
+    def _open(self, key: tuple[int, str]) -> None:
+        """Hold nothing of an operation back until it has been ordered."""
+        if key in self._opened:
+            return
+        number = self._numbers.get(key)
+        if number is not None:
+            self._withdraw(*self._ledger.place(number))
+        self._opened.add(key)
+        if key in self._held:
+            self._release(key)
+
+    def _release(self, key: tuple[int, str]) -> None:
+        """What has been held of an operation goes up."""
+        held = self._held.pop(key)
+        number = self._numbers.get(key, -1)
+        groups: list[tuple[int | Request, int]] = list(held.spelled.items())
+        if held.numbered:
+            groups.insert(0, (number, held.numbered))
+        payload = b""
+        if held.paid == held.came and len(groups) == 1:
+            what = groups[0][0]
+            request = self._known[what] if isinstance(what, int) else what
+            payload = inline.reduced(request, [held.payloads[first] for first in sorted(held.payloads)])
+        for what, ranks in groups:
+            self._pass(ranks, what, payload, held.since)
+        self._reopen(key)
+
+    def _reopen(self, key: tuple[int, str]) -> None:
+        """Count an operation by its number again, if it has one."""
+        number = self._numbers.get(key)
+        if number is not None and key not in self._opened and key not in self._rivals:
+            self._ledger.reopen(number)
+
+    def _pass(self, ranks: int, what: int | Request | None, payload: bytes, since: float) -> None:
+        age = self._now - since
+        self._parts.append(Part(runs_of_mask(ranks), what, payload, age if age >= _WORTH_SAYING else 0.0))
+
+    def _prescaled(self, request: Request, payload: bytes) -> bytes:
+        return inline.reduced(request, [payload], prescale=True) if payload else b""
+
+    def _look_at_what_waits(self) -> None:
+        """Pass up what has waited for long; who has not submitted it follows from that."""
+        limit = self._now - self._patience
+        for block in self._ledger.blocks.values():
+            overdue = mask_of(number - block.first for number, since, _ in block.waiting() if since <= limit)
+            self._withdraw(block, overdue)
+        for key in [key for key, held in self._held.items() if held.since <= limit]:
+            self._open(key)
+        waiting = [held.since for held in self._held.values()]
+        waiting += [since for block in self._ledger.blocks.values() for _, since, _ in block.waiting()]
+        self._next_look = min(waiting) + self._patience if waiting else None
+
+    # Joins.
+
+    def _join(self, rank: int, request: Request) -> None:
+        """A rank has no more data. What it submitted before goes up first, also what it is being asked to spell out."""
+        if rank in self._asked:
+            self._late_joins[rank] = request
+            return
+        for block in self._ledger.blocks.values():
+            self._withdraw(block, block.begun)
+        for key in [key for key, held in self._held.items() if held.came >> rank & 1]:
+            self._open(key)
+        self._joined |= 1 << rank
+        for key, held in list(self._held.items()):
+            members = self._members[key[0]]
+            excused = self._joined if not self._changes_sets(held) else 0
+            if not members & ~held.came & ~excused:
+                self._release(key)
+        self._pass(1 << rank, request, b"", self._now)
+
+    def _changes_sets(self, held: _Held) -> bool:
+        return any(request.collective in SET_CHANGES for request in held.spelled)
+
+    def _was_asked(self, rank: int) -> bool:
+        """A rank has answered a Resend: was it this leader's?"""
+        questions = self._asked[rank]
+        here = questions.popleft()
+        if not questions:
+            del self._asked[rank]
+        return here
+
+    def _answered(self, rank: int, asked_above: bool) -> None:
+        """A rank has spelled out what it was asked for."""
+        if asked_above:
+            self._pass(1 << rank, None, b"", self._now)
+        if rank in self._late_joins and rank not in self._asked:
+            self._join(rank, self._late_joins.pop(rank))
+
+    # Orders.
+
+    def _ordered(self, message: Execute) -> None:
+        if self._opened:
+            for item in message.items:
+                key = self._known[item].key if isinstance(item, int) and item in self._known else None
+                self._ordered_key(item.request.key if isinstance(item, Response) else key)
+        for item in message.items:
+            if isinstance(item, Response):
+                self._responded(item)
+        for number in message.forgotten:
+            self._forget(number)
+
+    def _ordered_key(self, key: tuple[int, str] | None) -> None:
+        if key in self._opened:
+            self._opened.remove(key)
+            self._reopen(key)
+
+    def _responded(self, response: Response) -> None:
+        request = response.request
+        if request.collective is Collective.JOIN:
+            self._joined = 0
+        if response.error:
+            return
+        if request.collective is Collective.ADD_PROCESS_SET:
+            self._add_set(response.value, request.ranks)
+        elif request.collective is Collective.REMOVE_PROCESS_SET:
+            self._drop_set(response.value)
+        elif response.signature >= 0 and self._members[request.process_set]:
+            self._learn(response.signature, request)
+
+    def _learn(self, number: int, request: Request) -> None:
+        key = request.key
+        before = self._numbers.get(key)
+        if before is not None:
+            self._forget(before)
+        self._known[number] = request
+        self._numbers[key] = number
+        self._ledger.learn(number, request.process_set, self._sources[request.process_set])
+        for rival in request.other_kinds:
+            if rival in self._numbers:
+                self._rivals.update((key, rival))
+                self._withdraw(*self._ledger.place(self._numbers[rival]))
+        if key in self._rivals:
+            self._withdraw(*self._ledger.place(number))
+
+    def _forget(self, number: int) -> None:
+        """The root has forgotten a number. Whoever has submitted it, and was waiting for others, spells it out."""
+        request = self._known.pop(number, None)
+        if request is None:
+            return
+        key = request.key
+        block, bit = self._ledger.place(number)
+        self._withdraw_forgotten(block, bit, key)
+        self._ledger.forget(number)
+        self._rivals.discard(key)
+        if self._numbers.get(key) == number:
+            del self._numbers[key]
+
+    def _withdraw_forgotten(self, block: Block, bit: int, key: tuple[int, str]) -> None:
+        members = self._members[block.process_set]
+        ranks = 0
+        for _, _, children in block.withdraw(bit):
+            for child in children:
+                ranks |= self._seat.below[child] & members
+        held = self._held.get(key)
+        if held is not None and held.numbered:
+            ranks |= held.numbered
+            held.numbered = held.paid = 0
+            held.payloads.clear()
+            if not held.spelled:
+                del self._held[key]
+        if ranks:
+            self.ask_back(ranks, [block.first + bit.bit_length() - 1])
+
+    def _add_set(self, number: int, ranks: Iterable[int]) -> None:
+        members = self._members[number] = mask_of(ranks) & self._everyone
+        self._sources[number] = frozenset(child for child, below in self._seat.below.items() if below & members)
+
+    def _drop_set(self, number: int) -> None:
+        """Its operations under way are ended by the ranks themselves."""
+        del self._members[number], self._sources[number]
+        self._held = {key: held for key, held in self._held.items() if key[0] != number}
+        self._opened = {key for key in self._opened if key[0] != number}
+        self._rivals = {key for key in self._rivals if key[0] != number}
+        for key in [key for key in self._numbers if key[0] == number]:
+            del self._known[self._numbers.pop(key)]
+        self._ledger.drop_set(number)
+
+    # The end, signs of life, timelines.
+
+    def _end(self) -> None:
+        self._ending = True
+        self._held.clear()
+        self._ledger = Ledger()
+        self._next_look = None
+
+    def _drain(self, ranks: int) -> None:
+        self._drained |= ranks
+        if self._drained == self._everyone:
+            self._say(Drained(runs_of_mask(self._drained)))
+            self._drained = 0
+
+    def _call_the_roll(self) -> None:
+        self._roll_call = _RollCall(self._now + self._seat.inquest_seconds, set(self._seat.children))
+        for child in self._seat.children:
+            self.down.append((child, Inquest() if child in self._seat.leaders else Ping()))
+        if not self._seat.children:
+            self._close_the_roll(self._roll_call)
+
+    def _answers_the_roll(self, roll_call: _RollCall, child: int, silent: int) -> None:
+        roll_call.awaited.discard(child)
+        roll_call.silent |= silent
+        if not roll_call.awaited:
+            self._close_the_roll(roll_call)
+
+    def _close_the_roll(self, roll_call: _RollCall) -> None:
+        self._roll_call = None
+        self._say(Silent(self._seat.rank, runs_of_mask(roll_call.silent | mask_of(roll_call.awaited))))
+
+    def _observe(self, on: bool) -> None:
+        self._observed = on
+        if on:
+            for block in self._ledger.blocks.values():
+                self._withdraw(block, block.begun)
+            for key in list(self._held):
+                self._open(key)

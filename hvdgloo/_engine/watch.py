@@ -1,0 +1,68 @@
+"""Whether those at the other ends of connections are alive. They are asked only while somebody waits. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from hvdgloo._engine.conventions import ping_interval
+
+
+class Watch:
+    """Watches some peers.
+
+    Args:
+        peers: their ranks.
+        timeout: seconds after which a silent one counts as lost.
+
+    Attributes:
+        deadline: when ``tick`` has something to do next; None while nobody waits.
+    """
+
+    def __init__(self, peers: Iterable[int], timeout: float) -> None:
+        self.deadline: float | None = None
+        self._timeout = timeout
+        self._heard = dict.fromkeys(peers, float("-inf"))
+        self._since = float("-inf")
+        self._asked = float("-inf")
+
+    def heard(self, peer: int, now: float) -> None:
+        """Somebody has said something, a peer or another."""
+        if peer in self._heard:
+            self._heard[peer] = now
+
+    def tick(self, now: float, *, active: bool) -> tuple[bool, list[tuple[int, str]]]:
+        """Let time pass.
+
+        Args:
+            active: somebody waits for the peers, or for what they pass on.
+
+        Returns:
+            whether to ping them all now, and those that are lost, with the reason.
+        """
+        if self.deadline is None:
+            if active and self._heard:
+                self._since = self._asked = now
+                self.deadline = now + ping_interval(self._timeout)
+            return False, []
+        if now < self.deadline:
+            return False, []
+        if not active:
+            # Only now: disarmed after each operation, the next one would have to wake the control thread to arm it.
+            self.deadline = None
+            return False, []
+        lost = []
+        for peer, heard in self._heard.items():
+            silence = now - max(heard, self._since)
+            if silence >= self._timeout:
+                reason = (
+                    f"it has not answered for {silence:.0f} s (stopped, swapping, or cut off from the network); "
+                    "HVDGLOO_OPERATION_TIMEOUT sets this limit"
+                )
+                lost.append((peer, reason))
+        ping = now >= self._asked + ping_interval(self._timeout)
+        if ping:
+            self._asked = now
+        self.deadline = self._asked + ping_interval(self._timeout)
+        if not lost:
+            self.deadline = min(self.deadline, max(self._since, min(self._heard.values())) + self._timeout)
+        return ping, lost

@@ -1,0 +1,578 @@
+"""The tree between rank 0 and all others: a model of whole jobs, and the same programs with and without it.
+
+The programs and their checks are those of ``test_engine_model``. Here, every leader has the real Gatherer and rank 0
+the real Coordinator, and every message travels as its bytes, link by link.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from hvdgloo._engine.conventions import EVERYONE
+from hvdgloo._engine.coordinator import Coordinator, CoordinatorSettings
+from hvdgloo._engine.messages import (
+    FOR_EVERYONE,
+    Abort,
+    AskStacks,
+    Drained,
+    Execute,
+    Failed,
+    Leave,
+    Message,
+    Ping,
+    Pong,
+    Request,
+    Resend,
+    Response,
+    Stacks,
+    Submit,
+    decode,
+    encode,
+)
+from hvdgloo._engine.tree import BATCH_SECONDS, Gatherer, seat
+from hvdgloo.errors import PeerLostError
+from hvdgloo.types import Collective, DType, TensorSpec
+from tests.unit.test_engine_coordinator import TIMEOUT, WARNING, request
+from tests.unit.test_engine_coordinator import Job as Star
+from tests.unit.test_engine_model import LATE_JOIN, ROUNDS, Job, Round, one_order, possible, run
+
+NEVER = float("inf")
+CALM = CoordinatorSettings(TIMEOUT, 1024, 0.0, False, 60.0, 0.0)
+
+
+class Network:
+    """Leaders, the root, and what is on its way between ranks.
+
+    Args:
+        heard: what is done when a rank is told something.
+        patience: of the leaders, in seconds.
+        sets: further process sets.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[int],
+        fanin: int,
+        rules: CoordinatorSettings,
+        heard: Callable[[int, Message], None],
+        patience: float = 1.0,
+        sets: Mapping[int, Sequence[int]] | None = None,
+    ) -> None:
+        self.size = sum(slots)
+        everyone = {0: tuple(range(self.size)), **(sets or {})}
+        self.now = 0.0
+        self.seats = [seat(rank, slots, fanin) for rank in range(self.size)]
+        self.gatherers = {
+            each.rank: Gatherer(each, everyone, patience, rules.operation_timeout) for each in self.seats if each.below
+        }
+        self.coordinator = Coordinator(
+            self.size, everyone, rules, lambda rank: f"rank {rank} (h{rank}, pid {100 + rank})", self.seats[0]
+        )
+        self.up: list[deque[bytes]] = [deque() for _ in range(self.size)]
+        self.down: list[deque[bytes]] = [deque() for _ in range(self.size)]
+        self.orders: list[Message] = []
+        self.mute: set[int] = set()  # ranks that read and say nothing
+        self._heard = heard
+
+    def say(self, rank: int, message: Message) -> None:
+        """A rank's own part speaks to its leader, which may be itself."""
+        if rank in self.gatherers:
+            self.gatherers[rank].receive(rank, message, self.now)
+        else:
+            self.up[rank].append(encode(message))
+
+    def actions(self) -> list[Callable[[], None]]:
+        """What may happen next."""
+        found: list[Callable[[], None]] = []
+        for rank in range(self.size):
+            if self.up[rank]:
+                found.append(lambda rank=rank: self.absorb(rank))
+            if self.down[rank] and rank not in self.mute:
+                found.append(lambda rank=rank: self.deliver(rank))
+        found += [
+            lambda leader=leader: self.climb(leader)
+            for leader, gatherer in self.gatherers.items()
+            if gatherer.is_due(self.now) and leader not in self.mute
+        ]
+        is_over = self.coordinator.over or 0 in self.mute
+        if self.coordinator.outbox or (self.coordinator.has_ready and not is_over):
+            found.append(self.release)
+        return found
+
+    def absorb(self, rank: int) -> None:
+        message = decode(self.up[rank].popleft())
+        if rank in self.mute:
+            return
+        parent = self.seats[rank].parent
+        if parent == 0:
+            self.coordinator.heard(rank, self.now)
+        self.gatherers[parent].receive(rank, message, self.now)
+
+    def climb(self, leader: int) -> None:
+        gatherer = self.gatherers[leader]
+        for message in gatherer.take(self.now):
+            if leader:
+                self.up[leader].append(encode(message))
+                continue
+            for ranks, numbers in self.coordinator.hear(message, self.now):
+                gatherer.ask_back(ranks, numbers)
+        down, gatherer.down = gatherer.down, []
+        for child, message in down:
+            if child == leader:
+                self._heard(leader, message)
+            else:
+                self.down[child].append(encode(message))
+
+    def release(self) -> None:
+        self.coordinator.release(self.now)
+        outbox, self.coordinator.outbox = self.coordinator.outbox, []
+        for destination, message in outbox:
+            if 0 in self.mute:
+                continue
+            if destination == EVERYONE:
+                self.orders.append(message)
+                self.spread(0, message)
+            elif destination == 0:
+                self._heard(0, message)
+            elif isinstance(message, AskStacks):
+                self.gatherers[0].send(1 << destination, message)
+            else:
+                self.down[destination].append(encode(message))
+
+    def spread(self, leader: int, message: Message) -> None:
+        for child in self.seats[leader].children:
+            self.down[child].append(encode(message))
+        self.gatherers[leader].pass_down(message, self.now)
+        self._heard(leader, message)
+
+    def deliver(self, rank: int) -> None:
+        message = decode(self.down[rank].popleft())
+        if rank not in self.gatherers:
+            self._heard(rank, message)
+        elif isinstance(message, FOR_EVERYONE):
+            self.spread(rank, message)
+        else:
+            self.gatherers[rank].pass_down(message, self.now)
+
+    def tick(self) -> None:
+        for leader, gatherer in self.gatherers.items():
+            if leader not in self.mute:
+                gatherer.tick(self.now)
+        self.coordinator.gathering = self.gatherers[0].holds
+        self.coordinator.tick(self.now)
+
+    def deadline(self) -> float:
+        times = [gatherer.deadline() for leader, gatherer in self.gatherers.items() if leader not in self.mute]
+        return min([time for time in [*times, self.coordinator.deadline()] if time is not None], default=NEVER)
+
+    def lose(self, victim: int) -> None:
+        """A rank is killed: what it has sent arrives, then those at the other ends of its connections know."""
+        self.mute.add(victim)
+        text = f"rank {victim} was lost"
+        for child in self.seats[victim].children:
+            while self.down[child] and child not in self.mute:
+                self.deliver(child)
+            if child in self.gatherers:
+                self.spread(child, Abort("peer", text, victim))
+            else:
+                self._heard(child, Abort("peer", text, victim))
+        if victim:
+            parent = self.seats[victim].parent
+            queue, self.mute = self.up[victim], self.mute - {victim}
+            while queue:
+                self.absorb(victim)
+            self.mute.add(victim)
+            self.gatherers[parent].lost(victim, "its connection ended", self.now)
+
+    def settle(self) -> bool:
+        """Let everything arrive that is on its way, in the order of ranks; whether there was anything."""
+        for turn in range(100_000):
+            actions = self.actions()
+            if actions:
+                actions[0]()
+            elif any(g._whole or g._parts for leader, g in self.gatherers.items() if leader not in self.mute):
+                self.now += BATCH_SECONDS
+            else:
+                return turn > 0
+        raise AssertionError("messages without end")
+
+    @property
+    def at_rest(self) -> bool:
+        return not any(
+            gatherer.holds or gatherer._opened or gatherer._asked or gatherer._joined or gatherer._late_joins
+            for gatherer in self.gatherers.values()
+        )
+
+
+@dataclass
+class TreeJob(Job):
+    """The model's state, with a tree of hosts."""
+
+    slots: Sequence[int] = ()
+    fanin: int = 2
+    patience: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        rules = replace(CALM, cache_capacity=self.capacity)
+        self.network = Network(self.slots, self.fanin, rules, self.heard, self.patience)
+        self.negotiator = self.network.coordinator._negotiator
+
+    def actions(self) -> list[Callable[[], None]]:
+        found = self.network.actions()
+        found += [lambda rank=rank: self.drain(rank) for rank in range(self.size) if self.members[rank]._new]
+        if self.rng.random() < 0.02:
+            found.append(self.let_time_pass)
+        return found
+
+    def let_time_pass(self) -> None:
+        self.network.now += self.rng.choice([BATCH_SECONDS, 0.4])
+        self.network.tick()
+
+    def drain(self, rank: int) -> None:
+        submission = self.members[rank].drain()
+        assert submission is not None
+        self.network.say(rank, submission)
+
+    def heard(self, rank: int, message: Message) -> None:
+        if isinstance(message, Resend):
+            self.network.say(rank, self.members[rank].resend(message.signatures))
+        elif isinstance(message, Execute):
+            self.inlined += len(message.results) if rank == 0 else 0
+            self.execute(rank, message)
+        elif isinstance(message, Abort):
+            for operation in self.members[rank].close(PeerLostError(message.text, rank=message.rank)):
+                operation.handle.resolve(error=self.members[rank].closed)
+
+
+SLOTS = st.lists(st.integers(1, 4), min_size=1, max_size=6).filter(lambda slots: 2 <= sum(slots) <= 12)
+WHOLE = st.tuples(
+    SLOTS,
+    st.integers(1, 3),
+    st.lists(ROUNDS, min_size=1, max_size=6),
+    st.sampled_from([0, 1, 2, 1024]),
+    st.sampled_from([0, 8]),
+    st.integers(0, 2**32),
+)
+"""Hosts, fan-in, what the programs do, how many numbers are remembered, the bytes that travel inline, and a seed."""
+
+
+@example(([1, 1], 1, LATE_JOIN, 1, 0, 197))
+@given(WHOLE)
+@settings(max_examples=120, deadline=None)
+def test_every_job_ends_with_one_order_for_all(
+    case: tuple[list[int], int, list[Round], int, int, int],
+) -> None:
+    slots, fanin, rounds, capacity, inline, seed = case
+    # Whatever is held back comes in the end, also without a leader's losing patience.
+    patience = 0.5 if seed % 2 else NEVER
+    job = TreeJob(sum(slots), capacity, inline, random.Random(seed), slots=slots, fanin=fanin, patience=patience)
+    run(job, possible(rounds, job.size))
+    one_order(job)
+    assert not job.negotiator.has_ready
+    assert not job.negotiator.has_pending
+    assert all(handle.done() for handle in job.handles)
+    assert not any(member.has_pending for member in job.members)
+    while actions := job.network.actions():
+        actions[0]()
+    assert job.network.at_rest
+
+
+def in_step(job: Job, rounds: list[Round], seed: int, settle: Callable[[], list[Execute]]) -> list[list[Any]]:
+    """Run a job in which everything arrives before the next thing is said; what was ordered each time, without order
+    and without numbers."""
+    rng = random.Random(seed)
+    programs = {rank: job.program(rank, rounds) for rank in range(job.size)}
+    known: dict[int, Response] = {}
+    history: list[list[Any]] = []
+    for _ in range(20_000):
+        if not programs:
+            return history
+        rank = rng.choice(list(programs))
+        try:
+            next(programs[rank])
+        except StopIteration:
+            del programs[rank]
+        ordered = []
+        for message in settle():
+            for item in message.items:
+                response = known[item] if isinstance(item, int) else item
+                known[response.signature] = response
+                ordered.append((response.request.key, response.rows, response.error, response.value))
+        if ordered:
+            history.append(sorted(ordered))
+    raise AssertionError("the job does not end")
+
+
+@given(WHOLE)
+@settings(max_examples=60, deadline=None)
+def test_the_same_program_gets_the_same_responses_through_a_star_and_a_tree(
+    case: tuple[list[int], int, list[Round], int, int, int],
+) -> None:
+    slots, fanin, rounds, capacity, inline, seed = case
+    size = sum(slots)
+    rounds = possible(rounds, size)
+    star = Job(size, capacity, inline, random.Random(seed))
+    tree = TreeJob(size, capacity, inline, random.Random(seed), slots=slots, fanin=fanin, patience=NEVER)
+    orders: list[Execute] = []
+
+    def settle_star() -> list[Execute]:
+        while actions := star.actions():
+            if star.negotiator.has_ready:
+                message = star.negotiator.take()
+                orders.append(message)
+                for queue in star.down:
+                    queue.append(encode(message))
+            else:
+                actions[0]()
+        found, orders[:] = orders[:], []
+        return found
+
+    def settle_tree() -> list[Execute]:
+        while True:
+            for rank in range(size):
+                if tree.members[rank]._new:
+                    tree.drain(rank)
+            tree.network.settle()
+            if not any(member._new for member in tree.members):
+                break
+        found, tree.network.orders = tree.network.orders, []
+        return [message for message in found if isinstance(message, Execute)]
+
+    assert in_step(tree, rounds, seed, settle_tree) == in_step(star, rounds, seed, settle_star)
+
+
+@given(WHOLE, st.integers(0, 150), st.integers(0, 11))
+@settings(max_examples=80, deadline=None)
+def test_when_a_rank_or_a_leader_is_lost_every_handle_of_the_others_ends(
+    case: tuple[list[int], int, list[Round], int, int, int], lose_after: int, victim: int
+) -> None:
+    slots, fanin, rounds, capacity, inline, seed = case
+    job = TreeJob(sum(slots), capacity, inline, random.Random(seed), slots=slots, fanin=fanin)
+    victim %= job.size
+    programs = {rank: job.program(rank, possible(rounds, job.size)) for rank in range(job.size)}
+    for _ in range(lose_after):
+        actions = job.actions()
+        choice = job.rng.randrange(len(actions) + len(programs)) if actions or programs else -1
+        if 0 <= choice < len(actions):
+            actions[choice]()
+        elif choice >= 0:
+            rank = list(programs)[choice - len(actions)]
+            if next(programs[rank], "ended") == "ended":
+                del programs[rank]
+    job.network.lose(victim)
+    job.network.settle()
+    one_order(job)
+    for rank in set(range(job.size)) - {victim}:
+        closed = job.members[rank].closed
+        assert isinstance(closed, PeerLostError)
+        assert closed.rank == victim
+        assert not job.members[rank].has_pending
+
+
+class Tree:
+    """Ranks that say what a test has them say, as ``Star`` has them; a clock that only the test moves.
+
+    Args:
+        answering: the ranks that answer pings.
+        stacks: those that say where they are.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[int] = (2, 2, 1),
+        fanin: int = 1,
+        *,
+        stall_check: bool = True,
+        shutdown: float = 0.0,
+        answering: Sequence[int] | None = None,
+        stacks: Sequence[int] = (),
+    ) -> None:
+        rules = CoordinatorSettings(TIMEOUT, 1024, 0.0, stall_check, WARNING, shutdown)
+        self.network = Network(slots, fanin, rules, self._heard, sets={1: ()})
+        self.network.now = 1000.0
+        self.answering = set(range(sum(slots)) if answering is None else answering)
+        self.network.mute |= set(self.network.gatherers) - self.answering
+        self.stacks = stacks
+        self.told: list[tuple[float, int, Message]] = []
+
+    @property
+    def now(self) -> float:
+        return self.network.now
+
+    def _heard(self, rank: int, message: Message) -> None:
+        self.told.append((self.now, rank, message))
+        if isinstance(message, Ping) and rank in self.answering:
+            self.network.say(rank, Pong())
+        if isinstance(message, AskStacks) and rank in self.stacks:
+            self.network.say(rank, Stacks(f"stack of {rank}"))
+
+    def says(self, rank: int, message: Message) -> None:
+        self.network.say(rank, message)
+        self.network.settle()
+
+    def submits(self, rank: int, *names: str, process_set: int = 0) -> None:
+        self.says(rank, Submit((), tuple(request(name, process_set) for name in names)))
+
+    def run_until(self, when: float) -> None:
+        """Let time pass from deadline to deadline, as the control threads do."""
+        network = self.network
+        for _ in range(10_000):
+            network.tick()
+            if network.settle():
+                continue  # what arrives wakes control threads, which tick
+            deadline = network.deadline()
+            if deadline > when:
+                network.now = max(network.now, when)
+                return
+            network.now = max(network.now, deadline)
+        raise AssertionError("the tree spins")
+
+    def ordered(self) -> list[Message]:
+        orders, self.network.orders = self.network.orders, []
+        return orders
+
+    def warned(self) -> list[str]:
+        coordinator = self.network.coordinator
+        warnings, coordinator.warnings = coordinator.warnings, []
+        return warnings
+
+    def of(self, kind: type) -> list[tuple[float, int, Message]]:
+        return [(at, rank, message) for at, rank, message in self.told if isinstance(message, kind)]
+
+
+def by_star(script: Callable[[Star | Tree], None], **options: Any) -> tuple[list[Message], list[str]]:
+    """What a script has everyone told, and what rank 0 warns of, through a star of 5 ranks."""
+    stacks, answering = options.pop("stacks", ()), options.pop("answering", range(5))
+    star = Star(5, timeout=TIMEOUT, **options)
+    orders: list[Message] = []
+    real = star.run_until
+
+    def run_until(when: float) -> None:
+        orders.extend(m for _, to, m in real(when, answering=answering, stacks=stacks) if to == EVERYONE)
+
+    def says(rank: int, message: Message) -> None:
+        star.coordinator.receive(rank, message, star.now)
+        star.coordinator.release(star.now)
+        for to, sent in star.sent():
+            if to == EVERYONE:
+                orders.append(sent)
+            elif isinstance(sent, Ping) and to in answering:
+                star.coordinator.receive(to, Pong(), star.now)
+
+    star.run_until, star.says = run_until, says  # type: ignore[method-assign, assignment]
+    script(star)
+    return orders, star.warned()
+
+
+def by_tree(
+    script: Callable[[Star | Tree], None], slots: Sequence[int], **options: Any
+) -> tuple[list[Message], list[str]]:
+    tree = Tree(slots, **options)
+    script(tree)
+    return tree.ordered(), tree.warned()
+
+
+def stalls(job: Star | Tree) -> None:
+    """Ranks 1 and 4 are late: first altogether, then one of them with one of two tensors, then for ever."""
+    for rank in (0, 2, 3):
+        job.submits(rank, "a", "b")
+    job.run_until(1065.0)
+    job.submits(1, "a", "b")
+    job.submits(4, "a")
+    job.run_until(1130.0)
+    job.run_until(1190.0)
+
+
+def spells_differently(job: Star | Tree) -> None:
+    for rank in range(5):
+        spec = TensorSpec(DType.FLOAT32 if rank != 3 else DType.FLOAT64, (2 if rank < 2 else 3,))
+        job.says(rank, Submit((), (Request("x", Collective.ALLREDUCE, (spec,)),)))
+
+
+def calls_differently(job: Star | Tree) -> None:
+    spec = (TensorSpec(DType.FLOAT32, (2,)),)
+    for rank in range(5):
+        kind = Collective.ALLREDUCE if rank in (0, 3) else Collective.BROADCAST
+        job.says(rank, Submit((), (Request(f"{kind.value}.x", kind, spec, root=0 if rank not in (0, 3) else -1),)))
+
+
+def calls_known_ones_differently(job: Star | Tree) -> None:
+    spec = (TensorSpec(DType.FLOAT32, (2,)),)
+    for each in (
+        Request("allreduce.x", Collective.ALLREDUCE, spec),
+        Request("broadcast.x", Collective.BROADCAST, spec, root=0),
+    ):
+        for rank in range(5):
+            job.says(rank, Submit((), (each,)))
+    for rank in (4, 3, 2, 1, 0):
+        job.says(rank, Submit((rank % 2,)))
+
+
+def joins_an_allgather(job: Star | Tree) -> None:
+    for rank in (1, 4):
+        job.says(rank, Submit((), (Request("join", Collective.JOIN),)))
+    for rank in (0, 2, 3):
+        spec = TensorSpec(DType.FLOAT32, (rank, 2))
+        job.says(rank, Submit((), (Request("allgather.x", Collective.ALLGATHER, (spec,)),)))
+        job.submits(rank, "allreduce.y")
+        job.says(rank, Submit((), (Request("add", Collective.ADD_PROCESS_SET, ranks=(0, 3)),)))
+    for rank in (1, 4):
+        job.says(rank, Submit((), (Request("add", Collective.ADD_PROCESS_SET, ranks=(0, 3)),)))
+    for rank in (0, 2, 3):
+        job.says(rank, Submit((), (Request("join", Collective.JOIN),)))
+
+
+def leaves(job: Star | Tree) -> None:
+    for rank in range(4):
+        job.submits(rank, "a")
+    job.says(3, Leave("an error"))
+    job.submits(4, "a")
+    for rank in range(5):
+        job.says(rank, Drained())
+
+
+def does_not_drain(job: Star | Tree) -> None:
+    job.says(4, Leave())
+    for rank in (0, 1, 2, 4):
+        job.says(rank, Drained())
+    job.run_until(1000.0 + TIMEOUT)
+
+
+def reports_a_failure(job: Star | Tree) -> None:
+    job.submits(0, "a")
+    job.says(2, Failed("the wire is cut"))
+    job.says(4, Failed("mine, too"))
+    job.run_until(1003.0)
+
+
+PROGRAMS: list[tuple[Callable[[Star | Tree], None], dict[str, Any]]] = [
+    (stalls, {"stacks": (1,)}),
+    (stalls, {"stacks": (1, 4), "shutdown": 120.0}),
+    (spells_differently, {}),
+    (calls_differently, {}),
+    (calls_known_ones_differently, {}),
+    (joins_an_allgather, {}),
+    (leaves, {}),
+    (does_not_drain, {}),
+    (reports_a_failure, {}),
+    (reports_a_failure, {"answering": (0, 1, 2, 4)}),
+]
+
+
+@pytest.mark.parametrize(("slots", "fanin"), [((2, 2, 1), 1), ((1, 3, 1), 2), ((1, 1, 1, 1, 1), 1)], ids=str)
+@pytest.mark.parametrize(("script", "options"), PROGRAMS, ids=[f"{s.__name__} {o or ''}" for s, o in PROGRAMS])
+def test_the_same_is_said_word_for_word(
+    script: Callable[[Star | Tree], None], options: dict[str, Any], slots: Sequence[int], fanin: int
+) -> None:
+    ordered, warned = by_star(script, **options)
+    assert by_tree(script, slots, fanin=fanin, **options) == (ordered, warned)
+    assert ordered
