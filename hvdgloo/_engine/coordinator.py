@@ -106,6 +106,7 @@ class Coordinator:
         self._rules = rules
         self._describe = describe
         self._negotiator = Negotiator(members, rules.cache_capacity)
+        self._in_tree = seat is not None
         self._neighbours = tuple(range(1, size)) if seat is None else seat.children
         self._leaders: Collection[int] = () if seat is None else seat.leaders
         self._inquest_seconds = INQUEST_SECONDS if seat is None else seat.inquest_seconds
@@ -331,7 +332,9 @@ class Coordinator:
                 self._report_stall(self._stall, now)
             return
         if self._next_stall_check is None:
-            self._next_stall_check = self._negotiator.waiting()[0].since + rules.stall_warning_time
+            # In a tree, what waits is heard of only after a while.
+            begun = self._negotiator.waiting()[0].since if self._in_tree else now
+            self._next_stall_check = begun + rules.stall_warning_time
         if now < self._next_stall_check:
             return
         waiting = self._negotiator.waiting()
