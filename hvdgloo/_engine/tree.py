@@ -332,8 +332,8 @@ class Gatherer:
 
     @property
     def holds(self) -> bool:
-        """Some ranks below wait for others below."""
-        return bool(self._held) or self._ledger.busy
+        """Some ranks below wait, and for others below as far as is known here."""
+        return bool(self._held or self._opened) or self._ledger.busy
 
     def asked_from_below(self, now: float) -> bool:
         """Whether some rank below waits, and has wanted to know lately whether those above are alive."""
@@ -694,6 +694,7 @@ class Gatherer:
     def _end(self) -> None:
         self._ending = True
         self._held.clear()
+        self._opened.clear()
         self._ledger = Ledger()
         self._next_look = None
 

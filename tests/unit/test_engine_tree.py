@@ -12,34 +12,48 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hvdgloo._engine.conventions import EVERYONE
+from hvdgloo._engine.control import VERDICT_SECONDS
+from hvdgloo._engine.conventions import EVERYONE, INQUEST_SECONDS, ping_interval
 from hvdgloo._engine.coordinator import Coordinator, CoordinatorSettings
 from hvdgloo._engine.messages import (
     FOR_EVERYONE,
     Abort,
     AskStacks,
+    Bye,
     Drained,
+    End,
     Execute,
     Failed,
+    Gathered,
+    Inquest,
     Leave,
+    Lost,
     Message,
+    Observe,
+    Part,
     Ping,
     Pong,
     Request,
     Resend,
     Response,
+    Said,
+    Silent,
     Stacks,
     Submit,
+    To,
     decode,
     encode,
 )
+from hvdgloo._engine.readiness import masks_of
+from hvdgloo._engine.runs import mask_of_runs, masks_of_runs, runs_of_mask, runs_of_masks
 from hvdgloo._engine.tree import BATCH_SECONDS, Gatherer, seat
 from hvdgloo.errors import PeerLostError
-from hvdgloo.types import Collective, DType, TensorSpec
+from hvdgloo.types import Collective, DType, ReduceOp, TensorSpec
 from tests.unit.test_engine_coordinator import TIMEOUT, WARNING, request
 from tests.unit.test_engine_coordinator import Job as Star
 from tests.unit.test_engine_model import LATE_JOIN, ROUNDS, Job, Round, one_order, possible, run
@@ -207,7 +221,7 @@ class Network:
     @property
     def at_rest(self) -> bool:
         return not any(
-            gatherer.holds or gatherer._opened or gatherer._asked or gatherer._joined or gatherer._late_joins
+            gatherer.holds or gatherer._asked or gatherer._joined or gatherer._late_joins
             for gatherer in self.gatherers.values()
         )
 
@@ -576,3 +590,452 @@ def test_the_same_is_said_word_for_word(
     ordered, warned = by_star(script, **options)
     assert by_tree(script, slots, fanin=fanin, **options) == (ordered, warned)
     assert ordered
+
+
+class Leader:
+    """One Gatherer, of the leader of ranks 2 and 3, to which that of ranks 4 and 5 reports; it reports to rank 0."""
+
+    def __init__(self, patience: float = 1.0) -> None:
+        self.gatherer = Gatherer(seat(2, (2, 2, 2), 1), {0: range(6), 1: (0, 3)}, patience, TIMEOUT)
+        self.now = 1000.0
+
+    def hears(self, child: int, *messages: Message) -> None:
+        for message in messages:
+            self.gatherer.receive(child, decode(encode(message)), self.now)
+
+    def is_told(self, *messages: Message) -> None:
+        for message in messages:
+            self.gatherer.pass_down(decode(encode(message)), self.now)
+
+    def knows(self, *names: str) -> None:
+        """These have been agreed upon, under the numbers from 0 on."""
+        self.is_told(Execute(tuple(Response(request(name), signature=at) for at, name in enumerate(names))))
+
+    def sends_up(self) -> list[Message]:
+        return self.gatherer.take(self.now)
+
+    def sends_down(self) -> list[tuple[int, Message]]:
+        down, self.gatherer.down = self.gatherer.down, []
+        return down
+
+    def waits(self, seconds: float) -> None:
+        self.now += seconds
+        self.gatherer.tick(self.now)
+
+
+BELOW = (2, 4)  # ranks 2 to 5, as runs
+JOIN = Request("join", Collective.JOIN)
+
+
+class TestSeats:
+    @pytest.mark.parametrize("fanin", [1, 2, 16])
+    def test_every_rank_is_below_the_root_once(self, fanin: int) -> None:
+        slots = [3, 1, 8, 2, 5] * 5
+        seats = [seat(rank, slots, fanin) for rank in range(sum(slots))]
+        for each in seats:
+            assert sum(each.below.values()) == sum(1 << rank for below in each.below.values() for rank in _ranks(below))
+            for child in each.children:
+                assert seats[child].parent == each.rank
+                assert each.below[child] == (sum(seats[child].below.values()) or 1 << child)
+        assert sum(seats[0].below.values()) == (1 << len(seats)) - 1
+
+    def test_128_hosts_of_8_by_the_default_fan_in(self) -> None:
+        slots = [8] * 128
+        root, leader, member = seat(0, slots, 16), seat(8 * 20, slots, 16), seat(8 * 20 + 3, slots, 16)
+        assert len(root.children) == 7 + 16
+        assert root.height == root.levels == 2
+        assert (leader.parent, leader.height, len(leader.children)) == (8, 0, 7)
+        assert (member.parent, member.below) == (8 * 20, {})
+
+    def test_whoever_asks_waits_longer_than_those_below_and_a_rank_does_not_wait_for_ever(self) -> None:
+        for hosts, fanin in ((128, 16), (40, 1)):
+            slots = [1] * hosts
+            seconds = [seat(rank, slots, fanin).inquest_seconds for rank in range(hosts)]
+            assert all(seconds[seat(rank, slots, fanin).parent] > seconds[rank] for rank in range(1, hosts))
+            assert INQUEST_SECONDS == min(seconds) < max(seconds) < VERDICT_SECONDS - 0.5
+
+
+def _ranks(mask: int) -> list[int]:
+    return [rank for rank in range(mask.bit_length()) if mask >> rank & 1]
+
+
+class TestRuns:
+    @given(st.integers(0, 2**200), st.integers(0, 3000))
+    def test_a_set_of_ranks_is_a_few_numbers(self, mask: int, first: int) -> None:
+        runs = runs_of_mask(mask)
+        assert mask_of_runs(runs) == mask
+        assert runs_of_mask(mask, first) == tuple(n + first * (at % 2 == 0) for at, n in enumerate(runs))
+
+    @given(st.frozensets(st.integers(0, 5000)))
+    def test_so_is_a_set_of_numbers(self, numbers: frozenset[int]) -> None:
+        masks = masks_of(tuple(sorted(numbers)))
+        assert sorted(masks_of_runs(runs_of_masks(masks))) == sorted(masks)
+
+    def test_a_run_that_crosses_blocks_is_taken_apart(self) -> None:
+        assert masks_of_runs((1020, 8)) == masks_of(tuple(range(1020, 1028)))
+
+    @pytest.mark.parametrize("decoded", [mask_of_runs, masks_of_runs])
+    @pytest.mark.parametrize("runs", [(1,), (0, 1 << 40), (0, 1 << 19, 1 << 20, 1 << 21)], ids=str)
+    def test_neither_can_be_made_to_fill_memory(self, decoded: Callable[[Any], Any], runs: tuple[int, ...]) -> None:
+        with pytest.raises(ValueError, match="not a control message"):
+            decoded(runs)
+
+
+class TestGathering:
+    def test_known_numbers_go_up_together_when_all_below_have_come(self) -> None:
+        leader = Leader()
+        leader.knows(*(f"t{number}" for number in range(300)))
+        leader.hears(2, Submit(tuple(range(300))))
+        leader.hears(3, Submit(tuple(range(200))))
+        leader.hears(4, Gathered((0, 300)))
+        (message,) = leader.sends_up()
+        assert message == Gathered((0, 200))
+        assert len(encode(message)) < 10
+        leader.is_told(Execute(tuple(range(200))))
+        leader.hears(3, Submit(tuple(range(200, 300))))
+        assert leader.sends_up() == [Gathered((200, 100))]
+
+    def test_what_is_spelled_out_equally_goes_up_once(self) -> None:
+        leader = Leader()
+        for rank in (2, 3):
+            leader.hears(rank, Submit((), (request("a"),)))
+        assert leader.sends_up() == []
+        leader.hears(4, Gathered((), (Part((4, 2), request("a")),)))
+        assert leader.sends_up() == [Gathered((), (Part(BELOW, request("a")),))]
+
+    def test_different_requests_go_up_with_the_ranks_that_made_them(self) -> None:
+        leader = Leader()
+        leader.knows("a")
+        other = Request("a", Collective.ALLREDUCE, (TensorSpec(DType.FLOAT32, (7,)),))
+        leader.hears(2, Submit((0,)))
+        leader.hears(3, Submit((), (other,)))
+        leader.hears(4, Gathered((0, 1)))
+        assert leader.sends_up() == [Gathered((), (Part((2, 1, 4, 2), 0), Part((3, 1), other)))]
+
+    def test_a_set_without_all_ranks_waits_for_its_members_only(self) -> None:
+        leader = Leader()
+        leader.hears(3, Submit((), (request("a", 1),)))
+        assert leader.sends_up() == [Gathered((), (Part((3, 1), request("a", 1)),))]
+
+    def test_the_first_goes_at_once_and_the_next_with_the_answer_or_after_a_moment(self) -> None:
+        leader = Leader()
+        leader.knows("a", "b", "c", "d")
+        for number in range(3):
+            for child, said in ((2, Submit((number,))), (3, Submit((number,))), (4, Gathered((number, 1)))):
+                leader.hears(child, said)
+            if number == 0:
+                assert leader.sends_up() == [Gathered((0, 1))]
+            else:
+                assert leader.sends_up() == []
+        assert leader.gatherer.deadline() == leader.now + BATCH_SECONDS
+        leader.is_told(Execute((0,)))
+        assert leader.sends_up() == [Gathered((1, 2))]
+        for child, said in ((2, Submit((3,))), (3, Submit((3,))), (4, Gathered((3, 1)))):
+            leader.hears(child, said)
+        assert leader.sends_up() == []
+        leader.waits(BATCH_SECONDS)
+        assert leader.sends_up() == [Gathered((3, 1))]
+
+    def test_what_has_waited_for_a_second_goes_up_as_it_is_and_the_rest_follows_at_once(self) -> None:
+        leader = Leader()
+        leader.knows("a", "b")
+        leader.hears(2, Submit((0,), (request("c"),)))
+        assert leader.gatherer.deadline() == leader.now + 1.0
+        leader.waits(0.5)
+        leader.hears(4, Gathered((1, 1)))
+        leader.waits(0.5)
+        assert leader.sends_up() == [Gathered((), (Part((2, 1), request("c"), b"", 1.0), Part((2, 1), 0, b"", 1.0)))]
+        leader.is_told(Execute((1,)))  # any answer
+        leader.hears(3, Submit((0,)))
+        assert leader.sends_up() == [Gathered((), (Part((3, 1), 0),))]
+
+    def test_once_ordered_it_is_held_back_again(self) -> None:
+        leader = Leader()
+        leader.knows("a")
+        leader.hears(2, Submit((0,)))
+        leader.waits(1.0)
+        assert leader.sends_up()
+        leader.is_told(Execute((0,)))
+        leader.hears(2, Submit((0,)))
+        assert leader.sends_up() == []
+        leader.hears(3, Submit((0,)))
+        leader.hears(4, Gathered((0, 1)))
+        assert leader.sends_up() == [Gathered((0, 1))]
+
+    def test_what_another_leader_has_opened_is_not_held_here(self) -> None:
+        leader = Leader()
+        leader.hears(4, Gathered((), (Part((5, 1), request("a"), b"", 1.5),)))
+        assert leader.sends_up() == [Gathered((), (Part((5, 1), request("a"), b"", 1.5),))]
+
+    def test_different_kinds_under_one_name_are_not_held(self) -> None:
+        leader = Leader()
+        spec = (TensorSpec(DType.FLOAT32, (2,)),)
+        one = Request("allreduce.x", Collective.ALLREDUCE, spec)
+        other = Request("broadcast.x", Collective.BROADCAST, spec, root=0)
+        leader.hears(2, Submit((), (one,)))
+        leader.hears(3, Submit((), (other,)))
+        assert leader.sends_up() == [Gathered((), (Part((2, 1), one), Part((3, 1), other)))]
+
+    def test_while_rank_0_writes_a_timeline_every_rank_is_seen_to_come(self) -> None:
+        leader = Leader()
+        leader.knows("a")
+        leader.hears(2, Submit((0,)))
+        leader.is_told(Observe(True))
+        leader.hears(3, Submit((0,)))
+        assert leader.sends_up() == [Gathered((), (Part((2, 1), 0), Part((3, 1), 0)))]
+        leader.is_told(Execute((0,)), Observe(False))
+        leader.hears(3, Submit((0,)))
+        assert leader.sends_up() == []
+
+
+class TestPayloads:
+    def test_tiny_tensors_are_combined_on_the_way(self) -> None:
+        leader = Leader()
+        scaled = Request("a", Collective.ALLREDUCE, (TensorSpec(DType.FLOAT32, (2,)),), ReduceOp.AVERAGE, prescale=2.0)
+        for rank in (2, 3):
+            leader.hears(rank, Submit((), (scaled,), np.full(2, float(rank), np.float32).tobytes()))
+        leader.hears(4, Gathered((), (Part((4, 2), scaled, np.full(2, 100.0, np.float32).tobytes()),)))
+        ((part,),) = [message.parts for message in leader.sends_up() if isinstance(message, Gathered)]
+        assert part.ranks == BELOW
+        assert np.frombuffer(part.payload, np.float32).tolist() == [110.0, 110.0]  # 100 has been prescaled below
+
+    def test_if_some_have_sent_none_nothing_is_sent(self) -> None:
+        leader = Leader()
+        leader.hears(2, Submit((), (request("a"),), bytes(8)))
+        leader.hears(3, Submit((), (request("a"),)))
+        leader.hears(4, Gathered((), (Part((4, 2), request("a"), bytes(8)),)))
+        assert leader.sends_up() == [Gathered((), (Part(BELOW, request("a")),))]
+
+    @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVERAGE, ReduceOp.MAX, ReduceOp.PRODUCT])
+    def test_the_result_is_the_star_s(self, op: ReduceOp) -> None:
+        spec = (TensorSpec(DType.FLOAT64, (3,)),)
+        asked = Request("a", Collective.ALLREDUCE, spec, op, prescale=0.5, postscale=3.0)
+        star, tree = Star(5), Tree()
+        results = []
+        for job in (star, tree):
+            for rank in range(5):
+                job.says(rank, Submit((), (asked,), np.array([rank, 1.0, 2.0 + rank]).tobytes()))
+        star.coordinator.release(star.now)
+        for sent in ([message for _, message in star.sent()], tree.ordered()):
+            (message,) = sent
+            assert isinstance(message, Execute)
+            ((position, result),) = message.results
+            assert position == 0
+            results.append(np.frombuffer(result))
+        np.testing.assert_allclose(results[1], results[0], rtol=1e-15)
+
+
+class TestJoins:
+    def test_a_join_takes_along_what_the_rank_has_submitted_before(self) -> None:
+        leader = Leader()
+        leader.hears(3, Submit((), (request("a"),)), Submit((), (JOIN,)))
+        assert leader.sends_up() == [Gathered((), (Part((3, 1), request("a")), Part((3, 1), JOIN)))]
+
+    def test_those_who_have_joined_are_not_waited_for(self) -> None:
+        leader = Leader()
+        leader.hears(3, Submit((), (JOIN,)))
+        leader.hears(2, Submit((), (request("a"),)))
+        leader.hears(4, Gathered((), (Part((4, 2), request("a")),)))
+        assert leader.sends_up() == [Gathered((), (Part((3, 1), JOIN), Part((2, 1, 4, 2), request("a"))))]
+
+    def test_but_for_changes_of_process_sets_they_are(self) -> None:
+        leader = Leader()
+        change = Request("add", Collective.ADD_PROCESS_SET, ranks=(0, 3))
+        leader.hears(3, Submit((), (JOIN,)))
+        leader.sends_up()
+        leader.hears(2, Submit((), (change,)))
+        leader.hears(4, Gathered((), (Part((4, 2), change),)))
+        leader.waits(BATCH_SECONDS)
+        assert leader.sends_up() == []
+        leader.hears(3, Submit((), (change,)))
+        assert leader.sends_up() == [Gathered((), (Part(BELOW, change),))]
+
+    def test_when_all_have_joined_all_are_waited_for_again(self) -> None:
+        leader = Leader()
+        leader.hears(3, Submit((), (JOIN,)))
+        leader.sends_up()
+        leader.is_told(Execute((Response(JOIN, value=5),)))
+        leader.hears(2, Submit((), (request("a"),)))
+        leader.hears(4, Gathered((), (Part((4, 2), request("a")),)))
+        assert leader.sends_up() == []
+
+    @pytest.mark.parametrize("asked", ["here", "above"])
+    def test_a_join_does_not_overtake_what_a_rank_is_being_asked_for(self, asked: str) -> None:
+        leader = Leader()
+        if asked == "here":
+            leader.hears(3, Submit((7,)))
+        else:
+            leader.is_told(To((3, 1), Resend((7,))))
+        assert leader.sends_down() == [(3, Resend((7,)))]
+        leader.hears(3, Submit((), (JOIN,)))
+        assert leader.sends_up() == []
+        leader.hears(3, Submit((), (request("a"),), resent=True))
+        answered = () if asked == "here" else (Part((3, 1), None),)
+        parts = (Part((3, 1), request("a")), *answered, Part((3, 1), JOIN))
+        assert leader.sends_up() == [Gathered((), parts)]
+
+
+class TestForgotten:
+    def test_whoever_waits_under_a_forgotten_number_spells_it_out_again(self) -> None:
+        leader = Leader()
+        leader.knows("a", "b")
+        leader.hears(2, Submit((0, 1)))
+        leader.hears(4, Gathered((0, 1)))
+        leader.is_told(Execute((), (0,)))
+        assert leader.sends_down() == [(2, Resend((0,))), (4, To((4, 2), Resend((0,))))]
+        leader.hears(2, Submit((), (request("a"),), resent=True))
+        leader.hears(4, Gathered((), tuple(Part((rank, 1), request("a")) for rank in (4, 5))))
+        leader.hears(4, Gathered((), tuple(Part((rank, 1), None) for rank in (4, 5))))
+        leader.hears(3, Submit((), (request("a"),)))
+        parts = [part for message in leader.sends_up() if isinstance(message, Gathered) for part in message.parts]
+        assert sorted(rank for part in parts for rank in _ranks(mask_of_runs(part.ranks))) == [2, 3, 4, 5]
+        assert {part.what for part in parts} == {request("a")}
+
+    def test_what_was_asked_for_above_is_not_held(self) -> None:
+        leader = Leader()
+        leader.is_told(To((2, 1, 4, 2), Resend((9,))))
+        assert leader.sends_down() == [(2, Resend((9,))), (4, To((4, 2), Resend((9,))))]
+        leader.hears(2, Submit((), (request("a"),), resent=True))
+        assert leader.sends_up() == [Gathered((), (Part((2, 1), request("a")), Part((2, 1), None)))]
+
+    def test_a_removed_set_leaves_nothing_behind(self) -> None:
+        leader = Leader()
+        change = Request("remove", Collective.REMOVE_PROCESS_SET, ranks=(0, 2, 3))
+        leader.is_told(Execute((Response(replace_ranks("add", (0, 2, 3)), value=2),)))
+        leader.is_told(Execute((Response(request("a", 2), signature=5),)))
+        leader.hears(3, Submit((5,), (request("b", 2),)))
+        assert leader.gatherer.holds
+        leader.is_told(Execute((Response(change, value=2),), (5,)))
+        assert not leader.gatherer.holds
+        assert leader.sends_down() == []
+        leader.hears(2, Submit((), (request("b", 2),)))
+        assert leader.sends_up() == []
+
+
+def replace_ranks(name: str, ranks: tuple[int, ...]) -> Request:
+    return Request(name, Collective.ADD_PROCESS_SET, ranks=ranks)
+
+
+class TestSignsOfLife:
+    def test_neighbours_only_are_pinged_while_somebody_below_waits(self) -> None:
+        leader = Leader()
+        leader.hears(2, Submit((), (request("a"),)))
+        leader.waits(0.0)
+        for _ in range(3):
+            leader.now += ping_interval(TIMEOUT)
+            leader.waits(0.0)
+            assert leader.sends_down() == [(3, Ping()), (4, Ping())]
+            leader.hears(3, Pong())
+            leader.hears(4, Pong())
+        assert not [message for message in leader.sends_up() if isinstance(message, Lost)]
+
+    @pytest.mark.parametrize("silent", [3, 4])
+    def test_a_silent_child_is_lost_after_the_operation_timeout(self, silent: int) -> None:
+        leader = Leader()
+        leader.hears(2, Submit((), (request("a"),)))
+        leader.waits(0.0)
+        begun = leader.now
+        lost: list[Message] = []
+        while not lost:
+            deadline = leader.gatherer.deadline()
+            assert deadline is not None
+            leader.waits(deadline - leader.now)
+            leader.hears(7 - silent, Pong())
+            lost = [message for message in leader.sends_up() if isinstance(message, Lost)]
+        assert leader.now - begun == TIMEOUT
+        (message,) = lost
+        assert message == Lost(silent, message.reason)  # type: ignore[attr-defined]
+        assert "it has not answered for 20 s (stopped, swapping" in message.reason  # type: ignore[attr-defined]
+
+    def test_a_ping_from_above_is_passed_on_to_those_below_but_not_back(self) -> None:
+        leader = Leader()
+        leader.is_told(Ping())
+        assert leader.sends_up() == [Pong()]
+        leader.waits(0.0)
+        leader.waits(ping_interval(TIMEOUT))
+        assert leader.sends_down() == [(3, Ping()), (4, Ping())]
+        assert not leader.gatherer.asked_from_below(leader.now)
+        leader.waits(3 * ping_interval(TIMEOUT))
+        assert leader.sends_down() == []
+
+    def test_a_ping_from_below_has_the_one_above_asked(self) -> None:
+        leader = Leader()
+        leader.hears(3, Ping())
+        assert leader.sends_down() == [(3, Pong())]
+        assert leader.gatherer.asked_from_below(leader.now)
+        assert not leader.gatherer.asked_from_below(leader.now + 2 * ping_interval(TIMEOUT))
+
+    def test_an_inquest_is_answered_when_all_below_have_or_when_it_is_time(self) -> None:
+        leader = Leader()
+        leader.is_told(Inquest())
+        assert leader.sends_down() == [(3, Ping()), (4, Inquest())]
+        leader.hears(3, Pong())
+        assert leader.sends_up() == []
+        leader.hears(4, Silent(4, (5, 1)))
+        assert leader.sends_up() == [Silent(2, (5, 1))]
+        leader.is_told(Inquest())
+        leader.hears(4, Said(5, Failed("late")))  # no word of rank 4
+        leader.waits(INQUEST_SECONDS + 0.25)
+        assert leader.sends_up()[-1] == Silent(2, (3, 2))
+
+    def test_a_silent_leader_is_named_and_those_behind_it_are_not(self) -> None:
+        tree = Tree((1, 2, 2), answering=(0, 3, 4))
+        tree.says(0, Failed("broken"))
+        tree.run_until(1002.0)
+        (abort,) = tree.ordered()
+        assert isinstance(abort, Abort)
+        assert abort.rank == 1
+        assert abort.text.startswith("rank 1 (h1, pid 101) does not answer, and rank 0 (h0, pid 100) reports: broken")
+
+
+class TestTheEnd:
+    def test_what_was_said_before_a_farewell_is_heard_before_it(self) -> None:
+        leader = Leader()
+        for rank in (2, 3):
+            leader.hears(rank, Submit((), (request("a", 0),)))
+        leader.hears(4, Gathered((), (Part((4, 2), request("a")),)), Said(5, Leave("why")))
+        assert leader.sends_up() == [Gathered((), (Part(BELOW, request("a")),)), Said(5, Leave("why"))]
+
+    def test_who_has_drained_is_counted(self) -> None:
+        leader = Leader()
+        leader.is_told(End(5))
+        leader.hears(2, Drained())
+        leader.hears(4, Drained((4, 2)))
+        assert leader.sends_up() == []
+        leader.hears(3, Drained())
+        assert leader.sends_up() == [Drained(BELOW)]
+
+    def test_a_rank_that_is_lost_after_it_has_drained_is_no_loss(self) -> None:
+        leader = Leader()
+        leader.is_told(End(5))
+        leader.hears(3, Drained())
+        leader.gatherer.lost(3, "its connection ended", leader.now)
+        assert leader.sends_up() == [Drained((3, 1)), Lost(3, "its connection ended")]
+
+    def test_what_crosses_with_the_end_is_dropped(self) -> None:
+        leader = Leader()
+        leader.hears(2, Submit((), (request("a"),)))
+        leader.is_told(End(5))
+        assert not leader.gatherer.holds
+        leader.hears(3, Submit((), (request("a"),)))
+        leader.hears(4, Gathered((), (Part((4, 2), request("a")),)))
+        assert leader.sends_up() == []
+
+    def test_a_goodbye_comes_when_all_have_drained(self) -> None:
+        tree = Tree()
+        tree.says(3, Leave())
+        for rank in range(5):
+            assert Bye() not in tree.ordered()
+            tree.says(rank, Drained())
+        assert tree.ordered() == [Bye()]
+
+
+def test_late_ranks_are_asked_where_they_are_by_way_of_their_leaders() -> None:
+    tree = Tree(stacks=(1, 3, 4))
+    for rank in (0, 2):
+        tree.submits(rank, "a")
+    tree.run_until(1000.0 + WARNING)
+    assert [rank for _, rank, _ in tree.of(AskStacks)] == [1, 3, 4]
+    (warning,) = tree.warned()
+    for rank in (1, 3, 4):
+        assert f"rank {rank} (h{rank}, pid {100 + rank}) is here:\n    stack of {rank}" in warning
