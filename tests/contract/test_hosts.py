@@ -1,0 +1,166 @@
+"""The planes of ranks on several hosts, as ``hvd.init()`` opens them: real shared memory and real Gloo, ranks as
+threads, of which some are told that they are on other hosts."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvdgloo._backends.base import Backend, Work
+from hvdgloo._backends.hierarchical import HierarchicalBackend
+from hvdgloo._backends.select import Planes, gloo_provider, plane_settings
+from hvdgloo.config import Config
+from hvdgloo.rendezvous import MemoryStore
+from hvdgloo.topology import Host, Topology, Worker
+from hvdgloo.types import Buffer, ReduceOp
+from tests.support.world import SECRET
+
+pytestmark = pytest.mark.skipif(not gloo_provider("auto"), reason="hosts need Gloo, and that needs torch or pygloo")
+
+SLICED, WHOLE = 1, 1 << 60
+"""Thresholds with which everything is cut into slices for all ranks of a host, and nothing."""
+
+
+class Hosts:
+    """A backend for each rank.
+
+    Args:
+        sizes: ranks on each host.
+        threshold: from how many bytes on tensors are cut.
+        identities: of the hosts; ranks of a host whose identity is empty share no memory.
+    """
+
+    def __init__(self, sizes: Sequence[int], threshold: int, identities: Sequence[str] = ()) -> None:
+        self.size = sum(sizes)
+        self._pool = ThreadPoolExecutor(self.size)
+        identities = identities or [f"identity {host}" for host in range(len(sizes))]
+        hosts = tuple(Host(f"h{host}", identity) for host, identity in enumerate(identities))
+        places = [(host, place) for host, count in enumerate(sizes) for place in range(count)]
+        workers = tuple(
+            Worker(rank, host, place, os.getpid(), "127.0.0.1", 0) for rank, (host, place) in enumerate(places)
+        )
+        config = Config(
+            secret=SECRET,
+            connect_timeout=20.0,
+            hierarchical_threshold=threshold,
+            hierarchical_distribution_threshold=threshold,
+        )
+        topology, store = Topology(0, hosts, workers), MemoryStore()
+
+        def open_planes(rank: int) -> Backend:
+            planes = Planes(config, plane_settings(config), topology, rank, store, "test/", "127.0.0.1")
+            return planes.open(0, range(self.size))
+
+        self.backends = self.run(open_planes)
+
+    def run(self, function: Callable[[int], Any]) -> list[Any]:
+        """On all ranks at once."""
+        return list(self._pool.map(function, range(self.size), timeout=40))
+
+    def close(self) -> None:
+        for backend in self.backends:
+            backend.close()
+        self._pool.shutdown()
+
+
+@pytest.fixture
+def hosts() -> Iterator[Callable[..., Hosts]]:
+    """Makes hosts, whose ranks are closed in the end."""
+    made: list[Hosts] = []
+
+    def make(*arguments: Any) -> Hosts:
+        made.append(Hosts(*arguments))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def finish(work: Work) -> None:
+    deadline = time.monotonic() + 20
+    while not work.completes_within(0.2):
+        assert time.monotonic() < deadline
+
+
+def use_everything(made: Hosts, count: int) -> None:
+    """Every collective; results are checked.
+
+    Args:
+        count: of elements, more or less.
+    """
+    size = made.size
+    rows = [count * ((rank % 3) + 1) // size for rank in range(size)]
+    nbytes = [8 * number for number in rows]
+    whole = np.concatenate([np.arange(number) + 1000.0 * rank for rank, number in enumerate(rows)])
+    blocks = np.split(whole, np.cumsum(rows)[:-1])
+
+    def rank(place: int) -> None:
+        backend = made.backends[place]
+        for op, expected in ((ReduceOp.SUM, sum(range(size))), (ReduceOp.MAX, size - 1), (ReduceOp.MIN, 0)):
+            array = np.full(count, place)
+            finish(backend.allreduce(Buffer.of_array(array), op))
+            assert (array == expected).all()
+        for root in range(size):
+            told = np.full(count, place + 1.0)
+            finish(backend.broadcast(Buffer.of_array(told), root))
+            assert (told == root + 1).all()
+        gathered, part = np.zeros(whole.size), np.zeros(rows[place])
+        finish(backend.allgather(Buffer.of_array(blocks[place].copy()), Buffer.of_array(gathered), nbytes))
+        np.testing.assert_array_equal(gathered, whole)
+        finish(backend.reducescatter(Buffer.of_array(gathered), Buffer.of_array(part), nbytes, ReduceOp.SUM))
+        np.testing.assert_array_equal(part, size * blocks[place])
+        eights = [8] * size
+        sent, received = np.arange(size) + 100 * place, np.zeros(size, np.int64)
+        finish(backend.alltoall(Buffer.of_array(sent), Buffer.of_array(received), eights, eights))
+        assert received.tolist() == [100 * source + place for source in range(size)]
+
+    made.run(rank)
+
+
+@pytest.mark.parametrize("threshold", [SLICED, WHOLE], ids=["in slices", "whole"])
+@pytest.mark.parametrize("sizes", [(2, 2), (3, 1, 2), (2, 2, 1, 2, 2, 2, 2)], ids=str)
+def test_all_collectives_on_hosts_of_any_number_and_size(
+    hosts: Callable[..., Hosts], sizes: tuple[int, ...], threshold: int
+) -> None:
+    made = hosts(sizes, threshold)
+    assert all(isinstance(backend, HierarchicalBackend) for backend in made.backends)
+    for count in (3, 5000):
+        use_everything(made, count)
+
+
+@pytest.mark.parametrize("count", [5, 9000])
+@pytest.mark.parametrize("threshold", [SLICED, WHOLE], ids=["in slices", "whole"])
+def test_sums_are_the_same_bits_on_all_ranks_and_in_every_run(
+    hosts: Callable[..., Hosts], threshold: int, count: int
+) -> None:
+    made = hosts((2, 1, 2), threshold)
+    arrays = [np.random.default_rng(rank).normal(size=count).astype(np.float32) for rank in range(5)]
+    results = set()
+    for _ in range(3):
+        given = [array.copy() for array in arrays]
+        made.run(
+            lambda place, given=given: finish(
+                made.backends[place].allreduce(Buffer.of_array(given[place]), ReduceOp.SUM)
+            )
+        )
+        results.update(array.tobytes() for array in given)
+    assert len(results) == 1
+    np.testing.assert_allclose(given[0], sum(arrays), rtol=1e-5, atol=1e-5)
+
+
+def test_if_one_host_cannot_share_memory_all_ranks_use_gloo(
+    hosts: Callable[..., Hosts], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        made = hosts((2, 1, 2), WHOLE, ("one", "two", ""))
+    assert {backend.name for backend in made.backends} == {"gloo"}
+    assert "ranks of one host do not share memory everywhere" in caplog.text
+    use_everything(made, 50)
