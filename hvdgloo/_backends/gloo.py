@@ -23,7 +23,7 @@ import logging
 import os
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -293,7 +293,10 @@ class GlooBackend(ProcessGroupBackend):
             if self._cancelled():
                 raise
             problem = first_line(error)
-        return self._agreed(store, prefix, problem, deadline)
+        problem = self._agreed(store, prefix, problem, deadline)
+        if problem and self._driver is not None:
+            self._driver.close()
+        return problem
 
     def _agreed(self, store: RendezvousStore, prefix: str, problem: str, deadline: float) -> str:
         """The problem of the lowest rank that has one: what one rank cannot use, no rank uses. Rank 0 asks all, and
@@ -498,7 +501,7 @@ class GlooBackend(ProcessGroupBackend):
         """
         if self._group is not None:
             self.abandon()
-            bury(self._sockets(connected=False))
+            bury(list(self._sockets(connected=False)))
 
     def _find_listener(self) -> tuple[tuple[str, int], int]:
         """This rank's listening address, and where it is in what Gloo published.
@@ -518,14 +521,15 @@ class GlooBackend(ProcessGroupBackend):
             "noticed in time; use a version of torch that the compatibility table lists"
         )
 
-    def _sockets(self, *, connected: bool) -> list[int]:
-        """Descriptors of the group's sockets; its listener too unless only ``connected`` ones are wanted."""
-        found = []
+    def _sockets(self, *, connected: bool) -> Iterator[int]:
+        """Descriptors of the group's sockets; its listener too unless only ``connected`` ones are wanted.
+
+        One at a time, for immediate use: once it is closed, a number may be given to any other file.
+        """
         for descriptor in open_descriptors():
             local, peer = ends(descriptor)
             if local in self._listeners:
                 if peer is not None or not connected:
-                    found.append(descriptor)
+                    yield descriptor
             elif peer in self._listeners:
-                found.append(descriptor)
-        return found
+                yield descriptor

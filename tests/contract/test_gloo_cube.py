@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from hvdgloo._backends.base import Work
-from hvdgloo.errors import BackendError
+from hvdgloo.errors import BackendError, ConnectError
 from hvdgloo.rendezvous import MemoryStore
 from hvdgloo.types import Buffer, DType, ReduceOp
 
@@ -298,3 +298,22 @@ def test_who_is_no_neighbour_proves_to_know_the_secret_before_the_first_alltoall
     for work in works:
         with pytest.raises(BackendError):
             finish(work)
+
+
+def test_a_group_that_was_not_connected_leaves_no_thread_behind() -> None:
+    def drivers() -> set[threading.Thread]:
+        return {thread for thread in threading.enumerate() if thread.name.startswith("hvdgloo-gloo-")}
+
+    store, before = MemoryStore(), drivers()
+
+    def join(rank: int) -> str:
+        secret = b"another" if rank == 2 else b"secret"
+        with pytest.raises(ConnectError) as raised:
+            GlooBackend(store, "test/", rank, 6, "127.0.0.1", 20, secret=secret)
+        return str(raised.value)
+
+    with ThreadPoolExecutor(6) as pool:
+        assert all("does not know this job's secret" in text for text in pool.map(join, range(6), timeout=30))
+    for thread in drivers() - before:
+        thread.join(10)
+        assert not thread.is_alive()
