@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hvdgloo import as_horovod
+from tests.support import warm
 from tests.support.launching import launcher_in
 from tests.support.pages import ROOT
 
@@ -73,6 +74,7 @@ def main():
         op=hvd.Average,
         gradient_predivide_factor=1.0,
     )
+    assert "horovod" in str(type(optimizer))
     # Each way to start a child once, on one rank or the other: each costs an import of torch.
     for epoch, way in enumerate(["fork", "forkserver" if hvd.rank() == 1 else "fork"]):
         sampler.set_epoch(epoch)
@@ -112,7 +114,8 @@ if __name__ == "__main__":
 
 def test_a_program_of_horovods_runs_without_an_edit(tmp_path: Path) -> None:
     with launcher_in(tmp_path) as launcher:
-        done = launcher.run("-np", "2", "--as-horovod", launcher.script(PROGRAM, "train.py"), timeout=55)
+        program = launcher.script(PROGRAM, "train.py")
+        done = launcher.run("-np", "2", "--as-horovod", warm.python(), program, timeout=55)
     assert done.returncode == 0, done.stderr
     assert done.stdout == (
         "[0]<stdout>:child hvdgloo.torch False True\n"
@@ -138,10 +141,6 @@ def test_the_modules_are_the_very_same(tmp_path: Path) -> None:
         horovod.torch.size()
     except RuntimeError as error:
         assert str(error).startswith("Horovod has not been initialized"), error
-    import torch
-    horovod.torch.init()
-    plain = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
-    assert "horovod" in str(type(horovod.torch.DistributedOptimizer(plain)))
     importlib.reload(hvdgloo.errors)
     print("same")
     """

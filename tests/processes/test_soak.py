@@ -30,22 +30,22 @@ def soak(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_some_seconds_of_random_collectives_are_right() -> None:
     # So short a time does not show leaks: buffers and allocators are still filling.
-    done = soak("--seconds", "3", "--seed", "7", "--growth", "200")
+    done = soak("--seconds", "2", "--seed", "7", "--growth", "200")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.endswith("all results right\n")
 
 
-SHORT = ["--seconds", "2", "--seed", "11", "--growth", "200"]
+SHORT = ["--seconds", "1", "--seed", "11", "--growth", "200"]
 
 
 @pytest.mark.parametrize("plane", ["segment", "in-place"])
-def test_a_few_seconds_over_each_kind_of_shared_memory(plane: str) -> None:
+def test_a_moment_over_each_kind_of_shared_memory(plane: str) -> None:
     done = soak(*SHORT, "--np", "3", "--plane", plane)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.endswith("all results right\n")
 
 
-def test_a_few_seconds_over_hosts_with_several_ranks(bed: Bed) -> None:
+def test_a_moment_over_hosts_with_several_ranks(bed: Bed) -> None:
     """Hosts with unequal numbers of ranks."""
     plane = ["--plane", "hierarchical", "--hosts", "h1:2,h2:1"]
     done = bed["h1"].run([sys.executable, str(SOAK), *SHORT, "--np", "3", *plane], timeout=55)
@@ -55,7 +55,7 @@ def test_a_few_seconds_over_hosts_with_several_ranks(bed: Bed) -> None:
 
 def test_threads_that_wait_in_turn_do_not_starve_each_other() -> None:
     """Each has one operation under way and lends the engine its thread while it waits."""
-    done = soak("--seconds", "2", "--np", "2", "--alternating", "3", "--longest", "5", "--growth", "200")
+    done = soak("--seconds", "1", "--np", "2", "--alternating", "3", "--longest", "5", "--growth", "200")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.endswith("all results right\n")
     assert done.stdout.count("longest wait") == 2

@@ -135,6 +135,8 @@ def be(request: dict[str, Any], fds: list[int]) -> NoReturn:
         os.close(fd)
     os.environ.clear()
     os.environ.update(request["environ"])
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[1:1] = [path for path in paths if path and path not in sys.path]
     arguments = list(request["arguments"])
     unbuffered = arguments[:1] == ["-u"]
     arguments = arguments[1:] if unbuffered else arguments
