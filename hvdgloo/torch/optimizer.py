@@ -9,6 +9,7 @@ from hvdgloo._collectives.process_sets import ProcessSet, global_process_set
 from hvdgloo._training.options import Groups, whichever
 from hvdgloo.torch import _distributed as distributed
 from hvdgloo.torch._frontend import FRONTEND
+from hvdgloo.torch._session import NamedParameters, ReductionOptions
 from hvdgloo.torch.compression import Compression
 from hvdgloo.types import ReduceOp
 
@@ -17,7 +18,7 @@ __all__ = ["DistributedOptimizer"]
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name; it makes an instance of a class of its own
     optimizer: torch.optim.Optimizer,
-    named_parameters: distributed.NamedParameters | None = None,
+    named_parameters: NamedParameters | None = None,
     compression: Compressor[torch.Tensor] = Compression.none,
     backward_passes_per_step: int = 1,
     op: int = ReduceOp.AVERAGE,
@@ -61,7 +62,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name; it makes an instance o
         NotInitializedError: before ``init()``.
     """
     groups = whichever(num_groups, groups)
-    options = distributed.ReductionOptions(
+    options = ReductionOptions(
         compression, backward_passes_per_step, op, gradient_predivide_factor, sparse_as_dense, process_set
     )
     return distributed.wrap(FRONTEND, optimizer, named_parameters, groups, options)

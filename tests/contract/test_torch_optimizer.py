@@ -21,7 +21,8 @@ from hvdgloo._collectives.frontend import Frontend  # noqa: E402
 from hvdgloo._job.context import Context  # noqa: E402
 from hvdgloo.errors import HorovodInternalError, InvalidArgumentError  # noqa: E402
 from hvdgloo.torch._adapter import TorchAdapter  # noqa: E402
-from hvdgloo.torch._distributed import DistributedTorchOptimizer, ReductionOptions, wrap  # noqa: E402
+from hvdgloo.torch._distributed import DistributedTorchOptimizer, wrap  # noqa: E402
+from hvdgloo.torch._session import ReductionOptions  # noqa: E402
 from hvdgloo.torch.compression import Compression  # noqa: E402
 from hvdgloo.types import Buffer, ReduceOp  # noqa: E402
 from tests.support.world import World  # noqa: E402

@@ -21,7 +21,8 @@ from hvdgloo._collectives.frontend import Frontend  # noqa: E402
 from hvdgloo._job.context import Context  # noqa: E402
 from hvdgloo.errors import OptimizerCallError  # noqa: E402
 from hvdgloo.torch._adapter import TorchAdapter  # noqa: E402
-from hvdgloo.torch._distributed import DistributedTorchOptimizer, ReductionOptions, wrap  # noqa: E402
+from hvdgloo.torch._distributed import DistributedTorchOptimizer, wrap  # noqa: E402
+from hvdgloo.torch._session import ReductionOptions  # noqa: E402
 from hvdgloo.types import ReduceOp  # noqa: E402
 from tests.support.world import World  # noqa: E402
 
@@ -251,7 +252,12 @@ def test_the_class_is_made_from_the_users(ranks: MakeWorld) -> None:
     assert type(optimizer).__bases__[0] is type(optimizer).__base__ is torch.optim.SGD
     assert isinstance(optimizer, DistributedTorchOptimizer)
     assert type(plain) is torch.optim.SGD
-    with pytest.raises(TypeError, match="makes these"):
+
+
+def test_another_one_of_the_class_is_made_from_a_plain_one(ranks: MakeWorld) -> None:
+    """A library that calls the class knows nothing of names, groups and process sets."""
+    _, optimizer = make(ranks)
+    with pytest.raises(TypeError, match=r"make a plain one, .* hvd\.DistributedOptimizer\(SGD\(parameters, \.\.\.\)\)"):
         type(optimizer)([parameter()], lr=1.0)
 
 

@@ -133,7 +133,8 @@ def test_a_worker_that_a_signal_ended_gives_128_plus_its_number(launcher: Launch
 def test_pain_23_success_needs_status_0_of_every_worker(launcher: Launcher) -> None:
     script = launcher.script(
         """
-        import os, sys, time
+        import os, signal, sys, time
+        signal.alarm(60)
         size = os.environ["WORLD_SIZE"]
         if os.environ["RANK"] == "0":
             open("new" + size, "w").write(str(os.getpid()))
@@ -152,6 +153,7 @@ def test_workers_get_the_grace_period_after_a_failure_and_no_more(launcher: Laun
     script = launcher.script(
         """
         import os, signal, sys, time
+        signal.alarm(60)
         rank = os.environ["RANK"]
         def save(*_):
             time.sleep(0.5); open(f"saved{rank}", "w").write("1"); sys.exit(0)
@@ -362,7 +364,8 @@ def test_a_launcher_that_falls_silent_is_an_order_to_die(launcher: Launcher) -> 
 def test_a_silence_that_is_short_enough_changes_nothing(launcher: Launcher) -> None:
     script = launcher.script(
         """
-        import os, time
+        import os, signal, time
+        signal.alarm(60)
         open("ready0", "w").write("1")
         while not os.path.exists("stopped"): time.sleep(0.01)
         print("meanwhile", flush=True)
@@ -391,7 +394,8 @@ def test_ctrl_z_in_a_shell_stops_the_launcher_alone_and_fg_goes_on(launcher: Lau
         pytest.skip("there is no bash")
     script = launcher.script(
         """
-        import os, time
+        import os, signal, time
+        signal.alarm(60)
         open(f"ready{os.environ['RANK']}", "w").write("1")
         while not os.path.exists("enough"): time.sleep(0.01)
         print("the end")
@@ -599,6 +603,7 @@ def test_where_the_program_itself_was_at_ctrl_c_is_shown(launcher: Launcher) -> 
 def test_a_job_that_takes_its_time_to_end_says_why(launcher: Launcher, signum: signal.Signals | None) -> None:
     program = """
     import os, signal, sys, time
+    signal.alarm(60)
     if os.environ["RANK"] == "1" and len(sys.argv) > 1:
         while not os.path.exists("ready.0"):
             time.sleep(0.01)

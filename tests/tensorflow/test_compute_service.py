@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import stat
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -29,6 +28,7 @@ from hvdgloo.tensorflow.data import (
     tf_data_service,
 )
 from hvdgloo.tensorflow.data import _reader as readers
+from tests.support import warm
 from tests.support.launching import Launcher, launcher_in
 
 TRAINING = """
@@ -63,8 +63,8 @@ try:
 finally:
     config.compute_client(verbose=2).shutdown()
 """
-COMPUTE_WORKER = "horovod.tensorflow.data.compute_worker"  # as Horovod's documentation starts it
-COMPUTE = ("-np", "2", "--as-horovod", "--", sys.executable, "-m", COMPUTE_WORKER, "service.json")
+COMPUTE = ("-np", "2", "--as-horovod", "--")
+WORKER = ("-m", "horovod.tensorflow.data.compute_worker", "service.json")  # as Horovod's documentation starts it
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3"}
 
 
@@ -75,8 +75,9 @@ def launcher(tmp_path: Path) -> Iterator[Launcher]:
 
 
 def test_dispatchers_of_the_compute_job_until_the_training_job_shuts_it_down(launcher: Launcher) -> None:
-    compute = launcher.start(*COMPUTE, "--dispatchers", "2", env=QUIET)
-    training = ("-np", "2", "--as-horovod", launcher.script(TRAINING), "service.json")
+    python = warm.python(*warm.TENSORFLOW, **QUIET)
+    compute = launcher.start(*COMPUTE, python, *WORKER, "--dispatchers", "2", env=QUIET)
+    training = ("-np", "2", "--as-horovod", python, launcher.script(TRAINING), "service.json")
     done = launcher.run(*training, env=QUIET, timeout=50)
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(line.partition(">:")[2] for line in done.stdout.splitlines()) == ["done 0", "done 1"]

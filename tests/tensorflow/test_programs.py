@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import warm
 from tests.support.launching import Launcher, launcher_in
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -265,6 +266,9 @@ assert not model.jit_compile
 for got, expected in zip(model.get_weights(), alone.get_weights()):
     np.testing.assert_allclose(got, expected, atol=1e-5)
 
+# From here on it makes no difference whether steps are graphs, and to trace them takes longest.
+tf.config.run_functions_eagerly(True)
+
 # A model that is built by its first batch.
 tf.keras.utils.set_random_seed(hvd.rank())
 late = tf.keras.Sequential([tf.keras.layers.Dense(2), tf.keras.layers.Dense(1)])
@@ -360,6 +364,7 @@ except ValueError:
     print("trained", hvd.rank(), flush=True)
 
 # A function that waits for a rank which never comes.
+tf.config.run_functions_eagerly(False)
 started = threading.Event()
 if hvd.rank() == 0:
     @tf.function
@@ -383,7 +388,8 @@ def launcher(tmp_path: Path) -> Iterator[Launcher]:
 @pytest.mark.parametrize("example", ["tensorflow2_digits", "tensorflow1_session_digits", "keras_digits"])
 def test_examples_learn_to_read(launcher: Launcher, example: str) -> None:
     env = {"TF_CPP_MIN_LOG_LEVEL": "3"}
-    done = launcher.run("-np", "2", "--", str(EXAMPLES / f"{example}.py"), env=env, timeout=58)
+    program = str(EXAMPLES / f"{example}.py")
+    done = launcher.run("-np", "2", "--", warm.python(*warm.TENSORFLOW, **env), program, env=env, timeout=58)
     assert done.returncode == 0, done.stdout + done.stderr
     (accuracy,) = re.findall(r"test accuracy averaged over 2 ranks: ([\d.]+)%", done.stdout)
     assert float(accuracy) >= 96.0
@@ -403,7 +409,7 @@ def test_a_program_of_horovods_runs_without_an_edit(launcher: Launcher) -> None:
 
 def test_keras_2_trains_and_a_function_that_still_waits_lets_the_program_end(launcher: Launcher) -> None:
     env = {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_USE_LEGACY_KERAS": "1"}
-    done = launcher.run("-np", "2", launcher.script(LEGACY), env=env, timeout=50)
+    done = launcher.run("-np", "2", warm.python(*warm.TENSORFLOW, **env), launcher.script(LEGACY), env=env, timeout=50)
     assert done.returncode == 0, done.stdout + done.stderr
     said = sorted(line.partition(">:")[2] for line in done.stdout.splitlines())
     assert said == ["end 0", "end 1", "trained 0", "trained 1"]

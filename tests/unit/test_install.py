@@ -22,7 +22,8 @@ from tests.support.pages import ROOT
 
 SMALL, LARGE = "Downloading tqdm-4.67-py3-none-any.whl (78 kB)", "Downloading torch-2.13.0-cp311-linux.whl (191.8 MB)"
 PIP = """\
-import os, pathlib, sys, tempfile, time
+import os, pathlib, signal, sys, tempfile, time
+signal.alarm(60)
 assert sys.argv[1:3] == ["-m", "pip"], sys.argv
 print("Collecting torch", flush=True)
 print("  Downloading torch-2.13.0-cp311-linux.whl (191.8 MB)", flush=True)

@@ -9,6 +9,7 @@ where start-up, sessions, orphans, sweeps, signals from outside or the environme
 
     Process(["-c", code], env=..., stdout=file, ...)       # instead of subprocess.Popen([sys.executable, "-c", code])
     python()                                               # a command that stands in for sys.executable
+    python("hvdgloo.tensorflow")                           # one that has imported this instead of torch
 """
 
 from __future__ import annotations
@@ -31,20 +32,26 @@ from pathlib import Path
 _SERVER = Path(__file__).with_name("server.py")
 _CLIENT = Path(__file__).with_name("client.py")
 _CHECKOUT = Path(__file__).parents[3]
+TORCH = ("torch.distributed", "hvdgloo._backends.gloo", "hvdgloo.torch", "torch._dynamo")
+"""What a worker that uses torch imports. Its first optimizer would import the last one, in two seconds."""
+
+TENSORFLOW = ("hvdgloo.tensorflow",)
+"""What a worker that uses TensorFlow imports, with Keras on it."""
+
 _NAMESPACES = ("mnt", "uts", "ipc", "net", "pid")
 
 
 @cache
-def _folder() -> Path:
+def _folder(*modules: str, **environ: str) -> Path:
     """The running server's folder, with its socket and the stand-in; both end with this process."""
     folder = tempfile.TemporaryDirectory(prefix="warm")
     path = Path(folder.name)
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("HVDGLOO_", "HOROVOD_"))}
     server = subprocess.Popen(
-        [sys.executable, str(_SERVER), str(path / "socket")],
+        [sys.executable, str(_SERVER), str(path / "socket"), *(modules or TORCH)],
         stdin=subprocess.PIPE,
         cwd="/",
-        env={**environment, "PYTHONPATH": str(_CHECKOUT), "OMP_NUM_THREADS": "1"},
+        env={**environment, "PYTHONPATH": str(_CHECKOUT), "OMP_NUM_THREADS": "1", **environ},
         start_new_session=True,
     )
 
@@ -67,12 +74,16 @@ def _folder() -> Path:
     return path
 
 
-def python() -> str:
+def python(*modules: str, **environ: str) -> str:
     """The path of a program that stands in for ``sys.executable``, on every host of a bed too.
+
+    Args:
+        modules: what it has imported beside numpy; torch, if nothing is given. It must not start threads.
+        environ: variables that are set while it imports.
 
     It understands ``-u``, ``-c``, ``-m`` and a script, and passes SIGINT, SIGTERM and the like on.
     """
-    return str(_folder() / "python")
+    return str(_folder(*modules, **environ) / "python")
 
 
 class Process:

@@ -1,4 +1,4 @@
-"""The process that has imported everything, and becomes workers by forking. Run with ``python server.py SOCKET``.
+"""The process that has imported everything, and becomes workers by forking: ``python server.py SOCKET MODULES...``.
 
 For each connection it forks twice. The first child enters the requester's namespaces and stands between: it passes
 signals on, kills the program when the requester goes, and says how it ended. The second one is the program.
@@ -35,7 +35,7 @@ FDS = 9
 
 def main() -> None:
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    preload()
+    preload(sys.argv[2:])
     gc.freeze()  # or the first collection in each fork would copy all pages
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(sys.argv[1])
@@ -61,13 +61,10 @@ def reap() -> None:
         pass
 
 
-def preload() -> None:
+def preload(modules: list[str]) -> None:
     """Import what most workers import. What a package does at its import may depend on nothing that a test sets."""
-    for name in ("numpy.random", "hvdgloo._job.join", "hvdgloo.numpy"):
-        importlib.import_module(name)
-    if importlib.util.find_spec("torch"):
-        # The first optimizer of a process imports the last one, in two seconds.
-        for name in ("torch.distributed", "hvdgloo._backends.gloo", "hvdgloo.torch", "torch._dynamo"):
+    for name in ("numpy.random", "hvdgloo._job.join", "hvdgloo.numpy", *modules):
+        if importlib.util.find_spec(name.partition(".")[0]):
             importlib.import_module(name)
 
 
