@@ -402,6 +402,12 @@ def _say_server(console: Console, spec: LaunchSpec, hosts: Sequence[HostEntry], 
             f"the rendezvous server runs on {hosts[0].name}, at {placement.rendezvous}: "
             + ("that is where all workers are" if len(hosts) == 1 else "not all hosts reach the launcher")
         )
+    if spec.verbose and spec.network.tls is not None:
+        shown = spec.network.tls.certificate
+        console.notice(
+            "the rendezvous and the control plane are encrypted (TLS 1.3), with "
+            + (f"the certificate {shown}" if shown else "certificates that are made for this job alone")
+        )
 
 
 def _say_threads(console: Console, spec: LaunchSpec, env: Sequence[Mapping[str, str]]) -> None:

@@ -35,6 +35,19 @@ class GradientOptions:
     process_set: ProcessSet = global_process_set
     scale_local_gradients: bool = True
 
+    def local(self, gradient: Any, size: int) -> Any:
+        """What this rank steps on for a variable of its own alone.
+
+        Args:
+            gradient: a framework's tensor, or a ``tf.IndexedSlices``; it is not changed.
+            size: the number of ranks, by which it is divided if ``scale_local_gradients``.
+        """
+        if not self.scale_local_gradients:
+            return gradient
+        if hasattr(gradient, "dense_shape"):  # of the same indices
+            return type(gradient)(gradient.values / size, gradient.indices, gradient.dense_shape)
+        return gradient / size
+
 
 def label(described: Sequence[object]) -> str:
     """The prefix of gradients' names: the same on all ranks that have the same variables.

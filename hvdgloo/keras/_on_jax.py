@@ -41,9 +41,8 @@ class JaxSync:
             return list(gradients)
         results = list(gradients)
         shared = [index for index, variable in enumerate(variables) if id(variable) not in self._local]
-        if self._options.scale_local_gradients:
-            for index in set(range(len(results))) - set(shared):
-                results[index] = results[index] / len(ranks)
+        for index in set(range(len(results))) - set(shared):
+            results[index] = self._options.local(results[index], len(ranks))
         chosen = [variables[index] for index in shared]
         names = names_of(chosen)
         reducer = make_reducer(FRONTEND, self._options, named_groups(self._options.groups, names, chosen))

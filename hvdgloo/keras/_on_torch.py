@@ -107,8 +107,8 @@ class TorchSync:
             name = self._names.get(id(variable))
             if name is not None:
                 places[name] = index
-            elif self._options.scale_local_gradients:
-                results[index] = gradient / len(self._ranks())
+            else:
+                results[index] = self._options.local(gradient, len(self._ranks()))
         reduced = self._reduce({name: gradients[index] for name, index in places.items()})
         for name, index in places.items():
             results[index] = reduced[name]

@@ -89,7 +89,7 @@ class GradientSync:
             if gradient is None:
                 continue
             if self.is_local(variable):
-                results[index] = self._scale(gradient) if self.options.scale_local_gradients else gradient
+                results[index] = self.options.local(gradient, len(self._ranks))
                 continue
             if sparse.is_sparse(gradient) and self.options.sparse_as_dense:
                 results[index] = tf.convert_to_tensor(gradient)
@@ -136,12 +136,6 @@ class GradientSync:
     @property
     def _ranks(self) -> tuple[int, ...]:
         return self.frontend.sharers(self.options.process_set)
-
-    def _scale(self, gradient: Any) -> Any:
-        size = len(self._ranks)
-        if sparse.is_sparse(gradient):
-            return tf.IndexedSlices(gradient.values / size, gradient.indices, gradient.dense_shape)
-        return gradient / tf.cast(size, gradient.dtype)
 
     def _reduce_differentiably(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         if any(sparse.is_sparse(gradient) for gradient in gradients):

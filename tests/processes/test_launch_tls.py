@@ -60,8 +60,9 @@ def test_on_one_host_it_is_off_unless_it_is_asked_for(launcher: Launcher) -> Non
     """Off, it costs a worker nothing, not even an import; on, only who listens needs to make a certificate."""
     script = launcher.script(WORKER)
     assert found(launcher.run("-np", "2", script)) == ["0 2.0 {False} ", "1 2.0 {False} "]
-    done = launcher.run("-np", "2", "--tls", "required", script)
+    done = launcher.run("-np", "2", "--tls", "required", "--verbose", script)
     assert found(done) == ["0 2.0 {True} ssl cryptography", "1 2.0 {True} ssl"]
+    assert done.stderr.count("encrypted (TLS 1.3), with certificates that are made for this job alone\n") == 1
     done = launcher.run("-np", "2", script, env={"HVDGLOO_TLS": "required"})
     assert found(done) == ["0 2.0 {True} ssl cryptography", "1 2.0 {True} ssl"]
 
@@ -69,8 +70,9 @@ def test_on_one_host_it_is_off_unless_it_is_asked_for(launcher: Launcher) -> Non
 def test_certificates_of_the_user_s(launcher: Launcher) -> None:
     certificate, key = authority(launcher.folder, "own")
     files = ["--tls-cert", certificate, "--tls-key", key, "--tls-ca", certificate]
-    done = launcher.run("-np", "2", *files, launcher.script(WORKER))
+    done = launcher.run("-np", "2", "--verbose", *files, launcher.script(WORKER))
     assert found(done) == ["0 2.0 {True} ssl", "1 2.0 {True} ssl"]
+    assert done.stderr.count(f"encrypted (TLS 1.3), with the certificate {certificate}\n") == 1
 
 
 @pytest.mark.parametrize(
