@@ -30,7 +30,7 @@ class TestHelp:
     def test_sizes_are_readable(self) -> None:
         text = " ".join(build_parser().format_help().split())
         assert not re.search(r"\d\.\d+e[+-]\d+", text)
-        assert "fewer steps without it (default: 1 MiB)" in text
+        assert "allgather or reducescatter (default: 1 MiB)" in text
         assert re.search(r"--hierarchical-threshold BYTES .*?\(default: 128 KiB\)", text)
         assert re.search(r"--fusion-threshold-mb MB .*?\(default: 32\)", text)
 
