@@ -37,6 +37,7 @@ class Member:
         self.sets = {number: tuple(ranks) for number, ranks in members.items()}
         self.timeline: Timeline | None = None
         self._rank = rank
+        self._own_sets = {number for number, ranks in self.sets.items() if rank in ranks}
         self._joined = False
         self._ordered = 0  # items in all messages so far, which every rank receives
         self._inline_threshold = inline_threshold
@@ -81,7 +82,7 @@ class Member:
         with self._lock:
             if self._closed is not None:
                 raise self._closed.with_traceback(None)
-            if self._rank not in self.sets.get(key[0], ()):
+            if key[0] not in self._own_sets:
                 # It existed when the operation was checked, and has been removed since.
                 raise InvalidArgumentError(f"{key[1]}: there is no process set {key[0]} with rank {self._rank}")
             if key in self._pending:
@@ -200,7 +201,7 @@ class Member:
                 self._change_sets(response)
         if request.collective is Collective.JOIN:
             self._joined = False
-        elif operation is None and self._joined and self._rank in self.sets[request.process_set]:
+        elif operation is None and self._joined and request.process_set in self._own_sets:
             operation = joined.stand_in(request)
         return response, operation
 
@@ -216,7 +217,10 @@ class Member:
         request = response.request
         if request.collective is Collective.ADD_PROCESS_SET:
             self.sets[response.value] = request.ranks
+            if self._rank in request.ranks:
+                self._own_sets.add(response.value)
         elif request.collective is Collective.REMOVE_PROCESS_SET:
             del self.sets[response.value]
+            self._own_sets.discard(response.value)
             orphaned = [key for key in self._pending if key[0] == response.value]
             self._orphans += [self._pending.pop(key) for key in orphaned]

@@ -13,6 +13,7 @@ from hvdgloo._engine.coordinator import Coordinator, CoordinatorSettings
 from hvdgloo._engine.member import Member
 from hvdgloo._engine.messages import Decoder, Execute, Message, Request, Response, Submit, encode, frame
 from hvdgloo._engine.negotiation import Negotiator
+from hvdgloo._engine.submission import Submission
 from hvdgloo._net.handshake import Link
 from hvdgloo.types import Collective, DType, TensorSpec
 from tests.support.effort import effort
@@ -154,6 +155,27 @@ def test_a_step_costs_the_same_however_many_tensors_its_messages_name() -> None:
         job = Job(FEW, tensors)
         efforts.append(effort(job.step(alike(job.ranks, Submit(job.numbers)))))
     assert efforts[1] <= 1.5 * efforts[0]
+
+
+class Compared(int):
+    """A rank that counts with how many it is compared."""
+
+    comparisons = 0
+
+    def __eq__(self, other: object) -> bool:
+        Compared.comparisons += 1
+        return int(self) == other
+
+    __hash__ = int.__hash__
+
+
+def test_who_submits_does_not_look_for_itself_among_all_ranks() -> None:
+    ranks = [Compared(rank) for rank in range(MANY)]
+    member = Member(Compared(MANY - 1), {0: ranks}, 0)
+    Compared.comparisons = 0
+    for request in requests():
+        member.add(Submission(request, (), (), None, None))
+    assert Compared.comparisons < TENSORS
 
 
 def test_equal_submissions_are_decoded_and_kept_once() -> None:
