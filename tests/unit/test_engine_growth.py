@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import pytest
@@ -11,7 +12,7 @@ from hvdgloo._engine.connection import ControlConnection
 from hvdgloo._engine.control import Control
 from hvdgloo._engine.coordinator import Coordinator, CoordinatorSettings
 from hvdgloo._engine.member import Member
-from hvdgloo._engine.messages import Decoder, Execute, Message, Request, Response, Submit, encode, frame
+from hvdgloo._engine.messages import Decoder, Execute, Failed, Message, Request, Response, Submit, encode, frame
 from hvdgloo._engine.negotiation import Negotiator
 from hvdgloo._engine.submission import Submission
 from hvdgloo._net.handshake import Link
@@ -261,3 +262,22 @@ def test_a_turn_of_the_control_thread_does_not_look_at_all_connections() -> None
         finally:
             rank0.close()
     assert efforts[1] <= MOST * efforts[0]
+
+
+def test_what_a_connection_does_not_take_at_once_is_sent_when_it_does() -> None:
+    rank0 = Rank0(3)
+    deadline = threading.Timer(10.0, rank0.others[2].shutdown)
+    deadline.start()
+    try:
+        large = Failed("x" * (4 << 20))
+        connection = rank0.control._connections[2]
+        rank0.control._send(2, frame(large), 0.0)
+        assert connection.has_unsent
+        arrived: list[Message] = []
+        while connection.has_unsent and not rank0.control._finished:
+            arrived += rank0.others[2].receive()
+            rank0.control._turn()  # the only thing that can wake it is that the connection takes more
+        assert arrived + rank0.others[2].receive() == [large]
+    finally:
+        deadline.cancel()
+        rank0.close()
