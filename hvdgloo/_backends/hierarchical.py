@@ -12,7 +12,8 @@ The other collectives work the same way. Where each rank has a block, the blocks
 crosses each wire once; block sizes and numbers of ranks may differ from host to host.
 
 What is too small to be cut takes the same path in one piece: only the first rank of each host, its leader, goes across.
-An alltoall alone is flat, since each of its bytes crosses a wire at most once as it is.
+Few ranks in all send small tensors to each other in one step instead. An alltoall is flat in any case, since each of
+its bytes crosses a wire at most once as it is.
 
 This backend is composed of others: one among the ranks of this host, one across hosts among the owners of one slice,
 and a flat one among all, which is opened when it is first needed.
@@ -45,6 +46,9 @@ CHUNK = 20 << 20
 with 2 ranks each, all on 2 cores. Where these are the limit, 1 chunk takes 0.70 of flat Gloo's time, 2 or 3 take 0.70
 to 0.75, 4 take 0.77, and 16 take 1.1. Where a slow wire is the limit, 3 or more take 0.88, 2 take 0.89, and 1 takes
 0.90."""
+
+FEW_RANKS = 5
+"""Ranks of all hosts that send small tensors to each other at once: one step between processes instead of three."""
 
 CROSSING = 3
 """Chunks that are on the wire at once."""
@@ -124,6 +128,7 @@ class HierarchicalBackend:
         cross: among the ranks with this one's number on their hosts; None if it has no slice.
         open_flat: connects this rank with all others, which do the same; given a function to poll whether to give up.
         thresholds: bytes of a tensor from which it is cut into slices.
+        few: the flat group, already open, if there are so few ranks that it takes small tensors.
         chunk: approximate number of bytes that are reduced in memory while others are on the wire.
     """
 
@@ -138,39 +143,52 @@ class HierarchicalBackend:
         open_flat: Callable[[Callable[[], bool]], Backend],
         thresholds: Thresholds,
         *,
+        few: Backend | None = None,
         chunk: int = CHUNK,
     ) -> None:
         self._layout = layout
         self._local, self._cross = local, cross
-        self._flat: Backend | None = None
+        self._few = self._flat = few
         self._open_flat, self._aborted = open_flat, False
         self._thresholds, self._chunk = thresholds, chunk
         self._host, self._place = layout.host, layout.place
-        self._parts = [backend for backend in (cross, local) if backend is not None]
+        self._parts = [backend for backend in (cross, local, few) if backend is not None]
         self._line = _Line(deque(), deque())
         self._rooms: dict[tuple[str, int], npt.NDArray[np.uint8]] = {}
         self.blocks = any(part.blocks for part in self._parts)
 
     def allreduce(self, buffer: Buffer, op: ReduceOp) -> Work:
-        if buffer.nbytes < self._thresholds.allreduce:
-            return self._begin(self._reduce_whole(buffer, op))
-        return self._begin(self._overlapped(self._reduce(chunk, op) for chunk in self._chunks(buffer)))
+        if buffer.nbytes >= self._thresholds.allreduce:
+            return self._begin(self._overlapped(self._reduce(chunk, op) for chunk in self._chunks(buffer)))
+        if (few := self._few) is not None:
+            return self._at_once(lambda: few.allreduce(buffer, op))
+        return self._begin(self._reduce_whole(buffer, op))
 
     def broadcast(self, buffer: Buffer, root: int) -> Work:
         host, place = self._layout.of(root)
-        if buffer.nbytes < self._thresholds.others:
-            return self._begin(self._spread_whole(buffer, host, place))
-        return self._begin(self._overlapped(self._spread(chunk, host, place) for chunk in self._chunks(buffer)))
+        if buffer.nbytes >= self._thresholds.others:
+            return self._begin(self._overlapped(self._spread(chunk, host, place) for chunk in self._chunks(buffer)))
+        if (few := self._few) is not None:
+            return self._at_once(lambda: few.broadcast(buffer, root))
+        return self._begin(self._spread_whole(buffer, host, place))
 
     def allgather(self, source: Buffer, target: Buffer, nbytes: Sequence[int]) -> Work:
-        gather = self._gather_whole if sum(nbytes) < self._thresholds.others else self._gather
-        return self._begin(gather(source, target, nbytes))
+        if sum(nbytes) >= self._thresholds.others:
+            return self._begin(self._gather(source, target, nbytes))
+        if (few := self._few) is not None:
+            return self._at_once(lambda: few.allgather(source, target, nbytes))
+        return self._begin(self._gather_whole(source, target, nbytes))
 
     def reducescatter(self, source: Buffer, target: Buffer, nbytes: Sequence[int], op: ReduceOp) -> Work:
-        scatter = self._scatter_whole if source.nbytes < self._thresholds.others else self._scatter
-        return self._begin(scatter(source, target, nbytes, op))
+        if source.nbytes >= self._thresholds.others:
+            return self._begin(self._scatter(source, target, nbytes, op))
+        if (few := self._few) is not None:
+            return self._at_once(lambda: few.reducescatter(source, target, nbytes, op))
+        return self._begin(self._scatter_whole(source, target, nbytes, op))
 
     def alltoall(self, source: Buffer, target: Buffer, sent: Sequence[int], received: Sequence[int]) -> Work:
+        if (few := self._few) is not None:
+            return self._at_once(lambda: few.alltoall(source, target, sent, received))
         return self._begin(self._exchange(source, target, sent, received))
 
     def scale(self, buffer: Buffer, factor: float) -> None:
@@ -205,6 +223,10 @@ class HierarchicalBackend:
         if self._line.queue[0] is operation:
             operation.begin()
         return operation
+
+    def _at_once(self, call: Callable[[], Work]) -> Work:
+        """An operation of one step, which needs no generator if nothing is before it."""
+        return self._begin(_once(call)) if self._line.queue else call()
 
     def _exchange(self, source: Buffer, target: Buffer, sent: Sequence[int], received: Sequence[int]) -> Steps:
         if self._flat is None:
@@ -533,6 +555,10 @@ class _Operation:
         if self._current is None:
             self._ended = True
             self._line.queue.popleft()
+
+
+def _once(call: Callable[[], Work]) -> Steps:
+    yield call()
 
 
 class _Opening:

@@ -166,7 +166,7 @@ class Planes:
         self, prefix: str, members: Sequence[int], layout: Layout, cancelled: Callable[[], bool] | None
     ) -> Backend:
         """The plane of a set with several ranks on some of its hosts: Gloo alone if memory cannot be shared on all."""
-        from hvdgloo._backends.hierarchical import HierarchicalBackend, Thresholds
+        from hvdgloo._backends.hierarchical import FEW_RANKS, HierarchicalBackend, Thresholds
 
         begin = sum(layout.sizes[: layout.host])
         here = members[begin : begin + layout.sizes[layout.host]]
@@ -185,9 +185,10 @@ class Planes:
                 undo.callback(cross.close)
             possible = local is not None or len(here) == 1
             if self._all_share(f"{prefix}host{layout.host}/all", layout, cross, possible, cancelled):
+                few = open_flat(cancelled) if layout.size <= FEW_RANKS else None
                 undo.pop_all()
                 thresholds = Thresholds(*self._decided["hierarchical_thresholds"])
-                return HierarchicalBackend(layout, local, cross, open_flat, thresholds)
+                return HierarchicalBackend(layout, local, cross, open_flat, thresholds, few=few)
         if layout.rank == 0:
             logger.warning("ranks of one host do not share memory everywhere: %s", reason or "see their output")
         return open_flat(cancelled)

@@ -51,7 +51,9 @@ class Counting:
 class Ranks:
     """All ranks of a set, a thread for each."""
 
-    def __init__(self, sizes: tuple[int, ...], thresholds: Thresholds = ALWAYS, chunk: int = CHUNK) -> None:
+    def __init__(
+        self, sizes: tuple[int, ...], thresholds: Thresholds = ALWAYS, chunk: int = CHUNK, *, few: bool = False
+    ) -> None:
         self.sizes, self.size, self.owners = sizes, sum(sizes), min(sizes)
         flat = LocalGroup(self.size)
         local = [LocalGroup(count) for count in sizes]
@@ -70,6 +72,7 @@ class Ranks:
                 across,  # type: ignore[arg-type]
                 partial(self._open_flat, flat, rank, notes),
                 thresholds,
+                few=Counting("few", flat.backend(rank), notes) if few else None,  # type: ignore[arg-type]
                 chunk=chunk,
             )
             self.backends.append(backend)
@@ -292,6 +295,33 @@ def test_of_small_tensors_only_the_hosts_leaders_go_across(limits: Thresholds) -
         assert ranks.noted(other, "cross") == sliced
     assert ranks.noted(4, "cross") == []  # it has no slice
     assert not any(ranks.noted(rank, "flat") for rank in range(5))
+
+
+def test_few_ranks_send_what_is_small_to_each_other_at_once() -> None:
+    ranks = Ranks((2, 2), Thresholds(100, 1000), few=True)
+
+    def body(rank: int, backend: HierarchicalBackend) -> None:
+        for count in (12, 16):  # 96 and 128 bytes, of all ranks together
+            array, rows = np.full(count, rank), np.zeros(count, np.int64)
+            works = [backend.allreduce(Buffer.of_array(array), ReduceOp.SUM)]
+            part, blocks = np.zeros(count // 4, np.int64), [count * 2] * 4
+            works.append(backend.reducescatter(Buffer.of_array(array), Buffer.of_array(part), blocks, ReduceOp.SUM))
+            works.append(backend.allgather(Buffer.of_array(part), Buffer.of_array(rows), blocks))
+            works.append(backend.broadcast(Buffer.of_array(array), 3))
+            sent, received, eights = np.arange(4) + 10 * rank, np.zeros(4, np.int64), [8] * 4
+            works.append(backend.alltoall(Buffer.of_array(sent), Buffer.of_array(received), eights, eights))
+            for work in reversed(works):
+                wait(work)
+            assert array.tolist() == [6] * count
+            assert rows.tolist() == [24] * count
+            assert received.tolist() == [10 * source + rank for source in range(4)]
+
+    ranks.run(body)
+    after = ["few reducescatter", "few allgather", "few broadcast", "few alltoall"]
+    for rank in range(4):
+        assert ranks.noted(rank, "few") == ["few allreduce", *after, *after]
+        assert ranks.noted(rank, "cross")
+        assert not ranks.noted(rank, "flat")
 
 
 def test_the_flat_group_is_opened_by_the_first_alltoall_and_only_once() -> None:
