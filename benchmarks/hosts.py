@@ -1,6 +1,6 @@
 """Gloo among many hosts: an allreduce round a ring against one through the cube, and what the connections cost.
 
-    python benchmarks/hosts.py [--ranks 8,32,128] [--sizes 4096,65536,4194304] [--rounds 7] [--json FILE]
+    python benchmarks/hosts.py [--ranks 8,32,128] [--sizes 4096,65536,1048576,4194304] [--rounds 7] [--json FILE]
 
 Every rank is a thread of this process with a real group of one rank for each host, over loopback, without the engine.
 The two ways alternate; results are checked. Processor time is this process's, divided by the ranks: what a rank costs
@@ -144,7 +144,9 @@ def once(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="8,32,128", help="of each group (default: 8,32,128; at least 6)")
-    parser.add_argument("--sizes", default="4096,65536,4194304", help="bytes (default: 4096,65536,4194304)")
+    parser.add_argument(
+        "--sizes", default="4096,65536,1048576,4194304", help="bytes (default: 4096,65536,1048576,4194304)"
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--mesh", type=int, default=32, help="ranks of the largest group that also does an alltoall")
     parser.add_argument("--json", metavar="FILE")
