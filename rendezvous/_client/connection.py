@@ -75,7 +75,7 @@ class HttpConnection:
         """
         head = (
             f"{method} {target} HTTP/1.1\r\nHost: {self._host}\r\nAuthorization: {authorization}\r\n"
-            f"Content-Type: application/octet-stream\r\nContent-Length: {len(body)}\r\n\r\n"
+            f"Content-Length: {len(body)}\r\n\r\n"
         )
         self._socket.settimeout(_until(deadline))
         try:

@@ -102,7 +102,8 @@ class HttpConnection(cheroot_server.HTTPConnection):
     RequestHandlerClass = _Request
 
     def __init__(self, front: Front, sock: socket.socket, address: Any) -> None:
-        self._writer = Writer(sock)
+        self._waiting = front.pool.waiting
+        self._writer = Writer(sock, self._waiting)
         super().__init__(front, sock, self._make_file)
         self.remote_addr, self.remote_port = address[:2]
         self.ssl_env = {}
@@ -115,7 +116,7 @@ class HttpConnection(cheroot_server.HTTPConnection):
         self.discarded = 0
 
     def _make_file(self, sock: socket.socket, mode: str, _size: int) -> Reader | Writer:
-        return Reader(sock, self._writer.flush) if "r" in mode else self._writer
+        return Reader(sock, self._writer.flush, self._waiting) if "r" in mode else self._writer
 
     def end_after_answer(self) -> None:
         """Serve no further request on this connection."""
@@ -236,7 +237,8 @@ class Front(cheroot_server.HTTPServer):
             connection.on_hang_up = on_hang_up
             self._register(connection)
         try:
-            yield
+            with self.pool.waiting():
+                yield
         finally:
             with self._lock:
                 connection.on_hang_up = None

@@ -173,8 +173,7 @@ def _many(service: Service, call: Call, scope: str) -> Answer:
             store.set_many(wire.unpack_items(call.body), owner=call.client)
             return Answer(status=204)
         if op == "get":
-            keys = [check_key(key) for key in wire.unpack_keys(call.body)]
-            return Answer(wire.pack_values(_wait(service, call, store, keys)))
+            return Answer(wire.pack_values(_wait(service, call, store, wire.unpack_keys(call.body))))
     except StoreFullError:
         raise
     except ValueError as error:
@@ -269,7 +268,7 @@ def _pattern(rule: str) -> str:
 
 
 def _wait(service: Service, call: Call, store: MemoryStore, keys: Sequence[str]) -> list[bytes]:
-    """The values of all keys, after waiting as long as the query allows."""
+    """The values of all keys, after waiting as long as the query allows; ValueError if one can be no key."""
     deadline = time.monotonic() + call.timeout()
     while True:
         values = store.peek_many(keys)

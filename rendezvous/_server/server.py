@@ -132,7 +132,7 @@ class RendezvousServer:
         self._service = Service(
             self._secret,
             self._epochs,
-            max_polls=lambda: self._threads - _SPARE_THREADS // 2,
+            max_polls=self._most_polls,
             watch=self._watch,
             body_timeout=self._request_timeout,
             limits=self._limits,
@@ -250,6 +250,11 @@ class RendezvousServer:
         if self._front is not None:
             self._front.pool.limit = self._threads
             self._front.max_connections = max(self._front.max_connections, self._room())
+
+    def _most_polls(self) -> int:
+        """How many requests may wait, so that others find a thread."""
+        assert self._front is not None, "no request is served before the server was started"
+        return self._front.pool.limit - _SPARE_THREADS // 2
 
     def _room(self) -> int:
         """How many connections there may be; raises ConfigError if not even all workers can have one."""

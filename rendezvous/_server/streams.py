@@ -9,6 +9,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 MAX_HEAD = 16 * 1024
 WRITE_TIMEOUT = 10.0
@@ -16,12 +17,17 @@ _PIECE = 1 << 20
 SLOWEST_RATE = 256 * 1024  # bytes a second; a slower body or answer is abandoned
 
 
+Waiting = Callable[[], AbstractContextManager[None]]
+"""Makes a context to be entered while a thread waits for the client."""
+
+
 class Reader:
     """What cheroot reads a request from: bytes that have arrived, then the socket, until a deadline."""
 
-    def __init__(self, sock: socket.socket, flush: Callable[[], None]) -> None:
+    def __init__(self, sock: socket.socket, flush: Callable[[], None], waiting: Waiting) -> None:
         self._socket = sock
         self._flush = flush
+        self._waiting = waiting
         self._buffer = bytearray()
         self._searched = 0
         self._arrived: Callable[[int], object] = int  # which does nothing with it
@@ -71,7 +77,8 @@ class Reader:
         if len(data) == size:
             return data
         self._flush()
-        return self._receive(data, size)
+        with self._waiting():
+            return self._receive(data, size)
 
     def close(self) -> None:
         self.closed = True
@@ -104,8 +111,9 @@ class Writer:
 
     _HELD_BACK = 64 * 1024
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, waiting: Waiting) -> None:
         self._socket = sock
+        self._waiting = waiting
         self._pending: list[bytes] = []
         self._size = 0
         self.bytes_written = 0
@@ -127,9 +135,21 @@ class Writer:
             data = b"".join(self._pending)
             self._pending.clear()
             self._size = 0
-            self._socket.settimeout(WRITE_TIMEOUT + len(data) / SLOWEST_RATE)
-            self._socket.sendall(data)
             self.bytes_written += len(data)
+            rest = memoryview(data)[self._at_once(data) :]
+            if rest:
+                with self._waiting():
+                    self._socket.settimeout(WRITE_TIMEOUT + len(rest) / SLOWEST_RATE)
+                    self._socket.sendall(rest)
+
+    def _at_once(self, data: bytes) -> int:
+        """How many bytes have been sent without waiting for the client; an encrypted socket cannot tell beforehand."""
+        if type(self._socket) is not socket.socket:
+            return 0
+        try:
+            return self._socket.send(data, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
 
     def close(self) -> None:
         self.closed = True

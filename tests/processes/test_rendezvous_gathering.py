@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
@@ -258,3 +261,13 @@ class TestListening:
         """Pain 30: only the chosen addresses."""
         with pytest.raises(OSError, match="refused"):
             socket.create_connection(("127.0.0.2", int(server.endpoint.rpartition(":")[2])), timeout=5)
+
+
+def test_workers_make_six_requests_each_whatever_their_number() -> None:
+    """The benchmark's workers do all that real ones do. Rank 0 asks once more, for all."""
+    program = Path(__file__).parents[2] / "benchmarks/rendezvous.py"
+    command = [sys.executable, str(program), "20", "--rounds", "1", "--processes", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stderr
+    assert "6.05 requests per worker" in done.stdout
+    assert " 0 failures" in done.stdout
