@@ -4,11 +4,17 @@
   beyond numpy's own import.
 - **many**: 100 workers that import numpy, join the job and sum 8 bytes once.
 - **agents**: 2, 8, 32 and 64 of one launcher, by a command template on this machine, one idle worker each; no ssh.
+- **launcher**: the launcher's own processor time and open files for 128 and 256 agents. Each agent's command is a fake
+  that stands for ssh and for all that is behind it: it says what an agent would say, and has one worker which ends at
+  once. Addresses are not tried, since all agents say that they are on this machine.
 - **hosts**: 4 hosts with 2 idle workers each over real ssh, on the tests' bed of network namespaces (Linux, root).
 - **job**: two workers that import torch, join the job and sum 4 bytes once, by ``hvdgloo-run`` and by ``torchrun``,
   and the time of ``import torch`` alone (one process; and two at once, which share the cores), in interleaved rounds.
 
-    python benchmarks/launch.py [--rounds 5] [--agents 2,8,32,64] [--only cost,many,agents,hosts,job] [--json FILE]
+    python benchmarks/launch.py [--rounds 5] [--agents 128,256] [--only cost,many,agents,launcher,hosts,job]
+        [--json FILE]
+
+``--agents`` chooses the numbers of fake agents, and with it alone this is the only case.
 
 Times are seconds from the start of the command: until all workers run (or have the sum), and until it has ended.
 Modules are imported from byte code, as after an installation by pip: a first round, which does not count, writes it.
@@ -28,6 +34,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -70,19 +77,22 @@ _UP = re.compile(r"\bup (\d+\.\d+)")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--agents", default="2,8,32,64", help="numbers of agents")
-    parser.add_argument("--only", default="cost,many,agents,hosts,job", help="which cases")
+    parser.add_argument("--agents", metavar="N,N", help="numbers of fake agents (default 128,256)")
+    parser.add_argument("--only", help="which cases (default: cost,many,agents,launcher,hosts,job)")
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     results: dict[str, Any] = {"cores": len(os.sched_getaffinity(0))}
-    cases = options.only.split(",")
+    cases = (options.only or ("launcher" if options.agents else "cost,many,agents,launcher,hosts,job")).split(",")
     if "cost" in cases:
         results["cost"] = cost(options.rounds)
     if "many" in cases:
         results["many"] = many(options.rounds)
     if "agents" in cases:
-        results["agents"] = [agents(int(number), options.rounds) for number in options.agents.split(",")]
+        results["agents"] = [agents(number, options.rounds) for number in (2, 8, 32, 64)]
+    if "launcher" in cases:
+        numbers = (options.agents or "128,256").split(",")
+        results["launcher"] = [launcher(int(number), options.rounds) for number in numbers]
     if "hosts" in cases:
         results["hosts"] = hosts(options.rounds)
     if "job" in cases:
@@ -208,6 +218,74 @@ def agents(number: int, rounds: int) -> dict[str, Any]:
 
     runs = [idle_job(start, number) for _ in range(rounds)]
     return show(f"{number} agents", runs, number=number)
+
+
+FAKE = r"""
+import os, struct, sys
+with open(sys.argv[1], "rb") as file:
+    hello, lacking, spawned, cleared = file.read().split(b"\0\0--\0\0")
+replies = {b"Require": lacking, b"Spawn": spawned, b"Finish": cleared}
+os.write(1, hello)
+buffer = b""
+while data := os.read(0, 65536):
+    buffer += data
+    while len(buffer) >= 4 and len(buffer) >= 4 + (length := struct.unpack_from("!I", buffer)[0]):
+        body, buffer = buffer[4 : 4 + length], buffer[4 + length :]
+        kind = body[2 : 2 + (body[1] & 31)]  # an array, whose first item is the kind of frame
+        os.write(1, replies.get(kind, b""))
+        if kind == b"Finish":
+            os._exit(0)
+"""
+
+
+def launcher(number: int, rounds: int) -> dict[str, Any]:
+    """What agents cost the launcher itself."""
+    from hvdgloo._net.ports import hold_free_port
+    from hvdgloo.rendezvous import host_identity
+    from hvdgloo.runner.protocol.frames import PREAMBLE, PROTOCOL, Cleared, Exited, Hello, Lacking, Spawned, encode
+    from hvdgloo.version import __version__
+
+    with tempfile.TemporaryDirectory() as folder, closing(hold_free_port()) as held:
+        Path(folder, "fake.py").write_text(FAKE)
+        for rank in range(number):
+            hello = Hello(PROTOCOL, __version__, f"n{rank}", host_identity(), 1, 1, 0, held.port)
+            worker = encode(Spawned(rank, 2)) + encode(Exited(rank, 0))
+            said = (PREAMBLE + encode(hello), encode(Lacking()), worker, encode(Cleared()))
+            Path(folder, f"n{rank}").write_bytes(b"\0\0--\0\0".join(said))
+        fake = f"{sys.executable} -I -S {folder}/fake.py {folder}/{{host}} {{command}}"
+        names = ",".join(f"n{rank}:1" for rank in range(number))
+        argv = [sys.executable, "-m", "hvdgloo.runner", "--agent-command", fake, "-H", names, "true"]
+        runs = [own_time(argv) for _ in range(rounds + 1)][1:]
+        idle = [own_time([sys.executable, "-m", "hvdgloo.runner", "-np", "1", "true"]) for _ in range(min(rounds, 3))]
+    base = statistics.median(run["processor"] for run in idle)
+    medians = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+    each = 1e3 * (medians["processor"] - base) / number
+    print(
+        f"{number} fake agents: the launcher's own processor time {medians['processor']:.2f} s, {each:.2f} ms for each "
+        f"agent beyond a job of one ({base:.2f} s); target at most 3. At most {medians['descriptors']:.0f} open files, "
+        f"{medians['descriptors'] / number:.2f} for each agent; ended after {medians['ended']:.1f} s",
+        flush=True,
+    )
+    return {"number": number, "each_ms": each, "base": base, **medians, "runs": runs}
+
+
+def own_time(argv: Sequence[str]) -> dict[str, float]:
+    """A command's own processor time, without its children's; its most open files, and when it had ended."""
+    begin, most = time.monotonic(), 0
+    process = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    while os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
+        try:
+            most = max(most, len(os.listdir(f"/proc/{process.pid}/fd")))
+        except OSError:
+            pass  # it has just ended
+        time.sleep(0.01)
+    ended = time.monotonic() - begin
+    fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+    processor = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    said = process.communicate()[1]
+    if process.returncode != 0:
+        sys.exit(f"{' '.join(argv)[:200]}: status {process.returncode}\n{said.decode()}")
+    return {"processor": processor, "descriptors": most, "ended": ended}
 
 
 def hosts(rounds: int) -> dict[str, Any] | None:

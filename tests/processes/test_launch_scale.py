@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +14,7 @@ import pytest
 from tests.support.launching import Launcher, launcher_in
 
 AGENTS = 40
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 LIMITED = ("sh", "-c", 'ulimit -Sn 100; exec "$@"', "sh")
 
 
@@ -29,3 +33,11 @@ def test_many_agents_where_few_files_may_be_open(launcher: Launcher) -> None:
     places = Counter(line.partition(">:")[2] for line in done.stdout.splitlines())
     assert places == {f"n{number} n{number}": 1 for number in range(AGENTS)}
     launcher.assert_nothing_left()
+
+
+def test_an_agent_costs_its_launcher_three_open_files(tmp_path: Path) -> None:
+    result = tmp_path / "result.json"
+    command = [sys.executable, str(BENCHMARKS / "launch.py"), "--agents", "24", "--rounds", "1", "--json", str(result)]
+    subprocess.run(command, check=True, capture_output=True, timeout=50)
+    (case,) = json.loads(result.read_text())["launcher"]
+    assert 3 * 24 < case["descriptors"] <= 3 * 24 + 20
