@@ -532,8 +532,8 @@ class Config:
         scale=1024 * 1024,
         parse=_integer(0),
         help="from the second step on, PyTorch's DistributedOptimizer keeps gradients in buckets of about this size, "
-        "so that nothing is packed for a transfer (dense ones, on the CPU, and in no group; the first bucket is "
-        "small); 0 leaves each where it is. Rank 0's choice applies to all",
+        "so that nothing is packed for a transfer (dense ones, and in no group; the first bucket is small); 0 leaves "
+        "each where it is. Rank 0's choice applies to all",
     )
     deterministic: bool = _setting(
         False,

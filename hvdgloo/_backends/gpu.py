@@ -31,6 +31,9 @@ from hvdgloo._backends.base import first_line
 Event = Any
 """What ``record`` returns: a ``torch.cuda.Event``, or a simulated one."""
 
+Stream = Any
+"""What ``current`` returns: a ``torch.cuda.Stream``, or a simulated one; equal for the same stream only."""
+
 _LONGEST_OPERATION = timedelta(days=1)
 
 # What torch reads when a group is made. The names are torch's own; a user's groups keep what the user has set.
@@ -88,6 +91,11 @@ def of(tensor: torch.Tensor) -> torch.device | None:
 # Streams and events --------------------------------------------------------------------------------------------------
 
 
+def current(device: torch.device) -> Stream:
+    """This thread's current stream on a GPU."""
+    return torch.cuda.current_stream(device)
+
+
 def use_own_stream(device: torch.device) -> None:
     """Give this thread a stream of its own on a GPU, if it has none yet."""
     if torch.cuda.current_stream(device) == torch.cuda.default_stream(device):
@@ -102,6 +110,11 @@ def record(device: torch.device) -> Event:
 def wait(event: Event, device: torch.device) -> None:
     """Make this thread's current stream on a GPU, and not this thread, wait for an event of any GPU."""
     torch.cuda.current_stream(device).wait_event(event)
+
+
+def wait_for(stream: Stream, device: torch.device) -> None:
+    """Make this thread's current stream on a GPU wait for all that another stream has been given so far."""
+    torch.cuda.current_stream(device).wait_stream(stream)
 
 
 def has_happened(event: Event) -> bool:

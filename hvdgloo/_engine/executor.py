@@ -60,8 +60,8 @@ ends an operation although all its connections have been shut down; a GPU may ha
 Handles are failed all the same. Memory and process group are released when what uses them has ended, else never."""
 
 _NOT_WORTH_FUSING = 1 << 18
-"""A bucket of this size that a GPU's stream has been given keeps no later one waiting: at this size there is nothing to
-be gained from fusing it with what becomes ready meanwhile."""
+"""A bucket of this size that a GPU's stream has been given keeps no later one waiting: nothing is gained from fusing
+what becomes ready meanwhile. A smaller one does until it has completed, but no longer than ``_LONGEST_PAUSE``."""
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 20e-6, 1e-3
 """Seconds between two looks at a GPU: CUDA has no wait with a deadline, nor one for whichever comes first, the end of a
@@ -86,6 +86,7 @@ class _UnderWay:
         ready: on a GPU, the place where its tensors are ready to be read; the program may have given the GPU much to do
             before. None from then on.
         deadline: when it counts as lost; it does not before it is ready.
+        begun: when a stream was given all of it.
         counted: it does not keep later buckets waiting any more.
         times: begun, fenced, sent; only while there is a timeline.
     """
@@ -101,6 +102,7 @@ class _UnderWay:
     in_order: bool = False
     ready: Work | None = None
     deadline: float = math.inf
+    begun: float = math.inf
     counted: bool = False
     times: Sequence[float] = ()
     nbytes: int = 0
@@ -426,6 +428,7 @@ class Executor:
 
     def _begun_in_order(self, under_way: _UnderWay, mark: Mark) -> None:
         """A stream has been given all of a bucket."""
+        under_way.begun = time.monotonic()
         if under_way.nbytes >= _NOT_WORTH_FUSING:
             self._no_longer_counts(under_way)
         if self._follow_streams:
@@ -610,9 +613,12 @@ class Executor:
             self._under_way.popleft()
             self._pause = _SHORTEST_PAUSE
             self._complete(first)
-        else:
-            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
-            self._check(first)
+            return
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+        self._check(first)
+        for under_way in self._under_way:
+            if not under_way.counted and time.monotonic() - under_way.begun >= _LONGEST_PAUSE:
+                self._no_longer_counts(under_way)
 
     def _check(self, under_way: _UnderWay) -> None:
         """Raise BackendError if a bucket that is under way is not worth waiting for."""

@@ -9,7 +9,7 @@ which zeros replace one that never came, is up to its caller.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 from hvdgloo._collectives.compression import Compressor, NoneCompressor, Steps
@@ -66,6 +66,8 @@ class GradientReducer(Generic[T]):
         in_place: reduce into the gradients themselves; False leaves them as they are, for frameworks whose tensors
             cannot be written.
         process_set: the ranks that take part.
+        gathered: called when several gradients that travel together are all ready, before they are sent, on the thread
+            of the last one.
 
     Raises:
         InvalidArgumentError: (a ValueError) an argument cannot be used.
@@ -82,6 +84,7 @@ class GradientReducer(Generic[T]):
         groups: Iterable[Sequence[str]] = (),
         in_place: bool = True,
         process_set: ProcessSet = global_process_set,
+        gathered: Callable[[], None] | None = None,
     ) -> None:
         resolved = resolve_op(None, op)
         if predivide_factor != 1.0 and resolved is not ReduceOp.AVERAGE:
@@ -91,6 +94,7 @@ class GradientReducer(Generic[T]):
         self._frontend = frontend
         self._compression = compression
         self._in_place = in_place
+        self._gathered = gathered
         self._operation = CollectiveSpec(
             Collective.ALLREDUCE,
             resolved,
@@ -146,6 +150,8 @@ class GradientReducer(Generic[T]):
             if len(held) == len(transfer.names):
                 transfer.held = {}
                 try:
+                    if self._gathered is not None:
+                        self._gathered()
                     if transfer.whole is not None:
                         self._send(transfer, (transfer.whole,))
                     else:

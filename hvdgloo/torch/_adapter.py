@@ -90,7 +90,7 @@ class TorchAdapter:
         return tensor
 
     def deliver(self, result: torch.Tensor, target: torch.Tensor, *, in_place: bool) -> torch.Tensor:
-        if gpu.of(result) is not None:
+        if result is not target and gpu.of(result) is not None:
             gpu.used_here(result)  # the engine's thread may have allocated it, on a stream of its own
         if not in_place:
             device = gpu.of(target)

@@ -4,7 +4,8 @@ After its first step an optimizer knows which gradients it has and in which orde
 are parts of buckets, in that order: a gradient is written into its part as soon as it is complete, while it is still in
 the cache, and the part takes its place as ``parameter.grad``; a bucket is reduced when all its gradients are complete.
 Nothing is packed or unpacked for a transfer. Where ranks share memory the buckets lie in it, and ranks read each
-other's.
+other's; the buckets of a GPU's gradients are on that GPU. A part has its parameter's strides: ``channels_last`` stays
+what it is.
 
 The parts are separate tensors over one piece of memory, not views of one tensor: each is saved, copied and versioned on
 its own. Programs may move them elsewhere (``p.grad.data = x``, ``model.to(...)``), so each time it is checked whether a
@@ -23,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hvdgloo._backends import gpu
 from hvdgloo._collectives.frontend import Frontend
 from hvdgloo._collectives.spec import CollectiveSpec
 from hvdgloo.types import Collective
@@ -41,7 +43,7 @@ class GradientBucket:
     """Gradients that travel as one tensor.
 
     Attributes:
-        memory: where it lies.
+        memory: where it lies; None if it is a GPU's.
         whole: one-dimensional; between the parts there may be a few zeros.
         offsets: of the parts, in bytes, by the gradients' names in the order in which they become ready.
     """
@@ -50,11 +52,19 @@ class GradientBucket:
     whole: Tensor
     offsets: Mapping[str, int]
 
+    @property
+    def device(self) -> torch.device | None:
+        """The GPU that it is on."""
+        return gpu.of(self.whole)
+
     def part(self, name: str, parameter: Tensor) -> Tensor:
         """A new tensor over the place of a parameter's gradient."""
-        offset, count = self.offsets[name], parameter.numel()
-        flat = torch.frombuffer(self.memory, dtype=self.whole.dtype, count=count, offset=offset)
-        return flat.view(parameter.shape)
+        dtype, count = self.whole.dtype, parameter.numel()
+        if self.memory is None:
+            flat = gpu.view(self.whole, self.address(name), dtype, count)
+        else:
+            flat = torch.frombuffer(self.memory, dtype=dtype, count=count, offset=self.offsets[name])
+        return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset())
 
     def address(self, name: str) -> int:
         """Where a part lies."""
@@ -82,6 +92,7 @@ class Buckets:
         self.all = [_bucket({name: parameters[name] for name in names}, engine, process_set) for names in plan]
         self._bucket_of = {name: bucket for bucket in self.all for name in bucket.offsets}
         self._parts = {name: bucket.part(name, parameters[name]) for name, bucket in self._bucket_of.items()}
+        self._strides = {name: part.stride() for name, part in self._parts.items()}
         self._elsewhere: dict[str, Tensor] = {}
         self._private = _uses_of_a_private_gradient()
 
@@ -90,14 +101,16 @@ class Buckets:
 
     def suit(self, name: str, parameter: Tensor) -> bool:
         """Whether a parameter is still what its part was made for."""
-        whole = self._bucket_of[name].whole
-        return parameter.dtype is whole.dtype and parameter.is_cpu
+        bucket = self._bucket_of[name]
+        if parameter.dtype is not bucket.whole.dtype:
+            return False
+        return parameter.is_cpu if bucket.memory is not None else gpu.of(parameter) == bucket.device
 
     def adopt(self, name: str, parameter: Tensor) -> Tensor:
         """The part that has the parameter's gradient, and is the gradient from now on, unless somebody else holds the
         previous one: then ``deliver`` copies the result there."""
         bucket, part = self._bucket_of[name], self._parts[name]
-        if part.data_ptr() != bucket.address(name) or not part.is_contiguous():
+        if part.data_ptr() != bucket.address(name) or part.stride() != self._strides[name]:
             part = self._parts[name] = bucket.part(name, parameter)
         self._elsewhere.pop(name, None)
         gradient = parameter.grad
@@ -130,41 +143,60 @@ class Buckets:
 
 
 def _bucket(parameters: Mapping[str, Tensor], engine: Any, process_set: int) -> GradientBucket:
-    dtype = next(iter(parameters.values())).dtype
+    first = next(iter(parameters.values()))
+    dtype, device = first.dtype, gpu.of(first)
     size = dtype.itemsize
     room = [-(-parameter.numel() * size // _ALIGNED) * _ALIGNED for parameter in parameters.values()]
-    memory = engine.allocate(process_set, sum(room))
-    if memory is None:
-        memory = np.empty(sum(room), np.uint8)
-    whole = torch.frombuffer(memory, dtype=dtype)
+    memory = None
+    if device is not None:
+        whole = gpu.empty((sum(room) // size,), dtype, device)
+    else:
+        memory = engine.allocate(process_set, sum(room))
+        if memory is None:
+            memory = np.empty(sum(room), np.uint8)
+        whole = torch.frombuffer(memory, dtype=dtype)
     whole.zero_()
     return GradientBucket(memory, whole, dict(zip(parameters, accumulate(room, initial=0), strict=False)))
 
 
 def suits(parameter: Tensor) -> bool:
     """Whether a parameter's dense gradient may be in a bucket."""
-    return parameter.is_cpu and parameter.is_contiguous() and parameter.numel() > 0
+    return (parameter.is_cpu or gpu.of(parameter) is not None) and parameter.numel() > 0 and _is_dense(parameter)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor's elements fill its memory, in whatever order of dimensions, and each has a place of its own."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if step != expected:
+                return False
+            expected *= size
+    return True
 
 
 def plan(parameters: Mapping[str, Tensor], order: Iterable[str], limit: int) -> list[list[str]]:
-    """Divide gradients into buckets of at most ``limit`` bytes (or a single gradient), each of one dtype.
+    """Divide gradients into buckets of at most ``limit`` bytes (or a single gradient), each of one dtype and device.
 
     Args:
         parameters: by name.
         order: the names, in the order in which their gradients become ready.
     """
     done: list[list[str]] = []
-    filling: dict[torch.dtype, tuple[list[str], int]] = {}
+    filling: dict[tuple[torch.dtype, torch.device], tuple[list[str], int]] = {}
     for name in order:
         parameter = parameters[name]
         nbytes = parameter.numel() * parameter.dtype.itemsize
-        names, so_far = filling.get(parameter.dtype, ([], 0))
+        kind = parameter.dtype, parameter.device
+        names, so_far = filling.get(kind, ([], 0))
         bound = limit if done else min(limit, _FIRST_BYTES)
         if names and so_far + nbytes > bound:
             done.append(names)
             names, so_far = [], 0
         names.append(name)
-        filling[parameter.dtype] = names, so_far + nbytes
+        filling[kind] = names, so_far + nbytes
     return done + [names for names, _ in filling.values()]
 
 

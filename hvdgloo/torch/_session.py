@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from hvdgloo._backends import gpu
 from hvdgloo._collectives.compression import Compressor, NoneCompressor
 from hvdgloo._collectives.frontend import Frontend
 from hvdgloo._collectives.process_sets import ProcessSet, global_process_set, process_set_id
@@ -124,7 +125,9 @@ class Session:
             passes=options.backward_passes_per_step,
             groups=grouped,
             process_set=options.process_set,
+            gathered=self._gathered,
         )
+        self._streams: set[tuple[torch.device, gpu.Stream]] = set()  # on which gradients of this step were computed
         self._tracked: dict[str, Tensor] = {}
         self._frozen: dict[str, Tensor] = {}
         self._hooks: dict[str, torch.utils.hooks.RemovableHandle] = {}
@@ -194,11 +197,19 @@ class Session:
         if kind is None:
             kind = _kind_of(parameter, self.options)
         if kind is _Kind.DENSE:
+            device = gpu.of(parameter)
+            if device is not None:
+                self._streams.add((device, gpu.current(device)))
             gradient = parameter.grad if self._buckets is None else None
             if gradient is None or gradient.is_sparse:
                 gradient = self._dense_gradient(name, parameter)
             self.reducer.ready(name, gradient)
         # Sparse ones are gathered when all passes have added to them.
+
+    def _gathered(self) -> None:
+        """Gradients that were computed on several streams are sent together, after what this one has been given."""
+        for device, stream in self._streams:
+            gpu.wait_for(stream, device)
 
     def _dense_gradient(self, name: str, parameter: Tensor) -> Tensor:
         buckets = self._buckets
@@ -270,6 +281,7 @@ class Session:
             try:
                 self.reducer.wait()
             finally:
+                self._streams.clear()
                 if self._buckets is not None:
                     self._buckets.deliver()
                 for name, finish in gathering.items():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -18,20 +18,17 @@ torch = pytest.importorskip("torch")
 
 from torch import Tensor  # noqa: E402
 
-from hvdgloo._backends import cuda, gpu  # noqa: E402
-from hvdgloo._backends.base import Backend, Plane  # noqa: E402
+from hvdgloo._backends import gpu  # noqa: E402
 from hvdgloo._collectives.frontend import Frontend  # noqa: E402
 from hvdgloo._collectives.process_sets import ProcessSet  # noqa: E402
 from hvdgloo._job.context import Context  # noqa: E402
 from hvdgloo.errors import HorovodInternalError, InvalidArgumentError  # noqa: E402
-from hvdgloo.rendezvous import MemoryStore  # noqa: E402
 from hvdgloo.torch._adapter import TorchAdapter  # noqa: E402
-from hvdgloo.types import Buffer, ReduceOp  # noqa: E402
+from hvdgloo.types import ReduceOp  # noqa: E402
 from tests.support.gpus import (  # noqa: E402
     AS_THEY_ARE,
     GpuTensor,
     HostAccessError,
-    OnTheHost,
     Schedule,
     Simulated,
     functions,
@@ -39,9 +36,9 @@ from tests.support.gpus import (  # noqa: E402
     simulated,
 )
 from tests.support.gpus.machine import POISON  # noqa: E402
-from tests.support.world import World  # noqa: E402
+from tests.support.gpus.worlds import world  # noqa: E402
 
-SIZE = 2
+SIZE = 2  # ranks, unless a test says otherwise
 SCHEDULES = [("late", 0), ("early", 0), ("any", 1), ("any", 2)]
 
 
@@ -55,29 +52,6 @@ def gpus(request: pytest.FixtureRequest) -> Iterator[Simulated]:
 def late() -> Iterator[Simulated]:
     with simulated(Schedule("late")) as made:
         yield made
-
-
-def world(gpus: Simulated, size: int = SIZE, operations: str = "nccl", **settings: Any) -> World:
-    """Ranks with simulated GPUs; rank r's tensors are wherever it puts them."""
-    store = MemoryStore()
-
-    def open_device(
-        rank: int, number: int, ranks: Sequence[int], host: Backend, example: Buffer, **more: Any
-    ) -> Sequence[Plane]:
-        return cuda.open_planes(
-            host,
-            example,
-            store=store,
-            prefix=f"{number}/",
-            ranks=ranks,
-            rank=ranks.index(rank),
-            local_rank=rank,
-            operations=operations,
-            timeout=10,
-            **more,
-        )
-
-    return World(size, wrap=lambda _, backend: OnTheHost(gpus.machine, backend), open_device=open_device, **settings)
 
 
 def frontend_of(context: Context) -> Frontend[Tensor]:

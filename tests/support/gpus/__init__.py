@@ -68,6 +68,10 @@ class Simulated:
     def wait(self, event: Event, device: torch.device) -> None:
         self.machine.wait(self.current(device), event)
 
+    def wait_for(self, stream: Stream, device: torch.device) -> None:
+        if stream is not self.current(device):
+            self.machine.wait(self.current(device), self.machine.record(stream))
+
     def has_happened(self, event: Event) -> bool:
         return self.machine.query(event)
 

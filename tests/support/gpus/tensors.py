@@ -246,37 +246,28 @@ def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     writes = [tensor for value, written in flagged if written for tensor in _tensors(value)]
     reads = [tensor for value, written in flagged if not written for tensor in _tensors(value)]
     own = [each.alias_info is not None for each in func._schema.returns]  # returns what it has written
+    result: Any = None
     outputs: list[GpuTensor] = []
     if not all(own) or (not own and not writes):
         # For the results' shapes: on whatever is there now, and on copies of what would be written.
         kept = {id(tensor.inner): tensor.inner.clone() for tensor in writes}
         trial = tree_map(lambda value: kept.get(id(value), value), (inner_args, inner_kwargs))
-        tried = tree_leaves(func(*trial[0], **trial[1]))
-        outputs = [like(value, device) for value in tried if _is_tensor(value)]
-    is_new = not any(own)
+        tried = func(*trial[0], **trial[1])
+        result = tree_map(lambda value: like(value, device) if _is_tensor(value) else value, tried)
+        outputs = _tensors(result)
+    elif own:
+        result = writes[0] if len(own) == 1 else tuple(writes)
+    filled = [output.inner for output in outputs]
 
     def run() -> None:
-        results = func(*inner_args, **inner_kwargs)
-        if is_new:
-            for output, result in zip(filled, (r for r in tree_leaves(results) if _is_tensor(r)), strict=True):
-                output.copy_(result)
+        for target, source in zip(
+            filled, _tensors(func(*inner_args, **inner_kwargs), torch.Tensor), strict=bool(filled)
+        ):
+            target.copy_(source)
 
-    filled = [output.inner for output in outputs]
-    uninitialised = func.__name__.startswith(("empty", "new_empty"))
-    if not uninitialised:
+    if not func.__name__.startswith(("empty", "new_empty")):  # these write nothing
         launch(str(func), run, device, reads, [*writes, *outputs])
-    if is_new and outputs:
-        iterator = iter(outputs)
-        return tree_map(lambda value: next(iterator) if _is_tensor(value) else value, func_shape(func, outputs))
-    return writes[0] if len(own) == 1 else tuple(writes) if own else None
-
-
-def func_shape(func: Any, outputs: list[GpuTensor]) -> Any:
-    """The outputs as an operation returns them: one, a tuple or a list."""
-    returns = func._schema.returns
-    if len(returns) == 1:
-        return list(outputs) if "List" in str(returns[0].type) else outputs[0]
-    return tuple(outputs)
+    return result
 
 
 def _is_tensor(value: Any) -> bool:
