@@ -188,6 +188,7 @@ class Executor:
         self._on_room, self._on_failure = on_room, on_failure
 
     def start(self) -> None:
+        _let_go(())
         self._thread.start()
 
     @property

@@ -15,9 +15,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.architecture.source import LIBRARY, ROOT, functions
+from tests.architecture.source import LIBRARY, ROOT, dotted, functions, library, nodes
 from tests.mutants import __main__ as command
-from tests.mutants import patches
+from tests.mutants import orders, patches
 from tests.mutants.patches import FOLDER, Mutant, PatchError, parse
 
 PATCHES = sorted(FOLDER.glob("*.patch"))
@@ -67,6 +67,23 @@ def test_a_patch_tells_its_story(path: Path) -> None:
     assert len(mutant.story) > 40
     assert mutant.story.endswith(".")
     assert mutant.environment in {"", *command.ENVIRONMENTS}
+
+
+def test_every_wait_for_a_gpu_can_be_left_out() -> None:
+    """Each module that is listed has such calls, and no other calls those functions whose only effect is an order."""
+    found = orders.everything()
+    assert len({mutant.name for mutant in found}) == len(found) >= 10
+    assert {path for mutant in found for path in mutant.hunks} == orders.ORDERS.keys() | orders.CONDITIONS.keys()
+    for mutant in found:
+        assert mutant.applied(ROOT)
+    callers = {
+        module.place
+        for module in library().values()
+        for node in nodes(module.tree)
+        if isinstance(node, ast.Call)
+        and dotted(node.func) in {"gpu.wait", "gpu.wait_for", "gpu.settle", "gpu.used_here"}
+    }
+    assert callers <= orders.ORDERS.keys()
 
 
 def test_there_are_faults_in_all_parts() -> None:

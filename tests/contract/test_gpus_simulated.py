@@ -6,9 +6,11 @@ Every test ends with the checker's verdict: no two accesses to one memory that n
 
 from __future__ import annotations
 
+import gc
 import inspect
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -338,3 +340,47 @@ class TestCompletion:
 
         with world(late, gpu_completion="stream", operation_timeout=0.5) as made:
             made.run(body)
+
+
+class TestAborted:
+    """3.7: memory is released when its event has happened, else never."""
+
+    @staticmethod
+    def lose_a_rank(gpus: Simulated, completion: str) -> list[weakref.ref[Any]]:
+        memory = []
+
+        def body(context: Context) -> None:
+            hvd = frontend_of(context)
+            hvd.allreduce(rows(0), name="first")
+            gpus.nccl.faults.lost.add(1)
+            tensor = on_gpu(torch.ones(LARGE))
+            memory.append(weakref.ref(tensor.storage_))
+            handle = hvd.allreduce_async_(tensor, name="lost")
+            until(lambda: context.engine.error is not None)
+            with pytest.raises(HorovodInternalError):
+                hvd.allreduce(tensor, name="next")
+            if completion == "host":
+                with pytest.raises(HorovodInternalError):
+                    hvd.synchronize(handle)
+
+        with world(gpus, gpu_completion=completion, operation_timeout=0.5) as made:
+            made.run(body)
+        return memory
+
+    @pytest.mark.parametrize("completion", ["host", "stream"])
+    def test_memory_is_kept_while_a_gpu_may_still_use_it(self, late: Simulated, completion: str) -> None:
+        late.nccl.faults.hangs_after_abort.update(range(SIZE))
+        memory = self.lose_a_rank(late, completion)
+        gc.collect()
+        assert all(each() is not None for each in memory)
+        late.nccl.faults.hangs_after_abort.clear()
+        late.machine.finish()
+        with world(late):  # the next job notices
+            gc.collect()
+            assert [each() for each in memory] == [None] * SIZE
+
+    @pytest.mark.parametrize("completion", ["host", "stream"])
+    def test_memory_is_released_where_the_gpu_has_ended(self, late: Simulated, completion: str) -> None:
+        memory = self.lose_a_rank(late, completion)
+        gc.collect()
+        assert [each() for each in memory] == [None] * SIZE

@@ -19,7 +19,7 @@ from hvdgloo.torch import _buckets as buckets  # noqa: E402
 from hvdgloo.torch._adapter import TorchAdapter  # noqa: E402
 from hvdgloo.torch._distributed import ReductionOptions, wrap  # noqa: E402
 from hvdgloo.torch.compression import Compression  # noqa: E402
-from tests.support.gpus import GpuTensor, Schedule, Simulated, on_gpu, simulated  # noqa: E402
+from tests.support.gpus import Schedule, Simulated, on_gpu, simulated  # noqa: E402
 from tests.support.gpus.worlds import world  # noqa: E402
 
 SIZE = 2
@@ -240,21 +240,24 @@ def test_a_step_does_not_drain_the_gpu(late: Simulated) -> None:
         made.run(body)
 
 
-def test_a_gradient_becomes_its_part_of_the_bucket(late: Simulated) -> None:
-    """So it is copied once, on its way into the bucket, and not a second time on its way back."""
+def test_a_gradient_becomes_its_part_of_the_bucket(late: Simulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    """5.13: it is copied once, on its way into the bucket, and not a second time on its way back; in ``channels_last``
+    as in any other format."""
+    monkeypatch.setattr(buckets, "_uses", lambda gradient: (1,))  # Python cannot count the uses of simulated memory
 
     def body(context: Context) -> None:
-        weights = [nn.Parameter(on_gpu(torch.ones(8)))]
+        weights = parameters(on_gpu)
         optimizer = distributed(context, weights)
         for _ in range(3):
-            optimizer.zero_grad(set_to_none=False)
-            (weights[0] * 2.0).sum().backward()
+            optimizer.zero_grad()
+            loss_of(weights, on_gpu(values(4, 6, seed=context.rank))).backward()
             optimizer.step()
         (bucket,) = optimizer._hvd._buckets.all
-        assert isinstance(bucket.whole, GpuTensor)
-        optimizer.zero_grad()
-        weights[0].grad = bucket.part(next(iter(bucket.offsets)), weights[0])
-        assert weights[0].grad.data_ptr() == bucket.whole.data_ptr()
+        assert gpu.of(bucket.whole) == torch.device("cuda", 0)
+        addresses = {weight.grad.data_ptr(): weight.grad for weight in weights}
+        assert set(addresses) == {bucket.address(name) for name in bucket.offsets}
+        assert [weight.grad.stride() for weight in weights] == [weight.stride() for weight in weights]
+        assert not weights[1].grad.is_contiguous()
 
     with world(late) as made:
         made.run(body)

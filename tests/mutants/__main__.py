@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
-from tests.mutants.patches import ROOT, Mutant, PatchError, everything
+from tests.mutants import orders, patches
+from tests.mutants.patches import ROOT, Mutant, PatchError
 
 CAUGHT, SURVIVED, STALE, ERROR, NOT_RUN = "caught", "SURVIVED", "stale", "error", "not run"
 
@@ -250,7 +251,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--python", action="append", default=[], metavar="ENVIRONMENT=PATH", help="its interpreter")
     options = parser.parse_args(arguments)
     pythons = _pythons(options.python)
-    mutants = [m for m in everything() if not options.names or m.name.startswith(tuple(options.names))]
+    everything = [*patches.everything(), *orders.everything()]
+    mutants = [m for m in everything if not options.names or m.name.startswith(tuple(options.names))]
     if not mutants:
         parser.error("no fault has such a name; --list shows them")
     if options.list:
