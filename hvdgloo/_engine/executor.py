@@ -61,7 +61,10 @@ Handles are failed all the same. Memory and process group are released when what
 
 _NOT_WORTH_FUSING = 1 << 18
 """A bucket of this size that a GPU's stream has been given keeps no later one waiting: nothing is gained from fusing
-what becomes ready meanwhile. A smaller one does until it has completed, but no longer than ``_LONGEST_PAUSE``."""
+what becomes ready meanwhile. A smaller one does until it has completed, but no longer than ``_FUSING_SECONDS``."""
+
+_FUSING_SECONDS = 1e-3
+"""How long a small bucket on a GPU's stream keeps later ones waiting, in seconds."""
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 20e-6, 1e-3
 """Seconds between two looks at a GPU: CUDA has no wait with a deadline, nor one for whichever comes first, the end of a
@@ -618,7 +621,7 @@ class Executor:
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
         self._check(first)
         for under_way in self._under_way:
-            if not under_way.counted and time.monotonic() - under_way.begun >= _LONGEST_PAUSE:
+            if not under_way.counted and time.monotonic() - under_way.begun >= _FUSING_SECONDS:
                 self._no_longer_counts(under_way)
 
     def _check(self, under_way: _UnderWay) -> None:
