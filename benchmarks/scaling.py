@@ -216,7 +216,7 @@ def measure() -> Costs:
     """All of them, in half a minute."""
     (elapsed, few), (_, many) = (_agreement(ranks) for ranks in (2, 6))
     ring, exchange, byte = _gloo(8)
-    return Costs(elapsed, max(0.0, (many - few) / 4), ring, exchange, byte, _launcher(32), _server(128))
+    return Costs(elapsed, max(0.0, (many - few) / 4), ring, exchange, byte, _launcher(64), _server(128))
 
 
 def tiny(rounds: int) -> tuple[float, float]:

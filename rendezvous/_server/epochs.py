@@ -82,9 +82,13 @@ class _Round:
         return None if self.topology is None else Placed(self.ranks[client], self.topology)
 
     def release(self) -> None:
+        """Let one of those that wait go on, and it the next one: a thousand threads that are woken at once would
+        compete for the interpreter.
+        """
         for latches in self.waiting.values():
             for latch in latches:
                 latch.release()
+                return
 
 
 class Epochs:
@@ -278,6 +282,8 @@ class Epochs:
             current.waiting.pop(client, None)
             if gone:
                 self._leave(current, client)
+        if self._closed or current.state != "gathering":
+            current.release()
 
     def _leave(self, current: _Round, client: str) -> None:
         """Remove a worker, so that one started in its stead finds its place free."""

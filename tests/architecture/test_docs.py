@@ -26,6 +26,7 @@ from tests.support.pages import ROOT, generated
 
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 OTHER_OPTIONS = {
+    "--agents",
     "--epochs",
     "--from-literal",
     "--horovod",
@@ -52,6 +53,7 @@ OTHER_OPTIONS = {
     "--sysctl",
     "--tf",
     "--trials",
+    "--validate",
 }
 """Options in examples that belong to other programs."""
 WITHOUT_EFFECT = {

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
-from hvdgloo.rendezvous._server.epochs import Epochs, NotYet, Placed
+from hvdgloo.rendezvous._server.epochs import Epochs, NotYet, Placed, _Round
+from hvdgloo.rendezvous._server.membership import Membership
+from hvdgloo.rendezvous._store import Latch
 from tests.support.rendezvous import info
 
 
@@ -75,3 +77,11 @@ def test_one_that_comes_and_goes_again_and_again_keeps_nobody_waiting() -> None:
         gathering.epochs.client_left(f"restarted {number}")
     assert "no further worker came for 10 s, and 1 of 100 workers are in" in gathering.epochs.last_failure()
     assert gathering.now == 1016
+
+
+def test_those_who_wait_are_let_go_one_after_the_other() -> None:
+    """Each lets the next one go when it has its answer; a thousand at once would be in each other's way."""
+    latches = [Latch() for _ in range(3)]
+    gathering = _Round(Membership(0, size=3), waiting={str(each): [latch] for each, latch in enumerate(latches)})
+    gathering.release()
+    assert [latch.wait(0) for latch in latches] == [True, False, False]
