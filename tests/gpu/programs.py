@@ -1,0 +1,301 @@
+"""What ranks run in the tests of this folder. With ``HVDGLOO_TEST_DEVICE=cpu`` the same programs run on the CPU, which
+is how they themselves are tested without a GPU (``tests/processes/test_gpu_programs.py``)."""
+
+from __future__ import annotations
+
+START = """
+import os, threading, time
+import torch
+import hvdgloo.torch as hvd
+
+hvd.init()
+rank, size = hvd.rank(), hvd.size()
+on_cpu = os.environ.get("HVDGLOO_TEST_DEVICE") == "cpu"
+if on_cpu:
+    device = torch.device("cpu")
+else:
+    # Each rank its own GPU where there are enough.
+    device = torch.device("cuda", hvd.local_rank() if torch.cuda.device_count() >= size else 0)
+    torch.cuda.set_device(device)
+
+def settle():
+    if not on_cpu:
+        torch.cuda.synchronize(device)
+
+def planes():
+    from hvdgloo._job import process
+    return [backend.name for backend in process.current().engine._groups[0].backends]
+"""
+
+COLLECTIVES = """
+for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
+              torch.uint8, torch.int8, torch.uint16, torch.uint32, torch.uint64):
+    tensor = (torch.arange(6, device=device).reshape(2, 3) + rank).to(dtype)
+    total = sum(torch.arange(6, device=device).reshape(2, 3) + r for r in range(size)).to(dtype)
+    result = hvd.allreduce(tensor, op=hvd.Sum)
+    assert result.device == device and result.dtype is dtype
+    assert result.tolist() == total.tolist(), (dtype, result)
+    largest = (tensor.long() - rank + size - 1).to(dtype).t()
+    assert hvd.allreduce(tensor.t(), op=hvd.Max).tolist() == largest.tolist(), dtype
+    rows = (torch.arange(2 * size, device=device).reshape(2 * size, 1) + rank).to(dtype)
+    even = sum(torch.arange(2 * size, device=device).reshape(2 * size, 1) + r for r in range(size)).to(dtype)
+    assert hvd.reducescatter(rows, op=hvd.Sum).tolist() == even.tolist()[2 * rank : 2 * rank + 2], dtype
+    assert hvd.reducescatter(tensor, op=hvd.Sum).tolist() == [part.tolist() for part in total.tensor_split(size)][rank]
+for dtype in (torch.float32, torch.bool, torch.int16):
+    tensor = (torch.arange(6, device=device).reshape(2, 3) + rank).to(dtype)
+    every = [(torch.arange(6, device=device).reshape(2, 3) + r).to(dtype) for r in range(size)]
+    assert torch.equal(hvd.allgather(tensor), torch.cat(every))
+    assert torch.equal(hvd.broadcast(tensor, root_rank=size - 1), every[-1])
+    if size <= 2:
+        received, counts = hvd.alltoall(tensor[:size], splits=torch.ones(size, dtype=torch.int32))
+        assert torch.equal(received, torch.stack([t[rank] for t in every])) and counts.tolist() == [1] * size
+assert hvd.allreduce(torch.tensor([rank == 0, False], device=device), op=hvd.Max).tolist() == [True, False]
+scaled = hvd.allreduce(torch.tensor([6, 7], device=device), op=hvd.Sum, prescale_factor=0.5, postscale_factor=2.0)
+assert scaled.tolist() == [6 * size, 6 * size], scaled
+mixed = hvd.grouped_allreduce([torch.ones(3, device=device), torch.ones(3), torch.ones(2, device=device).half()],
+                              op=hvd.Sum)
+assert [t.device.type for t in mixed] == [device.type, "cpu", device.type] and all((t == size).all() for t in mixed)
+many = [torch.full((i + 1,), float(i), device=device) for i in range(200)]
+for i, result in enumerate(hvd.grouped_allreduce(many, op=hvd.Sum)):
+    assert (result == i * size).all()
+same = hvd.allreduce(torch.ones(5, device=device), op=hvd.Adasum)
+assert torch.allclose(same, torch.ones(5, device=device))
+x = torch.ones(4, device=device, requires_grad=True)
+hvd.allreduce(x * 3, op=hvd.Sum).sum().backward()
+assert torch.equal(x.grad, torch.full((4,), 3.0 * size, device=device))
+"""
+
+UNEVEN = """
+for counts in ([r + 1 for r in range(size)], [3 * (r == size - 1) for r in range(size)], [0] * size):
+    own = torch.arange(3.0 * counts[rank], device=device).reshape(-1, 3) + rank
+    whole = torch.cat([torch.arange(3.0 * n, device=device).reshape(-1, 3) + r for r, n in enumerate(counts)])
+    assert torch.equal(hvd.allgather(own), whole)
+    pair = hvd.grouped_allgather([own, own.half()])
+    assert torch.equal(pair[0], whole) and torch.equal(pair[1], whole.half())
+odd = torch.arange(2.0 * size + 1, device=device) + rank
+total = sum(torch.arange(2.0 * size + 1, device=device) + r for r in range(size))
+assert torch.equal(hvd.reducescatter(odd, op=hvd.Sum), total.tensor_split(size)[rank])
+x = torch.arange(4.0 * size, device=device, requires_grad=True)
+splits = torch.tensor([r + 1 if r < 3 else 3 for r in range(size)], device=device)  # on the GPU, too
+received, counts = hvd.alltoall(x, splits=splits)
+assert counts.device.type == "cpu" and counts.tolist() == [min(rank + 1, 3)] * size
+((rank + 1.0) * received).sum().backward()
+sent = [r + 1.0 for r, n in enumerate(splits.tolist()) for _ in range(n)]
+assert x.grad.tolist() == sent + [0.0] * (4 * size - len(sent))
+"""
+
+# A long kernel is still writing the tensor when it is submitted; the submitting thread must not wait for it.
+STREAMS = """
+def work_on(stream):
+    for _ in range(5):
+        with torch.cuda.stream(stream):
+            tensor = torch.zeros(1 << 20, device=device)
+            torch.cuda._sleep(200_000_000)
+            tensor += rank + 1
+            torch.cuda.set_sync_debug_mode("error")
+            handle = hvd.allreduce_async_(tensor, op=hvd.Sum)
+            torch.cuda.set_sync_debug_mode("default")
+            assert not hvd.poll(handle)
+            hvd.synchronize(handle)
+            expected = float(size * (size + 1) // 2)
+            assert (tensor == expected).all()
+            gathered = hvd.allgather(tensor[:4])
+            gathered += 1  # on this stream, right after another one has written it
+            assert (gathered == expected + 1).all()
+            del gathered, tensor  # whose memory is used again at once
+
+if not on_cpu:
+    hvd.allreduce(torch.ones(1, device=device))
+    work_on(torch.cuda.current_stream())
+    work_on(torch.cuda.Stream())
+    # A tensor that another stream has made, with that stream not current: the program's own wait is what counts.
+    made, side = torch.zeros(1 << 20, device=device), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(200_000_000)
+        made += rank + 1
+    torch.cuda.current_stream().wait_stream(side)
+    assert (hvd.allreduce(made, op=hvd.Sum) == size * (size + 1) // 2).all()
+"""
+
+CAPTURE = """
+if not on_cpu:
+    tensor = torch.ones(4, device=device)
+    hvd.allreduce(tensor)
+    try:
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            hvd.allreduce(tensor)
+    except RuntimeError as error:
+        assert "cannot be captured into a CUDA graph" in str(error), error
+    else:
+        raise AssertionError("a collective was captured")
+    settle()
+assert hvd.allreduce(torch.ones(4, device=device), op=hvd.Sum).tolist() == [float(size)] * 4
+"""
+
+CHANNELS_LAST = """
+torch.manual_seed(1)
+model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), hvd.SyncBatchNorm(8), torch.nn.ReLU(), torch.nn.Conv2d(8, 4, 3))
+model = model.to(device, memory_format=torch.channels_last)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model.named_parameters())
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+for step in range(4):
+    optimizer.zero_grad()
+    images = torch.randn(4, 3, 9, 9, generator=torch.Generator().manual_seed(10 * step + rank)).to(device)
+    model(images.to(memory_format=torch.channels_last)).square().mean().backward()
+    optimizer.step()
+assert model[0].weight.grad.is_contiguous(memory_format=torch.channels_last)
+for name, value in model.state_dict().items():
+    assert torch.equal(hvd.broadcast(value, root_rank=0), value), name
+"""
+
+TRAINING = """
+torch.manual_seed(1)
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), hvd.SyncBatchNorm(16), torch.nn.ReLU(), torch.nn.Linear(16, 3))
+plain = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.ReLU(), torch.nn.Linear(16, 3))
+plain.load_state_dict(model.state_dict())
+model, plain = model.double().to(device), plain.double().to(device)
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+batch = torch.randn(8 * size, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).to(device)
+target = torch.randn(8 * size, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).to(device)
+part = slice(8 * rank, 8 * rank + 8)
+ours = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model.named_parameters())
+theirs = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+for _ in range(5):
+    ours.zero_grad()
+    ((model(batch[part]) - target[part]) ** 2).mean().backward()
+    ours.step()
+    theirs.zero_grad()
+    ((plain(batch) - target) ** 2).mean().backward()
+    theirs.step()
+for name, value in plain.state_dict().items():
+    assert torch.allclose(model.state_dict()[name].double(), value.double(), rtol=1e-5, atol=1e-8), name
+hvd.broadcast_optimizer_state(ours, root_rank=0)
+
+# Gradients accumulated over two backward passes, and sent as float16.
+torch.manual_seed(4)
+small, alone = torch.nn.Linear(8, 3).to(device), torch.nn.Linear(8, 3).to(device)
+alone.load_state_dict(small.state_dict())
+ours = hvd.DistributedOptimizer(torch.optim.SGD(small.parameters(), lr=0.1), small.named_parameters(),
+                                compression=hvd.Compression.fp16, backward_passes_per_step=2)
+theirs = torch.optim.SGD(alone.parameters(), lr=0.1)
+for _ in range(3):
+    ours.zero_grad()
+    for half in (slice(8 * rank, 8 * rank + 4), slice(8 * rank + 4, 8 * rank + 8)):
+        torch.nn.functional.mse_loss(small(batch[half].float()), target[half].float()).backward()
+    ours.step()
+    theirs.zero_grad()
+    (2 * torch.nn.functional.mse_loss(alone(batch.float()), target.float())).backward()
+    theirs.step()
+for mine, value in zip(small.parameters(), alone.parameters()):
+    assert torch.allclose(mine, value, rtol=1e-2, atol=1e-3)
+
+model = model.float()
+ours = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+scaler = torch.amp.GradScaler(device.type)
+for step in range(4):
+    ours.zero_grad()
+    with torch.autocast(device.type, dtype=torch.bfloat16 if on_cpu else torch.float16):
+        loss = torch.nn.functional.mse_loss(model(batch[part].float()).float(), target[part].float())
+    if step == 1 and rank == 0:
+        loss = loss * float("inf")  # one rank's gradients overflow: all skip this step, none hangs
+    scaler.scale(loss).backward()
+    scaler.step(ours)
+    scaler.update()
+for value in model.state_dict().values():
+    assert torch.allclose(hvd.broadcast(value, root_rank=0).double(), value.double(), equal_nan=True)
+"""
+
+SETS = """
+sets = [hvd.add_process_set(hvd.ProcessSet(ranks)) for ranks in ([0], list(range(size)), list(range(1, size)))
+        if len(ranks) not in (0, size)]
+for _ in range(20):
+    handles = [hvd.allreduce_async(torch.full((1 << 16,), rank + 1.0, device=device), op=hvd.Sum, process_set=each,
+                                   name=f"set {each.process_set_id}") for each in sets if each.included()]
+    whole = hvd.allreduce(torch.ones(1 << 16, device=device), op=hvd.Sum)
+    assert (whole == size).all()
+    for each, handle in zip([each for each in sets if each.included()], handles):
+        assert (hvd.synchronize(handle) == sum(r + 1.0 for r in each.ranks)).all()
+"""
+
+JOIN = """
+for _ in range(3 + rank):
+    hvd.allreduce(torch.ones(3, device=device), op=hvd.Sum, name="late")
+assert hvd.join() == size - 1
+"""
+
+END = """
+if not on_cpu:
+    assert planes() == PLANES, planes()
+hvd.shutdown()
+print("done")
+"""
+
+LOST = """
+import signal
+hvd.allreduce(torch.ones(1, device=device)) if WHEN != "connecting" else hvd.barrier()
+try:
+    if WHEN == "connecting" and rank == 1:
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    for step in range(10_000):
+        if WHEN == "allreduce" and rank == 1 and step == 5:
+            threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        if WHEN == "shutdown" and step == 5:
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            break
+        hvd.allreduce(torch.ones(1 << 22, device=device), name="x")
+except hvd.HorovodInternalError as error:
+    assert "rank 1" in str(error), error
+hvd.shutdown()
+print("done")
+"""
+"""With WHEN: "connecting", "allreduce" or "shutdown"."""
+
+THROUGHPUT = """
+import json
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+def model():
+    torch.manual_seed(1)
+    layers = [layer for _ in range(16) for layer in (torch.nn.Linear(2048, 2048), torch.nn.ReLU())]
+    return torch.nn.Sequential(*layers).to(device)
+
+def seconds(step):
+    for _ in range(5):
+        step()
+    settle()
+    begin = time.perf_counter()
+    for _ in range(20):
+        step()
+    settle()
+    return (time.perf_counter() - begin) / 20
+
+batch = torch.randn(64, 2048, device=device)
+ours = model()
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(ours.parameters(), lr=1e-3), ours.named_parameters())
+
+def step_of_ours():
+    optimizer.zero_grad()
+    ours(batch).square().mean().backward()
+    optimizer.step()
+
+times = {"hvdgloo": seconds(step_of_ours)}
+if size > 1:
+    store = dist.FileStore(os.path.join(os.environ["JOB_FOLDER"], "store"), size)
+    dist.init_process_group("gloo" if on_cpu else "nccl", store=store, rank=rank, world_size=size)
+    theirs = DistributedDataParallel(model(), device_ids=None if on_cpu else [device.index])
+    plain = torch.optim.SGD(theirs.parameters(), lr=1e-3)
+
+    def step_of_theirs():
+        plain.zero_grad()
+        theirs(batch).square().mean().backward()
+        plain.step()
+
+    times["DDP"] = seconds(step_of_theirs)
+    dist.destroy_process_group()
+if rank == 0:
+    with open(os.path.join(os.environ["JOB_FOLDER"], "times.json"), "w") as file:
+        json.dump(times, file)
+"""

@@ -1,0 +1,110 @@
+"""With one GPU: a job of one rank over NCCL, and two ranks that share the GPU, staged through the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.gpu import programs
+from tests.support.job import Job
+
+PARTS = {
+    "dtypes": programs.COLLECTIVES,
+    "uneven": programs.UNEVEN,
+    "streams": programs.STREAMS,
+    "capture": programs.CAPTURE,
+    "channels_last": programs.CHANNELS_LAST,
+    "training": programs.TRAINING,
+    "join": programs.JOIN,
+}
+ALONE = ["local", "nccl"]
+SHARED = ["shm"]
+
+
+def run(
+    size: int, part: str, planes: list[str], folder: Path, *, launched: bool = True, **environ: str
+) -> tuple[list[str], str]:
+    """Run a program on ranks that see one GPU.
+
+    Returns:
+        what each rank wrote to its standard error, and the first one's alone.
+    """
+    code = programs.START + f"PLANES = {planes!r}\n" + part + programs.END
+    if not launched:
+        code = (
+            "import os\nfor name in [n for n in os.environ if n.startswith('HVDGLOO_')]: del os.environ[name]\n" + code
+        )
+    with Job(size, code, folder, CUDA_VISIBLE_DEVICES="0", **environ) as job:
+        for ended in job.wait(55):
+            assert (ended.returncode, ended.stdout.strip()) == (0, "done"), ended.stderr
+        errors = [job.output(rank).stderr for rank in range(size)]
+    return errors, errors[0]
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_one_rank_over_nccl(tmp_path: Path, part: str) -> None:
+    run(1, PARTS[part], ALONE, tmp_path)
+
+
+def test_a_program_that_nothing_has_launched(tmp_path: Path) -> None:
+    run(1, programs.COLLECTIVES, ALONE, tmp_path, launched=False)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_two_ranks_that_share_it_through_the_host(tmp_path: Path, part: str) -> None:
+    _, first = run(2, PARTS[part], SHARED, tmp_path)
+    assert "ranks 0 and 1 use the same GPU" in first
+
+
+@pytest.mark.parametrize("completion", ["host", "stream"])
+def test_completion(tmp_path: Path, completion: str) -> None:
+    run(1, programs.STREAMS if completion == "host" else programs.TRAINING, ALONE, tmp_path,
+        HVDGLOO_GPU_COMPLETION=completion)  # fmt: skip
+
+
+def test_the_host_if_it_is_asked_for(tmp_path: Path) -> None:
+    run(1, programs.COLLECTIVES, ["local"], tmp_path, HVDGLOO_GPU_OPERATIONS="gloo")
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_torch_s_sanitizer_finds_no_race(tmp_path: Path, size: int) -> None:
+    part = programs.COLLECTIVES + programs.CHANNELS_LAST
+    errors, _ = run(size, part, ALONE if size == 1 else SHARED, tmp_path, TORCH_CUDA_SANITIZER="1")
+    assert not [error for error in errors if "CSAN detected" in error]
+
+
+def test_nccl_that_cannot_be_had_is_an_error_that_says_why(tmp_path: Path) -> None:
+    code = programs.START + "hvd.allreduce(torch.ones(1, device=device))\n"
+    with Job(2, code, tmp_path, HVDGLOO_GPU_OPERATIONS="nccl", CUDA_VISIBLE_DEVICES="0") as job:
+        for ended in job.wait(50):
+            assert ended.returncode == 1
+            assert "ranks 0 and 1 use the same GPU, which NCCL refuses" in ended.stderr
+
+
+def test_a_device_here_and_none_there(tmp_path: Path) -> None:
+    code = """
+try:
+    hvd.allreduce(torch.ones(2, device=device if rank else "cpu"), name="x")
+except hvd.HorovodInternalError as error:
+    assert "device type" in str(error), error
+else:
+    raise AssertionError("nobody noticed")
+assert hvd.allreduce(torch.ones(2, device=device), op=hvd.Sum).tolist() == [2.0, 2.0]
+"""
+    run(2, code, SHARED, tmp_path)
+
+
+def test_pain_22_a_killed_rank_is_named(tmp_path: Path) -> None:
+    code = programs.START + "WHEN = 'allreduce'\n" + programs.LOST
+    with Job(2, code, tmp_path, CUDA_VISIBLE_DEVICES="0") as job:
+        survivor, _ = job.wait(50)
+        assert (survivor.returncode, survivor.stdout.strip()) == (0, "done"), survivor.stderr
+
+
+def test_a_step_of_one_rank(tmp_path: Path, note: Callable[[str, str], None]) -> None:
+    with Job(1, programs.START + programs.THROUGHPUT, tmp_path, CUDA_VISIBLE_DEVICES="0") as job:
+        (ended,) = job.wait(55)
+        assert ended.returncode == 0, ended.stderr
+    note("a step of 16 linear layers of 2048, one rank", (tmp_path / "times.json").read_text())
