@@ -143,7 +143,8 @@ test-with-python-%: $(VENV_PYTHON)-%/.ready
 test-packaging: $(READY_PACKAGING)
 	$(VENV_PACKAGING)/bin/python -m pytest tests/packaging
 
-# With the torch that is installed on a machine with a GPU, which this environment sees.
+# With the torch that is installed on a machine with a GPU, which this environment sees. Part of the tests needs two GPUs.
+# At the end there is a report, gpu-report.md, to be sent; without a GPU it says so, and fails.
 test-gpu: $(READY_GPU)
 	HVDGLOO_TEST_REQUIRE_GPU=1 $(VENV_GPU)/bin/python -m pytest tests/gpu
 

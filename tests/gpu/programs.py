@@ -137,7 +137,8 @@ CHANNELS_LAST = """
 torch.manual_seed(1)
 model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), hvd.SyncBatchNorm(8), torch.nn.ReLU(), torch.nn.Conv2d(8, 4, 3))
 model = model.to(device, memory_format=torch.channels_last)
-optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model.named_parameters())
+plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+optimizer = hvd.DistributedOptimizer(plain, model.named_parameters())
 hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 for step in range(4):
     optimizer.zero_grad()
