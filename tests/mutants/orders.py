@@ -19,7 +19,7 @@ ORDERS = {
     "hvdgloo/_engine/handle.py": {"self.follow"},
     "hvdgloo/_training/reducer.py": {"self._gathered"},
     "hvdgloo/torch/_adapter.py": {"gpu.wait", "gpu.used_here"},
-    "hvdgloo/torch/_distributed.py": {"gpu.wait_for"},
+    "hvdgloo/torch/_session.py": {"gpu.wait_for"},
 }
 """By module: calls, as the code writes them, whose only effect is an order or a longer life."""
 
