@@ -271,7 +271,7 @@ def test_what_a_connection_does_not_take_at_once_is_sent_when_it_does() -> None:
     try:
         large = Failed("x" * (4 << 20))
         connection = rank0.control._connections[2]
-        rank0.control._send(2, frame(large), 0.0)
+        rank0.control._send(2, frame(large))
         assert connection.has_unsent
         arrived: list[Message] = []
         while connection.has_unsent and not rank0.control._finished:
