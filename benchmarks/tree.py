@@ -6,30 +6,50 @@ The node under test has real connections (Unix sockets to the ranks of its host,
 ends one process says what the others would say. All of them say it at once; in the last case, other leaders send what
 came while they waited for an answer together, as they do (``tree.BATCH_SECONDS``). Neither the tensors nor what the
 node's own rank does with the order are part of it. The least of a few rounds, in milliseconds, and the range.
+
+    python benchmarks/tree.py --processes 256 [--hosts 16] [--fanin 4] [--seconds 20]
+
+lets a process for each rank agree with all others, as if they were on so many hosts: small allreduces, which travel
+with the agreement, all checked, some that ranks disagree about, and a join at the end. Ranks find each other by way of
+a real rendezvous service. Prints how many operations there were, and what they took.
 """
 
 from __future__ import annotations
 
 import argparse
 import multiprocessing
+import random
 import socket
 import time
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, cast
 
+import numpy as np
+import numpy.typing as npt
+
+from hvdgloo._backends.local import LocalGroup
 from hvdgloo._engine.connection import ControlConnection
 from hvdgloo._engine.control import Control
 from hvdgloo._engine.coordinator import Coordinator, CoordinatorSettings
+from hvdgloo._engine.engine import Engine
 from hvdgloo._engine.messages import Execute, Gathered, Message, Part, Request, Response, Submit, frame
 from hvdgloo._engine.readiness import masks_of
 from hvdgloo._engine.runs import runs_of_mask, runs_of_masks
 from hvdgloo._engine.tree import PATIENCE_SECONDS, Gatherer, Seat, seat
+from hvdgloo._job.links import Meeting, seat_of
+from hvdgloo._job.settings import engine_settings
 from hvdgloo._net.frame_mac import FrameMac
-from hvdgloo._net.handshake import Link
-from hvdgloo.types import Collective, DType, TensorSpec
+from hvdgloo._net.handshake import Link, listen
+from hvdgloo.config import Config
+from hvdgloo.errors import MismatchError
+from hvdgloo.rendezvous import RendezvousClient, RendezvousServer
+from hvdgloo.topology import Host, Topology, Worker
+from hvdgloo.types import Buffer, Collective, DType, ReduceOp, TensorSpec
 
 _TIMEOUT = 600.0
+_PATIENCE = 60.0
+_SECRET = bytes(range(32))
 _KEYS = bytes(range(32)), bytes(range(32, 64))
 _STEPS_IN_A_ROW = 5
 CASES = ((5, 5), (161, 8), (161, 161))
@@ -211,20 +231,121 @@ class Node:
         self._process.join(10)
 
 
+class WrongError(Exception):
+    """A result is not what it should be."""
+
+
+def be_rank(rank: int, slots: Sequence[int], fanin: int, endpoint: str, seconds: float) -> int:
+    """One process's part in a job; how many operations it has taken part in."""
+    size = sum(slots)
+    places = [(host, local) for host, count in enumerate(slots) for local in range(count)]
+    topology = Topology(
+        0,
+        tuple(Host(f"h{host}", f"identity {host}") for host in range(len(slots))),
+        tuple(Worker(each, *place, 0, "127.0.0.1", 0) for each, place in enumerate(places)),
+    )
+    config = Config(secret=_SECRET, control_fanin=fanin, control_tree_ranks=2, connect_timeout=60, start_timeout=60)
+    place = seat_of(rank, topology, config)
+    assert place is not None
+    with RendezvousClient(endpoint, _SECRET) as client, listen("127.0.0.1", None) as listener:
+        meeting = Meeting(config, _SECRET, None, client, "soak", 0, topology, rank, "127.0.0.1")
+        links, decided = meeting.connect(place, listener if rank == 0 else None, None, [])
+    # No tensor is large enough for a data plane.
+    engine = Engine(rank, topology, links, LocalGroup(1).backend(0), engine_settings(config, decided), seat=place)
+    engine.start()
+    drawn = random.Random(0)
+    until = time.monotonic() + seconds
+    done, goes_on = 0, True
+
+    def allreduce(name: str, values: npt.NDArray[np.float64], op: ReduceOp) -> npt.NDArray[np.float64]:
+        result = np.empty_like(values)
+        spec = (TensorSpec(DType.FLOAT64, values.shape),)
+        asked = Request(f"allreduce.{name}", Collective.ALLREDUCE, spec, op)
+        engine.submit(asked, [Buffer.of_array(values)], [Buffer.of_array(result)]).wait(_PATIENCE)
+        return result
+
+    while goes_on:
+        number, rows = drawn.randrange(40), drawn.randrange(1, 9)
+        if drawn.random() < 0.05:
+            try:
+                allreduce(f"odd{number}", np.ones(rows + (rank == number % size)), ReduceOp.SUM)
+            except MismatchError as error:
+                if f"on rank {number % size}" not in str(error):
+                    raise WrongError(str(error)) from error
+            else:
+                raise WrongError("ranks that disagree were not told so")
+        elif not (
+            allreduce(f"t{number}.{rows}", np.full(rows, rank + 1.0), ReduceOp.SUM) == size * (size + 1) / 2
+        ).all():
+            raise WrongError(f"t{number}.{rows}")
+        done += 1
+        if done % 20 == 0:
+            goes_on = bool(allreduce("goes on", np.array([float(time.monotonic() < until)]), ReduceOp.MIN)[0])
+    engine.submit(Request("join", Collective.JOIN)).wait(_PATIENCE)
+    engine.close()
+    return done
+
+
+def agree(ranks: int, hosts: int, fanin: int, seconds: float) -> None:
+    """Print how far so many processes have come."""
+    slots = [ranks // hosts + (host < ranks % hosts) for host in range(hosts)]
+    context = multiprocessing.get_context("fork")
+
+    def serve(told: Connection) -> None:
+        with RendezvousServer(secret=_SECRET, size=ranks) as server:
+            told.send(server.endpoint)
+            told.recv()
+
+    def work(rank: int, endpoint: str, told: Connection) -> None:
+        begun = time.process_time()
+        told.send((be_rank(rank, slots, fanin, endpoint, seconds), time.process_time() - begun))
+
+    ours, theirs = context.Pipe()
+    server = context.Process(target=serve, args=(theirs,), daemon=True)
+    server.start()
+    endpoint = ours.recv()
+    workers = []
+    begun = time.monotonic()
+    for rank in range(ranks):
+        near, far = context.Pipe()
+        process = context.Process(target=work, args=(rank, endpoint, far), daemon=True)
+        process.start()
+        far.close()
+        workers.append((process, near))
+    told = [near.recv() if near.poll(seconds + 5 * _PATIENCE) else None for _, near in workers]
+    for process, _ in workers:
+        process.join(_PATIENCE)
+    assert all(process.exitcode == 0 for process, _ in workers), [process.exitcode for process, _ in workers]
+    ours.send(None)
+    server.join(10)
+    (operations,) = {answer[0] for answer in told if answer is not None}
+    used = [answer[1] for answer in told if answer is not None]
+    print(f"{ranks} processes as on {hosts} hosts, fan-in {fanin}: {operations} operations, all right")
+    print(
+        f"  {time.monotonic() - begun:.0f} s; processor time: rank 0 {used[0]:.1f} s, others up to {max(used[1:]):.1f} s"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--hosts", type=int, default=128, help="hosts (default 128)")
+    parser.add_argument("--hosts", type=int, help="hosts (default 128, with --processes 16)")
     parser.add_argument("--slots", type=int, default=8, help="ranks on each (default 8)")
-    parser.add_argument("--fanin", type=int, default=16, help="leaders that report to one (default 16)")
+    parser.add_argument("--fanin", type=int, help="leaders that report to one (default 16, with --processes 4)")
     parser.add_argument("--rounds", type=int, default=5, help="rounds (default 5)")
+    parser.add_argument("--processes", type=int, help="instead: so many ranks that agree, a process each")
+    parser.add_argument("--seconds", type=float, default=20.0, help="how long they do (default 20)")
     options = parser.parse_args()
-    slots = [options.slots] * options.hosts
+    if options.processes:
+        agree(options.processes, options.hosts or 16, options.fanin or 4, options.seconds)
+        return
+    hosts, fanin = options.hosts or 128, options.fanin or 16
+    slots = [options.slots] * hosts
     # The root, the busiest other leader, and one that has no others below it.
-    nodes = {"root": 0, "inner leader": options.slots, "last leader": options.slots * (options.hosts - 1)}
-    print(f"{options.hosts} hosts x {options.slots}, fan-in {options.fanin}; milliseconds of processor time per step")
+    nodes = {"root": 0, "inner leader": options.slots, "last leader": options.slots * (hosts - 1)}
+    print(f"{hosts} hosts x {options.slots}, fan-in {fanin}; milliseconds of processor time per step")
     for name, rank in nodes.items():
         for tensors, messages in CASES:
-            node = Node(rank, slots, options.fanin)
+            node = Node(rank, slots, fanin)
             used = sorted(seconds * 1e3 for seconds in node.measured(tensors, messages, options.rounds))
             node.close()
             place = f"{name} ({len(node.place.members)} ranks, {len(node.place.leaders)} leaders)"

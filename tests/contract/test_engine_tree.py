@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-import numpy as np
+import threading
+import time
+from pathlib import Path
 
+import numpy as np
+import pytest
+
+from hvdgloo._engine import tree
 from hvdgloo._engine.messages import Request
 from hvdgloo._job.context import Context
 from hvdgloo.types import Collective, ReduceOp
 from tests.contract.test_engine import allgather, allreduce, result
+from tests.contract.test_timeline import rows_of, spans
 from tests.support.world import World
 
 
@@ -33,3 +40,34 @@ def test_64_ranks_on_8_hosts_train() -> None:
 
     with World(size, "tree", slots=slots, control_fanin=2) as world:
         world.run(train, 40)
+
+
+def test_rank_0_s_timeline_shows_when_each_rank_has_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 5 comes only when rank 0 has seen ranks 2 to 4, though their leader could have waited for rank 5."""
+    monkeypatch.setattr(tree, "PATIENCE_SECONDS", 1e6)
+    seen = threading.Event()
+
+    def rank_body(ctx: Context) -> None:
+        if ctx.rank == 0:
+            ctx.start_timeline(str(tmp_path / "trace"))
+        allreduce(ctx, "allreduce.begun", np.ones(1)).wait(10)
+        if ctx.rank == 5:
+            assert seen.wait(10)
+        handle = allreduce(ctx, "allreduce.x", np.ones(1))
+        if ctx.rank == 0:
+            until = time.monotonic() + 10
+            while not {"2", "3", "4"} <= set(spans(rows_of(tmp_path / "trace").get("allreduce.x", []))):
+                assert time.monotonic() < until
+                time.sleep(0.01)
+            seen.set()
+        handle.wait(10)
+        if ctx.rank == 0:
+            ctx.engine.stop_timeline()
+        after = allreduce(ctx, "allreduce.x", np.ones(1))
+        assert result(after)[0] == 6
+
+    with World(6, "tree", slots=(2, 2, 2), stall_warning_time=1e6) as world:
+        world.run(rank_body)
+    ticks = {event["name"]: event["ts"] for event in rows_of(tmp_path / "trace")["allreduce.x"]}
+    assert {str(rank) for rank in range(6)} | {"NEGOTIATE_ALLREDUCE"} <= set(ticks)
+    assert ticks["5"] > max(ticks[str(rank)] for rank in range(5))
