@@ -43,6 +43,7 @@ OTHER_OPTIONS = {
     "--plane",
     "--layouts",
     "--only",
+    "--processes",
     "--processor",
     "--ranks",
     "--rate",
