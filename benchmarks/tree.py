@@ -36,7 +36,8 @@ from hvdgloo._engine.engine import Engine
 from hvdgloo._engine.messages import Execute, Gathered, Message, Part, Request, Response, Submit, frame
 from hvdgloo._engine.readiness import masks_of
 from hvdgloo._engine.runs import runs_of_mask, runs_of_masks
-from hvdgloo._engine.tree import PATIENCE_SECONDS, Gatherer, Seat, seat
+from hvdgloo._engine.seat import Seat, seat
+from hvdgloo._engine.tree import PATIENCE_SECONDS, Gatherer
 from hvdgloo._job.links import Meeting, seat_of
 from hvdgloo._job.settings import engine_settings
 from hvdgloo._net.frame_mac import FrameMac

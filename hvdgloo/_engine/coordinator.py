@@ -44,8 +44,8 @@ from hvdgloo._engine.runs import mask_of_runs, masks_of_runs
 from hvdgloo._engine.watch import Watch
 
 if TYPE_CHECKING:
+    from hvdgloo._engine.seat import Seat
     from hvdgloo._engine.timeline import Timeline
-    from hvdgloo._engine.tree import Seat
 
 STACKS_SECONDS = 2.0
 """Seconds that late ranks have to say what they are doing."""

@@ -31,8 +31,8 @@ from hvdgloo.topology import Topology
 from hvdgloo.types import Buffer, Collective, DType, ReduceOp, TensorSpec
 
 if TYPE_CHECKING:
+    from hvdgloo._engine.seat import Seat
     from hvdgloo._engine.timeline import Timeline
-    from hvdgloo._engine.tree import Seat
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from hvdgloo._engine.tree import Seat, seat
+from hvdgloo._engine.seat import Seat, seat
 from hvdgloo._job.settings import plan_settings
 from hvdgloo._net import abstract
 from hvdgloo._net.handshake import Handshake, Link, listen

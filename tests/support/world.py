@@ -20,7 +20,7 @@ from hvdgloo._backends.local import LocalGroup
 from hvdgloo._backends.select import Planes, gloo_backend, gloo_provider, plane_settings
 from hvdgloo._backends.shm.backend import ShmBackend
 from hvdgloo._engine.engine import Engine
-from hvdgloo._engine.tree import seat
+from hvdgloo._engine.seat import seat
 from hvdgloo._job.context import Context
 from hvdgloo._job.settings import engine_settings
 from hvdgloo._net.handshake import Handshake, Link, listen

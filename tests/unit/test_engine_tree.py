@@ -51,7 +51,8 @@ from hvdgloo._engine.messages import (
 )
 from hvdgloo._engine.readiness import masks_of
 from hvdgloo._engine.runs import mask_of_runs, masks_of_runs, runs_of_mask, runs_of_masks
-from hvdgloo._engine.tree import BATCH_SECONDS, Gatherer, seat
+from hvdgloo._engine.seat import seat
+from hvdgloo._engine.tree import BATCH_SECONDS, Gatherer
 from hvdgloo.errors import PeerLostError
 from hvdgloo.types import Collective, DType, ReduceOp, TensorSpec
 from tests.unit.test_engine_coordinator import TIMEOUT, WARNING, request

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from hvdgloo._engine.tree import seat
+from hvdgloo._engine.seat import seat
 from hvdgloo._job.links import Meeting, seat_of
 from hvdgloo._net.handshake import Handshake, Link, listen
 from hvdgloo.config import Config

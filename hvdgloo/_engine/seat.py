@@ -1,0 +1,75 @@
+"""Who speaks to whom in the tree (``tree``): by arithmetic, from the number of ranks on each host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hvdgloo._engine.conventions import INQUEST_SECONDS
+
+_INQUEST_STEP = 0.25
+"""Seconds more in an inquest for each level of leaders: whoever asks waits longer than those who ask in turn."""
+
+_INQUEST_STEPS = 1.5
+"""Seconds more for all levels together, however many there are: a rank does not wait for a verdict for ever."""
+
+
+@dataclass(frozen=True)
+class Seat:
+    """One rank's place in the tree.
+
+    Attributes:
+        rank: whose it is.
+        parent: the rank that it reports to; -1 for the root.
+        below: by child, the ranks that it speaks for, as a mask; a leader is a child of itself.
+        leaders: the children that are leaders, of other hosts.
+        height: how many levels of leaders are below.
+        levels: how many levels of leaders there are below the root.
+    """
+
+    rank: int
+    parent: int
+    below: Mapping[int, int]
+    leaders: frozenset[int]
+    height: int
+    levels: int
+
+    @property
+    def children(self) -> tuple[int, ...]:
+        """Those that have a connection with this rank and report to it."""
+        return tuple([child for child in self.below if child != self.rank])
+
+    @property
+    def members(self) -> frozenset[int]:
+        """The children on the same host."""
+        return frozenset(self.children) - self.leaders
+
+    @property
+    def inquest_seconds(self) -> float:
+        """How long the ranks below have to give a sign of life."""
+        return INQUEST_SECONDS + self.height * min(_INQUEST_STEP, _INQUEST_STEPS / max(1, self.levels))
+
+
+def seat(rank: int, slots: Sequence[int], fanin: int) -> Seat:
+    """A rank's place.
+
+    Args:
+        slots: the number of ranks on each host, which are numbered in order of hosts.
+        fanin: how many leaders report to one.
+    """
+    firsts = [sum(slots[:host]) for host in range(len(slots))]
+    masks = [((1 << count) - 1) << first for first, count in zip(firsts, slots, strict=True)]
+    heights = [0] * len(slots)
+    for host in range(len(slots) - 1, 0, -1):
+        above = (host - 1) // fanin
+        masks[above] |= masks[host]
+        heights[above] = max(heights[above], heights[host] + 1)
+    host = max(index for index, first in enumerate(firsts) if first <= rank)
+    leader = firsts[host]
+    if rank != leader:
+        return Seat(rank, leader, {}, frozenset(), 0, heights[0])
+    hosts = range(host * fanin + 1, min(len(slots), host * fanin + fanin + 1))
+    below = {member: 1 << member for member in range(leader, leader + slots[host])}
+    below.update({firsts[child]: masks[child] for child in hosts})
+    parent = firsts[(host - 1) // fanin] if host else -1
+    return Seat(rank, parent, below, frozenset(firsts[child] for child in hosts), heights[host], heights[0])
