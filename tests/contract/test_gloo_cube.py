@@ -71,7 +71,7 @@ class Ranks:
 
     def run(self, function: Callable[[int], T]) -> list[T]:
         """On all ranks at once, on threads of their own."""
-        return list(self._pool.map(function, range(self.size), timeout=30))
+        return list(self._pool.map(function, range(self.size), timeout=45))
 
     def close(self) -> None:
         for backend in self.backends:
@@ -94,7 +94,7 @@ def count_threads() -> int:
 
 
 def finish(work: Work) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 30
     while not work.completes_within(0.2):
         assert time.monotonic() < deadline
 

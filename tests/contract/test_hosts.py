@@ -62,7 +62,7 @@ class Hosts:
 
     def run(self, function: Callable[[int], Any]) -> list[Any]:
         """On all ranks at once."""
-        return list(self._pool.map(function, range(self.size), timeout=40))
+        return list(self._pool.map(function, range(self.size), timeout=45))
 
     def close(self) -> None:
         for backend in self.backends:
@@ -85,7 +85,7 @@ def hosts() -> Iterator[Callable[..., Hosts]]:
 
 
 def finish(work: Work) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 30
     while not work.completes_within(0.2):
         assert time.monotonic() < deadline
 
