@@ -188,6 +188,15 @@ def test_the_table_of_clients_is_what_make_clients_tries() -> None:
         assert (ROOT / f"tests/clients/programs/{client.program}.py").is_file()
 
 
+def test_cuda_is_called_untested_until_there_is_a_report() -> None:
+    """A report of ``make test-gpu``; see ``tests/gpu/report.py``."""
+    reports = [*(ROOT / "docs").glob("gpu-report*.md")]
+    for page in ("README.md", "docs/gpus.md"):
+        text = (ROOT / page).read_text("utf-8")
+        assert ("CUDA is untested" in text) == (not reports), page
+        assert "make test-gpu" in text, page
+
+
 def test_a_wrong_name_would_be_noticed(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("HVDGLOO_NONSENSE, `--no-such-option`, [here](nowhere.md), [there](#nowhere)")
