@@ -18,7 +18,7 @@ import pytest
 from tests.support import warm
 from tests.support.launching import launcher_in
 
-PATIENCE = 120.0
+PATIENCE = 240.0
 """Seconds for a job of all cases, which takes about 30: it stands for a hundred tests, and machines may be busy."""
 pytestmark = pytest.mark.timeout(PATIENCE)
 PROGRAM = Path(__file__).resolve().parents[1] / "support" / "keras_cases.py"
