@@ -518,6 +518,8 @@ class Control:
 
     def _watch_parent(self, watch: Watch, now: float) -> None:
         """Other ranks: check that the one above still answers, while something is pending."""
+        if watch.rests(now):
+            return
         active = bool(self._member.has_pending or self._executor.backlog or self._ended)
         if self._gatherer is not None:
             active = active or self._gatherer.asked_from_below(now)

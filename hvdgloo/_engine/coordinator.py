@@ -307,6 +307,8 @@ class Coordinator:
         )
 
     def _watch(self, now: float) -> None:
+        if self._neighbours_watch.rests(now):
+            return
         ping, lost = self._neighbours_watch.tick(now, active=self._active)
         for rank, reason in lost:
             self.lost(rank, reason, now)

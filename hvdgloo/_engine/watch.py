@@ -30,6 +30,10 @@ class Watch:
         if peer in self._heard:
             self._heard[peer] = now
 
+    def rests(self, now: float) -> bool:
+        """Whether ``tick`` has nothing to do yet, so that there is no need to find out if anybody waits."""
+        return self.deadline is not None and now < self.deadline
+
     def tick(self, now: float, *, active: bool) -> tuple[bool, list[tuple[int, str]]]:
         """Let time pass.
 
