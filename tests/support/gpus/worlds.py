@@ -2,15 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from hvdgloo._backends import cuda
 from hvdgloo._backends.base import Backend, Plane
+from hvdgloo._job.context import Context
 from hvdgloo.rendezvous import MemoryStore
 from hvdgloo.types import Buffer
 from tests.support.gpus import OnTheHost, Simulated
-from tests.support.world import World
+from tests.support.world import DEADLINE, World
+
+T = TypeVar("T")
+
+
+class GpuWorld(World):
+    """A World whose every run ends with the checker's verdict, while it is the test's own."""
+
+    def __init__(self, gpus: Simulated, size: int, **options: Any) -> None:
+        self._gpus = gpus
+        super().__init__(size, **options)
+
+    def run(self, function: Callable[[Context], T], deadline: float = DEADLINE) -> list[T]:
+        """As World's.
+
+        Raises:
+            AssertionError: two accesses to one memory had no order.
+        """
+        results = super().run(function, deadline)
+        self._gpus.machine.check()
+        return results
 
 
 def world(
@@ -41,4 +62,6 @@ def world(
             **more,
         )
 
-    return World(size, wrap=lambda _, backend: OnTheHost(gpus.machine, backend), open_device=open_device, **settings)
+    return GpuWorld(
+        gpus, size, wrap=lambda _, backend: OnTheHost(gpus.machine, backend), open_device=open_device, **settings
+    )
