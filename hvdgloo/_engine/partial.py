@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from hvdgloo._engine import inline
 from hvdgloo._engine.messages import SET_CHANGES, Request
 from hvdgloo._engine.readiness import bits_of
 
@@ -103,3 +104,59 @@ class PartialSubmission:
     def excuses(self) -> bool:
         """Whether it goes on without ranks that have joined. The sets may not be changed in their absence."""
         return self.requests.shared.collective not in SET_CHANGES
+
+
+class Held:
+    """The same for a leader in a tree, which need not look at each rank: ranks are masks.
+
+    Args:
+        since: when the first rank submitted it.
+
+    Attributes:
+        numbered: those who did by its number.
+        spelled: those who spelled it out, by what they asked for.
+    """
+
+    __slots__ = ("_paid", "_payloads", "numbered", "since", "spelled")
+
+    def __init__(self, since: float) -> None:
+        self.since = since
+        self.numbered = 0
+        self.spelled: dict[Request, int] = {}
+        self._payloads: dict[int, bytes] = {}  # by the first of the ranks for which each stands
+        self._paid = 0
+
+    def add(self, ranks: int, request: Request | None, payload: bytes) -> None:
+        """Note that ranks have submitted it.
+
+        Args:
+            request: what they ask for; None if they have named its number.
+            payload: the reduction of their tensors, prescaled, or nothing.
+        """
+        if request is None:
+            self.numbered |= ranks
+        else:
+            self.spelled[request] = self.spelled.get(request, 0) | ranks
+        if payload:
+            self._payloads[(ranks & -ranks).bit_length()] = payload
+            self._paid |= ranks
+
+    @property
+    def came(self) -> int:
+        """All who have submitted it."""
+        came = self.numbered
+        for ranks in self.spelled.values():
+            came |= ranks
+        return came
+
+    def combined(self, request: Request) -> bytes:
+        """The reduction of all their tensors, in the order of ranks; empty if some have sent none."""
+        if self._paid != self.came:
+            return b""
+        return inline.reduced(request, [self._payloads[first] for first in sorted(self._payloads)])
+
+    def forget_numbered(self) -> int:
+        """The number means nothing any more; returns those who named it, who count as not having come."""
+        ranks, self.numbered, self._paid = self.numbered, 0, 0
+        self._payloads.clear()
+        return ranks

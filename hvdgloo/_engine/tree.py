@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from hvdgloo._engine import inline
 from hvdgloo._engine.conventions import ping_interval
@@ -50,10 +49,11 @@ from hvdgloo._engine.messages import (
     Submit,
     To,
 )
+from hvdgloo._engine.partial import Held
 from hvdgloo._engine.readiness import Block, Ledger, bits_of, mask_of, numbers_of
 from hvdgloo._engine.runs import mask_of_runs, masks_of_runs, runs_of_mask, runs_of_masks
 from hvdgloo._engine.seat import Seat
-from hvdgloo._engine.watch import Watch
+from hvdgloo._engine.watch import RollCall, Watch
 from hvdgloo.types import Collective
 
 PATIENCE_SECONDS = 1.0
@@ -64,44 +64,6 @@ BATCH_SECONDS = 1e-3
 
 _WORTH_SAYING = 0.1
 """Seconds; what was submitted less long ago counts as submitted now."""
-
-
-class _Held:
-    """An operation that some ranks below have submitted, and others have not.
-
-    Attributes:
-        since: when the first of them did.
-        numbered: those who did by its number, as a mask.
-        spelled: those who spelled it out, by what they asked for.
-        payloads: the tensors that came along, by the first of the ranks whose tensors are in it.
-        paid: the ranks whose tensors are in the payloads.
-    """
-
-    __slots__ = ("numbered", "paid", "payloads", "since", "spelled")
-
-    def __init__(self, since: float) -> None:
-        self.since = since
-        self.numbered = 0
-        self.spelled: dict[Request, int] = {}
-        self.payloads: dict[int, bytes] = {}
-        self.paid = 0
-
-    @property
-    def came(self) -> int:
-        """All who have submitted it."""
-        came = self.numbered
-        for ranks in self.spelled.values():
-            came |= ranks
-        return came
-
-
-@dataclass
-class _RollCall:
-    """Who has not given a sign of life yet, and who was reported not to have."""
-
-    deadline: float
-    awaited: set[int]
-    silent: int = 0
 
 
 class Gatherer:
@@ -137,7 +99,7 @@ class Gatherer:
         self._numbers: dict[tuple[int, str], int] = {}
         self._rivals: set[tuple[int, str]] = set()  # known under several kinds, so never counted
         # What is looked at one by one.
-        self._held: dict[tuple[int, str], _Held] = {}
+        self._held: dict[tuple[int, str], Held] = {}
         self._opened: set[tuple[int, str]] = set()
         self._joined = 0
         self._late_joins: dict[int, Request] = {}
@@ -153,7 +115,7 @@ class Gatherer:
         self._next_look: float | None = None
         self._ending = False
         self._drained = 0
-        self._roll_call: _RollCall | None = None
+        self._roll_call: RollCall | None = None
         self._asked_from_above = self._asked_from_below = float("-inf")
         self._ping_seconds = 2 * ping_interval(operation_timeout)
         self._watch = Watch(seat.children, operation_timeout)
@@ -165,7 +127,7 @@ class Gatherer:
         self._now = now
         self._watch.heard(child, now)
         if self._roll_call is not None and child not in self._seat.leaders:
-            self._answers_the_roll(self._roll_call, child, 0)
+            self._answered_the_roll(self._roll_call, child, 0)
         if isinstance(message, Submit):
             self._submitted(child, message)
         elif isinstance(message, Gathered):
@@ -183,7 +145,7 @@ class Gatherer:
             if self._seat.parent < 0:
                 self._say(message)
             elif self._roll_call is not None:
-                self._answers_the_roll(self._roll_call, child, mask_of_runs(message.ranks))
+                self._answered_the_roll(self._roll_call, child, mask_of_runs(message.ranks))
 
     def lost(self, child: int, reason: str, now: float) -> None:
         """A child's connection has ended."""
@@ -401,13 +363,7 @@ class Gatherer:
             self._pass(ranks, request if number < 0 else number, payload, since)
             return
         held = self._held[key]
-        if number >= 0:
-            held.numbered |= ranks
-        else:
-            held.spelled[request] = held.spelled.get(request, 0) | ranks
-        if payload:
-            held.payloads[(ranks & -ranks).bit_length()] = payload
-            held.paid |= ranks
+        held.add(ranks, None if number >= 0 else request, payload)
         if not members & ~held.came & ~self._excused(request):
             self._release(key)
 
@@ -421,7 +377,7 @@ class Gatherer:
         if number is not None:
             self._withdraw(*self._ledger.place(number))
         if key not in self._held:
-            self._held[key] = _Held(since)
+            self._held[key] = Held(since)
             if self._next_look is None:
                 self._next_look = self._now + self._patience
 
@@ -429,7 +385,7 @@ class Gatherer:
         """Look at these numbers one by one from now on."""
         members = self._members[block.process_set]
         for number, since, children in block.withdraw(mask):
-            held = self._held[self._known[number].key] = _Held(since)
+            held = self._held[self._known[number].key] = Held(since)
             for child in children:
                 held.numbered |= self._seat.below[child] & members
 
@@ -464,10 +420,8 @@ class Gatherer:
         if held.numbered:
             groups.insert(0, (number, held.numbered))
         payload = b""
-        if held.paid == held.came and len(groups) == 1:
-            what = groups[0][0]
-            request = self._known[what] if isinstance(what, int) else what
-            payload = inline.reduced(request, [held.payloads[first] for first in sorted(held.payloads)])
+        if len(groups) == 1:
+            payload = held.combined(self._known[number] if held.numbered else next(iter(held.spelled)))
         for what, ranks in groups:
             self._pass(ranks, what, payload, held.since)
         self._reopen(key)
@@ -516,7 +470,7 @@ class Gatherer:
                 self._release(key)
         self._pass(1 << rank, request, b"", self._now)
 
-    def _changes_sets(self, held: _Held) -> bool:
+    def _changes_sets(self, held: Held) -> bool:
         return any(request.collective in SET_CHANGES for request in held.spelled)
 
     def _was_asked(self, rank: int) -> bool:
@@ -601,9 +555,7 @@ class Gatherer:
                 ranks |= self._seat.below[child] & members
         held = self._held.get(key)
         if held is not None and held.numbered:
-            ranks |= held.numbered
-            held.numbered = held.paid = 0
-            held.payloads.clear()
+            ranks |= held.forget_numbered()
             if not held.spelled:
                 del self._held[key]
         if ranks:
@@ -639,21 +591,19 @@ class Gatherer:
             self._drained = 0
 
     def _call_the_roll(self) -> None:
-        self._roll_call = _RollCall(self._now + self._seat.inquest_seconds, set(self._seat.children))
+        self._roll_call = RollCall(self._seat.children, self._now + self._seat.inquest_seconds)
         for child in self._seat.children:
             self.down.append((child, Inquest() if child in self._seat.leaders else Ping()))
         if not self._seat.children:
             self._close_the_roll(self._roll_call)
 
-    def _answers_the_roll(self, roll_call: _RollCall, child: int, silent: int) -> None:
-        roll_call.awaited.discard(child)
-        roll_call.silent |= silent
-        if not roll_call.awaited:
+    def _answered_the_roll(self, roll_call: RollCall, child: int, silent: int) -> None:
+        if roll_call.answered(child, silent):
             self._close_the_roll(roll_call)
 
-    def _close_the_roll(self, roll_call: _RollCall) -> None:
+    def _close_the_roll(self, roll_call: RollCall) -> None:
         self._roll_call = None
-        self._say(Silent(self._seat.rank, runs_of_mask(roll_call.silent | mask_of(roll_call.awaited))))
+        self._say(Silent(self._seat.rank, runs_of_mask(roll_call.silent)))
 
     def _observe(self, on: bool) -> None:
         self._observed = on

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from hvdgloo._engine.conventions import ping_interval
+from hvdgloo._engine.readiness import mask_of
 
 
 class Watch:
@@ -70,3 +71,28 @@ class Watch:
         if not lost:
             self.deadline = min(self.deadline, max(self._since, min(self._heard.values())) + self._timeout)
         return ping, lost
+
+
+class RollCall:
+    """Which ranks give a sign of life when all are asked for one.
+
+    Args:
+        asked: those who answer for themselves, or for others as well.
+        deadline: when those who have not answered count as silent.
+    """
+
+    def __init__(self, asked: Iterable[int], deadline: float) -> None:
+        self.deadline = deadline
+        self._awaited = set(asked)
+        self._reported = 0
+
+    def answered(self, rank: int, silent: int) -> bool:
+        """A rank has answered, and for others whether they are silent, as a mask; True if all have."""
+        self._awaited.discard(rank)
+        self._reported |= silent
+        return not self._awaited
+
+    @property
+    def silent(self) -> int:
+        """The silent ones, as a mask."""
+        return self._reported | mask_of(self._awaited)
