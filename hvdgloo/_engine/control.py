@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import logging
 import selectors
-import sys
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
@@ -41,12 +39,11 @@ from hvdgloo._engine.messages import (
     frame,
 )
 from hvdgloo._engine.planes import DEPTH
+from hvdgloo._engine.stacks import THREAD_PREFIX, python_stacks
 from hvdgloo._engine.watch import Watch
 from hvdgloo._net import framing
 from hvdgloo._net.event_loop import WakeUp
 from hvdgloo._net.handshake import Link
-from hvdgloo._platform import stall_causes
-from hvdgloo._platform.own_frames import without_own
 from hvdgloo.errors import (
     BackendError,
     HorovodInternalError,
@@ -66,9 +63,6 @@ VERDICT_SECONDS = 3.0
 """Seconds that a rank whose data plane broke waits for the coordinator to say why."""
 
 _FLUSH_SECONDS = 1.0
-_FRAMES_SHOWN = 12
-THREAD_PREFIX = "hvdgloo-"
-"""Names of the engine's own threads begin with this; their stacks are of no interest to users."""
 
 
 class Control:
@@ -567,18 +561,3 @@ def _abort_error(message: Abort, describe: Callable[[int], str]) -> HorovodInter
             f"{message.text}"
         )
     return BackendError(message.text)
-
-
-def python_stacks() -> str:
-    """The stacks of this process's Python threads except the engine's own, innermost call last, up to where the program
-    called hvdgloo. Before them, what is known about why this rank may be late.
-    """
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    parts = []
-    for ident, stack in sys._current_frames().items():
-        name = names.get(ident, "?")
-        if not name.startswith(THREAD_PREFIX):
-            frames = traceback.extract_stack(stack)
-            shown = frames if logger.isEnabledFor(logging.DEBUG) else without_own(frames)
-            parts.append(f"thread {name}:\n{''.join(traceback.format_list(shown[-_FRAMES_SHOWN:])).rstrip()}")
-    return "\n".join([*stall_causes.known(), *(parts or ["no Python thread but the engine's"])])

@@ -16,13 +16,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from hvdgloo._backends.base import Backend, Plane, Sharing
-from hvdgloo._engine.control import THREAD_PREFIX, Control
+from hvdgloo._engine.control import Control
 from hvdgloo._engine.conventions import COORDINATOR
 from hvdgloo._engine.executor import Executor
 from hvdgloo._engine.handle import Handle
 from hvdgloo._engine.member import Member
 from hvdgloo._engine.messages import REDUCTIONS, Leave, Observe, Request
 from hvdgloo._engine.planes import Group
+from hvdgloo._engine.stacks import THREAD_PREFIX
 from hvdgloo._engine.submission import PersistentRequest, Submission
 from hvdgloo._net.descriptors import bury
 from hvdgloo._net.handshake import Link

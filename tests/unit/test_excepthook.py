@@ -15,8 +15,8 @@ import pytest
 import hvdgloo
 import hvdgloo.numpy as hvd
 from hvdgloo._collectives import frontend
-from hvdgloo._engine.control import python_stacks
 from hvdgloo._engine.handle import Handle
+from hvdgloo._engine.stacks import python_stacks
 from hvdgloo._job import excepthook
 from hvdgloo._platform import stall_causes
 from hvdgloo.errors import (
