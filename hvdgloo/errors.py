@@ -25,7 +25,8 @@
     ├── AuthenticationError                    a signature is absent or wrong
     ├── RendezvousError (ConnectionError)      the rendezvous service could not be reached or used
     │   ├── RendezvousTimeoutError (TimeoutError)  it answered, but what was awaited did not come
-    │   └── RendezvousRefusedError             it answered with a 4xx: status and reason
+    │   ├── RendezvousRefusedError             it answered with a 4xx: status and reason
+    │   └── DismissedError                     an elastic job goes on without this worker, or has ended
     ├── RemoteTraceback                        where a worker raised what run() raises again: its cause
     └── LaunchError                            a job could not be started
         ├── HostsUnreachableError              hosts of a job cannot reach each other
@@ -209,6 +210,19 @@ class RendezvousRefusedError(RendezvousError):
         super().__init__(message, server=server, route=route)
         self.status = status
         self.reason = reason
+
+
+class DismissedError(RendezvousError):
+    """This worker is in no further epoch of its elastic job.
+
+    Attributes:
+        fate: "removed" if the job goes on without it, "over" if others have finished their training, "failed" if the
+            job has failed.
+    """
+
+    def __init__(self, message: str, *, fate: str = "removed") -> None:
+        super().__init__(message)
+        self.fate = fate
 
 
 class RemoteTraceback(HvdglooError):  # noqa: N818 - not a failure itself, but the trace of one

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hvdgloo.rendezvous._auth import SEAL_BYTES, generate_secret, seal, unseal
     from hvdgloo.rendezvous._client.client import HttpStore, Registration, RendezvousClient
+    from hvdgloo.rendezvous._client.elastic import Alone, ElasticClient, News, Placement
     from hvdgloo.rendezvous._identity import host_identity
     from hvdgloo.rendezvous._server.server import RendezvousServer
     from hvdgloo.rendezvous._store import MemoryStore, Store
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 _PLACES = {
     "_auth": ("SEAL_BYTES", "generate_secret", "seal", "unseal"),
     "_client.client": ("HttpStore", "Registration", "RendezvousClient"),
+    "_client.elastic": ("Alone", "ElasticClient", "News", "Placement"),
     "_identity": ("host_identity",),
     "_worker_info": ("WorkerInfo",),
     "_server.server": ("RendezvousServer",),
@@ -30,8 +32,12 @@ launchers and agents no client, and what they do not import does not delay a sta
 
 __all__ = [
     "SEAL_BYTES",
+    "Alone",
+    "ElasticClient",
     "HttpStore",
     "MemoryStore",
+    "News",
+    "Placement",
     "Registration",
     "RendezvousClient",
     "RendezvousServer",

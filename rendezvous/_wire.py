@@ -79,6 +79,7 @@ class _Topology(Message, frozen=True):
         pids: of each worker; for all but the first of a host, the difference to the one before.
         addresses: by rank, of workers that have another one than the first of their host's.
         ports: by rank, of workers that have one.
+        local_ranks: by rank, of workers whose local rank is not their place among those of their host.
     """
 
     epoch: int
@@ -86,6 +87,7 @@ class _Topology(Message, frozen=True):
     pids: list[int]
     addresses: dict[int, str]
     ports: dict[int, int]
+    local_ranks: dict[int, int]
 
 
 _LARGEST = 1 << 28
@@ -104,14 +106,16 @@ _PLACED: Codec[_Placed] = Codec(_Placed, "answer to a worker")
 def pack_topology(topology: Topology) -> bytes:
     """What all workers are told: the same bytes for each."""
     slots, workers = topology.slots, topology.workers
+    places = [place for n in slots for place in range(n)]
     before = [0, *(worker.pid for worker in workers)]
     usual = [next(iter(host.addresses), "") for host in topology.hosts]
     columns = _Topology(
         topology.epoch,
         [(host.name, host.identity, n, list(host.addresses)) for host, n in zip(topology.hosts, slots, strict=True)],
-        [worker.pid - (before[worker.rank] if worker.local_rank else 0) for worker in workers],
+        [worker.pid - (before[worker.rank] if places[worker.rank] else 0) for worker in workers],
         {worker.rank: worker.address for worker in workers if worker.address != usual[worker.host]},
         {worker.rank: worker.port for worker in workers if worker.port},
+        {worker.rank: worker.local_rank for worker in workers if worker.local_rank != places[worker.rank]},
     )
     return zlib.compress(_TOPOLOGY.encode(columns))
 
@@ -143,9 +147,10 @@ def _workers(columns: _Topology) -> Iterator[Worker]:
     ranks = itertools.count()
     for host, (_, _, slots, addresses) in enumerate(columns.hosts):
         usual, pid = next(iter(addresses), ""), 0
-        for local_rank in range(slots):
+        for place in range(slots):
             rank = next(ranks)
             pid += columns.pids[rank]
+            local_rank = columns.local_ranks.get(rank, place)
             yield Worker(rank, host, local_rank, pid, columns.addresses.get(rank, usual), columns.ports.get(rank, 0))
 
 

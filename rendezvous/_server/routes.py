@@ -5,6 +5,10 @@
 ``POST /v1/epochs/<e>/workers``       a WorkerInfo as JSON, ``?timeout=s``; 200 rank and topology
                                       (``hvdgloo.rendezvous._wire``), 202 not yet, 404 no such epoch, 409 the place is
                                       taken, 504 the epoch failed
+``POST /v1/elastic/next``             a worker of an elastic job asks for its next epoch (``_elastic.wire``),
+                                      ``?timeout=s``; 200 the answer, 202 not yet, 404 the job is not elastic
+``POST /v1/elastic/reports``          it says how far it is; 204
+``GET /v1/elastic/news``              ``?since=n&timeout=s``; 200 what would change, at once unless it is number n
 ``PUT /v1/kv/<scope>/<key>``          set a value; 204
 ``GET /v1/kv/<scope>/<key>``          ``?timeout=s`` waits; 200 the value, 404 not there
 ``DELETE /v1/kv/<scope>/<key>``       200 ``{"deleted": true or false}``
@@ -32,9 +36,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import parse_qsl, unquote_to_bytes
 
+from hvdgloo._net.codec import Codec
 from hvdgloo.rendezvous import _auth as auth
 from hvdgloo.rendezvous import _wire as wire
 from hvdgloo.rendezvous._server.epochs import (
@@ -49,6 +54,10 @@ from hvdgloo.rendezvous._store import MAX_SCOPE_BYTES, MemoryStore, StoreFullErr
 from hvdgloo.rendezvous._worker_info import WorkerInfo
 from hvdgloo.version import __version__
 
+if TYPE_CHECKING:
+    from hvdgloo.rendezvous._server.elastic import ElasticEpochs
+
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 MAX_POLL = 50.0  # seconds; below the idle timeouts of common load balancers
@@ -165,6 +174,50 @@ def _register(service: Service, call: Call, epoch: str) -> Answer:
     return Answer(wire.pack_placed(placed.rank, placed.topology))
 
 
+def _next_epoch(service: Service, call: Call) -> Answer:
+    from hvdgloo.rendezvous._elastic.wire import ASK  # which jobs of fixed size do without
+
+    answer = _elastic(service).ask(
+        call.client,
+        _read(ASK, call.body),
+        timeout=call.timeout(),
+        watch=lambda hang_up: service.poll(call.connection, hang_up),
+    )
+    return _json({"reason": answer}, 202) if isinstance(answer, str) else Answer(answer)
+
+
+def _report(service: Service, call: Call) -> Answer:
+    from hvdgloo.rendezvous._elastic.wire import REPORT
+
+    _elastic(service).report(call.client, _read(REPORT, call.body))
+    return Answer(status=204)
+
+
+def _news(service: Service, call: Call) -> Answer:
+    try:
+        since = int(call.argument("since", "-1"))
+    except ValueError:
+        raise Refusal(400, "since must be a whole number") from None
+    return Answer(
+        _elastic(service).news(
+            since, timeout=call.timeout(), watch=lambda hang_up: service.poll(call.connection, hang_up)
+        )
+    )
+
+
+def _elastic(service: Service) -> ElasticEpochs:
+    if service.elastic is None:
+        raise Refusal(404, "this job is not elastic: its workers are fixed")
+    return service.elastic
+
+
+def _read(codec: Codec[T], body: bytes) -> T:
+    try:
+        return codec.decode(body)
+    except ValueError as error:
+        raise Refusal(400, str(error)) from None
+
+
 def _many(service: Service, call: Call, scope: str) -> Answer:
     store = service.store(_decoded(scope, "scope", MAX_SCOPE_BYTES))
     op = call.argument("op", "")
@@ -203,6 +256,9 @@ def _metrics(service: Service, _: Call) -> Answer:
 ROUTES = (
     Route("/v1/hello", ("GET",), _hello),
     Route("/v1/epochs/<int:epoch>/workers", ("POST",), _register),
+    Route("/v1/elastic/next", ("POST",), _next_epoch),
+    Route("/v1/elastic/reports", ("POST",), _report),
+    Route("/v1/elastic/news", ("GET",), _news),
     Route("/v1/kv/<scope>", ("POST",), _many),
     Route("/v1/kv/<scope>/<path:key>", ("GET", "PUT", "DELETE"), _one),
     Route("/v1/status", ("GET",), _status),

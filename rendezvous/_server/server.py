@@ -24,6 +24,7 @@ from hvdgloo.rendezvous._server.epochs import Epochs
 from hvdgloo.rendezvous._store import Limits
 
 if TYPE_CHECKING:
+    from hvdgloo.rendezvous._server.elastic import ElasticEpochs
     from hvdgloo.rendezvous._server.http_front import Front
     from hvdgloo.rendezvous._server.routes import WSGIApplication
     from hvdgloo.rendezvous._server.service import Refused, Service
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_BODY = 256 * 1024 * 1024
+_ELASTIC_WORKERS = 1024  # that an elastic job may have where there is no --max-np
 _SPARE_THREADS = 32  # for requests that do not wait
 
 
@@ -45,7 +47,8 @@ class RendezvousServer:
         size: number of workers, when it is not known where they will be: ranks then go by host in order of first
             arrival, or by ``WorkerInfo.index`` if workers bring one.
         hosts: (name, slots) in order, when a launcher knows: ranks fill hosts in this order, and workers bring their
-            ranks. Exactly one of ``size`` and ``hosts`` is given.
+            ranks.
+        elastic: the workers of an elastic job instead. Exactly one of ``size``, ``hosts`` and ``elastic`` is given.
         bind: IP addresses to listen on, all on one port.
         port: 0 takes any free one.
         port_range: (first, last): the first free one of these, instead of ``port``.
@@ -66,6 +69,7 @@ class RendezvousServer:
         secret: bytes,
         size: int | None = None,
         hosts: Sequence[tuple[str, int]] | None = None,
+        elastic: ElasticEpochs | None = None,
         bind: Sequence[str] = ("127.0.0.1",),
         port: int = 0,
         port_range: tuple[int, int] | None = None,
@@ -91,7 +95,14 @@ class RendezvousServer:
         self._front: Front | None = None
         self._threads = _SPARE_THREADS
         self._workers = 0
-        self._open(0, size, hosts)
+        self._elastic = elastic
+        if elastic is None:
+            self._open(0, size, hosts)
+        elif size is not None or hosts is not None:
+            raise ConfigError("rendezvous: the workers of an elastic job are not fixed by size or hosts")
+        else:
+            self._workers = elastic.rules.size
+            self._threads = 2 * (elastic.rules.largest or _ELASTIC_WORKERS) + _SPARE_THREADS
 
     def listen(self) -> RendezvousServer:
         """Bind and listen. Returns itself.
@@ -137,7 +148,10 @@ class RendezvousServer:
             body_timeout=self._request_timeout,
             limits=self._limits,
             channel=b"" if self._tls is None else self._tls.fingerprint,
+            elastic=self._elastic,
         )
+        if self._elastic is not None:
+            self._elastic.start()
         self._front = Front(
             create_app(self._service, _create_pages),
             self._listeners,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hvdgloo.errors import AuthenticationError
 from hvdgloo.rendezvous import _auth as auth
@@ -24,6 +24,9 @@ from hvdgloo.rendezvous._server.metrics import Metrics
 from hvdgloo.rendezvous._server.streams import SLOWEST_RATE
 from hvdgloo.rendezvous._store import Limits, MemoryStore, Quota
 from hvdgloo.version import __version__
+
+if TYPE_CHECKING:
+    from hvdgloo.rendezvous._server.elastic import ElasticEpochs
 
 MAX_CLIENTS = 1 << 17
 _MAX_GREETED = 1 << 12
@@ -67,6 +70,7 @@ class Service:
     Args:
         secret: of the job.
         epochs: where workers gather.
+        elastic: where those of an elastic job do instead, if it is one.
         max_polls: how many requests may wait at a time; further ones are told to try again.
         watch: makes a context manager that calls back when a connection's client hangs up.
         body_timeout: seconds that a request's body may take, beyond what it takes at the slowest rate that is borne.
@@ -84,11 +88,13 @@ class Service:
         body_timeout: float,
         limits: Limits,
         channel: bytes = b"",
+        elastic: ElasticEpochs | None = None,
     ) -> None:
         self.signer = auth.Signer(secret, channel)
         self.token = auth.status_token(secret)
         self.run = auth.generate_id()
         self.epochs = epochs
+        self.elastic = elastic
         self.metrics = Metrics(self.epochs.workers_in, self.counts)
         self._max_polls = max_polls
         self._watch = watch
@@ -202,6 +208,8 @@ class Service:
         if connection.on_close is None:
             with self._lock:
                 self._connected[client] += 1
+            if self.elastic is not None:
+                self.elastic.client_came(client)
             connection.on_close = lambda: self._client_left(client)
 
     def _client_left(self, client: str) -> None:
@@ -211,6 +219,8 @@ class Service:
                 return
             del self._connected[client]
         self.epochs.client_left(client)
+        if self.elastic is not None:
+            self.elastic.client_left(client)
 
     def close(self, reason: str) -> None:
         """End every waiting request with a clear error."""
@@ -218,6 +228,8 @@ class Service:
             self._stopping = reason
             stores = list(self._stores.values())
         self.epochs.close(reason)
+        if self.elastic is not None:
+            self.elastic.close(reason)
         for store in stores:
             store.close(reason)
 
@@ -247,6 +259,7 @@ class Service:
             "start_timeout_s": self.epochs.start_timeout,
             "epochs": self.epochs.status(self._connected.__contains__),
             "store": self.counts(),
+            **({} if self.elastic is None else {"elastic": self.elastic.status()}),
         }
 
 

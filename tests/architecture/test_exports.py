@@ -170,8 +170,12 @@ EXPORTS = {
     "hvdgloo.run": {"run"},
     "hvdgloo.rendezvous": {
         "SEAL_BYTES",
+        "Alone",
+        "ElasticClient",
         "HttpStore",
         "MemoryStore",
+        "News",
+        "Placement",
         "Registration",
         "RendezvousClient",
         "RendezvousServer",

@@ -21,9 +21,9 @@ GRAPH: dict[str, set[str]] = {
     "hvdgloo._net": set(),
     # The server, and how it is reached.
     "hvdgloo.rendezvous": {"_net", "config", "rendezvous._server", "rendezvous._client"},
-    "hvdgloo.rendezvous._elastic": set(),
-    "hvdgloo.rendezvous._server": {"_net", "config", "rendezvous"},
-    "hvdgloo.rendezvous._client": {"_net", "config", "rendezvous"},
+    "hvdgloo.rendezvous._elastic": {"_net"},
+    "hvdgloo.rendezvous._server": {"_net", "config", "rendezvous", "rendezvous._elastic"},
+    "hvdgloo.rendezvous._client": {"_net", "config", "rendezvous", "rendezvous._elastic"},
     "hvdgloo.rendezvous._cli": {"_net", "_platform", "config", "rendezvous", "rendezvous._server"},
     "hvdgloo.rendezvous.__main__": {"rendezvous._cli"},
     # A worker.

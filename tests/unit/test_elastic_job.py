@@ -285,11 +285,14 @@ def fingerprint(bed: Bed) -> object:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("failures_per_host", "states"), [(1, 3900), (2, 8500)])
-def test_two_hosts_with_two_slots_in_every_order(failures_per_host: int, states: int) -> None:
-    """Two processes die, exits are seen late, members come back, a host leaves and returns: eight steps of these."""
+@pytest.mark.parametrize(("failures_per_host", "depth", "states"), [(1, 8, 3900), (2, 7, 4300)])
+def test_two_hosts_with_two_slots_in_every_order(failures_per_host: int, depth: int, states: int) -> None:
+    """Two processes die, exits are seen late, members come back, a host leaves and returns: all ways of so many steps.
+
+    Where a slot is started again after a failure there are more states, so there the ways are a step shorter.
+    """
     bed = running(Rules(size=4, smallest=2, failures_per_host=failures_per_host))
-    assert Explorer(bed, deaths=2).explore(8) > states
+    assert Explorer(bed, deaths=2).explore(depth) > states
 
 
 def ids(bed: Bed) -> list[str]:

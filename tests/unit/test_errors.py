@@ -34,6 +34,7 @@ MADE: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "HorovodVersionMismatchError": (("torch", "2.0", "2.1"), {}),
     "RendezvousError": (("text",), {"server": "h1:1234", "route": "/v1/status"}),
     "RendezvousTimeoutError": (("text",), {"server": "h1:1234", "route": "/v1/kv"}),
+    "DismissedError": (("text",), {"fate": "over"}),
     "RendezvousRefusedError": (("text",), {"server": "h1:1", "route": "/v1", "status": 409, "reason": "taken"}),
     "RemoteTraceback": (("text",), {"rank": 3, "host": "h2", "traceback": "Traceback ..."}),
     "UnusableHostsError": (("text",), {"hosts": {"h1": "it refuses the login"}}),

@@ -82,7 +82,7 @@ ADDRESSES = st.sampled_from(["127.0.0.1", "10.0.0.5", "fd00::7", ""])
 def topologies(draw: st.DrawFn) -> Topology:
     slots = draw(st.lists(st.integers(1, 5), min_size=1, max_size=6))
     hosts = [Host(draw(KEYS), draw(KEYS), tuple(draw(st.lists(ADDRESSES, max_size=3)))) for _ in slots]
-    places = [(host, local) for host, count in enumerate(slots) for local in range(count)]
+    places = [(host, local) for host, count in enumerate(slots) for local in draw(st.permutations(range(count)))]
     numbers = st.integers(0, 2**31 - 1)
     workers = [
         Worker(rank, *place, draw(numbers), draw(ADDRESSES), draw(st.integers(0, 2**16 - 1)))
@@ -130,7 +130,7 @@ def test_a_topology_takes_less_than_10_bytes_per_worker(hosts: int, slots: int) 
 )
 def test_a_topology_whose_columns_do_not_fit(pids: list[object], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        wire.unpack_topology(zlib.compress(msgspec.msgpack.encode([0, [["h", "id", 2, []]], pids, {}, {}])))
+        wire.unpack_topology(zlib.compress(msgspec.msgpack.encode([0, [["h", "id", 2, []]], pids, {}, {}, {}])))
 
 
 def test_a_topology_that_is_cut_off() -> None:

@@ -1,0 +1,153 @@
+"""A worker's side of an elastic job: asking for its next epoch, saying how far it is, and hearing of changes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hvdgloo.errors import DismissedError, RendezvousError, RendezvousTimeoutError
+from hvdgloo.rendezvous import _wire as wire
+from hvdgloo.rendezvous._client.client import RendezvousClient
+from hvdgloo.rendezvous._elastic import wire as elastic
+from hvdgloo.rendezvous._elastic.wire import Alone, News, What
+from hvdgloo.rendezvous._worker_info import WorkerInfo
+from hvdgloo.topology import Topology
+
+_REPORT_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A worker's place in an epoch.
+
+    Attributes:
+        rank: its rank.
+        topology: who is where; ``topology.epoch`` is the epoch's number.
+        root: the rank whose state is the newest.
+        everyone: all members have that state already, so that nothing needs to travel.
+        fresh: nobody has been in an epoch before: this is the first one.
+    """
+
+    rank: int
+    topology: Topology
+    root: int
+    everyone: bool
+    fresh: bool
+
+
+class ElasticClient:
+    """What one worker says to the rendezvous server of an elastic job. Any thread may call.
+
+    Args:
+        client: of the server; it stays connected as long as the worker is part of the job.
+        worker: the id of this process, never used for another one.
+    """
+
+    def __init__(self, client: RendezvousClient, worker: str) -> None:
+        self._client = client
+        self.worker = worker
+
+    def next_epoch(
+        self,
+        after: int,
+        info: WorkerInfo,
+        *,
+        ready: bool,
+        serial: int = -1,
+        digest: str = "",
+        error: str = "",
+        accused: Sequence[int] = (),
+        timeout: float,
+    ) -> Placement | Alone:
+        """Ask for the epoch after the last one that this worker was a member of, and wait for it.
+
+        Args:
+            after: that epoch; -1 for a worker that has not been in one.
+            info: where this worker can be reached from now on, with its rank in that epoch if there was one.
+            ready: it is at ``elastic.run``; False in ``init()``.
+            serial: of its newest commit; -1 if it has never had the job's state.
+            digest: any short text that is equal where two workers hold the same commit.
+            error: why it has left that epoch, in a line; empty if a change of hosts is the reason.
+            accused: ranks of that epoch which it has lost, or cannot connect with.
+            timeout: seconds. It should exceed the job's elastic timeout: the server knows for whom to wait.
+
+        Returns:
+            its place, once all members of the epoch are there; ``Alone`` at once if others are in training, and it
+            is not ready.
+
+        Raises:
+            DismissedError: it is in no further epoch.
+            RendezvousTimeoutError: there was no epoch within ``timeout``.
+            RendezvousError: the server cannot be reached.
+        """
+        ask = elastic.Ask(self.worker, after, ready, serial, digest[:4096], error[:4096], list(accused), info.to_dict())
+        route = "/v1/elastic/next"
+        answer = self._client._wait("POST", route, elastic.ASK.encode(ask), timeout, pending=202, follow=True)
+        if answer.status == 202:
+            raise RendezvousTimeoutError(
+                f"rendezvous server {self._client.server}: no epoch after {after} within {timeout:g} s; "
+                f"{answer.reason}",
+                server=self._client.server,
+                route=route,
+            )
+        try:
+            decoded = elastic.ANSWER.decode(answer.body)
+            if isinstance(decoded, elastic.Seated):
+                topology = wire.unpack_topology(decoded.topology)
+                if max(decoded.rank, decoded.root) >= topology.size:
+                    raise ValueError(f"rank {decoded.rank} or {decoded.root} is none of the topology's {topology.size}")
+                return Placement(decoded.rank, topology, decoded.root, decoded.everyone, decoded.first)
+        except ValueError as error_:
+            raise RendezvousError(
+                f"rendezvous server {self._client.server}, {route}: {error_}. Is hvdgloo of the same version installed "
+                "there?",
+                server=self._client.server,
+                route=route,
+            ) from error_
+        if isinstance(decoded, elastic.Dropped):
+            raise DismissedError(decoded.reason, fate=decoded.fate)
+        return decoded
+
+    def up(self, epoch: int) -> None:
+        """This worker is connected with all other members of the epoch. Raises RendezvousError."""
+        self._report(What.UP, epoch)
+
+    def synced(self, epoch: int) -> None:
+        """This worker is in ``elastic.run``, and has the state of the epoch. Raises RendezvousError."""
+        self._report(What.SYNCED, epoch)
+
+    def finished(self) -> None:
+        """This worker's training has come to its end: there will be no further epoch. Raises RendezvousError."""
+        self._report(What.FINISHED, -1)
+
+    def leaving(self) -> None:
+        """This worker will not be there much longer, and wants to leave at the next commit. Raises RendezvousError."""
+        self._report(What.LEAVING, -1)
+
+    def news(self, since: int, *, timeout: float) -> News:
+        """The news, as soon as their number is another than ``since``.
+
+        Args:
+            since: the number of the last ones; -1 returns at once. A server that was restarted counts from 0.
+            timeout: seconds after which the last ones are returned again.
+
+        Raises:
+            RendezvousError: the server cannot be reached.
+        """
+        deadline = time.monotonic() + timeout
+        while True:
+            left = max(0.0, deadline - time.monotonic())
+            answer = self._client._wait(
+                "GET", "/v1/elastic/news", b"", left, pending=202, query=f"since={since}&", follow=True
+            )
+            news = elastic.NEWS.decode(answer.body)
+            if news.number != since or time.monotonic() >= deadline - 0.001:
+                return news
+
+    def _report(self, what: What, epoch: int) -> None:
+        body = elastic.REPORT.encode(elastic.Report(self.worker, what, epoch))
+        self._client._call("POST", "/v1/elastic/reports", body, _REPORT_SECONDS)
+
+
+__all__ = ["Alone", "ElasticClient", "News", "Placement"]

@@ -1,0 +1,333 @@
+"""Where the workers of an elastic job wait for their next epoch: threads, locks and the clock around ``ElasticJob``.
+
+Requests become events, and actions become the answers to requests, or news. What only a launcher can do (start and end
+workers) and what it wants to know goes to its ``act``. Without a launcher a worker counts as gone when it has had no
+connection for ``LOST_TIME``: its request for news is one as long as its process lives.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from hvdgloo.rendezvous import _wire as wire
+from hvdgloo.rendezvous._elastic import wire as elastic
+from hvdgloo.rendezvous._elastic.events import (
+    Action,
+    Announce,
+    Dismissed,
+    Event,
+    Finished,
+    Formed,
+    Gone,
+    Leaving,
+    Registered,
+    Rules,
+    Synced,
+    TimePassed,
+    Up,
+    Voided,
+    Welcome,
+)
+from hvdgloo.rendezvous._elastic.job import ElasticJob
+from hvdgloo.rendezvous._elastic.roster import Roster
+from hvdgloo.rendezvous._server.epochs import HangUpWatch, NotAcceptedError, StoppingError
+from hvdgloo.rendezvous._store import Latch
+from hvdgloo.rendezvous._worker_info import WorkerInfo
+from hvdgloo.topology import Host, Topology, Worker, places
+
+LOST_TIME = 1.0
+"""Seconds without any connection after which a worker counts as gone, where no launcher knows."""
+
+
+class ElasticEpochs:
+    """The epochs of one elastic job. Thread-safe.
+
+    Args:
+        rules: what the user has asked for.
+        act: told each action that is not an answer or news, in order. It must only take note of it: it is called under
+            the lock, and may not call back.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        rules: Rules,
+        *,
+        act: Callable[[Action], None] = lambda action: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.rules = rules
+        self._act = act
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)  # something new for the clock's thread
+        self._job = ElasticJob(rules, clock())
+        self._infos: dict[str, WorkerInfo] = {}
+        self._answers: dict[str, bytes] = {}
+        self._waiting: dict[str, list[Latch]] = {}
+        self._clients: dict[str, str] = {}  # client to worker
+        self._connected: dict[str, set[str]] = {}  # worker to clients
+        self._leaving_at: dict[str, float] = {}  # worker to when it counts as gone
+        self._topology: tuple[int, bytes] = (-1, b"")  # of the newest epoch
+        self._news = elastic.News(0, 0, 0, -1, "")
+        self._readers: list[Latch] = []
+        self._closed = ""
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Keep the time on a thread of its own, until ``close``."""
+        self._thread = threading.Thread(target=self._keep_time, name="hvdgloo-rendezvous-elastic", daemon=True)
+        self._thread.start()
+
+    def feed(self, event: Event) -> None:
+        """Something that the launcher knows has happened."""
+        with self._lock:
+            self._tell(event)
+
+    def ask(self, client: str, ask: elastic.Ask, *, timeout: float, watch: HangUpWatch) -> bytes | str:
+        """A worker wants its next epoch.
+
+        Args:
+            client: id of its client.
+            ask: the request. One that is repeated gets the same answer.
+            timeout: seconds to wait here.
+            watch: entered while waiting; calls its argument if the client hangs up.
+
+        Returns:
+            the answer, encoded; or for whom it waits, if the timeout expires first.
+
+        Raises:
+            NotAcceptedError: what the worker says about itself cannot be used.
+            StoppingError: the server is being stopped.
+        """
+        try:
+            info = WorkerInfo.from_dict(ask.info)
+        except ValueError as error:
+            raise NotAcceptedError(str(error)) from None
+        latch = Latch()
+        with self._lock:
+            self._check_open()
+            self._note_client(client, ask.worker)
+            self._infos[ask.worker] = info
+            self._answers.pop(ask.worker, None)  # to a request that was given up, and is repeated by this one
+            self._tell(
+                Registered(
+                    ask.worker,
+                    ask.after,
+                    ask.ready,
+                    ask.serial,
+                    ask.digest,
+                    ask.error,
+                    tuple(ask.accused),
+                    host=info.host_identity,
+                    rank=info.rank if ask.after >= 0 else None,
+                    index=info.index,
+                    pid=info.pid,
+                )
+            )
+            answer = self._answers.pop(ask.worker, None)
+            if answer is not None:
+                return answer
+            self._waiting.setdefault(ask.worker, []).append(latch)
+        try:
+            with watch(latch.release):
+                latch.wait(timeout)
+        finally:
+            with self._lock:
+                waiting = self._waiting.get(ask.worker, [])
+                if latch in waiting:
+                    waiting.remove(latch)
+        with self._lock:
+            answer = self._answers.pop(ask.worker, None)
+            if answer is not None:
+                return answer
+            self._check_open()
+            return f"the job is {self._job.phase.name.lower()}: {self._job.phase.value}"
+
+    def report(self, client: str, report: elastic.Report) -> None:
+        """A worker says how far it is.
+
+        Raises:
+            StoppingError: the server is being stopped.
+        """
+        events: dict[elastic.What, Event] = {
+            elastic.What.UP: Up(report.worker, report.epoch),
+            elastic.What.SYNCED: Synced(report.worker, report.epoch),
+            elastic.What.FINISHED: Finished(report.worker),
+            elastic.What.LEAVING: Leaving(worker=report.worker),
+        }
+        with self._lock:
+            self._check_open()
+            self._note_client(client, report.worker)
+            self._tell(events[report.what])
+
+    def news(self, since: int, *, timeout: float, watch: HangUpWatch) -> bytes:
+        """The news, as soon as their number is another than ``since``; the old ones after ``timeout`` seconds.
+
+        Raises:
+            StoppingError: the server is being stopped.
+        """
+        latch = Latch()
+        with self._lock:
+            self._check_open()
+            if self._news.number != since:
+                return elastic.NEWS.encode(self._news)
+            self._readers.append(latch)
+        try:
+            with watch(latch.release):
+                latch.wait(timeout)
+        finally:
+            with self._lock:
+                if latch in self._readers:
+                    self._readers.remove(latch)
+        with self._lock:
+            self._check_open()
+            return elastic.NEWS.encode(self._news)
+
+    def client_came(self, client: str) -> None:
+        """A client that may be a worker's has a connection."""
+        with self._lock:
+            worker = self._clients.get(client)
+            if worker is not None:
+                self._connected.setdefault(worker, set()).add(client)
+                self._leaving_at.pop(worker, None)
+
+    def client_left(self, client: str) -> None:
+        """A client has no connection left."""
+        with self._lock:
+            worker = self._clients.get(client)
+            clients = self._connected.get(worker or "")
+            if worker is None or clients is None:
+                return
+            clients.discard(client)
+            if not clients and not self.rules.launched:
+                self._leaving_at[worker] = self._clock() + LOST_TIME
+                self._changed.notify()
+
+    def close(self, reason: str) -> None:
+        """Release all waiters with a StoppingError, and end the thread."""
+        with self._lock:
+            self._closed = reason
+            for latch in [latch for latches in self._waiting.values() for latch in latches] + self._readers:
+                latch.release()
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def status(self) -> dict[str, Any]:
+        """What ``/v1/status`` shows of the job, as JSON values."""
+        with self._lock:
+            roster = self._job.roster
+            return {
+                "phase": self._job.phase.name.lower(),
+                "epoch": roster.epoch,
+                "resets": self._job.resets,
+                "workers": [
+                    {"rank": rank, "worker": seat.worker, "host": seat.host, "local_rank": seat.local_rank}
+                    for rank, seat in enumerate(roster.seats)
+                ],
+            }
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoppingError(self._closed)
+
+    def _note_client(self, client: str, worker: str) -> None:
+        self._clients[client] = worker
+        self._connected.setdefault(worker, set()).add(client)
+        self._leaving_at.pop(worker, None)
+
+    def _keep_time(self) -> None:
+        with self._lock:
+            while not self._closed:
+                now = self._clock()
+                due = min(self._job.deadline, min(self._leaving_at.values(), default=math.inf))
+                if now < due:
+                    self._changed.wait(min(due - now, threading.TIMEOUT_MAX))
+                    continue
+                for worker in [worker for worker, at in self._leaving_at.items() if now >= at]:
+                    del self._leaving_at[worker]
+                    self._tell(Gone(worker, None, "has lost its connection"))
+                if now >= self._job.deadline:
+                    self._tell(TimePassed())
+
+    def _tell(self, event: Event) -> None:
+        """Feed the job, and carry out its actions."""
+        before = self._news
+        for action in self._job.feed(event, self._clock()):
+            match action:
+                case Formed(roster, again):
+                    self._place(roster, [again] if again else list(roster.ranks))
+                case Welcome(worker, plan):
+                    self._answer(worker, _alone(worker, plan))
+                case Dismissed(worker, fate, reason):
+                    self._answer(worker, elastic.Dropped(fate.value, reason))
+                case Announce(serial, update):
+                    self._news = msgspec.structs.replace(self._news, serial=serial, update=int(update))
+                case Voided(epoch, reason):
+                    self._news = msgspec.structs.replace(self._news, voided=epoch, reason=reason)
+                case _:
+                    self._act(action)
+        if self._news is not before:
+            self._news = msgspec.structs.replace(self._news, number=self._news.number + 1)
+            for latch in self._readers:
+                latch.release()
+            self._readers.clear()
+        if isinstance(event, Gone):
+            self._forget(event.worker)
+        self._changed.notify()
+
+    def _answer(self, worker: str, answer: elastic.Answer) -> None:
+        self._answers[worker] = elastic.ANSWER.encode(answer)
+        for latch in self._waiting.pop(worker, ()):
+            latch.release()
+
+    def _forget(self, worker: str) -> None:
+        self._infos.pop(worker, None)
+        self._answers.pop(worker, None)
+        for client in self._connected.pop(worker, ()):
+            self._clients.pop(client, None)
+
+    def _place(self, roster: Roster, workers: list[str]) -> None:
+        """Answer these members of an epoch."""
+        if self._topology[0] != roster.epoch:
+            self._topology = roster.epoch, wire.pack_topology(self._topology_of(roster))
+        first = len(roster.fresh) == roster.size
+        for worker in workers:
+            rank = roster.ranks[worker]
+            self._answer(worker, elastic.Seated(rank, self._topology[1], roster.root, roster.everyone, first))
+
+    def _topology_of(self, roster: Roster) -> Topology:
+        infos = [self._infos[seat.worker] for seat in roster.seats]
+        numbers = {name: number for number, (name, _) in enumerate(roster.slots)}
+        hosts = []
+        for name, _ in roster.slots:
+            here = [info for seat, info in zip(roster.seats, infos, strict=True) if seat.host == name]
+            identities = {info.host_identity for info in here}
+            hosts.append(
+                Host(
+                    name if self.rules.launched else here[0].host_name,
+                    # Workers that a launcher put on one host but that disagree about its identity share no memory.
+                    identities.pop() if len(identities) == 1 else "",
+                    tuple(dict.fromkeys(info.address for info in here)),
+                )
+            )
+        workers = [
+            Worker(rank, numbers[seat.host], seat.local_rank, info.pid, info.address, info.port)
+            for rank, (seat, info) in enumerate(zip(roster.seats, infos, strict=True))
+        ]
+        return Topology(roster.epoch, tuple(hosts), tuple(workers))
+
+
+def _alone(worker: str, plan: Roster) -> elastic.Alone:
+    numbers = {name: number for number, (name, _) in enumerate(plan.slots)}
+    rank = plan.ranks[worker]
+    place = places([(numbers[seat.host], seat.local_rank) for seat in plan.seats])[rank]
+    return elastic.Alone(rank, plan.size, place.local_rank, place.local_size, place.cross_rank, place.cross_size)
