@@ -76,6 +76,15 @@ def read_hostfile(path: str) -> tuple[HostEntry, ...]:
     return _merged(mentions)
 
 
+def parse_line(line: str, where: str) -> HostEntry:
+    """One host as a discovery script prints it: ``name:slots`` or ``name``.
+
+    Raises:
+        ConfigError: it cannot be understood; the text begins with ``where``.
+    """
+    return _parse_item(_bracketed(line), where, "h1:4")
+
+
 def _parse_lines(lines: Sequence[str], source: str) -> Iterable[_Mention]:
     for number, line in enumerate(lines, start=1):
         words = line.partition("#")[0].split(maxsplit=1)

@@ -1,0 +1,251 @@
+"""Which hosts an elastic job may use: what lists them, and what a list means.
+
+A discovery is any object with ``find_available_hosts_and_slots()``; Horovod's are such objects. ``HostManager`` asks it
+again and again, and believes it with care: a host must be missing from two successive good answers before it counts as
+removed, since a script that prints half of its list once must not end a job. A host that is added counts at once. The
+order of the list is kept: it is the order in which hosts are filled.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import selectors
+import signal
+import subprocess
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from hvdgloo._platform.spelling import in_one_line
+from hvdgloo.errors import ConfigError, LaunchError
+from hvdgloo.runner.job.hostlist import parse_line
+from hvdgloo.runner.job.outcome import describe_status
+
+MAX_OUTPUT = 1 << 20
+"""Bytes that a script may print: room for 10,000 hosts and more, and not for a loop that never ends."""
+
+LINES_SHOWN = 5
+"""Last lines of a script's standard error that a message has."""
+
+
+class DiscoveryError(LaunchError):
+    """Hosts could not be determined; the text says why, and has what the script said last."""
+
+
+class Discovery(Protocol):
+    """What lists hosts."""
+
+    def find_available_hosts_and_slots(self) -> Mapping[str, int]:
+        """Host names and their slots, in the order in which they are to be filled."""
+        ...
+
+
+class HostDiscovery(ABC):
+    """The base of discoveries, as in Horovod."""
+
+    @abstractmethod
+    def find_available_hosts_and_slots(self) -> dict[str, int]:
+        """Host names and their slots, in the order in which they are to be filled."""
+
+
+class FixedHosts(HostDiscovery):
+    """Hosts that are known.
+
+    Args:
+        host_slots: host names and slots.
+    """
+
+    def __init__(self, host_slots: Mapping[str, int]) -> None:
+        self._host_slots = dict(host_slots)
+
+    def set(self, host_slots: Mapping[str, int]) -> None:
+        """From now on these are the hosts."""
+        self._host_slots = dict(host_slots)
+
+    def find_available_hosts_and_slots(self) -> dict[str, int]:
+        return dict(self._host_slots)
+
+
+class HostDiscoveryScript(HostDiscovery):
+    """Hosts that an executable prints, one a line: ``host`` or ``host:slots``. Blank lines are ignored.
+
+    Args:
+        discovery_script: its path, and nothing else: it gets no arguments, and no shell reads it.
+        slots: of hosts on lines without slots.
+        timeout: seconds that it may take.
+    """
+
+    def __init__(self, discovery_script: str, slots: int = 1, *, timeout: float = 10.0) -> None:
+        self._script = discovery_script
+        self._slots = slots
+        self._timeout = timeout
+
+    def find_available_hosts_and_slots(self) -> dict[str, int]:
+        """What it prints now. Of a host that is listed twice the last slots count, in its first place.
+
+        Raises:
+            DiscoveryError: it cannot be executed, fails, takes too long, prints too much, or prints what is no host.
+        """
+        hosts: dict[str, int] = {}
+        for number, line in enumerate(self._execute_discovery_script().splitlines(), 1):
+            if line.strip():
+                try:
+                    host = parse_line(line.strip(), f"line {number}")
+                except ConfigError as error:
+                    raise self._error(in_one_line(str(error))[:300]) from None
+                name = f"{host.user}@{host.name}" if host.user else host.name
+                hosts[name] = self._slots if host.slots is None else host.slots
+        return hosts
+
+    def _execute_discovery_script(self) -> str:
+        """Its standard output; raises DiscoveryError."""
+        deadline = time.monotonic() + self._timeout
+        output, errors = bytearray(), bytearray()
+        try:
+            process = subprocess.Popen(
+                [os.path.abspath(self._script)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,  # so that its children can be ended with it
+            )
+        except OSError as error:
+            hint = "; its first line must name what runs it, like #!/bin/sh" if error.errno == errno.ENOEXEC else ""
+            raise self._error(f"it cannot be executed: {error.strerror}{hint}") from None
+        try:
+            if not _listen(process, output, errors, deadline):
+                raise self._error(f"it prints more than {MAX_OUTPUT} bytes", errors)
+            status = process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            raise self._error(f"it has not ended within {self._timeout:g} s", errors) from None
+        finally:
+            _end(process)
+        if status:
+            raise self._error(f"it {describe_status(status)}", errors)
+        try:
+            return output.decode("utf-8")
+        except UnicodeDecodeError:
+            raise self._error("what it prints is not UTF-8", errors) from None
+
+    def _error(self, why: str, said: bytes | bytearray = b"") -> DiscoveryError:
+        lines = [line.rstrip() for line in said.decode("utf-8", "replace").split("\n") if line.strip()]
+        last = "".join(f"\n    {in_one_line(line)[:200]}" for line in lines[-LINES_SHOWN:])
+        return DiscoveryError(f"host discovery script {self._script}: {why}{last}")
+
+
+def _listen(process: subprocess.Popen[bytes], output: bytearray, errors: bytearray, deadline: float) -> bool:
+    """Collect what a process prints until both of its streams end; of its standard error only the end is kept.
+
+    Returns:
+        False if it prints too much.
+
+    Raises:
+        subprocess.TimeoutExpired: the streams have not ended by the deadline.
+    """
+    assert process.stdout is not None
+    assert process.stderr is not None
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ, output)
+        selector.register(process.stderr, selectors.EVENT_READ, errors)
+        while selector.get_map():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise subprocess.TimeoutExpired(process.args, 0)
+            for key, _ in selector.select(left):
+                data = os.read(key.fd, 1 << 16)
+                if not data:
+                    selector.unregister(key.fileobj)
+                key.data.extend(data)
+                if len(output) > MAX_OUTPUT:
+                    return False
+                del errors[: -(1 << 14)]
+    return True
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a script and what it has started, and forget it."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        pass  # it has ended, and has left nothing behind
+    process.wait()
+    for stream in (process.stdout, process.stderr):
+        if stream is not None:
+            stream.close()
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What is to be believed after a discovery was asked again.
+
+    Attributes:
+        hosts: names and slots, in order.
+        changed: whether they are others than before.
+        notice: a line for the user; empty if there is nothing new to say.
+    """
+
+    hosts: tuple[tuple[str, int], ...]
+    changed: bool
+    notice: str = ""
+
+
+class HostManager:
+    """Asks a discovery, and believes it with care.
+
+    Args:
+        discovery: any object with ``find_available_hosts_and_slots()``.
+    """
+
+    def __init__(self, discovery: Discovery) -> None:
+        self._discovery = discovery
+        self._answers: tuple[dict[str, int], dict[str, int]] | None = None  # the last good one, and the one before
+        self._hosts: tuple[tuple[str, int], ...] = ()
+        self._trouble = ""
+
+    @property
+    def current_hosts(self) -> tuple[tuple[str, int], ...]:
+        """Names and slots that were believed last, in order."""
+        return self._hosts
+
+    def update_available_hosts(self) -> Listing:
+        """Ask once more. It takes as long as the discovery does: not for a thread that others wait for.
+
+        Raises:
+            DiscoveryError: the first answer is none; nothing should be started then. Later ones are a notice.
+        """
+        try:
+            answer = self._ask()
+        except DiscoveryError as error:
+            if self._answers is None:
+                raise
+            return self._failed(str(error))
+        back = self._trouble
+        self._trouble = ""
+        before = answer if self._answers is None else self._answers[0]
+        self._answers = answer, before
+        # What either of the last two answers has: it takes two to remove a host, or a slot. One that lacks hosts does
+        # not say in which place they would be.
+        names = answer if before.keys() <= answer.keys() else {**before, **answer}
+        hosts = tuple((name, max(answer.get(name, 0), before.get(name, 0))) for name in names)
+        changed, self._hosts = hosts != self._hosts, hosts
+        return Listing(hosts, changed, "hosts can be discovered again" if back else "")
+
+    def _ask(self) -> dict[str, int]:
+        try:
+            answer = dict(self._discovery.find_available_hosts_and_slots())
+        except DiscoveryError:
+            raise
+        except Exception as error:
+            raise DiscoveryError(f"host discovery: {type(error).__name__}: {error}") from error
+        for name, slots in answer.items():
+            if not isinstance(name, str) or not name or type(slots) is not int or slots < 1:
+                raise DiscoveryError(f"host discovery: {name!r:.100}: {slots!r:.50} is not a host with its slots")
+        return answer
+
+    def _failed(self, text: str) -> Listing:
+        notice = "" if text == self._trouble else f"{text}\nThe job goes on with the hosts that were listed before"
+        self._trouble = text
+        return Listing(self._hosts, False, notice)
