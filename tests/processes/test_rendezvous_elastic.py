@@ -11,53 +11,13 @@ import pytest
 
 from hvdgloo._net.ports import hold_free_port
 from hvdgloo.errors import ConfigError, DismissedError, RendezvousError, RendezvousRefusedError, RendezvousTimeoutError
-from hvdgloo.rendezvous import Alone, ElasticClient, Placement, RendezvousClient, RendezvousServer
+from hvdgloo.rendezvous import Alone, ElasticClient, RendezvousClient, RendezvousServer
 from hvdgloo.rendezvous._elastic.events import Action, Changed, Ended, Gone, HostsListed, Rules, Spawn
 from hvdgloo.rendezvous._server.elastic import ElasticEpochs
+from tests.support.elastic_clients import Workers, placed
 from tests.support.rendezvous import SECRET, RawClient, Task, info, until
 
 RULES = Rules(size=2, smallest=1, largest=4, launched=False)
-
-
-class Workers:
-    """The workers of one job, each with a client of its own."""
-
-    def __init__(self, server: RendezvousServer, stack: ExitStack) -> None:
-        self.server = server
-        self._stack = stack
-        self._clients: dict[str, RendezvousClient] = {}
-
-    def __getitem__(self, id: str) -> ElasticClient:
-        if id not in self._clients:
-            self._clients[id] = self._stack.enter_context(RendezvousClient(self.server.endpoint, SECRET))
-        return ElasticClient(self._clients[id], id)
-
-    def ask(self, id: str, after: int = -1, *, ready: bool = True, serial: int = -1, error: str = "") -> Task[object]:
-        worker, told = self[id], info(host_name=f"pod-{id}", host_identity=id, port=7)
-        return Task(
-            lambda: worker.next_epoch(after, told, ready=ready, serial=serial, digest="", error=error, timeout=20)
-        )
-
-    def place(self, *ids: str, after: int = -1, serial: int = -1, error: str = "") -> list[Placement]:
-        """All of them ask, and get a place in the same epoch."""
-        tasks = [self.ask(id, after, serial=serial, error=error) for id in ids]
-        return [placed(task) for task in tasks]
-
-    def train(self, *ids: str, epoch: int) -> None:
-        """All of them are connected, and have the state."""
-        for id in ids:
-            self[id].up(epoch)
-        for id in ids:
-            self[id].synced(epoch)
-
-    def die(self, id: str) -> None:
-        self._clients.pop(id).close()
-
-
-def placed(task: Task[object]) -> Placement:
-    placement = task.result(20)
-    assert isinstance(placement, Placement)
-    return placement
 
 
 @pytest.fixture

@@ -1,0 +1,163 @@
+"""The driver of an elastic job, with hosts and workers that are no more than the test says."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+
+import pytest
+
+from hvdgloo.errors import LaunchError
+from hvdgloo.rendezvous import RendezvousServer
+from hvdgloo.rendezvous._elastic.events import Rules, Spawn
+from hvdgloo.runner.elastic.discovery import DiscoveryError, FixedHosts
+from hvdgloo.runner.elastic.driver import ElasticDriver, ElasticOutcome
+from tests.support.elastic_clients import Workers
+from tests.support.rendezvous import SECRET, Task, until
+
+
+class Starter:
+    """Starts nothing, and remembers what it was asked for."""
+
+    def __init__(self, unusable: str = "") -> None:
+        self.started: list[Spawn] = []
+        self.stopped: dict[str, str] = {}
+        self._unusable = unusable
+
+    def start(self, spawn: Spawn) -> None:
+        if spawn.host == self._unusable:
+            raise LaunchError(f"host {spawn.host} has no Python")
+        self.started.append(spawn)
+
+    def stop(self, worker: str, reason: str) -> None:
+        self.stopped[worker] = reason
+
+    def ids(self, number: int) -> list[str]:
+        """The workers, once so many were started."""
+        until(lambda: len(self.started) >= number, f"{number} workers to be started")
+        return [spawn.worker for spawn in self.started]
+
+
+class Job:
+    """A driver at work on a thread of its own, and its rendezvous server."""
+
+    def __init__(self, driver: ElasticDriver, workers: Workers, told: list[str]) -> None:
+        self.driver = driver
+        self.workers = workers
+        self.told = told
+        self.outcome: Task[ElasticOutcome] = Task(driver.run)
+
+
+@contextmanager
+def job(rules: Rules, hosts: object, starter: Starter, **options: float) -> Iterator[Job]:
+    told: list[str] = []
+    driver = ElasticDriver(rules, hosts, starter, tell=told.append, **({"interval": 0.01} | options))  # type: ignore[arg-type]
+    with driver, RendezvousServer(secret=SECRET, elastic=driver.epochs) as server, ExitStack() as stack:
+        yield Job(driver, Workers(server, stack), told)
+
+
+def test_a_worker_fails_is_started_again_and_all_finish() -> None:
+    starter = Starter()
+    with job(Rules(size=2, smallest=1, failures_per_host=2), FixedHosts({"h1": 2}), starter) as it:
+        first, second = starter.ids(2)
+        assert [(s.host, s.slot, s.plan.ranks[s.worker], s.plan.size) for s in starter.started] == [
+            ("h1", 0, 0, 2),
+            ("h1", 1, 1, 2),
+        ]
+        it.workers.place(first, second)
+        it.workers.train(first, second, epoch=0)
+        it.driver.exited(first, -9, "was killed by signal 9 (SIGKILL)")
+        third = starter.ids(3)[2]
+        assert starter.started[2].slot == 0
+        it.workers.place(second, after=0, serial=1)
+        it.workers.train(second, epoch=1)
+        joining = it.workers.ask(third)
+        assert it.workers[second].news(0, timeout=10).update == 2
+        it.workers.place(second, after=1, serial=2)
+        joining.result(10)
+        it.workers.train(second, third, epoch=2)
+        for worker in (second, third):
+            it.workers[worker].finished()
+            it.driver.exited(worker, 0, "has ended")
+        outcome = it.outcome.result(10)
+    assert outcome.ended.failure is None
+    assert [change.roster.size for change in outcome.changes] == [2, 1, 2]
+    assert outcome.changes[1].why == "rank 0 on host h1 (process 2) was killed by signal 9 (SIGKILL)"
+    assert it.told == []
+
+
+def test_hosts_come_and_go() -> None:
+    starter, hosts = Starter(), FixedHosts({"h1": 1})
+    with job(Rules(size=1, smallest=1), hosts, starter) as it:
+        (first,) = starter.ids(1)
+        it.workers.place(first)
+        it.workers.train(first, epoch=0)
+        hosts.set({"h1": 1, "h2": 1})
+        second = starter.ids(2)[1]
+        assert starter.started[1].host == "h2"
+        hosts.set({"h1": 1})
+        until(lambda: second in starter.stopped, "the newcomer to be stopped")
+        assert starter.stopped[second] == "host h2 was removed"
+        it.driver.exited(first, 0, "has ended")
+        assert it.outcome.result(10).ended.failure is None
+
+
+def test_nothing_is_started_if_hosts_cannot_be_discovered() -> None:
+    class Broken:
+        def find_available_hosts_and_slots(self) -> Mapping[str, int]:
+            raise KeyError("pods")
+
+    starter = Starter()
+    with (
+        pytest.raises(DiscoveryError, match="KeyError: 'pods'"),
+        job(Rules(size=1, smallest=1), Broken(), starter),
+    ):
+        pass
+    assert starter.started == []
+    assert not any(thread.name == "hvdgloo-discovery" for thread in threading.enumerate())
+
+
+def test_a_host_that_cannot_be_used_is_left_out() -> None:
+    starter = Starter(unusable="h2")
+    with job(Rules(size=2, smallest=1), FixedHosts({"h1": 1, "h2": 1, "h3": 1}), starter) as it:
+        ids = starter.ids(2)
+        it.workers.place(*ids)
+        assert {spawn.host for spawn in starter.started} == {"h1", "h3"}
+        until(lambda: it.told, "a line for the user")
+    assert it.told == ["host h2 is left out: host h2 has no Python"]
+
+
+def test_a_discovery_that_hangs_is_told_and_the_job_goes_on() -> None:
+    release = threading.Event()
+
+    class Hanging(FixedHosts):
+        asked = 0
+
+        def find_available_hosts_and_slots(self) -> dict[str, int]:
+            self.asked += 1
+            if self.asked > 1:
+                release.wait(20)
+            return super().find_available_hosts_and_slots()
+
+    starter = Starter()
+    with job(Rules(size=1, smallest=1), Hanging({"h1": 1}), starter, hang_time=0.05) as it:
+        (only,) = starter.ids(1)
+        until(lambda: it.told, "a line for the user")
+        it.driver.exited(only, 0, "has ended")
+        assert it.outcome.result(10).ended.failure is None
+        release.set()
+    assert len(it.told) == 1
+    assert it.told[0].startswith("host discovery has not answered for 0 s. The job goes on")
+
+
+def test_the_end_of_a_job_ends_what_still_runs() -> None:
+    starter = Starter()
+    with job(Rules(size=2, smallest=2), FixedHosts({"h1": 1, "h2": 1}), starter) as it:
+        first, second = starter.ids(2)
+        it.driver.host_lost("h1", "has been silent for 5 s")
+        it.driver.host_lost("h2", "has been silent for 5 s")
+        outcome = it.outcome.result(10)
+    assert outcome.ended.failure is not None
+    assert outcome.ended.failure.reason == "was lost: has been silent for 5 s"
+    assert starter.stopped == {first: "the job is over", second: "the job is over"}
