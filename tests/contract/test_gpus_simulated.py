@@ -42,7 +42,7 @@ from tests.support.gpus.machine import POISON  # noqa: E402
 from tests.support.gpus.worlds import world  # noqa: E402
 
 SIZE = 2  # ranks, unless a test says otherwise
-SCHEDULES = [("late", 0), ("early", 0), ("any", 1)]
+SCHEDULES = [("late", 0), ("any", 1)]
 
 
 @pytest.fixture(params=SCHEDULES, ids=lambda param: f"{param[0]}{param[1]}")

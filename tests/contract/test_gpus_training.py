@@ -126,11 +126,11 @@ def test_options(late: Simulated, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("groups", [None, 1], ids=["buckets", "groups"])
-def test_hooks_on_side_streams(gpus: Simulated, groups: int | None) -> None:
+def test_hooks_on_side_streams(late: Simulated, groups: int | None) -> None:
     """Gradients of one transfer are computed on streams of their own; the optimizer runs on the main one."""
 
     def body(context: Context) -> None:
-        there = gpus.machine
+        there = late.machine
         main, sides = there.current_stream(0), [there.new_stream(0) for _ in range(3)]
         weights = [nn.Parameter(on_gpu(torch.full((40,), float(n)))) for n in range(3)]
         optimizer = distributed(context, weights, groups=groups)
@@ -150,7 +150,7 @@ def test_hooks_on_side_streams(gpus: Simulated, groups: int | None) -> None:
                 value -= 0.05 * momentum
             torch.testing.assert_close(torch.tensor(weight.detach().tolist()), torch.full((40,), value))
 
-    with world(gpus) as made:
+    with world(late) as made:
         made.run(body)
 
 
