@@ -202,15 +202,22 @@ class ElasticJob:
                 self._leaving(event)
             case TimePassed():
                 self._end_the_late()
+        before = self.phase
         while self._step():
             pass
-        if not self.final:
+        if not self.final and (self.phase is not before or not self._is_routine(event)):
             self._spawn()
             self._dismiss_spares()
             self._announce()
             self._say()
         self._next_return = self._crew.hosts.next_return(now)
         return tuple(self._out)
+
+    def _is_routine(self, event: Event) -> bool:
+        """Whether an event, of which there is one for each worker of an epoch, changes nothing else than it says."""
+        if isinstance(event, Synced):
+            return not all(worker.synced for worker in self._crew.members())
+        return isinstance(event, Up)
 
     @property
     def roster(self) -> Roster:
@@ -579,20 +586,22 @@ class ElasticJob:
             return
         if not self._crew.ran and (self.phase is not P.WAITING or self._crew.capacity() < self.rules.size):
             return
-        free = self._crew.free_slots()
-        if not free or (self.phase is P.RUNNING and self._resets_left == 0):
+        if self.phase is P.RUNNING and self._resets_left == 0:
             return
-        members = self._crew.members()
-        if self._crew.ran and self.phase is not P.WAITING and not all(worker.synced for worker in members):
-            if not self._told_of_slots:
-                self._told_of_slots = True
-                hosts = ", ".join(dict.fromkeys(host for host, _ in free))
-                self._out.append(
-                    Tell(
-                        f"there are free slots ({hosts}); they are used once all workers have entered elastic.run. A "
-                        "program that never does keeps its size"
-                    )
+        entered = self.phase is P.WAITING or all(worker.synced for worker in self._crew.members())
+        if not entered and self._told_of_slots:
+            return
+        free = self._crew.free_slots()
+        if free and not entered:
+            self._told_of_slots = True
+            hosts = ", ".join(dict.fromkeys(host for host, _ in free))
+            self._out.append(
+                Tell(
+                    f"there are free slots ({hosts}); they are used once all workers have entered elastic.run. A "
+                    "program that never does keeps its size"
                 )
+            )
+        if not free or not entered:
             return
         started = [self._crew.create(host, slot) for host, slot in free]
         plan = self._crew.plan()
