@@ -272,9 +272,7 @@ class Gatherer:
     def _submitted(self, rank: int, submission: Submit) -> None:
         if self._ending:
             return
-        asked_above = False
-        if submission.resent:
-            asked_above = not self._was_asked(rank)
+        asked_above = submission.resent and not self._was_asked(rank)
         unknown: list[int] = []
         for at, mask in submission.masks:
             unknown += self._announced(rank, at, mask, submission.payload)
@@ -424,6 +422,10 @@ class Gatherer:
             payload = held.combined(self._known[number] if held.numbered else next(iter(held.spelled)))
         for what, ranks in groups:
             self._pass(ranks, what, payload, held.since)
+        if held.numbered and held.spelled:
+            # Above, the number may mean nothing any more. Then the ranks that sent it are asked to spell it out, and
+            # their answers must not be held here for those of the others, which have just gone up.
+            self._opened.add(key)
         self._reopen(key)
 
     def _reopen(self, key: tuple[int, str]) -> None:

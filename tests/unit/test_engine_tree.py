@@ -280,7 +280,36 @@ WHOLE = st.tuples(
 """Hosts, fan-in, what the programs do, how many numbers are remembered, the bytes that travel inline, and a seed."""
 
 
+REMEMBERED_BY_SOME = [
+    Round(
+        ((0, 0, Collective.ALLREDUCE), (0, 1, Collective.ALLREDUCE), (0, 0, Collective.ALLGATHER)),
+        frozenset({0}),
+        True,
+        frozenset({0, 1, 3}),
+        3,
+    ),
+    *(
+        Round(
+            (
+                (3, 2, Collective.ALLREDUCE),
+                (0, 0, Collective.ALLREDUCE),
+                (2, 2, Collective.ALLGATHER),
+                (3, 2, Collective.ALLGATHER),
+                (2, 1, Collective.ALLREDUCE),
+            ),
+            quitters,
+            not quitters,
+            add,
+            1,
+        )
+        for quitters, add in ((frozenset({1, 3}), frozenset({0, 2, 3})), (frozenset[int](), frozenset({1, 3})))
+    ),
+]
+"""An operation goes up by number for some ranks and spelled out for others, while the root forgets the number."""
+
+
 @example(([1, 1], 1, LATE_JOIN, 1, 0, 197))
+@example(([3, 1], 2, REMEMBERED_BY_SOME, 2, 8, 1634))
 @given(WHOLE)
 @settings(max_examples=120, deadline=None)
 def test_every_job_ends_with_one_order_for_all(
@@ -891,6 +920,19 @@ class TestForgotten:
         parts = [part for message in leader.sends_up() if isinstance(message, Gathered) for part in message.parts]
         assert sorted(rank for part in parts for rank in _ranks(mask_of_runs(part.ranks))) == [2, 3, 4, 5]
         assert {part.what for part in parts} == {request("a")}
+
+    def test_answers_are_not_held_for_those_who_spelled_it_out_at_once(self) -> None:
+        leader = Leader()
+        leader.knows("a")
+        leader.hears(2, Submit((0,)))
+        leader.hears(3, Submit((), (request("a"),)))
+        leader.hears(4, Gathered((0, 1)))
+        both = Part((2, 1, 4, 2), 0), Part((3, 1), request("a"))
+        assert leader.sends_up() == [Gathered((), both)]
+        leader.now += BATCH_SECONDS
+        leader.gatherer.ask_back(0b110100, [0])  # as the root does, which has just forgotten it
+        leader.hears(2, Submit((), (request("a"),), resent=True))
+        assert leader.sends_up() == [Gathered((), (Part((2, 1), request("a")),))]
 
     def test_what_was_asked_for_above_is_not_held(self) -> None:
         leader = Leader()
