@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import _thread
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -80,18 +80,32 @@ class Latch:
     A bare lock: a tenth of a ``threading.Event``'s cost, and the server of a large job makes thousands.
     """
 
-    __slots__ = ("_lock",)
+    __slots__ = ("_callback", "_lock")
 
     def __init__(self) -> None:
         self._lock = _thread.allocate_lock()
         self._lock.acquire()
+        self._callback: Callable[[], None] | None = None
 
     def release(self) -> None:
         """Let the waiting thread continue. Calling it again changes nothing."""
         try:
             self._lock.release()
         except RuntimeError:
-            pass  # it was released before
+            return  # it was released before
+        if self._callback is not None:
+            self._callback()
+
+    def then(self, callback: Callable[[], None]) -> None:
+        """Call back instead of letting a thread wait.
+
+        Args:
+            callback: called by the thread that causes it, which may hold locks; at once if it has happened. It may be
+                called twice.
+        """
+        self._callback = callback
+        if not self._lock.locked():
+            callback()
 
     def wait(self, timeout: float) -> bool:
         """Wait up to ``timeout`` seconds; False if nothing happened by then.

@@ -36,7 +36,8 @@ from hvdgloo.rendezvous._elastic.events import (
 )
 from hvdgloo.rendezvous._elastic.job import ElasticJob
 from hvdgloo.rendezvous._elastic.roster import Roster
-from hvdgloo.rendezvous._server.epochs import HangUpWatch, NotAcceptedError, StoppingError
+from hvdgloo.rendezvous._server.epochs import NotAcceptedError, StoppingError
+from hvdgloo.rendezvous._server.pauses import HangUpWatch
 from hvdgloo.rendezvous._store import Latch
 from hvdgloo.rendezvous._worker_info import WorkerInfo
 from hvdgloo.topology import Host, Topology, Worker, places

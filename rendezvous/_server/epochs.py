@@ -15,16 +15,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 from hvdgloo.rendezvous import _wire as wire
 from hvdgloo.rendezvous._server.membership import Membership, NotAcceptedError
+from hvdgloo.rendezvous._server.pauses import Pause, Steps
 from hvdgloo.rendezvous._store import Latch
 from hvdgloo.rendezvous._worker_info import WorkerInfo
-
-HangUpWatch = Callable[[Callable[[], None]], AbstractContextManager[None]]
 
 
 class UnknownEpochError(Exception):
@@ -121,18 +119,16 @@ class Epochs:
                 raise ValueError(f"epoch {epoch} has been opened before")
             self._rounds[epoch] = _Round(membership)
 
-    def register(
-        self, epoch: int, client: str, info: WorkerInfo, *, timeout: float, watch: HangUpWatch
-    ) -> Placed | NotYet:
+    def register(self, epoch: int, client: str, info: WorkerInfo, *, timeout: float) -> Steps[Placed | NotYet]:
         """Admit a worker and wait for the others.
+
+        If its client hangs up meanwhile, the worker loses its place, so that a restarted one finds it free.
 
         Args:
             epoch: which.
             client: id of the worker's client; the same client gets the same answer again.
             info: the worker.
             timeout: seconds to wait here.
-            watch: entered while waiting; calls its argument if the client hangs up. The worker then loses its place,
-                so that a restarted one finds it free.
 
         Raises:
             UnknownEpochError, EpochFailedError, StoppingError, NotAcceptedError: as each of them says.
@@ -152,13 +148,15 @@ class Epochs:
             latch.release()
 
         until = self._clock() + timeout
-        with watch(hang_up):
+        try:
             # The deadline has moved if others have come meanwhile.
-            while not latch.wait(min(until, current.deadline) - self._clock()):
+            while not (yield Pause(latch, min(until, current.deadline) - self._clock(), hang_up)):
                 if self._clock() >= min(until, current.deadline):
                     break
+        finally:
+            with self._lock:
+                self._stop_waiting(current, client, latch, gone)
         with self._lock:
-            self._stop_waiting(current, client, latch, gone)
             placed = current.placed(client)
             if placed is not None:
                 return placed
@@ -331,7 +329,6 @@ class Epochs:
 __all__ = [
     "EpochFailedError",
     "Epochs",
-    "HangUpWatch",
     "NotAcceptedError",
     "NotYet",
     "Placed",

@@ -2,13 +2,17 @@
 
 On its own, cheroot hands a connection to a thread of a fixed pool as soon as it is accepted, and the thread then waits
 for the client to speak. A client that opens connections and says little would thus occupy all threads, which a job's
-long polls need. Here one thread owns the quiet connections, and three rules hold:
+long polls need. Here one thread owns the quiet connections, and four rules hold:
 
 * A connection takes a thread only when a whole request head has arrived (or is too long to be one). So clients that are
   slow or silent cost a descriptor each; when descriptors become scarce, the connection that has been quiet longest is
   closed.
+* What all workers ask at a start is answered by the front's own thread, if all of the request is here: to hand each of
+  thousands of small requests to another thread costs more than to answer it. That thread never waits. A request that
+  has to wait for other workers is put aside as a generator, and the rest of an answer that the client does not read yet
+  is left to the pool. Encrypted connections are served by the pool alone.
 * Only a request whose signature was verified may make its thread wait: for the body, within a deadline, or in a long
-  poll. While a thread polls, this module watches the connection, and reports a client that hangs up.
+  poll. Meanwhile this module watches the connection, and reports a client that hangs up.
 * A request that is refused with its body unread ends the connection: the refusal is sent, further input is discarded
   for a moment (closing at once would make the kernel drop the refusal), and then it is closed.
 
@@ -18,13 +22,15 @@ The pool's threads are created when they are needed, up to a limit that its user
 from __future__ import annotations
 
 import errno
+import heapq
+import itertools
 import json
 import logging
 import selectors
 import socket
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -35,6 +41,8 @@ from cheroot import wsgi
 from hvdgloo._net.event_loop import WakeUp
 from hvdgloo._net.tls import TLS_HELLO, Tls, pending, shake_hands
 from hvdgloo.rendezvous._http import LENGTH, ONCE
+from hvdgloo.rendezvous._server.pauses import Pause
+from hvdgloo.rendezvous._server.service import Gate
 from hvdgloo.rendezvous._server.streams import MAX_HEAD, WRITE_TIMEOUT, Reader, Writer
 from hvdgloo.rendezvous._server.thread_pool import ThreadPool
 
@@ -44,8 +52,7 @@ LINGER_TIMEOUT = 2.0
 _STOP_GRACE = 0.5
 _MOST_DISCARDED = 64 * 1024 * 1024
 _ACCEPTS_AT_ONCE = 64
-
-WSGIApplication = Callable[[dict[str, Any], Callable[..., Any]], Any]
+_TIMERS_OF_THE_PAST = 64  # of pauses that are over; more are thrown away
 
 
 class _Headers(dict[bytes, bytes]):
@@ -95,9 +102,17 @@ class _Request(cheroot_server.HTTPRequest):
             self.conn.must_linger = True
         super().send_headers()
 
+    def ensure_headers_sent(self) -> None:
+        if self.conn.pause is None:  # or cheroot would answer a request that was put aside
+            super().ensure_headers_sent()
+
 
 class HttpConnection(cheroot_server.HTTPConnection):
-    """One client's connection. It belongs to the front's thread while quiet, to a pool thread while served."""
+    """One client's connection. It belongs to the front's thread while quiet, and to a pool thread while that serves it.
+
+    Attributes:
+        pause: what its request waits for, if the front has put it aside.
+    """
 
     RequestHandlerClass = _Request
 
@@ -114,6 +129,9 @@ class HttpConnection(cheroot_server.HTTPConnection):
         self.on_hang_up: Callable[[], None] | None = None
         self.on_close: Callable[[], None] | None = None
         self.discarded = 0
+        self.pause: Pause | None = None
+        self.go_on: Callable[[bool], None] | None = None
+        self.keep = False
 
     def _make_file(self, sock: socket.socket, mode: str, _size: int) -> Reader | Writer:
         return Reader(sock, self._writer.flush, self._waiting) if "r" in mode else self._writer
@@ -122,10 +140,39 @@ class HttpConnection(cheroot_server.HTTPConnection):
         """Serve no further request on this connection."""
         self.ending = True
 
+    @property
+    def patient(self) -> bool:
+        """Whether the thread that serves it may wait."""
+        return self._writer.patient
+
     def communicate(self) -> bool:
+        self._writer.patient = True
         keep = bool(super().communicate())  # type: ignore[no-untyped-call]
         self.wfile.flush()
         return keep
+
+    def begin(self) -> None:
+        """Serve one request without waiting for anything; it is through unless it has a ``pause``."""
+        self._writer.patient = False
+        self.keep = bool(super().communicate())  # type: ignore[no-untyped-call]
+
+    def resume(self, released: bool) -> None:
+        """Go on with a request after its pause; ``released``: what it waited for has happened."""
+        assert self.go_on is not None, "only a request that has begun has a pause"
+        self.keep = False
+        try:
+            self.go_on(released)
+        except Exception:
+            logger.exception("a request could not be served")
+
+    def flush_patiently(self) -> None:
+        """Send the rest of an answer.
+
+        Raises:
+            OSError: the client has gone, or does not read.
+        """
+        self._writer.patient = True
+        self._writer.flush()
 
     def close(self) -> None:
         on_close, self.on_close = self.on_close, None
@@ -142,7 +189,7 @@ class HttpConnection(cheroot_server.HTTPConnection):
 
 
 class Front(cheroot_server.HTTPServer):
-    """Serves a WSGI application on several listening sockets.
+    """Serves an application on several listening sockets.
 
     It is cheroot's server only as far as its parser and gateway require; threads and sockets are this class's own.
 
@@ -160,7 +207,7 @@ class Front(cheroot_server.HTTPServer):
 
     def __init__(
         self,
-        application: WSGIApplication,
+        application: Gate,
         listeners: Sequence[socket.socket],
         *,
         threads: int,
@@ -192,6 +239,11 @@ class Front(cheroot_server.HTTPServer):
         self._lingering: OrderedDict[HttpConnection, float] = OrderedDict()
         self._thread: threading.Thread | None = None
         self._accept_again = 0.0
+        # Requests that were put aside: those whose pauses are over, and all by the time when they will be.
+        self._ready_again: deque[tuple[HttpConnection, Pause]] = deque()
+        self._timers: list[tuple[float, int, HttpConnection, Pause]] = []
+        self._order = itertools.count()
+        self._parked = 0
 
     # The life of the server.
 
@@ -248,6 +300,8 @@ class Front(cheroot_server.HTTPServer):
         """A request has been served and its connection stays open."""
         connection.rfile.feed(pending(connection.socket))
         if connection.rfile.has_data() and connection.rfile.has_head():
+            with self._lock:
+                self._forget(connection)
             self._dispatch(connection)
             return
         begun = connection.rfile.has_data()
@@ -277,6 +331,10 @@ class Front(cheroot_server.HTTPServer):
             logger.debug("connection from %s: %s", connection.remote_addr, error)
         except Exception:
             logger.exception("a request could not be served")
+        self._after(connection, keep)
+
+    def _after(self, connection: HttpConnection, keep: bool) -> None:
+        """A request has been answered."""
         if keep and self.ready:
             self.put_conn(connection)
         elif connection.must_linger and self.ready:
@@ -305,9 +363,14 @@ class Front(cheroot_server.HTTPServer):
             try:
                 for key, _ in self._selector.select(self._patience()):
                     self._handle(key)
+                self._resume()
                 self._expire(time.monotonic())
             except Exception:  # one connection's failure must not end the service
                 logger.exception("the rendezvous server's front")
+        until = time.monotonic() + _STOP_GRACE
+        while self._parked and time.monotonic() < until:  # the service has let all go, one after the other
+            self._resume()
+            time.sleep(0.001 if self._parked else 0)
 
     def _patience(self) -> float | None:
         """Seconds until something expires, if nothing happens first."""
@@ -315,6 +378,10 @@ class Front(cheroot_server.HTTPServer):
             deadlines = [next(iter(table.values())) for table in (self._reading, self._lingering) if table]
         if self._accept_again:
             deadlines.append(self._accept_again)
+        if self._timers:
+            deadlines.append(self._timers[0][0])
+        if self._ready_again:
+            return 0.0
         return max(0.0, min(deadlines) - time.monotonic()) if deadlines else 60.0
 
     def _handle(self, key: selectors.SelectorKey) -> None:
@@ -353,8 +420,81 @@ class Front(cheroot_server.HTTPServer):
                 if self._idle.pop(connection, None) is not None:
                     self._reading[connection] = time.monotonic() + self._head_timeout
                 return
+            here = self._tls is None and connection.rfile.has_small_request()
+            if here:
+                self._reading.pop(connection, None)
+                self._idle.pop(connection, None)
+            else:
+                self._forget(connection)
+        if here:
+            connection.begin()
+            self._go_on(connection)
+        else:
+            self._dispatch(connection)
+
+    def _go_on(self, connection: HttpConnection) -> None:
+        """A request was served on this thread as far as that can be done without waiting."""
+        if connection.pause is not None:
+            self._park(connection, connection.pause)
+            return
+        try:
+            sent = connection.wfile.flush()
+        except OSError as error:
+            logger.debug("connection from %s: %s", connection.remote_addr, error)
+            self._close(connection)
+            return
+        if sent:
+            self._after(connection, connection.keep)
+            return
+        with self._lock:
             self._forget(connection)
-        self._dispatch(connection)
+        self.pool.submit(lambda: self._send_rest(connection))
+
+    def _send_rest(self, connection: HttpConnection) -> None:
+        """On a thread of the pool: what the client was not ready to take at once."""
+        try:
+            connection.flush_patiently()
+        except OSError as error:
+            logger.debug("connection from %s: %s", connection.remote_addr, error)
+            self._close(connection)
+        else:
+            self._after(connection, connection.keep)
+
+    def _park(self, connection: HttpConnection, pause: Pause) -> None:
+        """Put a request aside until its pause is over."""
+        self._parked += 1
+        with self._lock:
+            connection.on_hang_up = pause.hang_up
+            self._register(connection)
+        heapq.heappush(self._timers, (time.monotonic() + pause.seconds, next(self._order), connection, pause))
+        pause.latch.then(lambda: self._let_go_on(connection, pause))
+
+    def _let_go_on(self, connection: HttpConnection, pause: Pause) -> None:
+        """A pause is over; on any thread, which may hold locks."""
+        self._ready_again.append((connection, pause))
+        if threading.current_thread() is not self._thread:
+            self._wake_up.wake()
+
+    def _resume(self) -> None:
+        """Go on with all requests whose pauses are over."""
+        while self._ready_again:
+            self._unpark(*self._ready_again.popleft(), True)
+        now = time.monotonic()
+        while self._timers and self._timers[0][0] <= now:
+            _, _, connection, pause = heapq.heappop(self._timers)
+            self._unpark(connection, pause, False)
+        if len(self._timers) > 2 * self._parked + _TIMERS_OF_THE_PAST:
+            self._timers = [timer for timer in self._timers if timer[2].pause is timer[3]]
+            heapq.heapify(self._timers)
+
+    def _unpark(self, connection: HttpConnection, pause: Pause, released: bool) -> None:
+        if connection.pause is not pause:
+            return  # it went on before
+        self._parked -= 1
+        with self._lock:
+            connection.on_hang_up = None
+        connection.resume(released)
+        self._go_on(connection)
 
     def _greet(self, connection: HttpConnection) -> bool:
         """Go on with a connection's TLS handshake; whether it is complete.
@@ -511,12 +651,36 @@ class Front(cheroot_server.HTTPServer):
 
 
 class _Gateway(wsgi.Gateway_10):
-    """cheroot's WSGI gateway, plus the connection for ``Front.watch``."""
+    """cheroot's WSGI gateway, plus the connection for ``Front.watch``, and requests that can be put aside."""
 
     def get_environ(self) -> dict[str, Any]:  # type: ignore[override]
         environ: dict[str, Any] = super().get_environ()  # type: ignore[no-untyped-call]
         environ["hvdgloo.connection"] = self.req.conn
         return environ
+
+    def respond(self) -> None:
+        if self.req.conn.patient:
+            super().respond()  # type: ignore[no-untyped-call]
+            return
+        steps = self.req.server.wsgi_app.steps(self.env, self.start_response)
+        self.req.conn.go_on = lambda released: self._advance(lambda: steps.send(released))
+        self._advance(lambda: next(steps))
+
+    def _advance(self, step: Callable[[], Pause]) -> None:
+        """Take one step of a request: to its next pause, or to its answer, which is written."""
+        connection = self.req.conn
+        try:
+            connection.pause = step()
+        except StopIteration as end:
+            connection.pause = None
+            connection.go_on = None
+            for chunk in filter(None, end.value):
+                self.write(chunk)  # type: ignore[no-untyped-call]
+            self.req.ensure_headers_sent()
+            connection.keep = not self.req.close_connection
+        except BaseException:
+            connection.pause = connection.go_on = None
+            raise
 
 
 def keep_alive(sock: socket.socket) -> None:

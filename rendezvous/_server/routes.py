@@ -33,8 +33,9 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import parse_qsl, unquote_to_bytes
@@ -49,6 +50,7 @@ from hvdgloo.rendezvous._server.epochs import (
     StoppingError,
     UnknownEpochError,
 )
+from hvdgloo.rendezvous._server.pauses import Pause, Steps, waited
 from hvdgloo.rendezvous._server.service import Environ, Gate, Refusal, Service, StartResponse
 from hvdgloo.rendezvous._store import MAX_SCOPE_BYTES, MemoryStore, StoreFullError, check_key
 from hvdgloo.rendezvous._worker_info import WorkerInfo
@@ -116,12 +118,17 @@ class Route:
 
     rule: str
     methods: tuple[str, ...]
-    handler: Callable[..., Answer]
+    handler: Callable[..., Answer | Steps[Answer]]
 
     def answer(self, service: Service, call: Call, arguments: Mapping[str, str]) -> Answer:
+        """What ``steps`` comes to, after all pauses on this thread."""
+        return waited(self.steps(service, call, arguments), partial(service.watch, call.connection))
+
+    def steps(self, service: Service, call: Call, arguments: Mapping[str, str]) -> Steps[Answer]:
         """The handler's answer, or the one that its exception stands for."""
         try:
-            return self.handler(service, call, **arguments)
+            answer = self.handler(service, call, **arguments)
+            return (yield from answer) if isinstance(answer, Generator) else answer
         except Refusal as refusal:
             return Answer(refusal.body(), refusal.status, _JSON)
         except NotAcceptedError as error:
@@ -157,18 +164,13 @@ def _hello(service: Service, _: Call) -> Answer:
     return _json({"run": service.run, "version": __version__})
 
 
-def _register(service: Service, call: Call, epoch: str) -> Answer:
+def _register(service: Service, call: Call, epoch: str) -> Steps[Answer]:
     try:
         info = WorkerInfo.from_dict(json.loads(call.body))
     except (ValueError, RecursionError) as error:
         raise Refusal(400, f"the body is not a worker: {error}") from None
-    placed = service.epochs.register(
-        int(epoch),
-        call.client,
-        info,
-        timeout=call.timeout(),
-        watch=lambda hang_up: service.poll(call.connection, hang_up),
-    )
+    with service.polling():
+        placed = yield from service.epochs.register(int(epoch), call.client, info, timeout=call.timeout())
     if isinstance(placed, NotYet):
         return _json({"reason": placed.summary, "idle": placed.idle}, 202)
     return Answer(wire.pack_placed(placed.rank, placed.topology))
@@ -218,7 +220,7 @@ def _read(codec: Codec[T], body: bytes) -> T:
         raise Refusal(400, str(error)) from None
 
 
-def _many(service: Service, call: Call, scope: str) -> Answer:
+def _many(service: Service, call: Call, scope: str) -> Steps[Answer]:
     store = service.store(_decoded(scope, "scope", MAX_SCOPE_BYTES))
     op = call.argument("op", "")
     try:
@@ -226,7 +228,7 @@ def _many(service: Service, call: Call, scope: str) -> Answer:
             store.set_many(wire.unpack_items(call.body), owner=call.client)
             return Answer(status=204)
         if op == "get":
-            return Answer(wire.pack_values(_wait(service, call, store, wire.unpack_keys(call.body))))
+            return Answer(wire.pack_values((yield from _wait(service, call, store, wire.unpack_keys(call.body)))))
     except StoreFullError:
         raise
     except ValueError as error:
@@ -234,14 +236,14 @@ def _many(service: Service, call: Call, scope: str) -> Answer:
     raise Refusal(400, "the query must say op=set or op=get")
 
 
-def _one(service: Service, call: Call, scope: str, key: str) -> Answer:
+def _one(service: Service, call: Call, scope: str, key: str) -> Steps[Answer]:
     store, name = service.store(_decoded(scope, "scope", MAX_SCOPE_BYTES)), _decoded(key, "key")
     if call.method == "PUT":
         store.set_many({name: call.body}, owner=call.client)
         return Answer(status=204)
     if call.method == "DELETE":
         return _json({"deleted": store.delete(name)})
-    return Answer(_wait(service, call, store, [name])[0])
+    return Answer((yield from _wait(service, call, store, [name]))[0])
 
 
 def _status(service: Service, _: Call) -> Answer:
@@ -269,7 +271,7 @@ ROUTES = (
 WSGIApplication = Callable[[Environ, StartResponse], Any]
 
 
-def create_app(service: Service, create_rest: Callable[[Service], WSGIApplication]) -> WSGIApplication:
+def create_app(service: Service, create_rest: Callable[[Service], WSGIApplication]) -> Gate:
     """The WSGI application: the gate, and the routes behind it.
 
     Args:
@@ -279,7 +281,7 @@ def create_app(service: Service, create_rest: Callable[[Service], WSGIApplicatio
 
 
 class Router:
-    """A WSGI application: the table above, and another application for what is not in it."""
+    """An application behind the gate: the table above, and another application for what is not in it."""
 
     def __init__(self, service: Service, create_rest: Callable[[Service], WSGIApplication]) -> None:
         self._service = service
@@ -288,18 +290,19 @@ class Router:
         self._create_rest = create_rest
         self._rest: WSGIApplication | None = None
 
-    def __call__(self, environ: Environ, start_response: StartResponse) -> Any:
+    def steps(self, environ: Environ, start_response: StartResponse) -> Steps[Any]:
+        """Answer a request that the gate has admitted."""
         for pattern, route in self._patterns:
             found = pattern.fullmatch(environ["PATH_INFO"])
             if found is not None and environ["REQUEST_METHOD"] in route.methods:
-                return self._answer(route, found.groupdict(), environ, start_response)
+                return (yield from self._answer(route, found.groupdict(), environ, start_response))
         return self._the_rest()(environ, start_response)
 
     def _answer(
         self, route: Route, arguments: Mapping[str, str], environ: Environ, start_response: StartResponse
-    ) -> list[bytes]:
+    ) -> Steps[list[bytes]]:
         try:
-            answer = route.answer(self._service, Call(environ), arguments)
+            answer = yield from route.steps(self._service, Call(environ), arguments)
         except Exception:
             logger.exception("%s %s", environ["REQUEST_METHOD"], route.rule)
             answer = refused(500, "the server failed; its log says more")
@@ -323,7 +326,7 @@ def _pattern(rule: str) -> str:
     return re.sub(r"(?<!P)<(\w+)>", r"(?P<\1>[^/]+)", pattern)
 
 
-def _wait(service: Service, call: Call, store: MemoryStore, keys: Sequence[str]) -> list[bytes]:
+def _wait(service: Service, call: Call, store: MemoryStore, keys: Sequence[str]) -> Steps[list[bytes]]:
     """The values of all keys, after waiting as long as the query allows; ValueError if one can be no key."""
     deadline = time.monotonic() + call.timeout()
     while True:
@@ -336,8 +339,8 @@ def _wait(service: Service, call: Call, store: MemoryStore, keys: Sequence[str])
             raise Refusal(404, f"{len(missing)} of {len(keys)} keys are not there", missing=missing[:8])
         waiter = store.waiter(keys)
         try:
-            with service.poll(call.connection, waiter.release):
-                if not waiter.wait(remaining):
+            with service.polling():
+                if not (yield Pause(waiter, remaining, waiter.release)):
                     continue
         finally:
             store.forget(waiter)

@@ -14,13 +14,15 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hvdgloo.errors import AuthenticationError
 from hvdgloo.rendezvous import _auth as auth
 from hvdgloo.rendezvous._server.epochs import Epochs, StoppingError
 from hvdgloo.rendezvous._server.metrics import Metrics
+from hvdgloo.rendezvous._server.pauses import Steps, waited
 from hvdgloo.rendezvous._server.streams import SLOWEST_RATE
 from hvdgloo.rendezvous._store import Limits, MemoryStore, Quota
 from hvdgloo.version import __version__
@@ -72,7 +74,7 @@ class Service:
         epochs: where workers gather.
         elastic: where those of an elastic job do instead, if it is one.
         max_polls: how many requests may wait at a time; further ones are told to try again.
-        watch: makes a context manager that calls back when a connection's client hangs up.
+        watch: makes a context manager for waiting on this thread, that calls back when a connection's client hangs up.
         body_timeout: seconds that a request's body may take, beyond what it takes at the slowest rate that is borne.
         limits: of memory.
         channel: SHA-256 of the server's certificate; empty without TLS.
@@ -97,7 +99,7 @@ class Service:
         self.elastic = elastic
         self.metrics = Metrics(self.epochs.workers_in, self.counts)
         self._max_polls = max_polls
-        self._watch = watch
+        self.watch = watch
         self.body_timeout = body_timeout
         self._lock = threading.Lock()
         self._stores: dict[str, MemoryStore] = {}
@@ -174,22 +176,27 @@ class Service:
                 self._in_flight -= mine
 
     @contextmanager
-    def poll(self, connection: Any, on_hang_up: Callable[[], None]) -> Iterator[None]:
-        """To be entered around a wait on a pool thread.
+    def polling(self) -> Iterator[None]:
+        """To be entered around a wait.
 
         Raises:
-            Refusal: so many requests wait already that others would find no thread.
+            Refusal: so many requests wait already that others might find no thread.
         """
         with self._lock:
             if self._polls >= self._max_polls():
                 raise Refusal(503, f"{self._polls} requests are waiting already; ask again in a moment", busy=True)
             self._polls += 1
         try:
-            with self._watch(connection, on_hang_up):
-                yield
+            yield
         finally:
             with self._lock:
                 self._polls -= 1
+
+    @contextmanager
+    def poll(self, connection: Any, on_hang_up: Callable[[], None]) -> Iterator[None]:
+        """To be entered around a wait on this thread, which must be one of the pool's; raises as ``polling`` does."""
+        with self.polling(), self.watch(connection, on_hang_up):
+            yield
 
     def note_served(self, method: str, route: str, status: int, seconds: float) -> None:
         """Count a request that was admitted."""
@@ -263,14 +270,27 @@ class Service:
         }
 
 
+class Application(Protocol):
+    """A WSGI application whose requests pause."""
+
+    def steps(self, environ: Environ, start_response: StartResponse) -> Steps[Any]:
+        """The request's answer, as WSGI has it."""
+
+
 class Gate:
     """Admits only requests made by the job's members or, for reading its state, by holders of the token."""
 
-    def __init__(self, service: Service, application: Callable[[Environ, StartResponse], Any]) -> None:
+    def __init__(self, service: Service, application: Application) -> None:
         self._service = service
         self._application = application
 
     def __call__(self, environ: Environ, start_response: StartResponse) -> Any:
+        """Answer a request as WSGI has it, on this thread."""
+        watch = partial(self._service.watch, environ["hvdgloo.connection"])
+        return waited(self.steps(environ, start_response), watch)
+
+    def steps(self, environ: Environ, start_response: StartResponse) -> Steps[Any]:
+        """Answer a request, pausing where it waits for something other than its own client."""
         started = time.perf_counter()
         try:
             with self._service.receiving() as arrived:
@@ -278,7 +298,7 @@ class Gate:
                 # Only what the client sent is routed: cheroot has decoded PATH_INFO once, which would lose "%2F".
                 environ["PATH_INFO"] = environ["REQUEST_URI"].partition("?")[0]
                 environ["hvdgloo.started"] = started
-                return self._application(environ, start_response)
+                return (yield from self._application.steps(environ, start_response))
         except Refusal as refusal:
             return self._refuse(refusal, environ, start_response)
 

@@ -6,6 +6,7 @@ body separately.
 
 from __future__ import annotations
 
+import re
 import socket
 import time
 from collections.abc import Callable
@@ -16,6 +17,12 @@ WRITE_TIMEOUT = 10.0
 _PIECE = 1 << 20
 SLOWEST_RATE = 256 * 1024  # bytes a second; a slower body or answer is abandoned
 
+# What the routes answer without Flask, which is imported when it is first needed.
+_OF_A_START = re.compile(
+    rb"(?:GET /v1/hello|(?:GET|PUT|DELETE) /v1/kv/[^/ ?]+/[^/ ?]|POST /v1/(?:kv/[^/ ?]+|epochs/[0-9]+/workers)[ ?])"
+)
+_NOT_PLAIN = re.compile(rb"\n(?:transfer-encoding|expect)|\n[ \t]", re.IGNORECASE)
+_LENGTH = re.compile(rb"\r\ncontent-length: ?([0-9]{1,5})(?=\r\n|\Z)", re.IGNORECASE)
 
 Waiting = Callable[[], AbstractContextManager[None]]
 """Makes a context to be entered while a thread waits for the client."""
@@ -45,6 +52,14 @@ class Reader:
 
     def starts_with(self, words: bytes) -> bool:
         return self._buffer.startswith(words)
+
+    def has_small_request(self) -> bool:
+        """Whether all of a request that a worker makes at its start is here, so that nothing of it is waited for."""
+        head, end, body = self._buffer.partition(b"\r\n\r\n")
+        if not end or not _OF_A_START.match(head) or _NOT_PLAIN.search(head):
+            return False
+        lengths = _LENGTH.findall(head)
+        return len(lengths) == head.lower().count(b"content-length") <= 1 and len(body) >= sum(map(int, lengths))
 
     def has_head(self) -> bool:
         """Whether parsing can begin: the head is complete, or longer than any head may be."""
@@ -107,7 +122,11 @@ class Reader:
 
 
 class Writer:
-    """What cheroot writes an answer to: head and body leave together, within a deadline."""
+    """What cheroot writes an answer to: head and body leave together, within a deadline.
+
+    Attributes:
+        patient: whether this thread may wait for a client that does not read yet.
+    """
 
     _HELD_BACK = 64 * 1024
 
@@ -115,6 +134,7 @@ class Writer:
         self._socket = sock
         self._waiting = waiting
         self._pending: list[bytes] = []
+        self.patient = True
         self._size = 0
         self.bytes_written = 0
         self.closed = False
@@ -122,11 +142,14 @@ class Writer:
     def write(self, data: bytes) -> None:
         self._pending.append(data)
         self._size += len(data)
-        if self._size > self._HELD_BACK:
+        if self._size > self._HELD_BACK and self.patient:
             self.flush()
 
-    def flush(self) -> None:
+    def flush(self) -> bool:
         """Send what has been written, within the deadline.
+
+        Returns:
+            whether all of it was sent; always, if this is patient.
 
         Raises:
             OSError: the client has gone, or does not read.
@@ -137,10 +160,15 @@ class Writer:
             self._size = 0
             self.bytes_written += len(data)
             rest = memoryview(data)[self._at_once(data) :]
+            if rest and not self.patient:
+                self._pending.append(bytes(rest))
+                self.bytes_written -= len(rest)
+                return False
             if rest:
                 with self._waiting():
                     self._socket.settimeout(WRITE_TIMEOUT + len(rest) / SLOWEST_RATE)
                     self._socket.sendall(rest)
+        return True
 
     def _at_once(self, data: bytes) -> int:
         """How many bytes have been sent without waiting for the client; an encrypted socket cannot tell beforehand."""

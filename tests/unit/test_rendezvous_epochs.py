@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 from hvdgloo.rendezvous._server.epochs import Epochs, NotYet, Placed, _Round
 from hvdgloo.rendezvous._server.membership import Membership
+from hvdgloo.rendezvous._server.pauses import waited
 from hvdgloo.rendezvous._store import Latch
 from tests.support.rendezvous import info
 
@@ -19,7 +20,7 @@ class Gathering:
         self.epochs.open(0, size=2)
 
     def comes(self, client: str) -> Placed | NotYet:
-        return self.epochs.register(0, client, info(), timeout=0, watch=lambda hang_up: nullcontext())
+        return waited(self.epochs.register(0, client, info(), timeout=0), lambda hang_up: nullcontext())
 
 
 def test_it_starts_with_the_first_worker_that_stays() -> None:
@@ -49,7 +50,7 @@ class Many(Gathering):
         self.epochs.open(1, size=100)
 
     def comes(self, client: str) -> Placed | NotYet:
-        return self.epochs.register(1, client, info(), timeout=0, watch=lambda hang_up: nullcontext())
+        return waited(self.epochs.register(1, client, info(), timeout=0), lambda hang_up: nullcontext())
 
 
 def test_many_on_few_cores_start_however_late_each_comes() -> None:
