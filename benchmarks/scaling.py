@@ -319,7 +319,7 @@ def _launcher(agents: int) -> float:
 
 def _server(workers: int) -> float:
     """A worker, for the rendezvous server."""
-    (case,) = _benchmark("rendezvous.py", str(workers), "--rounds", "1", "--processes", "4")
+    (case,) = _benchmark("rendezvous.py", str(workers), "--rounds", "1")
     return float(case["cpu"]) / workers
 
 

@@ -1,7 +1,7 @@
 """Requests that wait for somebody else, as generators: whoever runs one decides what waiting means.
 
 A thread of the pool waits itself. The front's thread, which must never wait, puts the generator aside and goes on with
-it when its pause is over. So a thousand long polls of a thousand workers need neither a thousand threads nor a hand-over
+it when its pause is over. So the long polls of a thousand workers need neither a thousand threads nor a hand-over
 between threads for each of them.
 """
 

@@ -19,7 +19,7 @@ SLOWEST_RATE = 256 * 1024  # bytes a second; a slower body or answer is abandone
 
 # What the routes answer without Flask, which is imported when it is first needed.
 _OF_A_START = re.compile(
-    rb"(?:GET /v1/hello|(?:GET|PUT|DELETE) /v1/kv/[^/ ?]+/[^/ ?]|POST /v1/(?:kv/[^/ ?]+|epochs/[0-9]+/workers)[ ?])"
+    rb"(?:GET /v1/hello[ ?]|(?:GET|PUT|DELETE) /v1/kv/[^/ ?]+/[^/ ?]|POST /v1/(?:kv/[^/ ?]+|epochs/[0-9]+/workers)[ ?])"
 )
 _NOT_PLAIN = re.compile(rb"\n(?:transfer-encoding|expect)|\n[ \t]", re.IGNORECASE)
 _LENGTH = re.compile(rb"\r\ncontent-length: ?([0-9]{1,5})(?=\r\n|\Z)", re.IGNORECASE)
@@ -31,7 +31,7 @@ Waiting = Callable[[], AbstractContextManager[None]]
 class Reader:
     """What cheroot reads a request from: bytes that have arrived, then the socket, until a deadline."""
 
-    def __init__(self, sock: socket.socket, flush: Callable[[], None], waiting: Waiting) -> None:
+    def __init__(self, sock: socket.socket, flush: Callable[[], object], waiting: Waiting) -> None:
         self._socket = sock
         self._flush = flush
         self._waiting = waiting

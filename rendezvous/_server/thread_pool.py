@@ -1,8 +1,9 @@
-"""The threads that serve requests: as many as there are long polls, of which only a few are at work at a time.
+"""The threads that serve what the front's own thread may not: requests that are large, encrypted, or not of a start.
 
-A thousand workers that ask at the same moment, or whose long polls end at the same moment, would make a thousand
-threads compete for the interpreter, which costs several times what they have to do. So a thread that has something to
-do waits until it is its turn; one that waits for something outside says so, and another one may go on meanwhile.
+Where connections are encrypted, there are as many as long polls, of which only a few are at work at a time. A thousand
+workers that ask at the same moment, or whose long polls end at the same moment, would make a thousand threads compete
+for the interpreter, which costs several times what they have to do. So a thread that has something to do waits until it
+is its turn; one that waits for something outside says so, and another one may go on meanwhile.
 """
 
 from __future__ import annotations

@@ -266,7 +266,7 @@ class TestListening:
 def test_workers_make_six_requests_each_whatever_their_number() -> None:
     """The benchmark's workers do all that real ones do. Rank 0 asks once more, for all."""
     program = Path(__file__).parents[2] / "benchmarks/rendezvous.py"
-    command = [sys.executable, str(program), "20", "--rounds", "1", "--processes", "1"]
+    command = [sys.executable, str(program), "20", "--rounds", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     assert done.returncode == 0, done.stderr
     assert "6.05 requests per worker" in done.stdout

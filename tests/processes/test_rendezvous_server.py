@@ -519,6 +519,65 @@ class TestOthersAreUnharmed:
         assert status["epochs"][0]["arrived"] == 0
 
 
+class TestFront:
+    """What the front's own thread answers, which must never wait."""
+
+    def test_long_polls_take_no_thread(self, server: RendezvousServer) -> None:
+        with RendezvousClient(server.endpoint, SECRET) as client:
+            waiting = [Task(lambda n=n: client.store("s").get(f"key {n}", timeout=20)) for n in range(20)]  # type: ignore[misc]
+            until(lambda: server.status()["store"]["waiting_requests"] == 20, "all wait")
+            assert server._front is not None
+            assert server._front.pool.alive == 0
+            client.store("s").set_many({f"key {n}": b"%d" % n for n in range(20)})
+            assert [task.result() for task in waiting] == [b"%d" % n for n in range(20)]
+            until(lambda: server.status()["store"]["waiting_requests"] == 0, "none waits")
+
+    def test_a_long_poll_ends_in_time(self, client: RendezvousClient) -> None:
+        begun = time.monotonic()
+        with pytest.raises(RendezvousTimeoutError, match=r"key never was not set within 0\.3 s"):
+            client.store("s").get("never", timeout=0.3)
+        assert 0.25 < time.monotonic() - begun < 1.5
+
+    def test_who_does_not_read_a_large_answer_delays_nobody(
+        self, server: RendezvousServer, raw: RawClient, client: RendezvousClient
+    ) -> None:
+        value = bytes(range(256)) * (1 << 16)
+        client.store("s").set("large", value)
+        with socket.create_connection((raw.host, raw.port), timeout=20) as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.sendall(raw.head("GET", "/v1/kv/s/large"))
+            assert server._front is not None
+            pool = server._front.pool
+            until(lambda: pool.alive, "a thread of the pool sends the rest")
+            for number in range(5):
+                client.store("s").set("k", b"%d" % number, timeout=5)
+                assert client.store("s").get("k", timeout=5) == b"%d" % number
+            assert read_answer(sock) == (200, value)
+            sock.sendall(raw.head("GET", "/v1/hello", authorization=raw.sign("GET", "/v1/hello", run="")))
+            assert read_answer(sock)[0] == 200, "its connection is as good as before"
+
+    def test_waits_that_are_over_are_forgotten(self, server: RendezvousServer, client: RendezvousClient) -> None:
+        store = client.store("s")
+        for number in range(100):
+            waiting = Task(lambda n=number: store.get(f"key {n}", timeout=20))  # type: ignore[misc]
+            until(lambda: server._serving.counts()["waiting_requests"], "it waits")
+            store.set(f"key {number}", b"")
+            assert waiting.result() == b""
+        assert server._front is not None
+        assert len(server._front._timers) <= 65
+
+    @pytest.mark.parametrize("timeout", ["0", "0.2"])
+    def test_requests_that_come_before_the_answer(self, raw: RawClient, timeout: str) -> None:
+        first = raw.head("GET", f"/v1/kv/s/none?timeout={timeout}")
+        second = raw.head("PUT", "/v1/kv/s/k", b"v") + b"v"
+        with socket.create_connection((raw.host, raw.port), timeout=20) as sock:
+            sock.sendall(first + second + raw.head("GET", "/v1/kv/s/k"))
+            received = b""
+            while received.count(b"HTTP/1.1 ") < 3:
+                received += sock.recv(65536)
+            assert re.findall(rb"HTTP/1.1 ([0-9]+)", received) == [b"404", b"204", b"200"]
+
+
 def throw(raw: RawClient, batches: list[list[bytes]]) -> dict[int, int]:
     """Send each batch on a connection of its own, without waiting for answers; statuses that came back."""
     statuses: dict[int, int] = {}
