@@ -544,7 +544,6 @@ class TestFront:
         value = bytes(range(256)) * (1 << 16)
         client.store("s").set("large", value)
         with socket.create_connection((raw.host, raw.port), timeout=20) as sock:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             sock.sendall(raw.head("GET", "/v1/kv/s/large"))
             assert server._front is not None
             pool = server._front.pool
