@@ -10,17 +10,14 @@ import json
 import logging
 import socket
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cheroot import server as cheroot_server
 from cheroot import wsgi
 
 from hvdgloo.rendezvous._http import LENGTH, ONCE
 from hvdgloo.rendezvous._server.pauses import Pause
-from hvdgloo.rendezvous._server.streams import Reader, Writer
-
-if TYPE_CHECKING:
-    from hvdgloo.rendezvous._server.http_front import Front
+from hvdgloo.rendezvous._server.streams import Reader, Waiting, Writer
 
 logger = logging.getLogger(__name__)
 
@@ -86,8 +83,8 @@ class HttpConnection(cheroot_server.HTTPConnection):
 
     RequestHandlerClass = _Request
 
-    def __init__(self, front: Front, sock: socket.socket, address: Any) -> None:
-        self._waiting = front.pool.waiting
+    def __init__(self, front: cheroot_server.HTTPServer, waiting: Waiting, sock: socket.socket, address: Any) -> None:
+        self._waiting = waiting
         self._writer = Writer(sock, self._waiting)
         super().__init__(front, sock, self._make_file)
         self.remote_addr, self.remote_port = address[:2]

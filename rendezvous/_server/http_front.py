@@ -424,7 +424,7 @@ class Front(cheroot_server.HTTPServer):
         except OSError:
             sock.close()  # reset already
             return
-        connection = HttpConnection(self, sock, address)
+        connection = HttpConnection(self, self.pool.waiting, sock, address)
         connection.greeted = self._tls is None
         with self._lock:
             self._connections.add(connection)
