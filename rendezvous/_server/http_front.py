@@ -153,6 +153,7 @@ class Front(cheroot_server.HTTPServer):
         """While a pool thread waits for something else, call ``on_hang_up`` if the client goes away."""
         with self._lock:
             connection.on_hang_up = on_hang_up
+            connection.socket.setblocking(False)  # the front looks whether the client has gone, and must not wait
             self._register(connection)
         try:
             with self.pool.waiting():

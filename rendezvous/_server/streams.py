@@ -174,8 +174,9 @@ class Writer:
         """How many bytes have been sent without waiting for the client; an encrypted socket cannot tell beforehand."""
         if type(self._socket) is not socket.socket:
             return 0
+        self._socket.setblocking(False)  # with a timeout, Python waits before each call, whatever its flags say
         try:
-            return self._socket.send(data, socket.MSG_DONTWAIT)
+            return self._socket.send(data)
         except BlockingIOError:
             return 0
 

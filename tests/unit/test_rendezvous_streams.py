@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
-from contextlib import nullcontext
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import pytest
 
@@ -83,3 +85,34 @@ def test_who_may_not_wait_keeps_what_could_not_be_sent() -> None:
         assert sent
         assert received == data
         assert writer.bytes_written == len(data)
+
+
+def test_who_may_wait_says_so_before_waiting_for_the_client() -> None:
+    """Others take its turn meanwhile; the timeout that the socket had before does not matter."""
+    waiting = threading.Event()
+
+    @contextmanager
+    def wait() -> Iterator[None]:
+        waiting.set()
+        yield
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.setblocking(False)
+        filling = 0
+        try:
+            while True:
+                filling += ours.send(bytes(1 << 16))
+        except BlockingIOError:
+            pass
+        ours.settimeout(30)
+        writer = Writer(ours, wait)
+        writer.write(b"answer")
+        sending = threading.Thread(target=writer.flush, daemon=True)
+        sending.start()
+        assert waiting.wait(5), "it waits, and nobody knows"
+        received = b""
+        while len(received) < filling + 6:
+            received += theirs.recv(1 << 20)
+        sending.join(10)
+        assert received[filling:] == b"answer"
