@@ -37,13 +37,18 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from hvdgloo._backends.base import FEW_RANKS
+from hvdgloo._backends.cube import Cube
+from hvdgloo.config import Config
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # for the tests' bed
 
 BUCKET = 25e6
 BATCH = 64
-FAN_IN = 16
-TREE_FROM_RANKS, TREE_FROM_HOSTS = 33, 3
+FAN_IN, TREE_FROM_RANKS = Config().control_fanin, Config().control_tree_ranks
+TREE_FROM_HOSTS = 3
+IN_SLICES_FROM = Config().hierarchical_threshold
 PAYLOAD = 0.94
 RANKS = (1, 8, 32, 128, 512, 1024)
 GBITS = (1, 10, 25, 100)
@@ -151,14 +156,22 @@ def agreement(cluster: Cluster, costs: Costs) -> float:
 
 
 def across(cluster: Cluster, costs: Costs, nbytes: float) -> float:
-    """Seconds of an allreduce between hosts, by the faster of the two ways."""
+    """Seconds of an allreduce between hosts, the way that the Gloo plane takes.
+
+    What is large goes in slices, one for each rank of a host; what is small goes through the hosts' first ranks. What
+    few hosts send to each other at once is reckoned as a ring.
+    """
     if cluster.hosts == 1:
         return 0.0
-    sent = 2 * (cluster.hosts - 1) / cluster.hosts * nbytes
-    return min(
-        _way(cluster, costs, sent, 2 * (cluster.hosts - 1), costs.ring),
-        _way(cluster, costs, sent, 2 * math.ceil(math.log2(cluster.hosts)), costs.exchange),
-    )
+    cube = Cube(0, cluster.hosts)
+    each = nbytes / cluster.local if nbytes >= IN_SLICES_FROM else nbytes
+    if cluster.hosts <= FEW_RANKS or each > cube.most_bytes:
+        sent = 2 * (cluster.hosts - 1) / cluster.hosts * nbytes
+        return _way(cluster, costs, sent, 2 * (cluster.hosts - 1), costs.ring)
+    sent = 2 * (cube.corners - 1) / cube.corners * nbytes
+    if cube.corners < cluster.hosts:
+        sent += nbytes  # the rank that speaks for two receives and sends everything once more
+    return _way(cluster, costs, sent, cube.steps, costs.exchange)
 
 
 def _way(cluster: Cluster, costs: Costs, sent: float, steps: int, each: float) -> float:

@@ -18,6 +18,10 @@ from hvdgloo.types import Buffer, ReduceOp
 
 _TURN = 0.5
 
+FEW_RANKS = 5
+"""As many ranks send small tensors to each other at once, in one step. More ranks do so through a cube, or, where there
+are several on a host, through their leaders, and do not need a connection for each pair."""
+
 CANCELLED = "the job ended while a process group was being connected"
 
 

@@ -18,6 +18,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+BYTES_PER_RANK, BYTES_PER_STEP = 1 << 19, 1 << 14
+"""A tensor goes through the cube rather than round the ring up to as many bytes for each rank of the group. Where their
+number is no power of two, up to as many for each step that is saved: some ranks then receive and send everything once
+more, which takes longer than the steps where the network is slow. 8 ranks on 2 cores: 0.8 ms of each rank's processor
+time instead of 2.2 for 1 MiB, equal at 4 MiB, 16 instead of 14 at 16 MiB. 128 ranks: 14 instead of 34 for 4 MiB."""
+
 
 @dataclass(frozen=True)
 class Exchange:
@@ -25,8 +31,8 @@ class Exchange:
 
     Attributes:
         peer: the neighbour's rank.
-        mine, theirs: first and last-but-one corner of the slices that are this rank's and the neighbour's, after this
-            exchange in a halving, and before it in a doubling.
+        mine, theirs: the slices that are this rank's and the neighbour's, after this exchange in a halving, and before
+            it in a doubling: their first corner, and the one after their last.
     """
 
     peer: int
@@ -88,6 +94,13 @@ class Cube:
         """How many exchanges an allreduce consists of, one after another."""
         in_pairs = 2 if self.corners < self.size else 0
         return 2 * (self.corners.bit_length() - 1) + in_pairs
+
+    @cached_property
+    def most_bytes(self) -> int:
+        """Up to how many bytes a tensor goes through the cube."""
+        if self.corners == self.size:
+            return self.size * BYTES_PER_RANK
+        return BYTES_PER_STEP * (2 * (self.size - 1) - self.steps)
 
     @property
     def neighbours(self) -> list[int]:

@@ -1,7 +1,7 @@
 """A thread that carries out operations which have to wait in between, one after another.
 
-Gloo's send and receive cannot be waited for for a while: a wait that times out closes all connections. So this thread
-waits without a limit, and whoever wants the result waits for the thread.
+A wait for Gloo's send or receive must not time out, since that closes all connections. So this thread waits without a
+limit, and whoever wants the result waits for the thread.
 """
 
 from __future__ import annotations

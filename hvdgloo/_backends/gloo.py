@@ -32,13 +32,22 @@ import torch
 import torch.distributed as dist
 
 from hvdgloo._backends import kernels
-from hvdgloo._backends.base import CANCELLED, RendezvousStore, Work, first_line, get_all, gloo_unconnected, peek
+from hvdgloo._backends.base import (
+    CANCELLED,
+    FEW_RANKS,
+    RendezvousStore,
+    Work,
+    first_line,
+    get_all,
+    gloo_unconnected,
+    peek,
+)
 from hvdgloo._backends.butterfly import Butterfly, Bytes
 from hvdgloo._backends.cube import Cube
 from hvdgloo._backends.driver import Driver
 from hvdgloo._backends.process_group import ProcessGroupBackend, tensor_of
 from hvdgloo._backends.sockets import decode_address, encode_address, ends, open_descriptors, shut_down
-from hvdgloo._net.descriptors import bury
+from hvdgloo._net.descriptors import bury, reserve_descriptors
 from hvdgloo.errors import AuthenticationError, BackendError, HvdglooError, RendezvousError
 from hvdgloo.types import Buffer, ReduceOp
 
@@ -47,16 +56,10 @@ logger = logging.getLogger(__name__)
 _TURN = 0.5
 """How often, in seconds, a wait that may be cancelled checks whether it was."""
 
-AT_ONCE_FROM, AT_ONCE_BYTES, AT_ONCE_RANKS = 64, 1 << 19, 5
-"""Bytes of a tensor, bytes of all ranks' together, and number of ranks between which all send everything to all. On 2
-hosts with 2 ranks each, which share 2 cores, an allreduce of 8 KiB takes 1.3 ms so and 5 in a ring. A few bytes are as
-fast in Gloo's own way; more ranks than these go through a cube, and do not need a connection for each pair."""
-
-CUBE_BYTES_PER_RANK, CUBE_BYTES_PER_STEP = 1 << 19, 1 << 14
-"""A tensor goes through the cube rather than round the ring up to as many bytes for each rank of the group. Where their
-number is no power of two, up to as many for each step that is saved: some ranks then receive and send everything once
-more, which takes longer than the steps where the network is slow. 8 ranks on 2 cores: 0.8 ms of each rank's processor
-time instead of 2.2 for 1 MiB, equal at 4 MiB, 16 instead of 14 at 16 MiB. 128 ranks: 14 instead of 34 for 4 MiB."""
+AT_ONCE_FROM, AT_ONCE_BYTES = 64, 1 << 19
+"""Bytes of a tensor, and bytes of all ranks' together, from and up to which few ranks send everything to each other.
+On 2 hosts with 2 ranks each, which share 2 cores, an allreduce of 8 KiB takes 1.3 ms so and 5 in a ring. A few bytes
+are as fast in Gloo's own way."""
 
 _NONCE_BYTES, _PROOF_BYTES, _MET = 16, 16, b"ok"
 
@@ -232,11 +235,7 @@ class GlooBackend(ProcessGroupBackend):
         # Read by Gloo at construction. It is torch's own setting and harmless to a user's groups.
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
         super().__init__(rank, size)
-        self._cube = Cube(rank, size) if size > AT_ONCE_RANKS else None
-        self._cube_limit = 0
-        if self._cube is not None:
-            saved = CUBE_BYTES_PER_STEP * (2 * (size - 1) - self._cube.steps)
-            self._cube_limit = size * CUBE_BYTES_PER_RANK if self._cube.corners == size else saved
+        self._cube = Cube(rank, size) if size > FEW_RANKS else None
         self._driver: Driver | None = None
         self._wire: _GlooWire | None = None
         self._butterfly: Butterfly | None = None
@@ -286,6 +285,7 @@ class GlooBackend(ProcessGroupBackend):
         peers = self._cube.neighbours if self._cube is not None else range(self._size)
         self._learn_addresses(peers)
         try:
+            self._reserve_descriptors(len(peers))
             self._connect(peers, left if last else left / 2, lambda: peek(store, f"{prefix}failed").decode())
             problem = ""
         except RuntimeError as error:
@@ -294,8 +294,10 @@ class GlooBackend(ProcessGroupBackend):
                 raise
             problem = first_line(error)
         problem = self._agreed(store, prefix, problem, deadline)
-        if problem and self._driver is not None:
-            self._driver.close()
+        if problem:
+            self._end_connections()  # so that nothing of a group that is never closed stays under way
+            if self._driver is not None:
+                self._driver.close()
         return problem
 
     def _agreed(self, store: RendezvousStore, prefix: str, problem: str, deadline: float) -> str:
@@ -315,6 +317,14 @@ class GlooBackend(ProcessGroupBackend):
         if self._rank == 0:
             store.set(f"{prefix}met/all", found or _MET)
         return found.decode()
+
+    def _reserve_descriptors(self, connections: int) -> None:
+        """Where there are too few, Gloo would fail in its own thread, and say nothing.
+
+        Raises:
+            ConfigError: so many connections more cannot be had.
+        """
+        reserve_descriptors(connections, f"rank {self._rank} of a Gloo group", "connections with other ranks")
 
     def _gives_up(self) -> bool:
         return self._aborted or self._cancelled()
@@ -448,19 +458,20 @@ class GlooBackend(ProcessGroupBackend):
         """Connect this rank with those that are no neighbours; all ranks do so in their first alltoall."""
         if self._all_connected:
             return
+        others = [rank for rank in range(self._size) if rank not in self._met]
+        self._reserve_descriptors(len(others))
         # Nobody begins before all have come: a connection that does not exist yet cannot be ended by an abort.
         cube.allreduce(Buffer.of_array(np.zeros(1, np.uint8)), ReduceOp.SUM)
-        others = [rank for rank in range(self._size) if rank not in self._met]
         self._learn_addresses(others)
         self._check(others)
         self._keep_sockets_to_this_process()
         self._all_connected = True
 
     def _goes_through_cube(self, nbytes: int) -> bool:
-        return self._cube is not None and nbytes <= self._cube_limit
+        return self._cube is not None and nbytes <= self._cube.most_bytes
 
     def _goes_at_once(self, largest: int, total: int) -> bool:
-        return largest >= AT_ONCE_FROM and total <= AT_ONCE_BYTES and 1 < self._size <= AT_ONCE_RANKS
+        return largest >= AT_ONCE_FROM and total <= AT_ONCE_BYTES and 1 < self._size <= FEW_RANKS
 
     def _tell_all(
         self, source: Buffer, target: Buffer, nbytes: Sequence[int], *, finish: Callable[[], object] | None = None
@@ -480,6 +491,10 @@ class GlooBackend(ProcessGroupBackend):
 
     def abort(self) -> None:
         self._aborted = True
+        self._end_connections()
+
+    def _end_connections(self) -> None:
+        """Make everything that is under way fail."""
         for descriptor in self._sockets(connected=True):
             shut_down(descriptor)
 

@@ -47,9 +47,6 @@ with 2 ranks each, all on 2 cores. Where these are the limit, 1 chunk takes 0.70
 to 0.75, 4 take 0.77, and 16 take 1.1. Where a slow wire is the limit, 3 or more take 0.88, 2 take 0.89, and 1 takes
 0.90."""
 
-FEW_RANKS = 5
-"""Ranks of all hosts that send small tensors to each other at once: one step between processes instead of three."""
-
 CROSSING = 3
 """Chunks that are on the wire at once."""
 

@@ -34,7 +34,7 @@ from hvdgloo._backends.base import CANCELLED, RendezvousStore, Work, first_line,
 from hvdgloo._backends.pygloo_helper import Command, Op, Order, Tell, Type, Verb
 from hvdgloo._backends.shm import limits, system
 from hvdgloo._backends.shm.segment import array_at
-from hvdgloo._net.descriptors import bury
+from hvdgloo._net.descriptors import bury, reserve_descriptors
 from hvdgloo.errors import BackendError
 from hvdgloo.types import Buffer, DType, ReduceOp
 
@@ -256,6 +256,8 @@ class PyglooBackend:
         self._waiting: deque[_PyglooWork] = deque()
         self._under_way: deque[tuple[_PyglooWork, Piece, int]] = deque()
         self._free = deque(slot * PIECE for slot in range(SLOTS))
+        # The helper has this process's limits, and a connection for each other rank.
+        reserve_descriptors(size - 1, f"rank {rank} of a Gloo group", "connections with other ranks")
         try:
             self._helper = Helper(SLOTS * PIECE)
         except (OSError, system.Unsupported) as error:

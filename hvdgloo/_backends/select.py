@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hvdgloo._backends.base import Backend, Plane, RendezvousStore, get_all, wait_for
+from hvdgloo._backends.base import FEW_RANKS, Backend, Plane, RendezvousStore, get_all, wait_for
 from hvdgloo._backends.local import LocalGroup
 from hvdgloo._platform.machine import has_package
 from hvdgloo.config import GLOO_PROVIDERS, Config
@@ -166,7 +166,7 @@ class Planes:
         self, prefix: str, members: Sequence[int], layout: Layout, cancelled: Callable[[], bool] | None
     ) -> Backend:
         """The plane of a set with several ranks on some of its hosts: Gloo alone if memory cannot be shared on all."""
-        from hvdgloo._backends.hierarchical import FEW_RANKS, HierarchicalBackend, Thresholds
+        from hvdgloo._backends.hierarchical import HierarchicalBackend, Thresholds
 
         begin = sum(layout.sizes[: layout.host])
         here = members[begin : begin + layout.sizes[layout.host]]

@@ -228,7 +228,7 @@ class Part(codec.Message, frozen=True):
     """What some ranks have submitted of one operation.
 
     Attributes:
-        ranks: they.
+        ranks: who has.
         what: the operation's number, or what they ask for; None if they have only answered a Resend.
         payload: the reduction of their tensors, prescaled, if all of them have sent theirs along.
         age: seconds since the first of them submitted it.

@@ -16,7 +16,7 @@ class Requests(Mapping[int, Request]):
         shared: the first rank's request.
 
     Attributes:
-        shared: the same.
+        shared: the first rank's request.
         ranks: who has submitted the operation, as a mask.
         others: the requests that differ from the shared one, by rank.
     """

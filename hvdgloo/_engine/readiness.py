@@ -167,7 +167,7 @@ class Ledger:
     """All blocks that hold a number in use, by the upper part of their numbers.
 
     Attributes:
-        blocks: they.
+        blocks: by that upper part.
     """
 
     def __init__(self) -> None:

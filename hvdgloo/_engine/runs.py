@@ -29,12 +29,15 @@ def mask_of_runs(runs: Sequence[int]) -> int:
     """The inverse of ``runs_of_mask``.
 
     Raises:
-        ValueError: a run has no length, or there are too many members.
+        ValueError: a run has no length or does not lie after the one before, or there are too many members.
     """
-    mask = 0
+    mask = end = 0
     for start, length in _pairs(runs):
         if start + length > _MAX_MEMBERS:
             raise ValueError("not a control message: there are not so many ranks")
+        if start < end or not length:
+            raise ValueError("not a control message: runs of ranks that do not follow each other")
+        end = start + length
         mask |= ((1 << length) - 1) << start
     return mask
 
@@ -51,11 +54,13 @@ def masks_of_runs(runs: Sequence[int]) -> Masks:
     """The inverse of ``runs_of_masks``.
 
     Raises:
-        ValueError: as ``mask_of_runs``.
+        ValueError: a run has no length, or there are too many members.
     """
     masks: dict[int, int] = {}
     total = 0
     for start, length in _pairs(runs):
+        if not length:
+            raise ValueError("not a control message: an empty run of numbers")
         total += length
         if total > _MAX_MEMBERS:
             raise ValueError("not a control message: runs of too many numbers")

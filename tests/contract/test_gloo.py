@@ -345,6 +345,23 @@ def test_who_takes_a_rank_s_place_is_noticed_and_all_try_once_more(attacked: Cal
     check_sums(backends)
 
 
+def test_what_the_first_try_leaves_behind_ends_before_the_second(attacked: Callable[[int], Attacked]) -> None:
+    """Its group is never closed, since that might wait for ever; but nothing waits at its connections."""
+    pytest.importorskip("torch")
+    from hvdgloo._backends import gloo
+
+    def drivers() -> list[threading.Thread]:
+        return [thread for thread in threading.enumerate() if thread.name.startswith("hvdgloo-gloo-")]
+
+    before = drivers()
+    backends = connect(attacked(1))
+    assert all(isinstance(backend, gloo.GlooBackend) for backend in backends)
+    for thread in set(drivers()) - set(before):
+        thread.join(5)
+    assert set(drivers()) <= set(before)  # two ranks are all connected, and need no thread afterwards
+    check_sums(backends)
+
+
 def test_who_never_tires_of_it_is_named(attacked: Callable[[int], Attacked]) -> None:
     pytest.importorskip("torch")
     for result in connect(attacked(9)):
@@ -392,7 +409,7 @@ def test_proofs_are_others_for_each_group_of_the_same_name(monkeypatch: pytest.M
 @pytest.mark.parametrize("few", [16, 1], ids=["everybody", "neighbours"])
 def test_ranks_prove_to_each_other_that_they_know_the_secret(monkeypatch: pytest.MonkeyPatch, few: int) -> None:
     pytest.importorskip("torch")
-    monkeypatch.setattr("hvdgloo._backends.gloo.AT_ONCE_RANKS", few)
+    monkeypatch.setattr("hvdgloo._backends.gloo.FEW_RANKS", few)
     for result in connect(MemoryStore(), [b"s", b"s", b"another"]):
         assert isinstance(result, ConnectError)
         assert "does not know this job's secret" in str(result)

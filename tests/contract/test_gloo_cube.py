@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import os
+import resource
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,13 +16,14 @@ import numpy as np
 import pytest
 
 from hvdgloo._backends.base import Work
-from hvdgloo.errors import BackendError, ConnectError
+from hvdgloo._net import descriptors
+from hvdgloo.errors import BackendError, ConfigError, ConnectError
 from hvdgloo.rendezvous import MemoryStore
 from hvdgloo.types import Buffer, DType, ReduceOp
 
 pytest.importorskip("torch", reason="pygloo's groups are always connected in full")
 
-from hvdgloo._backends import gloo
+from hvdgloo._backends import cube, gloo
 from hvdgloo._backends.gloo import GlooBackend
 
 T = TypeVar("T")
@@ -157,8 +159,8 @@ def exchange(ranks: Ranks) -> None:
 def test_all_collectives_among_any_number_of_hosts(
     connected: Callable[[int], Ranks], monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
-    monkeypatch.setattr(gloo, "AT_ONCE_RANKS", 1)
-    monkeypatch.setattr(gloo, "CUBE_BYTES_PER_STEP", 1 << 16)  # so that pairs on a corner take part, too
+    monkeypatch.setattr(gloo, "FEW_RANKS", 1)
+    monkeypatch.setattr(cube, "BYTES_PER_STEP", 1 << 16)  # so that pairs on a corner take part, too
     ranks = connected(size)
     use_everything(ranks)
     exchange(ranks)
@@ -176,6 +178,44 @@ def test_a_rank_has_few_sockets_until_all_call_alltoall(connected: Callable[[int
     assert ranks.sockets == size  # one for each other rank, and the listener
     use_everything(ranks)
     assert ranks.sockets == size
+
+
+def few_descriptors(monkeypatch: pytest.MonkeyPatch, hard: int) -> list[int]:
+    """This process has 10 open files and may have 20, or up to a hard limit; returns what limits are then set."""
+    limits = [20]
+    monkeypatch.setattr(descriptors, "_held", lambda: 10)
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limits[-1], hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, both: limits.append(both[0]))
+    return limits
+
+
+@pytest.mark.parametrize(("hard", "raised"), [(20, 20), (4096, 10 + 3 + 256)])
+def test_the_first_alltoall_raises_the_limit_on_open_files_or_says_so(
+    connected: Callable[[int], Ranks], monkeypatch: pytest.MonkeyPatch, hard: int, raised: int
+) -> None:
+    """Gloo accepts connections in a thread of its own, where nobody would hear that there is no descriptor left."""
+    ranks = connected(8)
+    limits = few_descriptors(monkeypatch, hard)
+    if hard > 20:
+        exchange(ranks)
+    else:
+        eights, what = [8] * 8, r"^rank {} of a Gloo group needs 3 more open files for connections with other ranks"
+
+        def rank(place: int) -> None:
+            sent, received = (Buffer.of_array(np.zeros(8, np.int64)) for _ in range(2))
+            with pytest.raises(ConfigError, match=what.format(place)):
+                finish(ranks.backends[place].alltoall(sent, received, eights, eights))
+
+        ranks.run(rank)
+    assert limits[-1] == raised
+
+
+def test_too_few_descriptors_for_neighbours_are_told_at_the_start(
+    connected: Callable[[int], Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few_descriptors(monkeypatch, 20)
+    with pytest.raises(ConnectError, match=r"rank 0 of a Gloo group needs \d more open files .*`ulimit -n 270`"):
+        connected(6)
 
 
 def test_a_rank_reads_its_neighbours_addresses_and_nobody_else_s(connected: Callable[[int], Ranks]) -> None:

@@ -710,6 +710,16 @@ class TestRuns:
         with pytest.raises(ValueError, match="not a control message"):
             decoded(runs)
 
+    @pytest.mark.parametrize("runs", [(5, 2, 0, 3), (0, 3, 2, 4), (0, 3, 0, 3), (4, 0)], ids=str)
+    def test_ranks_in_any_order_are_refused(self, runs: tuple[int, ...]) -> None:
+        """Each run costs as much time as all ranks up to it; so there may be no more runs than ranks."""
+        with pytest.raises(ValueError, match="not a control message"):
+            mask_of_runs(runs)
+
+    def test_runs_of_no_numbers_are_refused(self) -> None:
+        with pytest.raises(ValueError, match="not a control message"):
+            masks_of_runs((7, 0))
+
 
 class TestGathering:
     def test_known_numbers_go_up_together_when_all_below_have_come(self) -> None:

@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import resource
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from hvdgloo._backends.pygloo import rounds
+from hvdgloo._backends.pygloo import PyglooBackend, rounds
 from hvdgloo._backends.pygloo_helper import Command, Op, Type, Verb
 from hvdgloo._backends.select import Planes, gloo_provider, idle_provider, plane_settings
 from hvdgloo._collectives import basics
 from hvdgloo._platform.machine import has_package
 from hvdgloo.config import Config
-from hvdgloo.errors import MissingDependencyError
+from hvdgloo.errors import ConfigError, MissingDependencyError
 from hvdgloo.rendezvous import MemoryStore
 from hvdgloo.runner.cli.build_report import build_table
 from hvdgloo.topology import Host, Topology, Worker
+
+
+def test_a_helper_that_may_not_have_a_connection_for_each_rank_is_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pygloo connects all with all, in a process that inherits this one's limits."""
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (256, 300))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: None)
+    with pytest.raises(ConfigError, match=r"^rank 3 of a Gloo group needs 1023 more open files for connections with"):
+        PyglooBackend(MemoryStore(), "test/", 3, 1024, "127.0.0.1", 1.0)
 
 
 @pytest.fixture

@@ -12,6 +12,8 @@ from types import ModuleType
 
 import pytest
 
+from hvdgloo._job import links
+
 PROGRAM = Path(__file__).parents[2] / "benchmarks/scaling.py"
 
 
@@ -50,17 +52,37 @@ def test_a_slow_wire_takes_what_its_bytes_take(model: ModuleType) -> None:
     assert model.queue([(0.0, 1e6), (5.0, 2e6)], cluster, nothing) == pytest.approx(7)
 
 
-def test_the_better_way_between_hosts_is_taken(model: ModuleType) -> None:
-    ring, exchanges = (model.Costs(0, 0, *steps, 0) for steps in ((1e-3, math.inf), (math.inf, 1e-3)))
-    cluster = model.Cluster(128, 1, math.inf, latency=0)
-    assert model.across(cluster, ring, 1e6) == pytest.approx(254e-3)
-    assert model.across(cluster, exchanges, 1e6) == pytest.approx(14e-3)
-    both = model.Costs(0, 0, 1e-3, 1e-3, 0)
-    assert model.across(cluster, both, 1e6) == pytest.approx(14e-3)
+@pytest.mark.parametrize(
+    ("hosts", "slots", "nbytes", "steps"),
+    [
+        pytest.param(128, 1, 1e6, 14, id="through the cube"),
+        pytest.param(32, 1, 25e6, 62, id="a large tensor round the ring"),
+        pytest.param(32, 4, 25e6, 10, id="its slices through the cube"),
+        pytest.param(100, 1, 1e6, 14, id="ranks that speak for two"),
+        pytest.param(100, 1, 25e6, 198, id="not where they are many bytes"),
+        pytest.param(4, 1, 1e3, 6, id="few hosts have no cube"),
+    ],
+)
+def test_the_way_between_hosts_is_the_one_that_gloo_takes(
+    model: ModuleType, hosts: int, slots: int, nbytes: float, steps: int
+) -> None:
+    costs = model.Costs(0, 0, 1e-3, 1e-3, 0)
+    cluster = model.Cluster(hosts * slots, slots, math.inf, latency=0)
+    assert model.across(cluster, costs, nbytes) == pytest.approx(steps * 1e-3)
+
+
+def test_hosts_in_pairs_receive_and_send_everything_once_more(model: ModuleType) -> None:
+    nothing = model.Costs(0, 0, 0, 0, 0)
+    assert model.across(model.Cluster(64, 1, 1e6, latency=0), nothing, 1e6) == pytest.approx(2 * 63 / 64)
+    assert model.across(model.Cluster(65, 1, 1e6, latency=0), nothing, 1e6) == pytest.approx(2 * 63 / 64 + 1)
+
+
+def test_a_tree_begins_where_the_engine_s_does(model: ModuleType) -> None:
+    assert model.TREE_FROM_HOSTS == links._FEWEST_HOSTS
 
 
 def test_cores_that_hosts_share_take_turns(model: ModuleType) -> None:
-    costs = model.Costs(1e-3, 0, 1e-3, math.inf, 0)
+    costs = model.Costs(1e-3, 0, 1e-3, 1e-3, 0)
     alone, shared = (model.Cluster(4, 1, math.inf, latency=0, share=share) for share in (0.5, 3.0))
     assert model.across(shared, costs, 1.0) == pytest.approx(3 * model.across(alone, costs, 1.0))
     assert model.agreement(shared, costs) == pytest.approx(3 * model.agreement(alone, costs))
