@@ -244,9 +244,11 @@ def be_rank(rank: int, slots: Sequence[int], fanin: int, endpoint: str, seconds:
         0,
         tuple(Host(f"h{host}", f"identity {host}") for host in range(len(slots))),
         tuple(Worker(each, *place, 0, "127.0.0.1", 0) for each, place in enumerate(places)),
+        control_fanin=fanin,
+        control_tree_ranks=2,
     )
-    config = Config(secret=_SECRET, control_fanin=fanin, control_tree_ranks=2, connect_timeout=60, start_timeout=60)
-    place = seat_of(rank, topology, config)
+    config = Config(secret=_SECRET, connect_timeout=60, start_timeout=60)
+    place = seat_of(rank, topology)
     assert place is not None
     with RendezvousClient(endpoint, _SECRET) as client, listen("127.0.0.1", None) as listener:
         meeting = Meeting(config, _SECRET, None, client, "soak", 0, topology, rank, "127.0.0.1")

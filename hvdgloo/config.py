@@ -422,7 +422,7 @@ class Config:
         unit="hosts",
         parse=_integer(0),
         help="in a large job, one rank of each host speaks for its others, and this many of those report to one, in a "
-        "tree under rank 0; 0: every rank is connected with rank 0. The same on all hosts",
+        "tree under rank 0; 0 on any host: every rank is connected with rank 0. Otherwise rank 0's holds for all",
     )
     control_tree_ranks: int = _setting(
         33,
@@ -432,7 +432,7 @@ class Config:
         unit="ranks",
         parse=_integer(2),
         help="from how many ranks on three hosts or more that is so; with fewer, every rank is connected with rank 0. "
-        "The same on all hosts",
+        "Rank 0's holds for all",
     )
     thread_affinity: str = _setting(
         "",

@@ -54,6 +54,10 @@ class Worker:
 class Topology:
     """All hosts and workers of one epoch.
 
+    Attributes:
+        control_fanin: how many leaders of hosts report to one in the control plane's tree; 0 if there is to be none.
+        control_tree_ranks: the fewest ranks for which there is a tree.
+
     Raises:
         ValueError: at construction, when ranks are not 0..size-1 in order of hosts, or the local ranks of a host's n
             workers are not 0..n-1 in any order.
@@ -62,6 +66,8 @@ class Topology:
     epoch: int
     hosts: tuple[Host, ...]
     workers: tuple[Worker, ...]
+    control_fanin: int = 0
+    control_tree_ranks: int = 0
 
     def __post_init__(self) -> None:
         expected_host = -1
@@ -128,7 +134,7 @@ class Topology:
             host = hosts.index(self.workers[rank].host)
             workers.append(replace(self.workers[rank], rank=len(workers), host=host, local_rank=counts[host]))
             counts[host] += 1
-        return Topology(self.epoch, tuple(self.hosts[host] for host in hosts), tuple(workers))
+        return replace(self, hosts=tuple(self.hosts[host] for host in hosts), workers=tuple(workers))
 
     def describe(self, rank: int) -> str:
         """A rank as it appears in messages: ``rank 3 (host h2, pid 4711)``."""

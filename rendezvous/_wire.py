@@ -80,6 +80,7 @@ class _Topology(Message, frozen=True):
         addresses: by rank, of workers that have another one than the first of their host's.
         ports: by rank, of workers that have one.
         local_ranks: by rank, of workers whose local rank is not their place among those of their host.
+        control_fanin, control_tree_ranks: see ``hvdgloo.topology.Topology``.
     """
 
     epoch: int
@@ -88,6 +89,8 @@ class _Topology(Message, frozen=True):
     addresses: dict[int, str]
     ports: dict[int, int]
     local_ranks: dict[int, int]
+    control_fanin: Count
+    control_tree_ranks: Count
 
 
 _LARGEST = 1 << 28
@@ -116,6 +119,8 @@ def pack_topology(topology: Topology) -> bytes:
         {worker.rank: worker.address for worker in workers if worker.address != usual[worker.host]},
         {worker.rank: worker.port for worker in workers if worker.port},
         {worker.rank: worker.local_rank for worker in workers if worker.local_rank != places[worker.rank]},
+        topology.control_fanin,
+        topology.control_tree_ranks,
     )
     return zlib.compress(_TOPOLOGY.encode(columns))
 
@@ -140,6 +145,8 @@ def unpack_topology(packed: bytes) -> Topology:
         columns.epoch,
         tuple(Host(name, identity, tuple(addresses)) for name, identity, _, addresses in columns.hosts),
         tuple(_workers(columns)),
+        columns.control_fanin,
+        columns.control_tree_ranks,
     )
 
 

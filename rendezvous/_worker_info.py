@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 _MAX_TEXT = 255
-_LIMITS = {"rank": 2**31, "index": 2**31, "port": 2**16, "pid": 2**31}
+_LIMITS = {
+    "rank": 2**31,
+    "index": 2**31,
+    "port": 2**16,
+    "pid": 2**31,
+    "control_fanin": 2**31,
+    "control_tree_ranks": 2**31,
+}
 
 
 @dataclass(frozen=True)
@@ -22,6 +29,8 @@ class WorkerInfo:
         address: IP address at which other workers reach it.
         port: that of its control listener; 0 if it has none.
         pid: its process id.
+        control_fanin, control_tree_ranks: see ``Topology``; as it is set there. Without a fan-in it can only be
+            connected with rank 0.
 
     Raises:
         ValueError: at construction, naming the field that cannot be used.
@@ -34,6 +43,8 @@ class WorkerInfo:
     address: str
     port: int
     pid: int
+    control_fanin: int = 0
+    control_tree_ranks: int = 0
 
     def __post_init__(self) -> None:
         for name, limit in _LIMITS.items():
@@ -64,3 +75,15 @@ class WorkerInfo:
             listed = ", ".join(sorted(str(name)[:50] for name in expected ^ set(data))[:8])
             raise ValueError(f"a worker's fields are {', '.join(sorted(expected))}; missing or unknown: {listed}")
         return cls(**data)
+
+
+def control_tree(workers: Sequence[WorkerInfo]) -> tuple[int, int]:
+    """The control plane's shape, which all ranks take from one place: fan-in and number of ranks, for ``Topology``.
+
+    Rank 0's settings hold for all, but every rank must be able to be part of a tree.
+
+    Args:
+        workers: of an epoch, in order of ranks.
+    """
+    fanin = workers[0].control_fanin if all(worker.control_fanin for worker in workers) else 0
+    return fanin, workers[0].control_tree_ranks

@@ -4,8 +4,8 @@ and Gloo alone where memory cannot be shared."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from hvdgloo._backends.base import FEW_RANKS, Backend, Plane, RendezvousStore, g
 from hvdgloo._backends.local import LocalGroup
 from hvdgloo._platform.machine import has_package
 from hvdgloo.config import GLOO_PROVIDERS, Config
-from hvdgloo.errors import ConfigError, MissingDependencyError
+from hvdgloo.errors import ConfigError, ConnectError, MissingDependencyError, RendezvousError
 from hvdgloo.topology import Topology
 from hvdgloo.types import Buffer, ReduceOp
 
@@ -25,6 +25,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _YES, _NO = b"1", b"0"
+_FAILED = b"!"
+"""Begins the text of what has kept a host's leader from an answer."""
+
+_LEADER_WAITS = 2
+"""How many times in a row a leader may wait ``connect_timeout`` for the other hosts before it tells its own ranks."""
+
+_TELLING_SECONDS = 2.0
+"""More than it takes to tell them."""
 
 _HOW = "pip install 'hvdgloo[torch]', whatever framework trains, or with Python 3.10 'hvdgloo[pygloo]' on all hosts"
 _INSTALL = {"torch": "pip install 'hvdgloo[torch]'", "pygloo": "pip install 'hvdgloo[pygloo]' (Python 3.10)"}
@@ -179,12 +187,15 @@ class Planes:
                 local, reason = self._shared_memory(f"{prefix}host{layout.host}/", here, layout.place, cancelled)
                 if local is not None:
                     undo.callback(local.close)
-            if layout.place < layout.owners:
-                across = f"{prefix}across{layout.place}/"
-                cross = self._gloo(across, layout.host, len(layout.sizes), cancelled)
-                undo.callback(cross.close)
+            told = f"{prefix}host{layout.host}/all"
             possible = local is not None or len(here) == 1
-            if self._all_share(f"{prefix}host{layout.host}/all", layout, cross, possible, cancelled):
+            with self._failure_told(told, layout):
+                if layout.place < layout.owners:
+                    across = f"{prefix}across{layout.place}/"
+                    cross = self._gloo(across, layout.host, len(layout.sizes), cancelled)
+                    undo.callback(cross.close)
+                all_share = self._all_share(told, here[0], layout, cross, possible, cancelled)
+            if all_share:
                 few = open_flat(cancelled) if layout.size <= FEW_RANKS else None
                 undo.pop_all()
                 thresholds = Thresholds(*self._decided["hierarchical_thresholds"])
@@ -193,17 +204,42 @@ class Planes:
             logger.warning("ranks of one host do not share memory everywhere: %s", reason or "see their output")
         return open_flat(cancelled)
 
+    @contextmanager
+    def _failure_told(self, key: str, layout: Layout) -> Iterator[None]:
+        """On a host's leader, tell its other ranks of an error: they wait for the leader, and see nothing of it."""
+        try:
+            yield
+        except Exception as error:
+            if layout.place == 0 and layout.sizes[layout.host] > 1:
+                with suppress(RendezvousError):  # then they are told by their own
+                    self._store.set(key, _FAILED + str(error).encode())
+            raise
+
     def _all_share(
-        self, key: str, layout: Layout, cross: Backend | None, possible: bool, cancelled: Callable[[], bool] | None
+        self,
+        key: str,
+        leader: int,
+        layout: Layout,
+        cross: Backend | None,
+        possible: bool,
+        cancelled: Callable[[], bool] | None,
     ) -> bool:
         """Whether memory can be shared on all hosts: their leaders agree, and tell the others.
 
         Args:
             key: of this host, where its leader tells them.
+            leader: the first of this host's ranks.
         """
         timeout = self._config.connect_timeout
         if layout.place:
-            return get_all(self._store, [key], timeout, cancelled) == [_YES]
+            (answer,) = get_all(self._store, [key], _LEADER_WAITS * timeout + _TELLING_SECONDS, cancelled)
+            if answer.startswith(_FAILED):
+                reason = answer[len(_FAILED) :].decode(errors="replace")
+                raise ConnectError(
+                    f"{self._topology.describe(leader)} could not be connected with the other hosts: {reason}",
+                    rank=leader,
+                )
+            return answer == _YES
         assert cross is not None
         agreed = np.array([possible], np.int32)
         work = cross.allreduce(Buffer.of_array(agreed), ReduceOp.MIN)

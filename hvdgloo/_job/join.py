@@ -12,6 +12,7 @@ import ipaddress
 import logging
 import os
 import socket
+import sys
 from collections import Counter
 from collections.abc import Sequence
 
@@ -122,6 +123,9 @@ def _connect(
                 address=address,
                 port=port,
                 pid=os.getpid(),
+                # In a tree, ranks of one host meet at an abstract socket, which only Linux has.
+                control_fanin=config.control_fanin if sys.platform == "linux" else 0,
+                control_tree_ranks=config.control_tree_ranks,
             )
             registration = client.register(config.epoch, info, timeout=config.start_timeout)
             check_addresses(registration.topology, reached_from)
@@ -135,7 +139,7 @@ def _connect(
         if rank == 0 and listener is None:
             listener = listen(address, config.port_range)
         key = f"{config.epoch}.{generation}{world}"
-        place = seat_of(rank, topology, config)
+        place = seat_of(rank, topology)
         meeting = Meeting(config, secret, tls, client, key, generation, topology, rank, address)
         links, decided = meeting.connect(
             place,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import socket
-import sys
+from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ from hvdgloo._net import abstract
 from hvdgloo._net.handshake import Handshake, Link, listen
 from hvdgloo._net.tls import Tls
 from hvdgloo.config import Config, format_endpoint, parse_endpoint
-from hvdgloo.errors import ConfigError
+from hvdgloo.errors import ConnectError, RendezvousTimeoutError
 from hvdgloo.rendezvous import RendezvousClient
 from hvdgloo.topology import Topology
 
@@ -23,13 +23,16 @@ _FEWEST_HOSTS = 3
 """With two hosts, one connection between them would be all that a tree saves rank 0."""
 
 
-def seat_of(rank: int, topology: Topology, config: Config) -> Seat | None:
-    """A rank's place in the tree; None if the job is too small for one."""
-    if config.control_fanin == 0 or topology.size < config.control_tree_ranks or len(topology.hosts) < _FEWEST_HOSTS:
+def seat_of(rank: int, topology: Topology) -> Seat | None:
+    """A rank's place in the tree; None if every rank is connected with rank 0.
+
+    It depends on nothing but what all ranks are told alike, or they would wait for each other in different places.
+    """
+    if not topology.control_fanin or topology.size < topology.control_tree_ranks or len(topology.hosts) < _FEWEST_HOSTS:
         return None
-    if sys.platform != "linux":  # elsewhere there are no abstract sockets
-        return None
-    return seat(rank, topology.slots, config.control_fanin)
+    if any(count > 1 and not host.identity for host, count in zip(topology.hosts, topology.slots, strict=True)):
+        return None  # ranks in several containers, or on machines of one name: they cannot meet at an abstract socket
+    return seat(rank, topology.slots, topology.control_fanin)
 
 
 @dataclass(frozen=True)
@@ -74,39 +77,31 @@ class Meeting:
             ``process_sets``, those of ``Planes``, the ``world``'s name, and ``clock_offset`` from this host's clock to
             rank 0's.
         """
-        shape = [self.config.control_fanin, self.config.control_tree_ranks]
-        shared = {
-            **plan_settings(self.config),
-            "process_sets": process_sets,
-            "world": secrets.token_hex(16),
-            "control_plane": shape,
-        }
+        shared = {**plan_settings(self.config), "process_sets": process_sets, "world": secrets.token_hex(16)}
+        # Those who have registered together are all here. To a world that is formed later, each comes in its own time.
+        patience = self.config.connect_timeout if first is not None else self.config.start_timeout
         if self.rank == 0:
             assert listener is not None
             if first is None:
                 self._announce(0, listener)
         if place is not None:
-            links, decided = self._take_seat(place, listener, first, shared)
+            links, decided = self._take_seat(place, listener, first, shared, patience)
         elif self.rank == 0:
             assert listener is not None
             decided = {**shared, "clock_offset": 0.0}
             links = self._accept(listener, range(1, self.topology.size), decided)
         else:
-            link, decided = self._reach(0, first)
+            link, decided = self._reach(0, first, patience)
             links = {0: link}
-        if decided["control_plane"] != shape:
-            for link in links.values():
-                link.sock.close()
-            theirs = decided["control_plane"]
-            raise ConfigError(
-                f"HVDGLOO_CONTROL_FANIN={shape[0]} and HVDGLOO_CONTROL_TREE_RANKS={shape[1]} on "
-                f"{self.topology.describe(self.rank)}, but {theirs[0]} and {theirs[1]} on {self.topology.describe(0)}; "
-                "they must be the same on all hosts"
-            )
         return links, decided
 
     def _take_seat(
-        self, place: Seat, listener: socket.socket | None, first: tuple[str, int] | None, shared: dict[str, Any]
+        self,
+        place: Seat,
+        listener: socket.socket | None,
+        first: tuple[str, int] | None,
+        shared: dict[str, Any],
+        patience: float,
     ) -> tuple[dict[int, Link], dict[str, Any]]:
         """First with the one above, who knows what rank 0 has decided; then with those below, who want to know it."""
         links: dict[int, Link] = {}
@@ -123,13 +118,16 @@ class Meeting:
                 if place.parent < 0:
                     decided = {**shared, "clock_offset": 0.0}
                 elif place.below:
-                    links[place.parent], decided = self._reach(place.parent, first if place.parent == 0 else None)
+                    links[place.parent], decided = self._reach(
+                        place.parent, first if place.parent == 0 else None, patience
+                    )
                 else:
-                    links[place.parent], decided = self._reach_here(place.parent)
-                if here is not None:
-                    links.update(self._accept(here, sorted(place.members), decided, encrypted=False))
+                    links[place.parent], decided = self._reach_here(place.parent, patience)
+                members, leaders = sorted(place.members), sorted(place.leaders)
                 if listener is not None:
-                    links.update(self._accept(listener, sorted(place.leaders), decided))
+                    links.update(self._accept(listener, leaders, decided, None if here is None else (here, members)))
+                elif here is not None:
+                    links.update(self._accept(here, members, decided, encrypted=False))
             except BaseException:
                 for link in links.values():
                     link.sock.close()
@@ -141,25 +139,44 @@ class Meeting:
         return Handshake(self.secret, self.config.epoch, self.generation, tls=tls, parent=parent)
 
     def _accept(
-        self, listener: socket.socket, ranks: range | list[int], decided: dict[str, Any], *, encrypted: bool = True
+        self,
+        listener: socket.socket,
+        ranks: Collection[int],
+        decided: dict[str, Any],
+        here: tuple[socket.socket, Collection[int]] | None = None,
+        *,
+        encrypted: bool = True,
     ) -> dict[int, Link]:
         handshake = self._handshake(self.rank, encrypted=encrypted)
-        return handshake.accept_all(listener, ranks, decided, self.config.connect_timeout, self.topology.describe)
+        timeout = self.config.connect_timeout
+        return handshake.accept_all(listener, ranks, decided, timeout, self.topology.describe, here=here)
 
-    def _reach(self, parent: int, endpoint: tuple[str, int] | None) -> tuple[Link, dict[str, Any]]:
-        """Connect to another host."""
-        timeout = self.config.start_timeout
+    def _reach(self, parent: int, endpoint: tuple[str, int] | None, patience: float) -> tuple[Link, dict[str, Any]]:
+        """Connect to another host.
+
+        Args:
+            patience: seconds for the parent to say where it listens. A leader answers only when it has been answered
+                itself, which may take as long again.
+        """
         if endpoint is None:
-            store = self.client.store("control", timeout=timeout)
-            endpoint = parse_endpoint(store.get(self._key_of(parent), timeout=timeout).decode())
-        handshake = self._handshake(parent)
-        return handshake.connect(*endpoint, self.rank, self.config.connect_timeout, self.topology.describe)
+            store = self.client.store("control", timeout=patience)
+            try:
+                endpoint = parse_endpoint(store.get(self._key_of(parent), timeout=patience).decode())
+            except RendezvousTimeoutError as error:
+                raise ConnectError(
+                    f"{self.topology.describe(self.rank)} waited {patience:g} s for {self.topology.describe(parent)} "
+                    "to say where it listens. It had registered, so either it died since (see its output), or it has "
+                    "not called hvd.init()",
+                    rank=parent,
+                ) from error
+        timeout = max(patience, self.config.connect_timeout) if parent else self.config.connect_timeout
+        return self._handshake(parent).connect(*endpoint, self.rank, timeout, self.topology.describe)
 
-    def _reach_here(self, parent: int) -> tuple[Link, dict[str, Any]]:
+    def _reach_here(self, parent: int, patience: float) -> tuple[Link, dict[str, Any]]:
         """Connect to the leader of this host. What does not leave it is not encrypted."""
         handshake = self._handshake(parent, encrypted=False)
-        name = handshake.name_here(self.key)
-        return handshake.connect_here(name, self.rank, self.config.connect_timeout, self.topology.describe)
+        timeout = max(patience, self.config.connect_timeout)
+        return handshake.connect_here(handshake.name_here(self.key), self.rank, timeout, self.topology.describe)
 
     def _announce(self, rank: int, listener: socket.socket) -> None:
         """Say where this rank listens this time: an epoch's ranks and hosts are fixed, but the port is not."""

@@ -24,6 +24,8 @@ def plan_settings(config: Config) -> dict[str, Any]:
         "fusion_threshold": config.fusion_threshold,
         "separate_groups": config.disable_group_fusion,
         "deterministic": config.deterministic,
+        "operation_timeout": config.operation_timeout,
+        "stall_warning_time": config.stall_warning_time,
         **plane_settings(config),
     }
 
@@ -31,7 +33,7 @@ def plan_settings(config: Config) -> dict[str, Any]:
 def engine_settings(
     config: Config, decided: Mapping[str, Any] | None = None, local_size: int | None = None
 ) -> EngineSettings:
-    """The engine's part of the settings, with rank 0's values for those that shape plans.
+    """The engine's part of the settings, with rank 0's values for those that must be the same everywhere.
 
     Args:
         local_size: ranks on this host. Either each has a core of its own on which to poll for answers, or none does.
@@ -51,11 +53,11 @@ def engine_settings(
         inline_threshold=config.inline_threshold,
         separate_groups=bool(shared["separate_groups"]),
         deterministic=bool(shared["deterministic"]),
-        operation_timeout=config.operation_timeout,
+        operation_timeout=float(shared["operation_timeout"]),
         cache_capacity=config.cache_capacity,
         cycle_time=config.cycle_time / 1000,
         stall_check=not config.stall_check_disable,
-        stall_warning_time=config.stall_warning_time,
+        stall_warning_time=float(shared["stall_warning_time"]),
         stall_shutdown_time=shutdown_time,
         follow_streams=config.gpu_completion == "stream",
         spin_time=_SPIN_SECONDS if local_size is not None and 1 < local_size <= usable_cores() else 0.0,

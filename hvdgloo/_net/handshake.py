@@ -12,9 +12,9 @@ certificate, too::
     member       -> coordinator   HMAC(key, "member", ...)
     coordinator  -> member        its clock, and settings that shape plans: the first message
 
-Below, "the coordinator" is whoever is connected to. It serves all visitors on one thread, as they speak. A visitor that
-says nothing costs the others nothing: it has a few seconds, and when there are too many, or no descriptors are left,
-the one that has been silent longest is sent away.
+Below, the coordinator is the rank that listens, be it rank 0 or a leader. It serves all visitors on one thread, as they
+speak. A visitor that says nothing costs the others nothing: it has a few seconds, and when there are too many, or no
+descriptors are left, the one that has been silent longest is sent away.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _HELLO = struct.Struct("!8sIII16s")
-_MAGIC = b"hvdgloo1"
+_MAGIC = b"hvdgloo2"
 _NONCE_BYTES = 16
 _MAC_BYTES = 32
 _PAUSE = 0.02
@@ -86,7 +86,7 @@ class _Answer(codec.Message, frozen=True):
     settings: Mapping[str, Any]
 
 
-_ANSWER: codec.Codec[_Answer] = codec.Codec(_Answer, "answer of rank 0")
+_ANSWER: codec.Codec[_Answer] = codec.Codec(_Answer, "answer to a handshake")
 
 
 def listen(address: str, port_range: tuple[int, int] | None) -> socket.socket:
@@ -151,6 +151,7 @@ class Handshake:
         timeout: float,
         describe: Callable[[int], str],
         cancelled: Callable[[], bool] | None = None,
+        here: tuple[socket.socket, Collection[int]] | None = None,
     ) -> dict[int, Link]:
         """The coordinator's side: wait for those who connect to it.
 
@@ -159,6 +160,7 @@ class Handshake:
             settings: what is decided for all, for them to know. With ``clock_offset``, what is to be added to this
                 host's clock to get rank 0's.
             cancelled: polled; returns whether to give up.
+            here: another listener, and the ranks on this host that connect to it. Nothing that they say is encrypted.
 
         Returns:
             connections by rank.
@@ -170,10 +172,14 @@ class Handshake:
             MissingDependencyError: certificates cannot be made.
         """
         deadline = time.monotonic() + timeout
-        reserve_descriptors(len(ranks), describe(self.parent), f"{self.purpose}s of other ranks")
+        doors = {listener: _Door(ranks, self.tls)}
+        if here is not None:
+            doors[here[0]] = _Door(here[1], None)
+        count = sum(len(door.ranks) for door in doors.values())
+        reserve_descriptors(count, describe(self.parent), f"{self.purpose}s of other ranks")
         if self.tls is not None:
             self.tls.fingerprint  # noqa: B018 - if there is no certificate, that is no visitor's fault
-        with _Reception(listener, self, ranks, settings, deadline) as reception:
+        with _Reception(doors, self, settings, deadline) as reception:
             while reception.missing:
                 left = deadline - time.monotonic()
                 if left <= 0:
@@ -287,28 +293,31 @@ class Handshake:
         if length > _MAX_ANSWER:
             raise ValueError("the answer is too long")
         told = receive_exactly(sock, length, deadline)
-        down.check(told, receive_exactly(sock, framing.TAG, deadline), "the answer of rank 0")
+        down.check(told, receive_exactly(sock, framing.TAG, deadline), f"the answer of rank {self.parent}")
         answer = _ANSWER.decode(told)
         # That of rank 0, or of a leader whose own clock may differ from rank 0's.
         offset = answer.settings.get("clock_offset", 0.0) + answer.clock - (asked + time.time()) / 2
         settings = {**answer.settings, "clock_offset": offset}
         return Link(sock, sending=up, receiving=down), settings
 
-    def admit(self, sock: socket.socket, ranks: Collection[int]) -> Generator[int, None, tuple[int, Link]]:
+    def admit(self, sock: socket.socket, door: _Door) -> Generator[int, None, tuple[int, Link]]:
         """The coordinator's part on a non-blocking socket, up to the visitor's proof; returns the visitor's rank.
+
+        Args:
+            door: through which the visitor came.
 
         Raises:
             AuthenticationError, OSError, EOFError: the handshake failed.
         """
         _send_at_once(sock)
         channel = b""
-        if self.tls is not None:
-            channel = self.tls.fingerprint
+        if door.tls is not None:
+            channel = door.tls.fingerprint
             while not shake_hands(cast("TlsConnection", sock)):
                 yield selectors.EVENT_READ
         hello = yield from _received(sock, _HELLO.size)
         magic, epoch, generation, rank, nonce = _HELLO.unpack(hello)
-        if (magic, epoch, generation) != (_MAGIC, self._epoch, self._generation) or rank not in ranks:
+        if (magic, epoch, generation) != (_MAGIC, self._epoch, self._generation) or rank not in door.ranks:
             raise AuthenticationError("it is not part of this job")
         mine = os.urandom(_NONCE_BYTES)
         yield from _sent(sock, mine + self._mac(b"coordinator", rank, nonce, mine, channel))
@@ -321,8 +330,8 @@ class Handshake:
     def _frame_macs(self, rank: int, nonce: bytes, theirs: bytes, channel: bytes) -> tuple[FrameMac, FrameMac]:
         """What authenticates the messages from the coordinator, and those to it."""
         return (
-            FrameMac(self._mac(b"from 0", rank, nonce, theirs, channel)),
-            FrameMac(self._mac(b"to 0", rank, nonce, theirs, channel)),
+            FrameMac(self._mac(b"down", rank, nonce, theirs, channel)),
+            FrameMac(self._mac(b"up", rank, nonce, theirs, channel)),
         )
 
     def _mac(self, role: bytes, rank: int, nonce: bytes, theirs: bytes, channel: bytes) -> bytes:
@@ -407,8 +416,21 @@ class _Visitor:
     silent: bool = True
 
 
+@dataclass(frozen=True)
+class _Door:
+    """What is particular to one listener.
+
+    Attributes:
+        ranks: that are expected there.
+        tls: encrypts its connections, if given.
+    """
+
+    ranks: Collection[int]
+    tls: Tls | None
+
+
 class _Reception:
-    """The coordinator's thread while members come.
+    """The coordinator's thread while members come, through one door or two.
 
     Attributes:
         members: connections of those who have proved to be members, by rank. Closed on leaving, if that is by an
@@ -418,17 +440,15 @@ class _Reception:
 
     def __init__(
         self,
-        listener: socket.socket,
+        doors: Mapping[socket.socket, _Door],
         handshake: Handshake,
-        ranks: Collection[int],
         settings: Mapping[str, Any],
         deadline: float,
     ) -> None:
         self.members: dict[int, Link] = {}
         self.exhausted = False
-        self._listener = listener
+        self._doors = doors
         self._handshake = handshake
-        self._ranks = ranks
         self._settings = settings
         self._deadline = deadline
         self._visitors: dict[socket.socket, _Visitor] = {}  # the first to come first
@@ -439,7 +459,12 @@ class _Reception:
     @property
     def missing(self) -> list[int]:
         """The ranks that have not come, or have not yet been told that they are in."""
-        return [rank for rank in self._ranks if rank not in self.members or self.members[rank].sock in self._visitors]
+        return [
+            rank
+            for door in self._doors.values()
+            for rank in door.ranks
+            if rank not in self.members or self.members[rank].sock in self._visitors
+        ]
 
     def serve(self, patience: float) -> None:
         """Let visitors in and hear them, waiting up to ``patience`` seconds for one to come or speak."""
@@ -449,8 +474,8 @@ class _Reception:
                 self._refuse(visitor, TimeoutError("timed out"))
         self._listen(len(self._visitors) < self._most or self._superfluous(now) is not None)
         for key, _ in self._selector.select(max(0.0, min(patience, self._next_change(now) - now))):
-            if key.fileobj is self._listener:
-                self._accept(time.monotonic())
+            if key.data is None:
+                self._accept(cast("socket.socket", key.fileobj), time.monotonic())
             elif key.data.sock in self._visitors:
                 key.data.silent = False
                 self._hear(key.data)
@@ -463,10 +488,11 @@ class _Reception:
         return min(changes, default=float("inf"))
 
     def _listen(self, wanted: bool) -> None:
-        if wanted and not self._listens:
-            self._selector.register(self._listener, selectors.EVENT_READ)
-        elif self._listens and not wanted:
-            self._selector.unregister(self._listener)
+        for listener in self._doors if wanted != self._listens else ():
+            if wanted:
+                self._selector.register(listener, selectors.EVENT_READ)
+            else:
+                self._selector.unregister(listener)
         self._listens = wanted
 
     def _superfluous(self, now: float) -> _Visitor | None:
@@ -474,14 +500,14 @@ class _Reception:
         had_time = [visitor for visitor in self._visitors.values() if now - visitor.since >= self._handshake.grace]
         return next((visitor for visitor in had_time if visitor.silent), had_time[0] if had_time else None)
 
-    def _accept(self, now: float) -> None:
+    def _accept(self, listener: socket.socket, now: float) -> None:
         if len(self._visitors) >= self._most:
             leaver = self._superfluous(now)
             if leaver is None:
                 return
             self._refuse(leaver, TimeoutError("others came, and it had said nothing for the longest time"))
         try:
-            sock, peer = self._listener.accept()
+            sock, peer = listener.accept()
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                 self.exhausted = True
@@ -492,19 +518,20 @@ class _Reception:
         self.exhausted = False
         self._most = max(self._most, len(self._visitors) + 1)
         sock.setblocking(False)
-        if self._handshake.tls is not None:
+        door = self._doors[listener]
+        if door.tls is not None:
             try:
-                sock = self._handshake.tls.accepted(sock)
+                sock = door.tls.accepted(sock)
             except OSError:
                 sock.close()
                 return
         deadline = min(self._deadline, now + self._handshake.proof_timeout)
-        visitor = self._visitors[sock] = _Visitor(sock, peer, self._converse(sock), now, deadline)
+        visitor = self._visitors[sock] = _Visitor(sock, peer, self._converse(sock, door), now, deadline)
         self._selector.register(sock, selectors.EVENT_READ, visitor)
         self._hear(visitor)
 
-    def _converse(self, sock: socket.socket) -> _Wanted:
-        rank, link = yield from self._handshake.admit(sock, self._ranks)
+    def _converse(self, sock: socket.socket, door: _Door) -> _Wanted:
+        rank, link = yield from self._handshake.admit(sock, door)
         if self.members.setdefault(rank, link) is not link:
             raise AuthenticationError(f"rank {rank} is already connected")
         answer = _ANSWER.frame(_Answer(time.time(), self._settings))
@@ -531,7 +558,8 @@ class _Reception:
         del self._visitors[visitor.sock]
 
     def __enter__(self) -> _Reception:
-        self._listener.setblocking(False)
+        for listener in self._doors:
+            listener.setblocking(False)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -39,7 +39,7 @@ from hvdgloo.rendezvous._elastic.roster import Roster
 from hvdgloo.rendezvous._server.epochs import NotAcceptedError, StoppingError
 from hvdgloo.rendezvous._server.pauses import HangUpWatch
 from hvdgloo.rendezvous._store import Latch
-from hvdgloo.rendezvous._worker_info import WorkerInfo
+from hvdgloo.rendezvous._worker_info import WorkerInfo, control_tree
 from hvdgloo.topology import Host, Topology, Worker, places
 
 LOST_TIME = 1.0
@@ -324,7 +324,7 @@ class ElasticEpochs:
             Worker(rank, numbers[seat.host], seat.local_rank, info.pid, info.address, info.port)
             for rank, (seat, info) in enumerate(zip(roster.seats, infos, strict=True))
         ]
-        return Topology(roster.epoch, tuple(hosts), tuple(workers))
+        return Topology(roster.epoch, tuple(hosts), tuple(workers), *control_tree(infos))
 
 
 def _alone(worker: str, plan: Roster) -> elastic.Alone:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hvdgloo.rendezvous._worker_info import WorkerInfo
+from hvdgloo.rendezvous._worker_info import WorkerInfo, control_tree
 from hvdgloo.topology import Host, Topology, Worker, fill
 
 
@@ -188,7 +188,8 @@ class Membership:
                     )
                 workers.append(Worker(rank, index, local_rank, info.pid, info.address, info.port))
                 ranks[seat.client] = rank
-        return Topology(self.epoch, tuple(hosts), tuple(workers)), ranks
+        infos = [seat.info for _, seats in groups for seat in seats]
+        return Topology(self.epoch, tuple(hosts), tuple(workers), *control_tree(infos)), ranks
 
     def _fill(self) -> list[tuple[int, int]]:
         if self.hosts is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -15,7 +15,7 @@ from hvdgloo._engine.seat import seat
 from hvdgloo._job.links import Meeting, seat_of
 from hvdgloo._net.handshake import Handshake, Link, listen
 from hvdgloo.config import Config
-from hvdgloo.errors import ConfigError, ConnectError
+from hvdgloo.errors import ConnectError
 from hvdgloo.rendezvous import MemoryStore, RendezvousClient
 from hvdgloo.topology import Host, Topology, Worker
 
@@ -23,11 +23,19 @@ SECRET = bytes(range(32))
 Found = tuple[dict[int, Link], dict[str, Any]]
 
 
-def topology(slots: Sequence[int]) -> Topology:
-    hosts = tuple(Host(f"h{number}", f"identity {number}") for number in range(len(slots)))
+def topology(slots: Sequence[int], fanin: int = 16, tree_ranks: int = 2, strange: Sequence[int] = ()) -> Topology:
+    """
+    Args:
+        strange: hosts whose ranks do not agree on where they are.
+    """
+    hosts = tuple(Host(f"h{number}", "" if number in strange else f"identity {number}") for number in range(len(slots)))
     places = [(host, local) for host, count in enumerate(slots) for local in range(count)]
     workers = (Worker(rank, *place, 100 + rank, "127.0.0.1", 0) for rank, place in enumerate(places))
-    return Topology(0, hosts, tuple(workers))
+    return Topology(0, hosts, tuple(workers), fanin, tree_ranks)
+
+
+class _AbsentError(Exception):
+    """This rank died after it had registered."""
 
 
 class _Client:
@@ -40,9 +48,11 @@ class _Client:
         return self.kept
 
 
-def met(slots: Sequence[int], configs: Sequence[Config], *, known: bool = True) -> list[Found | BaseException]:
+def met(
+    there: Topology, configs: Sequence[Config], *, known: bool = True, absent: Sequence[int] = ()
+) -> list[Found | BaseException]:
     """What each rank gets to know, or why it cannot."""
-    there, client = topology(slots), cast(RendezvousClient, _Client())
+    client = cast(RendezvousClient, _Client())
     key = f"0.0.{os.urandom(4).hex()}"
     with ExitStack() as stack:
         listener = stack.enter_context(listen("127.0.0.1", None))
@@ -51,7 +61,9 @@ def met(slots: Sequence[int], configs: Sequence[Config], *, known: bool = True) 
         def connect(rank: int) -> Found:
             config = configs[rank]
             meeting = Meeting(config, SECRET, None, client, key, 0, there, rank, "127.0.0.1")
-            place = seat_of(rank, there, config)
+            if rank in absent:
+                raise _AbsentError
+            place = seat_of(rank, there)
             return meeting.connect(place, listener if rank == 0 else None, first, [[0, 1]])
 
         pool = stack.enter_context(ThreadPoolExecutor(there.size))
@@ -74,8 +86,8 @@ def test_each_rank_meets_its_neighbours_and_knows_what_rank_0_has_decided(
     slots: Sequence[int], fanin: int, known: bool
 ) -> None:
     size = sum(slots)
-    configs = [config(control_fanin=fanin, control_tree_ranks=2, fusion_threshold=100 + rank) for rank in range(size)]
-    results = met(slots, configs, known=known)
+    configs = [config(fusion_threshold=100 + rank) for rank in range(size)]
+    results = met(topology(slots, fanin), configs, known=known)
     for rank, found in enumerate(results):
         assert isinstance(found, tuple), found
         links, decided = found
@@ -92,40 +104,68 @@ def test_each_rank_meets_its_neighbours_and_knows_what_rank_0_has_decided(
 @pytest.mark.parametrize(
     ("slots", "settings", "expected"),
     [
-        ((17, 8, 8), {}, True),
-        ((16, 8, 8), {}, False),
+        ((17, 8, 8), {"tree_ranks": 33}, True),
+        ((16, 8, 8), {"tree_ranks": 33}, False),
         ((32, 32), {}, False),
-        ((11, 11, 11), {"control_fanin": 0}, False),
-        ((1, 1, 1), {"control_tree_ranks": 3}, True),
-        ((1, 1, 1), {"control_tree_ranks": 4}, False),
+        ((11, 11, 11), {"fanin": 0}, False),
+        ((1, 1, 1), {"tree_ranks": 3}, True),
+        ((1, 1, 1), {"tree_ranks": 4}, False),
+        ((2, 2, 2), {"strange": [1]}, False),
+        ((2, 1, 2), {"strange": [1]}, True),
     ],
 )
 def test_a_tree_is_for_many_ranks_on_three_hosts_or_more(
-    slots: Sequence[int], settings: dict[str, int], expected: bool
+    slots: Sequence[int], settings: dict[str, Any], expected: bool
 ) -> None:
-    assert (seat_of(0, topology(slots), config(**settings)) is not None) == expected
+    """All ranks of a host with one identity can meet at an abstract socket; a rank that is alone need not."""
+    assert (seat_of(0, topology(slots, **settings)) is not None) == expected
 
 
-def test_a_rank_with_another_setting_is_told() -> None:
-    configs = [config(control_fanin=2, control_tree_ranks=2) for _ in range(3)]
-    configs[2] = config(control_fanin=3, control_tree_ranks=2)
-    results = met((1, 1, 1), configs)
-    assert isinstance(results[2], ConfigError)
-    assert re.match(
-        r"HVDGLOO_CONTROL_FANIN=3 and HVDGLOO_CONTROL_TREE_RANKS=2 on rank 2 .*, but 2 and 2 on rank 0",
-        str(results[2]),
+@pytest.mark.parametrize("fanin", [0, 1, 2])
+def test_ranks_with_other_settings_take_the_tree_of_rank_0(fanin: int) -> None:
+    configs = [config(control_fanin=rank % 3, control_tree_ranks=2 + 97 * (rank % 2)) for rank in range(8)]
+    slots = (2, 2, 2, 2)
+    for rank, found in enumerate(met(topology(slots, fanin), configs)):
+        assert isinstance(found, tuple), found
+        if fanin:
+            place = seat(rank, slots, fanin)
+            assert set(found[0]) == {*place.children, *([place.parent] if rank else [])}
+        else:
+            assert set(found[0]) == ({0} if rank else set(range(1, 8)))
+
+
+def test_a_leader_waits_for_its_host_s_ranks_and_for_other_hosts_at_the_same_time() -> None:
+    """Rank 1 waits in vain for rank 2, on its own host; nothing is wrong with rank 3, which reports to it."""
+    hurried = Config(secret=SECRET, connect_timeout=0.5, start_timeout=60.0)
+    results = met(topology((1, 2, 1), 1), [hurried] * 4, absent=[2])
+    assert isinstance(results[1], ConnectError)
+    assert str(results[1]).startswith("rank 1 waited 0.5 s on ")
+    assert "for control connections from rank 2 (host h1" in str(results[1])
+    assert isinstance(results[3], tuple)
+
+
+def test_a_leader_that_has_registered_is_waited_for_no_longer_than_for_a_connection() -> None:
+    hurried = Config(secret=SECRET, connect_timeout=0.5, start_timeout=60.0)
+    begin = time.monotonic()
+    results = met(topology((1, 1, 1), 1), [hurried] * 3, absent=[1])
+    assert time.monotonic() - begin < 10
+    assert isinstance(results[2], ConnectError)
+    assert results[2].rank == 1
+    assert "rank 2 (host h2, pid 102) waited 0.5 s for rank 1 (host h1, pid 101) to say where it listens" in str(
+        results[2]
     )
+    assert "rank 1 (host h1" in str(results[0])
 
 
 def test_a_leader_that_does_not_come_is_named_by_its_host_s_other_ranks() -> None:
     there = topology((1, 2, 1))
-    hurried = Config(secret=SECRET, connect_timeout=0.2, control_tree_ranks=2)
+    hurried = Config(secret=SECRET, connect_timeout=0.2, start_timeout=0.2)
     client = cast(RendezvousClient, _Client())
     meeting = Meeting(hurried, SECRET, None, client, "alone", 0, there, 2, "127.0.0.1")
     with pytest.raises(
         ConnectError, match=r"rank 2 \(host h1, .* not connect to rank 1 \(host h1.* same host"
     ) as error:
-        meeting.connect(seat_of(2, there, hurried), None, None, [])
+        meeting.connect(seat_of(2, there), None, None, [])
     assert error.value.rank == 1
 
 

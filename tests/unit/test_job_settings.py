@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hvdgloo._job.settings import engine_settings
+from hvdgloo._job.settings import engine_settings, plan_settings
 from hvdgloo.config import Config
 
 
@@ -20,3 +20,10 @@ def test_rank_0_decides_what_shapes_plans() -> None:
     own = Config(fusion_threshold=1, disable_group_fusion=False, cache_capacity=7)
     settings = engine_settings(own, {"fusion_threshold": 5, "separate_groups": True, "clock_offset": 1.0})
     assert (settings.fusion_threshold, settings.separate_groups, settings.cache_capacity) == (5, True, 7)
+
+
+def test_rank_0_decides_how_long_a_rank_may_be_silent() -> None:
+    """Otherwise a leader with a shorter time would end the whole job."""
+    own = Config(operation_timeout=2.0, stall_warning_time=3.0)
+    settings = engine_settings(own, plan_settings(Config(operation_timeout=40.0, stall_warning_time=50.0)))
+    assert (settings.operation_timeout, settings.stall_warning_time) == (40.0, 50.0)

@@ -40,6 +40,17 @@ def ranks_by_client(membership: Membership) -> list[int]:
     return [ranks[f"client{number}"] for number in range(len(ranks))]
 
 
+@pytest.mark.parametrize(("fanins", "expected"), [((2, 3), 2), ((3, 2), 3), ((2, 0), 0), ((0, 2), 0)])
+def test_rank_0_s_tree_is_everybody_s_if_all_can_be_part_of_one(fanins: tuple[int, int], expected: int) -> None:
+    workers = [
+        info(rank=rank, host_identity=str(rank), control_fanin=fanin, control_tree_ranks=10 + rank)
+        for rank, fanin in enumerate(fanins)
+    ]
+    topology, _ = joined(Membership(0, size=2), *reversed(workers)).topology()
+    assert (topology.control_fanin, topology.control_tree_ranks) == (expected, 10)
+    assert topology.restricted([1]).control_fanin == expected
+
+
 class TestWithLauncher:
     def test_ranks_fill_hosts_in_order_whoever_comes_first(self) -> None:
         membership = joined(

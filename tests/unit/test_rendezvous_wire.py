@@ -88,7 +88,7 @@ def topologies(draw: st.DrawFn) -> Topology:
         Worker(rank, *place, draw(numbers), draw(ADDRESSES), draw(st.integers(0, 2**16 - 1)))
         for rank, place in enumerate(places)
     ]
-    return Topology(draw(st.integers(0, 2**40)), tuple(hosts), tuple(workers))
+    return Topology(draw(st.integers(0, 2**40)), tuple(hosts), tuple(workers), draw(numbers), draw(numbers))
 
 
 @given(topologies(), st.data())
