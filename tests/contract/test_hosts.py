@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from hvdgloo._backends.base import Backend, Work
 from hvdgloo._backends.hierarchical import HierarchicalBackend
 from hvdgloo._backends.select import Planes, gloo_provider, plane_settings
 from hvdgloo.config import Config
+from hvdgloo.errors import ConnectError, RendezvousError
 from hvdgloo.rendezvous import MemoryStore
 from hvdgloo.topology import Host, Topology, Worker
 from hvdgloo.types import Buffer, ReduceOp
@@ -164,3 +166,26 @@ def test_if_one_host_cannot_share_memory_all_ranks_use_gloo(
     assert {backend.name for backend in made.backends} == {"gloo"}
     assert "ranks of one host do not share memory everywhere" in caplog.text
     use_everything(made, 50)
+
+
+def test_ranks_are_told_what_has_kept_their_host_s_leader_from_the_other_hosts() -> None:
+    """They wait for its word longer than it waits for the other host, whose ranks have died."""
+    topology, store = Topology.local(4, pid=7), MemoryStore()
+    topology = Topology(
+        0,
+        (Host("h0", "identity 0"), Host("h1", "identity 1")),
+        tuple(replace(worker, host=worker.rank // 2, local_rank=worker.rank % 2) for worker in topology.workers),
+    )
+    config = Config(secret=SECRET, connect_timeout=1.0)
+
+    def failure(rank: int) -> BaseException | None:
+        planes = Planes(config, plane_settings(config), topology, rank, store, "test/", "127.0.0.1")
+        with pytest.raises((ConnectError, RendezvousError)) as raised:
+            planes.open(0, range(4))
+        return raised.value
+
+    with ThreadPoolExecutor(2) as pool:
+        leader, member = pool.map(failure, range(2), timeout=30)
+    assert isinstance(member, ConnectError)
+    assert member.rank == 0
+    assert str(member) == f"rank 0 (host h0, pid 7) could not be connected with the other hosts: {leader}"

@@ -130,7 +130,7 @@ def test_a_topology_takes_less_than_10_bytes_per_worker(hosts: int, slots: int) 
 )
 def test_a_topology_whose_columns_do_not_fit(pids: list[object], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        wire.unpack_topology(zlib.compress(msgspec.msgpack.encode([0, [["h", "id", 2, []]], pids, {}, {}, {}])))
+        wire.unpack_topology(zlib.compress(msgspec.msgpack.encode([0, [["h", "id", 2, []]], pids, {}, {}, {}, 16, 33])))
 
 
 def test_a_topology_that_is_cut_off() -> None:
