@@ -169,8 +169,8 @@ def test_if_one_host_cannot_share_memory_all_ranks_use_gloo(
 
 
 def test_ranks_are_told_what_has_kept_their_host_s_leader_from_the_other_hosts() -> None:
-    """They wait for its word longer than it waits for the other host, whose ranks have died."""
-    topology, store = Topology.local(4, pid=7), MemoryStore()
+    """They wait for its word longer than it waits for the other host, whose rank has died."""
+    topology, store = Topology.local(3, pid=7), MemoryStore()
     topology = Topology(
         0,
         (Host("h0", "identity 0"), Host("h1", "identity 1")),
@@ -181,7 +181,7 @@ def test_ranks_are_told_what_has_kept_their_host_s_leader_from_the_other_hosts()
     def failure(rank: int) -> BaseException | None:
         planes = Planes(config, plane_settings(config), topology, rank, store, "test/", "127.0.0.1")
         with pytest.raises((ConnectError, RendezvousError)) as raised:
-            planes.open(0, range(4))
+            planes.open(0, range(3))
         return raised.value
 
     with ThreadPoolExecutor(2) as pool:

@@ -207,7 +207,7 @@ def test_a_replayed_handshake_proves_nothing(meeting: Callable[..., Meeting]) ->
     ("answer", "problem"),
     [
         (b"\x7f\xff\xff\xff", "too long"),
-        (b"\0\0\0\2{}", "not an answer of rank 0"),
+        (b"\0\0\0\2{}", "not an answer to a handshake"),
         (b"\0\0\0\x03\x92\xa0\x80", "Expected `float`"),
         (b"\0\0\0\x09more", "closed"),
         (b"\0\0\0\x02{}" + bytes(16), "the answer of rank 0 has a wrong signature"),
