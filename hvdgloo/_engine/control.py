@@ -107,7 +107,9 @@ class Control:
         # Ranks say the same to whom they report to, who says something new each time.
         read = Decoder().decode
         if coordinator is None:
-            self._parent_watch: Watch | None = Watch((parent,), operation_timeout)
+            self._parent_watch: Watch | None = Watch(
+                (parent,), operation_timeout, at_once=gatherer is not None or parent != COORDINATOR
+            )
             read_orders = decode if gatherer is None else self._read_order
         else:
             self._parent_watch, read_orders = None, read
@@ -196,7 +198,9 @@ class Control:
             except BaseException as error:
                 # As on the thread itself: a message that was only partly sent must fail the job, not hang it. A Ctrl-C
                 # that arrives just here belongs to the caller.
-                self._end(HorovodInternalError(f"the control plane of rank {self._rank} was interrupted: {error!r}"))
+                self._give_up(
+                    HorovodInternalError(f"the control plane of rank {self._rank} was interrupted: {error!r}")
+                )
                 if not isinstance(error, Exception):
                     raise
                 logger.exception("the control plane of rank %d failed", self._rank)
@@ -245,7 +249,7 @@ class Control:
                     self._turn()
         except Exception as error:  # a defect of ours must fail the job, not hang it
             logger.exception("the control thread of rank %d failed", self._rank)
-            self._end(HorovodInternalError(f"the control thread failed: {error!r}"))
+            self._give_up(HorovodInternalError(f"the control thread failed: {error!r}"))
         finally:
             self._farewell()
 
@@ -380,7 +384,8 @@ class Control:
             coordinator.release(now)
         self._deliver(coordinator, now)
         coordinator.busy = self._executor.backlog > 0
-        coordinator.gathering = self._gatherer is not None and self._gatherer.holds
+        gatherer = self._gatherer
+        coordinator.gathering = gatherer is not None and (gatherer.holds or gatherer.asked_from_below(now))
 
     def _deliver(self, coordinator: Coordinator, now: float) -> None:
         """Rank 0: send the coordinator's messages, and log its warnings."""
@@ -405,14 +410,17 @@ class Control:
         Args:
             framed: the message as it came, on all ranks but rank 0.
         """
+        self._send_below(message, framed)
+        if self._gatherer is not None:
+            self._gatherer.pass_down(message, now)
+        self._receive_verdict(message, now)
+
+    def _send_below(self, message: Message, framed: bytes | bytearray | None = None) -> None:
         below = [peer for peer in self._connections if self._coordinator is not None or peer != self._parent]
         if below:
             framed = frame(message) if framed is None else framed
             for peer in below:
                 self._send(peer, framed)
-        if self._gatherer is not None:
-            self._gatherer.pass_down(message, now)
-        self._receive_verdict(message, now)
 
     def _read_order(self, data: bytes | memoryview) -> Message:
         """Leaders: a message from above."""
@@ -484,13 +492,24 @@ class Control:
             self._coordinator.lost(peer, reason, now)
 
     def _parent_lost(self, reason: str) -> None:
-        """Who has lost the one above cannot go on, nor can those below."""
         text = f"{self._describe(self._parent)} was lost: {reason}"
-        if self._gatherer is not None:
-            framed = frame(Abort("peer", text, self._parent))
-            for child in self._connections:
-                self._send(child, framed)
-        self._end(PeerLostError(text, rank=self._parent))
+        self._give_up(PeerLostError(text, rank=self._parent), Abort("peer", text, self._parent))
+
+    def _give_up(self, error: HorovodInternalError, verdict: Abort | None = None) -> None:
+        """This rank cannot go on, nor can those below. They are told why, or they would blame this rank for the end of
+        the connection.
+
+        Args:
+            verdict: what they are told; by default that it happened here.
+        """
+        if verdict is None:
+            kind = "backend" if isinstance(error, BackendError) else "peer"
+            verb = "reports" if kind == "backend" else "was lost"
+            verdict = Abort(kind, f"{self._describe(self._rank)} {verb}: {error}", self._rank)
+        try:
+            self._send_below(verdict)
+        finally:
+            self._end(error)
 
     def _end(self, error: HorovodInternalError) -> None:
         """Everything fails with ``error``, now."""
@@ -502,19 +521,25 @@ class Control:
 
     def _tick(self, now: float) -> None:
         if self._failure is not None and now >= self._failure_deadline and not self._finished:
-            self._end(BackendError(f"{type(self._failure).__name__}: {self._failure}"))
+            self._give_up(BackendError(f"{type(self._failure).__name__}: {self._failure}"))
         if self._gatherer is not None:
+            self._gatherer.busy = self._waits
             self._gatherer.tick(now)
         if self._coordinator is not None:
             self._coordinator.tick(now)
         elif self._parent_watch is not None and not self._finished:
             self._watch_parent(self._parent_watch, now)
 
+    @property
+    def _waits(self) -> bool:
+        """Whether this rank itself waits for others."""
+        return bool(self._member.has_pending or self._executor.backlog or self._ended)
+
     def _watch_parent(self, watch: Watch, now: float) -> None:
         """Other ranks: check that the one above still answers, while something is pending."""
         if watch.rests(now):
             return
-        active = bool(self._member.has_pending or self._executor.backlog or self._ended)
+        active = self._waits
         if self._gatherer is not None:
             active = active or self._gatherer.asked_from_below(now)
         ping, lost = watch.tick(now, active=active)

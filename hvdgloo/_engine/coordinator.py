@@ -87,7 +87,8 @@ class Coordinator:
         seat: rank 0's place in the tree, if there is one; otherwise every rank speaks to rank 0.
 
     Attributes:
-        gathering: (in a tree) some ranks wait for others, though nothing of that has come up yet.
+        gathering: (in a tree) some ranks wait for others, though nothing of that has come up yet; or some have asked
+            lately whether those above are alive.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class Coordinator:
         self._neighbours = tuple(range(1, size)) if seat is None else seat.children
         self._leaders: Collection[int] = () if seat is None else seat.leaders
         self._inquest_seconds = INQUEST_SECONDS if seat is None else seat.inquest_seconds
-        self._neighbours_watch = Watch(self._neighbours, rules.operation_timeout)
+        self._neighbours_watch = Watch(self._neighbours, rules.operation_timeout, at_once=self._in_tree)
         self._last_release = float("-inf")
         self._ticked = float("-inf")
         self._timeline: Timeline | None = None
@@ -156,9 +157,7 @@ class Coordinator:
         elif self.over:
             pass
         elif isinstance(message, Gathered) and self._leaver is None:
-            forgotten = self._negotiator.absorb_whole(masks_of_runs(message.whole), now)
-            if forgotten:
-                unknown.append(((1 << self._size) - 1, forgotten))
+            unknown += self._negotiator.absorb_whole(masks_of_runs(message.whole), now)
             for part in message.parts:
                 ranks = mask_of_runs(part.ranks)
                 if part.what is None or self._negotiator.absorb_part(ranks, part.what, part.payload, now - part.age):

@@ -23,7 +23,7 @@ from hvdgloo._engine import inline
 from hvdgloo._engine.conventions import COORDINATOR
 from hvdgloo._engine.messages import REDUCTIONS, SET_CHANGES, Execute, Request, Response, Submit
 from hvdgloo._engine.partial import PartialSubmission, Requests
-from hvdgloo._engine.readiness import Block, Ledger, Masks, bits_of, mask_of, numbers_of
+from hvdgloo._engine.readiness import BLOCK_BITS, Block, Ledger, Masks, bits_of, mask_of, numbers_of
 from hvdgloo.types import Collective, ReduceOp
 
 _EXCUSABLE = frozenset({Collective.ALLREDUCE, Collective.BARRIER})
@@ -82,6 +82,7 @@ class Negotiator:
         self._capacity = capacity
         self._pending: dict[tuple[int, str], PartialSubmission] = {}
         self._ledger = Ledger()
+        self._issued_to: dict[int, int] = {}  # by block, also of forgotten ones: the members of its set, as a mask
         self._payloads: dict[int, dict[int, bytes]] = {}  # of numbers that have begun, by rank
         self._ready: list[int | Response] = []
         self._results: list[tuple[int, bytes]] = []
@@ -105,18 +106,19 @@ class Negotiator:
             self._join(rank, self._late_joins.pop(rank))
         return unknown
 
-    def absorb_whole(self, masks: Masks, now: float) -> list[int]:
+    def absorb_whole(self, masks: Masks, now: float) -> list[tuple[int, list[int]]]:
         """File numbers that every member of their sets has submitted.
 
         Returns:
-            those that no longer stand for anything.
+            those that no longer stand for anything, with the ranks that must spell out these requests, as a mask.
         """
-        unknown: list[int] = []
+        unknown: list[tuple[int, list[int]]] = []
         counts = not self._joined and self.observer is None
         for at, mask in masks:
             block = self._ledger.blocks.get(at)
             known = 0 if block is None else mask & block.used
-            unknown += numbers_of(at, mask & ~known)
+            if mask != known:
+                unknown.append((self._issued_to.get(at, 0), numbers_of(at, mask & ~known)))
             counted = known & block.open if counts and block is not None else 0
             self._order_numbers(numbers_of(at, counted))
             for number in numbers_of(at, known & ~counted):
@@ -455,6 +457,9 @@ class Negotiator:
             return response
         number = self._ledger.issue(key[0])
         place = self._ledger.learn(number, key[0], self._sources[key[0]])
+        at = number >> BLOCK_BITS
+        if at not in self._issued_to:
+            self._issued_to[at] = mask_of(self._members[key[0]])
         response = Response(response.request, response.rows, "", number)
         countable = len(requests) == len(members) and not self._has_rivals(response.request)
         if not countable:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from hvdgloo._engine.conventions import INQUEST_SECONDS
 
@@ -57,14 +59,14 @@ def seat(rank: int, slots: Sequence[int], fanin: int) -> Seat:
         slots: the number of ranks on each host, which are numbered in order of hosts.
         fanin: how many leaders report to one.
     """
-    firsts = [sum(slots[:host]) for host in range(len(slots))]
+    firsts = list(accumulate(slots, initial=0))[:-1]
     masks = [((1 << count) - 1) << first for first, count in zip(firsts, slots, strict=True)]
     heights = [0] * len(slots)
     for host in range(len(slots) - 1, 0, -1):
         above = (host - 1) // fanin
         masks[above] |= masks[host]
         heights[above] = max(heights[above], heights[host] + 1)
-    host = max(index for index, first in enumerate(firsts) if first <= rank)
+    host = bisect_right(firsts, rank) - 1
     leader = firsts[host]
     if rank != leader:
         return Seat(rank, leader, {}, frozenset(), 0, heights[0])

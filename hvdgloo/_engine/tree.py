@@ -77,12 +77,14 @@ class Gatherer:
 
     Attributes:
         down: messages for children, and for the leader's own rank, in order.
+        busy: the leader's own rank waits for something.
     """
 
     def __init__(
         self, seat: Seat, members: Mapping[int, Sequence[int]], patience: float, operation_timeout: float
     ) -> None:
         self.down: list[tuple[int, Message]] = []
+        self.busy = False
         self._seat = seat
         self._everyone = 0
         for ranks in seat.below.values():
@@ -118,12 +120,18 @@ class Gatherer:
         self._roll_call: RollCall | None = None
         self._asked_from_above = self._asked_from_below = float("-inf")
         self._ping_seconds = 2 * ping_interval(operation_timeout)
-        self._watch = Watch(seat.children, operation_timeout)
+        self._watch = Watch(seat.children, operation_timeout, at_once=True)
 
     # What comes from below.
 
     def receive(self, child: int, message: Message, now: float) -> None:
-        """Handle a child's message, or one of the leader's own rank."""
+        """Handle a child's message, or one of the leader's own rank.
+
+        Raises:
+            ValueError: the child has no right to say this.
+        """
+        if child != self._seat.rank:
+            self._check(child, message)
         self._now = now
         self._watch.heard(child, now)
         if self._roll_call is not None and child not in self._seat.leaders:
@@ -146,6 +154,32 @@ class Gatherer:
                 self._say(message)
             elif self._roll_call is not None:
                 self._answered_the_roll(self._roll_call, child, mask_of_runs(message.ranks))
+
+    def _check(self, child: int, message: Message) -> None:
+        """Members speak for themselves, leaders for the ranks below them.
+
+        Raises:
+            ValueError: this one does otherwise.
+        """
+        is_leader = child in self._seat.leaders
+        if isinstance(message, Submit):
+            allowed = not is_leader
+        elif isinstance(message, (Gathered, Observe)):
+            allowed = is_leader  # of what a Gathered says, the ranks are looked at where it is read
+        elif isinstance(message, (Said, Lost)):
+            allowed = is_leader and self._speaks_for(child, mask_of_runs((message.rank, 1)))
+        elif isinstance(message, Silent):
+            named = mask_of_runs((message.rank, 1)) | mask_of_runs(message.ranks)
+            allowed = is_leader and self._speaks_for(child, named)
+        elif isinstance(message, Drained):
+            allowed = self._speaks_for(child, mask_of_runs(message.ranks))
+        else:
+            allowed = True
+        if not allowed:
+            raise ValueError(f"rank {child} has sent a {type(message).__name__} that is not for it to send")
+
+    def _speaks_for(self, child: int, ranks: int) -> bool:
+        return not ranks & ~self._seat.below[child]
 
     def lost(self, child: int, reason: str, now: float) -> None:
         """A child's connection has ended."""
@@ -260,7 +294,7 @@ class Gatherer:
         return min(times, default=None)
 
     def _watch_children(self, now: float) -> None:
-        active = self.holds or self._ending or now < self._asked_from_above + self._ping_seconds
+        active = self.busy or self.holds or self._ending or now < self._asked_from_above + self._ping_seconds
         ping, lost = self._watch.tick(now, active=active)
         for child, reason in lost:
             self.lost(child, reason, now)
@@ -296,6 +330,8 @@ class Gatherer:
             self.ask_back(self._seat.below[leader], unknown)
         for part in message.parts:
             ranks = mask_of_runs(part.ranks)
+            if not self._speaks_for(leader, ranks):
+                raise ValueError(f"rank {leader} has sent a Part of ranks that are not below it")
             since = self._now - part.age
             if part.what is None:
                 for rank in bits_of(ranks):
@@ -321,8 +357,8 @@ class Gatherer:
             whole = block.announce(child, counted, self._now)
             if whole:
                 self._whole[at] = self._whole.get(at, 0) | whole
-            elif self._next_look is None:
-                self._next_look = self._now + self._patience
+            else:
+                self._look_by(self._now + self._patience)
         if counted != mask:
             ranks = self._seat.below[child] & self._members[block.process_set]
             for number in numbers_of(at, mask ^ counted):
@@ -376,8 +412,7 @@ class Gatherer:
             self._withdraw(*self._ledger.place(number))
         if key not in self._held:
             self._held[key] = Held(since)
-            if self._next_look is None:
-                self._next_look = self._now + self._patience
+            self._look_by(since + self._patience)
 
     def _withdraw(self, block: Block, mask: int) -> None:
         """Look at these numbers one by one from now on."""
@@ -441,6 +476,10 @@ class Gatherer:
     def _prescaled(self, request: Request, payload: bytes) -> bytes:
         return inline.reduced(request, [payload], prescale=True) if payload else b""
 
+    def _look_by(self, when: float) -> None:
+        if self._next_look is None or when < self._next_look:
+            self._next_look = when
+
     def _look_at_what_waits(self) -> None:
         """Pass up what has waited for long; who has not submitted it follows from that."""
         limit = self._now - self._patience
@@ -476,8 +515,14 @@ class Gatherer:
         return any(request.collective in SET_CHANGES for request in held.spelled)
 
     def _was_asked(self, rank: int) -> bool:
-        """A rank has answered a Resend: was it this leader's?"""
-        questions = self._asked[rank]
+        """A rank has answered a Resend: was it this leader's?
+
+        Raises:
+            ValueError: nobody has asked it.
+        """
+        questions = self._asked.get(rank)
+        if questions is None:
+            raise ValueError(f"rank {rank} answers what it was not asked")
         here = questions.popleft()
         if not questions:
             del self._asked[rank]

@@ -14,14 +14,17 @@ class Watch:
     Args:
         peers: their ranks.
         timeout: seconds after which a silent one counts as lost.
+        at_once: ping as soon as somebody waits, not an interval later. So it is in a tree, where a ping has others
+            ping in turn: their intervals would add up.
 
     Attributes:
         deadline: when ``tick`` has something to do next; None while nobody waits.
     """
 
-    def __init__(self, peers: Iterable[int], timeout: float) -> None:
+    def __init__(self, peers: Iterable[int], timeout: float, *, at_once: bool = False) -> None:
         self.deadline: float | None = None
         self._timeout = timeout
+        self._at_once = at_once
         self._heard = dict.fromkeys(peers, float("-inf"))
         self._since = float("-inf")
         self._asked = float("-inf")
@@ -48,6 +51,7 @@ class Watch:
             if active and self._heard:
                 self._since = self._asked = now
                 self.deadline = now + ping_interval(self._timeout)
+                return self._at_once, []
             return False, []
         if now < self.deadline:
             return False, []

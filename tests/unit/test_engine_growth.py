@@ -12,10 +12,11 @@ from hvdgloo._engine.connection import ControlConnection
 from hvdgloo._engine.control import Control
 from hvdgloo._engine.coordinator import Coordinator, CoordinatorSettings
 from hvdgloo._engine.member import Member
-from hvdgloo._engine.messages import Decoder, Execute, Failed, Message, Request, Response, Submit, encode, frame
+from hvdgloo._engine.messages import Abort, Decoder, Execute, Failed, Message, Request, Response, Submit, encode, frame
 from hvdgloo._engine.negotiation import Negotiator
 from hvdgloo._engine.submission import Submission
 from hvdgloo._net.handshake import Link
+from hvdgloo.errors import BackendError, HorovodInternalError
 from hvdgloo.types import Collective, DType, TensorSpec
 from tests.support.effort import effort
 from tests.support.links import link_pair
@@ -200,6 +201,7 @@ class Idle:
         self.executed = 0
 
     def tell(self, **callbacks: object) -> None: ...
+    def abort(self, error: BaseException) -> None: ...
     def execute(self, batch: Sequence[object], **how: bool) -> None:
         self.executed += len(batch)
 
@@ -262,6 +264,29 @@ def test_a_turn_of_the_control_thread_does_not_look_at_all_connections() -> None
         finally:
             rank0.close()
     assert efforts[1] <= MOST * efforts[0]
+
+
+@pytest.mark.parametrize(
+    ("failure", "told"),
+    [
+        (BackendError("the wire is cut"), Abort("backend", "0 reports: BackendError: the wire is cut", 0)),
+        (None, Abort("peer", "0 was lost: the control thread failed: KeyError(5)", 0)),
+    ],
+    ids=["no verdict", "a defect"],
+)
+def test_who_ends_by_itself_tells_those_below_why(failure: BackendError | None, told: Abort) -> None:
+    """Else they would take the end of the connection for the death of the one above, which it is not."""
+    rank0 = Rank0(3)
+    try:
+        if failure is not None:
+            rank0.control._failure, rank0.control._failure_deadline = failure, 1.0
+            rank0.control._tick(1.0)
+        else:
+            rank0.control._give_up(HorovodInternalError("the control thread failed: KeyError(5)"))
+        assert rank0.said() == [[told], [told]]
+        assert rank0.control._finished
+    finally:
+        rank0.close()
 
 
 def test_what_a_connection_does_not_take_at_once_is_sent_when_it_does() -> None:

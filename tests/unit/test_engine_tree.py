@@ -55,6 +55,7 @@ from hvdgloo._engine.seat import seat
 from hvdgloo._engine.tree import BATCH_SECONDS, Gatherer
 from hvdgloo.errors import PeerLostError
 from hvdgloo.types import Collective, DType, ReduceOp, TensorSpec
+from tests.support.effort import effort
 from tests.unit.test_engine_coordinator import TIMEOUT, WARNING, request
 from tests.unit.test_engine_coordinator import Job as Star
 from tests.unit.test_engine_model import LATE_JOIN, ROUNDS, Job, Round, one_order, possible, run
@@ -181,7 +182,8 @@ class Network:
         for leader, gatherer in self.gatherers.items():
             if leader not in self.mute:
                 gatherer.tick(self.now)
-        self.coordinator.gathering = self.gatherers[0].holds
+        root = self.gatherers[0]
+        self.coordinator.gathering = root.holds or root.asked_from_below(self.now)
         self.coordinator.tick(self.now)
 
     def deadline(self) -> float:
@@ -669,6 +671,12 @@ class TestSeats:
                 assert each.below[child] == (sum(seats[child].below.values()) or 1 << child)
         assert sum(seats[0].below.values()) == (1 << len(seats)) - 1
 
+    def test_the_effort_grows_as_the_number_of_hosts_does(self) -> None:
+        few, many = ([8] * hosts for hosts in (64, 256))
+        assert effort(lambda: seat(8, many, 16)) <= 4.2 * effort(lambda: seat(8, few, 16))
+        # What sum() does inside itself is not counted, so its arguments are.
+        assert _Slices([8] * 64).by(lambda slots: seat(8, slots, 16)) == 0
+
     def test_128_hosts_of_8_by_the_default_fan_in(self) -> None:
         slots = [8] * 128
         root, leader, member = seat(0, slots, 16), seat(8 * 20, slots, 16), seat(8 * 20 + 3, slots, 16)
@@ -683,6 +691,21 @@ class TestSeats:
             seconds = [seat(rank, slots, fanin).inquest_seconds for rank in range(hosts)]
             assert all(seconds[seat(rank, slots, fanin).parent] > seconds[rank] for rank in range(1, hosts))
             assert INQUEST_SECONDS == min(seconds) < max(seconds) < VERDICT_SECONDS - 0.5
+
+
+class _Slices(list[int]):
+    """Counts how often it is copied in part."""
+
+    copies = 0
+
+    def __getitem__(self, at: Any) -> Any:
+        self.copies += isinstance(at, slice)
+        return super().__getitem__(at)
+
+    def by(self, work: Callable[[list[int]], object]) -> int:
+        """How often a call does so."""
+        work(self)
+        return self.copies
 
 
 def _ranks(mask: int) -> list[int]:
@@ -965,6 +988,33 @@ class TestForgotten:
         assert leader.sends_up() == []
 
 
+class TestWhatIsNotForAChildToSay:
+    """Authentic, but of another version or with a defect: that child's connection ends, not the leader's thread."""
+
+    @pytest.mark.parametrize(
+        ("child", "message"),
+        [
+            (3, Submit((), (request("a"),), resent=True)),
+            (4, Gathered((), (Part((4, 1), None),))),
+            (4, Gathered((), (Part((3, 1), request("a")),))),
+            (4, Submit((), (request("a"),))),
+            (3, Gathered((), (Part((3, 1), request("a")),))),
+            (3, Observe(True)),
+            (3, Said(3, Leave())),
+            (4, Said(3, Leave())),
+            (4, Lost(2, "why")),
+            (4, Silent(4, (3, 1))),
+            (3, Drained((2, 2))),
+            (4, Drained((3, 3))),
+        ],
+        ids=str,
+    )
+    def test_is_refused(self, child: int, message: Message) -> None:
+        leader = Leader()
+        with pytest.raises(ValueError, match=r"answers what it was not asked|not for it to send|not below it"):
+            leader.hears(child, message)
+
+
 def replace_ranks(name: str, ranks: tuple[int, ...]) -> Request:
     return Request(name, Collective.ADD_PROCESS_SET, ranks=ranks)
 
@@ -973,11 +1023,10 @@ class TestSignsOfLife:
     def test_neighbours_only_are_pinged_while_somebody_below_waits(self) -> None:
         leader = Leader()
         leader.hears(2, Submit((), (request("a"),)))
-        leader.waits(0.0)
         for _ in range(3):
-            leader.now += ping_interval(TIMEOUT)
             leader.waits(0.0)
             assert leader.sends_down() == [(3, Ping()), (4, Ping())]
+            leader.now += ping_interval(TIMEOUT)
             leader.hears(3, Pong())
             leader.hears(4, Pong())
         assert not [message for message in leader.sends_up() if isinstance(message, Lost)]
@@ -1000,13 +1049,43 @@ class TestSignsOfLife:
         assert message == Lost(silent, message.reason)  # type: ignore[attr-defined]
         assert "it has not answered for 20 s (stopped, swapping" in message.reason  # type: ignore[attr-defined]
 
+    @pytest.mark.parametrize("silent", [1, 2, 5])
+    def test_the_timeout_is_the_same_on_every_level(self, silent: int) -> None:
+        """Nothing is pending in the agreement: only the root knows that somebody waits."""
+        tree = Tree((1,) * 6, answering=[rank for rank in range(6) if rank != silent])
+        begun, tree.network.coordinator.busy = tree.now, True
+        tree.run_until(begun + TIMEOUT + 1.0)
+        ((at, _, abort), *_) = tree.of(Abort)
+        assert isinstance(abort, Abort)
+        assert abort.rank == silent
+        assert at - begun <= TIMEOUT + 0.1
+
+    def test_a_leader_that_waits_itself_has_its_children_watched(self) -> None:
+        leader = Leader()
+        leader.gatherer.busy = True
+        leader.waits(0.0)
+        assert leader.sends_down() == [(3, Ping()), (4, Ping())]
+        leader.gatherer.busy = False
+        leader.waits(ping_interval(TIMEOUT))
+        assert leader.sends_down() == []
+        assert leader.gatherer.deadline() is None
+
+    def test_a_rank_that_asks_whether_those_above_are_alive_has_the_other_branch_watched(self) -> None:
+        """A process set of ranks 2 and 3, whose data plane is at work; the others hold nothing."""
+        tree = Tree((1, 1, 1, 1), 2, answering=(0, 1, 2))
+        for second in range(int(TIMEOUT) + 1):
+            tree.run_until(1000.0 + second)
+            tree.network.gatherers[0].receive(2, Ping(), tree.now)
+        tree.run_until(1000.0 + TIMEOUT + 1.0)
+        assert {message.rank for _, _, message in tree.of(Abort)} == {3}  # type: ignore[attr-defined]
+
     def test_a_ping_from_above_is_passed_on_to_those_below_but_not_back(self) -> None:
         leader = Leader()
         leader.is_told(Ping())
         assert leader.sends_up() == [Pong()]
-        leader.waits(0.0)
-        leader.waits(ping_interval(TIMEOUT))
-        assert leader.sends_down() == [(3, Ping()), (4, Ping())]
+        for seconds in (0.0, ping_interval(TIMEOUT)):
+            leader.waits(seconds)
+            assert leader.sends_down() == [(3, Ping()), (4, Ping())]
         assert not leader.gatherer.asked_from_below(leader.now)
         leader.waits(3 * ping_interval(TIMEOUT))
         assert leader.sends_down() == []
@@ -1064,6 +1143,17 @@ class TestTheEnd:
         leader.hears(3, Drained())
         leader.gatherer.lost(3, "its connection ended", leader.now)
         assert leader.sends_up() == [Drained((3, 1)), Lost(3, "its connection ended")]
+
+    def test_a_leader_that_is_lost_ends_the_ranks_below_it_that_have_not_drained(self) -> None:
+        """It has drained itself, but nobody is left through whom the others could say that they have."""
+        for drained, ordered in (((1,), Abort), ((1, 2, 3, 4), End)):
+            tree = Tree((1, 2, 2))
+            tree.says(0, Leave())
+            for rank in drained:
+                tree.says(rank, Drained())
+            tree.network.lose(1)
+            tree.network.settle()
+            assert isinstance(tree.ordered()[-1], ordered)
 
     def test_what_crosses_with_the_end_is_dropped(self) -> None:
         leader = Leader()
