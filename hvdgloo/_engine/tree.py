@@ -13,7 +13,13 @@ be ready. What must not wait goes up as it is, and from then on the rest of that
 - operations of different kinds under one name, which wait for each other for ever;
 - everything while the root writes a timeline.
 
-So what the root sees is always what it might have seen without a tree. Pure: messages and times go in, messages come
+So what the root sees is always what it might have seen without a tree, but for two things. What all below a leader have
+submitted within a second of each other goes up without its age: the ages would have to be spelled out number by number
+wherever a rank is a little late. And what leaders have reduced on the way is added in another order, and in half
+precision rounded by each of them.
+
+A leader that is lost takes the ranks below it along, whether or not it has drained itself: they have nobody else to
+speak for them. Pure: messages and times go in, messages come
 out; the control thread does the rest.
 """
 

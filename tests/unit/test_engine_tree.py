@@ -954,6 +954,21 @@ class TestForgotten:
         assert sorted(rank for part in parts for rank in _ranks(mask_of_runs(part.ranks))) == [2, 3, 4, 5]
         assert {part.what for part in parts} == {request("a")}
 
+    def test_only_the_members_of_the_set_are_asked_for_what_is_unknown_altogether(self) -> None:
+        coordinator = Coordinator(
+            6, {0: range(6), 1: (1, 4)}, replace(CALM, cache_capacity=1), str, seat(0, [2] * 3, 1)
+        )
+        for name in ("a", "b"):
+            coordinator.hear(Gathered((), (Part((1, 1, 4, 1), request(name, 1)),)), 0.0)
+            coordinator.release(0.0)
+        assert coordinator.hear(Gathered((0, 1)), 0.0) == [(0b010010, [0])]
+
+    def test_what_began_earlier_elsewhere_goes_up_when_it_has_waited_for_long_altogether(self) -> None:
+        leader = Leader()
+        leader.hears(4, Gathered((), (Part((4, 2), request("a"), age=0.7),)))
+        leader.waits(0.3)
+        assert leader.sends_up() == [Gathered((), (Part((4, 2), request("a"), age=pytest.approx(1.0)),))]
+
     def test_answers_are_not_held_for_those_who_spelled_it_out_at_once(self) -> None:
         leader = Leader()
         leader.knows("a")
