@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from hvdgloo._engine.readiness import Masks, masks_of
+from hvdgloo._engine.runs import items_of_runs, runs_of_items
 from hvdgloo._net import codec
 from hvdgloo._net.codec import Count
 from hvdgloo.types import Collective, ReduceOp, TensorSpec
@@ -376,9 +377,6 @@ _CODEC: codec.Codec[Any] = codec.Codec(
     "control message",
 )
 
-_MAX_NUMBERS = 1 << 20
-"""How many signatures one message may list: far more than any model has tensors, and a few dozen megabytes."""
-
 
 def encode(message: Message) -> bytes:
     """A message's bytes, without framing."""
@@ -398,10 +396,10 @@ def decode(data: bytes | memoryview) -> Message:
     """
     message = _CODEC.decode(data)
     if isinstance(message, _SubmitRuns):
-        signatures: Any = _from_runs(message.runs)
+        signatures: Any = items_of_runs(message.runs)
         return Submit(signatures, message.requests, message.payload or b"", message.resent)
     if isinstance(message, _ExecuteRuns):
-        items = _from_runs(message.items)
+        items = items_of_runs(message.items)
         if any(position >= len(items) for position, _ in message.results):
             raise ValueError("not a control message: a result of nothing")
         return Execute(items, message.forgotten, message.results)
@@ -443,55 +441,8 @@ _KNOWN_OVERHEAD = 64
 
 def _travelling(message: Message) -> codec.Message:
     if isinstance(message, Submit):
-        runs: Any = _to_runs(message.signatures)
+        runs: Any = runs_of_items(message.signatures)
         return _SubmitRuns(runs, message.requests, message.payload or None, message.resent)
     if isinstance(message, Execute):
-        return _ExecuteRuns(_to_runs(message.items), message.forgotten, message.results)
+        return _ExecuteRuns(runs_of_items(message.items), message.forgotten, message.results)
     return message
-
-
-def _to_runs(items: tuple[int | Response, ...]) -> tuple[int | Response, ...]:
-    """Consecutive numbers as start and length, everything else as it is."""
-    if items and isinstance(items[0], int):
-        start, count = items[0], len(items)
-        if items == tuple(range(start, start + count)):  # usually a steady step
-            return start, count
-    runs: list[int | Response] = []
-    length = expected = -1
-    for item in items:
-        if item == expected:
-            length += 1
-            expected += 1
-            continue
-        if length > 0:
-            runs.append(length)
-        runs.append(item)
-        if isinstance(item, int):
-            length, expected = 1, item + 1
-        else:
-            length = expected = -1
-    if length > 0:
-        runs.append(length)
-    return tuple(runs)
-
-
-def _from_runs(runs: tuple[int | Response, ...]) -> tuple[int | Response, ...]:
-    """The inverse of ``_to_runs``. A run is a few bytes that may stand for any number of integers, so their total is
-    limited.
-
-    Raises:
-        ValueError: a run has no length, or there are too many numbers.
-    """
-    items: list[int | Response] = []
-    parts = iter(runs)
-    for part in parts:
-        if not isinstance(part, int):
-            items.append(part)
-            continue
-        length = next(parts, None)
-        if not isinstance(length, int):
-            raise ValueError("not a control message: a run without a length")
-        if len(items) + length > _MAX_NUMBERS:
-            raise ValueError("not a control message: runs of too many numbers")
-        items.extend(range(part, part + length))
-    return tuple(items)

@@ -47,7 +47,11 @@ def numbers_of(block: int, mask: int) -> list[int]:
 
 def bits_of(mask: int) -> list[int]:
     """The positions of the bits that are set, ascending."""
-    return [position for position, bit in enumerate(bin(mask)[:1:-1]) if bit == "1"]
+    if not mask:
+        return []
+    # From the lowest on: a high rank by itself is one step, not as many as there are ranks below it.
+    lowest = (mask & -mask).bit_length() - 1
+    return [position for position, bit in enumerate(bin(mask >> lowest)[:1:-1], lowest) if bit == "1"]
 
 
 def mask_of(bits: Iterable[int]) -> int:

@@ -1,13 +1,16 @@
-"""Sets of ranks and of numbers, as they travel: the start and the length of each run of consecutive ones."""
+"""Ranks and numbers, as they travel: the start and the length of each run of consecutive ones."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 from hvdgloo._engine.readiness import BLOCK_BITS, Masks
 
 _MAX_MEMBERS = 1 << 20
 """How many ranks or numbers a set may have. A run is a few bytes that stand for any number of them."""
+
+T = TypeVar("T")
 
 _BLOCK = 1 << BLOCK_BITS
 
@@ -70,6 +73,53 @@ def masks_of_runs(runs: Sequence[int]) -> Masks:
             masks[block] = masks.get(block, 0) | ((1 << here) - 1) << bit
             start, length = start + here, length - here
     return tuple(masks.items())
+
+
+def runs_of_items(items: tuple[int | T, ...]) -> tuple[int | T, ...]:
+    """Consecutive numbers of a list as start and length, in its order, and everything else in it as it is."""
+    if items and isinstance(items[0], int):
+        start, count = items[0], len(items)
+        if items == tuple(range(start, start + count)):  # usually a steady step
+            return start, count
+    runs: list[int | T] = []
+    length = expected = -1
+    for item in items:
+        if item == expected:
+            length += 1
+            expected += 1
+            continue
+        if length > 0:
+            runs.append(length)
+        runs.append(item)
+        if isinstance(item, int):
+            length, expected = 1, item + 1
+        else:
+            length = expected = -1
+    if length > 0:
+        runs.append(length)
+    return tuple(runs)
+
+
+def items_of_runs(runs: tuple[int | T, ...]) -> tuple[int | T, ...]:
+    """The inverse of ``runs_of_items``. A run is a few bytes that may stand for any number of integers, so their total
+    is limited.
+
+    Raises:
+        ValueError: a run has no length, or there are too many numbers.
+    """
+    items: list[int | T] = []
+    parts = iter(runs)
+    for part in parts:
+        if not isinstance(part, int):
+            items.append(part)
+            continue
+        length = next(parts, None)
+        if not isinstance(length, int):
+            raise ValueError("not a control message: a run without a length")
+        if len(items) + length > _MAX_MEMBERS:
+            raise ValueError("not a control message: runs of too many numbers")
+        items.extend(range(part, part + length))
+    return tuple(items)
 
 
 def _pairs(runs: Sequence[int]) -> Iterable[tuple[int, int]]:

@@ -12,9 +12,27 @@ from hvdgloo._engine.connection import ControlConnection
 from hvdgloo._engine.control import Control
 from hvdgloo._engine.coordinator import Coordinator, CoordinatorSettings
 from hvdgloo._engine.member import Member
-from hvdgloo._engine.messages import Abort, Decoder, Execute, Failed, Message, Request, Response, Submit, encode, frame
+from hvdgloo._engine.messages import (
+    Abort,
+    Decoder,
+    Execute,
+    Failed,
+    Gathered,
+    Message,
+    Observe,
+    Part,
+    Request,
+    Response,
+    Submit,
+    encode,
+    frame,
+)
 from hvdgloo._engine.negotiation import Negotiator
+from hvdgloo._engine.readiness import bits_of, masks_of
+from hvdgloo._engine.runs import runs_of_mask, runs_of_masks
+from hvdgloo._engine.seat import seat
 from hvdgloo._engine.submission import Submission
+from hvdgloo._engine.tree import Gatherer
 from hvdgloo._net.handshake import Link
 from hvdgloo.errors import BackendError, HorovodInternalError
 from hvdgloo.types import Collective, DType, TensorSpec
@@ -149,6 +167,90 @@ def who_is_missing(ranks: int) -> Callable[[], None]:
 def test_the_agreement_costs_what_ranks_cost(case: Callable[[int], Callable[[], None]]) -> None:
     few, many = effort(case(FEW)), effort(case(MANY))
     assert many <= MOST * few
+
+
+class Below:
+    """A leader's Gatherer, or the root's, which knows a step's operations by number; eight ranks on each host."""
+
+    def __init__(self, place: int, ranks: int) -> None:
+        self.seat = seat(place, [8] * (ranks // 8), 4)
+        self.gatherer = Gatherer(self.seat, {0: range(ranks)}, 1.0, 60.0)
+        items = tuple(Response(each, signature=at) for at, each in enumerate(requests()))
+        self.gatherer.pass_down(Execute(items), 0.0)
+
+    def say(self, whole: Sequence[int] = (), spelled: Sequence[Request] = (), *, children: slice = slice(None)) -> None:
+        """The same, by these children and for all ranks for which they speak."""
+        for child, ranks in list(self.seat.below.items())[children]:
+            if child in self.seat.leaders:
+                parts = tuple(Part(runs_of_mask(ranks), each) for each in spelled)
+                message: Message = Gathered(runs_of_masks(masks_of(tuple(whole))), parts)
+            else:
+                message = Submit(tuple(whole), tuple(spelled))
+            self.gatherer.receive(child, message, 0.0)
+
+    def join(self) -> None:
+        """Every second rank does, one by one."""
+        for child, ranks in self.seat.below.items():
+            for rank in bits_of(ranks)[::2]:
+                parts = (Part((rank, 1), JOIN),)
+                joins = Gathered((), parts) if child in self.seat.leaders else Submit((), (JOIN,))
+                self.gatherer.receive(child, joins, 0.0)
+
+    def sent(self) -> int:
+        return len(self.gatherer.take(0.0)) + len(self.gatherer.down)
+
+
+NUMBERS = range(TENSORS)
+ALL_BUT_ONE = slice(None, -1)
+
+
+def gathers_what_is_known(below: Below) -> None:
+    below.say(NUMBERS)
+
+
+def gathers_what_is_spelled_out(below: Below) -> None:
+    below.say((), requests())
+
+
+def gathers_for_a_timeline(below: Below) -> None:
+    below.gatherer.pass_down(Observe(True), 0.0)
+    below.say(NUMBERS)
+
+
+def passes_up_what_has_waited(below: Below) -> None:
+    below.say(NUMBERS, children=ALL_BUT_ONE)
+    below.gatherer.tick(1.0)
+
+
+def asks_back(below: Below) -> None:
+    below.say(NUMBERS, children=ALL_BUT_ONE)
+    below.gatherer.pass_down(Execute((), tuple(NUMBERS)), 0.0)
+
+
+def passes_joins_up(below: Below) -> None:
+    below.say(NUMBERS, children=ALL_BUT_ONE)
+    below.join()
+
+
+@pytest.mark.parametrize("place", [0, 8], ids=["root", "leader"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        gathers_what_is_known,
+        gathers_what_is_spelled_out,
+        gathers_for_a_timeline,
+        passes_up_what_has_waited,
+        asks_back,
+        passes_joins_up,
+    ],
+)
+def test_a_leader_does_for_a_step_what_the_ranks_below_cost(case: Callable[[Below], None], place: int) -> None:
+    efforts = []
+    for ranks in (FEW, MANY):
+        below = Below(place, ranks)
+        efforts.append(effort(lambda below=below: case(below)))
+        assert below.sent()
+    assert efforts[1] <= MOST * efforts[0]
 
 
 def test_a_step_costs_the_same_however_many_tensors_its_messages_name() -> None:
