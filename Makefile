@@ -74,7 +74,7 @@ PURELIB = $$($(1)/bin/python -c "import sysconfig; print(sysconfig.get_path('pur
 SHARE = echo "import site; site.addsitedir('$(call PURELIB,$(abspath $(VENV)))')" > $(call PURELIB,$(1))/shared.pth
 
 .PHONY: demo test test-all test-others test-tensorflow test-mxnet test-with-mxnet test-pygloo test-with-pygloo \
-    test-packaging test-pythons test-gpu mutants clients check clean
+    test-packaging test-pythons test-gpu mutants soak clients check clean
 
 demo: $(READY_DEMO)
 	$(BIN)/hvdgloo-run -np 2 examples/torch_digits.py
@@ -156,6 +156,12 @@ clients: $(READY)
 # Not part of the tests: it shows that they catch planted faults (tests/mutants/README.md).
 mutants: $(READY)
 	$(BIN)/python -m tests.mutants -j 2
+
+# Not part of the tests: a quarter of an hour of random operations, and 256 processes that agree. Any wrong result, growth
+# of memory or operation that does not end is a failure.
+soak: $(READY)
+	$(BIN)/python benchmarks/soak.py --seconds 600
+	$(BIN)/python benchmarks/tree.py --processes 256
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -1,7 +1,9 @@
-"""A short piece of benchmarks/soak.py: random collectives from several threads, every result checked."""
+"""A moment of what ``make soak`` does for long: random collectives from several threads, every result checked, and
+processes that agree in a tree."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,12 +16,17 @@ from tests.support.launching import clean_environment
 
 pytestmark = pytest.mark.skipif(not gloo_provider("auto"), reason="several processes need torch or pygloo")
 
-SOAK = Path(__file__).resolve().parents[2] / "benchmarks" / "soak.py"
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+SOAK, TREE = BENCHMARKS / "soak.py", BENCHMARKS / "tree.py"
 
 
 def soak(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return run(SOAK, *arguments)
+
+
+def run(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(SOAK), *arguments],
+        [sys.executable, str(program), *arguments],
         env=clean_environment(),
         capture_output=True,
         text=True,
@@ -51,6 +58,14 @@ def test_a_moment_over_hosts_with_several_ranks(bed: Bed) -> None:
     done = bed["h1"].run([sys.executable, str(SOAK), *SHORT, "--np", "3", *plane], timeout=55)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.endswith("all results right\n")
+
+
+def test_a_moment_of_processes_that_agree_in_a_tree() -> None:
+    """12 of them; ``make soak`` has 256."""
+    arguments = ["--processes", "12", "--hosts", "4", "--fanin", "2", "--seconds", "1"]
+    done = run(TREE, *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.match(r"12 processes as on 4 hosts, fan-in 2: [1-9]\d* operations, all right\n", done.stdout)
 
 
 def test_threads_that_wait_in_turn_do_not_starve_each_other() -> None:
