@@ -29,8 +29,9 @@ def waiting(call):
     try:
         call()
     except errors.HvdglooError as error:
-        print("WAITED", f"{time.monotonic() - begin:.2f}", type(error).__name__, str(error).replace("\\n", " "))
-        sys.stdout.flush()
+        said = str(error).replace("\\n", " ")
+        # In one piece: rank 0 may be ended while it writes.
+        os.write(1, f"WAITED {time.monotonic() - begin:.2f} {type(error).__name__} {said}\\n".encode())
         os._exit(3)
 """
 NEVER_COMES = """

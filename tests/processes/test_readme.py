@@ -35,5 +35,4 @@ def test_the_first_program_trains_alone(tmp_path: Path) -> None:
 
 def test_run_returns_what_the_readme_says(tmp_path: Path) -> None:
     (tmp_path / "main.py").write_text(readme_program("hvdgloo.run.run("))
-    workers_too = "import runpy, sys; sys.executable = sys.argv[1]; runpy.run_path('main.py', run_name='__main__')"
-    assert _run(tmp_path, "-c", workers_too, warm.python()) == f"{[[12.0] * 3] * 4}\n"
+    assert _run(tmp_path, "main.py") == f"{[[12.0] * 3] * 4}\n"

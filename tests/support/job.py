@@ -97,7 +97,8 @@ class Job:
         path = self._folder / name
         deadline = time.monotonic() + timeout
         while not path.exists():
-            if time.monotonic() > deadline or all(worker.poll() is not None for worker in self.workers):
+            over = time.monotonic() > deadline or all(worker.poll() is not None for worker in self.workers)
+            if over and not path.exists():  # which a worker may have written before it ended
                 raise AssertionError(f"{name} was not written: {[self.output(r) for r in range(len(self.workers))]}")
             time.sleep(0.01)
         return path.read_text()
