@@ -496,7 +496,7 @@ def main() -> None:
         results["validated"] = rows
         for case in CASES:
             errors = sorted(abs(row["error"]) for row in rows if row["case"] == case)
-            print(f"{case}: error {statistics.median(errors):.0%} in the middle, {errors[-1]:.0%} at the most")
+            print(f"{case}: error {statistics.median(errors):.0%} (median), {errors[-1]:.0%} at the most")
     else:
         found = predictions(costs, given)
         show(costs, given, found)
