@@ -7,6 +7,7 @@ to it until ``Work.completes_within`` has said so.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from hvdgloo.errors import BackendError, ConnectError, RendezvousTimeoutError
 from hvdgloo.types import Buffer, ReduceOp
+
+logger = logging.getLogger(__name__)
 
 _TURN = 0.5
 
@@ -133,6 +136,28 @@ class Several:
     def completes_within(self, timeout: float) -> bool:
         """As ``Work``'s; the timeout is each one's."""
         return all(work.completes_within(timeout) for work in self._works)
+
+    def have_ended(self, timeout: float) -> bool:
+        """See ``has_ended``. Those behind one that has failed are asked, too."""
+        return all([has_ended(work, timeout) for work in self._works])
+
+
+def has_ended(work: Work, timeout: float) -> bool:
+    """Wait until an aborted operation leaves its memory alone, whether it has failed or not.
+
+    Args:
+        timeout: seconds.
+
+    Returns:
+        False if some of it is still under way.
+    """
+    if isinstance(work, Several):
+        return work.have_ended(timeout)
+    try:
+        return work.completes_within(timeout)
+    except Exception as failure:  # noqa: BLE001 - expected: it was aborted
+        logger.debug("aborted: %s", failure)
+        return True
 
 
 class RendezvousStore(Protocol):

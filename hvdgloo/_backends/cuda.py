@@ -103,6 +103,7 @@ def open_planes(
     """
     device = _device(example, local_rank)
     if device is not None and device.type == "cuda":
+        gpu.ignore_captures()
         gpu.use_own_stream(device)
     staged = Plane(host, HostMemory() if device is None else PinnedMemory(device))
     if operations == "gloo":

@@ -16,9 +16,12 @@ be shown to be in order without any hardware.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import logging
 import os
 import socket
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Hashable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -28,6 +31,8 @@ import torch.distributed as dist
 from hvdgloo._backends import kernels
 from hvdgloo._backends.base import first_line
 
+logger = logging.getLogger(__name__)
+
 Event = Any
 """What ``record`` returns: a ``torch.cuda.Event``, or a simulated one."""
 
@@ -35,6 +40,9 @@ Stream = Any
 """What ``current`` returns: a ``torch.cuda.Stream``, or a simulated one; equal for the same stream only."""
 
 _LONGEST_OPERATION = timedelta(days=1)
+
+_THREAD_LOCAL = 1
+"""CUDA's and HIP's number of the capture mode in which a thread is not concerned by what others capture."""
 
 # What torch reads when a group is made. The names are torch's own; a user's groups keep what the user has set.
 _OURS = {
@@ -96,10 +104,39 @@ def current(device: torch.device) -> Stream:
     return torch.cuda.current_stream(device)
 
 
+def current_key(device: torch.device) -> Hashable:
+    """What tells this thread's current stream on a GPU from all others; much cheaper than ``current``."""
+    key: Hashable = torch._C._cuda_getCurrentStream(device.index)
+    return key
+
+
 def use_own_stream(device: torch.device) -> None:
-    """Give this thread a stream of its own on a GPU, if it has none yet."""
+    """Give this thread a stream of its own on a GPU, if it has none yet.
+
+    torch gives out a few dozen streams in turn. Those of a higher priority are seldom asked for, so that the program
+    does not get the same one; and the kernels of a collective should not queue behind others.
+    """
     if torch.cuda.current_stream(device) == torch.cuda.default_stream(device):
-        torch.cuda.set_stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+        torch.cuda.set_stream(torch.cuda.Stream(device, priority=-1))  # type: ignore[no-untyped-call]
+
+
+def ignore_captures() -> None:
+    """Let this thread ask for events and memory while another one captures a CUDA graph.
+
+    Unless it says otherwise, CUDA takes that for a mistake of the thread that captures, and spoils its graph.
+    """
+    library, function = (
+        ("libamdhip64.so", "hipThreadExchangeStreamCaptureMode")
+        if platform() == "rocm"
+        else ("libcuda.so.1", "cuThreadExchangeStreamCaptureMode")
+    )
+    mode = ctypes.c_int(_THREAD_LOCAL)
+    try:
+        failed = getattr(ctypes.CDLL(library), function)(ctypes.byref(mode))
+    except (OSError, AttributeError) as error:
+        failed = first_line(error)
+    if failed:
+        logger.warning("CUDA graphs cannot be captured while a collective is under way: %s: %s", function, failed)
 
 
 def record(device: torch.device) -> Event:
@@ -114,7 +151,9 @@ def wait(event: Event, device: torch.device) -> None:
 
 def wait_for(stream: Stream, device: torch.device) -> None:
     """Make this thread's current stream on a GPU wait for all that another stream has been given so far."""
-    torch.cuda.current_stream(device).wait_stream(stream)
+    here = torch.cuda.current_stream(device)
+    if stream != here:
+        here.wait_stream(stream)
 
 
 def has_happened(event: Event) -> bool:
@@ -129,6 +168,8 @@ def settle(device: torch.device) -> None:
 
 def is_capturing(device: torch.device) -> bool:
     """Whether this thread's current stream on a GPU is being captured into a CUDA graph, and so runs nothing now."""
+    if device.index == torch.cuda.current_device():
+        return torch.cuda.is_current_stream_capturing()
     with torch.cuda.device(device):
         return torch.cuda.is_current_stream_capturing()
 
@@ -226,8 +267,8 @@ def nccl_group(store: Any, rank: int, size: int) -> Any:
     options: Any = dist.ProcessGroupNCCL.Options()
     options._timeout = _LONGEST_OPERATION  # the engine's deadlines rule
     levels: Any = dist  # which has them without saying so
-    level = levels.get_debug_level()
     with _settings(_OURS):
+        level = levels.get_debug_level()
         # At level DETAIL (TORCH_DISTRIBUTED_DEBUG) torch turns on some of what is off here.
         levels.set_debug_level(levels.DebugLevel.OFF)
         try:
@@ -243,7 +284,10 @@ def outdated_torch() -> str:
 
 
 def nccl_abort(group: Any) -> None:
-    """Make NCCL give up what a group has under way, connecting included. May block for as long as NCCL likes."""
+    """Make NCCL give up what a group has under way. May block for as long as NCCL likes.
+
+    A thread that waits in NCCL for a peer to connect stays there: torch does not know of its communicator yet.
+    """
     group.abort()
 
 
@@ -270,16 +314,21 @@ def nccl_failure(work: Any) -> str:
     return first_line(error)
 
 
+_one_at_a_time = threading.Lock()
+
+
 @contextlib.contextmanager
 def _settings(values: dict[str, str]) -> Iterator[None]:
-    """Environment variables for as long as torch reads them."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    """Environment variables for as long as torch reads them. A thread that changes them waits for those before it,
+    which would put back what it has set."""
+    with _one_at_a_time:
+        before = {name: os.environ.get(name) for name in values}
+        os.environ.update(values)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value

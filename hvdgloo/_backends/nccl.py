@@ -4,17 +4,19 @@ NCCL refuses two ranks on one GPU, and runs what it is given in order on a CUDA 
 an operation has completed when an event that follows it on the stream has happened.
 
 torch's own watchdog would end the process when a peer is lost. For this group it only takes notes: the engine notices a
-lost peer by itself, and ``abort`` then makes NCCL give up; what NCCL reports by itself fails the operation.
+lost peer by itself, and ``abort`` then makes NCCL give up what is under way; what NCCL reports by itself fails the
+operation. A thread that waits in NCCL for a peer to connect is left there.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -52,22 +54,41 @@ class NcclStore(dist.Store):  # type: ignore[name-defined,misc] # absent from to
         self._store = store
         self._prefix = prefix
         self._timeout = timeout
+        self.error: Exception | None = None
+
+    def clone(self) -> NcclStore:
+        """Another one for another thread, as torch has it; this one serves all."""
+        return self
 
     def set(self, key: str, value: bytes | str) -> None:
-        self._store.set(self._prefix + key, value.encode() if isinstance(value, str) else bytes(value))
+        with self._noting_errors():
+            self._store.set(self._prefix + key, value.encode() if isinstance(value, str) else bytes(value))
 
     def get(self, key: str) -> bytes:
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        return self._store.get_many([self._prefix + key for key in keys], timeout=self._timeout)
+        return self._get(keys, self._timeout)
 
     def has_extended_api(self) -> bool:
         return True
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         seconds = self._timeout if timeout is None else timeout.total_seconds()
-        self._store.get_many([self._prefix + key for key in keys], timeout=seconds)
+        self._get(keys, seconds)
+
+    def _get(self, keys: Sequence[str], timeout: float) -> list[bytes]:
+        with self._noting_errors():
+            return self._store.get_many([self._prefix + key for key in keys], timeout=timeout)
+
+    @contextlib.contextmanager
+    def _noting_errors(self) -> Iterator[None]:
+        """An error goes through torch's C++, which makes one of its own of it."""
+        try:
+            yield
+        except Exception as error:
+            self.error = error
+            raise
 
 
 class Passed:
@@ -218,13 +239,21 @@ class NcclBackend(ProcessGroupBackend):
 
     def _connect(self) -> None:
         """Make the group and its first collective, which connects it. Called aside."""
+        # The program's stream has its own queue to work off, which is not to be waited for.
+        gpu.ignore_captures()
+        gpu.use_own_stream(self._device)
         group = gpu.nccl_group(self._store, self._rank, self._size)
         with self._lock:
             self._group = group
             if self._aborted.is_set():
                 return
         first = gpu.empty((1,), torch.float32, self._device).zero_()
-        work = group.allreduce([first])
+        try:
+            work = group.allreduce([first])
+        except RuntimeError:
+            if self._store.error is not None:
+                raise self._store.error from None
+            raise
         work.wait()
         passed = Passed(self._device)
         while not passed.completes_within(_TURN):

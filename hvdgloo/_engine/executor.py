@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hvdgloo._backends.base import Done, Mark, Plane, Scattered, Several, Work
+from hvdgloo._backends.base import Done, Mark, Plane, Scattered, Several, Work, has_ended
 from hvdgloo._engine import fusion
 from hvdgloo._engine.conventions import divide_rows
 from hvdgloo._engine.fusion import Bucket, Part
@@ -127,6 +127,7 @@ class Executor:
         operation_timeout: seconds that one backend call may take beyond its transfer time.
         follow_streams: resolve handles as soon as a GPU's stream has been given all that there is to do; who waits for
             one makes its own stream wait. Else they resolve when the GPU has done it.
+        verdict_timeout: seconds that a failed bucket's memory is kept for a control thread that does not abort.
     """
 
     def __init__(
@@ -140,6 +141,7 @@ class Executor:
         deterministic: bool = False,
         operation_timeout: float,
         follow_streams: bool = False,
+        verdict_timeout: float = 10.0,
     ) -> None:
         self._groups = groups
         self._open_group = open_group
@@ -148,6 +150,7 @@ class Executor:
         self._alone = self._depends_on_its_place if deterministic else None
         self._operation_timeout = operation_timeout
         self._follow_streams = follow_streams
+        self._verdict_timeout = verdict_timeout
         self._on_room: Callable[[], None] = _nothing
         self._on_failure: Callable[[BaseException], None] = _nothing
         self._queue: queue.SimpleQueue[tuple[Bucket, Batch] | _UnderWay | Exception | Callable[[], None] | None] = (
@@ -349,17 +352,21 @@ class Executor:
     def _serve(self) -> None:
         while not self._aborted.is_set():
             item = None  # while waiting for more, keep no tensors alive
-            first = self._under_way[0] if self._under_way else None
+            # Streams and the host get on independently of each other.
+            of_stream, of_host = self._first(in_order=True), self._first(in_order=False)
             try:
-                if first is not None and first.in_order:
+                if of_stream is not None and of_host is None:
                     item = self._queue.get(timeout=self._pause)
                 else:
-                    item = self._queue.get(block=first is None)
+                    item = self._queue.get(block=of_host is None)
             except queue.Empty:
-                if first is not None and first.in_order:
-                    self._look_at(first)
-                else:
-                    self._finish(self._under_way.popleft())
+                if of_stream is None:
+                    assert of_host is not None
+                    self._finish(of_host)
+                    continue
+                if of_host is not None:
+                    self._look_at(of_host, self._pause)
+                self._look_at(of_stream, 0.0)
                 continue
             if isinstance(item, tuple):
                 self._make_room(*item)
@@ -385,19 +392,22 @@ class Executor:
             return
         waited_for = [under_way for under_way in self._under_way if not under_way.in_order]
         if len(waited_for) == DEPTH and not self._is_in_order(bucket, batch):
-            while waited_for[0] in self._under_way:
-                self._finish(self._under_way.popleft())
+            self._finish(waited_for[0])
 
     def _drain(self) -> None:
         while self._under_way:
-            self._finish(self._under_way.popleft())
+            self._finish(self._under_way[0])
+
+    def _first(self, *, in_order: bool) -> _UnderWay | None:
+        """The first bucket under way that a stream keeps in order, or that does not."""
+        return next((under_way for under_way in self._under_way if under_way.in_order is in_order), None)
 
     def _settle(self) -> None:
         """Fail what is left, once the backend has released its memory."""
         if not (self._unresolved or self._under_way):
             return
-        # The control thread aborts with a verdict in a second or two; the limit is for a control thread that is gone.
-        self._aborted.wait(self._operation_timeout)
+        # The control thread aborts with a verdict in a second or two.
+        self._aborted.wait(self._verdict_timeout)
         error = self._verdict or HorovodInternalError("the engine ended before this operation did")
         self._is_stuck = not _let_go(self._under_way)
         for operation in list(self._unresolved):
@@ -602,19 +612,16 @@ class Executor:
         return group.stage(plane, nbytes, like, self._fusion_threshold)
 
     def _finish(self, under_way: _UnderWay) -> None:
-        """Wait for a bucket, which has been taken from ``_under_way``."""
-        try:
-            while not under_way.work.completes_within(_LOOK_SECONDS):
-                self._check(under_way)
-        except BaseException:
-            self._under_way.appendleft(under_way)  # some of it may still be on its way
-            raise
+        """Wait for a bucket; if it fails it stays under way, as some of it may still be on its way."""
+        while not under_way.work.completes_within(_LOOK_SECONDS):
+            self._check(under_way)
+        self._under_way.remove(under_way)
         self._complete(under_way)
 
-    def _look_at(self, first: _UnderWay) -> None:
-        """See whether a stream has got to the end of the first bucket under way."""
-        if first.work.completes_within(0.0):
-            self._under_way.popleft()
+    def _look_at(self, first: _UnderWay, timeout: float) -> None:
+        """See whether a bucket under way comes to its end within a time, in seconds."""
+        if first.work.completes_within(timeout):
+            self._under_way.remove(first)
             self._pause = _SHORTEST_PAUSE
             self._complete(first)
             return
@@ -693,18 +700,10 @@ def _let_go(under_way: Iterable[_UnderWay]) -> bool:
     """
     until = time.monotonic() + _LET_GO_SECONDS
     earlier, _kept[:] = list(_kept), []
-    _kept.extend(each for each in earlier if not _has_ended(each, 0.0))
-    left = [each for each in under_way if not _has_ended(each, max(0.0, until - time.monotonic()))]
+    _kept.extend(each for each in earlier if not has_ended(each.work, 0.0))
+    left = [each for each in under_way if not has_ended(each.work, max(0.0, until - time.monotonic()))]
     _kept.extend(left)
     return not left
-
-
-def _has_ended(under_way: _UnderWay, timeout: float) -> bool:
-    try:
-        return under_way.work.completes_within(timeout)
-    except Exception as failure:  # noqa: BLE001 - expected: it was aborted
-        logger.debug("aborted: %s", failure)
-        return True
 
 
 def _nothing(*_: object) -> None:

@@ -11,7 +11,7 @@ import functools
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -127,7 +127,8 @@ class Session:
             process_set=options.process_set,
             gathered=self._gathered,
         )
-        self._streams: set[tuple[torch.device, gpu.Stream]] = set()  # on which gradients of this step were computed
+        # On which gradients of this step were computed.
+        self._streams: dict[Hashable, tuple[torch.device, gpu.Stream]] = {}
         self._tracked: dict[str, Tensor] = {}
         self._frozen: dict[str, Tensor] = {}
         self._hooks: dict[str, torch.utils.hooks.RemovableHandle] = {}
@@ -199,7 +200,9 @@ class Session:
         if kind is _Kind.DENSE:
             device = gpu.of(parameter)
             if device is not None:
-                self._streams.add((device, gpu.current(device)))
+                key = gpu.current_key(device)
+                if key not in self._streams:
+                    self._streams[key] = device, gpu.current(device)
             gradient = parameter.grad if self._buckets is None else None
             if gradient is None or gradient.is_sparse:
                 gradient = self._dense_gradient(name, parameter)
@@ -208,7 +211,7 @@ class Session:
 
     def _gathered(self) -> None:
         """Gradients that were computed on several streams are sent together, after what this one has been given."""
-        for device, stream in self._streams:
+        for device, stream in self._streams.values():
             gpu.wait_for(stream, device)
 
     def _dense_gradient(self, name: str, parameter: Tensor) -> Tensor:

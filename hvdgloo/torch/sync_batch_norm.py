@@ -130,9 +130,19 @@ def _sums(x: Tensor, gradient: Tensor, mean: Tensor, variance: Tensor, eps: floa
         return mean.new_zeros(mean.shape), mean.new_zeros(mean.shape)
     kind = _kind(x)
     mean, variance = mean.to(kind), variance.to(kind)
-    # What the layer's gradient in evaluation is made of; its input's is not asked for.
+    # What the layer's gradient in evaluation is made of; its input's is not asked for. The saved statistics have no
+    # part in it, but CUDA's kernel refuses to run without them.
     _, by_normal, by_value = torch.ops.aten.native_batch_norm_backward(
-        gradient, x, torch.ones_like(mean), mean, variance, None, None, False, eps, [False, True, True]
+        gradient,
+        x,
+        torch.ones_like(mean),
+        mean,
+        variance,
+        mean,
+        (variance + eps).rsqrt(),
+        False,
+        eps,
+        [False, True, True],
     )
     return by_value.double(), by_normal.double()
 

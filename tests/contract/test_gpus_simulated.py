@@ -269,6 +269,44 @@ def test_a_capture_is_refused_in_a_sentence(late: Simulated) -> None:
         made.run(body)
 
 
+@pytest.mark.parametrize("operations", ["nccl", "gloo"])
+def test_a_program_captures_while_a_collective_is_under_way(late: Simulated, operations: str) -> None:
+    """The data thread looks for events all the time, which CUDA forbids while others capture unless it says that it
+    knows what it does."""
+
+    def body(context: Context) -> None:
+        hvd = frontend_of(context)
+        tensor = rows(context.rank)
+        stream = late.machine.new_stream(tensor.device.index)
+        handle = hvd.allreduce_async(tensor, op=ReduceOp.SUM)
+        late.capturing.add(stream)
+        assert hvd.synchronize(handle) is not None
+        late.capturing.discard(stream)
+
+    with world(late, gpu_operations=operations) as made:
+        made.run(body)
+
+
+def test_what_the_program_has_queued_delays_no_connection(late: Simulated) -> None:
+    """NCCL's first collective runs on a stream of its own, and so is not behind a long kernel of the program."""
+
+    def body(context: Context) -> None:
+        device = torch.device("cuda", 0)
+        stuck = late.machine.default_stream(device.index)
+        over = threading.Event()
+        late.machine.launch(stuck, "a long kernel", lambda: None, ready=over.is_set)
+        side = late.machine.new_stream(device.index)
+        with late.machine.on_stream(side):
+            tensor = rows(context.rank)
+            try:
+                assert frontend_of(context).allreduce(tensor, op=ReduceOp.SUM) is not None
+            finally:
+                over.set()
+
+    with world(late, timeout=3.0) as made:
+        made.run(body)
+
+
 def until(condition: Callable[[], bool]) -> None:
     """Wait for what other threads do."""
     deadline = time.monotonic() + 10

@@ -48,6 +48,8 @@ class Watching(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = str(func)
+        if "native_batch_norm_backward" in name:  # CUDA's kernel asserts that it is given what a forward pass has saved
+            assert all(isinstance(saved, torch.Tensor) for saved in args[5:7])
         if "_local_scalar_dense" in name or "is_nonzero" in name or "equal.default" in name:
             self.read.append(name)
         for tensor in result if isinstance(result, (tuple, list)) else (result,):

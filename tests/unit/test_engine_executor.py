@@ -125,7 +125,7 @@ class FakeBackend:
 class Bench:
     """An Executor with all that it needs."""
 
-    def __init__(self, *, fusion_threshold: int = LIMIT, operation_timeout: float = 10.0) -> None:
+    def __init__(self, *, fusion_threshold: int = LIMIT, operation_timeout: float = 10.0, **options: Any) -> None:
         self.backend = FakeBackend()
         self.room = 0
         self.failures: list[BaseException] = []
@@ -137,6 +137,7 @@ class Bench:
             fusion_threshold=fusion_threshold,
             separate_groups=False,
             operation_timeout=operation_timeout,
+            **options,
         )
         self.executor.tell(on_room=self._on_room, on_failure=self._on_failure)
 
@@ -614,8 +615,8 @@ class TestFailure:
         assert isinstance(b.failures[0], BackendError)
         assert "without a way to allocate" in str(b.failures[0])
 
-    def test_without_any_verdict_handles_fail_after_the_operation_timeout(self, bench: Callable[..., Bench]) -> None:
-        b = bench(operation_timeout=0.1)
+    def test_without_any_verdict_handles_fail_after_a_time(self, bench: Callable[..., Bench]) -> None:
+        b = bench(verdict_timeout=0.1)
         b.backend.errors[0] = BackendError("reset")
         pair = allreduce("a", large(1))
         b.executor.execute([pair])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import inspect
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -39,6 +40,7 @@ class Simulated:
         self.machine = Machine(count, schedule)
         self.nccl = Nccl()
         self.capturing: set[Stream] = set()
+        self._local = threading.local()
 
     def platform(self) -> str:
         return "cuda"
@@ -58,6 +60,12 @@ class Simulated:
     def current(self, device: torch.device) -> Stream:
         return self.machine.current_stream(device.index)
 
+    def current_key(self, device: torch.device) -> Stream:
+        return self.current(device)
+
+    def ignore_captures(self) -> None:
+        self._local.ignores_captures = True
+
     def use_own_stream(self, device: torch.device) -> None:
         if self.current(device) is self.machine.default_stream(device.index):
             self.machine.set_stream(self.machine.new_stream(device.index))
@@ -73,6 +81,8 @@ class Simulated:
             self.machine.wait(self.current(device), self.machine.record(stream))
 
     def has_happened(self, event: Event) -> bool:
+        if self.capturing and not getattr(self._local, "ignores_captures", False):
+            raise RuntimeError("operation not permitted when stream is capturing")
         return self.machine.query(event)
 
     def settle(self, device: torch.device) -> None:
