@@ -139,7 +139,7 @@ class Several:
 
     def have_ended(self, timeout: float) -> bool:
         """See ``has_ended``. Those behind one that has failed are asked, too."""
-        return all([has_ended(work, timeout) for work in self._works])
+        return all(has_ended(work, timeout) for work in self._works)
 
 
 def has_ended(work: Work, timeout: float) -> bool:

@@ -269,8 +269,7 @@ def test_a_capture_is_refused_in_a_sentence(late: Simulated) -> None:
         made.run(body)
 
 
-@pytest.mark.parametrize("operations", ["nccl", "gloo"])
-def test_a_program_captures_while_a_collective_is_under_way(late: Simulated, operations: str) -> None:
+def test_a_program_captures_while_a_collective_is_under_way(late: Simulated) -> None:
     """The data thread looks for events all the time, which CUDA forbids while others capture unless it says that it
     knows what it does."""
 
@@ -283,7 +282,7 @@ def test_a_program_captures_while_a_collective_is_under_way(late: Simulated, ope
         assert hvd.synchronize(handle) is not None
         late.capturing.discard(stream)
 
-    with world(late, gpu_operations=operations) as made:
+    with world(late) as made:
         made.run(body)
 
 
@@ -303,7 +302,7 @@ def test_what_the_program_has_queued_delays_no_connection(late: Simulated) -> No
             finally:
                 over.set()
 
-    with world(late, timeout=3.0) as made:
+    with world(late, connect_timeout=3.0) as made:
         made.run(body)
 
 
@@ -382,6 +381,26 @@ class TestCompletion:
         with world(late) as made:
             made.run(body)
 
+    @pytest.mark.parametrize("count", [1, 5])
+    def test_a_collective_of_the_host_waits_for_no_gpu(self, late: Simulated, count: int) -> None:
+        def body(context: Context) -> None:
+            hvd = frontend_of(context)
+            hvd.allreduce(rows(0), name="first")
+            together.wait(10)
+            late.machine.schedule.is_paused = True
+            handle = hvd.allreduce_async(on_gpu(torch.ones(LARGE)), name="long")
+            others = [hvd.allreduce_async(torch.ones(1 << 20), name=f"host {i}", op=ReduceOp.SUM) for i in range(count)]
+            for other in others:
+                assert float(hvd.synchronize(other)[0]) == SIZE
+            assert not hvd.poll(handle)
+            together.wait(10)
+            late.machine.schedule.is_paused = False
+            hvd.synchronize(handle)
+
+        together = threading.Barrier(SIZE)
+        with world(late, operation_timeout=10) as made:
+            made.run(body)
+
     def test_what_follows_is_queued_behind_a_result(self, gpus: Simulated) -> None:
         """Nothing is waited for on the host, in any step; each step's kernels come after its collective."""
 
@@ -457,6 +476,38 @@ class TestAborted:
         with world(late):  # but notices when they have ended
             gc.collect()
             assert [each() for each in memory] == [None] * SIZE
+
+    def test_nothing_is_released_before_what_follows_an_aborted_collective_has_ended(self, late: Simulated) -> None:
+        """Averaging and unpacking are queued behind it, and still write what the program owns."""
+        left: list[str] = []
+
+        def body(context: Context) -> None:
+            hvd = frontend_of(context)
+            hvd.allreduce(rows(0), name="first")
+            tensors = [on_gpu(torch.ones(LARGE)) for _ in range(2)]
+
+            def released() -> None:
+                left.extend(each.what for s in late.machine._streams for each in s.queue if "reuse" not in each.what)
+
+            for tensor in tensors:
+                weakref.finalize(tensor.storage_, released).atexit = False
+            late.nccl.faults.lost.add(1)
+            handle = hvd.grouped_allreduce_async_(tensors, name="lost")
+            del tensor, tensors
+            with pytest.raises(HorovodInternalError):
+                hvd.synchronize(handle)
+            ended.wait(10)
+            left.extend(
+                each.what
+                for s in late.machine._streams
+                for each in s.queue
+                if s.rank == context.rank and "mul" in each.what
+            )
+
+        ended = threading.Barrier(SIZE)
+        with world(late, operation_timeout=0.5) as made:
+            made.run(body)
+        assert left == []
 
     @pytest.mark.parametrize("completion", ["host", "stream"])
     def test_memory_is_released_where_the_gpu_has_ended(self, late: Simulated, completion: str) -> None:

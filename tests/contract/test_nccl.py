@@ -3,6 +3,8 @@ and ending stay within their time."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import threading
 import time
@@ -18,7 +20,7 @@ from hvdgloo._backends.base import Backend, Plane  # noqa: E402
 from hvdgloo._collectives.frontend import Frontend  # noqa: E402
 from hvdgloo._engine import executor  # noqa: E402
 from hvdgloo._job.context import Context  # noqa: E402
-from hvdgloo.errors import BackendError, HorovodInternalError  # noqa: E402
+from hvdgloo.errors import BackendError, HorovodInternalError, RendezvousError  # noqa: E402
 from hvdgloo.rendezvous import MemoryStore  # noqa: E402
 from hvdgloo.torch._adapter import TorchAdapter  # noqa: E402
 from hvdgloo.types import Buffer, ReduceOp  # noqa: E402
@@ -463,6 +465,126 @@ def test_no_environment_lets_torch_end_the_process_through_our_group(monkeypatch
         torch.distributed.set_debug_level(before)
     assert seen == {**dict.fromkeys(HOSTILE, "0"), "level": "OFF"}
     assert {name: os.environ[name] for name in HOSTILE} == HOSTILE  # a user's own groups keep what the user has set
+
+
+def test_one_thread_at_a_time_changes_the_environment() -> None:
+    """Else the second would put back what the first has set."""
+    inside, leave, second = threading.Event(), threading.Event(), threading.Event()
+
+    def first() -> None:
+        with gpu._settings({"HVDGLOO_OF_A_TEST": "1"}):
+            inside.set()
+            assert leave.wait(10)
+
+    def other() -> None:
+        with gpu._settings({"HVDGLOO_OF_A_TEST": "2"}):
+            second.set()
+
+    threads = [threading.Thread(target=each) for each in (first, other)]
+    threads[0].start()
+    assert inside.wait(10)
+    threads[1].start()
+    assert not second.wait(0.05)
+    leave.set()
+    for thread in threads:
+        thread.join(10)
+    assert second.is_set()
+    assert "HVDGLOO_OF_A_TEST" not in os.environ
+
+
+def test_torch_s_c_code_uses_the_store_as_its_own() -> None:
+    store = nccl.NcclStore(MemoryStore(), "group/", 5.0)
+    seen = torch.distributed.PrefixStore("x", store)
+    seen.set("a", "1")
+    seen.set("b", "2")
+    assert seen.get("a") == b"1"
+    assert seen.multi_get(["a", "b"]) == [b"1", b"2"]
+    seen.wait(["a", "b"])
+    assert seen.clone().get("b") == b"2"
+
+
+def test_the_store_s_own_error_is_what_a_failed_connection_says(
+    gpus: Simulated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Refusing(MemoryStore):
+        def get_many(self, keys: Sequence[str], *, timeout: float) -> list[bytes]:
+            raise RendezvousError("the server has gone")
+
+    class Group:
+        def __init__(self, store: Any) -> None:
+            self._store = torch.distributed.PrefixStore("0", store)
+
+        def allreduce(self, tensors: object) -> None:
+            self._store.get("id")
+
+        def abort(self) -> None:
+            """Nothing is under way."""
+
+    monkeypatch.setattr(gpu, "nccl_group", lambda store, rank, size: Group(store))
+    with pytest.raises(RendezvousError, match=r"^the server has gone$"):
+        nccl.NcclBackend(Refusing(), "group/", 1, 2, torch.device("cuda", 0), 5.0)
+
+
+class TestTorchCuda:
+    """What is asked of torch's own module, which has no GPU here."""
+
+    class Stream:
+        def __init__(self, device: object = None, priority: int = 0) -> None:
+            self.priority = priority
+            self.waited_for: list[object] = []
+
+        def wait_stream(self, other: object) -> None:
+            self.waited_for.append(other)
+
+    def test_a_stream_does_not_wait_for_itself(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        here, other = self.Stream(), self.Stream()
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: here)
+        for stream in (here, other):
+            gpu.wait_for(stream, torch.device("cuda", 0))
+        assert here.waited_for == [other]
+
+    def test_our_stream_is_not_among_those_that_programs_get(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        default, chosen = self.Stream(), []
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: default)
+        monkeypatch.setattr(torch.cuda, "default_stream", lambda device: default)
+        monkeypatch.setattr(torch.cuda, "Stream", self.Stream)
+        monkeypatch.setattr(torch.cuda, "set_stream", chosen.append)
+        gpu.use_own_stream(torch.device("cuda", 0))
+        assert [stream.priority for stream in chosen] == [-1]
+
+    def test_the_current_gpu_is_switched_only_if_another_is_meant(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        switched = []
+
+        @contextlib.contextmanager
+        def switch(device: object) -> Iterator[None]:
+            switched.append(device)
+            yield
+
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "device", switch)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert all(gpu.is_capturing(torch.device("cuda", index)) for index in (0, 1))
+        assert switched == [torch.device("cuda", 1)]
+
+    @pytest.mark.parametrize("result", [0, 1])
+    def test_captures_of_others_do_not_concern_a_thread(
+        self, result: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        modes = []
+
+        class Library:
+            def __init__(self, name: str) -> None:
+                assert name == "libcuda.so.1"
+
+            def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:  # noqa: N802
+                modes.append(mode._obj.value)
+                return result
+
+        monkeypatch.setattr(gpu, "platform", lambda: "cuda")
+        monkeypatch.setattr(ctypes, "CDLL", Library)
+        gpu.ignore_captures()
+        assert modes == [1]
+        assert ("cannot be captured" in caplog.text) == bool(result)
 
 
 class _Outcome:
