@@ -496,15 +496,7 @@ class TestAborted:
             del tensor, tensors
             with pytest.raises(HorovodInternalError):
                 hvd.synchronize(handle)
-            ended.wait(10)
-            left.extend(
-                each.what
-                for s in late.machine._streams
-                for each in s.queue
-                if s.rank == context.rank and "mul" in each.what
-            )
 
-        ended = threading.Barrier(SIZE)
         with world(late, operation_timeout=0.5) as made:
             made.run(body)
         assert left == []

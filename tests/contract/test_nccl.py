@@ -515,7 +515,10 @@ def test_the_store_s_own_error_is_what_a_failed_connection_says(
             self._store = torch.distributed.PrefixStore("0", store)
 
         def allreduce(self, tensors: object) -> None:
-            self._store.get("id")
+            try:
+                self._store.get("id")
+            except Exception as error:  # as ProcessGroupNCCL does
+                raise RuntimeError("[1] is setting up NCCL communicator and retrieving ncclUniqueId") from error
 
         def abort(self) -> None:
             """Nothing is under way."""

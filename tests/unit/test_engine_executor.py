@@ -615,6 +615,19 @@ class TestFailure:
         assert isinstance(b.failures[0], BackendError)
         assert "without a way to allocate" in str(b.failures[0])
 
+    def test_a_short_operation_timeout_is_no_limit_for_the_verdict(self, bench: Callable[..., Bench]) -> None:
+        """Else who was lost is not said, and memory is looked after before anything was aborted."""
+        b = bench(operation_timeout=0.05)
+        b.backend.errors[0] = BackendError("reset")
+        pair = allreduce("a", large(1))
+        b.executor.execute([pair])
+        b.executor.start()
+        assert b.failed.wait(10)
+        assert not b.executor.join(0.3)
+        b.executor.abort(PeerLostError("rank 2 was lost"))
+        with pytest.raises(PeerLostError):
+            pair[1].handle.wait(10)
+
     def test_without_any_verdict_handles_fail_after_a_time(self, bench: Callable[..., Bench]) -> None:
         b = bench(verdict_timeout=0.1)
         b.backend.errors[0] = BackendError("reset")
