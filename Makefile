@@ -144,9 +144,10 @@ test-packaging: $(READY_PACKAGING)
 	$(VENV_PACKAGING)/bin/python -m pytest tests/packaging
 
 # With the torch that is installed on a machine with a GPU, which this environment sees. Part of the tests needs two GPUs.
-# At the end there is a report, gpu-report.md, to be sent; without a GPU it says so, and fails.
+# At the end there is a report, gpu-report.md, to be sent; without a GPU it says so, and fails. A test that hangs fails
+# alone: pytest's thread that watches would end them all.
 test-gpu: $(READY_GPU)
-	HVDGLOO_TEST_REQUIRE_GPU=1 $(VENV_GPU)/bin/python -m pytest tests/gpu
+	HVDGLOO_TEST_REQUIRE_GPU=1 $(VENV_GPU)/bin/python -m pytest -o timeout=180 -o timeout_method=signal tests/gpu
 
 # Not part of the tests: libraries that use Horovod, each in an environment of its own (docs/compatibility.md).
 # CLIENTS="ignite open_clip" runs these only.

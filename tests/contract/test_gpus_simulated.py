@@ -24,6 +24,7 @@ from hvdgloo._backends import gpu  # noqa: E402
 from hvdgloo._collectives.frontend import Frontend  # noqa: E402
 from hvdgloo._collectives.process_sets import ProcessSet  # noqa: E402
 from hvdgloo._engine import executor  # noqa: E402
+from hvdgloo._engine.handle import Handle  # noqa: E402
 from hvdgloo._job.context import Context  # noqa: E402
 from hvdgloo.errors import HorovodInternalError, InvalidArgumentError  # noqa: E402
 from hvdgloo.torch._adapter import TorchAdapter  # noqa: E402
@@ -105,6 +106,30 @@ class TestTheSimulation:
             gpu.wait(event, tensor.device)
             tensor += 1
             assert tensor.tolist() == [2.0] * 3
+
+    def test_what_one_thread_has_seen_another_does_not_know(self) -> None:
+        with pytest.raises(AssertionError, match=r"mul.*reads, and nothing orders it after: upload"):
+            self._look_on_another_thread(by_a_handle=False)
+        self._look_on_another_thread(by_a_handle=True)
+
+    @staticmethod
+    def _look_on_another_thread(*, by_a_handle: bool) -> None:
+        with simulated() as made:
+            tensor, handle = on_gpu(torch.ones(3)), Handle("looked at")
+
+            def look() -> None:
+                gpu.settle(tensor.device)
+                handle.resolve()
+
+            thread = threading.Thread(target=look, name="looks-0")
+            thread.start()
+            thread.join(5)
+            if by_a_handle:
+                handle.wait(5)
+            with made.machine.on_stream(made.machine.new_stream(0)):
+                double = tensor * 2
+                gpu.used_here(tensor)
+                del double
 
     def test_freed_memory_is_used_again_at_once(self, late: Simulated) -> None:
         tensor = on_gpu(torch.ones(3))
@@ -459,6 +484,8 @@ class TestAborted:
             if completion == "host":
                 with pytest.raises(HorovodInternalError):
                     hvd.synchronize(handle)
+            # By then NCCL has been told to give up: what is released has ended after that.
+            until(lambda: all(group.is_aborted for group in gpus.nccl.groups))
 
         with world(gpus, gpu_completion=completion, operation_timeout=0.5) as made:
             made.run(body)

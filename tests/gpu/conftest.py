@@ -73,12 +73,20 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):  
         elif report.skipped and isinstance(report.longrepr, tuple):
             reason = report.longrepr[2]
         item.config.stash[RESULTS].tests.append((item.name, report.outcome, report.duration, reason))
+    if report.when == "teardown":
+        _write(item.config)  # each time: a hang or a crash later must not take it along
     return report
 
 
+def _write(config: pytest.Config) -> Path | None:
+    if not _is_required() or _why_not():
+        return None
+    return write(config.stash[RESULTS], Path(os.environ.get("HVDGLOO_TEST_REPORT", ".")))
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if _is_required() and not _why_not():
-        path = write(config.stash[RESULTS], Path(os.environ.get("HVDGLOO_TEST_REPORT", ".")))
+    path = _write(config)
+    if path is not None:
         terminalreporter.write_line(f"\nThe report is {path.resolve()}: please send it to hvdgloo's issues.")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import platform
 import shutil
 import subprocess
@@ -63,6 +64,7 @@ def gpus() -> list[str]:
     return lines
 
 
+@functools.cache
 def topology() -> str:
     """How the GPUs are connected, in their driver's words."""
     for command in (["nvidia-smi", "topo", "-m"], ["rocm-smi", "--showtopo"]):

@@ -58,14 +58,30 @@ def test_two_ranks_that_share_it_through_the_host(tmp_path: Path, part: str) -> 
     assert "ranks 0 and 1 use the same GPU" in first
 
 
-@pytest.mark.parametrize("completion", ["host", "stream"])
-def test_completion(tmp_path: Path, completion: str) -> None:
-    run(1, programs.STREAMS if completion == "host" else programs.TRAINING, ALONE, tmp_path,
-        HVDGLOO_GPU_COMPLETION=completion)  # fmt: skip
+@pytest.mark.parametrize("part", ["streams", "capture", "training"])
+def test_completion_by_streams(tmp_path: Path, part: str) -> None:
+    """The other tests complete on the host."""
+    run(1, PARTS[part], ALONE, tmp_path, HVDGLOO_GPU_COMPLETION="stream")
 
 
 def test_the_host_if_it_is_asked_for(tmp_path: Path) -> None:
     run(1, programs.COLLECTIVES, ["local"], tmp_path, HVDGLOO_GPU_OPERATIONS="gloo")
+
+
+def test_torch_s_sanitizer_is_on(tmp_path: Path) -> None:
+    """It finds a race that is planted, or the next test shows nothing."""
+    race = """
+if not on_cpu:
+    shared, side = torch.zeros(1 << 20, device=device), torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        try:
+            shared += 1
+        except Exception as error:
+            print(error, file=__import__("sys").stderr)
+"""
+    errors, _ = run(1, "hvd.allreduce(torch.ones(1, device=device))\n" + race, ALONE, tmp_path, fresh=True,
+                    TORCH_CUDA_SANITIZER="1")  # fmt: skip
+    assert "CSAN detected" in errors[0]
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -97,9 +113,10 @@ assert hvd.allreduce(torch.ones(2, device=device), op=hvd.Sum).tolist() == [2.0,
     run(2, code, SHARED, tmp_path)
 
 
-def test_pain_22_a_killed_rank_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("completion", ["host", "stream"])
+def test_pain_22_a_killed_rank_is_named(tmp_path: Path, completion: str) -> None:
     code = programs.START + "WHEN = 'allreduce'\n" + programs.LOST
-    with Job(2, code, tmp_path, CUDA_VISIBLE_DEVICES="0") as job:
+    with Job(2, code, tmp_path, CUDA_VISIBLE_DEVICES="0", HVDGLOO_GPU_COMPLETION=completion) as job:
         survivor, _ = job.wait(50)
         assert (survivor.returncode, survivor.stdout.strip()) == (0, "done"), survivor.stderr
 

@@ -16,6 +16,7 @@ PARTS = {
     "every collective": programs.COLLECTIVES,
     "uneven sizes, and alltoall's gradient": programs.UNEVEN,
     "streams": programs.STREAMS,
+    "a GPU that is not current": programs.ANOTHER_GPU,
     "training": programs.TRAINING,
     "channels_last": programs.CHANNELS_LAST,
     "overlapping sets": programs.SETS,
@@ -33,19 +34,21 @@ def test_over_nccl(tmp_path: Path, several: int, part: str) -> None:
             assert (ended.returncode, ended.stdout.strip()) == (0, "done"), ended.stderr
 
 
-def test_completion_by_streams(tmp_path: Path, several: int) -> None:
-    code = programs.START + f"PLANES = {PLANES!r}\n" + programs.TRAINING + programs.END
+@pytest.mark.parametrize("part", ["streams", "a GPU that is not current", "training", "overlapping sets"])
+def test_completion_by_streams(tmp_path: Path, several: int, part: str) -> None:
+    code = programs.START + f"PLANES = {PLANES!r}\n" + PARTS[part] + programs.END
     with Job(several, code, tmp_path, HVDGLOO_GPU_COMPLETION="stream") as job:
         for ended in job.wait(58):
             assert (ended.returncode, ended.stdout.strip()) == (0, "done"), ended.stderr
 
 
+@pytest.mark.parametrize("completion", ["host", "stream"])
 @pytest.mark.parametrize("when", ["connecting", "allreduce", "shutdown"])
 def test_a_killed_rank_ends_the_others_soon_and_none_by_a_signal(
-    tmp_path: Path, several: int, note: Callable[[str, str], None], when: str
+    tmp_path: Path, several: int, note: Callable[[str, str], None], when: str, completion: str
 ) -> None:
     code = programs.START + f"WHEN = {when!r}\n" + programs.LOST
-    with Job(several, code, tmp_path) as job:
+    with Job(several, code, tmp_path, HVDGLOO_GPU_COMPLETION=completion) as job:
         deadline = time.monotonic() + 50
         while job.workers[1].poll() is None:
             assert time.monotonic() < deadline
@@ -56,7 +59,7 @@ def test_a_killed_rank_ends_the_others_soon_and_none_by_a_signal(
     for rank, each in enumerate(ended):
         if rank != 1:
             assert (each.returncode, each.stdout.strip()) == (0, "done"), each.stderr  # not -6, for SIGABRT
-    note(f"from a rank's death ({when}) to the others' end", f"{took:.1f} s")
+    note(f"from a rank's death ({when}, completion by {completion}) to the others' end", f"{took:.1f} s")
     assert took < ENDED_WITHIN
 
 
@@ -67,4 +70,3 @@ def test_throughput_beside_ddp(tmp_path: Path, several: int, note: Callable[[str
     times = json.loads((tmp_path / "times.json").read_text())
     shown = ", ".join(f"{name} {1000 * seconds:.2f} ms" for name, seconds in times.items())
     note(f"a step of 16 linear layers of 2048, {several} ranks", shown)
-    assert times["hvdgloo"] < 2 * times["DDP"], shown

@@ -19,7 +19,9 @@ import pytest
 import torch
 
 from hvdgloo._backends import gpu
+from hvdgloo._engine.handle import Handle
 from hvdgloo.types import Buffer
+from tests.support.gpus.clocks import Clock
 from tests.support.gpus.machine import OFFSET, Event, HostAccessError, Machine, Schedule, Stream
 from tests.support.gpus.nccl import Faults, Group, Nccl, Work
 from tests.support.gpus.tensors import GpuTensor, Here, copied, copy_, empty_strided, on_gpu
@@ -156,6 +158,7 @@ def simulated(schedule: Schedule | None = None, count: int = 4) -> Iterator[Simu
         for name in functions().keys() - AS_THEY_ARE:
             patch.setattr(gpu, name, getattr(made, name))
         _watch_the_host(patch, made.machine)
+        _tell_who_waits(patch, made.machine)
         Here.machine = made.machine
         try:
             yield made
@@ -186,6 +189,33 @@ def _watch_the_host(patch: pytest.MonkeyPatch, machine: Machine) -> None:
     patch.setattr(Buffer, "array", watched_array)
     patch.setattr(ctypes, "memmove", watched_move)
     patch.setattr(ctypes, "string_at", watched_read)
+
+
+def _tell_who_waits(patch: pytest.MonkeyPatch, machine: Machine) -> None:
+    """Have a thread that finds a handle resolved know what the thread that resolved it knew."""
+    done, resolve, wait = Handle.done, Handle.resolve, Handle.wait
+    told: dict[int, Clock] = {}  # by the handle's id; what belonged to one that is gone is overwritten
+
+    def telling_resolve(handle: Handle, *args: Any, **kwargs: Any) -> bool:
+        if not done(handle):
+            told[id(handle)] = Clock(machine.knowledge)
+        return resolve(handle, *args, **kwargs)
+
+    def told_done(handle: Handle) -> bool:
+        answer = done(handle)
+        if answer:
+            machine.knowledge.join(told.get(id(handle), {}))
+        return answer
+
+    def told_wait(handle: Handle, timeout: float | None = None) -> tuple[Buffer, ...]:
+        try:
+            return wait(handle, timeout)
+        finally:
+            told_done(handle)
+
+    patch.setattr(Handle, "resolve", telling_resolve)
+    patch.setattr(Handle, "done", told_done)
+    patch.setattr(Handle, "wait", told_wait)
 
 
 class OnTheHost:

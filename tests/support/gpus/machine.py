@@ -5,7 +5,8 @@ the schedule wants it to; which of those that could run does is the schedule's c
 its stream, is overwritten there, and is the next to be given out on that stream, as with torch's allocator.
 
 Ranks are threads of one process here. A thread belongs to the rank whose number its name ends with, or to the one that
-``as_rank`` says; each rank has default streams and a memory of what its host has seen of its own.
+``as_rank`` says; each rank has default streams of its own. What a thread has seen of the GPUs, it alone knows: another
+one learns of it through a handle or through memory that is freed, or when threads begin and end (``knowledge``).
 """
 
 from __future__ import annotations
@@ -145,8 +146,7 @@ class Machine:
         self._free: dict[Stream, list[Block]] = {}
         self._limbo: list[tuple[Block, list[Event]]] = []
         self._blocks: dict[int, Block] = {}
-        self._hosts: dict[int, Clock] = {}
-        self._freed: deque[Block] = deque()
+        self._freed: deque[tuple[Block, Clock]] = deque()
         self.bytes_in_use = 0
 
     # Threads and streams
@@ -174,6 +174,14 @@ class Machine:
             yield
         finally:
             self._local.rank = before
+
+    @property
+    def knowledge(self) -> Clock:
+        """What this thread knows, as its rank, to have ended on the GPUs."""
+        if not hasattr(self._local, "knowledge"):
+            self._local.knowledge = {}
+        known: Clock = self._local.knowledge.setdefault(self.rank, Clock())
+        return known
 
     def new_stream(self, device: int) -> Stream:
         """A stream of this thread's rank."""
@@ -232,7 +240,7 @@ class Machine:
         """
         with self.lock:
             self._collect()
-            stream.clock.join(self._hosts.get(stream.rank, {}))
+            stream.clock.join(self.knowledge)
             stream.launched += 1
             stream.clock[stream.number] = stream.launched
             for accessed, changes in ((reads, False), (writes, True)):
@@ -251,7 +259,7 @@ class Machine:
         """An event that happens when a stream has come this far."""
         with self.lock:
             self._collect()
-            stream.clock.join(self._hosts.get(stream.rank, {}))
+            stream.clock.join(self.knowledge)
             event = Event(stream)
 
             def happen() -> None:
@@ -277,7 +285,7 @@ class Machine:
                 if event.has_happened or not self._advance(event.stream):
                     break
             if event.has_happened:
-                self._hosts.setdefault(event.stream.rank, Clock()).join(event.clock)
+                self.knowledge.join(event.clock)
             return event.has_happened
 
     def settle(self, stream: Stream) -> None:
@@ -345,15 +353,19 @@ class Machine:
             return Storage(self, block)
 
     def free(self, block: Block) -> None:
-        """Nobody refers to a block any more. Called wherever Python collects it, so it is only noted here."""
-        self._freed.append(block)
+        """Nobody refers to a block any more. Called wherever Python collects it, so it is only noted here.
+
+        Whoever is given the memory next comes after this: torch's allocator has a lock.
+        """
+        self._freed.append((block, Clock(self.knowledge)))
 
     def _collect(self) -> None:
         """Give freed blocks back to their streams."""
         while self._freed:
-            block = self._freed.popleft()
+            block, known = self._freed.popleft()
             stream = block.stream
             assert stream is not None
+            stream.clock.join(known)
             self.bytes_in_use -= block.memory.numel()
             events = [self.record(user) for user in sorted(block.users - {stream}, key=lambda user: user.number)]
             block.users = set()
@@ -409,11 +421,11 @@ class Machine:
         block = self.pinned_block(address)
         if block is not None:
             with self.lock:
-                clock = self._hosts.get(self.rank, Clock())
                 access = Access(address, address + nbytes, True, _HOST, 0, "the host")
-                self.races += races(History(list(block.history.accesses)), clock, [access])
+                self.races += races(History(list(block.history.accesses)), self.knowledge, [access])
 
     def check(self) -> None:
         """Raise AssertionError if accesses without order were found, in whatever schedule."""
         with self.lock:
+            self._collect()
             assert not self.races, "\n".join(dict.fromkeys(self.races))

@@ -11,6 +11,7 @@ from hvdgloo._job.context import Context
 from hvdgloo.rendezvous import MemoryStore
 from hvdgloo.types import Buffer
 from tests.support.gpus import OnTheHost, Simulated
+from tests.support.gpus.clocks import Clock
 from tests.support.world import DEADLINE, World
 
 T = TypeVar("T")
@@ -29,8 +30,20 @@ class GpuWorld(World):
         Raises:
             AssertionError: two accesses to one memory had no order.
         """
-        results = super().run(function, deadline)
-        self._gpus.machine.check()
+        machine = self._gpus.machine
+        known = Clock(machine.knowledge)
+
+        def knowing(context: Context) -> T:  # a thread that begins, and one that ends, has told the other what it knew
+            machine.knowledge.join(known)
+            try:
+                return function(context)
+            finally:
+                with machine.lock:
+                    known.join(machine.knowledge)
+
+        results = super().run(knowing, deadline)
+        machine.knowledge.join(known)
+        machine.check()
         return results
 
 
