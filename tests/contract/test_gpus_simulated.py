@@ -487,7 +487,7 @@ class TestAborted:
             # By then NCCL has been told to give up: what is released has ended after that.
             until(lambda: all(group.is_aborted for group in gpus.nccl.groups))
 
-        with world(gpus, gpu_completion=completion, operation_timeout=0.5) as made:
+        with world(gpus, gpu_completion=completion, operation_timeout=1.0) as made:
             made.run(body)
         return memory
 

@@ -146,6 +146,7 @@ class Machine:
         self._free: dict[Stream, list[Block]] = {}
         self._limbo: list[tuple[Block, list[Event]]] = []
         self._blocks: dict[int, Block] = {}
+        self._seen: dict[int, Clock] = {}  # by rank: what any of its threads knows
         self._freed: deque[tuple[Block, Clock]] = deque()
         self.bytes_in_use = 0
 
@@ -286,6 +287,7 @@ class Machine:
                     break
             if event.has_happened:
                 self.knowledge.join(event.clock)
+                self._seen.setdefault(self.rank, Clock()).join(event.clock)
             return event.has_happened
 
     def settle(self, stream: Stream) -> None:
@@ -355,9 +357,10 @@ class Machine:
     def free(self, block: Block) -> None:
         """Nobody refers to a block any more. Called wherever Python collects it, so it is only noted here.
 
-        Whoever is given the memory next comes after this: torch's allocator has a lock.
+        Whoever drops the last reference comes after those who have dropped theirs, so what any thread of the rank has
+        seen by now counts; and whoever is given the memory next comes after this, as torch's allocator has a lock.
         """
-        self._freed.append((block, Clock(self.knowledge)))
+        self._freed.append((block, Clock(self._seen.get(block.rank, {}))))
 
     def _collect(self) -> None:
         """Give freed blocks back to their streams."""
