@@ -23,13 +23,20 @@ ORDERS = {
 }
 """By module: calls, as the code writes them, whose only effect is an order or a longer life."""
 
-CONDITIONS = {"hvdgloo/_backends/nccl.py": {"gpu.has_happened": "True"}}
+CONDITIONS = {
+    "hvdgloo/_backends/nccl.py": {"gpu.has_happened": "True"},
+    "hvdgloo/_engine/executor.py": {"Several": "under_way.work", "plane.memory.mark": "Done()"},
+}
 """Calls whose answer is an order, and the answer that forgets it."""
+
+ASSIGNED = {"hvdgloo/_engine/executor.py": {"follow"}}
+"""Attributes that are an order to come."""
 
 CAUGHT_BY = (
     "tests/contract/test_gpus_simulated.py",
     "tests/contract/test_gpus_training.py",
     "tests/contract/test_gpus_schedules.py",
+    "tests/contract/test_nccl.py",
 )
 
 
@@ -45,20 +52,22 @@ def _of(path: str) -> Iterator[Mutant]:
     counts: dict[str, int] = {}
     for node in ast.walk(ast.parse(text)):
         call = node.value if isinstance(node, ast.Expr) else node
-        if not isinstance(call, ast.Call):
+        if isinstance(node, ast.Assign) and _attribute(node) in ASSIGNED.get(path, set()):
+            call, name = node, _attribute(node)
+            new, what = [" " * node.col_offset + "pass"], f"{name} is not set"
+        elif not isinstance(call, ast.Call):
             continue
-        name = ast.unparse(call.func)
-        if isinstance(node, ast.Expr) and name in orders:
+        elif isinstance(node, ast.Expr) and (name := ast.unparse(call.func)) in orders:
             indent = " " * node.col_offset
             new, what = [f"{indent}pass"], f"{name}() is left out"
-        elif not isinstance(node, ast.Expr) and name in conditions:
+        elif not isinstance(node, ast.Expr) and (name := ast.unparse(call.func)) in conditions:
             assert call.lineno == call.end_lineno
             line = lines[call.lineno - 1]
             new = [line[: call.col_offset] + conditions[name] + line[call.end_col_offset :]]
             what = f"{name}() always says {conditions[name]}"
         else:
             continue
-        label = name.rpartition(".")[2].strip("_").replace("_", "-")
+        label = name.rpartition(".")[2].strip("_").replace("_", "-").lower()
         counts[label] = counts.get(label, 0) + 1
         stem = path.rpartition("/")[2].removesuffix(".py").strip("_")
         yield Mutant(
@@ -69,6 +78,12 @@ def _of(path: str) -> Iterator[Mutant]:
             "",
             {path: (_hunk(lines, call.lineno - 1, call.end_lineno or call.lineno, new),)},
         )
+
+
+def _attribute(assignment: ast.Assign) -> str:
+    """The attribute that is set; empty if it is none."""
+    (target, *_) = assignment.targets
+    return target.attr if isinstance(target, ast.Attribute) else ""
 
 
 def _hunk(lines: Sequence[str], begin: int, end: int, new: Sequence[str]) -> Hunk:
