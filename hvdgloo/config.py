@@ -369,7 +369,7 @@ class Config:
         unit="seconds",
         parse=_number(positive=True),
         help="how long a rank may be silent while others wait for it, and how long one collective may take "
-        "beyond its transfer time; a rank that is merely late is waited for",
+        "beyond its transfer time; a rank that is merely late is waited for. Rank 0's holds for all",
     )
 
     # Engine.
