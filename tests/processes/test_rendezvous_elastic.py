@@ -36,6 +36,7 @@ def test_workers_come_go_and_return(workers: Workers) -> None:
     first = workers.place("a", "b")
     assert sorted(placement.rank for placement in first) == [0, 1]
     assert all(placement.fresh and placement.topology == first[0].topology for placement in first)
+    assert (first[0].topology.control_fanin, first[0].topology.control_tree_ranks) == (3, 2)
     workers.train("a", "b", epoch=0)
     newcomer = workers.ask("c", ready=False).result(5)
     assert newcomer == Alone(rank=2, size=3, local_rank=0, local_size=1, cross_rank=2, cross_size=3)

@@ -22,7 +22,10 @@ class Workers:
         return ElasticClient(self._clients[id], id)
 
     def ask(self, id: str, after: int = -1, *, ready: bool = True, serial: int = -1, error: str = "") -> Task[object]:
-        worker, told = self[id], info(host_name=f"pod-{id}", host_identity=id, port=7)
+        worker, told = (
+            self[id],
+            info(host_name=f"pod-{id}", host_identity=id, port=7, control_fanin=3, control_tree_ranks=2),
+        )
         return Task(
             lambda: worker.next_epoch(after, told, ready=ready, serial=serial, digest="", error=error, timeout=20)
         )

@@ -58,6 +58,8 @@ GOOD: dict[str, tuple[str, Any]] = {
     "hierarchical_threshold": ("65536", 65536),
     "hierarchical_distribution_threshold": ("1", 1),
     "cache_capacity": ("12", 12),
+    "control_fanin": ("4", 4),
+    "control_tree_ranks": ("9", 9),
     "thread_affinity": (" 3, 0", "3,0"),
     "cpu_operations": (" GLOO", "gloo"),
     "gloo_provider": ("PyGloo", "pygloo"),
