@@ -420,7 +420,7 @@ class Config:
         flag="--control-fanin",
         yaml="params.control_fanin",
         unit="hosts",
-        parse=_integer(0),
+        parse=_integer(0, 2**31 - 1),
         help="in a large job, one rank of each host speaks for its others, and this many of those report to one, in a "
         "tree under rank 0; 0 on any host: every rank is connected with rank 0. Otherwise rank 0's holds for all",
     )
@@ -430,7 +430,7 @@ class Config:
         flag="--control-tree-ranks",
         yaml="params.control_tree_ranks",
         unit="ranks",
-        parse=_integer(2),
+        parse=_integer(2, 2**31 - 1),
         help="from how many ranks on three hosts or more that is so; with fewer, every rank is connected with rank 0. "
         "Rank 0's holds for all",
     )
