@@ -148,6 +148,7 @@ class Machine:
         self._blocks: dict[int, Block] = {}
         self._seen: dict[int, Clock] = {}  # by rank: what any of its threads knows
         self._freed: deque[tuple[Block, Clock]] = deque()
+        self._is_collecting = False
         self.bytes_in_use = 0
 
     # Threads and streams
@@ -363,7 +364,16 @@ class Machine:
         self._freed.append((block, Clock(self._seen.get(block.rank, {}))))
 
     def _collect(self) -> None:
-        """Give freed blocks back to their streams."""
+        """Give freed blocks back to their streams. That launches and records, which would come here again."""
+        if self._is_collecting:
+            return
+        self._is_collecting = True
+        try:
+            self._give_back()
+        finally:
+            self._is_collecting = False
+
+    def _give_back(self) -> None:
         while self._freed:
             block, known = self._freed.popleft()
             stream = block.stream
