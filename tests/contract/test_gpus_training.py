@@ -154,6 +154,27 @@ def test_hooks_on_side_streams(late: Simulated, groups: int | None) -> None:
         made.run(body)
 
 
+def test_a_gradient_asks_for_no_stream_object(late: Simulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One takes microseconds to make and to compare, and there are hundreds of gradients: one for each stream will do."""
+    made: list[object] = []
+    current = gpu.current
+
+    def counted(device: torch.device) -> object:
+        made.append(device)
+        return current(device)
+
+    def body(context: Context) -> None:
+        weights = [nn.Parameter(on_gpu(torch.full((4,), float(n)))) for n in range(20)]
+        optimizer = distributed(context, weights)
+        sum((weight.sum() for weight in weights), start=on_gpu(torch.zeros(()))).backward()
+        optimizer.step()
+
+    monkeypatch.setattr(gpu, "current", counted)
+    with world(late) as ranks:
+        ranks.run(body)
+    assert len(made) == SIZE
+
+
 def resnet50(width: int) -> list[tuple[int, ...]]:
     """The shapes of ResNet-50's parameters in their order, with ``width`` channels after the first convolution."""
     shapes: list[tuple[int, ...]] = [(width, 3, 7, 7), (width,), (width,)]
