@@ -155,7 +155,7 @@ def test_hooks_on_side_streams(late: Simulated, groups: int | None) -> None:
 
 
 def test_a_gradient_asks_for_no_stream_object(late: Simulated, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One takes microseconds to make and to compare, and there are hundreds of gradients: one for each stream will do."""
+    """One takes microseconds to make and to compare, and gradients are many: one for each stream will do."""
     made: list[object] = []
     current = gpu.current
 
