@@ -84,7 +84,7 @@ demo: $(READY_DEMO)
 # half of their time, for programs to start and for deadlines to pass; a third pytest uses the cores meanwhile. torch
 # meets every data plane here, numpy those that are left in test-pygloo.
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 $(TESTS_THREADS) -k "not (numpy and (gloo or segment or hierarchical or inline))"
+	$(BIN)/python -m pytest -n 2 $(TESTS_THREADS) -k "not (numpy and (gloo or segment or hierarchical or inline or tree))"
 	$(BIN)/python -m pytest -n 3 --dist worksteal $(TESTS_PROCESSES)
 
 test-all: test
@@ -101,7 +101,7 @@ test-others: $(READY)
 test-tensorflow: $(READY_TF)
 	HVDGLOO_TEST_FRONTENDS=tensorflow $(VENV_TF)/bin/python -m pytest tests/tensorflow
 	HVDGLOO_TEST_FRONTENDS=tensorflow $(VENV_TF)/bin/python -m pytest -n $(WORKERS) $(TESTS_TF) \
-	    -k "(tensorflow or keras) and (not (gloo or segment) or test_frontend_objects or test_frontend_adjoints)"
+	    -k "(tensorflow or keras) and (not (gloo or segment or tree) or test_frontend_objects or test_frontend_adjoints)"
 
 # Without torch, with numpy and MXNet.
 test-pygloo:
@@ -121,7 +121,7 @@ test-mxnet:
 
 test-with-mxnet: $(READY_MXNET)
 	HVDGLOO_TEST_FRONTENDS=mxnet $(VENV_MXNET)/bin/python -m pytest -n $(WORKERS) $(TESTS_MXNET) \
-	    -k "mxnet and not gloo and not segment"
+	    -k "mxnet and not gloo and not segment and not tree"
 
 # numpy's front-end on every version of Python that is here, without torch; so contracts that need Gloo are left out.
 test-pythons:
