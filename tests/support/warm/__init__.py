@@ -15,6 +15,7 @@ where start-up, sessions, orphans, sweeps, signals from outside or the environme
 from __future__ import annotations
 
 import atexit
+import importlib.util
 import marshal
 import os
 import signal
@@ -38,6 +39,11 @@ TORCH = ("torch.distributed", "hvdgloo._backends.gloo", "hvdgloo.torch", "torch.
 TENSORFLOW = ("hvdgloo.tensorflow",)
 """What a worker that uses TensorFlow imports, with Keras on it."""
 
+
+def _usual() -> tuple[str, ...]:
+    return TORCH if importlib.util.find_spec("torch") else ()
+
+
 _NAMESPACES = ("mnt", "uts", "ipc", "net", "pid")
 
 
@@ -48,7 +54,7 @@ def _folder(*modules: str, **environ: str) -> Path:
     path = Path(folder.name)
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("HVDGLOO_", "HOROVOD_"))}
     server = subprocess.Popen(
-        [sys.executable, str(_SERVER), str(path / "socket"), *(modules or TORCH)],
+        [sys.executable, str(_SERVER), str(path / "socket"), *(modules or _usual())],
         stdin=subprocess.PIPE,
         cwd="/",
         env={**environment, "PYTHONPATH": str(_CHECKOUT), "OMP_NUM_THREADS": "1", **environ},

@@ -64,8 +64,7 @@ def reap() -> None:
 def preload(modules: list[str]) -> None:
     """Import what most workers import. What a package does at its import may depend on nothing that a test sets."""
     for name in ("numpy.random", "hvdgloo._job.join", "hvdgloo.numpy", *modules):
-        if importlib.util.find_spec(name.partition(".")[0]):
-            importlib.import_module(name)
+        importlib.import_module(name)
 
 
 def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
