@@ -20,6 +20,8 @@ def effort(work: Callable[[], object]) -> int:
         return trace
 
     before = sys.gettrace()
+    # Python 3.12 looks only now whether any frame wants to know of bytecodes.
+    sys._getframe().f_trace_opcodes = True
     sys.settrace(trace)
     try:
         work()
