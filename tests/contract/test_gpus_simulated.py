@@ -524,7 +524,7 @@ class TestAborted:
             with pytest.raises(HorovodInternalError):
                 hvd.synchronize(handle)
 
-        with world(late, operation_timeout=0.5) as made:
+        with world(late, operation_timeout=1.0) as made:
             made.run(body)
         assert left == []
 

@@ -15,16 +15,16 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from hvdgloo._backends import cuda, gpu, nccl  # noqa: E402
-from hvdgloo._backends.base import Backend, Plane  # noqa: E402
+from hvdgloo._backends import gpu, nccl  # noqa: E402
 from hvdgloo._collectives.frontend import Frontend  # noqa: E402
 from hvdgloo._engine import executor  # noqa: E402
 from hvdgloo._job.context import Context  # noqa: E402
 from hvdgloo.errors import BackendError, HorovodInternalError, RendezvousError  # noqa: E402
 from hvdgloo.rendezvous import MemoryStore  # noqa: E402
 from hvdgloo.torch._adapter import TorchAdapter  # noqa: E402
-from hvdgloo.types import Buffer, ReduceOp  # noqa: E402
+from hvdgloo.types import ReduceOp  # noqa: E402
 from tests.support.gpus import Simulated, on_gpu, simulated  # noqa: E402
+from tests.support.gpus.worlds import planes  # noqa: E402
 from tests.support.world import World  # noqa: E402
 
 SIZE = 3
@@ -34,29 +34,6 @@ SIZE = 3
 def gpus() -> Iterator[Simulated]:
     with simulated() as made:
         yield made
-
-
-def planes(timeout: float = 10.0) -> Callable[..., Sequence[Plane]]:
-    """What opens the planes of a world's ranks."""
-    store = MemoryStore()
-
-    def open_device(
-        rank: int, number: int, ranks: Sequence[int], host: Backend, example: Buffer, **more: Any
-    ) -> Sequence[Plane]:
-        return cuda.open_planes(
-            host,
-            example,
-            store=store,
-            prefix=f"{number}/",
-            ranks=ranks,
-            rank=ranks.index(rank),
-            local_rank=rank,
-            operations="auto",
-            timeout=timeout,
-            **more,
-        )
-
-    return open_device
 
 
 def frontend_of(context: Context) -> Frontend[Any]:

@@ -47,15 +47,12 @@ class GpuWorld(World):
         return results
 
 
-def world(
-    gpus: Simulated, size: int = 2, operations: str = "nccl", connect_timeout: float = 10.0, **settings: Any
-) -> World:
-    """Ranks whose CUDA tensors travel as in a job, over NCCL or through the host.
+def planes(timeout: float = 10.0, operations: str = "auto") -> Callable[..., Sequence[Plane]]:
+    """What opens the planes of a world's ranks, each on a GPU of its own.
 
     Args:
+        timeout: seconds that connecting may take.
         operations: as HVDGLOO_GPU_OPERATIONS.
-        connect_timeout: seconds.
-        settings: as World's.
     """
     store = MemoryStore()
 
@@ -71,10 +68,27 @@ def world(
             rank=ranks.index(rank),
             local_rank=rank,
             operations=operations,
-            timeout=connect_timeout,
+            timeout=timeout,
             **more,
         )
 
+    return open_device
+
+
+def world(
+    gpus: Simulated, size: int = 2, operations: str = "nccl", connect_timeout: float = 10.0, **settings: Any
+) -> World:
+    """Ranks whose CUDA tensors travel as in a job, over NCCL or through the host.
+
+    Args:
+        operations: as HVDGLOO_GPU_OPERATIONS.
+        connect_timeout: seconds.
+        settings: as World's.
+    """
     return GpuWorld(
-        gpus, size, wrap=lambda _, backend: OnTheHost(gpus.machine, backend), open_device=open_device, **settings
+        gpus,
+        size,
+        wrap=lambda _, backend: OnTheHost(gpus.machine, backend),
+        open_device=planes(connect_timeout, operations),
+        **settings,
     )
