@@ -267,6 +267,29 @@ class Config:
         parse=_integer(0),
         help="without a launcher: workers with a lower index come first",
     )
+    elastic: bool = _setting(
+        False,
+        env="HVDGLOO_ELASTIC",
+        place=True,
+        fallback=("HOROVOD_ELASTIC",),
+        parse=_boolean,
+        help="the job is elastic: its workers may come and go",
+    )
+    worker: str | None = _setting(
+        None,
+        env="HVDGLOO_WORKER",
+        place=True,
+        parse=_text,
+        help="this process's id in an elastic job, never used for another one; given by a launcher, else made up",
+    )
+    elastic_timeout: float = _setting(
+        600.0,
+        env="HVDGLOO_ELASTIC_TIMEOUT",
+        fallback=("HOROVOD_ELASTIC_TIMEOUT",),
+        unit="seconds",
+        parse=_number(positive=True),
+        help="how long an elastic job waits for the fewest workers that it may have, at the start and later",
+    )
     hostname: str | None = _setting(
         None,
         env="HVDGLOO_HOSTNAME",
