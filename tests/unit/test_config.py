@@ -39,6 +39,9 @@ GOOD: dict[str, tuple[str, Any]] = {
     "epoch": ("3", 3),
     "rank": ("0", 0),
     "index": ("7", 7),
+    "elastic": ("1", True),
+    "worker": ("h2:0.7", "h2:0.7"),
+    "elastic_timeout": ("90", 90.0),
     "hostname": ("h2", "h2"),
     "address": ("fd00::1", "fd00::1"),
     "port_range": ("4000-4100", (4000, 4100)),
@@ -93,6 +96,8 @@ BAD = [
     ("epoch", "-1", _WHOLE),
     ("epoch", "1.0", _WHOLE),
     ("rank", "one", _WHOLE),
+    ("elastic", "perhaps", _FLAG),
+    ("elastic_timeout", "0", _POSITIVE),
     ("index", " ", _WHOLE),
     *(("tls", text, "expected one of auto, off, required") for text in ("1", "yes", "on")),
     *(("port_range", text, _PORTS) for text in ("0-5", "5-4", "70000", "4000-70000", "a-b", "-5", "1-2-3")),
@@ -138,7 +143,7 @@ def _field(name: str) -> dataclasses.Field[Any]:
 
 def test_every_field_is_tried_here() -> None:
     assert set(GOOD) == set(settings()) == {field.name for field in dataclasses.fields(Config)}
-    always_usable = {"job_id", "agent_id", "hostname", "address", "secret_file", "timeline"}
+    always_usable = {"job_id", "agent_id", "worker", "hostname", "address", "secret_file", "timeline"}
     always_usable |= {"tls_cert", "tls_key", "tls_ca"}
     assert {name for name, _, _ in BAD} | always_usable | {"secret"} == set(settings())
 
@@ -266,6 +271,9 @@ configs = st.builds(
     epoch=st.integers(0, 2**31),
     rank=st.none() | st.integers(0, 5000),
     index=st.none() | st.integers(0, 5000),
+    elastic=st.booleans(),
+    worker=st.none() | _texts,
+    elastic_timeout=_seconds,
     hostname=st.none() | _texts,
     address=st.none() | st.sampled_from(["10.0.0.5", "fd00::1"]),
     port_range=st.none() | _ports,
