@@ -54,6 +54,7 @@ from hvdgloo.runner.protocol.frames import (
     Finish,
     Frame,
     Hello,
+    Leaving,
     Output,
     Require,
     Result,
@@ -65,6 +66,7 @@ from hvdgloo.runner.protocol.frames import (
     Stdin,
     StdinTaken,
     Stop,
+    StopWorker,
     Suspend,
     Sweep,
 )
@@ -80,6 +82,12 @@ LEFTOVER_GRACE = 1.0
 DRAIN_TIME = 2.0
 """Seconds to wait for the end of a pipe whose writers are all dead; longer only if a process outside the job holds it
 open."""
+
+REPEATED = 1.0
+"""Seconds in which another SIGTERM is the same request: one that is sent to a process group also reaches the watchdog,
+which passes it on."""
+
+_POLL = 0.05  # seconds between looks at a process group whose end nobody reports
 
 _RESULT_MARK = 1024 * 1024  # results are read from their files only while fewer bytes than this wait to be sent
 
@@ -113,6 +121,8 @@ class Agent:
         self._suspended = False
         self._stop_deadline: float | None = None
         self._order_to_die = ""
+        self._left_at: float | None = None  # when the host was asked for
+        self._leaving_told = False
         self._finish = False
         self._handlers: dict[type[Frame], Callable[[Any], None]] = {
             Require: self._on_require,
@@ -123,6 +133,7 @@ class Agent:
             Credit: self._on_credit,
             Signal: self._on_signal,
             Stop: self._on_stop,
+            StopWorker: self._on_stop_worker,
             Suspend: self._on_suspend,
             Finish: self._on_finish,
             Sweep: self._on_sweep,
@@ -142,6 +153,7 @@ class Agent:
             self._turn(self._patience())
             self._reap()
             self._send_results()
+            self._forget()
             self._discovery.tick()
             self._keep_time()
         self._end()
@@ -167,7 +179,8 @@ class Agent:
             deadline = min(deadline, self._discovery.deadline)
         left = max(0.0, deadline - time.monotonic())
         # The end of a process inside a worker's process group is seen only by polling, unless it was adopted here.
-        return left if self._stop_deadline is None else min(left, 0.05)
+        stopping = self._stop_deadline is not None or any(w.kill_at is not None for w in self._workers.values())
+        return min(left, _POLL) if stopping else left
 
     def _keep_time(self) -> None:
         now = time.monotonic()
@@ -180,6 +193,11 @@ class Agent:
         if now - self._last_beat >= self._silence.step:
             self._last_beat = now
             self._channel.beat()
+        if self._left_at is not None and not self._leaving_told:
+            self._leaving_told = True
+            self._channel.send(Leaving())
+        for worker in self._workers.values():
+            worker.kill_if_late(now)
         if self._stop_deadline is not None and now >= self._stop_deadline:
             for worker in self._workers.values():
                 if worker.running:
@@ -197,6 +215,12 @@ class Agent:
 
     def _on_deadly_signal(self, signum: int, _frame: FrameType | None) -> None:
         orphaned = os.getppid() != self._watchdog_pid
+        now = time.monotonic()
+        if signum == signal.SIGTERM and self._start is not None and self._start.elastic and not orphaned:
+            if self._left_at is None:
+                self._left_at = now
+            if now - self._left_at <= REPEATED:
+                return
         self._die("its watchdog was killed" if orphaned else f"it received {signal.Signals(signum).name}")
 
     # Frames.
@@ -246,12 +270,12 @@ class Agent:
             worker = WorkerProcess(spawn, self._worker_environment(), self._start.cwd, self._blob)
         except OSError as error:
             missing = error.errno in (errno.ENOENT, errno.ENOTDIR)
-            self._channel.send(SpawnFailed(spawn.rank, str(error), 127 if missing else 126))
+            self._channel.send(SpawnFailed(spawn.number, str(error), 127 if missing else 126))
             return
-        self._workers[worker.rank] = self._by_pid[worker.pid] = worker
+        self._workers[worker.number] = self._by_pid[worker.pid] = worker
         for stream in (STDOUT, STDERR):
             self._read_from(worker, stream)
-        self._channel.send(Spawned(worker.rank, worker.pid))
+        self._channel.send(Spawned(worker.number, worker.pid))
 
     def _worker_environment(self) -> Mapping[str, str]:
         assert self._start is not None
@@ -270,6 +294,11 @@ class Agent:
             self._stop_deadline = deadline
         for worker in self._workers.values():
             worker.signal_group(stop.signum)
+
+    def _on_stop_worker(self, stop: StopWorker) -> None:
+        worker = self._workers.get(stop.number)
+        if worker is not None:
+            worker.stop(stop.signum, time.monotonic() + stop.grace)
 
     def _on_suspend(self, frame: Suspend) -> None:
         self._suspended = frame.suspended
@@ -313,14 +342,16 @@ class Agent:
         if self._channel.lost:
             return  # read on, so that workers do not stop at a full pipe while they have time to save their work
         worker.unacknowledged += len(data)
-        self._channel.send(Output(worker.rank, stream, data))
+        self._channel.send(Output(worker.number, stream, data))
         if not worker.may_be_read:
             worker.paused = True
             for pipe in worker.streams.values():
                 self._selector.unregister(pipe)
 
     def _on_credit(self, credit: Credit) -> None:
-        worker = self._workers[credit.rank]
+        worker = self._workers.get(credit.number)
+        if worker is None:
+            return  # its last output has been dealt with
         worker.unacknowledged -= credit.amount
         if worker.paused and worker.may_be_read:
             worker.paused = False
@@ -328,7 +359,7 @@ class Agent:
                 self._read_from(worker, stream)
 
     def _on_stdin(self, frame: Stdin) -> None:
-        worker = self._workers.get(frame.rank)
+        worker = self._workers.get(frame.number)
         if worker is None or worker.stdin is None:
             return
         if not frame.data:
@@ -352,7 +383,7 @@ class Agent:
                 worker.stdin, selectors.EVENT_WRITE, partial(self._write_stdin, worker, data, registered=True)
             )
         else:
-            self._channel.send(StdinTaken(worker.rank))
+            self._channel.send(StdinTaken(worker.number))
 
     # Ends.
 
@@ -375,6 +406,9 @@ class Agent:
         # Of several that ended since the last look, one that was ended by a signal is more likely to be the cause than
         # those that noticed its loss and gave up.
         for worker in sorted(ended, key=lambda worker: (worker.status or 0) >= 0):
+            if self._start is not None and self._start.elastic:
+                # Its data loaders, say, which would be in the way of the worker that takes its place.
+                worker.stop(signal.SIGTERM, time.monotonic() + LEFTOVER_GRACE)
             if worker.result is not None:
                 worker.result.seek(0)
             else:
@@ -384,7 +418,7 @@ class Agent:
         assert worker.status is not None
         worker.reported = True
         killed = worker.status == -signal.SIGKILL and not worker.killed_by_us
-        self._channel.send(Exited(worker.rank, worker.status, self._memory.account(worker.pid) if killed else ""))
+        self._channel.send(Exited(worker.number, worker.status, self._memory.account(worker.pid) if killed else ""))
 
     def _send_results(self) -> None:
         for worker in self._workers.values():
@@ -395,7 +429,16 @@ class Agent:
                 if not data:
                     self._tell_end(worker)
                     break
-                self._channel.send(Result(worker.rank, data))
+                self._channel.send(Result(worker.number, data))
+
+    def _forget(self) -> None:
+        """Let go of workers of an elastic job of which nothing is left: any number of others may take their places."""
+        if self._start is None or not self._start.elastic:
+            return
+        for number, worker in list(self._workers.items()):
+            if worker.reported and not worker.streams and not worker.group_lives():
+                worker.close()
+                del self._workers[number]
 
     def _end(self) -> None:
         """End what is left of the job, pass on its last output, and say good-bye."""

@@ -25,7 +25,7 @@ class WorkerProcess:
     """A started worker.
 
     Attributes:
-        rank, pid: which one.
+        number, pid: which one.
         status: exit status or minus the signal, once it has ended.
         streams: the pipes that are still open, by their number (1 stdout, 2 stderr).
         stdin: the pipe to its standard input, if it has one.
@@ -33,6 +33,7 @@ class WorkerProcess:
         paused: whether its pipes stay unread until there is credit again.
         result: what a task leaves behind.
         reported: whether its end has been reported to the launcher.
+        kill_at: when what is left of its process group is killed, on the monotonic clock; None if it is not to be.
     """
 
     def __init__(self, spawn: Spawn, environ: Mapping[str, str], cwd: str, blob: IO[bytes] | None) -> None:
@@ -41,10 +42,11 @@ class WorkerProcess:
         Raises:
             OSError: the program cannot be executed, or the working directory does not exist.
         """
-        self.rank = spawn.rank
+        self.number = spawn.number
         self.status: int | None = None
         self.killed_by_us = False
         self.reported = False
+        self.kill_at: float | None = None
         self.unacknowledged = 0
         self.paused = False
         self.result: IO[bytes] | None = None
@@ -116,6 +118,23 @@ class WorkerProcess:
                 os.killpg(self.pid, signal.SIGCONT)  # a stopped process would not receive it
         except (ProcessLookupError, PermissionError):
             pass
+
+    def stop(self, signum: int, kill_at: float) -> None:
+        """Send a signal to its process group, and kill what is left of that at ``kill_at``, or at an earlier time that
+        was given before.
+        """
+        self.signal_group(signum)
+        self.kill_at = kill_at if self.kill_at is None else min(self.kill_at, kill_at)
+
+    def kill_if_late(self, now: float) -> None:
+        """Do what ``stop`` has promised."""
+        if self.kill_at is None:
+            return
+        if not self.group_lives():
+            self.kill_at = None
+        elif now >= self.kill_at:
+            self.signal_group(signal.SIGKILL)
+            self.kill_at = None
 
     def group_lives(self) -> bool:
         """Whether any process of its group is still there.

@@ -20,7 +20,7 @@ from hvdgloo._net.framing import FrameDecoder
 from hvdgloo.errors import LaunchError
 from hvdgloo.rendezvous._beside import FromServer, ServerRequest
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Raised when frames change their meaning; launcher and agent must agree."""
 
 PREAMBLE = b"\0hvdgloo agent: frames follow\n"  # none of its suffixes is also a prefix of it
@@ -79,6 +79,8 @@ class Start(Frame, frozen=True):
         heartbeat_timeout: seconds of silence after which the other side counts as dead.
         grace: seconds between SIGTERM and SIGKILL when the launcher is lost.
         inherit: add ``env``, which comes from another host, to the agent's own environment.
+        elastic: the job survives its workers. What one leaves behind is ended with it, and SIGTERM to the agent means
+            that the host is to be given back.
     """
 
     agent_id: str
@@ -87,6 +89,7 @@ class Start(Frame, frozen=True):
     heartbeat_timeout: float
     grace: float
     inherit: bool = False
+    elastic: bool = False
 
 
 class Blob(Frame, frozen=True):
@@ -99,7 +102,8 @@ class Spawn(Frame, frozen=True):
     """Start one worker.
 
     Attributes:
-        rank: identifies it from now on.
+        number: identifies it from now on, and no other worker of the job ever after. In a job of fixed size it is the
+            rank, which in an elastic one changes.
         argv: the program and its arguments; a ``task`` gets two additional descriptor numbers (Blob's file, result
             file).
         env: added to the environment of ``Start``.
@@ -107,7 +111,7 @@ class Spawn(Frame, frozen=True):
         task: it reads a function from the first descriptor and leaves its result in the second.
     """
 
-    rank: int
+    number: int
     argv: Sequence[str]
     env: Mapping[str, str]
     stdin: bool = False
@@ -117,14 +121,14 @@ class Spawn(Frame, frozen=True):
 class Stdin(Frame, frozen=True):
     """Input for a worker; empty at its end. The next one is sent after ``StdinTaken``."""
 
-    rank: int
+    number: int
     data: bytes
 
 
 class Credit(Frame, frozen=True):
     """This many bytes of a worker's output have been dealt with; an agent reads no further than WINDOW ahead."""
 
-    rank: int
+    number: int
     amount: int
 
 
@@ -137,6 +141,14 @@ class Signal(Frame, frozen=True):
 class Stop(Frame, frozen=True):
     """Send ``signum`` to the workers' process groups, and SIGKILL after ``grace`` seconds. Another may speed it up."""
 
+    signum: int
+    grace: float
+
+
+class StopWorker(Frame, frozen=True):
+    """The same for one worker, which may have ended already. The others go on."""
+
+    number: int
     signum: int
     grace: float
 
@@ -299,14 +311,14 @@ class Lacking(Frame, frozen=True):
 class Spawned(Frame, frozen=True):
     """A worker runs as this process of its host (in the process namespace of its agent)."""
 
-    rank: int
+    number: int
     pid: int
 
 
 class SpawnFailed(Frame, frozen=True):
     """A worker could not be started. ``status`` is what a shell would exit with: 127 not found, 126 not executable."""
 
-    rank: int
+    number: int
     reason: str
     status: int
 
@@ -317,7 +329,7 @@ class Output(Frame, frozen=True):
     Each byte counts against the worker's WINDOW until ``Credit`` is given for it.
     """
 
-    rank: int
+    number: int
     stream: int
     data: bytes
 
@@ -325,13 +337,13 @@ class Output(Frame, frozen=True):
 class StdinTaken(Frame, frozen=True):
     """A worker's standard input has taken all of the last ``Stdin``, and the next may be sent."""
 
-    rank: int
+    number: int
 
 
 class Result(Frame, frozen=True):
     """A piece of what a ``task`` left behind. All pieces come before its ``Exited``."""
 
-    rank: int
+    number: int
     data: bytes
 
 
@@ -344,9 +356,16 @@ class Exited(Frame, frozen=True):
         account: what the kernel has to do with it, in words; see ``MemoryWatch``.
     """
 
-    rank: int
+    number: int
     status: int
     account: str = ""
+
+
+class Leaving(Frame, frozen=True):
+    """The agent of an elastic job was asked to end: its host is to be given back, and its workers should leave.
+
+    It goes on until ``Finish``.
+    """
 
 
 class Dying(Frame, frozen=True):
@@ -372,7 +391,7 @@ KINDS: tuple[type[Frame], ...] = (
     Require, Start, Blob, Spawn, Stdin, Credit, Signal, Stop, Suspend, Finish,
     Hello, Lacking, Spawned, SpawnFailed, Output, StdinTaken, Result, Exited, Dying, Cleared,
     Beat, Examine, Examined,
-    Survey, Probe, ProbesEnd, Serve, Surveyed, Probed, Served, Sweep, AskServed,
+    Survey, Probe, ProbesEnd, Serve, Surveyed, Probed, Served, Sweep, AskServed, StopWorker, Leaving,
 )  # fmt: skip
 _CODEC: codec.Codec[Frame] = codec.Codec(Union[KINDS], "frame")
 

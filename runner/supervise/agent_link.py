@@ -25,8 +25,8 @@ class Link:
     Attributes:
         state: of the host, whichever of its commands this is.
         hello: what the agent said first.
-        ranks: of the workers that it was told to start.
-        owed: for each rank, bytes of output for which it has not been given credit yet.
+        workers: numbers of those that it was told to start.
+        owed: for each worker, bytes of output for which it has not been given credit yet.
         held_back: lines that came before the agent could be used: from its login shell, or on why there is no agent.
         stderr: the last lines that its command wrote there.
         listening, stderr_open: what the loop's selector serves.
@@ -38,7 +38,7 @@ class Link:
         self._patience = patience
         self.channel = Channel(stream.stdout.fileno(), stream.stdin.fileno(), preamble=PREAMBLE)
         self.hello: Hello | None = None
-        self.ranks: list[int] = []
+        self.workers: list[int] = []
         self.owed: dict[int, int] = {}
         self.held_back: list[str] = []
         self.stderr: deque[str] = deque(maxlen=_STDERR_KEPT)

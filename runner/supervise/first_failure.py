@@ -63,21 +63,21 @@ class Verdict:
 
     def exited(self, host: str, frame: Exited) -> None:
         """A worker has ended."""
-        self.running.discard(frame.rank)
-        self._outcome.statuses[frame.rank] = frame.status
+        self.running.discard(frame.number)
+        self._outcome.statuses[frame.number] = frame.status
         if frame.status != 0:
             reason = describe_status(frame.status)
             if frame.account:
                 reason += f"; {frame.account}"
-            self._fail_unless_echo(Failure(frame.rank, host, frame.status, reason))
+            self._fail_unless_echo(Failure(frame.number, host, frame.status, reason))
         if self._echo is not None and self._echo.culprit not in self.running:
             self._take_echo()
 
     def not_started(self, host: str, frame: SpawnFailed) -> None:
         """A worker could not be started."""
-        self.running.discard(frame.rank)
-        self._outcome.statuses[frame.rank] = frame.status
-        self.fail(Failure(frame.rank, host, frame.status, f"could not be started: {frame.reason}"))
+        self.running.discard(frame.number)
+        self._outcome.statuses[frame.number] = frame.status
+        self.fail(Failure(frame.number, host, frame.status, f"could not be started: {frame.reason}"))
 
     def gone(self, ranks: Iterable[int]) -> None:
         """Workers whose host was lost: nothing will report how they ended."""

@@ -106,7 +106,7 @@ class Supervisor:
         self._signals = SignalHandling(self, spec.grace_after_signal, observer.suspend)
         self.handlers: dict[type[Frame], Callable[[Link, Any], None]] = {
             Output: self._on_output,
-            Result: lambda _, frame: observer.result(frame.rank, frame.data),
+            Result: lambda _, frame: observer.result(frame.number, frame.data),
             Spawned: self._on_spawned,
             SpawnFailed: self._on_not_spawned,
             Exited: self._on_exited,
@@ -243,11 +243,11 @@ class Supervisor:
             for position in range(0, len(function), 4 * CHUNK):
                 link.channel.send(Blob(bytes(function[position : position + 4 * CHUNK])))
             for spawn in spawns:
-                link.ranks.append(spawn.rank)
+                link.workers.append(spawn.number)
                 link.channel.send(spawn)
                 if spawn.stdin:
                     self._stdin_link = link
-        self._verdict.started(spawn.rank for spawns in workers for spawn in spawns)
+        self._verdict.started(spawn.number for spawns in workers for spawn in spawns)
 
     def supervise(self, init: InitWatch | None = None) -> JobOutcome:
         """Watch until nothing of the job is left.
@@ -387,8 +387,8 @@ class Supervisor:
 
     def ended(self, link: Link) -> None:
         """An agent has ended as it should."""
-        if link.ranks:
-            self._verdict.gone(link.ranks)
+        if link.workers:
+            self._verdict.gone(link.workers)
             self._finish_if_over()
 
     def lost(self, host: HostState, link: Link | None, text: str) -> None:
@@ -396,7 +396,7 @@ class Supervisor:
         if self._left_out is not None:
             self._left_out[host.host] = f"its agent {text}"
             return
-        self._verdict.gone(link.ranks if link is not None else ())
+        self._verdict.gone(link.workers if link is not None else ())
         self.fail(Failure(None, host.name, 1, f"the agent on host {host.name} {text}"))
         self._finish_if_over()
 
@@ -410,23 +410,23 @@ class Supervisor:
     # Workers.
 
     def _on_output(self, link: Link, frame: Output) -> None:
-        self._observer.output(frame.rank, frame.stream, frame.data)
-        link.owed[frame.rank] = link.owed.get(frame.rank, 0) + len(frame.data)
+        self._observer.output(frame.number, frame.stream, frame.data)
+        link.owed[frame.number] = link.owed.get(frame.number, 0) + len(frame.data)
 
     def _on_spawned(self, link: Link, frame: Spawned) -> None:
         if self._init is not None:
-            self._init.spawned(frame.rank, frame.pid)
+            self._init.spawned(frame.number, frame.pid)
         if self._spec.verbose:
-            self._observer.notice(f"rank {frame.rank} is process {frame.pid} on {link.host.name}")
+            self._observer.notice(f"rank {frame.number} is process {frame.pid} on {link.host.name}")
 
     def _on_not_spawned(self, link: Link, frame: SpawnFailed) -> None:
         self._verdict.not_started(link.host.name, frame)
         self._finish_if_over()
 
     def _on_exited(self, link: Link, frame: Exited) -> None:
-        self._verdict.gone([frame.rank])
+        self._verdict.gone([frame.number])
         if self._init is not None:
-            self._init.ended(frame.rank, frame.status)
+            self._init.ended(frame.number, frame.status)
             self._watch_init(time.monotonic())
         self._verdict.exited(link.host.name, frame)
         self._finish_if_over()
@@ -441,10 +441,10 @@ class Supervisor:
         if self._observer.congested and self._verdict.running:
             return
         for link in self.links:
-            for rank, amount in link.owed.items():
+            for number, amount in link.owed.items():
                 if amount >= _ACKNOWLEDGE:
-                    link.channel.send(Credit(rank, amount))
-                    link.owed[rank] = 0
+                    link.channel.send(Credit(number, amount))
+                    link.owed[number] = 0
 
     def _send_stdin(self, rank: int, data: bytes) -> None:
         if self._stdin_link is not None:

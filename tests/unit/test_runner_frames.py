@@ -163,7 +163,7 @@ def test_nothing_secret_is_in_a_frame_s_text() -> None:
         ServerRequest(b"abcdef", [("h1", 1)], ["10.0.0.1"], None, 1.0),
     ):
         assert "abcdef" not in repr(frame)
-    assert repr(Spawn(0, ["x"], env, task=True)) == "Spawn(rank=0, argv=['x'], stdin=False, task=True)"
+    assert repr(Spawn(0, ["x"], env, task=True)) == "Spawn(number=0, argv=['x'], stdin=False, task=True)"
 
 
 class TestChannel:
