@@ -104,7 +104,7 @@ class _Discovery:
         self._supervisor = supervisor
         self._network = spec.network
         self._names = [link.host.name for link in supervisor.links]
-        settings = interfaces.parse_nics(spec.network.nics, [host.name for host in spec.hosts])
+        settings = spec.nics
         self._rules = [settings.rules(name) for name in self._names]
         here = [rules for rules, hello in zip(self._rules, hellos, strict=True) if is_here(hello)]
         self._launcher_rules = here[0] if here else interfaces.InterfaceFilter(settings.general)

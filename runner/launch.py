@@ -30,7 +30,7 @@ from hvdgloo.runner.job.hostlist import place, remark_on_load, shortlist
 from hvdgloo.runner.job.outcome import Failure, JobOutcome, blame
 from hvdgloo.runner.job.spec import HostEntry, LaunchSpec, Slot
 from hvdgloo.runner.network.addressing import Placement, Server
-from hvdgloo.runner.network.interfaces import Address, parse_nics
+from hvdgloo.runner.network.interfaces import Address
 from hvdgloo.runner.protocol.frames import CHUNK, Hello, Require, Spawn
 from hvdgloo.runner.rendezvous_host import RendezvousHost, open_rendezvous
 from hvdgloo.runner.supervise.init_watch import InitWatch
@@ -360,7 +360,7 @@ def _host_environment(
 ) -> dict[str, str]:
     environ = _base_environment(spec, spawner, host)
     threads = thread_defaults(hello.cores, host.slots or 1, environ, machine_cores=hello.machine_cores)
-    rules = parse_nics(spec.network.nics, [entry.name for entry in spec.hosts]).rules(host.name)
+    rules = spec.nics.rules(host.name)
     return {**interface_variables(address, chosen=bool(rules.items)), **environ, **threads}
 
 

@@ -15,14 +15,14 @@ import signal
 import subprocess
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from hvdgloo._platform.spelling import in_one_line
 from hvdgloo.errors import ConfigError, LaunchError
 from hvdgloo.runner.job.hostlist import parse_line
 from hvdgloo.runner.job.outcome import describe_status
+from hvdgloo.runner.job.spec import Discovery, HostEntry
 
 MAX_OUTPUT = 1 << 20
 """Bytes that a script may print: room for 10,000 hosts and more, and not for a loop that never ends."""
@@ -35,37 +35,29 @@ class DiscoveryError(LaunchError):
     """Hosts could not be determined; the text says why, and has what the script said last."""
 
 
-class Discovery(Protocol):
-    """What lists hosts."""
-
-    def find_available_hosts_and_slots(self) -> Mapping[str, int]:
-        """Host names and their slots, in the order in which they are to be filled."""
-        ...
-
-
 class HostDiscovery(ABC):
     """The base of discoveries, as in Horovod."""
 
     @abstractmethod
-    def find_available_hosts_and_slots(self) -> dict[str, int]:
-        """Host names and their slots, in the order in which they are to be filled."""
+    def find_available_hosts_and_slots(self) -> dict[str, int | None]:
+        """Hosts and their slots, in the order in which they are to be filled; see ``Discovery``."""
 
 
 class FixedHosts(HostDiscovery):
     """Hosts that are known.
 
     Args:
-        host_slots: host names and slots.
+        host_slots: hosts and slots.
     """
 
-    def __init__(self, host_slots: Mapping[str, int]) -> None:
+    def __init__(self, host_slots: Mapping[str, int | None]) -> None:
         self._host_slots = dict(host_slots)
 
-    def set(self, host_slots: Mapping[str, int]) -> None:
+    def set(self, host_slots: Mapping[str, int | None]) -> None:
         """From now on these are the hosts."""
         self._host_slots = dict(host_slots)
 
-    def find_available_hosts_and_slots(self) -> dict[str, int]:
+    def find_available_hosts_and_slots(self) -> dict[str, int | None]:
         return dict(self._host_slots)
 
 
@@ -74,66 +66,103 @@ class HostDiscoveryScript(HostDiscovery):
 
     Args:
         discovery_script: its path, and nothing else: it gets no arguments, and no shell reads it.
-        slots: of hosts on lines without slots.
+        slots: of hosts on lines without slots; None leaves them to the hosts.
         timeout: seconds that it may take.
     """
 
-    def __init__(self, discovery_script: str, slots: int = 1, *, timeout: float = 10.0) -> None:
+    def __init__(self, discovery_script: str, slots: int | None = 1, *, timeout: float = 10.0) -> None:
         self._script = discovery_script
         self._slots = slots
         self._timeout = timeout
 
-    def find_available_hosts_and_slots(self) -> dict[str, int]:
+    def find_available_hosts_and_slots(self) -> dict[str, int | None]:
         """What it prints now. Of a host that is listed twice the last slots count, in its first place.
 
         Raises:
             DiscoveryError: it cannot be executed, fails, takes too long, prints too much, or prints what is no host.
         """
-        hosts: dict[str, int] = {}
+        hosts: dict[str, int | None] = {}
         for number, line in enumerate(self._execute_discovery_script().splitlines(), 1):
             if line.strip():
                 try:
                     host = parse_line(line.strip(), f"line {number}")
                 except ConfigError as error:
-                    raise self._error(in_one_line(str(error))[:300]) from None
-                name = f"{host.user}@{host.name}" if host.user else host.name
-                hosts[name] = self._slots if host.slots is None else host.slots
+                    raise DiscoveryError(f"{self._what}: {in_one_line(str(error))[:300]}") from None
+                hosts[address(host)] = self._slots if host.slots is None else host.slots
         return hosts
 
     def _execute_discovery_script(self) -> str:
         """Its standard output; raises DiscoveryError."""
-        deadline = time.monotonic() + self._timeout
-        output, errors = bytearray(), bytearray()
-        try:
-            process = subprocess.Popen(
-                [os.path.abspath(self._script)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                start_new_session=True,  # so that its children can be ended with it
-            )
-        except OSError as error:
-            hint = "; its first line must name what runs it, like #!/bin/sh" if error.errno == errno.ENOEXEC else ""
-            raise self._error(f"it cannot be executed: {error.strerror}{hint}") from None
-        try:
-            if not _listen(process, output, errors, deadline):
-                raise self._error(f"it prints more than {MAX_OUTPUT} bytes", errors)
-            status = process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            raise self._error(f"it has not ended within {self._timeout:g} s", errors) from None
-        finally:
-            _end(process)
-        if status:
-            raise self._error(f"it {describe_status(status)}", errors)
-        try:
-            return output.decode("utf-8")
-        except UnicodeDecodeError:
-            raise self._error("what it prints is not UTF-8", errors) from None
+        return output_of([os.path.abspath(self._script)], self._timeout, self._what)
 
-    def _error(self, why: str, said: bytes | bytearray = b"") -> DiscoveryError:
-        lines = [line.rstrip() for line in said.decode("utf-8", "replace").split("\n") if line.strip()]
-        last = "".join(f"\n    {in_one_line(line)[:200]}" for line in lines[-LINES_SHOWN:])
-        return DiscoveryError(f"host discovery script {self._script}: {why}{last}")
+    @property
+    def _what(self) -> str:
+        return f"host discovery script {self._script}"
+
+
+def address(host: HostEntry) -> str:
+    """A host as discoveries name it: ``h1``, or ``user@h1`` where a user was given."""
+    return f"{host.user}@{host.name}" if host.user else host.name
+
+
+def host_entry(name: str, slots: int | None) -> HostEntry:
+    """The inverse of ``address``.
+
+    Raises:
+        ConfigError: it is not the name of a host.
+    """
+    host = parse_line(name, "host discovery")
+    if host.slots is not None:
+        raise ConfigError(f"host discovery: {name!r} is not the name of a host: its slots are given separately")
+    return replace(host, slots=slots)
+
+
+def output_of(command: Sequence[str], timeout: float, what: str) -> str:
+    """What a command prints. It is ended, and with it all that it has started, when its time is over.
+
+    Args:
+        command: program and arguments; no shell reads them.
+        timeout: seconds that it may take.
+        what: begins the text of an error.
+
+    Raises:
+        DiscoveryError: it cannot be executed, fails, takes too long, or prints too much; with the end of what it has
+            written to its standard error.
+    """
+    deadline = time.monotonic() + timeout
+    output, errors = bytearray(), bytearray()
+
+    def error(why: str) -> DiscoveryError:
+        lines = [line.rstrip() for line in errors.decode("utf-8", "replace").split("\n") if line.strip()]
+        return DiscoveryError(
+            f"{what}: {why}" + "".join(f"\n    {in_one_line(line)[:200]}" for line in lines[-LINES_SHOWN:])
+        )
+
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # so that its children can be ended with it
+        )
+    except OSError as failure:
+        hint = "; its first line must name what runs it, like #!/bin/sh" if failure.errno == errno.ENOEXEC else ""
+        raise error(f"it cannot be executed: {failure.strerror}{hint}") from None
+    try:
+        if not _listen(process, output, errors, deadline):
+            raise error(f"it prints more than {MAX_OUTPUT} bytes")
+        status = process.wait(max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        raise error(f"it has not ended within {timeout:g} s") from None
+    finally:
+        _end(process)
+    if status:
+        raise error(f"it {describe_status(status)}")
+    try:
+        return output.decode("utf-8")
+    except UnicodeDecodeError:
+        raise error("what it prints is not UTF-8") from None
 
 
 def _listen(process: subprocess.Popen[bytes], output: bytearray, errors: bytearray, deadline: float) -> bool:
@@ -182,14 +211,17 @@ class Listing:
     """What is to be believed after a discovery was asked again.
 
     Attributes:
-        hosts: names and slots, in order.
+        hosts: names and slots, in order; see ``Discovery``.
         changed: whether they are others than before.
         notice: a line for the user; empty if there is nothing new to say.
     """
 
-    hosts: tuple[tuple[str, int], ...]
+    hosts: tuple[tuple[str, int | None], ...]
     changed: bool
     notice: str = ""
+
+
+_Answer = dict[str, int | None]
 
 
 class HostManager:
@@ -201,12 +233,12 @@ class HostManager:
 
     def __init__(self, discovery: Discovery) -> None:
         self._discovery = discovery
-        self._answers: tuple[dict[str, int], dict[str, int]] | None = None  # the last good one, and the one before
-        self._hosts: tuple[tuple[str, int], ...] = ()
+        self._answers: tuple[_Answer, _Answer] | None = None  # the last good one, and the one before
+        self._hosts: tuple[tuple[str, int | None], ...] = ()
         self._trouble = ""
 
     @property
-    def current_hosts(self) -> tuple[tuple[str, int], ...]:
+    def current_hosts(self) -> tuple[tuple[str, int | None], ...]:
         """Names and slots that were believed last, in order."""
         return self._hosts
 
@@ -229,23 +261,36 @@ class HostManager:
         # What either of the last two answers has: it takes two to remove a host, or a slot. One that lacks hosts does
         # not say in which place they would be.
         names = answer if before.keys() <= answer.keys() else {**before, **answer}
-        hosts = tuple((name, max(answer.get(name, 0), before.get(name, 0))) for name in names)
+        hosts = tuple((name, _more(answer.get(name, 0), before.get(name, 0))) for name in names)
         changed, self._hosts = hosts != self._hosts, hosts
         return Listing(hosts, changed, "hosts can be discovered again" if back else "")
 
-    def _ask(self) -> dict[str, int]:
+    def _ask(self) -> _Answer:
         try:
             answer = dict(self._discovery.find_available_hosts_and_slots())
         except DiscoveryError:
             raise
         except Exception as error:
             raise DiscoveryError(f"host discovery: {type(error).__name__}: {error}") from error
+        known = dict(self._hosts)
         for name, slots in answer.items():
-            if not isinstance(name, str) or not name or type(slots) is not int or slots < 1:
+            if not isinstance(name, str) or not (slots is None or (type(slots) is int and slots > 0)):
                 raise DiscoveryError(f"host discovery: {name!r:.100}: {slots!r:.50} is not a host with its slots")
+            if name not in known:
+                try:
+                    host_entry(name, slots)
+                except ConfigError as error:
+                    raise DiscoveryError(in_one_line(str(error))[:300]) from None
         return answer
 
     def _failed(self, text: str) -> Listing:
         notice = "" if text == self._trouble else f"{text}\nThe job goes on with the hosts that were listed before"
         self._trouble = text
         return Listing(self._hosts, False, notice)
+
+
+def _more(now: int | None, before: int | None) -> int | None:
+    """The higher number of slots; the newer one where either leaves it to the host."""
+    if now is None or before is None:
+        return before if now == 0 else now
+    return max(now, before)

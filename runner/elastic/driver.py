@@ -30,7 +30,8 @@ from hvdgloo.rendezvous._elastic.events import (
     Tell,
 )
 from hvdgloo.rendezvous._server.elastic import ElasticEpochs
-from hvdgloo.runner.elastic.discovery import Discovery, HostManager
+from hvdgloo.runner.elastic.discovery import HostManager, Listing
+from hvdgloo.runner.job.spec import Discovery
 
 HANG_TIME = 30.0
 """Seconds after which a line says that a discovery has not answered."""
@@ -111,7 +112,7 @@ class ElasticDriver:
         self._watch = threading.Thread(target=self._discover, name="hvdgloo-discovery", daemon=True)
 
     def __enter__(self) -> ElasticDriver:
-        self.epochs.feed(HostsListed(self._manager.update_available_hosts().hosts))
+        self.epochs.feed(_listed(self._manager.update_available_hosts()))
         self._watch.start()
         return self
 
@@ -185,4 +186,8 @@ class ElasticDriver:
             if listing.notice:
                 self._tell(listing.notice)
             if listing.changed:
-                self.epochs.feed(HostsListed(listing.hosts))
+                self.epochs.feed(_listed(listing))
+
+
+def _listed(listing: Listing) -> HostsListed:
+    return HostsListed(tuple((name, slots or 1) for name, slots in listing.hosts))

@@ -5,15 +5,21 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
 from hvdgloo import topology
 from hvdgloo.config import TlsFiles
 from hvdgloo.errors import ConfigError
-from hvdgloo.runner.network.interfaces import parse_nics
+from hvdgloo.runner.network.interfaces import NicSettings, parse_nics
+
+if TYPE_CHECKING:  # a job of a fixed size needs none of it
+    from hvdgloo.rendezvous._elastic.events import Rules
 
 GRACE_AFTER_FAILURE = 3.0
 GRACE_AFTER_SIGNAL = 30.0
 HEARTBEAT_TIMEOUT = 5.0
+
+_NO_PREFIX = "--no-prefix is for the output of a single rank; show only one, with --log-ranks 0"
 
 
 @dataclass(frozen=True)
@@ -77,6 +83,32 @@ class NetworkOptions:
     tls: TlsFiles | None = None
 
 
+class Discovery(Protocol):
+    """What lists the hosts of a job whose size may change."""
+
+    def find_available_hosts_and_slots(self) -> Mapping[str, int | None]:
+        """Hosts (``h1``, ``user@h1``) and their slots, in the order in which they are to be filled.
+
+        None for the slots of a host leaves them to the host itself: one for each of its GPUs, else one.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class ElasticSpec:
+    """What is asked of a job whose size may change.
+
+    Attributes:
+        rules: sizes, limits and times.
+        discovery: lists the hosts. Where the user has named them, it always gives the same answer.
+        interval: seconds between two questions to it.
+    """
+
+    rules: Rules
+    discovery: Discovery
+    interval: float = 1.0
+
+
 @dataclass(frozen=True)
 class Slot:
     """One worker's place. ``host`` is an index into the hosts that take part; the rest is as in ``hvd.*``."""
@@ -97,7 +129,7 @@ class LaunchSpec:
 
     Attributes:
         command: program and arguments of every worker on this host, ready to be executed.
-        hosts: in order; ranks fill them in this order.
+        hosts: in order; ranks fill them in this order. Empty where only a discovery knows them.
         np: number of workers, at most the hosts' slots; None for as many.
         cwd: working directory of the workers.
         environ: what workers find in their environment, apart from what the launcher adds.
@@ -121,6 +153,8 @@ class LaunchSpec:
         timeline: where workers write their trace from the start; see ``Config``.
         reach: how other hosts are reached.
         network: how hosts reach each other.
+        elastic: how the number of workers may change; None if it is fixed.
+        max_restarts: how often all workers of a job of a fixed size are started again after a failure.
     """
 
     command: tuple[str, ...]
@@ -147,6 +181,8 @@ class LaunchSpec:
     export_all: bool = True
     remote_command: tuple[str, ...] | None = None
     network: NetworkOptions = field(default_factory=NetworkOptions)
+    elastic: ElasticSpec | None = None
+    max_restarts: int = 0
 
     def __post_init__(self) -> None:
         """Refuse what cannot be used, before anything is started.
@@ -154,12 +190,35 @@ class LaunchSpec:
         Raises:
             ConfigError: a value cannot be used; the text names the option.
         """
-        parse_nics(self.network.nics, [host.name for host in self.hosts])
+        if self.max_restarts and self.elastic is not None:
+            raise ConfigError(
+                "--max-restarts is for jobs of a fixed size; an elastic one goes on after a failure, at most "
+                "--reset-limit times"
+            )
+        if self.max_restarts and self.stdin_rank is not None:
+            raise ConfigError("--stdin with --max-restarts: what one start has read would be lost to the next")
+        _ = self.nics
+        if self.elastic is not None:
+            self._check_elastic(self.elastic.rules.largest)
+            return
         slots = [host.slots for host in self.hosts if host.slots is not None]
         if self.np is not None:
             self.check_ranks(self.np)
         elif slots and len(slots) == len(self.hosts):
             self.check_ranks(sum(slots))
+
+    @property
+    def nics(self) -> NicSettings:
+        """What ``--nics`` means for this job's hosts; for any host where they are not known from the start."""
+        return parse_nics(self.network.nics, [host.name for host in self.hosts] or None)
+
+    def _check_elastic(self, largest: int | None) -> None:
+        if self.stdin_rank is not None:
+            raise ConfigError("--stdin is for jobs of a fixed size: here, a rank may become another process")
+        if self.log_ranks is not None and largest is not None and max(self.log_ranks) >= largest:
+            raise ConfigError(f"--log-ranks {max(self.log_ranks)}: {_only(largest)}")
+        if not self.prefix and (largest or 2) > 1 and (self.log_ranks is None or len(self.log_ranks) > 1):
+            raise ConfigError(_NO_PREFIX)
 
     def check_ranks(self, np: int) -> None:
         """Refuse ranks that do not exist, and lines without a prefix where they could be of several ranks.
@@ -173,7 +232,7 @@ class LaunchSpec:
             raise ConfigError(f"--log-ranks {max(self.log_ranks)}: {_only(np)}")
         shown = np if self.log_ranks is None else len(self.log_ranks)
         if not self.prefix and shown > 1:
-            raise ConfigError("--no-prefix is for the output of a single rank; show only one, with --log-ranks 0")
+            raise ConfigError(_NO_PREFIX)
 
     @property
     def grace_after_failure(self) -> float:

@@ -139,13 +139,13 @@ class NicSettings:
         return bool(self.general or self.by_host)
 
 
-def parse_nics(texts: Iterable[str], hosts: Sequence[str]) -> NicSettings:
+def parse_nics(texts: Iterable[str], hosts: Sequence[str] | None) -> NicSettings:
     """What the values of ``--nics`` mean.
 
     Args:
         texts: each a comma-separated list of names and networks, each with an optional ``^`` before it, and before that
             an optional ``host=``.
-        hosts: the job's.
+        hosts: the job's; None if they are not known yet.
 
     Raises:
         ConfigError: an item cannot be understood, or a host is not the job's; the text names it.
@@ -155,7 +155,7 @@ def parse_nics(texts: Iterable[str], hosts: Sequence[str]) -> NicSettings:
     for item in (item.strip() for text in texts for item in text.split(",")):
         host, equals, rule = item.rpartition("=")
         host = host.strip().strip("[]")
-        if equals and host not in hosts:
+        if equals and hosts is not None and host not in hosts:
             raise ConfigError(f"--nics {item}: {host or 'nothing'} is not one of the hosts ({', '.join(hosts[:8])})")
         if equals:
             by_host.setdefault(host, []).append(_checked(rule.strip(), item))

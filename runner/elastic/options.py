@@ -1,0 +1,186 @@
+"""From what the user has said about a job whose size may change to an ``ElasticSpec``: the same way from the command
+line and from ``hvdgloo.run.run``. What contradicts itself is refused here, before anything is started.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+
+from hvdgloo.config import Config
+from hvdgloo.errors import ConfigError
+from hvdgloo.rendezvous._elastic.events import Join, Rules
+from hvdgloo.runner.elastic.discovery import FixedHosts, HostDiscoveryScript, address
+from hvdgloo.runner.elastic.slurm_nodes import SLURM, SlurmNodes
+from hvdgloo.runner.job.host_sources import Inventory
+from hvdgloo.runner.job.hostlist import shortlist
+from hvdgloo.runner.job.spec import Discovery, ElasticSpec, HostEntry
+
+FAILURES_ON_ONE_HOST = 3
+"""The failures that take a host out of a job that has no other."""
+
+INTERVAL, TIMEOUT = 1.0, 10.0
+"""In seconds: between two questions to a discovery, and for a script to answer."""
+
+
+@dataclass(frozen=True)
+class ElasticOptions:
+    """What was asked for; None where nothing was said. Times are in seconds.
+
+    Attributes:
+        min_np, max_np: the fewest and the most workers.
+        script: a discovery script, or ``slurm``.
+        discovery: an object that lists hosts.
+        slots_per_host: of hosts for which nobody gives a number.
+        reset_limit: how often workers may form anew.
+        cooldown: the shortest and the longest time for which a host is left out.
+        failures_per_host: the failure of a worker at which its host is left out.
+        interval: between two questions to a discovery.
+        timeout: for a script to answer.
+    """
+
+    min_np: int | None = None
+    max_np: int | None = None
+    script: str | None = None
+    discovery: Discovery | None = None
+    slots_per_host: int | None = None
+    reset_limit: int | None = None
+    cooldown: tuple[float, float] | None = None
+    failures_per_host: int | None = None
+    interval: float | None = None
+    timeout: float | None = None
+
+    @property
+    def discovered(self) -> bool:
+        """Whether hosts come from a script or an object."""
+        return self.script is not None or self.discovery is not None
+
+    @property
+    def elastic(self) -> bool:
+        """Whether they make a job one whose size may change."""
+        return self.discovered or self.min_np is not None
+
+    def size(self, np: int | None) -> int | None:
+        """The slots that a start waits for: as many as were asked for, else the fewest that are enough."""
+        return self.min_np if np is None else np
+
+
+FLAGS = {
+    "min_np": "--min-np",
+    "max_np": "--max-np",
+    "script": "--host-discovery-script",
+    "slots_per_host": "--slots-per-host",
+    "reset_limit": "--reset-limit",
+    "cooldown": "--blacklist-cooldown-range",
+    "failures_per_host": "--failures-per-host",
+    "interval": "--discovery-interval",
+    "timeout": "--discovery-timeout",
+}
+"""Field of ``ElasticOptions`` to flag."""
+
+
+def elastic_spec(
+    options: ElasticOptions, inventory: Inventory, environ: Mapping[str, str], *, cwd: str, np: int | None
+) -> ElasticSpec | None:
+    """What the options amount to; None for a job of a fixed size.
+
+    Args:
+        inventory: the hosts that were given, or found; those of a discovery are not among them.
+        environ: of the workers; its settings apply to the launcher, too.
+        cwd: the folder in which the path of a script begins.
+        np: ``-np``.
+
+    Raises:
+        ConfigError: they contradict each other, or the rest of what was asked for; the text names the flag.
+    """
+    if not options.elastic:
+        _refuse_alone(options)
+        return None
+    config = Config.from_env(environ)
+    size = options.size(np)
+    if size is None:
+        raise ConfigError(
+            f"{FLAGS['script']} needs -np N, the number of slots that must be there before the job starts; it may use "
+            "more of them, up to --max-np"
+        )
+    hosts = [host if host.slots else _with(host, options.slots_per_host) for host in inventory.hosts]
+    if options.failures_per_host is not None:
+        failures = options.failures_per_host
+    else:
+        failures = FAILURES_ON_ONE_HOST if len(hosts) == 1 and not options.discovered else 1
+    rules = Rules(
+        size=size,
+        smallest=size if options.min_np is None else options.min_np,
+        largest=options.max_np,
+        elastic_timeout=config.elastic_timeout,
+        start_timeout=config.start_timeout,
+        connect_timeout=config.connect_timeout,
+        reset_limit=options.reset_limit,
+        failures_per_host=failures,
+        cooldown=options.cooldown,
+        join=Join(config.elastic_join),
+        hosts_may_come=options.discovered,
+    )
+    if not options.discovered:
+        _refuse_without_discovery(options)
+        shortlist(hosts, size)  # or the start would wait for slots that cannot come
+    return ElasticSpec(
+        rules,
+        _discovery(options, inventory, hosts, cwd),
+        INTERVAL if options.interval is None else options.interval,
+    )
+
+
+def _discovery(
+    options: ElasticOptions, inventory: Inventory, hosts: Sequence[HostEntry], cwd: str
+) -> Discovery:
+    timeout = TIMEOUT if options.timeout is None else options.timeout
+    if options.discovery is not None:
+        return options.discovery
+    if options.script == SLURM:
+        if inventory.allocation is None:
+            raise ConfigError(
+                f"{FLAGS['script']} {SLURM} lists the nodes of a Slurm job, and this is none; for a script of that "
+                f"name, write ./{SLURM}"
+            )
+        return SlurmNodes(inventory.allocation.hosts, options.slots_per_host, timeout=timeout)
+    if options.script is not None:
+        return HostDiscoveryScript(_executable(options.script, cwd), options.slots_per_host, timeout=timeout)
+    return FixedHosts({address(host): host.slots for host in hosts})
+
+
+def _executable(script: str, cwd: str) -> str:
+    """The path of a script.
+
+    Raises:
+        ConfigError: there is none, or it cannot be executed.
+    """
+    path = os.path.join(cwd, os.path.expanduser(script))
+    if os.path.isdir(path):
+        raise ConfigError(f"{FLAGS['script']} {script}: it is a folder")
+    if not os.path.exists(path):
+        raise ConfigError(f"{FLAGS['script']} {script}: there is no such file; it is a path, without arguments")
+    if not os.access(path, os.X_OK):
+        raise ConfigError(f"{FLAGS['script']} {script}: it is not executable; chmod +x it")
+    return path
+
+
+def _with(host: HostEntry, slots: int | None) -> HostEntry:
+    return HostEntry(host.name, slots, host.user)
+
+
+def _refuse_alone(options: ElasticOptions) -> None:
+    """Refuse what has no meaning for a job of a fixed size."""
+    for field in fields(options):
+        if getattr(options, field.name) is not None:
+            raise ConfigError(
+                f"{FLAGS[field.name]} is for jobs whose size may change; give --min-np N besides, or leave it out"
+            )
+
+
+def _refuse_without_discovery(options: ElasticOptions) -> None:
+    """Refuse what has no meaning where the user has named the hosts."""
+    for name in ("interval", "timeout"):
+        if getattr(options, name) is not None:
+            raise ConfigError(f"{FLAGS[name]} is for {FLAGS['script']}; leave it out")
