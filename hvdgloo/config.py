@@ -23,7 +23,9 @@ _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off", ""})
 GLOO_PROVIDERS = ("torch", "pygloo")
 """The packages that provide Gloo, the preferred one first."""
-_TOLD = frozenset(f"HVDGLOO_{name}" for name in ("SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE"))
+_TOLD = frozenset(
+    f"HVDGLOO_{name}" for name in ("SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "RESTART")
+)
 """Variables by which a launcher tells the user's program its place in the job; no setting reads them."""
 _NOT_OURS = re.compile(r"HVDGLOO_(TEST_\w+|\w+_SERVICE_(HOST|PORT\w*)|\w+_PORT_[0-9]+_\w+)=.*|\w+_PORT=[a-z]+://.*")
 """Variables of tests, and of a Kubernetes service named hvdgloo-something, which are set in every container."""
@@ -393,6 +395,28 @@ class Config:
         parse=_number(positive=True),
         help="how long a rank may be silent while others wait for it, and how long one collective may take "
         "beyond its transfer time; a rank that is merely late is waited for. Rank 0's holds for all",
+    )
+
+    # Jobs whose size may change.
+    elastic_timeout: float = _setting(
+        600.0,
+        env="HVDGLOO_ELASTIC_TIMEOUT",
+        fallback=("HOROVOD_ELASTIC_TIMEOUT",),
+        flag="--elastic-timeout",
+        yaml="elastic.timeout_seconds",
+        unit="seconds",
+        parse=_number(positive=True),
+        help="how long an elastic job waits for slots, at its start and when it has fewer than --min-np workers, and "
+        "for workers that do not come back after a failure",
+    )
+    elastic_join: str = _setting(
+        "ready",
+        env="HVDGLOO_ELASTIC_JOIN",
+        flag="--join",
+        yaml="elastic.join",
+        parse=_one_of("ready", "now"),
+        help="when the workers of an elastic job stop for newcomers. ready: once these have reached elastic.run, so "
+        "that their start costs nothing; now: as soon as there is a slot for them, as in Horovod",
     )
 
     # Engine.

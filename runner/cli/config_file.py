@@ -93,6 +93,10 @@ def _flag(action: argparse.Action, value: Any, source: str) -> Any:
     # Only argparse itself names the class of flags that may be repeated, and that name is private.
     if isinstance(action, argparse._AppendAction):
         return [_typed(action, item, source) for item in items]
+    if isinstance(action.nargs, int):
+        if len(items) != action.nargs:
+            raise ConfigError(f"{source}: {value!r} cannot be used: expected a list of {action.nargs} values")
+        return [_typed(action, item, source) for item in items]
     return _typed(action, ",".join(items), source)
 
 

@@ -17,8 +17,9 @@ from typing import Any, NoReturn
 from hvdgloo._platform.spelling import suggestions
 from hvdgloo.errors import ConfigError
 from hvdgloo.runner.cli import setting_flags
+from hvdgloo.runner.cli.elastic import add_elastic_flags
 from hvdgloo.runner.cli.reach import add_environment_flags, add_reach_flags
-from hvdgloo.runner.job.hostlist import MOST_WORKERS
+from hvdgloo.runner.cli.values import natural, positive, ranks, seconds, some_seconds, whole
 from hvdgloo.runner.job.spec import GRACE_AFTER_FAILURE, GRACE_AFTER_SIGNAL, HEARTBEAT_TIMEOUT
 
 PROGRAM = "hvdgloo-run"
@@ -26,6 +27,7 @@ PROGRAM = "hvdgloo-run"
 GROUPS = {
     "job": "what to run",
     "hosts": "hosts",
+    "elastic": "elastic jobs, whose workers may come and go (docs/elastic.md)",
     "reach": "how hosts are reached",
     "environment": "what workers find there",
     "network": "network",
@@ -40,7 +42,7 @@ GROUPS = {
 }
 """Groups of ``--help`` in their order: name in this module, and title."""
 
-ALTERNATIVES: tuple[tuple[str, ...], ...] = (("hosts", "hostfile"),)
+ALTERNATIVES: tuple[tuple[str, ...], ...] = (("hosts", "hostfile", "host_discovery_script"),)
 """Flags (by their ``dest``) of which only one may be given. One on the command line also overrides the others in a
 file."""
 
@@ -48,6 +50,7 @@ _SECTIONS = {
     "as_horovod": "job",
     "network": "network",
     "timeouts": "time",
+    "elastic": "elastic",
     "library_options.gloo_timeout_seconds": "time",
     "library_options.thread_affinity": "tuning",
     "library_options.cpu_operations": "tuning",
@@ -83,8 +86,7 @@ _KNOWN = """\
 --autotune-..., --hierarchical-..., --torus-allreduce, --tcp, --mpi-args,
 --mpi-threads-disable, --binding-args, --num-nccl-streams and --disable-cache
 have no effect, and a line says so;
---mpi, --jsrun and the flags of jobs that grow and shrink (--min-np, --max-np,
---host-discovery-script, ...) are refused."""
+--mpi and --jsrun are refused."""
 
 _EPILOG = """\
 The command is a Python file (run by this interpreter), -m and a module, or any
@@ -93,12 +95,14 @@ program. Everything after it belongs to it. Examples:
   hvdgloo-run -np 4 train.py --epochs 90
   hvdgloo-run -H h1:2,h2:2 python train.py
   hvdgloo-run -np 2 -m package.train
+  hvdgloo-run -np 4 --min-np 2 --host-discovery-script ./hosts.sh train.py
   hvdgloo-run doctor -H h1:2,h2:2     is everything there that the job needs?
   hvdgloo-run timeline merge all.json trace.*.json    ranks' traces in one file
 
 Exit status: 0 if all workers succeeded, else that of the first one that failed
-(128+N if signal N ended it); 1 if the job could not be started; 2 if the
-command line, or a file that it names, cannot be used.
+(128+N if signal N ended it), or of the failure that an elastic job could not
+survive; 1 if the job could not be started; 2 if the command line, or a file
+that it names, cannot be used.
 
 Ctrl-C is passed on to the workers, which then have the grace period to end;
 Ctrl-C again kills them at once. Ctrl-Z stops the launcher alone: the workers go
@@ -246,6 +250,7 @@ def build_parser() -> Parser:
     parser = Parser()
     _add_job_flags(parser.adder("job"))
     _add_host_flags(parser.adder("hosts"))
+    add_elastic_flags(parser.adder("elastic"))
     add_reach_flags(parser.adder("reach"))
     add_environment_flags(parser.adder("environment"))
     _add_network_flags(parser.adder("network"))
@@ -267,6 +272,15 @@ def _add_job_flags(add: setting_flags.AddArgument) -> None:
         metavar="N",
         yaml="num_proc",
         help="number of worker processes (default: all slots of the hosts; without hosts one for each GPU, else one)",
+    )
+    add(
+        "--max-restarts",
+        type=whole,
+        default=0,
+        metavar="N",
+        yaml="max_restarts",
+        help="after a failure, start all workers again on the same hosts, at most N times; they find the number of the "
+        "restart in HVDGLOO_RESTART, and continue from the program's own checkpoint (default: 0)",
     )
     add("--config-file", metavar="FILE", help="a YAML file with settings; flags win over it")
     add(
@@ -448,55 +462,3 @@ def _unknown(flag: str, values: Mapping[str, int]) -> str:
         close.append("python -c as the command")
     hint = f"; did you mean {' or '.join(close)}?" if close else f"; {PROGRAM} --help lists them all"
     return f"there is no option {flag}{hint} (the command's own options come after it)"
-
-
-# Values.
-
-
-def positive(text: str) -> int:
-    """A whole number from 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
-    return int(text)
-
-
-def natural(text: str) -> int:
-    """A rank."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a rank")
-    return int(text)
-
-
-def ranks(text: str) -> frozenset[int]:
-    """Ranks and ranges of them: ``0,4-7``."""
-    found: set[int] = set()
-    for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        low, high = (_rank(first), _rank(last if dash else first))
-        if low is None or high is None or low > high:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a list of ranks, such as 0 or 0,4-7")
-        found.update(range(low, high + 1))
-    return frozenset(found)
-
-
-def _rank(text: str) -> int | None:
-    return int(text) if text.isascii() and text.isdigit() and int(text) < MOST_WORKERS else None
-
-
-def some_seconds(text: str) -> float:
-    """A number of seconds, more than 0."""
-    value = seconds(text)
-    if not value:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds greater than 0")
-    return value
-
-
-def seconds(text: str) -> float:
-    """A number of seconds, from 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < 1e9:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
-    return value

@@ -21,6 +21,7 @@ from hvdgloo.errors import ConfigError, HvdglooError, JobFailedError, LaunchErro
 from hvdgloo.rendezvous._auth import generate_secret
 from hvdgloo.runner.cli import config_file, setting_flags
 from hvdgloo.runner.cli.config_file import FileContent
+from hvdgloo.runner.cli.elastic import examined, options_from
 from hvdgloo.runner.cli.flags import PROGRAM, Parser, build_parser, judge_known_flags, misplaced, split
 from hvdgloo.runner.cli.reach import exports_from, reach_from
 from hvdgloo.runner.console.writer import is_broken_pipe
@@ -172,9 +173,18 @@ def command_line(
     environ = {**os.environ, **content.environ, **setting_flags.from_flags(arguments)}
     exports = exports_from(arguments, environ)
     environ = without_place({**environ, **exports})
+    options = options_from(arguments)
     inventory = take_inventory(
-        environ, hosts=arguments.hosts, hostfile=arguments.hostfile, np=arguments.np, slurm=not arguments.no_slurm
+        environ,
+        hosts=arguments.hosts,
+        hostfile=arguments.hostfile,
+        np=arguments.np if options is None else options.size(arguments.np),
+        slurm=not arguments.no_slurm,
+        discovered=options is not None and options.discovered,
     )
+    elastic = None if options is None else options.spec(inventory, environ)
+    if doctor and elastic is not None:
+        inventory, elastic = examined(inventory, elastic), None
     notices += () if doctor else inventory.notices
     if arguments.np is None and not doctor:
         notices += filter(None, [misplaced(command, parser.spellings("np"))])
@@ -204,5 +214,7 @@ def command_line(
         prefix=not arguments.no_prefix,
         stdin_rank=arguments.stdin,
         verbose=arguments.verbose,
+        elastic=elastic,
+        max_restarts=arguments.max_restarts,
     )
     return CommandLine(spec, tuple(notices))

@@ -44,21 +44,11 @@ IGNORED_FLAGS: tuple[tuple[str, int, str], ...] = (
 )  # fmt: skip
 """Horovod's flags that are accepted and do nothing: flag, number of values, why."""
 
-_ELASTIC = "jobs that grow and shrink are not supported yet; leave it out for a job of a fixed size"
 CONTROLLER = "there is only the Gloo controller; leave it out, or write --gloo"
 
 REFUSED_FLAGS: tuple[tuple[str, int, str], ...] = (
     ("--mpi", 0, CONTROLLER),
     ("--jsrun", 0, CONTROLLER),
-    ("--min-np", 1, _ELASTIC),
-    ("--min-num-proc", 1, _ELASTIC),
-    ("--max-np", 1, _ELASTIC),
-    ("--max-num-proc", 1, _ELASTIC),
-    ("--host-discovery-script", 1, _ELASTIC),
-    ("--slots-per-host", 1, _ELASTIC),
-    ("--elastic-timeout", 1, _ELASTIC),
-    ("--reset-limit", 1, _ELASTIC),
-    ("--blacklist-cooldown-range", 2, _ELASTIC),
 )
 """Horovod's flags that cannot be ignored without changing the job: flag, number of values, why."""
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from hvdgloo.config import Config
 from hvdgloo.errors import ConfigError
@@ -15,6 +15,7 @@ from hvdgloo.runner.elastic.discovery import FixedHosts, HostDiscoveryScript, ad
 from hvdgloo.runner.elastic.slurm_nodes import SLURM, SlurmNodes
 from hvdgloo.runner.job.host_sources import Inventory
 from hvdgloo.runner.job.hostlist import shortlist
+from hvdgloo.runner.job.slurm import Allocation
 from hvdgloo.runner.job.spec import Discovery, ElasticSpec, HostEntry
 
 FAILURES_ON_ONE_HOST = 3
@@ -65,6 +66,80 @@ class ElasticOptions:
         """The slots that a start waits for: as many as were asked for, else the fewest that are enough."""
         return self.min_np if np is None else np
 
+    def spec(self, inventory: Inventory, environ: Mapping[str, str]) -> ElasticSpec | None:
+        """What the options amount to; None for a job of a fixed size.
+
+        Args:
+            inventory: the number of workers, as ``size`` has it, and the hosts that were given, or found; those of a
+                discovery are not among them.
+            environ: of the workers; its settings apply to the launcher, too.
+
+        Raises:
+            ConfigError: they contradict each other, or the rest of what was asked for; the text names the flag.
+        """
+        if not self.elastic:
+            self._refuse_alone()
+            return None
+        size = inventory.np
+        if size is None:
+            raise ConfigError(
+                f"{FLAGS['script']} needs -np N, the number of slots that must be there before the job starts; it may "
+                "use more of them, up to --max-np"
+            )
+        hosts = [host if host.slots else replace(host, slots=self.slots_per_host) for host in inventory.hosts]
+        rules = self._rules(size, alone=len(hosts) == 1, config=Config.from_env(environ))
+        if not self.discovered:
+            self._refuse_without_discovery()
+            shortlist(hosts, size)  # or the start would wait for slots that cannot come
+        interval = INTERVAL if self.interval is None else self.interval
+        return ElasticSpec(rules, self._discovery(hosts, inventory.allocation), interval)
+
+    def _rules(self, size: int, *, alone: bool, config: Config) -> Rules:
+        failures = FAILURES_ON_ONE_HOST if alone else 1
+        return Rules(
+            size=size,
+            smallest=size if self.min_np is None else self.min_np,
+            largest=self.max_np,
+            elastic_timeout=config.elastic_timeout,
+            start_timeout=config.start_timeout,
+            connect_timeout=config.connect_timeout,
+            reset_limit=self.reset_limit,
+            failures_per_host=failures if self.failures_per_host is None else self.failures_per_host,
+            cooldown=self.cooldown,
+            join=Join(config.elastic_join),
+            hosts_may_come=self.discovered,
+        )
+
+    def _discovery(self, hosts: Sequence[HostEntry], allocation: Allocation | None) -> Discovery:
+        timeout = TIMEOUT if self.timeout is None else self.timeout
+        if self.discovery is not None:
+            return self.discovery
+        if self.script is None:
+            return FixedHosts({address(host): host.slots for host in hosts})
+        if self.script != SLURM:
+            return HostDiscoveryScript(_executable(self.script), self.slots_per_host, timeout=timeout)
+        if allocation is None:
+            raise ConfigError(
+                f"{FLAGS['script']} {SLURM} lists the nodes of a Slurm job, and this is none; for a script of that "
+                f"name, write ./{SLURM}"
+            )
+        return SlurmNodes(allocation.hosts, self.slots_per_host, timeout=timeout)
+
+    def _refuse_alone(self) -> None:
+        """Refuse what has no meaning for a job of a fixed size."""
+        for field in fields(self):
+            if getattr(self, field.name) is not None:
+                raise ConfigError(
+                    f"{FLAGS[field.name]} is for elastic jobs: give --min-np N or a discovery script besides, or leave "
+                    "it out"
+                )
+
+    def _refuse_without_discovery(self) -> None:
+        """Refuse what has no meaning where the user has named the hosts."""
+        for name in ("interval", "timeout"):
+            if getattr(self, name) is not None:
+                raise ConfigError(f"{FLAGS[name]} is for {FLAGS['script']}; leave it out")
+
 
 FLAGS = {
     "min_np": "--min-np",
@@ -80,83 +155,13 @@ FLAGS = {
 """Field of ``ElasticOptions`` to flag."""
 
 
-def elastic_spec(
-    options: ElasticOptions, inventory: Inventory, environ: Mapping[str, str], *, cwd: str, np: int | None
-) -> ElasticSpec | None:
-    """What the options amount to; None for a job of a fixed size.
-
-    Args:
-        inventory: the hosts that were given, or found; those of a discovery are not among them.
-        environ: of the workers; its settings apply to the launcher, too.
-        cwd: the folder in which the path of a script begins.
-        np: ``-np``.
-
-    Raises:
-        ConfigError: they contradict each other, or the rest of what was asked for; the text names the flag.
-    """
-    if not options.elastic:
-        _refuse_alone(options)
-        return None
-    config = Config.from_env(environ)
-    size = options.size(np)
-    if size is None:
-        raise ConfigError(
-            f"{FLAGS['script']} needs -np N, the number of slots that must be there before the job starts; it may use "
-            "more of them, up to --max-np"
-        )
-    hosts = [host if host.slots else _with(host, options.slots_per_host) for host in inventory.hosts]
-    if options.failures_per_host is not None:
-        failures = options.failures_per_host
-    else:
-        failures = FAILURES_ON_ONE_HOST if len(hosts) == 1 and not options.discovered else 1
-    rules = Rules(
-        size=size,
-        smallest=size if options.min_np is None else options.min_np,
-        largest=options.max_np,
-        elastic_timeout=config.elastic_timeout,
-        start_timeout=config.start_timeout,
-        connect_timeout=config.connect_timeout,
-        reset_limit=options.reset_limit,
-        failures_per_host=failures,
-        cooldown=options.cooldown,
-        join=Join(config.elastic_join),
-        hosts_may_come=options.discovered,
-    )
-    if not options.discovered:
-        _refuse_without_discovery(options)
-        shortlist(hosts, size)  # or the start would wait for slots that cannot come
-    return ElasticSpec(
-        rules,
-        _discovery(options, inventory, hosts, cwd),
-        INTERVAL if options.interval is None else options.interval,
-    )
-
-
-def _discovery(
-    options: ElasticOptions, inventory: Inventory, hosts: Sequence[HostEntry], cwd: str
-) -> Discovery:
-    timeout = TIMEOUT if options.timeout is None else options.timeout
-    if options.discovery is not None:
-        return options.discovery
-    if options.script == SLURM:
-        if inventory.allocation is None:
-            raise ConfigError(
-                f"{FLAGS['script']} {SLURM} lists the nodes of a Slurm job, and this is none; for a script of that "
-                f"name, write ./{SLURM}"
-            )
-        return SlurmNodes(inventory.allocation.hosts, options.slots_per_host, timeout=timeout)
-    if options.script is not None:
-        return HostDiscoveryScript(_executable(options.script, cwd), options.slots_per_host, timeout=timeout)
-    return FixedHosts({address(host): host.slots for host in hosts})
-
-
-def _executable(script: str, cwd: str) -> str:
+def _executable(script: str) -> str:
     """The path of a script.
 
     Raises:
         ConfigError: there is none, or it cannot be executed.
     """
-    path = os.path.join(cwd, os.path.expanduser(script))
+    path = os.path.expanduser(script)
     if os.path.isdir(path):
         raise ConfigError(f"{FLAGS['script']} {script}: it is a folder")
     if not os.path.exists(path):
@@ -164,23 +169,3 @@ def _executable(script: str, cwd: str) -> str:
     if not os.access(path, os.X_OK):
         raise ConfigError(f"{FLAGS['script']} {script}: it is not executable; chmod +x it")
     return path
-
-
-def _with(host: HostEntry, slots: int | None) -> HostEntry:
-    return HostEntry(host.name, slots, host.user)
-
-
-def _refuse_alone(options: ElasticOptions) -> None:
-    """Refuse what has no meaning for a job of a fixed size."""
-    for field in fields(options):
-        if getattr(options, field.name) is not None:
-            raise ConfigError(
-                f"{FLAGS[field.name]} is for jobs whose size may change; give --min-np N besides, or leave it out"
-            )
-
-
-def _refuse_without_discovery(options: ElasticOptions) -> None:
-    """Refuse what has no meaning where the user has named the hosts."""
-    for name in ("interval", "timeout"):
-        if getattr(options, name) is not None:
-            raise ConfigError(f"{FLAGS[name]} is for {FLAGS['script']}; leave it out")

@@ -12,7 +12,7 @@ from dataclasses import replace
 from hvdgloo.config import Config
 from hvdgloo.errors import ConfigError
 from hvdgloo.runner.job.host_sources import Inventory
-from hvdgloo.runner.job.spec import HEARTBEAT_TIMEOUT, LaunchSpec, NetworkOptions, Reach
+from hvdgloo.runner.job.spec import HEARTBEAT_TIMEOUT, ElasticSpec, LaunchSpec, NetworkOptions, Reach
 
 
 def assemble(
@@ -37,6 +37,8 @@ def assemble(
     prefix: bool = True,
     stdin_rank: int | None = None,
     verbose: bool = False,
+    elastic: ElasticSpec | None = None,
+    max_restarts: int = 0,
 ) -> LaunchSpec:
     """The job. Arguments that are not described here are those of ``LaunchSpec``.
 
@@ -77,4 +79,6 @@ def assemble(
         timeline=config.timeline,
         reach=inventory.completed(replace(reach, connect_timeout=config.connect_timeout)),
         network=NetworkOptions(nics, config.port_range, config.connect_timeout, config.tls_files),
+        elastic=elastic,
+        max_restarts=max_restarts,
     )

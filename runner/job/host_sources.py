@@ -48,18 +48,26 @@ def take_inventory(
     hostfile: str | None = None,
     np: int | None = None,
     slurm: bool = True,
+    discovered: bool = False,
 ) -> Inventory:
     """What the job runs on, with defaults for what was not given.
 
     Args:
         environ: of the launcher.
         slurm: look for an allocation.
+        discovered: a script or an object will list the hosts, so that there are none yet.
 
     Raises:
         ConfigError: hosts, file or Slurm's variables cannot be used.
     """
     if hosts is not None and hostfile is not None:
         raise ConfigError("give either hosts or a hostfile, not both")
+    if discovered and (hosts is not None or hostfile is not None):
+        raise ConfigError(
+            f"give either {'hosts' if hosts is not None else 'a hostfile'} or what discovers the hosts, not both"
+        )
+    if discovered:
+        return Inventory((), np, allocation=_allocation_or_none(environ) if slurm else None)
     if hosts is not None or hostfile is not None:
         found = parse_hosts(hosts) if hosts is not None else read_hostfile(hostfile or "")
         return _given(found, np, _allocation_or_none(environ) if slurm else None)

@@ -62,6 +62,7 @@ class TestFlags:
             "--gloo-provider": "pygloo",
             "--shm-direct": "1",
             "--tls": "off",
+            "--join": "now",
         }
         parser = build_parser()
         for name, setting in settings().items():
@@ -130,7 +131,7 @@ class TestFlags:
         )
         assert (given.ssh_args, given.np, given.ssh_port, given.exports) == ("-v", 2, 22, ["A=-1"])
         given = build_parser().given(["--blacklist-cooldown-range", "1", "2", "--verbose"])
-        assert (vars(given)["--blacklist-cooldown-range"], given.verbose) == (["1", "2"], True)
+        assert (given.cooldown, given.verbose) == ([1.0, 2.0], True)
         with pytest.raises(ConfigError, match="--ssh-args: a value is missing"):
             build_parser().given(["--ssh-args"])
 
@@ -157,6 +158,7 @@ class TestFile:
             "params.gloo_provider": "torch",
             "params.shm_direct": "true",
             "params.deterministic": "true",
+            "elastic.join": "now",
         }
         for setting in settings().values():
             if setting.yaml is not None:

@@ -1,0 +1,128 @@
+"""The flags of elastic jobs, and what their values amount to."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from hvdgloo.runner.cli.setting_flags import AddArgument
+from hvdgloo.runner.cli.values import positive, seconds, some_seconds, whole
+from hvdgloo.runner.job.host_sources import Inventory
+from hvdgloo.runner.job.spec import ElasticSpec
+
+if TYPE_CHECKING:
+    from hvdgloo.runner.elastic.options import ElasticOptions
+
+_DESTS = {
+    "min_np": "min_np",
+    "max_np": "max_np",
+    "script": "host_discovery_script",
+    "slots_per_host": "slots_per_host",
+    "reset_limit": "reset_limit",
+    "cooldown": "cooldown",
+    "failures_per_host": "failures_per_host",
+    "interval": "discovery_interval",
+    "timeout": "discovery_timeout",
+}
+"""Fields of ``ElasticOptions``, and where argparse puts their flags' values."""
+
+
+def add_elastic_flags(add: AddArgument) -> None:
+    """Add those that no setting of the workers stands for."""
+    add(
+        "--min-np",
+        "--min-num-proc",
+        dest="min_np",
+        type=positive,
+        metavar="N",
+        yaml="elastic.min_np",
+        help="go on as long as there are so many workers, and wait for others below (default: -np). This, or a "
+        "discovery script, makes a job elastic",
+    )
+    add(
+        "--max-np",
+        "--max-num-proc",
+        dest="max_np",
+        type=positive,
+        metavar="N",
+        yaml="elastic.max_np",
+        help="leave slots beyond so many unused, as spares (default: use all)",
+    )
+    add(
+        "--host-discovery-script",
+        metavar="FILE",
+        yaml="elastic.host_discovery_script",
+        help="an executable that prints the hosts that can be used now, a line for each: 'h1' or 'h1:4'. Instead of "
+        "-H; asked again and again. slurm: the nodes of this Slurm job that are up",
+    )
+    add(
+        "--slots-per-host",
+        type=positive,
+        metavar="N",
+        yaml="elastic.slots_per_host",
+        help="slots of hosts that are listed without (default: one for each GPU, else one)",
+    )
+    add(
+        "--reset-limit",
+        type=whole,
+        metavar="N",
+        yaml="elastic.reset_limit",
+        help="end the job when its workers would have to form anew more often than this (default: no limit)",
+    )
+    add(
+        "--blacklist-cooldown-range",
+        nargs=2,
+        dest="cooldown",
+        type=seconds,
+        metavar=("MIN", "MAX"),
+        yaml="elastic.blacklist_cooldown_range",
+        help="leave out a host that has failed for MIN seconds or longer, twice as long after each further failure, up "
+        "to MAX (default: until it is removed and listed again)",
+    )
+    add(
+        "--failures-per-host",
+        type=positive,
+        metavar="N",
+        yaml="elastic.failures_per_host",
+        help="leave out a host at the Nth failure of a worker there, and start only that worker again before (default: "
+        "1, as in Horovod; 3 where -H names a single host)",
+    )
+    add(
+        "--discovery-interval",
+        type=some_seconds,
+        metavar="SECONDS",
+        yaml="elastic.discovery_interval_seconds",
+        help="time between two runs of the discovery script (default: 1)",
+    )
+    add(
+        "--discovery-timeout",
+        type=some_seconds,
+        metavar="SECONDS",
+        yaml="elastic.discovery_timeout_seconds",
+        help="time that it may take (default: 10)",
+    )
+
+
+def options_from(arguments: argparse.Namespace) -> ElasticOptions | None:
+    """What the command line says about an elastic job; None if it says nothing."""
+    given = {field: getattr(arguments, dest) for field, dest in _DESTS.items()}
+    if all(value is None for value in given.values()):
+        return None
+    from hvdgloo.runner.elastic.options import ElasticOptions
+
+    if given["cooldown"] is not None:
+        given["cooldown"] = tuple(given["cooldown"])
+    return ElasticOptions(**given)
+
+
+def examined(inventory: Inventory, elastic: ElasticSpec) -> Inventory:
+    """The hosts of an elastic job as a job of a fixed size has them: those that are listed now, with all their slots.
+
+    Raises:
+        DiscoveryError: they cannot be listed.
+    """
+    from hvdgloo.runner.elastic.discovery import HostManager, host_entry
+
+    listed = HostManager(elastic.discovery).update_available_hosts().hosts
+    return replace(inventory, hosts=tuple(host_entry(*host) for host in listed), np=None)
