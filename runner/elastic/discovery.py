@@ -102,7 +102,9 @@ class HostDiscoveryScript(HostDiscovery):
 
 def address(host: HostEntry) -> str:
     """A host as discoveries name it: ``h1``, or ``user@h1`` where a user was given."""
-    return f"{host.user}@{host.name}" if host.user else host.name
+    if not host.user:
+        return host.name
+    return f"{host.user}@[{host.name}]" if ":" in host.name else f"{host.user}@{host.name}"
 
 
 def host_entry(name: str, slots: int | None) -> HostEntry:
@@ -274,7 +276,7 @@ class HostManager:
             raise DiscoveryError(f"host discovery: {type(error).__name__}: {error}") from error
         known = dict(self._hosts)
         for name, slots in answer.items():
-            if not isinstance(name, str) or not (slots is None or (type(slots) is int and slots > 0)):
+            if not isinstance(name, str) or not name or not (slots is None or (type(slots) is int and slots > 0)):
                 raise DiscoveryError(f"host discovery: {name!r:.100}: {slots!r:.50} is not a host with its slots")
             if name not in known:
                 try:

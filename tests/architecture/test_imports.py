@@ -45,8 +45,8 @@ GRAPH: dict[str, set[str]] = {
     # The launcher, and its agents on the hosts.
     "hvdgloo.runner.protocol": {"_net", "rendezvous"},
     "hvdgloo.runner.network": {"_net", "rendezvous"},
-    "hvdgloo.runner.job": {"_platform", "config", "runner.network", "runner.protocol"},
-    "hvdgloo.runner.elastic": {"_platform", "rendezvous._elastic", "rendezvous._server", "runner.job"},
+    "hvdgloo.runner.job": {"_platform", "config", "rendezvous._elastic", "runner.network", "runner.protocol"},
+    "hvdgloo.runner.elastic": {"_platform", "config", "rendezvous._elastic", "rendezvous._server", "runner.job"},
     "hvdgloo.runner.processes": {"_net", "as_horovod", "runner.protocol"},
     "hvdgloo.runner.transport": {"runner.agent", "runner.job", "runner.processes", "runner.protocol"},
     "hvdgloo.runner.agent": {

@@ -18,7 +18,10 @@ from hvdgloo.runner.elastic.discovery import (
     HostDiscoveryScript,
     HostManager,
     Listing,
+    address,
+    host_entry,
 )
+from hvdgloo.runner.job.spec import HostEntry
 from tests.support.rendezvous import until
 
 Script = Callable[[str], str]
@@ -39,6 +42,16 @@ def script(tmp_path: Path) -> Script:
 
 def found(path: str, **options: Any) -> dict[str, int]:
     return HostDiscoveryScript(path, **options).find_available_hosts_and_slots()
+
+
+def test_a_name_and_back() -> None:
+    for entry in (
+        HostEntry("h1", 4),
+        HostEntry("h1", None, "me"),
+        HostEntry("fd00::1", 1),
+        HostEntry("fd00::1", 2, "me"),
+    ):
+        assert host_entry(address(entry), entry.slots) == entry
 
 
 def trouble(path: str, **options: Any) -> str:
@@ -63,8 +76,9 @@ class TestAScript:
         assert hosts == {"h2": 4, "h1": 7, "me@h3": 2, "fd00::1": 3, "fd00::2": 7, "last": 1}
         assert list(hosts)[:3] == ["h2", "h1", "me@h3"], "their order is kept"
 
-    def test_without_slots_there_is_one(self, script: Script) -> None:
+    def test_without_slots_there_is_one_or_the_host_decides(self, script: Script) -> None:
         assert found(script("echo h1")) == {"h1": 1}
+        assert found(script("echo h1; echo h2:3"), slots=None) == {"h1": None, "h2": 3}
 
     def test_a_host_that_is_listed_twice(self, script: Script) -> None:
         assert list(found(script("echo h1:1; echo h2:1; echo h1:3")).items()) == [("h1", 3), ("h2", 1)]
@@ -204,6 +218,22 @@ class TestBelievingIt:
     def test_and_return_anything(self, answer: Mapping[Any, Any]) -> None:
         with pytest.raises(DiscoveryError, match="is not a host with its slots"):
             listings(answer)
+
+    @pytest.mark.parametrize("name", ["-oProxyCommand=x", "h1 h2", "a@b@c", "h1:4"])
+    def test_and_name_anything(self, name: str) -> None:
+        """What goes on a command line of ssh's is looked at, wherever it comes from."""
+        with pytest.raises(DiscoveryError, match=r"is not (a host|the name of a host)"):
+            HostManager(Answers({name: 1})).update_available_hosts()
+
+    def test_slots_that_are_left_to_the_host(self) -> None:
+        manager = HostManager(Answers({"h1": None, "h2": 2}, {"h1": 4, "h2": None}, {"h1": 4}, {"h1": 4}))
+        listings = [manager.update_available_hosts() for _ in range(4)]
+        assert [listing.hosts for listing in listings] == [
+            (("h1", None), ("h2", 2)),
+            (("h1", 4), ("h2", None)),
+            (("h1", 4), ("h2", None)),
+            (("h1", 4),),
+        ]
 
     def test_fixed_hosts_can_be_set(self) -> None:
         fixed = FixedHosts({"h1": 2})
