@@ -284,14 +284,6 @@ class Config:
         parse=_text,
         help="this process's id in an elastic job, never used for another one; given by a launcher, else made up",
     )
-    elastic_timeout: float = _setting(
-        600.0,
-        env="HVDGLOO_ELASTIC_TIMEOUT",
-        fallback=("HOROVOD_ELASTIC_TIMEOUT",),
-        unit="seconds",
-        parse=_number(positive=True),
-        help="how long an elastic job waits for the fewest workers that it may have, at the start and later",
-    )
     hostname: str | None = _setting(
         None,
         env="HVDGLOO_HOSTNAME",
