@@ -6,7 +6,8 @@ construct their own, which allows many ranks in one process.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import weakref
+from typing import TYPE_CHECKING, Protocol
 
 from hvdgloo.config import Config
 from hvdgloo.topology import Topology
@@ -14,6 +15,14 @@ from hvdgloo.topology import Topology
 if TYPE_CHECKING:
     from hvdgloo._engine.engine import Engine
     from hvdgloo.rendezvous import RendezvousClient
+
+
+class Follower(Protocol):
+    """What keeps something for a job's Context and lives on in the next one, such as an optimizer."""
+
+    def job_ended(self) -> None:
+        """The Context has been closed; no collective of it is under way. Must not raise."""
+        ...
 
 
 class Context:
@@ -52,6 +61,7 @@ class Context:
         self.rank = rank
         self.engine = engine
         self.closed = False
+        self._followers: weakref.WeakSet[Follower] = weakref.WeakSet()
 
     @property
     def secret(self) -> bytes | None:
@@ -91,9 +101,16 @@ class Context:
             own = path.replace("{rank}", str(self.job_rank))
             self.engine.start_timeline(own, clock_offset=self.clock_offset, mark_cycles=mark_cycles)
 
+    def tell_of_end(self, follower: Follower) -> None:
+        """Have ``follower``, which is not kept alive for this, told once when the Context has been closed."""
+        self._followers.add(follower)
+
     def close(self, reason: str = "") -> None:
         """End this rank's part of the job; see ``Engine.close``."""
         self.closed = True
         self.engine.close(reason)
+        followers, self._followers = list(self._followers), weakref.WeakSet()
+        for follower in followers:
+            follower.job_ended()
         if self._client is not None:
             self._client.close()

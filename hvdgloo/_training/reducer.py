@@ -5,11 +5,13 @@ A gradient becomes ready; once it has done so in as many backward passes as requ
 group, it is compressed and handed to the engine, and the hook returns. Nothing blocks before ``wait()``, so transfers
 overlap with the rest of the backward pass. The reducer knows names, not parameters: where a gradient comes from, and
 which zeros replace one that never came, is up to its caller.
+
+A reducer outlives its job: in another Context it begins anew, with nothing held back, counted or under way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from hvdgloo._collectives.compression import Compressor, NoneCompressor, Steps
@@ -27,7 +29,7 @@ class _Transfer(Generic[T]):
     """What is sent as one in every step, a gradient or a group of them, with its persistent operation.
 
     Attributes:
-        label: the operation's label in messages.
+        label: the operation's label in messages: that of the first name, and how many others there are.
         names: the gradients' names, in the order in which every rank lists them.
         whole: the tensor that is sent instead of them, if they are parts of one.
         grouped: the operation is that of a group of tensors.
@@ -40,16 +42,21 @@ class _Transfer(Generic[T]):
     __slots__ = ("contexts", "gradients", "grouped", "held", "label", "names", "operation", "pending", "sent", "whole")
 
     def __init__(self, names: tuple[str, ...], whole: T | None = None, *, grouped: bool = False) -> None:
-        self.label = names[0] if len(names) == 1 else f"{names[0]}+{len(names) - 1}"
         self.names = names
         self.whole = whole
         self.grouped = grouped
-        self.operation: PersistentOperation[T] | None = None
+        self.call(names[0])
         self.held: dict[str, T] = {}
         self.gradients: Sequence[T] = ()
         self.sent: Sequence[T] | None = None
         self.contexts: Sequence[Any] = ()
         self.pending: Pending[T] | Steps[T] | None = None
+
+    def call(self, first: str) -> None:
+        """Make the label, from what the first gradient is called in messages."""
+        others = len(self.names) - 1
+        self.label = f"{first}+{others}" if others else first
+        self.operation: PersistentOperation[T] | None = None
 
 
 class GradientReducer(Generic[T]):
@@ -95,6 +102,7 @@ class GradientReducer(Generic[T]):
         self._compression = compression
         self._in_place = in_place
         self._gathered = gathered
+        self._process_set = process_set
         self._operation = CollectiveSpec(
             Collective.ALLREDUCE,
             resolved,
@@ -102,6 +110,9 @@ class GradientReducer(Generic[T]):
             postscale=float(predivide_factor),
             process_set=process_set_id(process_set),
         )
+        self._context: object = None  # the Context that the operation's number of the process set is of
+        self._labels: Mapping[str, str] | None = {}  # what gradients are called in messages, if not by their names
+        self._postponed: list[tuple[_Transfer[T], Sequence[T]]] = []
         self._groups = _groups(groups)
         # The transfer of each name. Those of groups and merged ones are permanent; others are made when they are first
         # sent.
@@ -127,6 +138,9 @@ class GradientReducer(Generic[T]):
             GradientsInFlightError: it has already been sent and not yet been waited for.
             HorovodInternalError: as ``Frontend.start``.
         """
+        context = self._frontend.context
+        if context is not self._context:
+            self._begin_in(context)
         if name in self._open:
             raise GradientsInFlightError(
                 f"the gradient of {name} became ready again while it is being reduced: more backward passes than "
@@ -141,7 +155,7 @@ class GradientReducer(Generic[T]):
             self._left.pop(name, None)
         transfer = self._transfers.get(name)
         if transfer is None:
-            transfer = self._transfers[name] = _Transfer((name,))
+            transfer = self._transfers[name] = self._made(_Transfer((name,)))
         if len(transfer.names) == 1:
             self._send(transfer, (gradient if transfer.whole is None else transfer.whole,))
         else:
@@ -169,12 +183,37 @@ class GradientReducer(Generic[T]):
             names: in no group, and not under way.
             whole: one tensor that contains them.
         """
-        transfer = _Transfer(tuple(names), whole)
+        transfer = self._made(_Transfer(tuple(names), whole))
         self._transfers.update(dict.fromkeys(transfer.names, transfer))
 
     def part(self) -> None:
         """Undo every ``merge``. ``open`` must be empty."""
         self._transfers = dict(self._groups)
+
+    def hold(self) -> None:
+        """Send nothing until ``release``: what gradients are called in this job's messages is not known yet."""
+        self._labels = None
+
+    def release(self, labels: Mapping[str, str]) -> None:
+        """Send what has become ready since ``hold``, and from now on at once.
+
+        Args:
+            labels: what each name stands for in messages, the same on all ranks.
+
+        Raises:
+            HorovodInternalError: as ``ready``; what was not sent may become ready again.
+        """
+        self._labels = labels
+        for transfer in self._transfers.values():
+            transfer.call(labels[transfer.names[0]])
+        postponed, self._postponed = self._postponed, []
+        try:
+            while postponed:
+                self._send(*postponed[0])
+                del postponed[0]
+        finally:
+            for transfer, _ in postponed:
+                self._open.difference_update(transfer.names)
 
     def wait(self) -> dict[str, T]:
         """Block until everything that was sent has been reduced; afterwards every name may become ready again.
@@ -225,13 +264,30 @@ class GradientReducer(Generic[T]):
         self._left = {}
 
     def reset(self) -> None:
-        """Start over: wait for what is under way, drop what is held back and all counts."""
+        """Start over: wait for what is under way, whose results do not matter, nor whether it fails; drop what is held
+        back and all counts."""
         try:
             self.wait()
+        except Exception:  # noqa: BLE001 - nobody asks for it any more; the next collective has the job's error
+            pass
         finally:
-            self._left, self._open = {}, set()
+            self._left, self._open, self._postponed = {}, set(), []
             for transfer in self._transfers.values():
                 transfer.held = {}
+
+    def _begin_in(self, context: object) -> None:
+        """The job is another one, in which the process set has another number."""
+        number = process_set_id(self._process_set)  # first of all: an error is to come again
+        self.reset()
+        self._operation = self._operation._replace(process_set=number)
+        for transfer in self._transfers.values():
+            transfer.operation = None
+        self._context = context
+
+    def _made(self, transfer: _Transfer[T]) -> _Transfer[T]:
+        if self._labels:
+            transfer.call(self._labels[transfer.names[0]])
+        return transfer
 
     @staticmethod
     def _advance(started: Sequence[_Transfer[T]]) -> Exception | None:
@@ -247,6 +303,9 @@ class GradientReducer(Generic[T]):
         return failure
 
     def _send(self, transfer: _Transfer[T], gradients: Sequence[T]) -> None:
+        if self._labels is None:
+            self._postponed.append((transfer, gradients))
+            return
         in_place = self._in_place
         sent: Sequence[T] | None = None
         if not self._plain:

@@ -3,17 +3,20 @@
 MXNet has no hooks that fire while the backward pass runs, but its backward pass runs in the background. So
 gradients are handed over last weight first, in about the order in which they are computed: each is waited for as the
 engine looks at it, and travels while MXNet computes those of earlier layers. All are waited for once, at the end.
+
+An elastic job's next epoch is another Context, in which names and reducers are made anew: see ``reserved``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from hvdgloo._collectives.frontend import Frontend
 from hvdgloo._collectives.process_sets import process_set_id
+from hvdgloo._job.context import Context
 from hvdgloo._training.options import GradientOptions, divided, make_reducer
 from hvdgloo._training.reducer import GradientReducer
-from hvdgloo.errors import InvalidArgumentError
+from hvdgloo.errors import InvalidArgumentError, NotInitializedError
 from hvdgloo.mxnet._adapter import Tensor
 
 
@@ -25,12 +28,15 @@ class MXNetGradientSync:
         options: how gradients are reduced.
         label: begins the gradients' names; the same on all ranks. Objects that may reduce at the same time have
             different ones, see ``reserved``.
+        wanted: what is reserved for it in later Contexts; None for the label.
 
     Raises:
         InvalidArgumentError: (a ValueError) an option cannot be used.
     """
 
-    def __init__(self, frontend: Frontend[Tensor], options: GradientOptions, label: str) -> None:
+    def __init__(
+        self, frontend: Frontend[Tensor], options: GradientOptions, label: str, wanted: str | None = None
+    ) -> None:
         groups = options.groups
         if groups is not None and (not isinstance(groups, int) or isinstance(groups, bool) or groups < 0):
             raise InvalidArgumentError(f"num_groups must be a whole number, 0 or more; got {groups!r}")
@@ -38,27 +44,62 @@ class MXNetGradientSync:
         self._options = options
         self._reducers: dict[tuple[Hashable, ...], GradientReducer[Tensor]] = {}
         self._label = label
+        self._wanted = label if wanted is None else wanted
+        self._context: Context | None = None  # that the label and the reducers are of
+        self._when_job_ends: Callable[[], None] | None = None
         self._reducer(())  # raises for what cannot be used
 
     @classmethod
     def reserved(cls, frontend: Frontend[Tensor], options: GradientOptions, label: str) -> MXNetGradientSync:
         """One whose label has a number appended if the label was reserved before in this job.
 
+        In an elastic job that is done at its first step in each epoch: ranks step in the same order, but some have made
+        what they step with in an earlier epoch, or before they joined.
+
         Raises:
             InvalidArgumentError: (a ValueError) an option cannot be used.
             NotInitializedError: before ``init()``.
         """
+        context = frontend.context
+        if context.config.elastic:
+            return cls(frontend, options, label)
         (own,) = frontend.reserve_names([label])
-        return cls(frontend, options, own)
+        made = cls(frontend, options, own, label)
+        made._bind(context)
+        return made
 
-    def __reduce__(self) -> tuple[type[MXNetGradientSync], tuple[Frontend[Tensor], GradientOptions, str]]:
+    def __reduce__(self) -> tuple[Callable[..., MXNetGradientSync], tuple[Frontend[Tensor], GradientOptions, str, str]]:
         # With its label: ranks that do not load it must number later ones just as those that do.
-        return MXNetGradientSync, (self._frontend, self._options, self._label)
+        return _loaded, (self._frontend, self._options, self._label, self._wanted)
 
     @property
     def active(self) -> bool:
-        """Whether there is anybody to reduce with."""
+        """Whether there is anybody to reduce with, now. A step begins by asking."""
+        context = self._frontend.context
+        if context is not self._context:
+            self._enter(context)
         return self._frontend.is_shared(self._options.process_set)
+
+    def _enter(self, context: Context) -> None:
+        """Another job: its names, and nothing of what was under way in the last one."""
+        self._reducers.clear()
+        (self._label,) = self._frontend.reserve_names([self._wanted])
+        self._bind(context)
+
+    def _bind(self, context: Context) -> None:
+        self._context = context
+        context.tell_of_end(self)
+
+    def when_job_ends(self, drop: Callable[[], None]) -> None:
+        """Have ``drop`` called when an epoch of an elastic job has ended, to forget what came of its gradients."""
+        self._when_job_ends = drop
+
+    def job_ended(self) -> None:
+        """See ``hvdgloo._job.context.Follower``."""
+        for reducer in self._reducers.values():
+            reducer.reset()
+        if self._when_job_ends is not None and self._context is not None and self._context.config.elastic:
+            self._when_job_ends()
 
     def reduce(self, gradients: Mapping[Hashable, Tensor]) -> None:
         """Overwrite gradients with the ranks' average.
@@ -80,7 +121,7 @@ class MXNetGradientSync:
             for key in reversed(keys):
                 reducer.ready(self._name(key), gradients[key])
         except BaseException:
-            self._abandon(reducer)
+            reducer.reset()  # memory is at rest then
             raise
         reducer.wait()
 
@@ -97,9 +138,12 @@ class MXNetGradientSync:
     def _name(self, key: Hashable) -> str:
         return f"{self._label}.{key}"
 
-    @staticmethod
-    def _abandon(reducer: GradientReducer[Tensor]) -> None:
-        try:
-            reducer.reset()
-        except Exception:  # noqa: BLE001 - memory is at rest, and the first error is the one to report
-            pass
+
+def _loaded(frontend: Frontend[Tensor], options: GradientOptions, label: str, wanted: str) -> MXNetGradientSync:
+    """From a pickle. In a job, the label is that of the one which was pickled there."""
+    loaded = MXNetGradientSync(frontend, options, label, wanted)
+    try:
+        loaded._bind(frontend.context)
+    except NotInitializedError:
+        pass
+    return loaded

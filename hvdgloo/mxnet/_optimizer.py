@@ -15,7 +15,7 @@ from hvdgloo._collectives.frontend import Frontend
 from hvdgloo._collectives.process_sets import ProcessSet, global_process_set
 from hvdgloo._training.options import GradientOptions
 from hvdgloo._training.subclass import shell_class
-from hvdgloo.errors import InvalidArgumentError, MismatchError
+from hvdgloo.errors import HorovodInternalError, InvalidArgumentError, MismatchError
 from hvdgloo.mxnet._adapter import Tensor
 from hvdgloo.mxnet._frontend import FRONTEND
 from hvdgloo.mxnet._gradients import MXNetGradientSync
@@ -146,6 +146,9 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
     trainer. With ``ignore_stale_grad=True``, either way, a parameter is updated on all ranks if it has a new gradient
     on one: the others add zeros. ``save_states()`` saves the plain optimizer, for any trainer.
 
+    In an elastic job it averages over the ranks that are there. When ranks come or go, gradients that no step has used
+    yet are dropped: set to zero, and no longer fresh.
+
     Args:
         params: ``net.collect_params()``, on one device.
         optimizer: its name, or a plain optimizer.
@@ -187,6 +190,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
             process_set=process_set,
         )
         self._sync = MXNetGradientSync.reserved(FRONTEND, options, f"{prefix or ''}gradient")
+        self._sync.when_job_ends(self._drop_gradients)
         self._joining: list[Tensor] = []
         super().__init__(params, optimizer, optimizer_params, kvstore=None)
         require_dense(self._params)
@@ -242,7 +246,10 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         trained = self._trained()
         try:
             self._sync.reduce({index: self._params[index].list_grad()[0] for index in trained})
-        except MismatchError as error:
+        except HorovodInternalError as error:
+            self._joining = []
+            if not isinstance(error, MismatchError):
+                raise
             # Numbers name gradients, since parameters' names depend on what else a rank has built.
             number = error.name.rpartition(".")[2].partition("+")[0]
             here = self._params[int(number)].name
@@ -266,6 +273,16 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
             if anywhere and not array._fresh_grad:
                 self._params[index].list_grad()[0][:] = 0
                 self._joining.append(array)
+
+    def _drop_gradients(self) -> None:
+        """An epoch of an elastic job has ended: gradients that are half reduced, or half added up, go into no step."""
+        self._joining = []
+        for index in self._trained():
+            if self._params[index]._grad is None:
+                continue  # not initialised yet
+            for gradient, array in zip(self._params[index].list_grad(), self._params[index].list_data(), strict=True):
+                gradient[:] = 0
+                array._fresh_grad = False
 
     def _trained(self) -> Sequence[int]:
         return [index for index, parameter in enumerate(self._params) if parameter.grad_req != "null"]
