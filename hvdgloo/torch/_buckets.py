@@ -87,8 +87,7 @@ class Buckets:
         parameters: Mapping[str, Tensor],
         plan: Sequence[Sequence[str]],
     ) -> None:
-        self.context = frontend.context
-        engine = self.context.engine
+        engine = frontend.context.engine
         self.all = [_bucket({name: parameters[name] for name in names}, engine, process_set) for names in plan]
         self._bucket_of = {name: bucket for bucket in self.all for name in bucket.offsets}
         self._parts = {name: bucket.part(name, parameters[name]) for name, bucket in self._bucket_of.items()}

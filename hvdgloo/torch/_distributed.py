@@ -26,7 +26,8 @@ from hvdgloo._collectives.frontend import Frontend
 from hvdgloo._training.options import Groups
 from hvdgloo._training.subclass import shell_class
 from hvdgloo.errors import InvalidArgumentError
-from hvdgloo.torch._session import Closure, NamedParameters, ReductionOptions, Session, Tensor, parameters_of
+from hvdgloo.torch._parameters import NamedParameters, ReductionOptions, parameters_of
+from hvdgloo.torch._session import Closure, Session, Tensor
 from hvdgloo.types import ReduceOp
 from hvdgloo.version import library_name
 
@@ -74,7 +75,7 @@ class _ParamGroups:
         if instance is None:
             return self
         session = _session_of(instance)
-        if session.active and sys._getframe(1).f_globals.get("__name__") == "torch.amp.grad_scaler":
+        if sys._getframe(1).f_globals.get("__name__") == "torch.amp.grad_scaler" and session.active:
             session.settle()
         inherited = session.param_groups
         return vars(instance)["param_groups"] if inherited is None else inherited.__get__(instance, owner)

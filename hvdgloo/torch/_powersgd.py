@@ -3,10 +3,14 @@
 A gradient M (n x m) is approximated by P Q^T with P (n x r) and Q (m x r), found by one step of subspace iteration that
 begins where the last step ended. Both factors are averaged over the ranks, so r (n + m) numbers travel instead of n m.
 What an approximation leaves out is added to the next gradient (error feedback), so nothing is lost, only late.
+
+Ranks continue from the same factors. In an elastic job's next epoch some have none, so all begin again, without errors:
+what the last approximation left out is lost, as is the error of a rank that is gone.
 """
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -16,6 +20,7 @@ import torch
 from hvdgloo._collectives.core import Core
 from hvdgloo._collectives.persistent import Pending
 from hvdgloo._collectives.spec import CollectiveSpec
+from hvdgloo._job.context import Context
 from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.types import ReduceOp
 
@@ -40,6 +45,10 @@ class PowerSGD:
         self.min_saving = min_saving
         self.errors: dict[str, Tensor] = {}
         self.factors: dict[str, Tensor] = {}
+        self._context: weakref.ref[Context] | None = None  # that they are of
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_context": None}
 
     def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
         """Not supported for a single tensor.
@@ -67,6 +76,11 @@ class PowerSGD:
         """
         if operation.op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
             raise InvalidArgumentError("PowerSGD approximates an average or a sum; use op=Average or op=Sum")
+        context = frontend.context
+        if self._context is not None and self._context() is not context:
+            self.errors.clear()
+            self.factors.clear()
+        self._context = weakref.ref(context)
         return _Steps(self, frontend, operation, name, gradients)
 
     def is_worthwhile(self, gradient: Tensor) -> bool:

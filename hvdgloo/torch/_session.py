@@ -2,6 +2,11 @@
 
 A step: every parameter's hook fires as its gradient is complete and hands it to the reducer, whose transfers overlap
 with the rest of the backward pass; ``step()`` waits for them and lets the user's class step.
+
+A session outlives the job that it was made in: an elastic job's next epoch is another Context, with other ranks, of
+which some have made their optimizers today and others long ago. So whatever ranks have to agree about (names, kinds,
+buckets, the order of parameters) is worked out again in each Context, and from nothing but what is the same on all of
+them: the parameters, and the order in which the program calls ``step()`` of its optimizers.
 """
 
 from __future__ import annotations
@@ -11,29 +16,28 @@ import functools
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, MutableMapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hvdgloo._backends import gpu
-from hvdgloo._collectives.compression import Compressor, NoneCompressor
 from hvdgloo._collectives.frontend import Frontend
-from hvdgloo._collectives.process_sets import ProcessSet, global_process_set, process_set_id
+from hvdgloo._collectives.process_sets import process_set_id
 from hvdgloo._collectives.spec import reduction
-from hvdgloo._training.options import Groups, divided
+from hvdgloo._job.context import Context
+from hvdgloo._training.options import Groups
 from hvdgloo._training.reducer import GradientReducer
-from hvdgloo.errors import GradientsInFlightError, InvalidArgumentError, OptimizerCallError
+from hvdgloo.errors import GradientsInFlightError, InvalidArgumentError, NotInitializedError, OptimizerCallError
 from hvdgloo.torch import _sparse as sparse
 from hvdgloo.torch._buckets import Buckets, agree, plan, suits
+from hvdgloo.torch._parameters import NamedParameters, ReductionOptions, groups_of, names_of, parameters_of
 from hvdgloo.torch.compression import Compression
 from hvdgloo.types import ReduceOp
 
 Tensor = torch.Tensor
-NamedParameters = Iterable[tuple[str, Tensor]]
 Closure = Callable[[], Any]
 
 _ELEMENTWISE = (Compression.none, Compression.fp16, Compression.bf16)
@@ -42,18 +46,6 @@ _ELEMENTWISE = (Compression.none, Compression.fp16, Compression.bf16)
 _owners: MutableMapping[Tensor, weakref.ref[Session]] = WeakIdKeyDictionary()
 """Parameter to a weak reference to the Session that reduces its gradient: the latest one, by rule and not
 by the accidents of garbage collection, which differ between ranks."""
-
-
-@dataclass(frozen=True)
-class ReductionOptions:
-    """How gradients are reduced; the arguments of ``DistributedOptimizer`` that do not name parameters."""
-
-    compression: Compressor[Tensor] = NoneCompressor
-    backward_passes_per_step: int = 1
-    op: int | None = None
-    gradient_predivide_factor: float = 1.0
-    sparse_as_dense: bool = False
-    process_set: ProcessSet = global_process_set
 
 
 class _Gradients(enum.Enum):
@@ -105,17 +97,15 @@ class Session:
         self.param_groups: Any = inspect.getattr_static(self.base, "param_groups", None)
         self.options = options
         self.skipping = False
-        self.active = frontend.is_shared(options.process_set)
         self.adaptive = options.op == ReduceOp.ADASUM
         if self.adaptive and options.gradient_predivide_factor != 1.0:
             raise InvalidArgumentError("gradient_predivide_factor divides an average, so it needs op=Average")
         self._gradients = _Gradients.LOCAL
         parameters = list(parameters_of(plain))
-        self.user_names = _names(plain, named_parameters)
-        self.groups = _groups(groups, [p for p in parameters if p.requires_grad], {id(p) for p in parameters})
-        names = frontend.reserve_names([self.user_names[id(p)] for p in parameters])
-        self._name_of = {id(p): name for p, name in zip(parameters, names, strict=True)}
-        grouped = [[self._name_of[id(p)] for p in group] for group in self.groups]
+        self.user_names = names_of(plain, named_parameters)
+        self._parameters = {self.user_names[id(p)]: p for p in parameters}
+        self.groups = groups_of(groups, [p for p in parameters if p.requires_grad], {id(p) for p in parameters})
+        grouped = [[self.user_names[id(p)] for p in group] for group in self.groups]
         self._grouped = {name for group in grouped for name in group}
         self.reducer = GradientReducer(
             frontend,
@@ -137,28 +127,105 @@ class Session:
         self._buckets: Buckets | None = None
         self._sparse: dict[str, Callable[[], Tensor]] = {}  # gradients under way, to what waits for them
         self._kinds: dict[str, _Kind] = {}
-        self._track_all(parameters)
+        self._labels: dict[str, str] | None = None  # what gradients are called in this Context's messages
+        self._active = False
+        self._context: Context | None = None
+        self._enter(frontend.context)
+        if not frontend.context.config.elastic:
+            # Nobody joins later: names are as in a job where optimizers are used in the order in which they were made.
+            self._agree_on_names()
+
+    # The job
+
+    @property
+    def active(self) -> bool:
+        """Whether there is anybody to reduce with."""
+        self._follow()
+        return self._active
+
+    def _follow(self) -> None:
+        """Go over to the next job, if the one that this session was in has ended and there is another."""
+        try:
+            context = self.frontend.context
+        except NotInitializedError:
+            return  # trains alone, or hears of it from its next collective
+        if context is not self._context:
+            self._enter(context)
+
+    def _enter(self, context: Context) -> None:
+        active = self.frontend.is_shared(self.options.process_set)
+        self._drop()
+        self._context, self._active = context, active
+        context.tell_of_end(self)
+        self._labels = None
+        self.reducer.hold()
+        # One that has nobody yet may get somebody, while a backward pass runs or the next is about to.
+        if active or context.config.elastic:
+            self._track_all()
+
+    def job_ended(self) -> None:
+        """The Context has been closed: nothing of an unfinished step goes into the next, on any rank.
+
+        In an elastic job that includes what earlier backward passes have added up: newcomers have nothing of it, and
+        after a failure it may be half reduced.
+        """
+        self._drop()
+        if self._context is not None and self._context.config.elastic:
+            for parameter in self._parameters.values():
+                parameter.grad = None
+
+    def _drop(self) -> None:
+        """Forget what is under way, and all that ranks have agreed about."""
+        self.reducer.reset()
+        self.reducer.part()
+        self._buckets = None
+        self._first_order = {}
+        self._kinds.clear()
+        self._sparse.clear()
+        self._streams.clear()
+        self._gradients = _Gradients.LOCAL
+
+    def _agree_on_names(self) -> None:
+        """The first step in this Context: ranks call ``step()`` in the same order, whenever they made what steps.
+
+        Those that are not in the process set do it, too: their other optimizers may have names in common with this one.
+        """
+        if self._labels is not None or self._context is None or self._context.closed:
+            return
+        self._track_unfrozen()
+        if not self.adaptive:
+            # In the order of parameters, and not of the times at which this rank has frozen and unfrozen them.
+            for name in [name for name, parameter in self._tracked.items() if not parameter.requires_grad]:
+                self._untrack(name)
+            self._tracked = {name: self._tracked[name] for name in self._parameters if name in self._tracked}
+        self._labels = dict(zip(self._parameters, self.frontend.reserve_names(list(self._parameters)), strict=True))
+        self.reducer.release(self._labels)
 
     # Parameters and hooks
 
-    def _track_all(self, parameters: Iterable[Tensor]) -> None:
-        if not self.active:
-            return
-        if self.adaptive:
-            self._tracked.update((self._name_of[id(p)], p) for p in parameters)
-            return
-        for parameter in parameters:
-            name = self._name_of[id(parameter)]
-            if parameter.requires_grad:
+    def _track_all(self) -> None:
+        for name, parameter in self._parameters.items():
+            if name in self._tracked or name in self._lost:
+                continue
+            if self.adaptive:
+                self._tracked[name] = parameter
+            elif parameter.requires_grad:
+                self._frozen.pop(name, None)
                 self._track(name, parameter)
             else:
                 self._frozen[name] = parameter
+
+    def _untrack(self, name: str) -> None:
+        self._frozen[name] = self._tracked.pop(name)
+        hook = self._hooks.pop(name, None)
+        if hook is not None:
+            hook.remove()
 
     def _track(self, name: str, parameter: Tensor) -> None:
         previous = _owners.get(parameter)
         session = None if previous is None else previous()
         if session is not None:
-            session._lose(name_in_session=session._name_of[id(parameter)])
+            session._lose(name_in_session=session.user_names[id(parameter)])
         _owners[parameter] = weakref.ref(self)
         self._tracked[name] = parameter
         # The hook must not keep the session alive: the parameter, which holds the hook, may live on without it.
@@ -183,14 +250,19 @@ class Session:
         added = list(optimizer.param_groups[index]["params"])
         names = [f"noname.{index}.{i}" for i in range(len(added))]
         self.user_names.update((id(p), name) for p, name in zip(added, names, strict=True))
-        reserved = self.frontend.reserve_names(names)
-        self._name_of.update((id(p), name) for p, name in zip(added, reserved, strict=True))
-        self._track_all(added)
+        self._parameters.update(zip(names, added, strict=True))
+        self._follow()
+        if self._labels is not None:
+            self._labels.update(zip(names, self.frontend.reserve_names(names), strict=True))
+        if self._tracked or self._frozen:
+            self._track_all()
 
     # Gradients
 
     def computed(self, name: str, parameter: Tensor) -> None:
         """A parameter's gradient is complete in this backward pass."""
+        if not self.active:
+            return
         self._gradients = _Gradients.LOCAL
         if self._first_order is not None:
             self._first_order[name] = None
@@ -217,7 +289,7 @@ class Session:
     def _dense_gradient(self, name: str, parameter: Tensor) -> Tensor:
         buckets = self._buckets
         if buckets is not None and name in buckets and not self.reducer.is_open(name):
-            if buckets.context is self.frontend.context and buckets.suit(name, parameter):
+            if buckets.suit(name, parameter):
                 return buckets.adopt(name, parameter)
             self._leave_buckets()
         gradient = parameter.grad
@@ -241,7 +313,12 @@ class Session:
         elif not gradient.is_sparse:
             gradient = gradient.to_sparse(1)
         op = ReduceOp.AVERAGE if self.options.op is None else self.options.op
-        self._sparse[name] = sparse.start_sparse_allreduce(self.frontend, gradient, name, op, self.options.process_set)
+        label, process_set = self._label(name), self.options.process_set
+        self._sparse[name] = sparse.start_sparse_allreduce(self.frontend, gradient, label, op, process_set)
+
+    def _label(self, name: str) -> str:
+        """What a gradient is called in messages. Known since this Context's first step began."""
+        return name if self._labels is None else self._labels[name]
 
     def _learn_kinds(self) -> None:
         """Agree on how gradients travel that no rank has had so far: a rank that lacks one cannot know.
@@ -266,9 +343,10 @@ class Session:
                 f"{', '.join(sorted(self._lost))}: given to a later DistributedOptimizer, which now reduces the "
                 "gradients; this one cannot step any more"
             )
-        self._track_unfrozen()
         opened = self.reducer.open
         try:
+            self._agree_on_names()
+            self._track_unfrozen()
             self._learn_kinds()
             for name, parameter in self._tracked.items():
                 # A parameter frozen since then has nothing to send, unless the rest of its group waits for it.
@@ -321,7 +399,7 @@ class Session:
         if not names:
             return
         process_set = process_set_id(self.options.process_set)
-        agreed = agree(self.frontend, process_set, names, planned, f"{names[0]}.buckets")
+        agreed = agree(self.frontend, process_set, names, planned, f"{self._label(names[0])}.buckets")
         if agreed:
             self._buckets = Buckets(self.frontend, process_set, self._tracked, agreed)
             for bucket in self._buckets.all:
@@ -329,14 +407,16 @@ class Session:
         self._first_order = None
 
     def _leave_buckets(self) -> None:
-        """A new job, or a converted model: start over, as all ranks do, with a step without buckets."""
-        self.require_rest("a model was converted, or hvd.init() was called again,")
+        """A converted model: start over, as all ranks do, with a step without buckets."""
+        self.require_rest("a model was converted")
         self._buckets = None
         self._first_order = {}
         self.reducer.part()
 
     def synchronize(self) -> None:
-        if self.active and not self.adaptive:
+        if not self.active:
+            self._agree_on_names()
+        elif not self.adaptive:
             self._reduce()
             self._gradients = _Gradients.SYNCHRONIZED
 
@@ -368,7 +448,7 @@ class Session:
 
     def reduced_parameters(self) -> set[Tensor]:
         """Those whose gradients are reduced."""
-        return set(self._tracked.values())
+        return set(self._tracked.values()) if self.active else set()
 
     def under_way(self) -> dict[Tensor, tuple[None, None]]:
         """Those whose gradients have been handed over and not been waited for. Where Horovod has a handle and a
@@ -377,8 +457,8 @@ class Session:
 
     def start(self, parameter: Tensor) -> None:
         """Hand over a gradient now, in whichever backward pass; a sparse one waits for ``step()``."""
-        name = self._name_of.get(id(parameter), "")
-        if name not in self._tracked or self.adaptive:
+        name = self.user_names.get(id(parameter), "")
+        if not self.active or name not in self._tracked or self.adaptive:
             raise OptimizerCallError(
                 "the optimizer does not reduce this parameter's gradient: see its _requires_update"
             )
@@ -404,6 +484,7 @@ class Session:
 
     def step(self, optimizer: torch.optim.Optimizer, closure: Closure | None) -> Any:
         if not self.active:
+            self._agree_on_names()
             return self._plain_step(optimizer, closure)
         if self.skipping:
             self.require_rest("step() inside skip_synchronize()")
@@ -439,6 +520,7 @@ class Session:
         Changes and not gradients, because an optimizer with a state (momentum, Adam) would scale an adapted gradient
         again (Maleki et al., 2021, section 3.3).
         """
+        self._agree_on_names()
         trained = {name: p for name, p in self._tracked.items() if p.requires_grad}
         before = {name: p.detach().clone() for name, p in trained.items()}
         result = self._plain_step(optimizer, closure) if closure is not None else self._plain_step(optimizer)
@@ -446,7 +528,7 @@ class Session:
         operation = reduction(None, ReduceOp.ADASUM, 1.0, 1.0, self.options.process_set)
         compression = self.options.compression
         sent = {name: compression.compress(change) for name, change in changes.items()}
-        pending = {name: self.frontend.start(operation, [tensor], name) for name, (tensor, _) in sent.items()}
+        pending = {name: self.frontend.start(operation, [each], self._label(name)) for name, (each, _) in sent.items()}
         with torch.no_grad():
             for name, combined in pending.items():
                 whole = compression.decompress(combined.result()[0], sent[name][1])
@@ -475,47 +557,3 @@ def _computed(session: weakref.ref[Session], name: str, parameter: Tensor) -> No
     alive = session()
     if alive is not None:
         alive.computed(name, parameter)
-
-
-def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
-
-
-def _names(optimizer: torch.optim.Optimizer, named_parameters: NamedParameters | None) -> dict[int, str]:
-    """Parameter's id to the name that its gradient is reduced under, before it is made unique in the job."""
-    if named_parameters is None:
-        return {
-            id(parameter): f"noname.{g}.{i}"
-            for g, group in enumerate(optimizer.param_groups)
-            for i, parameter in enumerate(group["params"])
-        }
-    pairs = list(named_parameters)
-    for pair in pairs:
-        if not (
-            isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], Tensor)
-        ):
-            raise InvalidArgumentError(
-                "named_parameters must be (name, parameter) tuples, as model.named_parameters() gives; found a "
-                f"{type(pair).__name__}"
-            )
-    names = [name for name, _ in pairs]
-    duplicates = sorted({name for name in names if names.count(name) > 1})
-    if duplicates:
-        raise InvalidArgumentError(f"named_parameters has names that occur more than once: {', '.join(duplicates)}")
-    named = {id(parameter): name for name, parameter in pairs}
-    unnamed = sum(id(parameter) not in named for parameter in parameters_of(optimizer))
-    if unnamed:
-        raise InvalidArgumentError(
-            f"{unnamed} of the optimizer's parameters are not in named_parameters; name them all, or leave "
-            "named_parameters out"
-        )
-    return {id(parameter): named[id(parameter)] for parameter in parameters_of(optimizer)}
-
-
-def _groups(groups: Groups, trained: Sequence[Tensor], known: set[int]) -> list[list[Tensor]]:
-    """Parameters that are reduced as one, from either form of ``groups``."""
-    chosen = divided(groups, trained)
-    if not isinstance(groups, int) and any(id(each) not in known for group in groups or () for each in group):
-        raise InvalidArgumentError("groups has something that is not a parameter of the optimizer")
-    return chosen

@@ -9,7 +9,7 @@ from hvdgloo._collectives.process_sets import ProcessSet, global_process_set
 from hvdgloo._training.options import Groups, whichever
 from hvdgloo.torch import _distributed as distributed
 from hvdgloo.torch._frontend import FRONTEND
-from hvdgloo.torch._session import NamedParameters, ReductionOptions
+from hvdgloo.torch._parameters import NamedParameters, ReductionOptions
 from hvdgloo.torch.compression import Compression
 from hvdgloo.types import ReduceOp
 
@@ -32,6 +32,10 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name; it makes an instance o
 
     Gradients are sent while the backward pass still runs, and ``step()`` waits for them. Call it on every rank with the
     same arguments, after ``init()``.
+
+    In an elastic job the optimizer follows: it reduces over the ranks that are there, and alone it trains alone. When
+    ranks come or go, gradients that no step has used yet are dropped, with the count of backward passes, on all ranks;
+    so are the errors that PowerSGD keeps.
 
     Args:
         optimizer: a plain optimizer. It and the result share one state, whichever is changed; use the result for steps.

@@ -211,14 +211,6 @@ class RendezvousClient:
             self._run_id(time.monotonic() + timeout, patient=True)
         return self._local_address
 
-    def is_elastic(self, *, timeout: float = 30.0) -> bool:
-        """Whether the server's job is elastic: then ``ElasticClient`` registers with it, and ``register`` cannot.
-
-        Waits for the server for ``timeout`` seconds, and raises, as ``local_address`` does.
-        """
-        self._run_id(time.monotonic() + timeout, patient=True)
-        return self._elastic
-
     def close(self) -> None:
         """Close all connections. Further calls raise RendezvousError. May be repeated."""
         if self._pid != os.getpid():
@@ -249,14 +241,12 @@ class RendezvousClient:
         pending: int,
         query: str = "",
         follow: bool = False,
-        outlive: bool = False,
     ) -> _Answer:
         """A call that the server holds back until there is something to answer.
 
         Args:
             follow: once the server has been there, wait for it until the deadline, and repeat the call to another one
                 in its place that has the same secret.
-            outlive: also if the server says that it is being stopped.
 
         Returns:
             the answer; one with status ``pending`` if the deadline came first.
@@ -267,9 +257,7 @@ class RendezvousClient:
             target = f"{path}?{query}timeout={poll:.3f}"
             patience = min(2.0, 0.25 + timeout / 10)
             patient = follow and bool(self._run)
-            answer = self._answer(
-                method, target, body, deadline, patience=patience, repeat=True, patient=patient, outlive=outlive
-            )
+            answer = self._answer(method, target, body, deadline, patience=patience, repeat=True, patient=patient)
             if follow and answer.status == 401 and answer.details.get("restarted") and time.monotonic() < deadline:
                 with self._hello_lock:
                     self._run = ""
@@ -297,13 +285,12 @@ class RendezvousClient:
         patience: float,
         repeat: bool,
         patient: bool = False,
-        outlive: bool = False,
     ) -> _Answer:
         def exchange() -> _Answer:
             run = self._run_id(deadline, patient=patient)
             return self._exchange(method, target, body, run, deadline, patience, patient=patient)
 
-        return self._repeated(exchange, target, deadline, repeat=repeat, outlive=outlive)
+        return self._repeated(exchange, target, deadline, repeat=repeat)
 
     def _run_id(self, deadline: float, *, patient: bool = False) -> str:
         """The server's run id: one hello at the first call, whichever thread makes it."""
@@ -315,25 +302,17 @@ class RendezvousClient:
                 answer = self._repeated(
                     lambda: self._exchange("GET", target, b"", "", deadline, 0.0, patient=patient), target, deadline
                 )
-                hello = json.loads(self._checked(answer, target).body)
-                self._run, self._elastic = str(hello["run"]), bool(hello.get("elastic"))
+                self._run = str(json.loads(self._checked(answer, target).body)["run"])
                 self._channel = answer.channel
             return self._run  # in here: another thread may forget it, to ask again
 
     def _repeated(
-        self,
-        exchange: Callable[[], _Answer],
-        target: str,
-        deadline: float,
-        *,
-        repeat: bool = True,
-        outlive: bool = False,
+        self, exchange: Callable[[], _Answer], target: str, deadline: float, *, repeat: bool = True
     ) -> _Answer:
         """The answer to a request, which is sent again until there is one.
 
         Args:
             repeat: even where the connection failed before an answer had come, and the server may have acted.
-            outlive: even where the server is being stopped.
         """
         attempts = _Attempts(deadline)
         while True:
@@ -343,7 +322,7 @@ class RendezvousClient:
                 if not repeat or not attempts.rest():
                     raise self._unreachable(target, failure.cause) from failure.cause
             else:
-                busy = answer.status == 503 and (outlive or answer.details.get("busy"))  # too many wait already
+                busy = answer.status == 503 and answer.details.get("busy")  # too many wait already
                 if not busy or not attempts.rest():
                     return answer
 
@@ -440,7 +419,6 @@ class RendezvousClient:
         self._counter = itertools.count()
         self._idle = []
         self._run = ""
-        self._elastic = False
         self._channel = b""
         self._local_address = ""
         self._lock = threading.Lock()

@@ -6,11 +6,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import msgspec
-
 from hvdgloo.errors import DismissedError, RendezvousError, RendezvousTimeoutError
 from hvdgloo.rendezvous import _wire as wire
-from hvdgloo.rendezvous._client.client import RendezvousClient, _Answer
+from hvdgloo.rendezvous._client.client import RendezvousClient
 from hvdgloo.rendezvous._elastic import wire as elastic
 from hvdgloo.rendezvous._elastic.wire import Alone, News, What
 from hvdgloo.rendezvous._worker_info import WorkerInfo
@@ -49,7 +47,6 @@ class ElasticClient:
     def __init__(self, client: RendezvousClient, worker: str) -> None:
         self._client = client
         self.worker = worker
-        self._place: elastic.Place | None = None
 
     def next_epoch(
         self,
@@ -84,10 +81,9 @@ class ElasticClient:
             RendezvousTimeoutError: there was no epoch within ``timeout``.
             RendezvousError: the server cannot be reached.
         """
-        self._place = None  # until the answer: where it was, the question says
         ask = elastic.Ask(self.worker, after, ready, serial, digest[:4096], error[:4096], list(accused), info.to_dict())
         route = "/v1/elastic/next"
-        answer = self._wait(route, elastic.ASK.encode(ask), timeout)
+        answer = self._client._wait("POST", route, elastic.ASK.encode(ask), timeout, pending=202, follow=True)
         if answer.status == 202:
             raise RendezvousTimeoutError(
                 f"rendezvous server {self._client.server}: no epoch after {after} within {timeout:g} s; "
@@ -101,9 +97,7 @@ class ElasticClient:
                 topology = wire.unpack_topology(decoded.topology)
                 if max(decoded.rank, decoded.root) >= topology.size:
                     raise ValueError(f"rank {decoded.rank} or {decoded.root} is none of the topology's {topology.size}")
-                placement = Placement(decoded.rank, topology, decoded.root, decoded.everyone, decoded.first)
-                self._place = elastic.Place(topology.epoch, decoded.rank, topology.size, False, info.to_dict())
-                return placement
+                return Placement(decoded.rank, topology, decoded.root, decoded.everyone, decoded.first)
         except ValueError as error_:
             raise RendezvousError(
                 f"rendezvous server {self._client.server}, {route}: {error_}. Is hvdgloo of the same version installed "
@@ -121,8 +115,6 @@ class ElasticClient:
 
     def synced(self, epoch: int) -> None:
         """This worker is in ``elastic.run``, and has the state of the epoch. Raises RendezvousError."""
-        if self._place is not None:
-            self._place = msgspec.structs.replace(self._place, synced=True)
         self._report(What.SYNCED, epoch)
 
     def finished(self) -> None:
@@ -136,9 +128,6 @@ class ElasticClient:
     def news(self, since: int, *, timeout: float) -> News:
         """The news, as soon as their number is another than ``since``.
 
-        A server that was restarted learns from this request where this worker is, and a server without a launcher that
-        it lives: some thread should always wait here.
-
         Args:
             since: the number of the last ones; -1 returns at once. A server that was restarted counts from 0.
             timeout: seconds after which the last ones are returned again.
@@ -149,18 +138,16 @@ class ElasticClient:
         deadline = time.monotonic() + timeout
         while True:
             left = max(0.0, deadline - time.monotonic())
-            body = elastic.LISTEN.encode(elastic.Listen(self.worker, since, self._place))
-            news = elastic.NEWS.decode(self._wait("/v1/elastic/news", body, left).body)
+            answer = self._client._wait(
+                "GET", "/v1/elastic/news", b"", left, pending=202, query=f"since={since}&", follow=True
+            )
+            news = elastic.NEWS.decode(answer.body)
             if news.number != since or time.monotonic() >= deadline - 0.001:
                 return news
 
     def _report(self, what: What, epoch: int) -> None:
-        body = elastic.REPORT.encode(elastic.Report(self.worker, what, epoch, self._place))
-        self._wait("/v1/elastic/reports", body, _REPORT_SECONDS)
-
-    def _wait(self, route: str, body: bytes, timeout: float) -> _Answer:
-        """The answer of the server, or of another that is started in its place."""
-        return self._client._wait("POST", route, body, timeout, pending=202, follow=True, outlive=True)
+        body = elastic.REPORT.encode(elastic.Report(self.worker, what, epoch))
+        self._client._call("POST", "/v1/elastic/reports", body, _REPORT_SECONDS)
 
 
 __all__ = ["Alone", "ElasticClient", "News", "Placement"]

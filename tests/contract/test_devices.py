@@ -30,7 +30,7 @@ from hvdgloo.errors import BackendError, HorovodInternalError, MismatchError  # 
 from hvdgloo.rendezvous import MemoryStore  # noqa: E402
 from hvdgloo.torch._adapter import TorchAdapter  # noqa: E402
 from hvdgloo.torch._distributed import wrap  # noqa: E402
-from hvdgloo.torch._session import ReductionOptions  # noqa: E402
+from hvdgloo.torch._parameters import ReductionOptions  # noqa: E402
 from hvdgloo.torch.sync_batch_norm import SyncBatchNorm  # noqa: E402
 from hvdgloo.types import Buffer, ReduceOp  # noqa: E402
 from tests.support.world import World  # noqa: E402
