@@ -126,12 +126,18 @@ class StallError(HorovodInternalError):
 
 
 class ConnectError(HorovodInternalError):
-    """Two ranks could not be connected with each other."""
+    """Two ranks could not be connected with each other.
 
-    def __init__(self, message: str, *, rank: int | None = None, address: str | None = None) -> None:
+    ``missing``: all ranks that did not come, where several were waited for.
+    """
+
+    def __init__(
+        self, message: str, *, rank: int | None = None, address: str | None = None, missing: Sequence[int] = ()
+    ) -> None:
         super().__init__(message)
         self.rank = rank
         self.address = address
+        self.missing = tuple(missing)
 
 
 class BackendError(HorovodInternalError):

@@ -19,7 +19,7 @@ from hvdgloo.types import Buffer, ReduceOp
 
 logger = logging.getLogger(__name__)
 
-_TURN = 0.5
+_TURN = 0.2
 
 FEW_RANKS = 5
 """As many ranks send small tensors to each other at once, in one step. More ranks do so through a cube, or, where there

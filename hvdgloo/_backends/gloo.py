@@ -53,7 +53,7 @@ from hvdgloo.types import Buffer, ReduceOp
 
 logger = logging.getLogger(__name__)
 
-_TURN = 0.5
+_TURN = 0.2
 """How often, in seconds, a wait that may be cancelled checks whether it was."""
 
 AT_ONCE_FROM, AT_ONCE_BYTES = 64, 1 << 19

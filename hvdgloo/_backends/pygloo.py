@@ -44,7 +44,7 @@ PIECE = 4 << 20
 SLOTS = 3
 """Pieces that are under way at once: one is filled, one on the wire, one emptied."""
 
-_TURN = 0.5
+_TURN = 0.2
 """How often, in seconds, a wait that may be cancelled checks whether it was."""
 
 _END_SECONDS = 5.0

@@ -124,7 +124,7 @@ def _own_rows(frontend: Collectives, spec: CollectiveSpec, tape: Tape[Any], grad
 def _to_root(frontend: Collectives, spec: CollectiveSpec, tape: Tape[Any], gradients: Sequence[Any]) -> Sequence[Any]:
     average = spec._replace(collective=Collective.ALLREDUCE, op=ReduceOp.AVERAGE, root=-1)
     reduced = frontend.apply(average, gradients)
-    if frontend.context.rank == spec.root:
+    if frontend.context.is_root(spec.root):
         return reduced
     return [frontend.zeros(g) for g in gradients]
 

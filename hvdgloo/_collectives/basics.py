@@ -61,8 +61,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     sets = _sets(process_sets)
 
     def register(ctx: Context) -> None:
-        for process_set in sets:
-            registry.add(ctx, process_set)
+        registry.add_first(ctx, sets)
 
     process.init(_ranks(comm), [process_set.ranks for process_set in sets], register)
 
@@ -116,7 +115,7 @@ def stop_timeline() -> None:
     Raises:
         NotInitializedError: (a ValueError) before ``init()``.
     """
-    process.current().engine.stop_timeline()
+    process.current().stop_timeline()
 
 
 def mpi_threads_supported() -> bool:

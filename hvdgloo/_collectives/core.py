@@ -258,7 +258,7 @@ class Core(Generic[T]):
         """
         context = self._context()
         ranks = context.engine.members_of(operation.process_set, operation.collective.value)
-        return len(ranks), ranks.index(context.rank)
+        return len(ranks), ranks.index(context.engine.rank)
 
     def sharers(self, process_set: ProcessSet) -> tuple[int, ...]:
         """The set's ranks, if this process and at least one other are among them; else none.
@@ -361,13 +361,15 @@ class Core(Generic[T]):
         given = self.adapter.values(splits) if self.adapter.owns(splits) else np.asarray(splits)
         if given.ndim != 1 or not np.issubdtype(given.dtype, np.integer):
             raise InvalidArgumentError(f"splits are integers in one dimension, one for each rank; got {splits!r}")
-        if len(given) != size:
-            raise InvalidArgumentError(f"{len(given)} splits were given for {size} ranks; give one for each")
+        plan = self._context().plan
+        expected = size if plan is None else plan.size
+        if len(given) != expected:
+            raise InvalidArgumentError(f"{len(given)} splits were given for {expected} ranks; give one for each")
         if (given < 0).any():
             raise InvalidArgumentError(f"splits are numbers of rows and cannot be negative; got {given.tolist()}")
         if given.sum() > rows:
             raise InvalidArgumentError(f"splits {given.tolist()} ask for {given.sum()} rows, and there are only {rows}")
-        return [int(n) for n in given]
+        return [int(n) for n in given] if plan is None else [int(given.sum())]
 
     def _start_group(
         self, operation: CollectiveSpec, tensors: Sequence[T], name: str | None, *, in_place: bool, waits: bool = False

@@ -41,7 +41,7 @@ def broadcast_object(
 ) -> T:
     """See ``Frontend.broadcast_object``."""
     operation = broadcasting(root_rank, process_set)
-    is_root = frontend.context.rank == root_rank
+    is_root = frontend.context.is_root(root_rank)
     label = frontend.automatic_name("broadcast_object", operation.process_set) if name is None else name
     pickled, failure = _pickle(obj) if is_root else (b"", None)
     lengths, call = frontend.numbered_array(operation, _length(frontend, pickled, failure), f"{label}.sz")
@@ -71,7 +71,7 @@ def allgather_object(
     if unpicklable.size:
         rank = ranks[unpicklable[0]]
         raise HorovodInternalError(f"rank {rank} could not pickle the object {label}; its own error says why")
-    own = _seal(frontend, pickled, _purpose(frontend, label, frontend.context.rank, call))
+    own = _seal(frontend, pickled, _purpose(frontend, label, frontend.context.engine.rank, call))
     together = frontend.start_array(gather, own, f"{label}.t")()
     pieces = np.split(together, np.cumsum(counts)[:-1])
     return [

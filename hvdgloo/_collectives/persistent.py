@@ -191,7 +191,7 @@ class PersistentOperation(Generic[T]):
         if not shape:
             return shape  # the engine refuses it
         ranks = context.engine.members_of(self.spec.process_set, self.spec.collective.value)
-        return divide_rows(shape[0], len(ranks))[ranks.index(context.rank)], *shape[1:]
+        return divide_rows(shape[0], len(ranks))[ranks.index(context.engine.rank)], *shape[1:]
 
     def _integers(self, values: npt.NDArray[np.int64], like: T) -> T:
         """A tensor of int32, shape (len(values),), on the host: numbers of rows are read there."""

@@ -6,7 +6,8 @@ of all ranks: it then has a number that stands for it in messages, and its membe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,8 @@ from hvdgloo._job import process
 from hvdgloo._job.context import Context
 from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.types import Collective
+
+logger = logging.getLogger(__name__)
 
 
 class ProcessSet:
@@ -143,21 +146,42 @@ def process_set_id(process_set: ProcessSet) -> int:
     return number
 
 
-def add(ctx: Context, process_set: ProcessSet | Iterable[int]) -> ProcessSet:
-    """Register a set; see ``Frontend.add_process_set``."""
+def add(ctx: Context, process_set: ProcessSet | Iterable[int], number: int = 0) -> ProcessSet:
+    """Register a set; see ``Frontend.add_process_set``. Under a ``number`` that is free, or 0 for any."""
     added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     if added.process_set_id is not None:
         raise InvalidArgumentError(f"{added} is already registered")
     ranks = tuple(added.ranks)
     if ranks[-1] >= ctx.size:
         raise InvalidArgumentError(f"{added} has ranks that do not exist; the job's are 0 to {ctx.size - 1}")
+    if ctx.plan is not None:  # what a set does acts on this worker alone, as everything else does
+        added._number, added._context = 0, ctx
+        return added
     known = {members: number for number, members in ctx.engine.process_sets.items()}
     if ranks in known:
         raise InvalidArgumentError(f"process set {known[ranks]} has the same ranks {list(ranks)}; use that one")
-    added._number = _negotiate(ctx, Collective.ADD_PROCESS_SET, ranks)
+    added._number = _negotiate(ctx, Collective.ADD_PROCESS_SET, ranks, number)
     added._context = ctx
     names_of(ctx).restart(added._number)
     return added
+
+
+def add_first(ctx: Context, sets: Sequence[ProcessSet]) -> None:
+    """Register the sets that ``init()`` was given, each under the number of its place in the list, from 1.
+
+    In an elastic job that happens in each epoch, and a set some of whose ranks do not exist there is left out.
+    """
+    missing = []
+    for number, process_set in enumerate(sets, start=1):
+        if ctx.config.elastic and process_set.ranks[-1] >= ctx.size:
+            process_set._context = process_set._number = None
+            missing.append(str(process_set.ranks))
+        else:
+            add(ctx, process_set, number)
+    if missing and ctx.rank == 0:
+        logger.warning(
+            "there are %d ranks now, so these process sets of init() cannot be used: %s", ctx.size, ", ".join(missing)
+        )
 
 
 def remove(ctx: Context, process_set: ProcessSet) -> bool:
@@ -171,8 +195,9 @@ def remove(ctx: Context, process_set: ProcessSet) -> bool:
     return True
 
 
-def _negotiate(ctx: Context, change: Collective, ranks: tuple[int, ...]) -> int:
+def _negotiate(ctx: Context, change: Collective, ranks: tuple[int, ...], number: int = 0) -> int:
     # Numbered, not named after the ranks, so that ranks that disagree get an error instead of waiting for each other.
-    handle = ctx.engine.submit(Request(names_of(ctx).next(0, change.value), change, ranks=ranks))
+    request = Request(names_of(ctx).next(0, change.value), change, ranks=ranks, number=number)
+    handle = ctx.engine.submit(request)
     handle.wait()
     return handle.value

@@ -122,6 +122,7 @@ class Control:
         self._to_send: list[Message] = []
         self._failure: BaseException | None = None
         self._failure_deadline = 0.0
+        self._ordered_end: HorovodInternalError | None = None
         self._ended: HorovodInternalError | None = None
         self._finished = False
         self._lock = threading.Lock()
@@ -233,6 +234,11 @@ class Control:
         """The data plane has completed a bucket; callable from any thread."""
         if self._coordinator is not None and self._coordinator.has_ready:
             self.wake()
+
+    def abort(self, error: HorovodInternalError) -> None:
+        """End this rank's part at once, and that of those who report to it; callable from any thread."""
+        self._ordered_end = error
+        self.wake()
 
     def close(self) -> None:
         """Close connections at once, for an engine whose thread did not end on its own."""
@@ -520,6 +526,8 @@ class Control:
         self._on_end(error)
 
     def _tick(self, now: float) -> None:
+        if self._ordered_end is not None and not self._finished:
+            self._give_up(self._ordered_end)
         if self._failure is not None and now >= self._failure_deadline and not self._finished:
             self._give_up(BackendError(f"{type(self._failure).__name__}: {self._failure}"))
         if self._gatherer is not None:

@@ -305,6 +305,11 @@ class Engine:
             if self._in_tree:
                 self._control.say(Observe(timeline is not None))
 
+    def abort(self, error: HorovodInternalError) -> None:
+        """Fail everything with ``error``: it is known from elsewhere that the ranks cannot go on together. Returns at
+        once; callable from any thread."""
+        self._control.abort(error)
+
     def close(self, reason: str = "") -> None:
         """End this rank's part of the job, and thereby every rank's; waits until what was ordered before has completed.
 

@@ -55,6 +55,7 @@ class Request(codec.Message, frozen=True, dict=True):
         root: global rank of a broadcast's source, else -1.
         process_set: id of the set that takes part; 0 is all ranks.
         ranks: members of the process set to be added or removed.
+        number: the id that a process set which is added is to get; 0 for any.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Request(codec.Message, frozen=True, dict=True):
     root: int = -1
     process_set: int = 0
     ranks: tuple[Count, ...] = ()
+    number: Count = 0
 
     @cached_property
     def key(self) -> tuple[int, str]:

@@ -488,7 +488,9 @@ class Negotiator:
             if number >= 0:
                 text = f"there is a process set of {format_ranks(ranks)} already; use that one"
                 return replace(response, error=text)
-            number = self._freed_sets.popleft() if self._freed_sets else self._next_set
+            number = response.request.number
+            if not number or number in self._members:
+                number = self._freed_sets.popleft() if self._freed_sets else self._next_set
             self._next_set = max(self._next_set, number + 1)
             self._members[number] = ranks
             self._sources[number] = frozenset(ranks)

@@ -6,6 +6,7 @@ construct their own, which allows many ranks in one process.
 
 from __future__ import annotations
 
+import os
 import weakref
 from typing import TYPE_CHECKING, Protocol
 
@@ -14,7 +15,7 @@ from hvdgloo.topology import Topology
 
 if TYPE_CHECKING:
     from hvdgloo._engine.engine import Engine
-    from hvdgloo.rendezvous import RendezvousClient
+    from hvdgloo.rendezvous import Alone, RendezvousClient
 
 
 class Follower(Protocol):
@@ -35,6 +36,8 @@ class Context:
         engine: started; the Context owns it from now on.
         clock_offset: seconds that rank 0's clock is ahead of this host's.
         job_rank: this rank among all of the job's, if the Context's world consists of some of them only.
+        plan: of a newcomer to an elastic job that works alone so far: the place that it will probably get. It is what
+            the program is told; ``topology`` and the engine know this process only.
         world: tells this world from all others that the secret's holders have formed or will form, the same on all its
             ranks.
         client: of the rendezvous server. It stays connected while the rank is part of the job, since the server lists
@@ -51,14 +54,17 @@ class Context:
         clock_offset: float = 0.0,
         job_rank: int | None = None,
         world: str = "",
+        plan: Alone | None = None,
     ) -> None:
         self._client = client
+        self.plan = plan
+        self.traced: tuple[str, bool] | None = None
         self.world = world
         self.job_rank = rank if job_rank is None else job_rank
         self.clock_offset = clock_offset
         self.config = config
         self.topology = topology
-        self.rank = rank
+        self.rank = rank if plan is None else plan.rank
         self.engine = engine
         self.closed = False
         self._followers: weakref.WeakSet[Follower] = weakref.WeakSet()
@@ -70,23 +76,27 @@ class Context:
 
     @property
     def size(self) -> int:
-        return self.topology.size
+        return self.topology.size if self.plan is None else self.plan.size
 
     @property
     def local_rank(self) -> int:
-        return self.topology.workers[self.rank].local_rank
+        return self.topology.workers[self.rank].local_rank if self.plan is None else self.plan.local_rank
 
     @property
     def local_size(self) -> int:
-        return self.topology.local_size(self.rank)
+        return self.topology.local_size(self.rank) if self.plan is None else self.plan.local_size
 
     @property
     def cross_rank(self) -> int:
-        return self.topology.cross_rank(self.rank)
+        return self.topology.cross_rank(self.rank) if self.plan is None else self.plan.cross_rank
 
     @property
     def cross_size(self) -> int:
-        return self.topology.cross_size(self.rank)
+        return self.topology.cross_size(self.rank) if self.plan is None else self.plan.cross_size
+
+    def is_root(self, root: int) -> bool:
+        """Whether a broadcast from that rank sends what this process has."""
+        return self.rank == root or self.plan is not None
 
     @property
     def is_homogeneous(self) -> bool:
@@ -96,10 +106,24 @@ class Context:
         """Trace collectives; on rank 0, or if ``path`` has ``{rank}`` in it, on every rank; see ``Engine``.
 
         Ranks are those of the whole job, even in a world of only some of them: two worlds must not write to one file.
+        In an elastic job each epoch but the first has a file of its own (``path.e2.json``), and a newcomer writes none
+        before it is in an epoch.
         """
+        if self.traced is None:
+            self.traced = path, mark_cycles
+        if self.plan is not None:
+            return
+        if self.topology.epoch and self.config.elastic:
+            stem, suffix = os.path.splitext(path)
+            path = f"{stem}.e{self.topology.epoch}{suffix}"
         if "{rank}" in path or self.job_rank == 0:
             own = path.replace("{rank}", str(self.job_rank))
             self.engine.start_timeline(own, clock_offset=self.clock_offset, mark_cycles=mark_cycles)
+
+    def stop_timeline(self) -> None:
+        """End the trace, if there is one; its file is complete then."""
+        self.traced = None
+        self.engine.stop_timeline()
 
     def tell_of_end(self, follower: Follower) -> None:
         """Have ``follower``, which is not kept alive for this, told once when the Context has been closed."""

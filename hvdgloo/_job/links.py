@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import secrets
 import socket
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+from hvdgloo._backends.base import get_all
 from hvdgloo._engine.seat import Seat, seat
 from hvdgloo._job.settings import plan_settings
 from hvdgloo._net import abstract
-from hvdgloo._net.handshake import Handshake, Link, listen
+from hvdgloo._net.handshake import Cancelled, Handshake, Link, listen
 from hvdgloo._net.tls import Tls
 from hvdgloo.config import Config, format_endpoint, parse_endpoint
 from hvdgloo.errors import ConnectError, RendezvousTimeoutError
@@ -36,48 +37,75 @@ def seat_of(rank: int, topology: Topology) -> Seat | None:
 
 
 @dataclass(frozen=True)
+class World:
+    """Some or all of a job's ranks that are about to be connected with each other.
+
+    Attributes:
+        rank: this process's.
+        topology: of the world's ranks.
+        key: tells it apart from all worlds that this job's processes form, one after another or at the same time.
+        generation: see ``Handshake``.
+        first: where its rank 0 listens, if that is known.
+        scope: what the names of its stores on the server end in.
+    """
+
+    rank: int
+    topology: Topology
+    key: str
+    generation: int = 0
+    first: tuple[str, int] | None = None
+    scope: str = ""
+
+
 class Meeting:
     """What one rank knows before it is connected with others.
 
-    Attributes:
+    Args:
         secret: of the job.
         tls: encrypts what goes from host to host, if given.
-        key: tells apart the worlds that this job's processes form, one after another or at the same time.
-        generation: see ``Handshake``.
+        world: which is formed.
         address: at which other hosts reach this one.
+        told: on rank 0: what it tells the others besides its settings.
+        cancelled: polled during all waits; returns whether to give up, with a BackendError.
     """
 
-    config: Config
-    secret: bytes
-    tls: Tls | None
-    client: RendezvousClient
-    key: str
-    generation: int
-    topology: Topology
-    rank: int
-    address: str
+    def __init__(
+        self,
+        config: Config,
+        secret: bytes,
+        tls: Tls | None,
+        client: RendezvousClient,
+        world: World,
+        address: str,
+        told: Mapping[str, Any] | None = None,
+        cancelled: Cancelled | None = None,
+    ) -> None:
+        self.config, self.secret, self.tls, self.client = config, secret, tls, client
+        self.world, self.rank, self.topology = world, world.rank, world.topology
+        self.address, self.told, self.cancelled = address, told or {}, cancelled
 
     def connect(
-        self,
-        place: Seat | None,
-        listener: socket.socket | None,
-        first: tuple[str, int] | None,
-        process_sets: list[list[int]],
+        self, place: Seat | None, listener: socket.socket | None, process_sets: list[list[int]]
     ) -> tuple[dict[int, Link], dict[str, Any]]:
         """Connect with all whom this rank reports to, or who report to it.
 
         Args:
             place: this rank's in the tree, if there is one.
             listener: on rank 0, else None.
-            first: where rank 0 listens, if that is known.
             process_sets: to be added at once.
 
         Returns:
             the connections by rank, and what rank 0 decides for all: the settings that ``engine_settings`` adopts,
-            ``process_sets``, those of ``Planes``, the ``world``'s name, and ``clock_offset`` from this host's clock to
-            rank 0's.
+            ``process_sets``, those of ``Planes``, what it was ``told``, the ``world``'s name, and ``clock_offset`` from
+            this host's clock to rank 0's.
         """
-        shared = {**plan_settings(self.config), "process_sets": process_sets, "world": secrets.token_hex(16)}
+        first = self.world.first
+        shared = {
+            **plan_settings(self.config),
+            **self.told,
+            "process_sets": process_sets,
+            "world": secrets.token_hex(16),
+        }
         # Those who have registered together are all here. To a world that is formed later, each comes in its own time.
         patience = self.config.connect_timeout if first is not None else self.config.start_timeout
         if self.rank == 0:
@@ -108,7 +136,7 @@ class Meeting:
         with ExitStack() as stack:
             here: abstract.OwnListener | None = None
             if place.members:
-                here = stack.enter_context(abstract.OwnListener(self._handshake(self.rank).name_here(self.key)))
+                here = stack.enter_context(abstract.OwnListener(self._handshake(self.rank).name_here(self.world.key)))
             if place.leaders and listener is None:
                 if self.tls is not None:
                     self.tls.check_listener()
@@ -136,7 +164,7 @@ class Meeting:
 
     def _handshake(self, parent: int, *, encrypted: bool = True) -> Handshake:
         tls = self.tls if encrypted else None
-        return Handshake(self.secret, self.config.epoch, self.generation, tls=tls, parent=parent)
+        return Handshake(self.secret, self.topology.epoch, self.world.generation, tls=tls, parent=parent)
 
     def _accept(
         self,
@@ -149,7 +177,7 @@ class Meeting:
     ) -> dict[int, Link]:
         handshake = self._handshake(self.rank, encrypted=encrypted)
         timeout = self.config.connect_timeout
-        return handshake.accept_all(listener, ranks, decided, timeout, self.topology.describe, here=here)
+        return handshake.accept_all(listener, ranks, decided, timeout, self.topology.describe, self.cancelled, here)
 
     def _reach(self, parent: int, endpoint: tuple[str, int] | None, patience: float) -> tuple[Link, dict[str, Any]]:
         """Connect to another host.
@@ -159,9 +187,10 @@ class Meeting:
                 itself, which may take as long again.
         """
         if endpoint is None:
-            store = self.client.store("control", timeout=patience)
+            store = self.client.store(f"control{self.world.scope}", timeout=patience)
             try:
-                endpoint = parse_endpoint(store.get(self._key_of(parent), timeout=patience).decode())
+                (told,) = get_all(store, [self._key_of(parent)], patience, self.cancelled)
+                endpoint = parse_endpoint(told.decode())
             except RendezvousTimeoutError as error:
                 raise ConnectError(
                     f"{self.topology.describe(self.rank)} waited {patience:g} s for {self.topology.describe(parent)} "
@@ -170,19 +199,21 @@ class Meeting:
                     rank=parent,
                 ) from error
         timeout = max(patience, self.config.connect_timeout) if parent else self.config.connect_timeout
-        return self._handshake(parent).connect(*endpoint, self.rank, timeout, self.topology.describe)
+        return self._handshake(parent).connect(*endpoint, self.rank, timeout, self.topology.describe, self.cancelled)
 
     def _reach_here(self, parent: int, patience: float) -> tuple[Link, dict[str, Any]]:
         """Connect to the leader of this host. What does not leave it is not encrypted."""
         handshake = self._handshake(parent, encrypted=False)
         timeout = max(patience, self.config.connect_timeout)
-        return handshake.connect_here(handshake.name_here(self.key), self.rank, timeout, self.topology.describe)
+        return handshake.connect_here(
+            handshake.name_here(self.world.key), self.rank, timeout, self.topology.describe, self.cancelled
+        )
 
     def _announce(self, rank: int, listener: socket.socket) -> None:
         """Say where this rank listens this time: an epoch's ranks and hosts are fixed, but the port is not."""
         endpoint = format_endpoint(self.address, listener.getsockname()[1])
-        store = self.client.store("control", timeout=self.config.start_timeout)
+        store = self.client.store(f"control{self.world.scope}", timeout=self.config.start_timeout)
         store.set(self._key_of(rank), endpoint.encode())
 
     def _key_of(self, rank: int) -> str:
-        return f"{self.key}.{rank}" if rank else self.key
+        return f"{self.world.key}.{rank}" if rank else self.world.key

@@ -7,17 +7,22 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from hvdgloo._job import excepthook
 from hvdgloo._job.context import Context
 from hvdgloo._job.logging import configure_logging
 from hvdgloo._platform.imports import collector_paused
 from hvdgloo.config import Config, unknown_variables
-from hvdgloo.errors import NotInitializedError
+from hvdgloo.errors import InvalidArgumentError, NotInitializedError
+
+if TYPE_CHECKING:
+    from hvdgloo._job.elastic import Membership
 
 logger = logging.getLogger(__name__)
 
 _current: Context | None = None
+_membership: Membership | None = None
 _lock = threading.Lock()
 
 
@@ -49,14 +54,12 @@ def init(
             config = Config.from_env()
             configure_logging(config, config.rank)
             excepthook.install(config.rank)
+            if config.elastic and config.rendezvous is not None:
+                return _begin(config, ranks, process_sets, prepare)
             context = join(config, ranks, process_sets)
-            configure_logging(config, context.rank)
-            if context.local_rank == 0:
-                for line in unknown_variables():
-                    logger.warning("%s", line)
-            excepthook.install(context.rank)
-            _pin(context)
             try:
+                _show(context)
+                _warn(context)
                 if config.timeline and config.timeline.upper() != "DYNAMIC":
                     context.start_timeline(config.timeline, config.timeline_mark_cycles)
                 prepare(context)
@@ -65,6 +68,59 @@ def init(
                 raise
             _current = context
         return _current
+
+
+def _begin(
+    config: Config,
+    ranks: Sequence[int] | None,
+    process_sets: Sequence[Sequence[int]],
+    prepare: Callable[[Context], None],
+) -> Context:
+    """Join an elastic job, which goes on with a Context for each epoch; see ``elastic``."""
+    global _membership
+    from hvdgloo._job.elastic import Membership
+    from hvdgloo._job.environment import publish
+
+    if ranks is not None:
+        raise InvalidArgumentError(
+            f"comm={list(ranks)}: the workers of an elastic job come and go, so they form one world; leave comm out"
+        )
+
+    def install(membership: Membership, context: Context) -> None:
+        global _current
+        _show(context)
+        publish(context, membership.master, os.environ)
+        if membership.is_new:
+            _warn(context)
+            if config.timeline and config.timeline.upper() != "DYNAMIC":
+                context.start_timeline(config.timeline, config.timeline_mark_cycles)
+        prepare(context)
+        _current = context
+
+    if _membership is None:
+        _membership = Membership(config, process_sets, install)
+    else:  # after a shutdown()
+        _membership.adopt(process_sets, install)
+    try:
+        return _membership.begin()
+    except BaseException:
+        membership, _membership = _membership, None
+        membership.close("it could not join")
+        raise
+
+
+def _show(context: Context) -> None:
+    """What a process looks like from outside follows its rank: its log, the errors that end it, and where it runs."""
+    configure_logging(context.config, context.rank)
+    excepthook.install(context.rank)
+    _pin(context)
+
+
+def _warn(context: Context) -> None:
+    """Say which variables are probably mistyped; one process of a host is enough."""
+    if context.local_rank == 0:
+        for line in unknown_variables():
+            logger.warning("%s", line)
 
 
 def _pin(context: Context) -> None:
@@ -83,6 +139,8 @@ def _pin(context: Context) -> None:
 def shutdown(reason: str = "") -> None:
     """End this rank's part of the job, and thereby all ranks' collectives. Does nothing when not initialized.
 
+    In an elastic job this process remains a member, which may call ``init()`` again.
+
     Args:
         reason: what to tell the other ranks, if this one ends with an error.
     """
@@ -96,6 +154,11 @@ def shutdown(reason: str = "") -> None:
 def is_initialized() -> bool:
     """True between ``init()`` and ``shutdown()`` on this rank."""
     return _current is not None
+
+
+def membership() -> Membership | None:
+    """The process's membership in an elastic job; None in a job of fixed size, and before ``init()``."""
+    return _membership
 
 
 def current() -> Context:
@@ -117,7 +180,10 @@ _owner = 0
 
 def _at_exit() -> None:
     if os.getpid() == _owner:
-        shutdown(excepthook.uncaught())
+        reason = excepthook.uncaught()
+        if _membership is not None:
+            _membership.close(reason)
+        shutdown(reason)
 
 
 def shut_down_first_at_exit() -> None:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-_TURN = 0.25
+_TURN = 0.2
 """Seconds between checks, during a wait, whether it was cancelled."""
 
 _BACKLOG = 4096

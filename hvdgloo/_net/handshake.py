@@ -24,13 +24,15 @@ import hashlib
 import hmac
 import logging
 import os
+import select
 import selectors
 import socket
 import struct
 import time
 from collections.abc import Callable, Collection, Generator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from hvdgloo._net import abstract, codec, framing, ports
 from hvdgloo._net.descriptors import OUT_OF_DESCRIPTORS, reserve_descriptors
@@ -50,11 +52,14 @@ _MAC_BYTES = 32
 _PAUSE = 0.02
 """Seconds until the next attempt to accept where not even one more descriptor can be had, or to connect where nobody
 listens yet."""
-_TURN = 0.25
+_TURN = 0.2
 """Seconds between checks, during a wait, whether it was cancelled."""
 _MAX_ANSWER = 1 << 20
 
 CANCELLED = "the job ended while its ranks were being connected"
+
+Cancelled: TypeAlias = Callable[[], bool]
+"""Polled during a wait; returns whether to give up."""
 
 _Wanted = Generator[int, None, None]
 """A conversation with a visitor, which yields the selector's events that it waits for."""
@@ -150,7 +155,7 @@ class Handshake:
         settings: Mapping[str, Any],
         timeout: float,
         describe: Callable[[int], str],
-        cancelled: Callable[[], bool] | None = None,
+        cancelled: Cancelled | None = None,
         here: tuple[socket.socket, Collection[int]] | None = None,
     ) -> dict[int, Link]:
         """The coordinator's side: wait for those who connect to it.
@@ -191,17 +196,27 @@ class Handshake:
                         f"{describe(self.parent).partition(' (')[0]} waited {timeout:g} s on {_name(listener)} for "
                         f"{self.purpose}s from {', '.join(map(describe, reception.missing))}. "
                         f"{OUT_OF_DESCRIPTORS if reception.exhausted else why}",
+                        rank=reception.missing[0],
                         address=_name(listener),
+                        missing=reception.missing,
                     )
-                if cancelled is not None and cancelled():
-                    raise BackendError(CANCELLED)
+                _check(cancelled)
                 reception.serve(min(left, _TURN))
             return reception.members
 
     def connect(
-        self, address: str, port: int, rank: int, timeout: float, describe: Callable[[int], str]
+        self,
+        address: str,
+        port: int,
+        rank: int,
+        timeout: float,
+        describe: Callable[[int], str],
+        cancelled: Cancelled | None = None,
     ) -> tuple[Link, dict[str, Any]]:
         """Another rank's side: connect to the coordinator.
+
+        Args:
+            cancelled: polled; returns whether to give up.
 
         Returns:
             the connection, and the settings that rank 0 decided, with ``clock_offset`` added: how many seconds
@@ -209,15 +224,20 @@ class Handshake:
 
         Raises:
             ConnectError: the connection failed; it names both ranks, the address and the reason.
+            BackendError: it was cancelled.
         """
         deadline = time.monotonic() + timeout
         sock: socket.socket | None = None
         try:
-            sock = socket.create_connection((address, port), timeout)
+            sock = _connected(address, port, deadline, cancelled)
             channel = b""
             if self.tls is not None:
-                sock, channel = self.tls.connected(sock, deadline)
-            return self.introduce(sock, rank, deadline, channel)
+                sock, channel = self.tls.connected(sock, deadline, partial(_check, cancelled))
+            return self.introduce(sock, rank, deadline, channel, cancelled)
+        except BackendError:
+            if sock is not None:
+                sock.close()
+            raise
         except (OSError, EOFError, ValueError, AuthenticationError) as error:
             if sock is not None:
                 sock.close()
@@ -230,7 +250,12 @@ class Handshake:
             ) from error
 
     def connect_here(
-        self, name: str, rank: int, timeout: float, describe: Callable[[int], str]
+        self,
+        name: str,
+        rank: int,
+        timeout: float,
+        describe: Callable[[int], str],
+        cancelled: Cancelled | None = None,
     ) -> tuple[Link, dict[str, Any]]:
         """As ``connect``, to a coordinator on this host.
 
@@ -242,14 +267,20 @@ class Handshake:
         try:
             while sock is None:
                 try:
-                    sock = abstract.connect(name, deadline, lambda: False)
-                except ConnectionRefusedError:  # nobody listens there yet
-                    if time.monotonic() >= deadline:
+                    sock = abstract.connect(name, deadline, cancelled or (lambda: False))
+                except OSError as error:
+                    _check(cancelled)
+                    # Nobody listens there yet.
+                    if not isinstance(error, ConnectionRefusedError) or time.monotonic() >= deadline:
                         raise
                     time.sleep(_PAUSE)
             if not abstract.lets_in(sock):
                 raise AuthenticationError("it belongs to another user")
-            return self.introduce(sock, rank, deadline)
+            return self.introduce(sock, rank, deadline, cancelled=cancelled)
+        except BackendError:
+            if sock is not None:
+                sock.close()
+            raise
         except (OSError, EOFError, ValueError, AuthenticationError) as error:
             if sock is not None:
                 sock.close()
@@ -269,31 +300,38 @@ class Handshake:
         return f"hvdgloo-{self._mac(b'name', self.parent, world.encode(), b'', b'').hex()[:32]}"
 
     def introduce(
-        self, sock: socket.socket, rank: int, deadline: float, channel: bytes = b""
+        self,
+        sock: socket.socket,
+        rank: int,
+        deadline: float,
+        channel: bytes = b"",
+        cancelled: Cancelled | None = None,
     ) -> tuple[Link, dict[str, Any]]:
         """The other side's part on a connected socket; returns what ``connect`` does.
 
         Args:
             channel: SHA-256 of the certificate that the listener has shown; empty if nothing is encrypted.
+            cancelled: polled; returns whether to give up.
 
         Raises:
             AuthenticationError, OSError, EOFError, ValueError: the handshake failed.
+            BackendError: it was cancelled.
         """
         _send_at_once(sock)
         nonce = os.urandom(_NONCE_BYTES)
         sock.sendall(_HELLO.pack(_MAGIC, self._epoch, self._generation, rank, nonce))
-        theirs = receive_exactly(sock, _NONCE_BYTES, deadline)
-        proof = receive_exactly(sock, _MAC_BYTES, deadline)
+        theirs = receive_exactly(sock, _NONCE_BYTES, deadline, cancelled)
+        proof = receive_exactly(sock, _MAC_BYTES, deadline, cancelled)
         if not hmac.compare_digest(proof, self._mac(b"coordinator", rank, nonce, theirs, channel)):
             raise AuthenticationError("whoever listens there does not know this job's secret")
         asked = time.time()
         sock.sendall(self._mac(b"member", rank, nonce, theirs, channel))
         down, up = self._frame_macs(rank, nonce, theirs, channel)
-        length = framing.body_length(receive_exactly(sock, framing.HEAD, deadline))
+        length = framing.body_length(receive_exactly(sock, framing.HEAD, deadline, cancelled))
         if length > _MAX_ANSWER:
             raise ValueError("the answer is too long")
-        told = receive_exactly(sock, length, deadline)
-        down.check(told, receive_exactly(sock, framing.TAG, deadline), f"the answer of rank {self.parent}")
+        told = receive_exactly(sock, length, deadline, cancelled)
+        down.check(told, receive_exactly(sock, framing.TAG, deadline, cancelled), f"the answer of rank {self.parent}")
         answer = _ANSWER.decode(told)
         # That of rank 0, or of a leader whose own clock may differ from rank 0's.
         offset = answer.settings.get("clock_offset", 0.0) + answer.clock - (asked + time.time()) / 2
@@ -339,7 +377,7 @@ class Handshake:
         return hmac.digest(self._key, text, hashlib.sha256)
 
 
-def receive_exactly(sock: socket.socket, count: int, deadline: float) -> bytes:
+def receive_exactly(sock: socket.socket, count: int, deadline: float, cancelled: Cancelled | None = None) -> bytes:
     """``count`` bytes from a blocking socket, until ``deadline`` on the monotonic clock.
 
     One deadline for all of them: with a timeout for each piece, a peer that trickles bytes could hold on for minutes.
@@ -347,18 +385,57 @@ def receive_exactly(sock: socket.socket, count: int, deadline: float) -> bytes:
     Raises:
         EOFError: the peer closed the connection earlier.
         OSError: the connection broke, or the deadline passed.
+        BackendError: it was cancelled.
     """
     data = b""
     while len(data) < count:
         left = deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError("timed out")
-        sock.settimeout(left)
-        piece = sock.recv(count - len(data))
+        sock.settimeout(left if cancelled is None else min(left, _TURN))
+        try:
+            piece = sock.recv(count - len(data))
+        except TimeoutError:
+            _check(cancelled)
+            continue
         if not piece:
             raise EOFError("the connection was closed during the handshake")
         data += piece
     return data
+
+
+def _connected(address: str, port: int, deadline: float, cancelled: Cancelled | None) -> socket.socket:
+    """A connection, as ``socket.create_connection`` makes it; a wait for it may be given up."""
+    reason: OSError = TimeoutError("timed out")
+    for family, kind, protocol, _, endpoint in socket.getaddrinfo(address, port, type=socket.SOCK_STREAM):
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.setblocking(False)
+            code = sock.connect_ex(endpoint)
+            poll = select.poll()
+            poll.register(sock, select.POLLOUT)
+            while code in (errno.EINPROGRESS, errno.EINTR):
+                left = deadline - time.monotonic()
+                if poll.poll(1000 * max(0.0, min(left, _TURN))):
+                    code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                elif left <= 0:
+                    code = errno.ETIMEDOUT
+                _check(cancelled)
+            if code == 0:
+                sock.setblocking(True)
+                return sock
+            reason = OSError(code, os.strerror(code))
+            sock.close()
+        except BaseException:
+            sock.close()
+            raise
+    raise reason
+
+
+def _check(cancelled: Cancelled | None) -> None:
+    """Raise BackendError if what is under way is to be given up."""
+    if cancelled is not None and cancelled():
+        raise BackendError(CANCELLED)
 
 
 def _send_at_once(sock: socket.socket) -> None:

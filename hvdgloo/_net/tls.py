@@ -20,7 +20,7 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 _MOST_AT_ONCE = 1 << 14
 """Bytes of one TLS record."""
+
+_TURN = 0.2
+"""Seconds between checks, during a wait, whether it is to go on."""
 
 TLS_HELLO = b"\x16\x03"
 """What a client that speaks TLS begins with."""
@@ -87,11 +90,14 @@ class Tls:
         context, _ = self._listener
         return _wrapped(context, sock, server_side=True)
 
-    def connected(self, sock: socket.socket, deadline: float) -> tuple[TlsConnection, bytes]:
+    def connected(
+        self, sock: socket.socket, deadline: float, check: Callable[[], None] | None = None
+    ) -> tuple[TlsConnection, bytes]:
         """The other side's connection, encrypted, and the SHA-256 of the certificate that the listener has shown.
 
         Args:
             deadline: on the monotonic clock.
+            check: called now and then; raises whatever is to end the wait.
 
         Raises:
             AuthenticationError: the listener does not speak TLS, or has the wrong certificate.
@@ -101,9 +107,17 @@ class Tls:
         import ssl
 
         connection = _wrapped(self._caller, sock, server_side=False)
-        connection.settimeout(max(0.001, deadline - time.monotonic()))
         try:
-            connection.do_handshake()
+            while True:
+                left = max(0.001, deadline - time.monotonic())
+                connection.settimeout(left if check is None else min(left, _TURN))
+                try:
+                    connection.do_handshake()
+                    break
+                except TimeoutError:
+                    if time.monotonic() >= deadline or check is None:
+                        raise
+                    check()
         except ssl.SSLCertVerificationError as error:
             connection.close()
             raise AuthenticationError(

@@ -115,7 +115,7 @@ def broadcast_weights(variables: Sequence[Any], root_rank: int) -> None:
     arrays = [array_of(variable) for variable in variables]
     label = FRONTEND.automatic_name("broadcast_weights")
     for variable, array in zip(variables, broadcast_arrays(FRONTEND, arrays, root_rank, label), strict=True):
-        if FRONTEND.rank() != root_rank:
+        if not FRONTEND.context.is_root(root_rank):
             variable.assign(array)
 
 

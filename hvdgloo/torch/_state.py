@@ -78,7 +78,7 @@ def broadcast_optimizer_state(frontend: Frontend[Tensor], optimizer: torch.optim
         raise InvalidArgumentError(
             "LBFGS keeps its state in a form that cannot be broadcast; start it anew on all ranks"
         )
-    is_root = frontend.rank() == root_rank
+    is_root = frontend.context.is_root(root_rank)
     takes_zeros = _initialise_state(optimizer) if is_root else False
     tensors: list[Tensor] = []
     structure = _take_tensors(frontend, optimizer.state_dict(), tensors) if is_root else None

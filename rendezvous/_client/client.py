@@ -212,14 +212,21 @@ class RendezvousClient:
         return self._local_address
 
     def close(self) -> None:
-        """Close all connections. Further calls raise RendezvousError. May be repeated."""
+        """Close all connections. Calls raise RendezvousError, also those that are under way. May be repeated."""
         if self._pid != os.getpid():
             self._reset()
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
+            for connection in self._busy:
+                connection.shutdown()
         for connection in idle:
             connection.close()
+
+    @property
+    def descriptors(self) -> list[int]:
+        """The descriptors that a forked child must not keep open."""
+        return [connection.fileno() for connection in [*self._idle, *self._busy]]
 
     def __enter__(self) -> RendezvousClient:
         return self
@@ -361,6 +368,8 @@ class RendezvousClient:
         signer = auth.Signer(self._secret, connection.channel) if connection.channel else self._signer
         credentials = signer.sign(method, target, auth.digest(body), run, self._client, counter)
         keep = False
+        with self._lock:
+            self._busy.add(connection)
         try:
             status, data, signature, keep = connection.request(
                 method, target, credentials.header(), body, deadline + patience
@@ -372,6 +381,8 @@ class RendezvousClient:
         except (OSError, NotHttpError) as error:
             raise _Unanswered(error) from error
         finally:
+            with self._lock:
+                self._busy.discard(connection)
             if keep:
                 self._give(connection)
             else:
@@ -418,6 +429,7 @@ class RendezvousClient:
         self._client = auth.generate_id()
         self._counter = itertools.count()
         self._idle = []
+        self._busy: set[HttpConnection] = set()
         self._run = ""
         self._channel = b""
         self._local_address = ""
@@ -453,7 +465,7 @@ class RendezvousClient:
             except AuthenticationError as error:
                 raise AuthenticationError(f"rendezvous server {self.server}: {error}") from None
             except OSError as error:
-                if not attempts.rest():
+                if self._closed or not attempts.rest():
                     raise self._unreachable(target, error) from error
             else:
                 self._local_address = connection.local_address

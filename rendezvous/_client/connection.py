@@ -11,6 +11,7 @@ import re
 import select
 import socket
 import time
+from contextlib import suppress
 
 from hvdgloo._net.tls import Tls
 from hvdgloo.rendezvous._auth import ANSWER_HEADER
@@ -96,6 +97,14 @@ class HttpConnection:
         poller = select.poll()  # select() cannot watch descriptors above 1023
         poller.register(self._socket, select.POLLIN)
         return bool(poller.poll(0))
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def shutdown(self) -> None:
+        """End a request that is under way on another thread, which gets an OSError or NotHttpError."""
+        with suppress(OSError):  # it has ended already
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._socket.close()

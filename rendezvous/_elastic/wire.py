@@ -108,6 +108,7 @@ class News(Message, frozen=True):
             0 for nothing, also where something was announced and is withdrawn.
         voided: the highest epoch that will not come about; -1 if none.
         reason: why it does not.
+        epoch: the one for whose members ``update`` holds; -1 if nothing was ever announced.
     """
 
     number: Count
@@ -115,6 +116,7 @@ class News(Message, frozen=True):
     update: Count
     voided: _Number
     reason: str
+    epoch: _Number = -1
 
 
 ASK: Codec[Ask] = Codec(Ask, "question of a worker")

@@ -271,7 +271,9 @@ class ElasticEpochs:
                 case Dismissed(worker, fate, reason):
                     self._answer(worker, elastic.Dropped(fate.value, reason))
                 case Announce(serial, update):
-                    self._news = msgspec.structs.replace(self._news, serial=serial, update=int(update))
+                    self._news = msgspec.structs.replace(
+                        self._news, serial=serial, update=int(update), epoch=self._job.roster.epoch
+                    )
                 case Voided(epoch, reason):
                     self._news = msgspec.structs.replace(self._news, voided=epoch, reason=reason)
                 case _:

@@ -39,7 +39,7 @@ from hvdgloo._net import abstract
 from hvdgloo._net.handshake import CANCELLED, Handshake, receive_exactly
 from hvdgloo.errors import AuthenticationError, BackendError, ConnectError, RendezvousTimeoutError
 
-_TURN = 0.25
+_TURN = 0.2
 """Seconds after which a wait looks whether it was cancelled."""
 
 _MESSAGE_SECONDS = 5.0
@@ -212,7 +212,7 @@ class SegmentExchange:
         deadline = time.monotonic() + self._timeout
         sock = self._socks[0] = self._knock(told["name"])
         try:
-            self._settings.update(self._handshake.introduce(sock, self._rank, deadline)[1])
+            self._settings.update(self._handshake.introduce(sock, self._rank, deadline, cancelled=self._cancelled)[1])
         except (OSError, EOFError, ValueError, AuthenticationError) as error:
             raise self._unmet(error) from error
         count = 1 + (1 + self._size if self._settings["pipes"] else 0)

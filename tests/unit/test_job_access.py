@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hvdgloo._job.join import check_addresses
+from hvdgloo._job.access import check_addresses
 from hvdgloo.errors import ConfigError
 from hvdgloo.topology import Host, Topology, Worker
 

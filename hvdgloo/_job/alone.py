@@ -1,0 +1,72 @@
+"""Engines of one rank: of a job that consists of one process, and of a newcomer until it is let into a job."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from msgspec.structs import replace
+
+from hvdgloo._backends.local import LocalGroup
+from hvdgloo._backends.select import Planes, plane_settings
+from hvdgloo._engine.engine import Engine
+from hvdgloo._engine.handle import Handle
+from hvdgloo._engine.submission import PersistentRequest
+from hvdgloo._job.settings import engine_settings
+from hvdgloo.config import Config
+from hvdgloo.rendezvous import MemoryStore
+from hvdgloo.topology import Topology
+from hvdgloo.types import Buffer, Collective, TensorSpec
+
+logger = logging.getLogger(__name__)
+
+
+def open_alone(config: Config, kind: type[Engine] = Engine) -> Engine:
+    """The running engine of a process that is all ranks itself."""
+    topology = Topology.local(1, pid=os.getpid(), name=config.hostname or socket.gethostname())
+    alone = LocalGroup(1).backend(0)
+    planes = Planes(config, plane_settings(config), topology, 0, MemoryStore(), "", "127.0.0.1")
+    engine = kind(
+        0, topology, {}, alone, engine_settings(config), lambda number, ranks, cancelled: alone, planes.open_device
+    )
+    engine.start()
+    return engine
+
+
+class ProvisionalEngine(Engine):
+    """That of a newcomer to an elastic job, before it reaches ``elastic.run``.
+
+    Programs for elastic jobs call collectives there, in the belief that the others do so, too. They are in training,
+    so these act on this worker alone, and a broadcast takes what is its own for the root's.
+    """
+
+    _told = False
+
+    def launch(
+        self,
+        persistent: PersistentRequest,
+        handle: Handle,
+        inputs: Sequence[Buffer],
+        outputs: Sequence[Buffer] | None = None,
+        *,
+        allocate: Callable[[int, TensorSpec], Buffer] | None = None,
+        ready: Callable[[], None] | None = None,
+        splits: Sequence[int] = (),
+        waits: bool = False,
+    ) -> None:
+        """See ``Engine``."""
+        request = persistent.request
+        if not self._told:
+            self._told = True
+            logger.warning(
+                "%s: this worker has come while others are in training, so until it is in elastic.run, collectives act "
+                "on it alone. state.sync() there gives it what the others have",
+                request.name,
+            )
+        if request.collective is Collective.BROADCAST and request.root:
+            persistent = PersistentRequest(replace(request, root=0))
+        arguments: dict[str, Any] = {"allocate": allocate, "ready": ready, "splits": splits, "waits": waits}
+        super().launch(persistent, handle, inputs, outputs, **arguments)

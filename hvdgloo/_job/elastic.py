@@ -1,0 +1,381 @@
+"""A worker's membership in an elastic job: from epoch to epoch in one process, each with a Context of its own.
+
+The rendezvous server decides who is in an epoch (``hvdgloo.rendezvous._elastic``); what happens here follows from its
+answers::
+
+    init()  ->  begin()   a place in the first epoch, or word that others are in training: then the Context is that of
+                          one rank, with the place that this worker will probably get
+    run()   ->  enter()   a place, in any case
+    a failure, or a change of hosts
+            ->  again()   the Context is closed, and the next one opened
+
+Whoever cannot be connected in an epoch says so, and asks for the next one; the server then voids the epoch, and its
+news end the waits of all others. News come by a long poll, on a thread that sleeps otherwise. They also end an epoch
+whose members cannot notice themselves that it is over, since a host has vanished without a word.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+from hvdgloo._engine.engine import Engine
+from hvdgloo._job.access import Access, check_addresses
+from hvdgloo._job.alone import ProvisionalEngine, open_alone
+from hvdgloo._job.context import Context
+from hvdgloo._job.links import World
+from hvdgloo._net.descriptors import bury
+from hvdgloo._net.ports import PortHold, hold_free_port
+from hvdgloo.config import Config
+from hvdgloo.errors import (
+    AuthenticationError,
+    ConfigError,
+    ConnectError,
+    HorovodInternalError,
+    PeerLostError,
+    RendezvousError,
+    RendezvousRefusedError,
+    StallError,
+)
+from hvdgloo.rendezvous import Alone, ElasticClient, News, Placement
+
+logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = 3600.0
+_PAUSE = 1.0
+"""Seconds until the next attempt to hear news, if the server cannot be reached."""
+
+_MORE_SECONDS = 60.0
+"""How much longer than the server a worker waits for its answer: the server knows for whom."""
+
+
+@dataclass(frozen=True)
+class _Why:
+    """What a worker says of the epoch that it comes from; see ``ElasticClient.next_epoch``."""
+
+    error: str = ""
+    accused: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, error: BaseException | None) -> _Why:
+        """Why an error ended the epoch, and who is to blame; without one it was a change of hosts."""
+        if error is None:
+            return cls()
+        accused: Sequence[int | None] = ()
+        if isinstance(error, ConnectError):
+            accused = (error.rank, *error.missing)
+        elif isinstance(error, PeerLostError):
+            accused = (error.rank,)
+        elif isinstance(error, StallError):
+            accused = error.missing
+        text = str(error) or type(error).__name__
+        return cls(text.splitlines()[0], tuple(sorted({rank for rank in accused if rank is not None})))
+
+
+Install: TypeAlias = Callable[["Membership", Context], None]
+
+
+class Membership:
+    """One worker's membership. One thread at a time may call, unless something else is said.
+
+    Args:
+        config: with a rendezvous server.
+        process_sets: the ranks of those that ``install`` adds to each Context.
+        install: called with this and each new Context, before any other code gets that.
+
+    Attributes:
+        placement: in the current epoch; None while this worker is alone.
+        context: the current one; of the last epoch while the next is formed.
+        is_new: it had no Context before.
+        master: where the program's own torch.distributed may meet, if rank 0 has said so.
+        launched: a launcher has started this worker, and sees how it ends.
+
+    Raises:
+        ConfigError: there is no secret; the address or the files for TLS cannot be used.
+        RendezvousError: the server cannot be reached.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        process_sets: Sequence[Sequence[int]] = (),
+        install: Install = lambda _, __: None,
+    ) -> None:
+        self.config = replace(config, elastic=True)
+        self.placement: Placement | None = None
+        self.context: Context | None = None
+        self.is_new = True
+        self.launched = config.worker is not None
+        self.master: tuple[str, int] | None = None
+        self._sets = process_sets
+        self._install = install
+        self._access = Access(self.config)
+        self._client = ElasticClient(self._access.client, config.worker or secrets.token_hex(8))
+        self._epoch = -1  # the last one that this worker was told of
+        self._is_in = False  # elastic.run
+        self._has_finished = False
+        self._serial = -1
+        self._hold: PortHold | None = None
+        self._news = News(0, 0, 0, -1, "")
+        self._closed = threading.Event()
+        self._owner = os.getpid()
+        self._thread = threading.Thread(target=self._listen, name="hvdgloo-news", daemon=True)
+        self._thread.start()
+        _MEMBERSHIPS.add(self)
+
+    def adopt(self, process_sets: Sequence[Sequence[int]], install: Install) -> None:
+        """Other process sets, and what else is to be done with each Context from now on."""
+        self._sets, self._install = process_sets, install
+
+    @property
+    def worker(self) -> str:
+        """This process's id in the job."""
+        return self._client.worker
+
+    def begin(self) -> Context:
+        """Become a member of the next epoch, or work alone if others are in training, as in ``init()``.
+
+        Raises:
+            DismissedError: this worker is in no further epoch.
+            RendezvousError: the server cannot be reached.
+            HvdglooError: a setting cannot be used, or something is missing.
+        """
+        self._next(_Why(), ready=self._is_in)
+        assert self.context is not None
+        return self.context
+
+    def enter(self) -> Placement:
+        """This worker is at ``elastic.run``: its place in an epoch, waited for if it was alone so far.
+
+        In the same epoch a second time, it cannot be known who has the state of this run: rank 0 is the root, then.
+
+        Raises:
+            as ``begin``.
+        """
+        placement = self.placement
+        if placement is None:
+            self._is_in = True
+            self._close_context("")
+            placement = self._next(_Why(), ready=True)
+            assert placement is not None  # the server's answer to one that is ready
+        elif self._is_in:
+            placement = replace(placement, root=0, everyone=False, fresh=True)
+        self._is_in = True
+        return placement
+
+    def again(self, serial: int, digest: str, error: BaseException | None) -> Placement:
+        """Leave the epoch, and wait for a place in the next one, connected with its members.
+
+        Args:
+            serial, digest: of the newest commit; see ``ElasticClient.next_epoch``.
+            error: why; None if a change of hosts is the reason.
+
+        Raises:
+            as ``begin``.
+        """
+        why = _Why.of(error)
+        self._serial = serial
+        self._close_context(why.error)
+        placement = self._next(why, ready=True, digest=digest)
+        assert placement is not None
+        return placement
+
+    def synced(self) -> None:
+        """This worker has the state of its epoch.
+
+        Raises:
+            RendezvousError: the server cannot be reached.
+        """
+        self._serial = max(self._serial, 0)
+        self._client.synced(self._epoch)
+
+    def finished(self) -> None:
+        """Training has come to its end: there is no further epoch.
+
+        Raises:
+            RendezvousError: the server cannot be reached.
+        """
+        self._has_finished, self._is_in = True, False
+        self._client.finished()
+
+    def update(self) -> tuple[int, int]:
+        """What would change at this moment, without asking the server; any thread may call.
+
+        Returns:
+            a number that grows with each change of this, and the sum of 1 if workers are removed and 2 if workers are
+            added; 0 for nothing.
+        """
+        news = self._news
+        return news.serial, news.update if news.epoch == self._epoch else 0
+
+    def leaving(self) -> None:
+        """This worker will not be there much longer, and wants to leave at the next commit. Any thread may call.
+
+        Raises:
+            RendezvousError: the server cannot be reached.
+        """
+        self._client.leaving()
+
+    def close(self, reason: str = "") -> None:
+        """End the membership, with this process.
+
+        Args:
+            reason: the error that it ends with; empty if its work is done.
+        """
+        if self._closed.is_set() or os.getpid() != self._owner:
+            return
+        if not reason and self.placement is not None and not self._is_in and not self._has_finished:
+            # A program that never enters elastic.run ends well without having said so, and nobody may see its status.
+            self._has_finished = True
+            try:
+                self._client.finished()
+            except RendezvousError as error:
+                logger.debug("the server was not told of the end: %s", error)
+        self._closed.set()
+        self._close_context(reason)
+        self._access.client.close()
+        self._thread.join()
+
+    # Epochs.
+
+    def _next(self, why: _Why, *, ready: bool, digest: str = "") -> Placement | None:
+        """Ask for an epoch until one comes about; its Context is the current one then.
+
+        Returns:
+            the place in it; None if this worker works alone.
+        """
+        timeout = 2 * self.config.elastic_timeout + self.config.start_timeout + _MORE_SECONDS
+        while True:
+            rank = None if self.placement is None else self.placement.rank
+            with self._access.listen() as listener:
+                answer = self._client.next_epoch(
+                    self._epoch,
+                    self._access.info(rank, listener.getsockname()[1]),
+                    ready=ready,
+                    serial=self._serial,
+                    digest=digest,
+                    error=why.error,
+                    accused=why.accused,
+                    timeout=timeout,
+                )
+                if isinstance(answer, Alone):
+                    engine = open_alone(self.config, ProvisionalEngine)
+                    self._take(Context(self.config, engine.topology, 0, engine, plan=answer))
+                    return None
+                self.placement, self._epoch = answer, answer.topology.epoch
+                try:
+                    check_addresses(answer.topology, self._access.reached_from)
+                    context = self._connect(answer, listener)
+                except (RendezvousRefusedError, AuthenticationError):
+                    raise
+                except (HorovodInternalError, RendezvousError) as error:
+                    logger.info("epoch %d has not come about: %s", self._epoch, error)
+                    why = _Why.of(error)
+                    continue
+            try:
+                self._take(context)
+                self._client.up(self._epoch)
+            except HorovodInternalError as error:  # while init()'s process sets were added
+                self._close_context(str(error))
+                why = _Why.of(error)
+                continue
+            return answer
+
+    def _connect(self, placement: Placement, listener: Any) -> Context:
+        rank, topology = placement.rank, placement.topology
+        epoch, first = topology.epoch, topology.workers[0]
+        config = replace(self.config, epoch=epoch)
+        world = World(rank, topology, f"{epoch}.0", 0, (first.address, first.port), scope=f"@{epoch}")
+        engine: Engine
+        engine, decided = self._access.open(
+            world,
+            listener,
+            self._sets,
+            told=lambda: self._tell_master(placement),
+            cancelled=lambda: self._news.voided >= epoch or self._closed.is_set(),
+        )
+        host, port = decided.get("master", ("", 0))
+        self.master = (str(host), int(port)) if port else None
+        return Context(config, topology, rank, engine, clock_offset=decided["clock_offset"], world=decided["world"])
+
+    def _tell_master(self, placement: Placement) -> dict[str, Any]:
+        """On rank 0: where the program's own torch.distributed may meet. A launcher has said so for the first epoch."""
+        if placement.fresh and self.launched:
+            return {}
+        try:
+            hold = hold_free_port(self.config.port_range)
+        except ConfigError as error:
+            logger.debug("%s", error)
+            return {}
+        self._hold = hold
+        return {"master": [placement.topology.workers[0].address, hold.port]}
+
+    def _take(self, context: Context) -> None:
+        """Make a new Context the current one."""
+        traced = None if self.context is None else self.context.traced
+        self.context = context
+        try:
+            if traced is not None:
+                context.start_timeline(*traced)
+            self._install(self, context)
+            self.is_new = False
+        except HorovodInternalError:
+            raise
+        except BaseException:
+            context.close()
+            raise
+        self._end_if_void(self._news)
+
+    def _close_context(self, reason: str) -> None:
+        if self.context is not None and not self.context.closed:
+            self.context.close(reason)
+        if self._hold is not None:
+            self._hold.close()
+            self._hold = None
+
+    # News.
+
+    def _listen(self) -> None:
+        """The thread: hear news as long as this worker belongs to the job."""
+        number = -1
+        while not self._closed.is_set():
+            try:
+                news = self._client.news(number, timeout=_POLL_SECONDS)
+            except AuthenticationError as error:
+                logger.debug("no more news: %s", error)
+                return
+            except RendezvousError as error:
+                logger.debug("no news: %s", error)
+                self._closed.wait(_PAUSE)
+                continue
+            number, self._news = news.number, news
+            self._end_if_void(news)
+
+    def _end_if_void(self, news: News) -> None:
+        """End the current epoch's engine if the server has found that the epoch is over."""
+        context = self.context
+        if context is None or context.closed or context.plan is not None or context.topology.epoch > news.voided:
+            return
+        if context.engine.error is None:
+            context.engine.abort(PeerLostError(f"the epoch is over: {news.reason}"))
+
+    def _after_fork_in_child(self) -> None:
+        """A forked child that kept a connection open would hide this worker's end from the server."""
+        bury(self._access.client.descriptors)
+
+
+_MEMBERSHIPS: weakref.WeakSet[Membership] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for membership in list(_MEMBERSHIPS):
+        membership._after_fork_in_child()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
