@@ -1,0 +1,225 @@
+"""``elastic.run``: a training function that goes on after its job has lost or gained workers.
+
+One turn of the loop is one epoch of the job: the worker is placed in it, reset callbacks run, all members get the
+newest state, and the function trains until it returns, a peer is lost, or hosts come or go. Whatever fails on the way,
+in a callback or while the state is being sent, too, only leads to the next turn.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from hvdgloo._collectives.agreement import highest
+from hvdgloo._job import process
+from hvdgloo.elastic.news import notification_manager
+from hvdgloo.elastic.state import State, Updates
+from hvdgloo.errors import (
+    DismissedError,
+    HorovodInternalError,
+    HostsUpdatedInterrupt,
+    InvalidArgumentError,
+    MismatchError,
+    NotInitializedError,
+)
+
+if TYPE_CHECKING:
+    from hvdgloo.rendezvous import Placement
+
+__all__ = ["run_fn"]
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+_MOST_RESETS = 3
+"""How often the same workers start again from the same commit, before an error is taken for the program's own."""
+
+
+class Job(Updates, Protocol):
+    """A worker's membership in an elastic job."""
+
+    def enter(self) -> Placement:
+        """This worker has come to ``elastic.run``; returns once it is connected with the other members of an epoch.
+
+        Raises:
+            DismissedError: there is no place for it.
+        """
+
+    def again(self, serial: int, digest: str, error: BaseException | None) -> Placement:
+        """Leave the epoch, and get into the next one; returns once it is connected there.
+
+        Args:
+            serial: of what this worker saved last; -1 if it has never had the job's state.
+            digest: of the same; equal where two workers hold the same.
+            error: why it leaves; None if hosts come or go.
+
+        Raises:
+            DismissedError: there is no place for it.
+        """
+
+    def synced(self) -> None:
+        """This worker has the state of its epoch."""
+
+    def finished(self) -> None:
+        """The training has come to its end: there will be no further epoch."""
+
+    def listen(self, listener: Callable[[int], None] | None) -> None:
+        """Call ``listener`` in another thread with each update (see ``Updates``) that is announced; None ends it."""
+
+
+Failure = Callable[[BaseException], HorovodInternalError | None]
+
+
+def itself(error: BaseException) -> HorovodInternalError | None:
+    """The failure that an exception is, if it is one."""
+    return error if isinstance(error, HorovodInternalError) else None
+
+
+def run_fn(
+    func: Callable[..., T], reset: Callable[[], Any] | None = None, *, failure: Failure = itself
+) -> Callable[..., T]:
+    """Make a training function elastic: ``hvd.elastic.run`` of each framework.
+
+    Args:
+        func: takes a ``State``, and whatever else it is given. It is called again, from the top, each time the job's
+            workers have changed; it goes on where the state says.
+        reset: accepted for programs that pass it: the job itself forms its next epoch.
+        failure: which failure of the job an exception of the framework stands for; None if it is an error of the
+            program.
+
+    Returns:
+        a function that returns what ``func`` returns in the end. In a job of fixed size it syncs the state and calls
+        ``func`` once.
+
+    Raises (the function returned):
+        SystemExit: (0) the job goes on without this worker, whose host was removed.
+        DismissedError: the job has failed, or there are no further epochs as others have finished.
+        HorovodInternalError: the training has failed in the same place three times; or a failure is the program's own
+            (a MismatchError, or a NotInitializedError).
+        whatever else ``func`` raises.
+    """
+
+    @functools.wraps(func)
+    def elastic(state: State, *args: Any, **kwargs: Any) -> T:
+        if not isinstance(state, State):
+            raise InvalidArgumentError(
+                f"a function under elastic.run takes a State first, not a {type(state).__name__}: an "
+                "hvd.elastic.ObjectState, or the state class of your framework"
+            )
+        job = process.membership()
+        if job is None:
+            state.sync()
+            return func(state, *args, **kwargs)
+        return Loop(job, state, failure).run(lambda: func(state, *args, **kwargs))
+
+    return elastic
+
+
+class Loop:
+    """One worker's turns.
+
+    Args:
+        job: its membership.
+        state: what it trains.
+        failure: see ``run_fn``.
+    """
+
+    def __init__(self, job: Job, state: State, failure: Failure = itself) -> None:
+        self._job = job
+        self._state = state
+        self._failure = failure
+        self._members: tuple[object, ...] = ()
+        self._reached = -1
+        self._failures = 0
+        self._is_over = False
+
+    def run(self, func: Callable[[], T]) -> T:
+        """Call ``func`` until it returns; see ``run_fn``."""
+        self._state._updates = self._job
+        self._job.listen(self._heard)
+        reason: BaseException | None = None  # why the last turn has ended
+        try:
+            while True:
+                try:
+                    placement = self._place(reason)
+                    reason = None  # with its traceback it would keep alive what the function worked on
+                    self._begin(placement)
+                    value = func()
+                    break
+                except HostsUpdatedInterrupt as update:
+                    reason = update
+                except Exception as error:  # noqa: BLE001 - what is no failure of the job is raised again
+                    reason = self._survived(error)
+            self._job.finished()
+            return value
+        finally:
+            self._job.listen(None)
+            self._state._updates = None
+
+    def _place(self, reason: BaseException | None) -> Placement:
+        """Get into the job's next epoch, or into the first one for which there is no reason."""
+        state = self._state
+        error = None if isinstance(reason, HostsUpdatedInterrupt) else reason
+        try:
+            if reason is None:
+                return self._job.enter()
+            if error is None:
+                state.save()
+            else:
+                state.restore()
+            return self._job.again(self._serial(), state._digest(), error)
+        except DismissedError as dismissed:
+            self._is_over = True
+            if dismissed.fate == "removed":
+                logger.warning("%s; this worker leaves the job", dismissed)
+                raise SystemExit(0) from None
+            if dismissed.fate == "over" and error is not None:
+                raise error from dismissed
+            raise
+
+    def _begin(self, placement: Placement) -> None:
+        """Everything that comes before the function: reset callbacks, and the newest state for all."""
+        state, progress = self._state, self._state._progress
+        hosts = placement.topology.hosts
+        members = tuple((hosts[worker.host].identity, worker.pid) for worker in placement.topology.workers)
+        if members != self._members:
+            self._members, self._failures = members, 0
+        serial = self._serial()
+        if not placement.fresh:
+            state.on_reset()
+        fingerprint = int(hashlib.sha256(state._fingerprint().encode()).hexdigest()[:15], 16)
+        newest, most, least = highest(state._context(), "elastic.state", (serial, fingerprint, -fingerprint))
+        if newest > self._reached:
+            self._failures = 0  # there was a commit; all members see so from the same number
+        self._reached = newest + 1
+        with progress.syncing(newest, placement.root, placement.everyone and most == -least):
+            state.sync()
+        self._job.synced()
+
+    def _serial(self) -> int:
+        progress = self._state._progress
+        return progress.serial if progress.is_shared else -1
+
+    def _survived(self, error: Exception) -> HorovodInternalError:
+        """The failure that leads to the job's next epoch; raises again what does not."""
+        failure = self._failure(error)
+        if failure is None or self._is_over or isinstance(failure, (MismatchError, NotInitializedError)):
+            raise error
+        self._failures += 1
+        if self._failures > _MOST_RESETS:
+            logger.error(
+                "the same workers have started again from the same commit %d times, and failed each time; this ends "
+                "the job",
+                _MOST_RESETS,
+            )
+            raise error
+        return failure
+
+    def _heard(self, update: int) -> None:
+        self._state._announce(update)
+        notification_manager.handle_hosts_updated(time.time(), update)
