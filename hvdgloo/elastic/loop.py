@@ -37,7 +37,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _MOST_RESETS = 3
-"""How often the same workers start again from the same commit, before an error is taken for the program's own."""
+"""After so many resets of the same workers, with no commit in between, an error is taken for the program's own."""
 
 
 class Job(Updates, Protocol):
@@ -99,7 +99,7 @@ def run_fn(
     Raises (the function returned):
         SystemExit: (0) the job goes on without this worker, whose host was removed.
         DismissedError: the job has failed, or there are no further epochs as others have finished.
-        HorovodInternalError: the training has failed in the same place three times; or a failure is the program's own
+        HorovodInternalError: the training has failed three times without a commit in between; or a failure is the program's own
             (a MismatchError, or a NotInitializedError).
         whatever else ``func`` raises.
     """
@@ -134,8 +134,8 @@ class Loop:
         self._state = state
         self._failure = failure
         self._members: tuple[object, ...] = ()
-        self._reached = -1
-        self._failures = 0
+        self._reached = -1  # the serial that all members had after the last sync
+        self._resets = 0  # since the last commit, or with other members
         self._is_over = False
 
     def run(self, func: Callable[[], T]) -> T:
@@ -146,9 +146,8 @@ class Loop:
         try:
             while True:
                 try:
-                    placement = self._place(reason)
+                    self._begin(self._place(reason), reason)
                     reason = None  # with its traceback it would keep alive what the function worked on
-                    self._begin(placement)
                     value = func()
                     break
                 except HostsUpdatedInterrupt as update:
@@ -164,42 +163,51 @@ class Loop:
     def _place(self, reason: BaseException | None) -> Placement:
         """Get into the job's next epoch, or into the first one for which there is no reason."""
         state = self._state
-        error = None if isinstance(reason, HostsUpdatedInterrupt) else reason
         try:
             if reason is None:
                 return self._job.enter()
-            if error is None:
+            if isinstance(reason, HostsUpdatedInterrupt):
                 state.save()
-            else:
-                state.restore()
-            return self._job.again(self._serial(), state._digest(), error)
+                return self._job.again(self._serial(), state._digest(), None)
+            return self._job.again(self._serial(), state._digest(), reason)
         except DismissedError as dismissed:
             self._is_over = True
             if dismissed.fate == "removed":
                 logger.warning("%s; this worker leaves the job", dismissed)
                 raise SystemExit(0) from None
-            if dismissed.fate == "over" and error is not None:
-                raise error from dismissed
+            if dismissed.fate == "over" and isinstance(reason, HorovodInternalError):
+                raise reason from dismissed
             raise
 
-    def _begin(self, placement: Placement) -> None:
-        """Everything that comes before the function: reset callbacks, and the newest state for all."""
+    def _begin(self, placement: Placement, reason: BaseException | None) -> None:
+        """Everything that comes before the function: what was saved, reset callbacks, and the newest state for all."""
         state, progress = self._state, self._state._progress
-        hosts = placement.topology.hosts
-        members = tuple((hosts[worker.host].identity, worker.pid) for worker in placement.topology.workers)
-        if members != self._members:
-            self._members, self._failures = members, 0
-        serial = self._serial()
+        newest = highest(state._context(), "elastic.serial", (self._serial(),))[0]
+        self._require_progress(placement, newest, reason)
+        if isinstance(reason, HorovodInternalError):
+            state.restore()
         if not placement.fresh:
             state.on_reset()
+        # Callbacks may have changed something, and not the same everywhere.
         fingerprint = int(hashlib.sha256(state._fingerprint().encode()).hexdigest()[:15], 16)
-        newest, most, least = highest(state._context(), "elastic.state", (serial, fingerprint, -fingerprint))
-        if newest > self._reached:
-            self._failures = 0  # there was a commit; all members see so from the same number
-        self._reached = newest + 1
+        most, least = highest(state._context(), "elastic.state", (fingerprint, -fingerprint))
         with progress.syncing(newest, placement.root, placement.everyone and most == -least):
             state.sync()
         self._job.synced()
+
+    def _require_progress(self, placement: Placement, newest: int, reason: BaseException | None) -> None:
+        """Raise the last error if the same workers fail again and again. All members see the same and decide alike."""
+        hosts = placement.topology.hosts
+        members = tuple((hosts[worker.host].identity, worker.pid) for worker in placement.topology.workers)
+        if members != self._members or newest > self._reached:
+            self._resets = 0
+        elif reason is not None:
+            self._resets += 1
+        self._members, self._reached = members, newest + 1
+        if reason is not None and self._resets >= _MOST_RESETS:
+            self._is_over = True
+            logger.error("the same workers have failed %d times since the last commit; this ends the job", self._resets)
+            raise reason
 
     def _serial(self) -> int:
         progress = self._state._progress
@@ -209,14 +217,6 @@ class Loop:
         """The failure that leads to the job's next epoch; raises again what does not."""
         failure = self._failure(error)
         if failure is None or self._is_over or isinstance(failure, (MismatchError, NotInitializedError)):
-            raise error
-        self._failures += 1
-        if self._failures > _MOST_RESETS:
-            logger.error(
-                "the same workers have started again from the same commit %d times, and failed each time; this ends "
-                "the job",
-                _MOST_RESETS,
-            )
             raise error
         return failure
 

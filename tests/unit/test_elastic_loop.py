@@ -106,7 +106,7 @@ def test_failures_of_the_job_lead_to_its_next_epoch(job: FakeJob, state: Recorde
     state.register_reset_callbacks([lambda: job.log.append("callback")])
     assert Loop(job, state).run(raising(error, None)) == "trained"
     first = ["enter", "sync", "save", "synced"]
-    assert job.log == [*first, "restore", "again", "reset", "callback", "sync", "save", "synced", "finished"]
+    assert job.log == [*first, "again", "restore", "reset", "callback", "sync", "save", "synced", "finished"]
     assert job.asked[0].error is error
     assert job.listener is None
 
@@ -145,7 +145,7 @@ def test_a_failure_in_any_part_of_a_turn_leads_to_the_next(context: Context) -> 
     state.failures = ["sync", "restore", "callback"]
     assert Loop(job, state).run(raising(None)) == "trained"
     assert state.failures == []
-    assert [str(asked.error) for asked in job.asked] == ["in restore", "in callback"]
+    assert [str(asked.error) for asked in job.asked] == ["in sync", "in restore", "in callback"]
 
 
 def test_an_update_loses_no_step(context: Context, job: FakeJob) -> None:
@@ -234,17 +234,19 @@ def test_equal_states_have_equal_digests_and_others_do_not(context: Context) -> 
         return Recorded(context, [], **values)._digest()
 
     assert digest(a=1, b=[1.5, "x"]) == digest(a=1, b=[1.5, "x"])
-    assert len({digest(a=1), digest(a=2), digest(a=1.0), digest(b=1), digest(a=[1]), digest(a=(1,)), digest(a="1")}) == 7
+    assert (
+        len({digest(a=1), digest(a=2), digest(a=1.0), digest(b=1), digest(a=[1]), digest(a=(1,)), digest(a="1")}) == 7
+    )
 
 
 def test_failing_three_times_in_one_place_ends_the_job(
     job: FakeJob, state: Recorded, caplog: pytest.LogCaptureFixture
 ) -> None:
     errors = [BackendError(f"number {n}") for n in range(5)]
-    with pytest.raises(BackendError, match="number 3"), caplog.at_level(logging.ERROR):
+    with pytest.raises(BackendError, match="number 2"), caplog.at_level(logging.ERROR):
         Loop(job, state).run(raising(*errors))
     assert job.log.count("again") == 3
-    assert "failed each time" in caplog.text
+    assert "have failed 3 times since the last commit" in caplog.text
 
 
 def test_a_commit_in_between_is_a_new_beginning(context: Context, job: FakeJob, state: Recorded) -> None:
@@ -253,7 +255,7 @@ def test_a_commit_in_between_is_a_new_beginning(context: Context, job: FakeJob, 
     def train() -> str:
         if not left:
             return "trained"
-        if len(left) == 3:
+        if len(left) in (2, 4):
             state.commit()
         raise left.pop()
 
