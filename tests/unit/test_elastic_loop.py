@@ -139,7 +139,7 @@ def test_a_failure_in_any_part_of_a_turn_leads_to_the_next(context: Context) -> 
             self.fail("sync")
             super().sync()
 
-    job = FakeJob([placement(epoch) for epoch in range(4)])
+    job = FakeJob([placement(epoch, pid=100 + epoch) for epoch in range(4)])
     state = Failing(context, job.log, step=0)
     state.register_reset_callbacks([lambda: state.fail("callback")])
     state.failures = ["sync", "restore", "callback"]
