@@ -99,8 +99,8 @@ def run_fn(
     Raises (the function returned):
         SystemExit: (0) the job goes on without this worker, whose host was removed.
         DismissedError: the job has failed, or there are no further epochs as others have finished.
-        HorovodInternalError: the training has failed three times without a commit in between; or a failure is the program's own
-            (a MismatchError, or a NotInitializedError).
+        HorovodInternalError: the training has failed three times without a commit in between; or the failure is the
+            program's own: a MismatchError, or a NotInitializedError.
         whatever else ``func`` raises.
     """
 

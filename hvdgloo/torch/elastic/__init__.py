@@ -1,16 +1,36 @@
-"""What elastic training needs for torch: so far the sampler, which also serves jobs of a fixed size."""
+"""Elastic training with torch: ``hvd.elastic`` after ``import hvdgloo.torch as hvd``.
+
+::
+
+    @hvd.elastic.run
+    def train(state):
+        for state.epoch in range(state.epoch, epochs):
+            for batch in loader:  # over an ElasticSampler's indices
+                ...
+                state.optimizer.step()
+                state.sampler.record_batch(...)
+                state.commit()
+
+    train(hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0))
+"""
 
 from __future__ import annotations
 
-from typing import NoReturn
+from collections.abc import Callable
+from typing import TypeVar
 
+from hvdgloo.elastic import run_fn
 from hvdgloo.torch.elastic.sampler import ElasticSampler
+from hvdgloo.torch.elastic.state import TorchState
 
-__all__ = ["ElasticSampler"]
+__all__ = ["ElasticSampler", "TorchState", "run"]
+
+T = TypeVar("T")
 
 
-def __getattr__(name: str) -> NoReturn:
-    planned = ""
-    if name in ("run", "TorchState"):
-        planned = ": elastic jobs, which grow and shrink while they run, are not in this version of hvdgloo"
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{planned}", name=name)
+def run(func: Callable[..., T]) -> Callable[..., T]:
+    """Make a training function elastic; its first argument is a ``TorchState``, or another ``State``.
+
+    See ``hvdgloo.elastic.run_fn``.
+    """
+    return run_fn(func)

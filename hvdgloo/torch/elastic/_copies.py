@@ -1,0 +1,359 @@
+"""Copies of a state dict's tensors: made into memory that is kept, and only of those that have changed.
+
+torch counts what is written into a tensor (``_version``), but not all of it: what fused optimizers, batch normalisation
+and CUDA graphs write, or anybody by way of ``tensor.data``, is not counted. A tensor is therefore taken for unchanged
+only if
+
+- its memory and its count are those of the last copy,
+- no optimizer that has it has begun a step since (a hook that all of torch's optimizers run says so),
+- it is a parameter or an optimizer's, not a module's buffer: these are small, and are always copied, and
+- a sample of its elements is what it was. If one tensor's is not, all are copied.
+
+What remains unseen is a write to a few elements by way of ``tensor.data``, outside of any optimizer's step;
+``torch.autograd.graph.increment_version(tensor)`` makes it known.
+
+The copies of two successive saves lie in different memory, so that a save that is interrupted leaves the last one as it
+was.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+Tensor = torch.Tensor
+Path = tuple[object, ...]
+Kind = tuple[torch.device, torch.dtype]
+
+_SAMPLE = 64
+"""Elements of each tensor that are compared, spread evenly."""
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Element size in bytes to the type by which elements are compared: a NaN is to be equal to itself."""
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+# What optimizers do
+
+
+_steps = 0
+_stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+_before_steps: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Copies that are being made; each must ``wait`` before anything is written."""
+
+
+def _step_begins(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    global _steps
+    for background in list(_before_steps):
+        background.wait()
+    _steps += 1
+    _stepped[optimizer] = _steps
+
+
+register_optimizer_step_pre_hook(_step_begins)
+
+
+def has_stepped(optimizer: torch.optim.Optimizer, since: int) -> bool:
+    """Whether an optimizer has begun a step since ``Saved.steps`` was ``since``."""
+    # A distributed one shares its attributes with the user's, and either may have been told to step.
+    return any(steps > since and vars(other) is vars(optimizer) for other, steps in list(_stepped.items()))
+
+
+def memory_of_steps(since: int) -> set[int]:
+    """Where the parameters lie of all optimizers that have begun a step since ``Saved.steps`` was ``since``: their
+    storages' addresses."""
+    return {
+        parameter.untyped_storage().data_ptr()
+        for optimizer, steps in list(_stepped.items())
+        if steps > since
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+
+
+# What is kept
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Stands for the n-th tensor in a structure that is kept without its tensors."""
+
+    index: int
+
+
+@dataclass
+class _Copy:
+    """One tensor's copy.
+
+    Attributes:
+        live: an alias of the tensor that was copied; it keeps the memory from being used for another one.
+        version: its count of writes at the time.
+        sample: a view of a few of the live tensor's elements, in one dimension; None if they cannot be viewed so.
+        kept: the copy.
+    """
+
+    live: Tensor
+    version: int
+    sample: Tensor | None
+    kept: Tensor
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Whether a tensor is in the memory that was copied."""
+        live = self.live
+        return (
+            self.sample is not None
+            and type(tensor) in _PLAIN
+            and tensor.layout is torch.strided
+            and tensor.data_ptr() == live.data_ptr()
+            and tensor.shape == live.shape
+            and tensor.dtype is live.dtype
+            and tensor.stride() == live.stride()
+            and tensor.device == live.device
+        )
+
+
+@dataclass
+class Samples:
+    """A few elements of each of some tensors.
+
+    Attributes:
+        indices: which tensors' they are.
+        starts: where each one's begin, and the end.
+        bits: all of them, one behind the other.
+    """
+
+    indices: list[int]
+    starts: npt.NDArray[np.intp]
+    bits: Tensor
+
+
+@dataclass
+class Saved:
+    """What was saved of one structure.
+
+    Attributes:
+        skeleton: the structure with slots for its tensors, and copies of everything else.
+        paths: where in the structure each tensor is.
+        copies: of the tensors.
+        steps: the number of steps that optimizers had begun at the time.
+        samples: of the tensors then.
+    """
+
+    skeleton: Any
+    paths: list[Path]
+    copies: list[_Copy]
+    steps: int
+    samples: dict[Kind, Samples] = field(default_factory=dict)
+
+    def structure(self) -> Any:
+        """A structure like the one that was saved, of copies of its own."""
+        return filled(self.skeleton, [each.kept.clone() for each in self.copies])
+
+
+def taken_apart(structure: Any) -> tuple[Any, list[Path], list[Tensor]]:
+    """A structure of dicts, lists and tuples: with slots for its tensors, where these are, and what they are."""
+    paths: list[Path] = []
+    tensors: list[Tensor] = []
+
+    def emptied(value: Any, path: Path) -> Any:
+        if isinstance(value, Tensor):
+            paths.append(path)
+            tensors.append(value)
+            return Slot(len(tensors) - 1)
+        if isinstance(value, dict):
+            return {key: emptied(each, (*path, key)) for key, each in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)(emptied(each, (*path, i)) for i, each in enumerate(value))
+        return value if type(value) in (int, float, str, bool, type(None)) else copy.deepcopy(value)
+
+    return emptied(structure, ()), paths, tensors
+
+
+def filled(skeleton: Any, tensors: Sequence[Any]) -> Any:
+    """The structure that a skeleton is of, with other values in the slots."""
+    if isinstance(skeleton, Slot):
+        return tensors[skeleton.index]
+    if isinstance(skeleton, dict):
+        return {key: filled(each, tensors) for key, each in skeleton.items()}
+    if type(skeleton) in (list, tuple):
+        return type(skeleton)(filled(each, tensors) for each in skeleton)
+    return copy.deepcopy(skeleton)
+
+
+class Copies:
+    """The copies of one value's state, from save to save.
+
+    Args:
+        written: of tensors, and since a ``Saved.steps``: the indices of those that must be taken for written, even if
+            nothing else shows that they were.
+    """
+
+    def __init__(self, written: Callable[[Sequence[Tensor], int], Collection[int]]) -> None:
+        self._written = written
+        self._saved: Saved | None = None
+        self._spares: list[Tensor | None] = []
+
+    @property
+    def saved(self) -> Saved:
+        """The last save; there must have been one."""
+        assert self._saved is not None
+        return self._saved
+
+    def take(self, structure: Any) -> Saved:
+        """Copy what has changed since the last save.
+
+        Args:
+            structure: dicts, lists and tuples, with tensors and other values in them.
+
+        Returns:
+            what ``adopt`` makes the last save; until then the one before is.
+        """
+        steps = _steps
+        skeleton, paths, tensors = taken_apart(structure)
+        known: Sequence[_Copy | None] = [None] * len(tensors)
+        same: Collection[int] = ()
+        if self._saved is not None and self._saved.paths == paths:
+            known, same = self._saved.copies, self._unchanged(tensors)
+        else:
+            self._spares = [None] * len(tensors)
+        copies = [
+            before if before is not None and i in same else self._prepared(i, tensor, before)
+            for i, (tensor, before) in enumerate(zip(tensors, known, strict=True))
+        ]
+        _transfer([(each.kept, each.live) for i, each in enumerate(copies) if i not in same])
+        return Saved(skeleton, paths, copies, steps, _sampled(copies))
+
+    def adopt(self, saved: Saved) -> None:
+        """Make it the last save. The copies of the one before, where there are newer ones, are written next time."""
+        before, self._saved = self._saved, saved
+        if before is not None and before.paths == saved.paths:
+            for i, (old, new) in enumerate(zip(before.copies, saved.copies, strict=True)):
+                if old.kept is not new.kept:
+                    self._spares[i] = old.kept
+
+    def is_unchanged(self, structure: Any) -> bool:
+        """Whether all tensors of a structure have the contents that were saved last."""
+        _, paths, tensors = taken_apart(structure)
+        if paths != self.saved.paths:
+            return False
+        same = self._unchanged(tensors)
+        others = [i for i in range(len(tensors)) if i not in same]
+        return all(torch.equal(tensors[i], self.saved.copies[i].kept) for i in others)
+
+    def put_back(self, structure: Any) -> Any:
+        """Write what was saved last into the tensors from which it was copied, where they have changed.
+
+        Args:
+            structure: the one that would be saved now; no other values than tensors are written.
+
+        Returns:
+            the structure that was saved, with these tensors in it; None, and nothing is written, if they are not the
+            same tensors any more.
+        """
+        saved, steps = self.saved, _steps
+        _, paths, tensors = taken_apart(structure)
+        if paths != saved.paths or not all(map(_Copy.is_of, saved.copies, tensors)):
+            return None
+        same = self._unchanged(tensors)
+        changed = [i for i in range(len(tensors)) if i not in same]
+        _transfer([(tensors[i].detach(), saved.copies[i].kept) for i in changed])
+        for i in changed:
+            saved.copies[i].version = tensors[i]._version
+        saved.steps = steps
+        return filled(saved.skeleton, tensors)
+
+    def _unchanged(self, tensors: Sequence[Tensor]) -> set[int]:
+        """The indices of tensors that are what they were at the last save."""
+        saved = self.saved
+        written = self._written(tensors, saved.steps)
+        same = {
+            i
+            for i, (each, tensor) in enumerate(zip(saved.copies, tensors, strict=True))
+            if i not in written and each.version == tensor._version and each.is_of(tensor)
+        }
+        return same if same.isdisjoint(_differing(saved)) else set()
+
+    def _prepared(self, index: int, tensor: Tensor, before: _Copy | None) -> _Copy:
+        """A copy that has the place, but not yet the contents."""
+        live, spare = tensor.detach(), self._spares[index]
+        sample = before.sample if before is not None and before.is_of(tensor) else _sample(live)
+        if sample is None:
+            return _Copy(live, tensor._version, None, live.clone())
+        fits = (
+            spare is not None
+            and spare.shape == live.shape
+            and spare.dtype is live.dtype
+            and spare.stride() == live.stride()
+            and spare.device == live.device
+        )
+        if not fits:
+            spare = torch.empty_like(live)
+        assert spare is not None
+        return _Copy(live, tensor._version, sample, spare)
+
+
+def _transfer(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Write each pair's second tensor into the first."""
+    targets, sources = zip(*pairs, strict=True) if pairs else ((), ())
+    if targets:
+        with torch.no_grad():
+            torch._foreach_copy_(targets, sources)
+
+
+def _sample(tensor: Tensor) -> Tensor | None:
+    """A view of some elements' bits; None of a tensor whose elements do not fill a piece of memory."""
+    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_meta or not _is_dense(tensor):
+        return None
+    bits = _BITS.get(tensor.element_size())
+    if bits is None:
+        return None
+    step = max(1, -(-tensor.numel() // _SAMPLE))
+    return tensor.detach().as_strided((-(-tensor.numel() // step),), (step,)).view(bits)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether no two elements share memory, and nothing lies between them."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _sampled(copies: Iterable[_Copy]) -> dict[Kind, Samples]:
+    """What the samples are now."""
+    indices: dict[Kind, list[int]] = {}
+    views: dict[Kind, list[Tensor]] = {}
+    for i, each in enumerate(copies):
+        if each.sample is not None:
+            kind = each.sample.device, each.sample.dtype
+            indices.setdefault(kind, []).append(i)
+            views.setdefault(kind, []).append(each.sample)
+    return {
+        kind: Samples(indices[kind], np.cumsum([0, *(view.numel() for view in views[kind])]), torch.cat(views[kind]))
+        for kind in views
+    }
+
+
+def _differing(saved: Saved) -> set[int]:
+    """The indices of tensors whose samples are not what they were."""
+    differing: set[int] = set()
+    now = _sampled(saved.copies)
+    for kind, before in saved.samples.items():
+        places = torch.nonzero(now[kind].bits != before.bits).flatten().cpu().numpy()
+        which = np.unique(np.searchsorted(before.starts, places, side="right") - 1)
+        differing.update(before.indices[i] for i in which.tolist())
+    return differing

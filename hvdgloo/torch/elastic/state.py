@@ -1,0 +1,316 @@
+"""The progress of an elastic training with torch: models, optimizers, samplers and whatever else it consists of."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, TypeGuard
+
+import torch
+
+from hvdgloo._collectives.frontend import Frontend
+from hvdgloo.elastic._values import copied, digest
+from hvdgloo.elastic.state import ObjectState
+from hvdgloo.torch import _state as broadcasting
+from hvdgloo.torch._distributed import DistributedTorchOptimizer, plain_class
+from hvdgloo.torch._frontend import FRONTEND
+from hvdgloo.torch.elastic._copies import Copies, filled, has_stepped, memory_of_steps, taken_apart
+from hvdgloo.torch.elastic.sampler import ElasticSampler
+
+__all__ = [
+    "ModelStateHandler",
+    "OptimizerStateHandler",
+    "SamplerStateHandler",
+    "StateHandler",
+    "TorchState",
+    "get_handler_registry",
+    "set_handler_registry",
+]
+
+Tensor = torch.Tensor
+
+
+class StateHandler:
+    """How one value of a ``TorchState`` is saved, restored and sent to other workers.
+
+    Args:
+        value: the value.
+    """
+
+    frontend: Frontend[Tensor] = FRONTEND
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def set_value(self, value: Any) -> None:
+        """Take another value in its place, and save it."""
+        self.value = value
+        self.save()
+
+    def save(self) -> None:
+        """Keep a copy of the value's state."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Return to what was saved last."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Give all workers the state of rank 0's value, and save it; collective."""
+        raise NotImplementedError
+
+
+class _Handler(StateHandler):
+    """A handler whose saving is in two parts, so that all of a state's values change what is restored at once."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__(value)
+        self.save()
+
+    def save(self) -> None:
+        self.adopt(self.take())
+
+    def sync(self) -> None:
+        self.receive(0)
+        self.save()
+
+    def take(self) -> Any:
+        """Copy the value's state. What was saved before stays as it is."""
+        raise NotImplementedError
+
+    def adopt(self, saved: Any) -> None:
+        """Make what ``take`` returned that which ``restore`` returns to."""
+        raise NotImplementedError
+
+    def receive(self, root: int) -> None:
+        """Take the state of one rank's value; collective."""
+        raise NotImplementedError
+
+    def keep(self) -> None:
+        """Do what is left of ``receive`` where all workers have the same state: nothing, in general."""
+
+    def fingerprint(self) -> str:
+        """A text that differs between workers unless their values have the state that each saved last, or have changed
+        in the same way since."""
+        raise NotImplementedError
+
+
+class ModelStateHandler(_Handler):
+    """A module, by its ``state_dict()``."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._copies = Copies(_written_to_modules)
+        super().__init__(model)
+
+    def take(self) -> Any:
+        return self._copies.take(self._state())
+
+    def adopt(self, saved: Any) -> None:
+        self._copies.adopt(saved)
+
+    def restore(self) -> None:
+        """Return to what was saved last; parameters that have not changed since are not written."""
+        if self._copies.put_back(self._state()) is None:
+            self.value.load_state_dict(self._copies.saved.structure())
+
+    def receive(self, root: int) -> None:
+        broadcasting.broadcast_parameters(self.frontend, self.value.state_dict(), root)
+
+    def fingerprint(self) -> str:
+        return "" if self._copies.is_unchanged(self._state()) else _like_no_other()
+
+    def _state(self) -> Mapping[str, Any]:
+        # The parameters themselves, instead of an alias of each, which would take longer than all the rest.
+        own = type(self.value).state_dict is torch.nn.Module.state_dict
+        state: Mapping[str, Any] = self.value.state_dict(keep_vars=True) if own else self.value.state_dict()
+        return state
+
+
+def _written_to_modules(tensors: Sequence[Tensor], since: int) -> Collection[int]:
+    stepped = memory_of_steps(since)
+    return {
+        i
+        for i, tensor in enumerate(tensors)
+        # Batch normalisation's statistics, for example, are written without being counted.
+        if not isinstance(tensor, torch.nn.Parameter) or (stepped and tensor.untyped_storage().data_ptr() in stepped)
+    }
+
+
+class OptimizerStateHandler(_Handler):
+    """An optimizer, plain or distributed, by its ``state_dict()``."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._copies = Copies(lambda tensors, since: range(len(tensors)) if has_stepped(self.value, since) else ())
+        super().__init__(optimizer)
+
+    def take(self) -> Any:
+        return self._copies.take(self.value.state_dict())
+
+    def adopt(self, saved: Any) -> None:
+        self._copies.adopt(saved)
+
+    def restore(self) -> None:
+        """Return to what was saved last, and clear the gradients: they may be a part of a step that has failed."""
+        optimizer: torch.optim.Optimizer = self.value
+        saved = self._copies.put_back(optimizer.state_dict()) if _is_torchs(optimizer) else None
+        if saved is None or saved["state"].keys() != optimizer.state_dict()["state"].keys():
+            optimizer.load_state_dict(self._copies.saved.structure())
+        else:
+            for group, values in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+                group.update({key: value for key, value in values.items() if key != "params"})
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            for index, values in saved["state"].items():
+                optimizer.state[parameters[index]].update(values)
+        if isinstance(optimizer, DistributedTorchOptimizer):
+            optimizer._hvd.forget()
+        optimizer.zero_grad()
+
+    def receive(self, root: int) -> None:
+        broadcasting.broadcast_optimizer_state(self.frontend, self.value, root)
+
+    def fingerprint(self) -> str:
+        state = self.value.state_dict()
+        if not self._copies.is_unchanged(state):
+            return _like_no_other()
+        skeleton, _, tensors = taken_apart(state)
+        return digest(filled(skeleton, range(len(tensors))))
+
+
+def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer's state dict holds the tensors that it works with, and nothing changes what is loaded."""
+    plain, torchs = plain_class(optimizer), torch.optim.Optimizer
+    hooks = ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
+    return (
+        plain.state_dict is torchs.state_dict
+        and plain.load_state_dict is torchs.load_state_dict
+        and not any(vars(optimizer).get(f"_optimizer_{name}_hooks") for name in hooks)
+    )
+
+
+class _StateDictHandler(_Handler):
+    """Any value with ``state_dict()`` and ``load_state_dict()``: a learning rate's schedule, a GradScaler."""
+
+    def take(self) -> Any:
+        return copied({"state": self.value.state_dict()})
+
+    def adopt(self, saved: Any) -> None:
+        self._saved = saved
+
+    def restore(self) -> None:
+        self.value.load_state_dict(copied(self._saved)["state"])
+
+    def receive(self, root: int) -> None:
+        self.value.load_state_dict(self.frontend.broadcast_object(self.value.state_dict(), root))
+
+    def fingerprint(self) -> str:
+        return digest(self.value.state_dict())
+
+
+class SamplerStateHandler(_StateDictHandler):
+    """An ``ElasticSampler``: what is left of the epoch is divided among the workers that there are."""
+
+    def keep(self) -> None:
+        self.value.load_state_dict(self.value.state_dict())
+
+
+def _like_no_other() -> str:
+    return os.urandom(16).hex()
+
+
+_registry: list[tuple[type, type[StateHandler]]] = [
+    (torch.nn.Module, ModelStateHandler),
+    (torch.optim.Optimizer, OptimizerStateHandler),
+    (ElasticSampler, SamplerStateHandler),
+]
+
+
+def get_handler_registry() -> list[tuple[type, type[StateHandler]]]:
+    """Which handler takes values of which type; the first that fits does."""
+    return _registry
+
+
+def set_handler_registry(registry: list[tuple[type, type[StateHandler]]]) -> None:
+    """Replace the registry, for states that are made from now on."""
+    global _registry
+    _registry = registry
+
+
+def _handler_of(value: Any) -> StateHandler | None:
+    for kind, handler in _registry:
+        if isinstance(value, kind):
+            return handler(value)
+    has_state = callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+    return _StateDictHandler(value) if has_state and not isinstance(value, type) else None
+
+
+class TorchState(ObjectState):
+    """The progress of a training with torch.
+
+    Args:
+        model, optimizer: saved, restored and sent by their state dicts.
+        kwargs: further attributes. An ``ElasticSampler``, and whatever has ``state_dict()`` and ``load_state_dict()``,
+            is treated likewise; the rest are plain objects, as in ``ObjectState``.
+
+    A commit copies tensors into memory that is kept, twice their size, and only those that have changed. A value that
+    is assigned to an attribute later (``state.model = another``) replaces the former one, and is saved at once.
+    """
+
+    _handlers: dict[str, StateHandler]
+
+    def __init__(
+        self, model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None, **kwargs: Any
+    ) -> None:
+        values = {"model": model, "optimizer": optimizer, **kwargs}
+        found = {name: _handler_of(value) for name, value in values.items()}
+        handlers = {name: handler for name, handler in found.items() if handler is not None}
+        vars(self).update({name: handler.value for name, handler in handlers.items()}, _handlers=handlers)
+        plain = {name: value for name, value in values.items() if name not in handlers}
+        super().__init__(FRONTEND.broadcast_object, FRONTEND.rank, **plain)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        handler = self._handlers.get(name)
+        if handler is not None:
+            handler.set_value(value)
+
+    def save(self) -> None:
+        """Keep copies of everything; if that is interrupted, those of the last time are still there."""
+        handlers = self._handlers.values()
+        taken = [(handler, handler.take()) for handler in handlers if _saves_in_parts(handler)]
+        for handler in handlers:
+            if not _saves_in_parts(handler):
+                handler.save()
+        plain = copied(self._live())
+        for handler, saved in taken:
+            handler.adopt(saved)
+        self._saved_state = plain
+
+    def restore(self) -> None:
+        """Return to what was saved last. What has not changed since is not written."""
+        for handler in self._handlers.values():
+            handler.restore()
+        super().restore()
+
+    def sync(self) -> None:
+        """Give all workers the state of one, and save it; collective."""
+        for handler in self._handlers.values():
+            if not _receives(handler):
+                handler.sync()
+            elif self._progress.unchanged:
+                handler.keep()
+            else:
+                handler.receive(self._progress.root)
+        super().sync()
+
+    def _fingerprint(self) -> str:
+        known = [handler.fingerprint() for handler in self._handlers.values() if _receives(handler)]
+        return digest([super()._fingerprint(), *known])
+
+
+def _saves_in_parts(handler: StateHandler) -> TypeGuard[_Handler]:
+    """Whether a handler is one of ours, and nobody's subclass saves in a way of its own."""
+    return isinstance(handler, _Handler) and type(handler).save is _Handler.save
+
+
+def _receives(handler: StateHandler) -> TypeGuard[_Handler]:
+    return isinstance(handler, _Handler) and type(handler).sync is _Handler.sync
