@@ -46,6 +46,9 @@ ALTERNATIVES: tuple[tuple[str, ...], ...] = (("hosts", "hostfile", "host_discove
 """Flags (by their ``dest``) of which only one may be given. One on the command line also overrides the others in a
 file."""
 
+COMPANIONS = {"host_discovery_script": ("discovery_interval", "discovery_timeout")}
+"""Flags that say more about another one: where that in a file does not count, neither do they."""
+
 _SECTIONS = {
     "as_horovod": "job",
     "network": "network",
@@ -110,7 +113,7 @@ on, and their output waits for fg or bg.
 """
 
 
-_DOCTOR_GROUPS = ("hosts", "reach", "environment", "network", "doctor")
+_DOCTOR_GROUPS = ("hosts", "elastic", "reach", "environment", "network", "doctor")
 
 _DOCTOR_DESCRIPTION = f"""\
 usage: {PROGRAM} doctor [options] [command ...]
@@ -198,7 +201,8 @@ class Parser(argparse.ArgumentParser):
             if len(chosen) > 1:
                 raise ConfigError(f"give either {' or '.join(spellings[dest] for dest in chosen)}, not both")
             if chosen:
-                silenced.update(alternatives)
+                silenced.update(alternatives, *(COMPANIONS[dest] for dest in alternatives if dest in COMPANIONS))
+                silenced.difference_update(COMPANIONS.get(chosen[0], ()))
         defaults = {action.dest: action.default for action in self._actions}
         for dest, value in vars(given).items():
             if value is None:

@@ -39,6 +39,7 @@ class ElasticOptions:
         failures_per_host: the failure of a worker at which its host is left out.
         interval: between two questions to a discovery.
         timeout: for a script to answer.
+        elastic_timeout: to wait for workers; None leaves it to the setting.
     """
 
     min_np: int | None = None
@@ -51,6 +52,7 @@ class ElasticOptions:
     failures_per_host: int | None = None
     interval: float | None = None
     timeout: float | None = None
+    elastic_timeout: float | None = None
 
     @property
     def discovered(self) -> bool:
@@ -100,7 +102,7 @@ class ElasticOptions:
             size=size,
             smallest=size if self.min_np is None else self.min_np,
             largest=self.max_np,
-            elastic_timeout=config.elastic_timeout,
+            elastic_timeout=config.elastic_timeout if self.elastic_timeout is None else self.elastic_timeout,
             start_timeout=config.start_timeout,
             connect_timeout=config.connect_timeout,
             reset_limit=self.reset_limit,
@@ -113,6 +115,8 @@ class ElasticOptions:
     def _discovery(self, hosts: Sequence[HostEntry], allocation: Allocation | None) -> Discovery:
         timeout = TIMEOUT if self.timeout is None else self.timeout
         if self.discovery is not None:
+            if self.script is not None:
+                raise ConfigError("give either a discovery script or an object that lists hosts, not both")
             return self.discovery
         if self.script is None:
             return FixedHosts({address(host): host.slots for host in hosts})
@@ -151,6 +155,7 @@ FLAGS = {
     "failures_per_host": "--failures-per-host",
     "interval": "--discovery-interval",
     "timeout": "--discovery-timeout",
+    "elastic_timeout": "--elastic-timeout",
 }
 """Field of ``ElasticOptions`` to flag."""
 

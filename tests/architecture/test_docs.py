@@ -28,6 +28,7 @@ PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob
 OTHER_OPTIONS = {
     "--agents",
     "--epochs",
+    "--field-selector",
     "--from-literal",
     "--horovod",
     "--gpus-per-node",

@@ -99,11 +99,21 @@ GRAPH: dict[str, set[str]] = {
         "runner",
         "runner.console",
         "runner.doctor",
+        "runner.elastic",
         "runner.job",
         "runner.transport",
     },
     "hvdgloo.runner.__main__": {"runner.cli"},
-    "hvdgloo.run": {"_job", "config", "rendezvous", "runner", "runner.job", "runner.transport", "runner.worker"},
+    "hvdgloo.run": {
+        "_job",
+        "config",
+        "rendezvous",
+        "runner",
+        "runner.elastic",
+        "runner.job",
+        "runner.transport",
+        "runner.worker",
+    },
 }
 """The graph between sub-packages, from the ground up: each part, and the parts that it imports (without "hvdgloo.").
 

@@ -143,7 +143,7 @@ def test_a_user_s_module_of_any_name_disturbs_neither_launcher_nor_agent(launche
         (["-H", "localhost:2,127.0.0.1:2", "worker.py"], 2, "are all this machine"),
         (["-H", "no-such-host.invalid:2", "worker.py"], 1, "host no-such-host.invalid cannot be used"),
         (["--mpi", "-np", "2", "worker.py"], 2, "--mpi: there is only the Gloo controller"),
-        (["--min-np", "2", "worker.py"], 2, "--min-np: jobs that grow and shrink are not supported yet"),
+        (["-np", "1", "--min-np", "2", "worker.py"], 2, "--min-np 2 exceeds -np 1"),
         (["--fusion-threshold-mb", "-5", "worker.py"], 2, "--fusion-threshold-mb -5"),
         (["--log-level", "LOUD", "worker.py"], 2, "expected one of TRACE"),
         (["--stdin", "2", "-np", "2", "worker.py"], 2, "there are only ranks 0 to 1"),

@@ -240,10 +240,10 @@ def test_two_jobs_at_once() -> None:
     [
         ({"use_mpi": True}, ConfigError, "there is no MPI here"),
         ({"use_mpi": True, "use_gloo": True}, ConfigError, "exclude each other"),
-        ({"min_num_proc": 2}, ConfigError, "not supported yet"),
+        ({"min_num_proc": 2, "np": 1}, ConfigError, "--min-np 2 exceeds -np 1"),
         ({"min_num_proc": "h1:2"}, ConfigError, "give hosts by name"),
         ({"np": 2, "num_proc": 3}, ConfigError, "two names for one thing"),
-        ({"host_discovery_script": "x.sh"}, ConfigError, "not supported yet"),
+        ({"np": 1, "host_discovery_script": "x.sh"}, ConfigError, "x.sh: there is no such file"),
         ({"np": 0}, ConfigError, "at least one process"),
         ({"np": 3, "hosts": "localhost:2"}, ConfigError, "only 2 slots"),
         ({"hosts": "localhost:2", "hostfile": "f"}, ConfigError, "not both"),
@@ -270,7 +270,10 @@ def test_all_slots_of_the_hosts_are_the_default() -> None:
 def test_old_names_warn_and_work() -> None:
     with pytest.warns(DeprecationWarning, match=r"write network_interfaces="):
         assert hvdgloo.run.run(int, np=2, network_interface="lo") == [0, 0]
-    with pytest.warns(DeprecationWarning, match=r"write max_num_proc="), pytest.raises(ConfigError, match="grow"):
+    with (
+        pytest.warns(DeprecationWarning, match=r"write max_num_proc="),
+        pytest.raises(ConfigError, match="--max-np is for"),
+    ):
         hvdgloo.run.run(int, max_np=2)
     with pytest.warns(UserWarning, match="no effect"):
         assert hvdgloo.run.run(int, mpi_args="--oversubscribe") == [0]
