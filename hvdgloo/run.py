@@ -22,10 +22,11 @@ from hvdgloo._job import excepthook
 from hvdgloo.config import without_place
 from hvdgloo.errors import ConfigError, JobFailedError, LaunchError, RemoteTraceback
 from hvdgloo.rendezvous._auth import generate_secret
+from hvdgloo.runner.elastic.options import ElasticOptions
 from hvdgloo.runner.job.assembly import assemble
 from hvdgloo.runner.job.environment import working_directory
 from hvdgloo.runner.job.host_sources import take_inventory
-from hvdgloo.runner.job.spec import Reach
+from hvdgloo.runner.job.spec import Discovery, Reach
 from hvdgloo.runner.launch import LIBRARY_SIGNALS, Report, launch
 from hvdgloo.runner.transport.template import parse_template
 from hvdgloo.runner.worker import function_task
@@ -44,7 +45,7 @@ def run(
     max_num_proc: int | None = None,
     slots: int | None = None,
     reset_limit: int | None = None,
-    cooldown_range: Sequence[int] | None = None,
+    cooldown_range: Sequence[float] | None = None,
     hosts: str | None = None,
     hostfile: str | None = None,
     host_discovery_script: str | None = None,
@@ -70,8 +71,15 @@ def run(
     remote_python: str | None = None,
     grace_period: float | None = None,
     prefix_output_with_timestamp: bool = False,
+    elastic_timeout: float | None = None,
+    host_discovery: Discovery | None = None,
+    failures_per_host: int | None = None,
+    max_restarts: int = 0,
 ) -> list[T]:
     """Call ``func(*args, **kwargs)`` in ``np`` worker processes at once, on this host or on several.
+
+    With ``min_num_proc``, or something that discovers hosts, the job is elastic: workers may come and go while ``func``
+    is in ``hvd.elastic.run``.
 
     The function is sent by cloudpickle, so it may come from a script, a notebook or a closure; modules are found in the
     same places (``sys.path``) as here. What the workers print appears in ``sys.stdout`` and ``sys.stderr``, prefixed
@@ -80,7 +88,19 @@ def run(
 
     Args:
         np, num_proc: number of processes; two names for the same argument. By default all slots of the hosts, or 1 if
-            no hosts are given.
+            no hosts are given. An elastic job starts when there are slots for so many, by default ``min_num_proc``.
+        min_num_proc, max_num_proc: the fewest and the most workers of an elastic job; by default as many as ``np``, and
+            no limit.
+        host_discovery_script: an executable that prints the hosts that can be used now, a line for each (``h1:4``).
+        host_discovery: the same as an object: its ``find_available_hosts_and_slots()`` returns hosts and slots.
+        slots: of hosts that are given or printed without; by default one for each GPU, else one.
+        reset_limit: how often the workers of an elastic job may form anew.
+        cooldown_range: the shortest and the longest time in seconds for which a host is left out after a failure; by
+            default it is for ever.
+        failures_per_host: the failure of a worker at which its host is left out; by default the first, or the third in
+            a job on one host.
+        elastic_timeout: seconds to wait for slots; by default 600.
+        max_restarts: how often all workers of a job that is not elastic are started again after a failure.
         hosts: ``host:slots,...``; by default this one, or those of a Slurm allocation around this process.
         hostfile: the same in a file.
         start_timeout: seconds that the hosts' agents, and then ``hvd.init()``, wait for others.
@@ -98,14 +118,12 @@ def run(
         network_interface, min_np, max_np: old names of other arguments; they give a warning.
         use_gloo, use_mpi, mpi_args, disable_cache: there is only Gloo, and nothing is cached between jobs;
             ``use_mpi=True`` is rejected, the others have no effect.
-        min_num_proc, max_num_proc, slots, reset_limit, cooldown_range, host_discovery_script: for jobs that grow and
-            shrink; rejected.
 
     Returns:
-        the results in the order of ranks.
+        the results in the order of ranks; in an elastic job, of those workers that were there at the end.
 
     Raises:
-        ConfigError: an argument that cannot be used, or is for MPI or for elastic jobs.
+        ConfigError: an argument that cannot be used, is for MPI, or contradicts another one.
         InvalidArgumentError: the function or its arguments cannot be pickled.
         LaunchError: the workers could not be started.
         MissingDependencyError: ``HVDGLOO_TLS=required``, and nothing here makes certificates.
@@ -119,17 +137,27 @@ def run(
     if isinstance(min_num_proc, str):
         raise ConfigError("run(): the fifth argument is min_num_proc; give hosts by name: run(func, ..., hosts=...)")
     _judge_controllers(use_gloo, use_mpi, mpi_args)
-    _refuse_elastic(
-        min_num_proc=_old_name(min_num_proc, "min_np", min_np, "min_num_proc"),
-        max_num_proc=_old_name(max_num_proc, "max_np", max_np, "max_num_proc"),
-        slots=slots,
-        reset_limit=reset_limit,
-        cooldown_range=cooldown_range,
-        host_discovery_script=host_discovery_script,
+    options = ElasticOptions(
+        min_np=_whole("min_num_proc", _old_name(min_num_proc, "min_np", min_np, "min_num_proc"), 1),
+        max_np=_whole("max_num_proc", _old_name(max_num_proc, "max_np", max_np, "max_num_proc"), 1),
+        script=host_discovery_script,
+        discovery=_discovery(host_discovery),
+        slots_per_host=_whole("slots", slots, 1),
+        reset_limit=_whole("reset_limit", reset_limit, 0),
+        cooldown=_cooldown(cooldown_range),
+        failures_per_host=_whole("failures_per_host", failures_per_host, 1),
+        elastic_timeout=_seconds("elastic_timeout", elastic_timeout),
     )
     interfaces = _old_name(network_interfaces, "network_interface", network_interface, "network_interfaces")
     environ = without_place({**os.environ, **(env or {})})
-    inventory = take_inventory(environ, hosts=hosts, hostfile=hostfile, np=_number(num_proc, np, hosts or hostfile))
+    number = options.size(_number(num_proc, np))
+    inventory = take_inventory(
+        environ,
+        hosts=hosts,
+        hostfile=hostfile,
+        np=1 if number is None and not (hosts or hostfile) else number,
+        discovered=options.discovered,
+    )
     python = executable or _own_interpreter()
     reach = Reach(
         python=remote_python or python,
@@ -155,6 +183,8 @@ def run(
         output_directory=output_filename,
         timestamps=prefix_output_with_timestamp,
         verbose=bool(verbose),
+        elastic=options.spec(inventory, environ),
+        max_restarts=_whole("max_restarts", max_restarts, 0) or 0,
     )
     with _Results(secret) as results:
         report = launch(
@@ -180,15 +210,6 @@ def _judge_controllers(use_gloo: bool | None, use_mpi: bool | None, mpi_args: st
         warnings.warn("run(mpi_args=...) has no effect: there is no MPI here", stacklevel=3)
 
 
-def _refuse_elastic(**given: object) -> None:
-    for name, value in given.items():
-        if value:
-            raise ConfigError(
-                f"run({name}=...): jobs that grow and shrink are not supported yet; leave it out for a job of a fixed "
-                "size"
-            )
-
-
 def _old_name(value: T | None, old_name: str, old: T | None, name: str) -> T | None:
     """The value given under either of two names."""
     if old is None:
@@ -199,18 +220,38 @@ def _old_name(value: T | None, old_name: str, old: T | None, name: str) -> T | N
     return old
 
 
-def _number(num_proc: int | None, np: int | None, hosts: str | None) -> int | None:
-    """How many processes; None for all slots of the hosts."""
+def _number(num_proc: int | None, np: int | None) -> int | None:
+    """How many processes; None if that was not said."""
     if num_proc is not None and np is not None and num_proc != np:
         raise ConfigError(f"run(): num_proc={num_proc} and np={np} are two names for one thing; give one")
-    number = num_proc if num_proc is not None else np
-    if number is None:
-        return None if hosts else 1
-    if not isinstance(number, SupportsIndex):  # read from a file or a command line, and still text
-        raise ConfigError(f"run(np={number!r}): it is not a whole number")
-    if number < 1:
-        raise ConfigError(f"run(np={number}): a job has at least one process")
+    number = _whole("np", num_proc if num_proc is not None else np, 0)
+    if number == 0:
+        raise ConfigError("run(np=0): a job has at least one process")
     return number
+
+
+def _whole(name: str, value: int | None, least: int) -> int | None:
+    if value is None:
+        return None
+    if not isinstance(value, SupportsIndex):  # read from a file or a command line, and still text
+        raise ConfigError(f"run({name}={value!r}): it is not a whole number")
+    if value < least:
+        raise ConfigError(f"run({name}={value}): it must be at least {least}")
+    return value
+
+
+def _cooldown(value: Sequence[float] | None) -> tuple[float, float] | None:
+    if value is None:
+        return None
+    if not (isinstance(value, Sequence) and len(value) == 2 and all(isinstance(each, SupportsFloat) for each in value)):
+        raise ConfigError(f"run(cooldown_range={value!r}): give two times in seconds, the shorter one first")
+    return float(value[0]), float(value[1])
+
+
+def _discovery(value: Discovery | None) -> Discovery | None:
+    if value is not None and not callable(getattr(value, "find_available_hosts_and_slots", None)):
+        raise ConfigError(f"run(host_discovery={value!r}): it has no method find_available_hosts_and_slots()")
+    return value
 
 
 def _seconds(name: str, value: float | None) -> float | None:
@@ -254,8 +295,13 @@ class _Results:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what was left so far: those who left it are started again."""
         for file in self._files.values():
             file.close()
+        self._files.clear()
 
     def add(self, rank: int, data: bytes) -> None:
         if rank not in self._files:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import FrameType
 from typing import Protocol, TextIO
@@ -18,7 +18,7 @@ from typing import Protocol, TextIO
 from hvdgloo._net.descriptors import reserve_descriptors
 from hvdgloo._net.tls import Tls
 from hvdgloo._platform.writable import unwritable
-from hvdgloo.errors import ConfigError, JobFailedError
+from hvdgloo.errors import ConfigError, JobFailedError, LaunchError
 from hvdgloo.runner.console.console import Console, make_directory
 from hvdgloo.runner.console.progress import Backoff, InitProgress
 from hvdgloo.runner.console.startup_view import INIT_LINE_AFTER, LiveDisplay, StartDisplay
@@ -60,6 +60,22 @@ class Results(Protocol):
 
     def add(self, rank: int, data: bytes) -> None: ...
 
+    def clear(self) -> None:
+        """All workers will be started again: what has come is void."""
+
+
+@dataclass(frozen=True)
+class Restart:
+    """A failure after which all workers were started again.
+
+    Attributes:
+        failure: in words.
+        after: seconds from the start, or the restart before, to the failure's end.
+    """
+
+    failure: str
+    after: float
+
 
 @dataclass(frozen=True)
 class Report:
@@ -71,6 +87,7 @@ class Report:
         last_lines: the end of the output of the first worker that failed.
         in_sight: it has just been shown, so that the command line need not repeat it.
         advice: what to do about them, in one line; empty if that is not known.
+        restarts: those that came before, in order.
     """
 
     outcome: JobOutcome
@@ -78,24 +95,33 @@ class Report:
     last_lines: tuple[str, ...] = ()
     advice: str = ""
     in_sight: bool = False
+    restarts: tuple[Restart, ...] = ()
 
     def summary(self, *, whole: bool = True) -> str:
-        """How the job ended, in words; empty after success.
+        """How the job ended, in words; empty after success at the first attempt.
 
         Args:
             whole: with the worker's last lines, also if they are in sight.
         """
-        first = self.outcome.first
+        if not self.restarts:
+            return self._end(whole)
+        end = self._end(whole) or "the job succeeded"
+        return f"{end}\n{history(self.restarts)}"
+
+    def failure(self, *, whole: bool = True) -> str:
+        """What failed first, in words, with what the worker said last."""
+        assert self.outcome.first is not None
+        text = describe_failure(self.outcome.first)
+        if self.last_lines and (whole or not self.in_sight):
+            text += "\nIts last lines were:\n" + "\n".join(f"  {line}" for line in self.last_lines)
+        return f"{text}\n{self.advice}" if self.advice else text
+
+    def _end(self, whole: bool) -> str:
         if self.outcome.interrupted == signal.SIGPIPE:
             return "stopped, because nobody reads the output any longer"
         if self.outcome.interrupted is not None:
             return f"stopped by {signal.Signals(self.outcome.interrupted).name}"
-        if first is None:
-            return ""
-        text = f"the job failed: {describe_failure(first)}"
-        if self.last_lines and (whole or not self.in_sight):
-            text += "\nIts last lines were:\n" + "\n".join(f"  {line}" for line in self.last_lines)
-        return f"{text}\n{self.advice}" if self.advice else text
+        return f"the job failed: {self.failure(whole=whole)}" if self.outcome.first is not None else ""
 
     def error(self) -> JobFailedError:
         """The failure as an exception."""
@@ -137,6 +163,54 @@ def launch(
         MissingDependencyError: certificates are to be made, and the package for that is not installed here.
         JobFailedError: a signal came before any worker was started.
     """
+    attempt = partial(_attempt, stdout=stdout, stderr=stderr, quiet=quiet, results=results, spawner=spawner, fork=fork)
+    restarts: list[Restart] = []
+    failed = ""
+    interrupts = _Interrupts()
+    # We handle signals until everything is cleaned up: a second one must not cut that short.
+    with passed_on(signals, interrupts.came) as signal_came:
+        while True:
+            began = time.monotonic()
+            try:
+                report = attempt(spec, failed, len(restarts), interrupts, signal_came)
+            except LaunchError as error:
+                if not restarts:
+                    raise
+                raise LaunchError(f"the job could not be started again: {error}\n{history(restarts)}") from error
+            first = report.outcome.first
+            over = first is None or report.outcome.interrupted is not None or interrupts.ending is not None
+            if over or len(restarts) == spec.max_restarts:
+                return replace(report, restarts=tuple(restarts))
+            failed = report.failure(whole=False)
+            restarts.append(Restart(failed.partition("\n")[0], time.monotonic() - began))
+            if results is not None:
+                results.clear()
+
+
+def _attempt(
+    spec: LaunchSpec,
+    failed: str,
+    number: int,
+    interrupts: _Interrupts,
+    signal_came: Callable[[], bool],
+    *,
+    stdout: TextIO,
+    stderr: TextIO,
+    quiet: bool,
+    results: Results | None,
+    spawner: Spawner | None,
+    fork: bool,
+) -> Report:
+    """Start all workers, and wait for their end. What is not described here is as for ``launch``.
+
+    Args:
+        failed: how the attempt before has failed; empty for the first.
+        number: of restarts so far.
+        interrupts: passes signals on.
+        signal_came: whether one has come since its first call.
+    """
+    if number:  # a host that has failed may be on its way back
+        spec = replace(spec, reach=replace(spec.reach, wait_for_hosts=spec.reach.wait_for_hosts is not False))
     hosts = shortlist(spec.hosts, spec.np)
     trusted = spawner is not None
     spawner = spawner or choose_spawner(hosts, spec.reach, fork=fork)
@@ -147,20 +221,25 @@ def launch(
     if spec.network.tls is not None:
         Tls(*spec.network.tls).check_listener()  # the rendezvous server is opened only when all agents are there
     with _console(spec, stdout, stderr, quiet) as console:
+        if number:
+            for line in (
+                *failed.split("\n"),
+                f"restart {number} of {spec.max_restarts}: all workers are started again",
+            ):
+                console.notice(line)
         states = host_states(hosts, spec)
         display = StartDisplay(states, console, environ=spec.environ, verbose=spec.verbose)
         observer = _Observer(console, display, results)
         supervisor = Supervisor(spec, spawner, states, job_id, observer)
         console.on_broken = partial(supervisor.interrupt, signal.SIGPIPE)
-        # We handle signals until everything is cleaned up: a second one must not cut that short.
-        with passed_on(signals, supervisor.interrupt) as signal_came, supervisor:
+        with interrupts.passed_to(supervisor.interrupt), supervisor:
             with display:
                 hellos = supervisor.gather(partial(required_on, spec, spawner))
                 if not trusted:
                     check_machines(hosts, hellos, spec.reach)
                 slots = place(hosts, hellos, spec)
                 hosts, hellos = supervisor.keep(_hosts_in_use(slots))
-                _expect(console, spec, len(slots))
+                _expect(console, spec, len(slots), again=number > 0)
                 _say_crowded(console, hosts, hellos)
                 network = discover(supervisor, spec, hellos)
             _say_server(console, spec, hosts, network.placement)
@@ -168,7 +247,9 @@ def launch(
                 addresses = network.placement.addresses
                 env = [_host_environment(spec, spawner, *each) for each in zip(hosts, hellos, addresses, strict=True)]
                 commands = [_command(spec, spawner, host) for host in hosts]
-                workers = _spawns(spec, slots, commands, job_id, rendezvous.endpoint, addresses, network.master_port)
+                workers = _spawns(
+                    spec, slots, commands, job_id, rendezvous.endpoint, addresses, network.master_port, number
+                )
                 _say_threads(console, spec, env)
                 supervisor.start(env, workers)
                 rendezvous.serve()
@@ -200,6 +281,13 @@ def _report(
     host = hosts[slots[first.rank].host]
     advice = advise_on_signal(first.reason) or _advice(spec, spawner, host, console.cause(first.rank))
     return Report(outcome, slots, lines, advice, in_sight=console.in_sight(first.rank))
+
+
+def history(restarts: Sequence[Restart]) -> str:
+    """A line for each failure after which the job was started again."""
+    times = "once" if len(restarts) == 1 else f"{len(restarts)} times"
+    lines = [f"  after {restart.after:.1f} s: {restart.failure}" for restart in restarts]
+    return "\n".join([f"it was started again {times}:", *lines])
 
 
 def describe_failure(failure: Failure) -> str:
@@ -297,10 +385,40 @@ def passed_on(signals: Sequence[signal.Signals], note: Callable[[int], None]) ->
             signal.signal(signum, signal.SIG_IGN if ending else old)  # type: ignore[arg-type]
 
 
-def _expect(console: Console, spec: LaunchSpec, np: int) -> None:
+class _Interrupts:
+    """Passes signals on to the attempt that is being made.
+
+    Attributes:
+        ending: the last signal that was to end the job; None if there was none.
+    """
+
+    def __init__(self) -> None:
+        self.ending: int | None = None
+        self._to: Callable[[int], None] | None = None
+
+    def came(self, signum: int) -> None:
+        """A signal has come."""
+        if signum in _ENDING:
+            self.ending = signum
+        if self._to is not None:
+            self._to(signum)
+
+    @contextmanager
+    def passed_to(self, note: Callable[[int], None]) -> Iterator[None]:
+        """Pass them to ``note`` for a while, and also one that came between this attempt and the last."""
+        self._to = note
+        if self.ending is not None:
+            note(self.ending)
+        try:
+            yield
+        finally:
+            self._to = None
+
+
+def _expect(console: Console, spec: LaunchSpec, np: int, *, again: bool) -> None:
     if spec.output_directory is not None:
         reserve_descriptors(2 * np, "this launcher", f"the output files of {np} workers")
-    console.expect(np, spec.output_directory)
+    console.expect(np, spec.output_directory, again=again)
 
 
 def _hosts_in_use(slots: Sequence[Slot]) -> tuple[HostEntry, ...]:
@@ -372,6 +490,7 @@ def _spawns(
     rendezvous: tuple[str, int],
     addresses: Sequence[Address],
     port: int,
+    restart: int,
 ) -> list[list[Spawn]]:
     spawns: list[list[Spawn]] = [[] for _ in addresses]
     for slot in slots:
@@ -383,6 +502,7 @@ def _spawns(
             secret=spec.secret,
             address=addresses[slot.host].address,
             master=(addresses[0].address, port),
+            restart=restart,
         )
         task = spec.function is not None
         stdin = slot.rank == spec.stdin_rank

@@ -102,16 +102,17 @@ class Console:
 
     # From the supervisor.
 
-    def expect(self, size: int, directory: str | None = None) -> None:
+    def expect(self, size: int, directory: str | None = None, *, again: bool = False) -> None:
         """Prepare for the output of ``size`` workers.
 
         Args:
             directory: for per-rank files; None for no files.
+            again: add to the files, which have the output of the same ranks before they were started again.
 
         Raises:
             LaunchError: the directory cannot be written to.
         """
-        files = _open_files(directory, size)
+        files = _open_files(directory, size, again=again)
         self._files = Writer("hvdgloo-files", list(files.values()), self._file_failed) if files else None
         self._file_list = list(files.values())
         self._file_index = {source: index for index, source in enumerate(files)}
@@ -334,7 +335,7 @@ def _make_private(folder: str) -> None:
             raise
 
 
-def _open_files(directory: str | None, size: int) -> dict[tuple[int, int], FileTarget]:
+def _open_files(directory: str | None, size: int, *, again: bool) -> dict[tuple[int, int], FileTarget]:
     files: dict[tuple[int, int], FileTarget] = {}
     if directory is None:
         return files
@@ -343,7 +344,7 @@ def _open_files(directory: str | None, size: int) -> dict[tuple[int, int], FileT
             folder = rank_folder(directory, rank, size)
             _make_private(folder)
             for stream, name in _STREAM_NAMES.items():
-                files[rank, stream] = FileTarget(os.path.join(folder, name))
+                files[rank, stream] = FileTarget(os.path.join(folder, name), append=again)
     except OSError as error:
         for file in files.values():
             file.close()

@@ -56,10 +56,16 @@ class TextTarget:
 
 
 class FileTarget:
-    """A file that is created at once, for this user's eyes only, and written without a buffer."""
+    """A file that is created at once, for this user's eyes only, and written without a buffer.
 
-    def __init__(self, path: str) -> None:
-        self._file: IO[bytes] = open(path, "wb", buffering=0, opener=_private)  # noqa: SIM115 - closed by close()
+    Args:
+        path: of the file.
+        append: keep what is in it.
+    """
+
+    def __init__(self, path: str, *, append: bool = False) -> None:
+        mode = "ab" if append else "wb"
+        self._file: IO[bytes] = open(path, mode, buffering=0, opener=_private)  # noqa: SIM115 - closed by close()
 
     def write(self, data: bytes) -> None:
         rest = memoryview(data)

@@ -126,6 +126,7 @@ def worker_environment(
     secret: bytes,
     address: str,
     master: tuple[str, int],
+    restart: int = 0,
 ) -> dict[str, str]:
     """What one worker finds in its environment in addition to the user's own.
 
@@ -136,6 +137,7 @@ def worker_environment(
         rendezvous: address and port of the server.
         address: where this worker is reached.
         master: an address of rank 0's host and a free port there, for the user's own torch.distributed.
+        restart: how often all workers have been started again.
     """
     places = {
         "RANK": slot.rank,
@@ -153,6 +155,7 @@ def worker_environment(
         "HVDGLOO_JOB_ID": job_id,
         "HVDGLOO_EPOCH": str(epoch),
         "HVDGLOO_ADDRESS": address,
+        "HVDGLOO_RESTART": str(restart),
         "HOROVOD_CONTROLLER": "gloo",
         "HOROVOD_CPU_OPERATIONS": "gloo",
         "HOROVOD_GLOO_RENDEZVOUS_ADDR": rendezvous[0],
