@@ -211,6 +211,14 @@ class RendezvousClient:
             self._run_id(time.monotonic() + timeout, patient=True)
         return self._local_address
 
+    def is_elastic(self, *, timeout: float = 30.0) -> bool:
+        """Whether the server's job is elastic: then ``ElasticClient`` registers with it, and ``register`` cannot.
+
+        Waits for the server for ``timeout`` seconds, and raises, as ``local_address`` does.
+        """
+        self._run_id(time.monotonic() + timeout, patient=True)
+        return self._elastic
+
     def close(self) -> None:
         """Close all connections. Calls raise RendezvousError, also those that are under way. May be repeated."""
         if self._pid != os.getpid():
@@ -309,7 +317,8 @@ class RendezvousClient:
                 answer = self._repeated(
                     lambda: self._exchange("GET", target, b"", "", deadline, 0.0, patient=patient), target, deadline
                 )
-                self._run = str(json.loads(self._checked(answer, target).body)["run"])
+                hello = json.loads(self._checked(answer, target).body)
+                self._run, self._elastic = str(hello["run"]), bool(hello.get("elastic"))
                 self._channel = answer.channel
             return self._run  # in here: another thread may forget it, to ask again
 
@@ -431,6 +440,7 @@ class RendezvousClient:
         self._idle = []
         self._busy: set[HttpConnection] = set()
         self._run = ""
+        self._elastic = False
         self._channel = b""
         self._local_address = ""
         self._lock = threading.Lock()

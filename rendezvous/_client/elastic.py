@@ -6,6 +6,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from hvdgloo.errors import DismissedError, RendezvousError, RendezvousTimeoutError
 from hvdgloo.rendezvous import _wire as wire
 from hvdgloo.rendezvous._client.client import RendezvousClient
@@ -47,6 +49,7 @@ class ElasticClient:
     def __init__(self, client: RendezvousClient, worker: str) -> None:
         self._client = client
         self.worker = worker
+        self._place: elastic.Place | None = None
 
     def next_epoch(
         self,
@@ -81,6 +84,7 @@ class ElasticClient:
             RendezvousTimeoutError: there was no epoch within ``timeout``.
             RendezvousError: the server cannot be reached.
         """
+        self._place = None  # until the answer: where it was, the question says
         ask = elastic.Ask(self.worker, after, ready, serial, digest[:4096], error[:4096], list(accused), info.to_dict())
         route = "/v1/elastic/next"
         answer = self._client._wait("POST", route, elastic.ASK.encode(ask), timeout, pending=202, follow=True)
@@ -97,7 +101,9 @@ class ElasticClient:
                 topology = wire.unpack_topology(decoded.topology)
                 if max(decoded.rank, decoded.root) >= topology.size:
                     raise ValueError(f"rank {decoded.rank} or {decoded.root} is none of the topology's {topology.size}")
-                return Placement(decoded.rank, topology, decoded.root, decoded.everyone, decoded.first)
+                placement = Placement(decoded.rank, topology, decoded.root, decoded.everyone, decoded.first)
+                self._place = elastic.Place(topology.epoch, decoded.rank, topology.size, False, info.to_dict())
+                return placement
         except ValueError as error_:
             raise RendezvousError(
                 f"rendezvous server {self._client.server}, {route}: {error_}. Is hvdgloo of the same version installed "
@@ -115,6 +121,8 @@ class ElasticClient:
 
     def synced(self, epoch: int) -> None:
         """This worker is in ``elastic.run``, and has the state of the epoch. Raises RendezvousError."""
+        if self._place is not None:
+            self._place = msgspec.structs.replace(self._place, synced=True)
         self._report(What.SYNCED, epoch)
 
     def finished(self) -> None:
@@ -128,6 +136,9 @@ class ElasticClient:
     def news(self, since: int, *, timeout: float) -> News:
         """The news, as soon as their number is another than ``since``.
 
+        A server that was restarted learns from this request where this worker is, and a server without a launcher that
+        it lives: some thread should always wait here.
+
         Args:
             since: the number of the last ones; -1 returns at once. A server that was restarted counts from 0.
             timeout: seconds after which the last ones are returned again.
@@ -138,16 +149,15 @@ class ElasticClient:
         deadline = time.monotonic() + timeout
         while True:
             left = max(0.0, deadline - time.monotonic())
-            answer = self._client._wait(
-                "GET", "/v1/elastic/news", b"", left, pending=202, query=f"since={since}&", follow=True
-            )
+            body = elastic.LISTEN.encode(elastic.Listen(self.worker, since, self._place))
+            answer = self._client._wait("POST", "/v1/elastic/news", body, left, pending=202, follow=True)
             news = elastic.NEWS.decode(answer.body)
             if news.number != since or time.monotonic() >= deadline - 0.001:
                 return news
 
     def _report(self, what: What, epoch: int) -> None:
-        body = elastic.REPORT.encode(elastic.Report(self.worker, what, epoch))
-        self._client._call("POST", "/v1/elastic/reports", body, _REPORT_SECONDS)
+        body = elastic.REPORT.encode(elastic.Report(self.worker, what, epoch, self._place))
+        self._client._wait("POST", "/v1/elastic/reports", body, _REPORT_SECONDS, pending=202, follow=True)
 
 
 __all__ = ["Alone", "ElasticClient", "News", "Placement"]

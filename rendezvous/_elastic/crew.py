@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 
-from hvdgloo.rendezvous._elastic.events import Join, Registered, Rules
-from hvdgloo.rendezvous._elastic.hosts import Hosts
-from hvdgloo.rendezvous._elastic.roster import Roster, choose
+from hvdgloo.rendezvous._elastic.events import Join, Recalled, Registered, Rules
+from hvdgloo.rendezvous._elastic.hosts import Hosts, shortened
+from hvdgloo.rendezvous._elastic.roster import Roster, Seat, choose
 from hvdgloo.rendezvous._elastic.worker import Stage, Worker
 
 SETTLE_TIME = 1.0
@@ -15,6 +16,9 @@ SETTLE_TIME = 1.0
 
 NOBODY = Roster(-1, ())
 """The roster before the first epoch."""
+
+UNHEARD = Seat("", "", 0, 0)
+"""The seat of a member of which a server that was restarted has not heard yet."""
 
 
 class Crew:
@@ -54,15 +58,50 @@ class Crew:
         self.workers[worker.id] = worker
         return worker
 
-    def meet(self, event: Registered) -> Worker:
+    def meet(self, event: Registered | Recalled) -> Worker:
         """A worker that nobody has announced."""
         taken = {worker.slot for worker in self.workers.values() if worker.host == event.host}
         slot = next(slot for slot in range(len(taken) + 1) if slot not in taken)
-        self.hosts.note(event.host)
+        self.hosts.note(event.host, event.host_name)
         self._numbers += 1
-        place = (self._numbers if event.index is None else event.index, 0)
-        worker = self.workers[event.worker] = Worker(event.worker, event.host, slot, place)
+        index = event.index if isinstance(event, Registered) else None
+        place = (self._numbers if index is None else index, 0)
+        worker = Worker(event.worker, event.host, slot, place, pid=event.pid, host_name=event.host_name)
+        self.workers[worker.id] = worker
         return worker
+
+    def recall(self, event: Recalled) -> bool:
+        """Take note of a member of an epoch that a server before this one has formed; False if it is too late."""
+        if self.roster is NOBODY:
+            self.roster = Roster(event.epoch, (UNHEARD,) * event.size)
+            self.epoch = max(self.epoch, event.epoch)
+            self.ran = True
+            for worker in self.workers.values():  # who has come back from there before the others were heard of
+                if worker.stage is Stage.RETURNED and worker.epoch == event.epoch:
+                    self.seat(worker)
+        if event.epoch != self.roster.epoch or not self.is_free(event.rank):
+            return False
+        worker = self.meet(event)
+        worker.stage, worker.rank, worker.epoch = Stage.MEMBER, event.rank, event.epoch
+        worker.up, worker.synced = True, event.synced
+        self.seat(worker)
+        return True
+
+    def is_free(self, rank: int | None) -> bool:
+        """Whether nobody has been heard of yet who has this rank."""
+        return rank is not None and rank < self.roster.size and self.roster.seats[rank] == UNHEARD
+
+    def seat(self, worker: Worker) -> None:
+        """A member that has been heard of takes its seat."""
+        if worker.rank is not None and self.is_free(worker.rank):
+            seats = list(self.roster.seats)
+            seats[worker.rank] = Seat(worker.id, worker.host, worker.slot, worker.slot)
+            self.roster = Roster(self.roster.epoch, tuple(seats))
+
+    @property
+    def unheard(self) -> int:
+        """Of how many members of the roster nothing has been heard."""
+        return self.roster.seats.count(UNHEARD)
 
     @property
     def collecting(self) -> bool:
@@ -99,7 +138,7 @@ class Crew:
         """Whether the epoch is over: a member has ended, or is to, or has come back."""
         return any(
             worker is None or worker.out or worker.stage is Stage.RETURNED
-            for worker in (self.workers.get(id) for id in self.roster.ranks if id not in self.well)
+            for worker in (self.workers.get(id) for id in self.roster.ranks if id and id not in self.well)
         )
 
     def candidates(self) -> list[Worker]:
@@ -132,10 +171,14 @@ class Crew:
 
     def there(self) -> str:
         """How many of them there are, for messages."""
-        hosts = self.hosts.account(self.now)
+        hosts = self.hosts.account(self.now) if self.rules.launched else ""
         if self.rules.launched and not self.ran:
             return f"{self.capacity()} of {self.needed} slots are there ({hosts})"
-        return f"{len(self.candidates())} of {self.needed} workers are there ({hosts})"
+        there = self.candidates()
+        if not self.rules.launched:
+            counts = Counter(worker.host_name or worker.host for worker in there)
+            hosts = ", ".join(shortened([f"{name} {count}" for name, count in counts.items()])) or "no host"
+        return f"{len(there)} of {self.needed} workers are there ({hosts})"
 
     def free_slots(self) -> list[tuple[str, int]]:
         """Slots for further workers, in the order in which they are to be filled, and no more than may be used."""

@@ -143,7 +143,7 @@ class Registered(Event):
         serial, digest: of its newest commit; -1 if it has none.
         error: why it has left the epoch; empty if a change of hosts is the reason.
         accused: ranks of that epoch which it cannot reach, or which have not answered.
-        host: where it is; only without a launcher, which knows.
+        host, host_name: where it is, and how it is called; only without a launcher, which knows.
         rank: its rank in that epoch, for a server that was restarted and has no memory of it.
         index: its place among workers without a launcher, if whatever starts them counts them.
         pid: of its process, for messages.
@@ -157,8 +157,30 @@ class Registered(Event):
     error: str = ""
     accused: tuple[int, ...] = ()
     host: str = ""
+    host_name: str = ""
     rank: int | None = None
     index: int | None = None
+    pid: int = 0
+
+
+@dataclass(frozen=True)
+class Recalled(Event):
+    """A worker without a launcher says in which epoch it is: news only to a server that was restarted meanwhile.
+
+    Attributes:
+        worker, epoch, rank: who it is, and where in which epoch.
+        size: of that epoch.
+        synced: the worker has had the job's state in it.
+        host, host_name, pid: as in ``Registered``.
+    """
+
+    worker: str
+    epoch: int
+    rank: int
+    size: int
+    synced: bool = False
+    host: str = ""
+    host_name: str = ""
     pid: int = 0
 
 

@@ -32,6 +32,7 @@ class _Host:
         reason: why it is, or was, left out.
         identity: the machine or pod that it was, as far as that is known.
         leaving: it has said that it will not be there much longer.
+        shown: its name in messages; empty if it is the name.
     """
 
     slots: int
@@ -42,6 +43,7 @@ class _Host:
     reason: str = ""
     identity: str = ""
     leaving: bool = False
+    shown: str = ""
 
     def clear(self) -> None:
         """Start with a clean record."""
@@ -70,9 +72,14 @@ class Hosts:
             host = self._hosts[name] = before.get(name) or _Host(slots, order)
             host.slots, host.order = slots, order
 
-    def note(self, name: str) -> int:
-        """A worker has come from this host, without a launcher. Returns the host's place in the order of arrival."""
-        return self._hosts.setdefault(name, _Host(1 << 30, len(self._hosts))).order
+    def note(self, name: str, shown: str = "") -> None:
+        """A worker has come from this host, without a launcher; ``shown`` is its name in messages."""
+        self._hosts.setdefault(name, _Host(1 << 30, len(self._hosts))).shown = shown
+
+    def shown(self, name: str) -> str:
+        """A host's name in messages."""
+        host = self._hosts.get(name)
+        return (host.shown if host is not None else "") or name
 
     def usable(self, now: float) -> list[tuple[str, int]]:
         """Names and slots of hosts on which there may be workers, in the list's order."""
@@ -141,9 +148,10 @@ class Hosts:
             if name not in usable:
                 back = f", for another {host.until - now:.0f} s" if now < host.until < math.inf else ""
                 parts.append(f"{name}: left out{back}, as {host.reason}")
-        return "; ".join(_shortened(parts)) if parts else "no host is listed"
+        return "; ".join(shortened(parts)) if parts else "no host is listed"
 
 
-def _shortened(parts: Sequence[str], show: int = 16) -> Sequence[str]:
+def shortened(parts: Sequence[str], show: int = 16) -> Sequence[str]:
+    """The first of these parts of a list in a message, and how many more there are."""
     more = len(parts) - show
     return [*parts[:show], f"and {more} more"] if more > 0 else parts

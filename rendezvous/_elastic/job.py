@@ -48,6 +48,7 @@ from hvdgloo.rendezvous._elastic.events import (
     Identified,
     Join,
     Leaving,
+    Recalled,
     Registered,
     Rules,
     Spawn,
@@ -73,7 +74,7 @@ LEAVING_TIME = 30.0
 """Seconds that a worker of a host that was removed has to end by itself."""
 
 RETURN_TIME = 2.0
-"""Seconds for which a server that was restarted waits for further workers to come back."""
+"""Seconds in which the workers of a running job find a server that was restarted: so long it forms no other epoch."""
 
 SAY_AFTER = 10.0
 """Seconds after which a line says for whom workers wait; then again after twice as long."""
@@ -96,7 +97,7 @@ class Phase(enum.Enum):
 
 P = Phase
 NEXT: Mapping[Phase, frozenset[Phase]] = {
-    P.WAITING: frozenset({P.FORMING, P.FAILED}),
+    P.WAITING: frozenset({P.FORMING, P.RUNNING, P.FAILED}),
     P.FORMING: frozenset({P.WAITING, P.CONNECTING, P.FAILED, P.OVER}),
     P.CONNECTING: frozenset({P.RUNNING, P.DRAINING, P.FAILED, P.OVER}),
     P.RUNNING: frozenset({P.DRAINING, P.FAILED, P.OVER}),
@@ -116,17 +117,28 @@ class ElasticJob:
         rules: what the user has asked for.
         now: in seconds, on the clock of all other times.
         chance: from 0 to 1 at random, so that hosts do not come back all at once.
+        hold: seconds in which no epoch is formed, as workers may be in training of which a server before this one knew.
+        epochs: as many were formed before: numbers start with this one.
 
     Attributes:
         phase: changed only by ``feed``.
         resets: how often workers have formed anew and come to training.
     """
 
-    def __init__(self, rules: Rules, now: float, chance: Callable[[], float] = random.random) -> None:
+    def __init__(
+        self,
+        rules: Rules,
+        now: float,
+        chance: Callable[[], float] = random.random,
+        *,
+        hold: float = 0.0,
+        epochs: int = 0,
+    ) -> None:
         self.rules = rules
         self.phase = Phase.WAITING
         self.resets = 0
         self._crew = Crew(rules, now, chance)
+        self._crew.epoch = epochs - 1
         self._has_state = False  # whether any worker has ever had a state to go on from
         self._ending = ""  # why there will be no further epoch
         self._failure: Failing | None = None  # the first one of a member since the last training
@@ -141,7 +153,7 @@ class ElasticJob:
         self._told_of_slots = False
         self._patience = now + rules.elastic_timeout
         self._limit = math.inf  # of FORMING and CONNECTING
-        self._not_before = -math.inf
+        self._not_before = now + hold
         self._stopped_at = now
         self._say_at, self._say_pause = now + SAY_AFTER, SAY_AFTER
         self._next_return = math.inf
@@ -184,6 +196,8 @@ class ElasticJob:
         match event:
             case Registered():
                 self._registered(event)
+            case Recalled():
+                self._recalled(event)
             case Up(worker, epoch):
                 self._up(worker, epoch)
             case Synced(worker, epoch):
@@ -225,6 +239,11 @@ class ElasticJob:
         return self._crew.roster
 
     @property
+    def waiting_for(self) -> str:
+        """For whom the workers wait, in words; empty if they do not, or if there is nothing more to say."""
+        return self._awaited()
+
+    @property
     def _now(self) -> float:
         return self._crew.now
 
@@ -260,12 +279,28 @@ class ElasticJob:
     def _meet(self, event: Registered) -> Worker:
         """A worker that nobody has announced. It may have been a member in the time of a server before this one."""
         worker = self._crew.meet(event)
-        if event.after >= 0 and self.roster is NOBODY:
+        known = event.after == self.roster.epoch and self._crew.is_free(event.rank)
+        if event.after >= 0 and (self.roster is NOBODY or known):
             worker.stage, worker.rank, worker.epoch = Stage.MEMBER, event.rank or 0, event.after
             self._crew.epoch = max(self._crew.epoch, event.after)
             self._crew.ran = True
+            self._crew.seat(worker)
             self._not_before = self._now + RETURN_TIME
+        elif self._crew.ran:
+            self._mention(f"{worker} has come")
         return worker
+
+    def _recalled(self, event: Recalled) -> None:
+        """A worker is in an epoch. If this server does not know, a server before it did."""
+        if self.rules.launched or event.worker in self._crew.workers or not self._crew.recall(event):
+            return
+        self._has_state = self._has_state or event.synced
+        if self.phase is P.WAITING:
+            size = self.roster.size
+            self._out.append(Tell(f"{size} worker{'s' * (size > 1)} of epoch {event.epoch} were in training before"))
+            self._patience = math.inf
+            self._go(P.RUNNING)
+            self._welcome_arrived()
 
     def _returned(self, worker: Worker, event: Registered) -> None:
         worker.serial, worker.digest = event.serial, event.digest
@@ -325,6 +360,8 @@ class ElasticJob:
             return
         fits = self._crew.fits(worker)
         del self._crew.workers[worker.id]
+        if self._crew.ran and worker.stage is not Stage.FINISHED and not worker.out:
+            self._mention(f"{worker} {event.reason}")
         told_over = bool(worker.out) and worker.fate is Fate.OVER
         if not event.status and worker.stage is Stage.FINISHED:
             self._crew.well.add(worker.id)
@@ -364,7 +401,16 @@ class ElasticJob:
                 if not worker.out:
                     self._blame(worker, None, f"was ended: {reason}")
                     self._count(worker.host, f"{worker} was ended: {reason}")
-                self._drop(worker, reason)
+                if self.rules.launched or worker.out:
+                    self._drop(worker, reason)
+                else:  # nobody can end it: if it comes back, after all, it is a newcomer
+                    del self._crew.workers[worker.id]
+                    self._mention(f"{worker} is not waited for any more: {reason}")
+
+    def _mention(self, text: str) -> None:
+        """A line about a worker that came or went, where no launcher reports that."""
+        if not self.rules.launched:
+            self._out.append(Tell(text))
 
     # Failures.
 
@@ -387,7 +433,7 @@ class ElasticJob:
         if until is None or self._ending:
             return
         back = "" if until == math.inf else f" for {until - self._now:.0f} s"
-        self._out.append(Tell(f"host {host} is left out{back}: {reason}"))
+        self._out.append(Tell(f"host {self._crew.hosts.shown(host)} is left out{back}: {reason}"))
         for worker in list(self._crew.workers.values()):
             if worker.host == host:
                 self._drop(worker, f"host {host} is left out: {reason}")
@@ -426,9 +472,11 @@ class ElasticJob:
         """WAITING: form an epoch of those that are there, if they are enough."""
         self._spawn()
         there = self._crew.candidates()
+        if self._now < self._not_before:
+            return
         if self._has_state and not any(worker.serial != NO_STATE for worker in there if not worker.fresh):
             self._fail(_STATE_LOST)
-        elif len(there) >= self._crew.needed and self._now >= self._not_before:
+        elif len(there) >= self._crew.needed:
             self._form(there)
         elif self._crew.hopeless():
             self._fail(f"{self._crew.there()}, and no others can come")
@@ -517,12 +565,16 @@ class ElasticJob:
         self._crew.ran = True
         self._out.append(Changed(self.roster, self._why, self._now - self._stopped_at))
         self._why, self._failure, self._patience = "", None, math.inf
-        for worker in self._crew.workers.values():
-            if worker.stage is Stage.ARRIVED and not self._crew.collecting:
-                self._welcome(worker)
+        self._welcome_arrived()
         self._tries.clear()
         self._accusations.clear()
         self._go(P.RUNNING)
+
+    def _welcome_arrived(self) -> None:
+        """Others are in training: who waits in ``init()`` goes on alone."""
+        for worker in self._crew.workers.values():
+            if worker.stage is Stage.ARRIVED and not self._crew.collecting:
+                self._welcome(worker)
 
     def _watch(self) -> None:
         """RUNNING: the epoch is over as soon as one member has come back, has ended, or is being ended."""
@@ -534,11 +586,13 @@ class ElasticJob:
         members = self._crew.members()
         awaited = [worker for worker in members if not self._crew.accounted(worker)]
         if not awaited:
+            if self._crew.unheard:  # they may be on their way to this server
+                self._not_before = self._now + RETURN_TIME
             for worker in members:
                 if not self._crew.fits(worker):
                     self._remove(worker)
             self._go(P.WAITING)
-            if all(worker.out for worker in members):
+            if all(worker.out for worker in members) and not self._crew.unheard:
                 self._fail(_STATE_LOST if self._has_state else "all workers have ended, or were removed")
         elif self._now >= self._patience:
             self._fail(f"{listed(awaited)} did not come back within {self.rules.elastic_timeout:g} s")
@@ -574,7 +628,8 @@ class ElasticJob:
         if worker is not None and worker.out:
             self._out.append(Dismissed(event.worker, worker.fate, worker.out))
         elif self.phase is P.OVER:
-            self._out.append(Dismissed(event.worker, Fate.OVER, self._ending))
+            fate = Fate.REMOVED if event.after < 0 else Fate.OVER
+            self._out.append(Dismissed(event.worker, fate, self._ending))
         else:
             self._out.append(Dismissed(event.worker, Fate.FAILED, self._failed))
 
@@ -613,15 +668,16 @@ class ElasticJob:
 
     def _remove(self, worker: Worker) -> None:
         """A worker whose slot cannot be used any more is to end by itself, and is given time for that."""
-        reason = (
-            f"{worker} is being preempted"
-            if worker.leaving
-            else f"host {worker.host} has only {self._crew.slots(worker.host)} slots now"
-            if self._crew.slots(worker.host)
-            else f"host {worker.host} was removed"
-        )
+        reason = self._why_unfit(worker)
         self._exclude(worker, Fate.REMOVED, reason)
         worker.end_by, worker.end_reason = self._now + LEAVING_TIME, reason
+        self._mention(reason)
+
+    def _why_unfit(self, worker: Worker) -> str:
+        if worker.leaving:
+            return f"{worker} leaves, as it was asked to end"
+        slots = self._crew.slots(worker.host)
+        return f"host {worker.host} {f'has only {slots} slots now' if slots else 'was removed'}"
 
     def _dismiss_spares(self) -> None:
         """Workers that are in no epoch, and in a slot that cannot be used, are nobody's loss."""
@@ -631,13 +687,14 @@ class ElasticJob:
             if worker.stage is Stage.RETURNED and self.phase is P.WAITING:
                 self._remove(worker)
             elif worker.fresh and not (self.phase is P.FORMING and self._crew.is_member(worker)):
-                self._drop(worker, f"host {worker.host} was removed")
+                self._drop(worker, self._why_unfit(worker))
+                self._mention(worker.out)
 
     def _announce(self) -> None:
         """Say what would change at the members' next commit, when that is something else than was said last."""
         update = Update.NONE
         if self.phase is P.RUNNING and not self._ending:
-            staying = sum(self._crew.fits(worker) for worker in self._crew.members())
+            staying = sum(self._crew.fits(worker) for worker in self._crew.members()) + self._crew.unheard
             if staying < self.roster.size:
                 update |= Update.REMOVED
             settled_at = self._crew.settled_at()

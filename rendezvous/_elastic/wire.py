@@ -10,10 +10,28 @@ import msgspec
 from hvdgloo._net.codec import Codec, Count, Message
 
 _LONGEST = 4096
+_MOST_WORKERS = 1 << 20
 
 _Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=_LONGEST)]
 _Id: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 _Number: TypeAlias = Annotated[int, msgspec.Meta(ge=-1)]
+
+
+class Place(Message, frozen=True):
+    """What a worker says of the epoch that it is in, with everything else: a server that was restarted knows nothing.
+
+    Attributes:
+        epoch: its number.
+        rank, size: of this worker, and of the epoch.
+        synced: this worker has had the job's state in it.
+        info: ``WorkerInfo.to_dict()``.
+    """
+
+    epoch: Count
+    rank: Count
+    size: Annotated[int, msgspec.Meta(ge=1, le=_MOST_WORKERS)]
+    synced: bool
+    info: dict[str, Any]
 
 
 class Ask(Message, frozen=True):
@@ -29,7 +47,7 @@ class Ask(Message, frozen=True):
     serial: _Number
     digest: _Text
     error: _Text
-    accused: Annotated[list[Count], msgspec.Meta(max_length=1 << 20)]
+    accused: Annotated[list[Count], msgspec.Meta(max_length=_MOST_WORKERS)]
     info: dict[str, Any]
 
 
@@ -91,11 +109,30 @@ class What(enum.Enum):
 
 
 class Report(Message, frozen=True):
-    """A worker says how far it is."""
+    """A worker says how far it is.
+
+    Attributes:
+        epoch: what is reported of; -1 where that makes no difference.
+        place: of the worker; None if it is in no epoch.
+    """
 
     worker: _Id
     what: What
     epoch: _Number
+    place: Place | None
+
+
+class Listen(Message, frozen=True):
+    """A worker asks for news.
+
+    Attributes:
+        since: the number of the last ones that it has heard; -1 if it has heard none.
+        place: of the worker; None if it is in no epoch.
+    """
+
+    worker: _Id
+    since: _Number
+    place: Place | None
 
 
 class News(Message, frozen=True):
@@ -122,4 +159,5 @@ class News(Message, frozen=True):
 ASK: Codec[Ask] = Codec(Ask, "question of a worker")
 ANSWER: Codec[Answer] = Codec(Answer, "answer to a worker")
 REPORT: Codec[Report] = Codec(Report, "report of a worker")
+LISTEN: Codec[Listen] = Codec(Listen, "request for news")
 NEWS: Codec[News] = Codec(News, "news for workers")

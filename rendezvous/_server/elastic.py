@@ -26,6 +26,7 @@ from hvdgloo.rendezvous._elastic.events import (
     Formed,
     Gone,
     Leaving,
+    Recalled,
     Registered,
     Rules,
     Synced,
@@ -35,14 +36,14 @@ from hvdgloo.rendezvous._elastic.events import (
     Welcome,
 )
 from hvdgloo.rendezvous._elastic.job import ElasticJob
-from hvdgloo.rendezvous._elastic.roster import Roster
+from hvdgloo.rendezvous._elastic.roster import Roster, Seat
 from hvdgloo.rendezvous._server.epochs import NotAcceptedError, StoppingError
-from hvdgloo.rendezvous._server.pauses import HangUpWatch
+from hvdgloo.rendezvous._server.pauses import Pause, Steps
 from hvdgloo.rendezvous._store import Latch
 from hvdgloo.rendezvous._worker_info import WorkerInfo, control_tree
 from hvdgloo.topology import Host, Topology, Worker, places
 
-LOST_TIME = 1.0
+LOST_TIME = 0.5
 """Seconds without any connection after which a worker counts as gone, where no launcher knows."""
 
 
@@ -53,6 +54,7 @@ class ElasticEpochs:
         rules: what the user has asked for.
         act: told each action that is not an answer or news, in order. It must only take note of it: it is called under
             the lock, and may not call back.
+        hold: seconds in which no epoch is formed, if workers may be in training of which a server before this one knew.
         clock: monotonic seconds.
     """
 
@@ -61,6 +63,7 @@ class ElasticEpochs:
         rules: Rules,
         *,
         act: Callable[[Action], None] = lambda action: None,
+        hold: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.rules = rules
@@ -68,7 +71,7 @@ class ElasticEpochs:
         self._clock = clock
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)  # something new for the clock's thread
-        self._job = ElasticJob(rules, clock())
+        self._job = ElasticJob(rules, clock(), hold=hold)
         self._infos: dict[str, WorkerInfo] = {}
         self._answers: dict[str, bytes] = {}
         self._waiting: dict[str, list[Latch]] = {}
@@ -91,14 +94,13 @@ class ElasticEpochs:
         with self._lock:
             self._tell(event)
 
-    def ask(self, client: str, ask: elastic.Ask, *, timeout: float, watch: HangUpWatch) -> bytes | str:
+    def ask(self, client: str, ask: elastic.Ask, *, timeout: float) -> Steps[bytes | str]:
         """A worker wants its next epoch.
 
         Args:
             client: id of its client.
             ask: the request. One that is repeated gets the same answer.
             timeout: seconds to wait here.
-            watch: entered while waiting; calls its argument if the client hangs up.
 
         Returns:
             the answer, encoded; or for whom it waits, if the timeout expires first.
@@ -107,15 +109,12 @@ class ElasticEpochs:
             NotAcceptedError: what the worker says about itself cannot be used.
             StoppingError: the server is being stopped.
         """
-        try:
-            info = WorkerInfo.from_dict(ask.info)
-        except ValueError as error:
-            raise NotAcceptedError(str(error)) from None
+        info = _info(ask.info)
         latch = Latch()
         with self._lock:
             self._check_open()
-            self._note_client(client, ask.worker)
-            self._infos[ask.worker] = info
+            self._note_client(client, ask.worker, info)
+            self._begin_anew(ask)
             self._answers.pop(ask.worker, None)  # to a request that was given up, and is repeated by this one
             self._tell(
                 Registered(
@@ -127,6 +126,7 @@ class ElasticEpochs:
                     ask.error,
                     tuple(ask.accused),
                     host=info.host_identity,
+                    host_name=info.host_name,
                     rank=info.rank if ask.after >= 0 else None,
                     index=info.index,
                     pid=info.pid,
@@ -137,8 +137,7 @@ class ElasticEpochs:
                 return answer
             self._waiting.setdefault(ask.worker, []).append(latch)
         try:
-            with watch(latch.release):
-                latch.wait(timeout)
+            yield Pause(latch, timeout, latch.release)
         finally:
             with self._lock:
                 waiting = self._waiting.get(ask.worker, [])
@@ -149,12 +148,14 @@ class ElasticEpochs:
             if answer is not None:
                 return answer
             self._check_open()
-            return f"the job is {self._job.phase.name.lower()}: {self._job.phase.value}"
+            awaited = self._job.waiting_for
+            return f"waiting for {awaited}" if awaited else self._job.phase.value
 
     def report(self, client: str, report: elastic.Report) -> None:
         """A worker says how far it is.
 
         Raises:
+            NotAcceptedError: the client is another worker's, or what it says about itself cannot be used.
             StoppingError: the server is being stopped.
         """
         events: dict[elastic.What, Event] = {
@@ -165,24 +166,25 @@ class ElasticEpochs:
         }
         with self._lock:
             self._check_open()
-            self._note_client(client, report.worker)
+            self._recall(client, report.worker, report.place)
             self._tell(events[report.what])
 
-    def news(self, since: int, *, timeout: float, watch: HangUpWatch) -> bytes:
+    def news(self, client: str, listen: elastic.Listen, *, timeout: float) -> Steps[bytes]:
         """The news, as soon as their number is another than ``since``; the old ones after ``timeout`` seconds.
 
         Raises:
+            NotAcceptedError: the client is another worker's, or what it says about itself cannot be used.
             StoppingError: the server is being stopped.
         """
         latch = Latch()
         with self._lock:
             self._check_open()
-            if self._news.number != since:
+            self._recall(client, listen.worker, listen.place)
+            if self._news.number != listen.since:
                 return elastic.NEWS.encode(self._news)
             self._readers.append(latch)
         try:
-            with watch(latch.release):
-                latch.wait(timeout)
+            yield Pause(latch, timeout, latch.release)
         finally:
             with self._lock:
                 if latch in self._readers:
@@ -231,16 +233,69 @@ class ElasticEpochs:
                 "epoch": roster.epoch,
                 "resets": self._job.resets,
                 "workers": [
-                    {"rank": rank, "worker": seat.worker, "host": seat.host, "local_rank": seat.local_rank}
+                    {
+                        "rank": rank,
+                        "worker": seat.worker,
+                        "host": self._host_name(seat),
+                        "local_rank": seat.local_rank,
+                        "connected": bool(self._connected.get(seat.worker)),
+                    }
                     for rank, seat in enumerate(roster.seats)
+                    if seat.worker
                 ],
+                "waiting_for": self._job.waiting_for,
             }
 
     def _check_open(self) -> None:
         if self._closed:
             raise StoppingError(self._closed)
 
-    def _note_client(self, client: str, worker: str) -> None:
+    def _host_name(self, seat: Seat) -> str:
+        info = self._infos.get(seat.worker)
+        return seat.host if self.rules.launched or info is None else info.host_name
+
+    def _begin_anew(self, ask: elastic.Ask) -> None:
+        """After the end of a job its workers may be started again: for them, once the old ones have gone, there is
+        another job.
+        """
+        others = any(clients for worker, clients in self._connected.items() if worker != ask.worker)
+        if self._job.final and not self.rules.launched and ask.after < 0 and not others:
+            self._job = ElasticJob(self.rules, self._clock(), epochs=self._job.roster.epoch + 1)
+            self._news = msgspec.structs.replace(self._news, update=0)
+            self._infos = {ask.worker: self._infos[ask.worker]}
+            self._answers.clear()
+
+    def _recall(self, client: str, worker: str, place: elastic.Place | None) -> None:
+        """A worker says where it is, which a server that was restarted does not know."""
+        info = None if place is None else _info(place.info)
+        self._note_client(client, worker, info)
+        if place is not None and info is not None and not self.rules.launched:
+            self._tell(
+                Recalled(
+                    worker,
+                    place.epoch,
+                    place.rank,
+                    place.size,
+                    place.synced,
+                    host=info.host_identity,
+                    host_name=info.host_name,
+                    pid=info.pid,
+                )
+            )
+
+    def _note_client(self, client: str, worker: str, info: WorkerInfo | None) -> None:
+        """This client speaks for this worker. No other process may, and the client for no other worker."""
+        if self._clients.get(client, worker) != worker:
+            raise NotAcceptedError(f"this client is worker {self._clients[client]}'s, not {worker}'s", taken=True)
+        before = self._infos.get(worker)
+        if info is not None:
+            if before is not None and self._connected.get(worker) and _process(before) != _process(info):
+                raise NotAcceptedError(
+                    f"there is a worker {worker} already: process {before.pid} on host {before.host_name}. Each process "
+                    "needs an id of its own (HVDGLOO_WORKER), or none",
+                    taken=True,
+                )
+            self._infos[worker] = info
         self._clients[client] = worker
         self._connected.setdefault(worker, set()).add(client)
         self._leaving_at.pop(worker, None)
@@ -327,6 +382,17 @@ class ElasticEpochs:
             for rank, (seat, info) in enumerate(zip(roster.seats, infos, strict=True))
         ]
         return Topology(roster.epoch, tuple(hosts), tuple(workers), *control_tree(infos))
+
+
+def _info(data: dict[str, Any]) -> WorkerInfo:
+    try:
+        return WorkerInfo.from_dict(data)
+    except ValueError as error:
+        raise NotAcceptedError(str(error)) from None
+
+
+def _process(info: WorkerInfo) -> tuple[str, int]:
+    return info.host_identity, info.pid
 
 
 def _alone(worker: str, plan: Roster) -> elastic.Alone:

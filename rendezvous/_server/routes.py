@@ -8,7 +8,7 @@
 ``POST /v1/elastic/next``             a worker of an elastic job asks for its next epoch (``_elastic.wire``),
                                       ``?timeout=s``; 200 the answer, 202 not yet, 404 the job is not elastic
 ``POST /v1/elastic/reports``          it says how far it is; 204
-``GET /v1/elastic/news``              ``?since=n&timeout=s``; 200 what would change, at once unless it is number n
+``POST /v1/elastic/news``             it asks what would change, ``?timeout=s``; 200 at once if it has not heard that yet
 ``PUT /v1/kv/<scope>/<key>``          set a value; 204
 ``GET /v1/kv/<scope>/<key>``          ``?timeout=s`` waits; 200 the value, 404 not there
 ``DELETE /v1/kv/<scope>/<key>``       200 ``{"deleted": true or false}``
@@ -161,7 +161,7 @@ def signature_headers(service: Service, environ: Environ, rule: str, status: int
 
 
 def _hello(service: Service, _: Call) -> Answer:
-    return _json({"run": service.run, "version": __version__})
+    return _json({"run": service.run, "version": __version__, "elastic": service.elastic is not None})
 
 
 def _register(service: Service, call: Call, epoch: str) -> Steps[Answer]:
@@ -176,15 +176,12 @@ def _register(service: Service, call: Call, epoch: str) -> Steps[Answer]:
     return Answer(wire.pack_placed(placed.rank, placed.topology))
 
 
-def _next_epoch(service: Service, call: Call) -> Answer:
+def _next_epoch(service: Service, call: Call) -> Steps[Answer]:
     from hvdgloo.rendezvous._elastic.wire import ASK  # which jobs of fixed size do without
 
-    answer = _elastic(service).ask(
-        call.client,
-        _read(ASK, call.body),
-        timeout=call.timeout(),
-        watch=lambda hang_up: service.poll(call.connection, hang_up),
-    )
+    epochs, ask = _elastic(service), _read(ASK, call.body)
+    with service.polling():
+        answer = yield from epochs.ask(call.client, ask, timeout=call.timeout())
     return _json({"reason": answer}, 202) if isinstance(answer, str) else Answer(answer)
 
 
@@ -195,16 +192,13 @@ def _report(service: Service, call: Call) -> Answer:
     return Answer(status=204)
 
 
-def _news(service: Service, call: Call) -> Answer:
-    try:
-        since = int(call.argument("since", "-1"))
-    except ValueError:
-        raise Refusal(400, "since must be a whole number") from None
-    return Answer(
-        _elastic(service).news(
-            since, timeout=call.timeout(), watch=lambda hang_up: service.poll(call.connection, hang_up)
-        )
-    )
+def _news(service: Service, call: Call) -> Steps[Answer]:
+    from hvdgloo.rendezvous._elastic.wire import LISTEN
+
+    epochs, listen = _elastic(service), _read(LISTEN, call.body)
+    with service.polling():
+        news = yield from epochs.news(call.client, listen, timeout=call.timeout())
+    return Answer(news)
 
 
 def _elastic(service: Service) -> ElasticEpochs:
@@ -260,7 +254,7 @@ ROUTES = (
     Route("/v1/epochs/<int:epoch>/workers", ("POST",), _register),
     Route("/v1/elastic/next", ("POST",), _next_epoch),
     Route("/v1/elastic/reports", ("POST",), _report),
-    Route("/v1/elastic/news", ("GET",), _news),
+    Route("/v1/elastic/news", ("POST",), _news),
     Route("/v1/kv/<scope>", ("POST",), _many),
     Route("/v1/kv/<scope>/<path:key>", ("GET", "PUT", "DELETE"), _one),
     Route("/v1/status", ("GET",), _status),

@@ -192,12 +192,6 @@ class Service:
             with self._lock:
                 self._polls -= 1
 
-    @contextmanager
-    def poll(self, connection: Any, on_hang_up: Callable[[], None]) -> Iterator[None]:
-        """To be entered around a wait on this thread, which must be one of the pool's; raises as ``polling`` does."""
-        with self.polling(), self.watch(connection, on_hang_up):
-            yield
-
     def note_served(self, method: str, route: str, status: int, seconds: float) -> None:
         """Count a request that was admitted."""
         with self._lock:

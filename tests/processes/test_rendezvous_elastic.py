@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -70,9 +71,8 @@ def test_a_failure_while_connecting_is_news_for_the_others(workers: Workers) -> 
     news = Task(lambda: workers["a"].news(number, timeout=10))
     second = workers.ask("b", 0, error="cannot connect")
     told = news.result(10)
-    assert (told.voided, told.reason) == (0, "rank 1 on host b (process 2): cannot connect") or told.reason.startswith(
-        "rank 0 on host b"
-    )
+    assert told.voided == 0
+    assert re.fullmatch(r"rank [01] on host pod-b \(process 2\): cannot connect", told.reason)
     assert placed(workers.ask("a", 0)).topology.epoch == placed(second).topology.epoch == 1
 
 
@@ -84,7 +84,7 @@ def test_one_that_leaves_is_told_so(workers: Workers) -> None:
     leaver, stayer = workers.ask("b", 0, serial=1), workers.ask("a", 0, serial=1)
     error = leaver.failure(10)
     assert isinstance(error, DismissedError)
-    assert (error.fate, "is being preempted" in str(error)) == ("removed", True)
+    assert (error.fate, "leaves, as it was asked to end" in str(error)) == ("removed", True)
     assert placed(stayer).topology.size == 1
 
 
@@ -113,7 +113,7 @@ def test_a_server_that_is_restarted_while_they_train() -> None:
 
 
 def test_a_worker_waits_no_longer_than_it_wants(workers: Workers) -> None:
-    with pytest.raises(RendezvousTimeoutError, match=r"no epoch after -1 within 0\.2 s; the job is waiting: there are"):
+    with pytest.raises(RendezvousTimeoutError, match=r"within 0\.2 s; waiting for workers: 1 of 2 .* \(h 1\)"):
         workers["a"].next_epoch(-1, info(), ready=True, timeout=0.2)
 
 

@@ -15,11 +15,13 @@ class Workers:
         self.server = server
         self._stack = stack
         self._clients: dict[str, RendezvousClient] = {}
+        self._workers: dict[str, ElasticClient] = {}
 
     def __getitem__(self, id: str) -> ElasticClient:
         if id not in self._clients:
             self._clients[id] = self._stack.enter_context(RendezvousClient(self.server.endpoint, SECRET))
-        return ElasticClient(self._clients[id], id)
+            self._workers[id] = ElasticClient(self._clients[id], id)
+        return self._workers[id]
 
     def ask(self, id: str, after: int = -1, *, ready: bool = True, serial: int = -1, error: str = "") -> Task[object]:
         worker, told = (
