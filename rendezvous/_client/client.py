@@ -256,12 +256,14 @@ class RendezvousClient:
         pending: int,
         query: str = "",
         follow: bool = False,
+        outlive: bool = False,
     ) -> _Answer:
         """A call that the server holds back until there is something to answer.
 
         Args:
             follow: once the server has been there, wait for it until the deadline, and repeat the call to another one
                 in its place that has the same secret.
+            outlive: also if the server says that it is being stopped.
 
         Returns:
             the answer; one with status ``pending`` if the deadline came first.
@@ -272,7 +274,9 @@ class RendezvousClient:
             target = f"{path}?{query}timeout={poll:.3f}"
             patience = min(2.0, 0.25 + timeout / 10)
             patient = follow and bool(self._run)
-            answer = self._answer(method, target, body, deadline, patience=patience, repeat=True, patient=patient)
+            answer = self._answer(
+                method, target, body, deadline, patience=patience, repeat=True, patient=patient, outlive=outlive
+            )
             if follow and answer.status == 401 and answer.details.get("restarted") and time.monotonic() < deadline:
                 with self._hello_lock:
                     self._run = ""
@@ -300,12 +304,13 @@ class RendezvousClient:
         patience: float,
         repeat: bool,
         patient: bool = False,
+        outlive: bool = False,
     ) -> _Answer:
         def exchange() -> _Answer:
             run = self._run_id(deadline, patient=patient)
             return self._exchange(method, target, body, run, deadline, patience, patient=patient)
 
-        return self._repeated(exchange, target, deadline, repeat=repeat)
+        return self._repeated(exchange, target, deadline, repeat=repeat, outlive=outlive)
 
     def _run_id(self, deadline: float, *, patient: bool = False) -> str:
         """The server's run id: one hello at the first call, whichever thread makes it."""
@@ -323,12 +328,19 @@ class RendezvousClient:
             return self._run  # in here: another thread may forget it, to ask again
 
     def _repeated(
-        self, exchange: Callable[[], _Answer], target: str, deadline: float, *, repeat: bool = True
+        self,
+        exchange: Callable[[], _Answer],
+        target: str,
+        deadline: float,
+        *,
+        repeat: bool = True,
+        outlive: bool = False,
     ) -> _Answer:
         """The answer to a request, which is sent again until there is one.
 
         Args:
             repeat: even where the connection failed before an answer had come, and the server may have acted.
+            outlive: even where the server is being stopped.
         """
         attempts = _Attempts(deadline)
         while True:
@@ -338,7 +350,7 @@ class RendezvousClient:
                 if not repeat or not attempts.rest():
                     raise self._unreachable(target, failure.cause) from failure.cause
             else:
-                busy = answer.status == 503 and answer.details.get("busy")  # too many wait already
+                busy = answer.status == 503 and (outlive or answer.details.get("busy"))  # too many wait already
                 if not busy or not attempts.rest():
                     return answer
 

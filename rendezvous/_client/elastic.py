@@ -10,7 +10,7 @@ import msgspec
 
 from hvdgloo.errors import DismissedError, RendezvousError, RendezvousTimeoutError
 from hvdgloo.rendezvous import _wire as wire
-from hvdgloo.rendezvous._client.client import RendezvousClient
+from hvdgloo.rendezvous._client.client import RendezvousClient, _Answer
 from hvdgloo.rendezvous._elastic import wire as elastic
 from hvdgloo.rendezvous._elastic.wire import Alone, News, What
 from hvdgloo.rendezvous._worker_info import WorkerInfo
@@ -87,7 +87,7 @@ class ElasticClient:
         self._place = None  # until the answer: where it was, the question says
         ask = elastic.Ask(self.worker, after, ready, serial, digest[:4096], error[:4096], list(accused), info.to_dict())
         route = "/v1/elastic/next"
-        answer = self._client._wait("POST", route, elastic.ASK.encode(ask), timeout, pending=202, follow=True)
+        answer = self._wait(route, elastic.ASK.encode(ask), timeout)
         if answer.status == 202:
             raise RendezvousTimeoutError(
                 f"rendezvous server {self._client.server}: no epoch after {after} within {timeout:g} s; "
@@ -150,14 +150,17 @@ class ElasticClient:
         while True:
             left = max(0.0, deadline - time.monotonic())
             body = elastic.LISTEN.encode(elastic.Listen(self.worker, since, self._place))
-            answer = self._client._wait("POST", "/v1/elastic/news", body, left, pending=202, follow=True)
-            news = elastic.NEWS.decode(answer.body)
+            news = elastic.NEWS.decode(self._wait("/v1/elastic/news", body, left).body)
             if news.number != since or time.monotonic() >= deadline - 0.001:
                 return news
 
     def _report(self, what: What, epoch: int) -> None:
         body = elastic.REPORT.encode(elastic.Report(self.worker, what, epoch, self._place))
-        self._client._wait("POST", "/v1/elastic/reports", body, _REPORT_SECONDS, pending=202, follow=True)
+        self._wait("/v1/elastic/reports", body, _REPORT_SECONDS)
+
+    def _wait(self, route: str, body: bytes, timeout: float) -> _Answer:
+        """The answer of the server, or of another that is started in its place."""
+        return self._client._wait("POST", route, body, timeout, pending=202, follow=True, outlive=True)
 
 
 __all__ = ["Alone", "ElasticClient", "News", "Placement"]

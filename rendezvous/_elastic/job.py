@@ -297,7 +297,8 @@ class ElasticJob:
         self._has_state = self._has_state or event.synced
         if self.phase is P.WAITING:
             size = self.roster.size
-            self._out.append(Tell(f"{size} worker{'s' * (size > 1)} of epoch {event.epoch} were in training before"))
+            members = f"{size} member{'s' * (size > 1)}"
+            self._mention(f"epoch {event.epoch}, of {members}, has been in training since before this server's start")
             self._patience = math.inf
             self._go(P.RUNNING)
             self._welcome_arrived()
@@ -586,8 +587,8 @@ class ElasticJob:
         members = self._crew.members()
         awaited = [worker for worker in members if not self._crew.accounted(worker)]
         if not awaited:
-            if self._crew.unheard:  # they may be on their way to this server
-                self._not_before = self._now + RETURN_TIME
+            # Of whom nothing was heard yet may be on the way to this server.
+            self._not_before = self._now + RETURN_TIME if self._crew.unheard else -math.inf
             for worker in members:
                 if not self._crew.fits(worker):
                     self._remove(worker)

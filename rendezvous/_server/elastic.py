@@ -291,8 +291,8 @@ class ElasticEpochs:
         if info is not None:
             if before is not None and self._connected.get(worker) and _process(before) != _process(info):
                 raise NotAcceptedError(
-                    f"there is a worker {worker} already: process {before.pid} on host {before.host_name}. Each process "
-                    "needs an id of its own (HVDGLOO_WORKER), or none",
+                    f"there is a worker {worker} already: process {before.pid} on host {before.host_name}. Give each "
+                    "process another HVDGLOO_WORKER, or none",
                     taken=True,
                 )
             self._infos[worker] = info

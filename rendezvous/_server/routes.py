@@ -8,7 +8,7 @@
 ``POST /v1/elastic/next``             a worker of an elastic job asks for its next epoch (``_elastic.wire``),
                                       ``?timeout=s``; 200 the answer, 202 not yet, 404 the job is not elastic
 ``POST /v1/elastic/reports``          it says how far it is; 204
-``POST /v1/elastic/news``             it asks what would change, ``?timeout=s``; 200 at once if it has not heard that yet
+``POST /v1/elastic/news``             it asks what would change, ``?timeout=s``; 200 as soon as that is news to it
 ``PUT /v1/kv/<scope>/<key>``          set a value; 204
 ``GET /v1/kv/<scope>/<key>``          ``?timeout=s`` waits; 200 the value, 404 not there
 ``DELETE /v1/kv/<scope>/<key>``       200 ``{"deleted": true or false}``
@@ -165,6 +165,12 @@ def _hello(service: Service, _: Call) -> Answer:
 
 
 def _register(service: Service, call: Call, epoch: str) -> Steps[Answer]:
+    if service.elastic is not None:
+        raise Refusal(
+            409,
+            "this job is elastic, and the worker has registered as one of a fixed number. Is an older version of "
+            "hvdgloo installed where it runs?",
+        )
     try:
         info = WorkerInfo.from_dict(json.loads(call.body))
     except (ValueError, RecursionError) as error:

@@ -19,7 +19,8 @@ SLOWEST_RATE = 256 * 1024  # bytes a second; a slower body or answer is abandone
 
 # What the routes answer without Flask, which is imported when it is first needed.
 _OF_A_START = re.compile(
-    rb"(?:GET /v1/hello[ ?]|(?:GET|PUT|DELETE) /v1/kv/[^/ ?]+/[^/ ?]|POST /v1/(?:kv/[^/ ?]+|epochs/[0-9]+/workers|elastic/(?:next|news|reports))[ ?])"
+    rb"(?:GET /v1/hello[ ?]|(?:GET|PUT|DELETE) /v1/kv/[^/ ?]+/[^/ ?]"
+    rb"|POST /v1/(?:kv/[^/ ?]+|epochs/[0-9]+/workers|elastic/(?:next|news|reports))[ ?])"
 )
 _NOT_PLAIN = re.compile(rb"\n(?:transfer-encoding|expect)|\n[ \t]", re.IGNORECASE)
 _LENGTH = re.compile(rb"\r\ncontent-length: ?([0-9]{1,5})(?=\r\n|\Z)", re.IGNORECASE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 from hvdgloo._net.ports import hold_free_port
 from hvdgloo.errors import ConfigError, DismissedError, RendezvousError, RendezvousRefusedError, RendezvousTimeoutError
 from hvdgloo.rendezvous import Alone, ElasticClient, RendezvousClient, RendezvousServer
+from hvdgloo.rendezvous._elastic import wire as elastic
 from hvdgloo.rendezvous._elastic.events import Action, Changed, Ended, Gone, HostsListed, Rules, Spawn
 from hvdgloo.rendezvous._server.elastic import ElasticEpochs
 from tests.support.elastic_clients import Workers, placed
@@ -112,6 +114,92 @@ def test_a_server_that_is_restarted_while_they_train() -> None:
     assert len(first) == 2
 
 
+def test_a_server_that_is_restarted_hears_of_those_in_training_before_it_forms_anything() -> None:
+    """Newcomers that would be enough for a job of their own join the one that there is: no split brain."""
+    with hold_free_port() as hold:
+        port = hold.port
+    with ExitStack() as stack:
+        with RendezvousServer(secret=SECRET, elastic=ElasticEpochs(RULES), port=port) as server:
+            workers = Workers(server, stack)
+            workers.place("a", "b")
+            workers.train("a", "b", epoch=0)
+            listening = {id: Task(lambda id=id: workers[id].news(0, timeout=60)) for id in ("a", "b")}
+            until(lambda: server.status()["store"]["waiting_requests"] == 2, "both to listen")
+        epochs = ElasticEpochs(RULES, hold=20.0)
+        with RendezvousServer(secret=SECRET, elastic=epochs, port=port) as server:
+            newcomers = [workers.ask(id, ready=False) for id in ("c", "d")]
+            assert all(isinstance(task.result(15), Alone) for task in newcomers)
+            until(lambda: len(server.status()["elastic"]["workers"]) == 2, "both to have been heard of")
+            assert server.status()["elastic"]["phase"] == "running"
+            assert [row["host"] for row in server.status()["elastic"]["workers"]] == ["pod-a", "pod-b"]
+            ready = [workers.ask(id) for id in ("c", "d")]
+            assert all(task.result(15).update == 2 for task in listening.values())
+            back = [workers.ask(id, 0, serial=3) for id in ("a", "b")]
+            placements = [placed(task) for task in (*back, *ready)]
+            assert {(p.topology.epoch, p.topology.size) for p in placements} == {(1, 4)}
+
+
+def test_what_is_reported_survives_a_restart() -> None:
+    """A worker whose training ends just then says so to the new server, which knows what that means."""
+    with hold_free_port() as hold:
+        port = hold.port
+    with ExitStack() as stack:
+        with RendezvousServer(secret=SECRET, elastic=ElasticEpochs(RULES), port=port) as server:
+            workers = Workers(server, stack)
+            workers.place("a", "b")
+            workers.train("a", "b", epoch=0)
+        with RendezvousServer(secret=SECRET, elastic=ElasticEpochs(RULES), port=port) as server:
+            workers["a"].finished()
+            error = workers.ask("b", 0, error="a peer was lost").failure(10)
+            assert isinstance(error, DismissedError)
+            assert error.fate == "over"
+
+
+def test_after_the_end_workers_that_are_started_again_form_another_job(workers: Workers) -> None:
+    workers.place("a", "b")
+    workers.train("a", "b", epoch=0)
+    workers["a"].finished()
+    workers["b"].finished()
+    assert workers.server.status()["elastic"]["phase"] == "over"
+    late = workers.ask("late").failure(10)
+    assert isinstance(late, DismissedError), "the others have not gone yet"
+    assert late.fate == "removed"
+    for id in ("a", "b", "late"):
+        workers.die(id)
+    until(lambda: not workers.server.status()["store"]["connected_clients"], "all to have gone")
+    placements = workers.place("c", "d")
+    assert {placement.topology.epoch for placement in placements} == {1}, "what was stored for epoch 0 is not theirs"
+
+
+def test_a_worker_s_id_is_its_own(workers: Workers, server: RendezvousServer) -> None:
+    workers.place("a", "b")
+    with RendezvousClient(server.endpoint, SECRET) as client:
+        impostor = ElasticClient(client, "a")
+        with pytest.raises(RendezvousRefusedError, match="there is a worker a already: process 2 on host pod-a"):
+            impostor.next_epoch(-1, info(pid=3), ready=True, timeout=5)
+        with pytest.raises(RendezvousRefusedError, match="this client is worker a's, not b's"):
+            ElasticClient(workers["a"]._client, "b").leaving()
+
+
+def test_waiting_workers_need_no_threads() -> None:
+    """256 of them, each with a question and listening to news."""
+    rules = Rules(size=300, smallest=1, launched=False)
+    with RendezvousServer(secret=SECRET, elastic=ElasticEpochs(rules)) as server, ExitStack() as stack:
+        run = server.status()["run"]
+        for number in range(256):
+            told, id = info(host_identity=str(number)).to_dict(), f"w{number}"
+            raw = RawClient(server.endpoint, run)
+            for what, body in (
+                ("next", elastic.ASK.encode(elastic.Ask(id, -1, False, -1, "", "", [], told))),
+                ("news", elastic.LISTEN.encode(elastic.Listen(id, 0, None))),
+            ):
+                sock = stack.enter_context(socket.create_connection((raw.host, raw.port), timeout=20))
+                sock.sendall(raw.head("POST", f"/v1/elastic/{what}?timeout=40", body) + body)
+        until(lambda: server.status()["store"]["waiting_requests"] == 512, "all to wait")
+        threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("hvdgloo-rendezvous")]
+        assert len(threads) < 5, threads
+
+
 def test_a_worker_waits_no_longer_than_it_wants(workers: Workers) -> None:
     with pytest.raises(RendezvousTimeoutError, match=r"within 0\.2 s; waiting for workers: 1 of 2 .* \(h 1\)"):
         workers["a"].next_epoch(-1, info(), ready=True, timeout=0.2)
@@ -155,12 +243,14 @@ def test_stop_ends_long_polls_within_a_second() -> None:
         started = time.monotonic()
         server.stop()
         assert time.monotonic() - started < 1
+        for id in ("a", "b"):
+            workers.die(id)  # until then they wait for another server
         for task in tasks:
             assert isinstance(task.failure(25), RendezvousError)
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("hvdgloo-rendezvous")]
 
 
-@pytest.mark.parametrize("path", ["next?timeout=0", "reports"])
+@pytest.mark.parametrize("path", ["next?timeout=0", "news?timeout=0", "reports"])
 def test_what_is_no_question_is_refused(server: RendezvousServer, path: str) -> None:
     raw = RawClient(server.endpoint, server.status()["run"])
     for body in (b"", b"\x80", b"[]", b"\x91" * 10_000):
@@ -175,6 +265,17 @@ def test_a_job_of_fixed_size_has_no_next_epoch() -> None:
         pytest.raises(RendezvousRefusedError, match="this job is not elastic: its workers are fixed"),
     ):
         ElasticClient(client, "a").next_epoch(-1, info(), ready=True, timeout=5)
+
+
+def test_a_worker_of_a_fixed_number_is_told_that_the_job_is_elastic(server: RendezvousServer) -> None:
+    with RendezvousClient(server.endpoint, SECRET) as client:
+        assert client.is_elastic()
+        with pytest.raises(
+            RendezvousRefusedError, match="this job is elastic, and the worker has registered as one of"
+        ):
+            client.register(0, info(), timeout=5)
+    with RendezvousServer(secret=SECRET, size=1) as fixed, RendezvousClient(fixed.endpoint, SECRET) as client:
+        assert not client.is_elastic()
 
 
 def test_the_workers_of_an_elastic_job_are_not_fixed() -> None:

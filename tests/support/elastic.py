@@ -87,6 +87,7 @@ class Bed:
     """A job and its workers.
 
     Attributes:
+        hold: see ``ElasticJob``.
         now: the clock.
         listed: hosts and slots, as the job was told last.
         actors: all that were ever started.
@@ -98,6 +99,7 @@ class Bed:
 
     rules: Rules
     hosts: tuple[tuple[str, int], ...]
+    hold: float = 0.0
     now: float = 1000.0
     listed: dict[str, int] = field(default_factory=dict)
     actors: dict[str, Actor] = field(default_factory=dict)
@@ -110,7 +112,7 @@ class Bed:
     changes: list[Changed] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.job = ElasticJob(self.rules, self.now, chance)
+        self.job = ElasticJob(self.rules, self.now, chance, hold=self.hold)
         if self.hosts:
             self.list(self.hosts)
 
@@ -259,7 +261,7 @@ class Bed:
     def _formed(self, roster: Roster) -> None:
         assert not self.rosters or roster.epoch > self.rosters[-1].epoch
         largest = self.rules.largest or 10**9
-        assert 1 <= (self.rules.smallest if self.changes else self.rules.size) <= roster.size <= largest
+        assert 1 <= (self.rules.smallest if self.changes or self.hold else self.rules.size) <= roster.size <= largest
         members = [self.actors[seat.worker] for seat in roster.seats]
         self._note_hosts()
         for actor in members:
@@ -281,7 +283,8 @@ class Bed:
         if self.rosters:
             for seat in self.rosters[-1].seats:
                 actor = self.actors[seat.worker]
-                out = actor.seen or actor.stopped or actor.dismissed or actor.was_out
+                late = actor.accused and not self.rules.launched  # nobody can end it
+                out = actor.seen or actor.stopped or actor.dismissed or actor.was_out or late
                 assert seat.worker in roster.ranks or out or actor.asked is not None, f"{actor} is forgotten"
         for rank, actor in enumerate(members):
             self._answered(actor.id)
@@ -316,7 +319,7 @@ class Bed:
             assert not any(actor.asked for actor in self.actors.values() if not actor.seen), "somebody waits for ever"
         elif job.phase is not Phase.RUNNING and any(actor.asked for actor in self.alive()):
             assert job.deadline < float("inf"), f"{job.phase} has no deadline"
-        if job.phase in (Phase.CONNECTING, Phase.RUNNING):
+        if job.phase in (Phase.CONNECTING, Phase.RUNNING) and self.rosters:
             for actor in (self.actors[seat.worker] for seat in self.rosters[-1].seats):
                 over = actor.stopped or (actor.seen and not actor.well) or (actor.asked is not None)
                 assert not over or job._ending, f"epoch {job.roster.epoch} is void without {actor}, and goes on"

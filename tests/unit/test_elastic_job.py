@@ -22,6 +22,7 @@ from hvdgloo.rendezvous._elastic.events import (
     Identified,
     Join,
     Leaving,
+    Recalled,
     Registered,
     Rules,
     Synced,
@@ -377,6 +378,10 @@ class TestOrder:
         assert roster.seats[0].worker not in roster.fresh or len(fresh) == len(spots)
         hosts = tuple(Host(host, "") for host, _ in roster.slots)
         assert Topology(5, hosts, topology_workers(roster)).size == len(spots)
+
+
+def a_lost_it(actor: Actor) -> str:
+    return f"rank {actor.rank} on host {actor.host} has lost it, and it has not come back within 2 s"
 
 
 def topology_workers(roster: Roster) -> tuple[Worker, ...]:
@@ -851,6 +856,130 @@ class TestWithoutALauncher:
         assert bed.now - begin == RETURN_TIME
         roster = bed.rosters[-1]
         assert (roster.epoch, roster.root, [seat.worker for seat in roster.seats]) == (7, 1, ["a", "b"])
+
+    def recalled(self, bed: Bed, id: str, rank: int, size: int = 3, epoch: int = 6) -> Actor:
+        """A member of an epoch of which this server knows nothing."""
+        actor = bed.actors[id] = Actor(id, f"host of {id}", 0, epoch=epoch, rank=rank, serial=8, up=True)
+        bed.feed(Recalled(id, epoch, rank, size, True, host=actor.host))
+        return actor
+
+    def test_a_server_that_was_restarted_while_they_train(self) -> None:
+        """A newcomer interrupts them as if nothing had been, whenever it comes."""
+        bed = Bed(self.RULES, (), hold=RETURN_TIME)
+        early = self.come(bed, "early", "pod-9")
+        assert early.asked is not None, "it cannot be known yet whether others are in training"
+        members = [self.recalled(bed, id, rank) for id, rank in (("c", 2), ("a", 0), ("b", 1))]
+        assert bed.job.phase is Phase.RUNNING
+        assert early.alone
+        assert [seat.worker for seat in bed.job.roster.seats] == ["a", "b", "c"]
+        bed.arrive(early)
+        assert bed.update is Update.NONE, "there is no room"
+        bed.see(members[2], None)
+        for actor in (members[0], members[1]):
+            bed.come_back(actor)
+        assert [seat.worker for seat in bed.rosters[-1].seats] == ["a", "c", "early"]
+        assert bed.rosters[-1].epoch == 7
+
+    def test_a_member_of_which_nothing_was_heard_may_still_return(self) -> None:
+        bed = Bed(self.RULES, (), hold=RETURN_TIME)
+        a, b = self.recalled(bed, "a", 0), self.recalled(bed, "b", 1)
+        assert bed.update is Update.NONE, "the third one is not removed, but only unknown"
+        for actor in (a, b):
+            bed.come_back(actor)
+        assert not bed.rosters
+        c = bed.actors["c"] = Actor("c", "host of c", 0, epoch=6, rank=2, serial=8)
+        bed.ask(c, ready=True, serial=8, host=c.host, rank=2)
+        bed.wait()
+        assert [seat.worker for seat in bed.rosters[-1].seats] == ["a", "b", "c"]
+
+    def test_one_that_has_come_back_before_the_others_were_heard_of(self) -> None:
+        bed = Bed(self.RULES, (), hold=RETURN_TIME)
+        b = bed.actors["b"] = Actor("b", "host of b", 0, epoch=6, rank=1, serial=8)
+        bed.ask(b, ready=True, serial=8, host=b.host, rank=1)
+        a = self.recalled(bed, "a", 0, size=2)
+        assert bed.job.phase is Phase.DRAINING, "it will notice"
+        bed.come_back(a)
+        assert [seat.worker for seat in bed.rosters[-1].seats] == ["a", "b"]
+
+    def test_all_may_be_lost_before_they_were_heard_of(self) -> None:
+        bed = Bed(self.RULES, (), hold=RETURN_TIME)
+        bed.see(self.recalled(bed, "a", 0), None)
+        assert bed.time_alone() is Phase.FAILED
+        assert bed.ended is not None
+        assert "all workers that had the state of the training were lost" in bed.ended.text
+
+    def test_who_recalls_what_is_over_is_a_newcomer(self) -> None:
+        bed = Bed(self.RULES, ())
+        for actor in (self.come(bed, "a", "pod-1"), self.come(bed, "b", "pod-2")):
+            bed.say_up(actor)
+        before = bed.job.roster
+        bed.feed(Recalled("c", 0, 1, 2, True, host="pod-3"))
+        bed.feed(Recalled("d", 7, 0, 5, True, host="pod-3"))
+        bed.feed(Recalled("a", 0, 1, 2, True, host="pod-1"))
+        assert bed.job.roster == before
+        assert bed.job.phase is Phase.RUNNING
+
+    @settings(max_examples=60, deadline=None)
+    @given(st.data())
+    def test_restarts_at_any_time(self, data: st.DataObject) -> None:
+        """Whoever is heard of, and whatever happens to them: it ends in training, or with a reason."""
+        bed = Bed(self.RULES, (), hold=RETURN_TIME)
+        size = data.draw(st.integers(1, 3))
+        unheard = [(f"m{rank}", rank) for rank in range(size)]
+        for _ in range(data.draw(st.integers(1, 12))):
+            what = data.draw(st.sampled_from(["recall", "return", "newcomer", "die", "time"]))
+            alive = [actor for actor in bed.alive() if actor.asked is None and not actor.dismissed]
+            if bed.job.final:
+                break
+            if what == "recall" and unheard:
+                self.recalled(bed, *unheard.pop(data.draw(st.integers(0, len(unheard) - 1))), size=size)
+            elif what == "return" and unheard:
+                id, rank = unheard.pop()
+                actor = bed.actors[id] = Actor(id, f"host of {id}", 0, epoch=6, rank=rank, serial=8)
+                bed.ask(actor, ready=True, serial=8, host=actor.host, rank=rank)
+                if actor.asked is not None and bed.job._crew.workers[id].fresh:
+                    actor.rank, actor.serial = None, NO_STATE
+            elif what == "newcomer":
+                id = f"n{len(bed.actors)}"
+                self.come(bed, id, f"host of {id}")
+            elif what == "die" and alive:
+                bed.see(data.draw(st.sampled_from(alive)), None)
+            elif what == "time":
+                bed.wait()
+        assert bed.time_alone() in UNTROUBLED or bed.job.phase is Phase.WAITING
+        assert bed.cooperate() in UNTROUBLED or bed.time_alone() is Phase.FAILED
+
+    def test_one_that_others_have_lost_comes_back_as_a_newcomer(self) -> None:
+        """It was cut off from them, and from the server, without any of its connections having ended."""
+        bed = Bed(self.RULES, ())
+        a, b = self.come(bed, "a", "pod-1"), self.come(bed, "b", "pod-2")
+        for actor in (a, b):
+            bed.say_up(actor)
+        bed.come_back(a, accused=(b.rank or 0,))
+        while bed.rosters[-1].size != 1:
+            assert bed.wait()
+        assert bed.told[-1] == f"rank 1 on host pod-2 is not waited for any more: {a_lost_it(a)}"
+        bed.say_up(a)
+        b.asked, b.rank, b.serial = Registered("b", 0, True, 99, host="pod-2", rank=1), None, NO_STATE
+        bed.feed(b.asked)
+        assert not b.dismissed
+        assert bed.update is Update.ADDED
+
+    def test_lines_for_the_user(self) -> None:
+        bed = Bed(self.RULES, ())
+        a, b = self.come(bed, "id-1", "pod-1", host_name="h1"), self.come(bed, "id-2", "pod-2", host_name="h2")
+        for actor in (a, b):
+            bed.say_up(actor)
+        assert not bed.told
+        self.come(bed, "id-3", "pod-3", host_name="h3", pid=7)
+        bed.see(b, None)
+        bed.feed(Leaving(worker="id-1"))
+        return_all(bed)
+        assert bed.told == [
+            "a new worker on host h3 (process 7) has come",
+            "rank 1 on host h2 has ended",
+            "rank 0 on host h1 leaves, as it was asked to end",
+        ]
 
     def test_one_that_was_cut_off_comes_back_as_a_newcomer(self) -> None:
         bed = Bed(self.RULES, ())
