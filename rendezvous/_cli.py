@@ -3,8 +3,8 @@ workers.
 
 It prints what workers need to know, then a line whenever a worker comes or goes. It ends of its own accord only with
 ``--once``: when all workers have come and have all gone again (they keep a connection while they live, so one that dies
-counts as gone), or when a start has failed. Otherwise SIGINT or SIGTERM ends it, since only their sender can know
-whether workers will be started again. Nothing that workers do can keep it from ending.
+counts as gone), or when a start or an elastic job has failed. Otherwise SIGINT or SIGTERM ends it, since only their
+sender can know whether workers will be started again. Nothing that workers do can keep it from ending.
 """
 
 from __future__ import annotations
@@ -12,15 +12,13 @@ from __future__ import annotations
 import argparse
 import errno
 import ipaddress
-import math
 import os
+import queue
 import shutil
 import signal
 import socket
 import stat
-import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -33,15 +31,14 @@ from hvdgloo._platform.spelling import suggestions
 from hvdgloo.config import Config, format_endpoint, parse_value, read_secret_file, settings
 from hvdgloo.errors import ConfigError, MissingDependencyError
 from hvdgloo.rendezvous._auth import generate_secret, status_token
+from hvdgloo.rendezvous._elastic.events import Action, Join, Rules
+from hvdgloo.rendezvous._elastic.job import RETURN_TIME
+from hvdgloo.rendezvous._server.elastic import ElasticEpochs
 from hvdgloo.rendezvous._server.server import RendezvousServer
-from hvdgloo.rendezvous._server.service import Refused
+from hvdgloo.rendezvous._watch import PROGRAM, complain, say, watch_elastic, watch_fixed
 from hvdgloo.version import __version__
 
-PROGRAM = "hvdgloo-rendezvous"
-_LOOK_AGAIN = 0.5  # seconds; only --once needs to poll at all, for connections that have ended
-_BETWEEN_STRANGERS = 30.0  # seconds between two lines about refused requests
 _TLS = ("tls", "tls_cert", "tls_key", "tls_ca")  # settings that are options here, too
-_BETWEEN_LINES = 0.2  # seconds; a thousand workers that come together make a few lines, not a thousand
 
 _DESCRIPTION = """\
 Hands out ranks to the workers of one job, wherever and by whatever they are started, and keeps the store through which
@@ -50,8 +47,8 @@ HVDGLOO_SECRET_FILE (or HVDGLOO_SECRET, the contents of that file).
 """
 _EPILOG = """\
 The secret is taken from --secret-file, else from HVDGLOO_SECRET or HVDGLOO_SECRET_FILE, else a new one is made.
-Exit status: 0 after SIGINT or SIGTERM, or with --once when the job is over; 1 with --once if not all workers came;
-2 if an option cannot be used or the port is taken.
+Exit status: 0 after SIGINT or SIGTERM, or with --once when the job is over; 1 with --once if not all workers came, or
+if an elastic job has failed; 2 if an option cannot be used or the port is taken.
 """
 
 
@@ -62,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _run(_parse(argv), stack)
     except (ConfigError, MissingDependencyError) as error:
         hint = _own_addresses(error) if isinstance(error, ConfigError) else ""
-        sys.stderr.write(f"{PROGRAM}: error: {error}{hint}\n")
+        complain(f"error: {error}{hint}")
         return 2
 
 
@@ -77,26 +74,31 @@ def _own_addresses(error: ConfigError) -> str:
 def _run(options: argparse.Namespace, stack: ExitStack) -> int:
     secret, secret_place = _secret(options, stack)
     if options.status_token:
-        _say(status_token(secret))
+        say(status_token(secret))
         return 0
     addresses, port = _addresses(options.bind)
     if port and options.port_range:
         raise ConfigError("--bind gives a port and --port-range others; give only one of them")
+    actions: queue.SimpleQueue[Action] = queue.SimpleQueue()
+    elastic = None if options.rules is None else ElasticEpochs(options.rules, act=actions.put, hold=RETURN_TIME)
     server = RendezvousServer(
         secret=secret,
-        size=options.np,
+        size=options.np if elastic is None else None,
+        elastic=elastic,
         bind=addresses,
         port=port,
         port_range=options.port_range,
-        start_timeout=options.start_timeout,
+        start_timeout=options.start_timeout or Config.start_timeout,
         tls=None if options.tls_files is None else Tls(*options.tls_files),
     )
     with _stopped_by_signals() as stopped, server:
         try:
             _announce(server, options, secret_place)
-            return _watch(server, options.once)
+            if elastic is None:
+                return watch_fixed(server, options.once)
+            return watch_elastic(server, actions, options.once)
         except stopped:
-            _say("stopped by a signal")
+            say("stopped by a signal")
             return 0
 
 
@@ -168,10 +170,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--start-timeout",
         type=_of_setting("start_timeout"),
-        default=Config.start_timeout,
         metavar="SECONDS",
-        help="time without a further worker after which those that wait are told who is missing (default: %(default)g)",
+        help="time without a further worker after which those that wait are told who is missing (default: "
+        f"{Config.start_timeout:g})",
     )
+    _add_elastic(parser)
     for name in _TLS:
         setting = settings()[name]
         parser.add_argument(
@@ -190,8 +193,75 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     options = parser.parse_args(argv)
     given = {name: value for name in _TLS if (value := getattr(options, name)) is not None}
+    options.rules = None if options.status_token else _rules(options)
     options.tls_files = replace(Config.from_env(only=_TLS), **given).tls_files
     return options  # type: ignore[no-any-return]
+
+
+def _add_elastic(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "elastic jobs, whose workers may come and go", "Either of --min-np and --max-np makes a job elastic."
+    )
+    group.add_argument(
+        "--min-np",
+        "--min-num-proc",
+        dest="min_np",
+        type=_positive_int,
+        metavar="N",
+        help="with fewer workers the job waits for others; it starts with -np (default: as many)",
+    )
+    group.add_argument(
+        "--max-np",
+        "--max-num-proc",
+        dest="max_np",
+        type=_positive_int,
+        metavar="N",
+        help="further workers wait until there is room (default: no limit)",
+    )
+    group.add_argument(
+        "--elastic-timeout",
+        type=_of_setting("elastic_timeout"),
+        metavar="SECONDS",
+        help=f"how long it waits for --min-np workers (default: {Config.elastic_timeout:g})",
+    )
+    group.add_argument(
+        "--reset-limit",
+        type=_whole,
+        metavar="N",
+        help="how often workers may form anew (default: no limit)",
+    )
+    group.add_argument(
+        "--join",
+        choices=[join.value for join in Join],
+        help="when training stops for a newcomer: once it is at elastic.run, or once it has come (default: ready)",
+    )
+
+
+def _rules(options: argparse.Namespace) -> Rules | None:
+    """What the options say of an elastic job; None if the number of workers is fixed."""
+    if options.min_np is None and options.max_np is None:
+        for name in ("elastic_timeout", "reset_limit", "join"):
+            if getattr(options, name) is not None:
+                flag = "--" + name.replace("_", "-")
+                raise ConfigError(f"{flag} is for elastic jobs: give --min-np, too, or --max-np")
+        return None
+    if options.start_timeout is not None:
+        raise ConfigError("--start-timeout is for a fixed number of workers: elastic jobs have --elastic-timeout")
+    return Rules(
+        size=options.np,
+        smallest=options.min_np or options.np,
+        largest=options.max_np,
+        elastic_timeout=options.elastic_timeout or Config.elastic_timeout,
+        reset_limit=options.reset_limit,
+        join=Join(options.join or Join.READY.value),
+        launched=False,
+    )
+
+
+def _whole(text: str) -> int:
+    if not text.strip().isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, at least 0")
+    return int(text)
 
 
 def _positive_int(text: str) -> int:
@@ -268,7 +338,7 @@ def _existing(path: str) -> bytes:
     except (ConfigError, OSError) as error:
         raise ConfigError(str(error).replace("HVDGLOO_SECRET_FILE=", "--secret-file ")) from None
     if mode & 0o077:
-        sys.stderr.write(f"{PROGRAM}: warning: others may read {path} (mode {mode:04o}); chmod 600 keeps it secret\n")
+        complain(f"warning: others may read {path} (mode {mode:04o}); chmod 600 keeps it secret")
     return secret
 
 
@@ -290,21 +360,27 @@ def _write_secret(path: str) -> bytes:
 def _announce(server: RendezvousServer, options: argparse.Namespace, secret_place: str) -> None:
     endpoints = [reachable for endpoint in server.endpoints for reachable in _reachable(endpoint)]
     secret = f"HVDGLOO_SECRET_FILE={secret_place}" if secret_place else "HVDGLOO_SECRET, as this process has it"
-    _say(f"{PROGRAM} {__version__} waits for {options.np} worker{'s' * (options.np > 1)} on {', '.join(endpoints)}")
+    say(f"{PROGRAM} {__version__} waits for {_workers(options)} on {', '.join(endpoints)}")
     if secret_place:
-        _say(f"The secret is in {secret_place}")
-    _say("Workers need:")
-    _say(f"  HVDGLOO_RENDEZVOUS={endpoints[0]}")
-    _say(f"  {secret}")
+        say(f"The secret is in {secret_place}")
+    say("Workers need:")
+    say(f"  HVDGLOO_RENDEZVOUS={endpoints[0]}")
+    say(f"  {secret}")
     if options.tls_files is not None:
-        _say("  HVDGLOO_TLS=required")
+        say("  HVDGLOO_TLS=required")
     if all(_is_loopback(endpoint) for endpoint in server.endpoints):
-        _say("Only this host can reach that address; --bind ADDR:PORT chooses one for others.")
+        say("Only this host can reach that address; --bind ADDR:PORT chooses one for others.")
     how = f"{PROGRAM} --status-token"
     scheme = "http" if options.tls_files is None else "https"
-    _say(
-        f"Page: {scheme}://{endpoints[0]}/ (password: {how}{f' --secret-file {secret_place}' if secret_place else ''})"
-    )
+    say(f"Page: {scheme}://{endpoints[0]}/ (password: {how}{f' --secret-file {secret_place}' if secret_place else ''})")
+
+
+def _workers(options: argparse.Namespace) -> str:
+    some = f"{options.np} worker{'s' * (options.np > 1)}"
+    if options.rules is None:
+        return some
+    least, most = options.rules.smallest, options.rules.largest
+    return f"{some}, then goes on with {least} {'or more' if most is None else f'to {most}'}"
 
 
 def _is_loopback(endpoint: str) -> bool:
@@ -326,81 +402,3 @@ def _reachable(endpoint: str) -> list[str]:
         if entry.family in families and "%" not in entry.address
     ]
     return sorted(found, key=_is_loopback) or [endpoint]
-
-
-def _watch(server: RendezvousServer, once: bool) -> int:
-    """Report which workers come and go, until there is a reason to end; returns the exit status."""
-    started, seen, last, failure = time.monotonic(), -1, "", ""
-    strangers = _Strangers()
-    while True:
-        patience = _LOOK_AGAIN if once else 3600.0
-        seen = server.wait_for_change(seen, timeout=min(patience, strangers.due_in(time.monotonic())))
-        time.sleep(_BETWEEN_LINES)
-        stranger = strangers.line(server.refused, time.monotonic())
-        if stranger:
-            sys.stderr.write(f"{PROGRAM}: {stranger}\n")
-            sys.stderr.flush()
-        if server.last_failure != failure:
-            failure = server.last_failure
-            sys.stderr.write(f"{PROGRAM}: {failure}\n")
-            sys.stderr.flush()
-            if once:
-                return 1
-        epoch = server.status()["epochs"][-1]
-        text = _describe(epoch)
-        if text != last and epoch["state"] != "failed":
-            last = text
-            _say(f"[{time.monotonic() - started:7.1f} s] {text}")
-        if once and epoch["state"] == "complete" and not any(worker["connected"] for worker in epoch["workers"]):
-            _say("no worker is connected any more")
-            return 0
-
-
-class _Strangers:
-    """Reports refused requests: the first at once, further ones at intervals, as there may be many."""
-
-    def __init__(self) -> None:
-        self._told = 0
-        self._waiting = False
-        self._next = -math.inf
-
-    def line(self, refused: Refused, now: float) -> str:
-        """What to say now, if anything."""
-        new = refused.count - self._told
-        self._waiting = new > 0 and now < self._next
-        if not new or self._waiting:
-            return ""
-        self._told, self._next = refused.count, now + _BETWEEN_STRANGERS
-        requests = "a request" if new == 1 else f"{new} requests"
-        last = "" if new == 1 else ", the last"
-        return f"refused {requests}{last} from {refused.address}: {refused.reason}"
-
-    def due_in(self, now: float) -> float:
-        """Seconds until there is something to say if nothing happens."""
-        return max(0.0, self._next - now) if self._waiting else math.inf
-
-
-def _describe(epoch: dict[str, Any]) -> str:
-    if epoch["state"] != "complete":
-        return str(epoch["summary"])
-    ranks: dict[str, list[int]] = {}
-    for worker in epoch["workers"]:
-        ranks.setdefault(worker["host"], []).append(worker["rank"])
-    placed = ", ".join(
-        f"{host}: {_span(sorted(some))}" for host, some in sorted(ranks.items(), key=lambda i: min(i[1]))
-    )
-    number = epoch["expected"]
-    return f"{'the only worker is' if number == 1 else f'all {number} workers are'} in ({placed})"
-
-
-def _span(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
-
-
-def _say(line: str) -> None:
-    try:
-        sys.stdout.write(line + "\n")
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # The reader of our output has gone; workers still need us. At exit Python would flush, and complain.
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115

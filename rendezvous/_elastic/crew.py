@@ -54,7 +54,7 @@ class Crew:
     def create(self, host: str, slot: int) -> Worker:
         """A worker that is about to be started."""
         self._numbers += 1
-        worker = Worker(f"{host}/{slot}/{self._numbers}", host, slot, (self.hosts.order(host), slot))
+        worker = Worker(f"{host}/{slot}/{self._numbers}", host, slot, (self.hosts.order(host), slot), host_name=host)
         self.workers[worker.id] = worker
         return worker
 
@@ -62,11 +62,12 @@ class Crew:
         """A worker that nobody has announced."""
         taken = {worker.slot for worker in self.workers.values() if worker.host == event.host}
         slot = next(slot for slot in range(len(taken) + 1) if slot not in taken)
-        self.hosts.note(event.host, event.host_name)
+        host_name = event.host_name or event.host
+        self.hosts.note(event.host, host_name)
         self._numbers += 1
         index = event.index if isinstance(event, Registered) else None
         place = (self._numbers if index is None else index, 0)
-        worker = Worker(event.worker, event.host, slot, place, pid=event.pid, host_name=event.host_name)
+        worker = Worker(event.worker, event.host, slot, place, pid=event.pid, host_name=host_name)
         self.workers[worker.id] = worker
         return worker
 
@@ -95,7 +96,7 @@ class Crew:
         """A member that has been heard of takes its seat."""
         if worker.rank is not None and self.is_free(worker.rank):
             seats = list(self.roster.seats)
-            seats[worker.rank] = Seat(worker.id, worker.host, worker.slot, worker.slot)
+            seats[worker.rank] = Seat(worker.id, worker.host, worker.slot, worker.slot, worker.host_name)
             self.roster = Roster(self.roster.epoch, tuple(seats))
 
     @property
@@ -176,9 +177,9 @@ class Crew:
             return f"{self.capacity()} of {self.needed} slots are there ({hosts})"
         there = self.candidates()
         if not self.rules.launched:
-            counts = Counter(worker.host_name or worker.host for worker in there)
-            hosts = ", ".join(shortened([f"{name} {count}" for name, count in counts.items()])) or "no host"
-        return f"{len(there)} of {self.needed} workers are there ({hosts})"
+            counts = Counter(worker.host_name for worker in there)
+            hosts = ", ".join(shortened([f"{name} {count}" for name, count in counts.items()]))
+        return f"{len(there)} of {self.needed} workers are there" + (f" ({hosts})" if hosts else "")
 
     def free_slots(self) -> list[tuple[str, int]]:
         """Slots for further workers, in the order in which they are to be filled, and no more than may be used."""

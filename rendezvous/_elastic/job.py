@@ -171,7 +171,8 @@ class ElasticJob:
         if self.final:
             return math.inf
         times = [self._say_at, self._limit, *(worker.end_by for worker in self._crew.workers.values())]
-        if self.phase in (P.WAITING, P.DRAINING) or (self._ending and self.phase is P.RUNNING):
+        waits = self.phase in (P.WAITING, P.DRAINING) and not self._unused
+        if waits or (self._ending and self.phase is P.RUNNING):
             times.append(self._patience)
         if self.phase in (P.WAITING, P.RUNNING, P.DRAINING):
             times.append(self._next_return)
@@ -247,6 +248,11 @@ class ElasticJob:
     def _now(self) -> float:
         return self._crew.now
 
+    @property
+    def _unused(self) -> bool:
+        """Whether nobody has come yet, or all have gone, where no launcher has promised that there will be workers."""
+        return not self.rules.launched and not self._crew.workers
+
     # What has happened.
 
     def _registered(self, event: Registered) -> None:
@@ -278,6 +284,8 @@ class ElasticJob:
 
     def _meet(self, event: Registered) -> Worker:
         """A worker that nobody has announced. It may have been a member in the time of a server before this one."""
+        if self._unused and self.phase is P.WAITING:
+            self._patience = self._now + self.rules.elastic_timeout  # the job's time starts with its first worker
         worker = self._crew.meet(event)
         known = event.after == self.roster.epoch and self._crew.is_free(event.rank)
         if event.after >= 0 and (self.roster is NOBODY or known):
@@ -481,7 +489,7 @@ class ElasticJob:
             self._form(there)
         elif self._crew.hopeless():
             self._fail(f"{self._crew.there()}, and no others can come")
-        elif self._now >= self._patience:
+        elif self._now >= self._patience and not self._unused:
             self._fail(f"{self._crew.there()} after {self.rules.elastic_timeout:g} s")
 
     def _form(self, there: list[Worker]) -> None:
@@ -672,6 +680,7 @@ class ElasticJob:
         reason = self._why_unfit(worker)
         self._exclude(worker, Fate.REMOVED, reason)
         worker.end_by, worker.end_reason = self._now + LEAVING_TIME, reason
+        self._note(reason)
         self._mention(reason)
 
     def _why_unfit(self, worker: Worker) -> str:

@@ -26,6 +26,7 @@ class Candidate:
         rank: its rank in the last epoch; None for a newcomer.
         place: newcomers are in ascending order of this.
         serial, digest: of its newest commit.
+        host_name: the host's name in messages.
     """
 
     worker: str
@@ -35,16 +36,18 @@ class Candidate:
     place: tuple[int, int]
     serial: int = NO_STATE
     digest: str = ""
+    host_name: str = ""
 
 
 @dataclass(frozen=True)
 class Seat:
-    """A member of an epoch; its rank is its index in ``Roster.seats``."""
+    """A member of an epoch; its rank is its index in ``Roster.seats``. ``host_name`` is the host's in messages."""
 
     worker: str
     host: str
     slot: int
     local_rank: int
+    host_name: str = ""
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,7 @@ def choose(epoch: int, candidates: Sequence[Candidate], largest: int | None = No
     seats = []
     for members in by_host.values():
         local_ranks = {c.worker: local for local, c in enumerate(sorted(members, key=lambda c: c.slot))}
-        seats += [Seat(c.worker, c.host, c.slot, local_ranks[c.worker]) for c in members]
+        seats += [Seat(c.worker, c.host, c.slot, local_ranks[c.worker], c.host_name) for c in members]
     known = {c.worker: c for c in chosen}
     root, everyone = _newest([known[seat.worker] for seat in seats])
     return Roster(epoch, tuple(seats), root, everyone, frozenset(c.worker for c in chosen if c.rank is None))

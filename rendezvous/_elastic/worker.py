@@ -34,7 +34,7 @@ class Worker:
     Attributes:
         id: of this process; never used twice.
         host, slot: where it is.
-        host_name: for messages; empty if that is ``host``.
+        host_name: for messages.
         place: newcomers are in ascending order of this.
         rank, epoch: its last rank, and the epoch in which it had it; None and -1 for a newcomer.
         up: it is connected with the other members of its epoch.
@@ -82,8 +82,8 @@ class Worker:
     def __str__(self) -> str:
         """As in messages: ``rank 3 on host h2 (process 4711)``."""
         who = f"rank {self.rank}" if self.rank is not None else "a new worker"
-        return f"{who} on host {self.host_name or self.host}" + (f" (process {self.pid})" if self.pid else "")
+        return f"{who} on host {self.host_name}" + (f" (process {self.pid})" if self.pid else "")
 
     def candidate(self) -> Candidate:
         serial = NO_STATE if self.fresh else self.serial
-        return Candidate(self.id, self.host, self.slot, self.rank, self.place, serial, self.digest)
+        return Candidate(self.id, self.host, self.slot, self.rank, self.place, serial, self.digest, self.host_name)

@@ -36,7 +36,7 @@ from hvdgloo.rendezvous._elastic.events import (
     Welcome,
 )
 from hvdgloo.rendezvous._elastic.job import ElasticJob
-from hvdgloo.rendezvous._elastic.roster import Roster, Seat
+from hvdgloo.rendezvous._elastic.roster import Roster
 from hvdgloo.rendezvous._server.epochs import NotAcceptedError, StoppingError
 from hvdgloo.rendezvous._server.pauses import Pause, Steps
 from hvdgloo.rendezvous._store import Latch
@@ -56,6 +56,9 @@ class ElasticEpochs:
             the lock, and may not call back.
         hold: seconds in which no epoch is formed, if workers may be in training of which a server before this one knew.
         clock: monotonic seconds.
+
+    Attributes:
+        on_change: called when something has happened that a watcher may want to report; under the lock, as ``act`` is.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class ElasticEpochs:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.rules = rules
+        self.on_change: Callable[[], None] = lambda: None
         self._act = act
         self._clock = clock
         self._lock = threading.Lock()
@@ -236,7 +240,7 @@ class ElasticEpochs:
                     {
                         "rank": rank,
                         "worker": seat.worker,
-                        "host": self._host_name(seat),
+                        "host": seat.host_name,
                         "local_rank": seat.local_rank,
                         "connected": bool(self._connected.get(seat.worker)),
                     }
@@ -249,10 +253,6 @@ class ElasticEpochs:
     def _check_open(self) -> None:
         if self._closed:
             raise StoppingError(self._closed)
-
-    def _host_name(self, seat: Seat) -> str:
-        info = self._infos.get(seat.worker)
-        return seat.host if self.rules.launched or info is None else info.host_name
 
     def _begin_anew(self, ask: elastic.Ask) -> None:
         """After the end of a job its workers may be started again: for them, once the old ones have gone, there is
@@ -341,6 +341,7 @@ class ElasticEpochs:
         if isinstance(event, Gone):
             self._forget(event.worker)
         self._changed.notify()
+        self.on_change()
 
     def _answer(self, worker: str, answer: elastic.Answer) -> None:
         self._answers[worker] = elastic.ANSWER.encode(answer)

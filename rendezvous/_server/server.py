@@ -151,6 +151,7 @@ class RendezvousServer:
             elastic=self._elastic,
         )
         if self._elastic is not None:
+            self._elastic.on_change = self._epochs.wake
             self._elastic.start()
         self._front = Front(
             create_app(self._service, _create_pages),
@@ -214,7 +215,7 @@ class RendezvousServer:
         return self._serving.refused
 
     def wait_for_change(self, seen: int = -1, *, timeout: float) -> int:
-        """Wait up to ``timeout`` seconds until workers have come or gone, or an epoch has failed.
+        """Wait up to ``timeout`` seconds until workers have come or gone, or something else has become of an epoch.
 
         See ``Epochs.wait_for_change``.
         """

@@ -19,10 +19,11 @@ import pytest
 import requests
 
 from hvdgloo.config import read_secret_file
-from hvdgloo.errors import AuthenticationError
+from hvdgloo.errors import AuthenticationError, DismissedError
 from hvdgloo.rendezvous import RendezvousClient
-from hvdgloo.rendezvous._cli import _Strangers
 from hvdgloo.rendezvous._server.service import Refused
+from hvdgloo.rendezvous._watch import _Strangers
+from tests.support.elastic_clients import Workers, placed
 from tests.support.rendezvous import Task, info, until
 
 COMMAND = [sys.executable, "-m", "hvdgloo.rendezvous"]
@@ -219,6 +220,63 @@ def test_without_once_it_goes_on_after_a_failed_start(start: Callable[..., Comma
     command.wait_for("all 2 workers are in")
 
 
+def test_an_elastic_job_says_who_comes_and_who_is_lost(start: Callable[..., Command]) -> None:
+    command = start("-np", "2", "--min-np", "1", "--max-np", "3", "--once")
+    assert "waits for 2 workers, then goes on with 1 to 3 on" in command.text
+    command.wait_for("waiting for workers: 0 of 2 workers are there")
+    with ExitStack() as stack:
+        workers = Workers(command.endpoint, stack, read_secret_file(command.secret_file))
+        first = workers.ask("a")
+        command.wait_for("waiting for workers: 1 of 2 workers are there (pod-a 1)")
+        placed(workers.ask("b"))
+        placed(first)
+        workers.train("a", "b", epoch=0)
+        command.wait_for("epoch 0: 2 workers are in training (pod-")
+        waiting = workers.ask("c")
+        command.wait_for("a new worker on host pod-c (process 2) has come")
+        back = [workers.ask(id, 0, serial=1) for id in ("a", "b")]
+        for task in (*back, waiting):
+            placed(task)
+        workers.train("a", "b", "c", epoch=1)
+        command.wait_for("s without training: there are new workers")
+        assert re.search(r"epoch 1: 3 .* rank 2\), 1 of them new, after [0-9.]+ s without", command.text)
+        rank = placed(back[0]).rank
+        workers.die("a")
+        command.wait_for(f"rank {rank} on host pod-a (process 2) has lost its connection")
+        for task in [workers.ask(id, 1, serial=2) for id in ("b", "c")]:
+            placed(task)
+        workers.train("b", "c", epoch=2)
+        command.wait_for(f"s without training: rank {rank} on host pod-a (process 2) has lost its connection")
+        for id in ("b", "c"):
+            workers[id].finished()
+        command.wait_for("all workers have finished; rank ")
+        assert command.process.poll() is None
+    assert command.process.wait(10) == 0
+    assert command.text.endswith("no worker is connected any more\n")
+
+
+def test_an_elastic_job_that_fails(start: Callable[..., Command]) -> None:
+    """The time starts with the first worker; without --once another job may follow."""
+    command = start("-np", "2", "--min-np", "2", "--elastic-timeout", "0.5")
+    command.wait_for("0 of 2 workers are there")
+    for id in ("a", "b"):
+        with ExitStack() as stack:
+            workers = Workers(command.endpoint, stack, read_secret_file(command.secret_file))
+            error = workers.ask(id).failure()
+            assert isinstance(error, DismissedError)
+            assert error.fate == "failed"
+            text = f"the job has failed: 1 of 2 workers are there (pod-{id} 1) after 0.5 s"
+            command.wait_for(text)
+    assert command.end() == 0
+
+
+def test_an_elastic_job_that_fails_ends_with_1_with_once(start: Callable[..., Command]) -> None:
+    command = start("-np", "2", "--min-np", "2", "--elastic-timeout", "0.5", "--once")
+    with ExitStack() as stack:
+        Workers(command.endpoint, stack, read_secret_file(command.secret_file)).ask("a").failure()
+    assert command.process.wait(10) == 1
+
+
 def test_all_addresses(start: Callable[..., Command]) -> None:
     command = start("--np", "1", "--bind", "0.0.0.0:0")
     assert "0.0.0.0" not in command.endpoint  # nobody can connect to that
@@ -264,6 +322,16 @@ def test_its_output_may_go_nowhere() -> None:
         (["--np", "2", "--tls", "perhaps"], "expected one of auto, off, required"),
         (["--np", "2", "--tls-key", "key"], "HVDGLOO_TLS_KEY is set without HVDGLOO_TLS_CERT"),
         (["--np", "2", "--tls-cert", "/nowhere/cert"], "/nowhere/cert cannot be used: No such file"),
+        (["-np", "2", "--min-np", "3"], "--min-np 3 exceeds -np 2"),
+        (["-np", "4", "--max-np", "3"], "--max-np 3 is below -np 4"),
+        (["-np", "2", "--min-np", "none"], "'none' is not a number of workers"),
+        (["-np", "2", "--elastic-timeout", "5"], "--elastic-timeout is for elastic jobs: give --min-np, too"),
+        (["-np", "2", "--join", "now"], "--join is for elastic jobs"),
+        (["-np", "2", "--min-np", "1", "--join", "later"], "invalid choice: 'later'"),
+        (["-np", "2", "--min-np", "1", "--elastic-timeout", "0"], "expected a number greater than 0"),
+        (["-np", "2", "--min-np", "1", "--reset-limit", "-1"], "'-1' is not a whole number, at least 0"),
+        (["-np", "2", "--min-np", "1", "--start-timeout", "9"], "--start-timeout is for a fixed number of workers"),
+        (["-np", "2", "--min-nps", "1"], "did you mean --min-np?"),
         (["--status-token"], "--status-token needs the job's secret"),
     ],
 )

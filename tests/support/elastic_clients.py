@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-from hvdgloo.rendezvous import ElasticClient, Placement, RendezvousClient, RendezvousServer
+from hvdgloo.rendezvous import ElasticClient, Placement, RendezvousClient
 from tests.support.rendezvous import SECRET, Task, info
 
 
 class Workers:
     """The workers of one job, each with a client of its own."""
 
-    def __init__(self, server: RendezvousServer, stack: ExitStack) -> None:
-        self.server = server
+    def __init__(self, endpoint: str, stack: ExitStack, secret: bytes = SECRET) -> None:
+        self._endpoint = endpoint
+        self._secret = secret
         self._stack = stack
         self._clients: dict[str, RendezvousClient] = {}
         self._workers: dict[str, ElasticClient] = {}
 
     def __getitem__(self, id: str) -> ElasticClient:
         if id not in self._clients:
-            self._clients[id] = self._stack.enter_context(RendezvousClient(self.server.endpoint, SECRET))
+            self._clients[id] = self._stack.enter_context(RendezvousClient(self._endpoint, self._secret))
             self._workers[id] = ElasticClient(self._clients[id], id)
         return self._workers[id]
 

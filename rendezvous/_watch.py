@@ -1,0 +1,137 @@
+"""What ``hvdgloo-rendezvous`` prints while workers come and go, and when it ends of its own accord."""
+
+from __future__ import annotations
+
+import math
+import os
+import queue
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from hvdgloo.rendezvous._elastic.changes import describe_change, ranks_by_host
+from hvdgloo.rendezvous._elastic.events import Action, Changed, Ended, Tell
+from hvdgloo.rendezvous._server.server import RendezvousServer
+from hvdgloo.rendezvous._server.service import Refused
+
+PROGRAM = "hvdgloo-rendezvous"
+_LOOK_AGAIN = 0.5  # seconds; only --once needs to poll at all, for connections that have ended
+_BETWEEN_STRANGERS = 30.0  # seconds between two lines about refused requests
+_BETWEEN_LINES = 0.2  # seconds; a thousand workers that come together make a few lines, not a thousand
+
+
+def watch_fixed(server: RendezvousServer, once: bool) -> int:
+    """Report on a fixed number of workers, until there is a reason to end; returns the exit status."""
+    last, failure = "", ""
+    for stamp in _moments(server, once):
+        if server.last_failure != failure:
+            failure = server.last_failure
+            complain(failure)
+            if once:
+                return 1
+        epoch = server.status()["epochs"][-1]
+        text = _describe(epoch)
+        if text != last and epoch["state"] != "failed":
+            last = text
+            say(f"{stamp} {text}")
+        if once and epoch["state"] == "complete" and not any(worker["connected"] for worker in epoch["workers"]):
+            say("no worker is connected any more")
+            break
+    return 0
+
+
+def watch_elastic(server: RendezvousServer, actions: queue.SimpleQueue[Action], once: bool) -> int:
+    """Report on the workers of an elastic job, until there is a reason to end; returns the exit status.
+
+    Args:
+        actions: what its ``ElasticEpochs`` does; whatever is not for people is passed over.
+    """
+    last, status = "", 0
+    ended = False
+    for stamp in _moments(server, once):
+        while not actions.empty():
+            action = actions.get_nowait()
+            match action:
+                case Tell(text) if text != last:
+                    say(f"{stamp} {text}")
+                case Changed():
+                    ended, last = False, ""
+                    say(f"{stamp} {describe_change(action)}")
+                case Ended(text, failure):
+                    ended, status = True, int(failure is not None)
+                    if failure is None:
+                        say(f"{stamp} {text}")
+                    else:
+                        complain(f"the job has failed: {text}")
+        job = server.status()["elastic"]
+        waiting = f"waiting for {job['waiting_for']}"
+        if job["phase"] == "waiting" and waiting != last:
+            last = waiting
+            say(f"{stamp} {waiting}")
+        if once and ended and not server.status()["store"]["connected_clients"]:
+            say("no worker is connected any more")
+            break
+    return status
+
+
+def _moments(server: RendezvousServer, once: bool) -> Iterator[str]:
+    """The times, as printed, at which something has happened; refused requests are reported here."""
+    started, seen = time.monotonic(), -1
+    strangers = _Strangers()
+    while True:
+        patience = _LOOK_AGAIN if once else 3600.0
+        seen = server.wait_for_change(seen, timeout=min(patience, strangers.due_in(time.monotonic())))
+        time.sleep(_BETWEEN_LINES)
+        stranger = strangers.line(server.refused, time.monotonic())
+        if stranger:
+            complain(stranger)
+        yield f"[{time.monotonic() - started:7.1f} s]"
+
+
+class _Strangers:
+    """Reports refused requests: the first at once, further ones at intervals, as there may be many."""
+
+    def __init__(self) -> None:
+        self._told = 0
+        self._waiting = False
+        self._next = -math.inf
+
+    def line(self, refused: Refused, now: float) -> str:
+        """What to say now, if anything."""
+        new = refused.count - self._told
+        self._waiting = new > 0 and now < self._next
+        if not new or self._waiting:
+            return ""
+        self._told, self._next = refused.count, now + _BETWEEN_STRANGERS
+        requests = "a request" if new == 1 else f"{new} requests"
+        last = "" if new == 1 else ", the last"
+        return f"refused {requests}{last} from {refused.address}: {refused.reason}"
+
+    def due_in(self, now: float) -> float:
+        """Seconds until there is something to say if nothing happens."""
+        return max(0.0, self._next - now) if self._waiting else math.inf
+
+
+def _describe(epoch: dict[str, Any]) -> str:
+    if epoch["state"] != "complete":
+        return str(epoch["summary"])
+    placed = ranks_by_host((worker["host"], worker["rank"]) for worker in epoch["workers"])
+    number = epoch["expected"]
+    return f"{'the only worker is' if number == 1 else f'all {number} workers are'} in ({placed})"
+
+
+def complain(line: str) -> None:
+    """A line on standard error, with the program's name."""
+    sys.stderr.write(f"{PROGRAM}: {line}\n")
+    sys.stderr.flush()
+
+
+def say(line: str) -> None:
+    """A line on standard output."""
+    try:
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader of our output has gone; workers still need us. At exit Python would flush, and complain.
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
