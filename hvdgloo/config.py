@@ -747,15 +747,16 @@ def read_secret_file(path: str) -> bytes:
     Raises:
         ConfigError: if the file cannot be read or does not hold a secret.
     """
+    shown = path if path.isprintable() else ascii(path)
     try:
         with open(path, encoding="ascii") as file:
             return _secret(file.read())
     except OSError as error:
         raise ConfigError(
-            f"HVDGLOO_SECRET_FILE={path}: {error.strerror}; hvdgloo-rendezvous prints where its secret file is"
+            f"HVDGLOO_SECRET_FILE={shown}: {error.strerror}; hvdgloo-rendezvous prints where its secret file is"
         ) from None
     except ValueError as error:
-        raise ConfigError(f"HVDGLOO_SECRET_FILE={path}: {error}") from None
+        raise ConfigError(f"HVDGLOO_SECRET_FILE={shown}: {error}") from None
 
 
 def without_place(environ: Mapping[str, str]) -> dict[str, str]:

@@ -122,6 +122,7 @@ class Membership:
         self._has_finished = False
         self._serial = -1
         self._hold: PortHold | None = None
+        self._listener: Callable[[int], None] | None = None
         self._news = News(0, 0, 0, -1, "")
         self._closed = threading.Event()
         self._owner = os.getpid()
@@ -196,13 +197,16 @@ class Membership:
         self._client.synced(self._epoch)
 
     def finished(self) -> None:
-        """Training has come to its end: there is no further epoch.
-
-        Raises:
-            RendezvousError: the server cannot be reached.
-        """
+        """Training has come to its end: there is no further epoch. It has, even if the server cannot be told."""
         self._has_finished, self._is_in = True, False
-        self._client.finished()
+        try:
+            self._client.finished()
+        except RendezvousError as error:
+            logger.warning("the end of training could not be reported: %s", error)
+
+    def listen(self, listener: Callable[[int], None] | None) -> None:
+        """Have a function called, on the thread that hears news, with each change that is announced; see ``update``."""
+        self._listener = listener
 
     def update(self) -> tuple[int, int]:
         """What would change at this moment, without asking the server; any thread may call.
@@ -232,11 +236,7 @@ class Membership:
             return
         if not reason and self.placement is not None and not self._is_in and not self._has_finished:
             # A program that never enters elastic.run ends well without having said so, and nobody may see its status.
-            self._has_finished = True
-            try:
-                self._client.finished()
-            except RendezvousError as error:
-                logger.debug("the server was not told of the end: %s", error)
+            self.finished()
         self._closed.set()
         self._close_context(reason)
         self._access.client.close()
@@ -354,8 +354,12 @@ class Membership:
                 logger.debug("no news: %s", error)
                 self._closed.wait(_PAUSE)
                 continue
+            announced = news.serial != self._news.serial
             number, self._news = news.number, news
             self._end_if_void(news)
+            listener, flags = self._listener, self.update()[1]
+            if announced and flags and listener is not None:
+                listener(flags)
 
     def _end_if_void(self, news: News) -> None:
         """End the current epoch's engine if the server has found that the epoch is over."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+import os
 
 from hvdgloo._job.context import Context
 
 
-def publish(context: Context, master: tuple[str, int] | None, environ: MutableMapping[str, str]) -> None:
+def publish(context: Context, master: tuple[str, int] | None) -> None:
     """Set the variables of this process's place as a launcher sets them at the start.
 
     Args:
@@ -21,6 +21,7 @@ def publish(context: Context, master: tuple[str, int] | None, environ: MutableMa
         "CROSS_RANK": context.cross_rank,
         "CROSS_SIZE": context.cross_size,
     }
+    environ = os.environ
     for name, value in places.items():
         for family in ("HVDGLOO", "HOROVOD"):
             environ[f"{family}_{name}"] = str(value)

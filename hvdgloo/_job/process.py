@@ -89,7 +89,7 @@ def _begin(
     def install(membership: Membership, context: Context) -> None:
         global _current
         _show(context)
-        publish(context, membership.master, os.environ)
+        publish(context, membership.master)
         if membership.is_new:
             _warn(context)
             if config.timeline and config.timeline.upper() != "DYNAMIC":

@@ -18,6 +18,7 @@ READS_ENVIRONMENT = {
     "hvdgloo.config": "the one reader of settings",
     "hvdgloo._backends.gloo": "TORCH_GLOO_LAZY_INIT can be told to torch in no other way",
     "hvdgloo._backends.gpu": "TORCH_NCCL_ASYNC_ERROR_HANDLING and its like can be told to torch in no other way",
+    "hvdgloo._job.environment": "a program finds its place there, which changes while it runs",
     "hvdgloo._job.access": "NCCL_SOCKET_IFNAME is NCCL's, which hvdgloo-run sets for its workers, too",
     "hvdgloo.common.util": "env() sets variables for programs, and puts them back",
     "hvdgloo.tensorflow._waiting": "TF_NUM_INTEROP_THREADS is TensorFlow's, which does not tell what it makes of it",
