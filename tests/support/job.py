@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import IO
 
 from hvdgloo.rendezvous import RendezvousServer, generate_secret
+from hvdgloo.rendezvous._server.elastic import ElasticEpochs
 from tests.support import warm
 
 
@@ -48,28 +49,48 @@ class Job:
         folder: for the workers' output; they find its path in ``JOB_FOLDER``.
         fresh: in interpreters of their own, where those of ``tests.support.warm`` would do otherwise: for tests of an
             interpreter's start and end, and of what is not to be imported.
+        elastic: the workers get their ranks from it, and ``add`` starts more.
         environ: further variables.
     """
 
-    def __init__(self, size: int, code: str, folder: Path, *, fresh: bool = False, **environ: str) -> None:
-        self._folder = folder
-        secret = generate_secret()
-        self._server = RendezvousServer(secret=secret, hosts=[("localhost", size)])
+    def __init__(
+        self,
+        size: int,
+        code: str,
+        folder: Path,
+        *,
+        fresh: bool = False,
+        elastic: ElasticEpochs | None = None,
+        **environ: str,
+    ) -> None:
+        self._folder, self._code, self._fresh = folder, textwrap.dedent(code), fresh
+        self._secret = generate_secret()
+        self._environ = environ
+        self._elastic = elastic is not None
+        hosts = None if self._elastic else [("localhost", size)]
+        self._server = RendezvousServer(secret=self._secret, hosts=hosts, elastic=elastic)
         self._server.start()
         self.workers: list[subprocess.Popen[bytes] | warm.Process] = []
-        for rank in range(size):
-            variables = {
-                **os.environ,
-                "HVDGLOO_RENDEZVOUS": self._server.endpoint,
-                "HVDGLOO_SECRET": secret.hex(),
-                "HVDGLOO_RANK": str(rank),
-                "HVDGLOO_ADDRESS": "127.0.0.1",
-                "OMP_NUM_THREADS": "1",
-                "JOB_FOLDER": str(folder),
-                **environ,
-            }
-            with (folder / f"{rank}.out").open("wb") as out, (folder / f"{rank}.err").open("wb") as err:
-                self.workers.append(_start(["-u", "-c", textwrap.dedent(code)], variables, out, err, fresh))
+        for _ in range(size):
+            self.add()
+
+    def add(self, **environ: str) -> None:
+        """One more worker."""
+        number = len(self.workers)
+        variables = {
+            **os.environ,
+            "HVDGLOO_RENDEZVOUS": self._server.endpoint,
+            "HVDGLOO_SECRET": self._secret.hex(),
+            **({"HVDGLOO_ELASTIC": "1"} if self._elastic else {"HVDGLOO_RANK": str(number)}),
+            "HVDGLOO_ADDRESS": "127.0.0.1",
+            "OMP_NUM_THREADS": "1",
+            "JOB_FOLDER": str(self._folder),
+            **self._environ,
+            **environ,
+        }
+        folder = self._folder
+        with (folder / f"{number}.out").open("wb") as out, (folder / f"{number}.err").open("wb") as err:
+            self.workers.append(_start(["-u", "-c", self._code], variables, out, err, self._fresh))
 
     def wait(self, timeout: float = 30.0) -> list[Ended]:
         """Wait for every worker's end.
