@@ -9,10 +9,13 @@ order of the list is kept: it is the order in which hosts are filled.
 from __future__ import annotations
 
 import errno
+import math
 import os
+import random
 import selectors
 import signal
 import subprocess
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -20,6 +23,7 @@ from dataclasses import dataclass, replace
 
 from hvdgloo._platform.spelling import in_one_line
 from hvdgloo.errors import ConfigError, LaunchError
+from hvdgloo.rendezvous._elastic.hosts import cooldown_time
 from hvdgloo.runner.job.hostlist import parse_line
 from hvdgloo.runner.job.outcome import describe_status
 from hvdgloo.runner.job.spec import Discovery, HostEntry
@@ -296,3 +300,48 @@ def _more(now: int | None, before: int | None) -> int | None:
     if now is None or before is None:
         return before if now == 0 else now
     return max(now, before)
+
+
+class HostState:
+    """Whether one host is left out, for integrations that were written for Horovod: a job of ours keeps its own books.
+
+    Args:
+        cooldown_range: the shortest and the longest time in seconds for which it is; None for ever.
+    """
+
+    def __init__(self, cooldown_range: Sequence[float] | None = None) -> None:
+        self._cooldown = None if cooldown_range is None else (cooldown_range[0], cooldown_range[1])
+        self._event = threading.Event()
+        self._times = 0
+        self._until = -math.inf
+
+    def get_event(self) -> threading.Event:
+        """Set once the host is left out: whoever waits for its workers need not wait any longer."""
+        return self._event
+
+    def set_event(self) -> None:
+        """Wake those who wait."""
+        self._event.set()
+
+    def blacklist(self) -> None:
+        """Leave it out from now on, for longer each time."""
+        if self.is_blacklisted():
+            return
+        self._times += 1
+        self._until = math.inf
+        if self._cooldown is not None:
+            self._until = time.monotonic() + cooldown_time(self._times, self._cooldown, random.random())
+        self.set_event()
+
+    def whitelist(self) -> None:
+        """Use it again, as if nothing had happened lately."""
+        self._until = -math.inf
+        self._event = threading.Event()
+
+    def is_blacklisted(self) -> bool:
+        """Whether it is left out."""
+        return time.monotonic() < self._until
+
+    def is_resurrected(self) -> bool:
+        """Whether it was left out, and its time is over."""
+        return self._until != -math.inf and not self.is_blacklisted()

@@ -96,6 +96,20 @@ MORE = {
         "add_process_set": "process_set",
         "remove_process_set": "process_set",
     },
+    "hvdgloo.runner.elastic.constants": {"RESET_LIMIT_EXCEEDED_MESSAGE": None},
+    "hvdgloo.runner.elastic.discovery": {
+        "FixedHosts": "host_slots",
+        "HostDiscovery": None,
+        "HostDiscoveryScript": "discovery_script, slots",
+        "HostManager": "discovery",
+        "HostState": "cooldown_range=None",
+    },
+    "hvdgloo.runner.elastic.settings": {
+        "ElasticSettings": (
+            "discovery, min_num_proc, max_num_proc, elastic_timeout, reset_limit, cooldown_range=None, **settings"
+        ),
+    },
+    "hvdgloo.runner.elastic.worker": {"HostUpdateResult": None},
     "hvdgloo.common.util": {
         "extension_available": "ext_base_name, verbose=False",
         "check_extension": "ext_name, ext_env_var, pkg_path, *args",

@@ -1,0 +1,143 @@
+"""What an elastic job says of its changes, and the names by which Horovod's integrations know parts of it."""
+
+from __future__ import annotations
+
+import importlib
+from types import SimpleNamespace
+
+import pytest
+
+from hvdgloo.errors import ConfigError
+from hvdgloo.rendezvous._elastic.events import Changed, Update
+from hvdgloo.rendezvous._elastic.roster import Candidate, Roster, choose
+from hvdgloo.runner.elastic.changes import MOST, describe_change, summarize
+from hvdgloo.runner.elastic.discovery import FixedHosts, HostState
+from hvdgloo.runner.elastic.settings import ElasticSettings
+from hvdgloo.runner.elastic.worker import HostUpdateResult
+
+KILLED = "rank 1 on host h1 (process 77) was killed by signal 9 (SIGKILL)"
+
+
+def roster(old: str, new: str = "") -> Roster:
+    """Workers on hosts of these letters: members of the epoch before, in their order, and newcomers."""
+    members = [Candidate(f"{host}{rank}", host, rank, rank, (0, rank)) for rank, host in enumerate(old)]
+    fresh = [Candidate(f"{host}+{slot}", host, 100 + slot, None, (1, slot)) for slot, host in enumerate(new)]
+    return choose(1, members + fresh)
+
+
+def changed(old: str, new: str = "", why: str = "") -> Changed:
+    return Changed(roster(old, new), why, 0.41)
+
+
+@pytest.mark.parametrize(
+    ("before", "change", "line"),
+    [
+        ("aabb", changed("abb", why=KILLED), f"{KILLED}; 3 of 4 workers went on after 0.4 s"),
+        ("ab", changed("b", why=KILLED), f"{KILLED}; 1 of 2 workers went on after 0.4 s"),
+        ("ab", changed("b", "a", KILLED), f"{KILLED}; 1 of 2 workers went on, with 1 new one, after 0.4 s"),
+        ("ab", changed("ab", "cc"), "host c was added; 2 workers went on, with 2 new ones, after 0.4 s"),
+        ("a", changed("a", "a"), "new workers were ready; 1 worker went on, with 1 new one, after 0.4 s"),
+        ("aab", changed("aa"), "host b was removed; 2 of 3 workers went on after 0.4 s"),
+        ("aabc", changed("aa"), "hosts b, c were removed; 2 of 4 workers went on after 0.4 s"),
+        (
+            "ab",
+            changed("a", "cd"),
+            "host b was removed and hosts c, d were added; 1 of 2 workers went on, with 2 new ones, after 0.4 s",
+        ),
+        ("aab", changed("ab"), "the slots of the hosts have changed; 2 of 3 workers went on after 0.4 s"),
+        ("ab", changed("ab", why="a link was cut"), "a link was cut; all workers went on after 0.4 s"),
+        ("a", changed("a", why="its poll failed"), "its poll failed; the worker went on after 0.4 s"),
+        ("ab", changed("", "c", KILLED), f"{KILLED}; 1 worker began anew after 0.4 s"),
+        (
+            "abcdefghijkl",
+            changed("a"),
+            "hosts b, c, d, e, f, g, h, i and 3 more were removed; 1 of 12 workers went on after 0.4 s",
+        ),
+    ],
+)
+def test_a_change_is_a_line(before: str, change: Changed, line: str) -> None:
+    assert describe_change(change, changed("", before)) == line
+
+
+def test_the_summary_has_all_of_them() -> None:
+    changes = [(2.0, changed("", "aabb")), (12.5, changed("abb", why=KILLED)), (20.0, changed("abb", "c"))]
+    assert summarize(changes).split("\n") == [
+        "the workers changed 2 times, in 0.8 s altogether:",
+        f"  at 12.1 s: {KILLED}; 3 of 4 workers went on after 0.4 s",
+        "  at 19.6 s: host c was added; 3 workers went on, with 1 new one, after 0.4 s",
+    ]
+    assert summarize(changes[:2]).startswith("the workers changed once, in 0.4 s altogether:\n")
+    assert summarize(changes[:1]) == summarize([]) == ""
+
+
+def test_the_summary_of_a_job_that_always_changes_is_short() -> None:
+    changes = [(float(number), changed("ab")) for number in range(200)]
+    lines = summarize(changes).split("\n")
+    assert len(lines) == MOST + 1
+    assert lines[0] == f"the workers changed 199 times, in 81.6 s altogether; the last {MOST} were:"
+    assert lines[-1].startswith("  at 198.6 s: ")
+
+
+class TestNamesOfHorovods:
+    def test_what_an_update_means(self) -> None:
+        assert [(r.name, int(r)) for r in HostUpdateResult] == [("removed", 1), ("added", 2)]
+        assert HostUpdateResult.no_update == 0
+        assert HostUpdateResult.added | HostUpdateResult.removed is HostUpdateResult.mixed
+        assert HostUpdateResult.mixed == Update.MIXED == 3, "what the rendezvous announces"
+
+    def test_settings_become_a_job(self) -> None:
+        hosts = FixedHosts({"h1": 2})
+        settings = ElasticSettings(hosts, 2, 8, 300, 5, (10, 100), num_proc=4, verbose=2)
+        spec = settings.spec()
+        assert (spec.discovery, spec.rules.size, spec.rules.smallest, spec.rules.largest) == (hosts, 4, 2, 8)
+        assert (spec.rules.elastic_timeout, spec.rules.reset_limit, spec.rules.cooldown) == (300, 5, (10, 100))
+        assert settings.verbose == 2  # type: ignore[attr-defined]
+        assert ElasticSettings(hosts, 2, None, 300, None).spec().rules.size == 2
+        with pytest.raises(ConfigError, match="--max-np 1 is below"):
+            ElasticSettings(hosts, 2, 1, 300, None).spec()
+
+    def test_they_are_found_under_horovods_name(self) -> None:
+        names = {
+            "constants": ["RESET_LIMIT_EXCEEDED_MESSAGE"],
+            "discovery": ["FixedHosts", "HostDiscovery", "HostDiscoveryScript", "HostManager", "HostState"],
+            "settings": ["ElasticSettings"],
+            "worker": ["HostUpdateResult"],
+        }
+        for module, wanted in names.items():
+            found = importlib.import_module(f"hvdgloo.runner.elastic.{module}")
+            assert [name for name in wanted if not hasattr(found, name)] == []
+
+
+class TestHostState:
+    @pytest.fixture
+    def clock(self, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+        now = [1000.0]
+        monkeypatch.setattr("hvdgloo.runner.elastic.discovery.time", SimpleNamespace(monotonic=lambda: now[0]))
+        monkeypatch.setattr("hvdgloo.runner.elastic.discovery.random", SimpleNamespace(random=lambda: 0.0))
+        return now
+
+    def test_for_ever(self, clock: list[float]) -> None:
+        state = HostState()
+        event = state.get_event()
+        assert not state.is_blacklisted()
+        assert not state.is_resurrected()
+        state.blacklist()
+        assert event.is_set()
+        clock[0] += 1e9
+        assert state.is_blacklisted()
+        state.whitelist()
+        assert not state.is_blacklisted()
+        assert not state.get_event().is_set()
+
+    def test_for_longer_each_time(self, clock: list[float]) -> None:
+        state = HostState((10, 30))
+        for seconds in (20, 30):
+            state.blacklist()
+            state.blacklist()  # changes nothing: it is out already
+            clock[0] += seconds - 0.1
+            assert state.is_blacklisted()
+            clock[0] += 0.2
+            assert not state.is_blacklisted()
+            assert state.is_resurrected()
+            state.whitelist()
+            assert not state.is_resurrected()
