@@ -9,8 +9,8 @@ import pytest
 
 from hvdgloo.errors import ConfigError
 from hvdgloo.rendezvous._elastic.events import Changed, Update
+from hvdgloo.rendezvous._elastic.history import MOST, describe_change, summarize
 from hvdgloo.rendezvous._elastic.roster import Candidate, Roster, choose
-from hvdgloo.runner.elastic.changes import MOST, describe_change, summarize
 from hvdgloo.runner.elastic.discovery import FixedHosts, HostState
 from hvdgloo.runner.elastic.settings import ElasticSettings
 from hvdgloo.runner.elastic.worker import HostUpdateResult
