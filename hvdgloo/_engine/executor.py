@@ -29,6 +29,7 @@ from hvdgloo._engine.messages import REDUCTIONS, SET_CHANGES, Request, Response
 from hvdgloo._engine.phases import Phases, adaptive_sum, exchange
 from hvdgloo._engine.planes import DEPTH, Group
 from hvdgloo._engine.submission import Submission
+from hvdgloo._platform.queues import take_within
 from hvdgloo.errors import BackendError, HorovodInternalError
 from hvdgloo.types import Buffer, Collective, DType, ReduceOp, TensorSpec
 
@@ -235,6 +236,8 @@ class Executor:
         queued, self._waiting_here = self._waiting_here, None
         if queued is None or self.backlog != 1 or not self._is_quick(*queued, LENT_BYTES):
             return
+        if self._under_way:  # the data thread looks at a GPU from time to time, and ``take_within`` wants it all
+            return
         try:
             item = self._queue.get_nowait()
         except queue.Empty:
@@ -356,7 +359,7 @@ class Executor:
             of_stream, of_host = self._first(in_order=True), self._first(in_order=False)
             try:
                 if of_stream is not None and of_host is None:
-                    item = self._queue.get(timeout=self._pause)
+                    item = take_within(self._queue, self._pause)
                 else:
                     item = self._queue.get(block=of_host is None)
             except queue.Empty:

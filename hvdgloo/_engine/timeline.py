@@ -27,6 +27,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hvdgloo._engine.messages import Request, Response
+from hvdgloo._platform.queues import take_within
 from hvdgloo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -205,7 +206,7 @@ class Timeline:
                 until = time.monotonic() + _GATHER_SECONDS
                 while batch[-1] is not None and len(batch) < _BATCH and (left := until - time.monotonic()) > 0:
                     try:
-                        batch.append(self._queue.get(timeout=left))
+                        batch.append(take_within(self._queue, left))
                     except queue.Empty:
                         break
                 events = [event for event in batch if event is not None]

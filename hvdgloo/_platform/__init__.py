@@ -1,1 +1,2 @@
-"""What the machine and Python provide: cores, huge pages, spelling corrections, errors carried through other code."""
+"""What the machine and Python provide: cores, huge pages, queues, spelling corrections, errors carried through other code.
+"""

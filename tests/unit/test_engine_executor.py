@@ -362,6 +362,22 @@ class TestQuick:
         assert [results(pair) for pair in batch] == [[[3, 6]], [[9]]]
         assert (b.executor.backlog, b.room) == (0, 1)
 
+    @pytest.mark.parametrize("under_way", [False, True], ids=["", "while a GPU is at work"])
+    def test_a_lent_thread_does_what_the_data_thread_has_not_begun(
+        self, bench: Callable[..., Bench], under_way: bool
+    ) -> None:
+        """But while that waits for either a GPU or the queue, nobody else takes from the queue."""
+        b = bench()
+        pair = allreduce("x", np.array([1], np.int32))
+        b.executor.execute([pair], may_wait=False)
+        if under_way:
+            b.executor._under_way.append(object())  # type: ignore[arg-type]
+        b.executor.execute_queued()
+        assert pair[1].handle.done() is not under_way
+        b.executor._under_way.clear()
+        b.executor.start()
+        assert [results(each) for each in [pair] if each[1].handle.wait(10)] == [[[3]]]
+
     @pytest.mark.parametrize("what", ["large", "fence", "two buckets", "busy"])
     def test_everything_else_does(self, bench: Callable[..., Bench], what: str) -> None:
         b = bench()
