@@ -1,2 +1,1 @@
-"""What the machine and Python provide: cores, huge pages, queues, spelling corrections, errors carried through other code.
-"""
+"""What the machine and Python provide: cores, huge pages, queues, spelling corrections, errors told by a text."""

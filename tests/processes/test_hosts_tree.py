@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from hvdgloo._backends.select import gloo_provider
+from hvdgloo._engine.control import VERDICT_SECONDS
 from tests.processes.test_launcherless_hosts import Server, worker
 from tests.support.hosts import Bed, HostProcess
 from tests.support.launching import wait_for
@@ -22,6 +23,10 @@ from tests.support.launching import wait_for
 pytestmark = pytest.mark.skipif(not gloo_provider("auto"), reason="hosts need Gloo, and that needs torch or pygloo")
 
 HOSTS = ("h1", "h2", "h2", "h3")
+SOON = VERDICT_SECONDS - 0.5
+"""Seconds until all know of a killed rank: mostly some milliseconds, more on a busy machine, and less than what those wait
+who see that a connection has ended and are not told why."""
+SILENCE = 3
 TREE = {"HVDGLOO_CONTROL_FANIN": "1", "HVDGLOO_CONTROL_TREE_RANKS": "2"}
 
 WORKER = """
@@ -118,16 +123,16 @@ def test_a_killed_rank_is_named_by_all_others_at_once(job: Job, victim: int, who
         ended, named, text = job.said(f"ended{rank}", 20)
         assert named == victim, f"{who}: {text}"
         assert f"rank {victim} (host {HOSTS[victim]}, pid " in text
-        assert ended - when < 1.0, f"{who} was missed after {ended - when:.2f} s"
+        assert ended - when < SOON, f"{who} was missed after {ended - when:.2f} s"
 
 
 def test_a_host_that_is_cut_off_is_named_by_all_others(make_bed: Callable[..., Bed], tmp_path: Path) -> None:
     bed = make_bed(["h1", "h2", "h3"])
-    with started(bed, tmp_path, HVDGLOO_OPERATION_TIMEOUT="2") as job:
+    with started(bed, tmp_path, HVDGLOO_OPERATION_TIMEOUT=str(SILENCE)) as job:
         bed["h2"].cut()
         when = time.time()
         for rank, expected in enumerate([1, 0, 0, 1]):
             ended, named, text = job.said(f"ended{rank}", 20)
             assert named == expected, text
-            assert "has not answered for 2 s (stopped, swapping, or cut off" in text
-            assert ended - when < 3.0
+            assert f"has not answered for {SILENCE} s (stopped, swapping, or cut off" in text
+            assert ended - when < 2 * SILENCE, "each level counts from the last answer, not from the level below"

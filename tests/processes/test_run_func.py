@@ -352,8 +352,8 @@ def test_ctrl_c_reaches_the_workers_and_raises_here(tmp_path: Path) -> None:
 
             def work():
                 rank = os.environ["RANK"]
-                open(f"ready{rank}", "w").write("1")
                 try:
+                    open(f"ready{rank}", "w").write("1")
                     time.sleep(60)
                 except KeyboardInterrupt:
                     time.sleep(0.3)
