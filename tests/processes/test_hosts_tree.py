@@ -24,8 +24,8 @@ pytestmark = pytest.mark.skipif(not gloo_provider("auto"), reason="hosts need Gl
 
 HOSTS = ("h1", "h2", "h2", "h3")
 SOON = VERDICT_SECONDS - 0.5
-"""Seconds until all know of a killed rank: mostly some milliseconds, more on a busy machine, and less than what those wait
-who see that a connection has ended and are not told why."""
+"""Seconds until all know of a killed rank: mostly some milliseconds, more on a busy machine, and less than what those
+wait who see that a connection has ended and are not told why."""
 SILENCE = 3
 TREE = {"HVDGLOO_CONTROL_FANIN": "1", "HVDGLOO_CONTROL_TREE_RANKS": "2"}
 
