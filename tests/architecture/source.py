@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from hvdgloo._platform.imports import collector_paused
+
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = {"hvdgloo": "hvdgloo", "rendezvous": "hvdgloo.rendezvous", "runner": "hvdgloo.runner"}
 """Folders that are installed, and the package that each one is."""
@@ -55,13 +57,15 @@ class Module:
 @cache
 def library() -> dict[str, Module]:
     """Every module that is installed, by name."""
-    return {module.name: module for folder, package in LIBRARY.items() for module in _modules(ROOT / folder, package)}
+    with collector_paused():
+        return {module.name: module for folder, package in LIBRARY.items() for module in _modules(ROOT / folder, package)}
 
 
 @cache
 def everything() -> tuple[Module, ...]:
     """Every Python file of the project, tests included."""
-    others = [module for folder in OTHERS for module in _modules(ROOT / folder, folder)]
+    with collector_paused():
+        others = [module for folder in OTHERS for module in _modules(ROOT / folder, folder)]
     return (*library().values(), *others)
 
 
