@@ -58,7 +58,9 @@ class Module:
 def library() -> dict[str, Module]:
     """Every module that is installed, by name."""
     with collector_paused():
-        return {module.name: module for folder, package in LIBRARY.items() for module in _modules(ROOT / folder, package)}
+        return {
+            module.name: module for folder, package in LIBRARY.items() for module in _modules(ROOT / folder, package)
+        }
 
 
 @cache

@@ -109,7 +109,9 @@ def epochs(**rules: Any) -> ElasticEpochs:
 def test_processes_stay_what_they_are_while_others_are_killed_and_come(tmp_path: Path) -> None:
     with Job(3, PROGRAM, tmp_path, elastic=epochs()) as job:
         first = in_epoch(job, [0, 1, 2], 3)
-        order = [worker for rank in range(3) for worker in range(3) if told(job, worker)[0]["pid"] == first[rank]["pid"]]
+        order = [
+            worker for rank in range(3) for worker in range(3) if told(job, worker)[0]["pid"] == first[rank]["pid"]
+        ]
         kill(job, order[0])
         second = in_epoch(job, order[1:], 2)
         assert [second[rank]["pid"] for rank in (0, 1)] == [first[rank]["pid"] for rank in (1, 2)]
