@@ -74,6 +74,17 @@ def check_key(key: str, what: str = "key", limit: int = MAX_KEY_BYTES) -> str:
     return key
 
 
+def epoch_scope(epoch: int) -> str:
+    """The end of the names of those scopes whose keys are of no use any more once the next epoch has been formed."""
+    return f"@{epoch}"
+
+
+def epoch_of(scope: str) -> int:
+    """The epoch in a scope's name; -1 if there is none."""
+    number = scope.rpartition("@")[2] if "@" in scope else ""
+    return int(number) if number.isascii() and number.isdigit() else -1
+
+
 class Latch:
     """Something that happens once, waited for by one thread and caused by another.
 
@@ -296,6 +307,12 @@ class MemoryStore:
             self._waiters.clear()
         for waiter in waiters:
             waiter.release()
+
+    def clear(self) -> None:
+        """Remove all keys."""
+        with self._lock:
+            self._account(dict.fromkeys(self._values), "")
+            self._values.clear()
 
     def size(self) -> tuple[int, int]:
         """How many keys there are, and how many bytes their values have."""

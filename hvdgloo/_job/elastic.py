@@ -43,7 +43,7 @@ from hvdgloo.errors import (
     RendezvousRefusedError,
     StallError,
 )
-from hvdgloo.rendezvous import Alone, ElasticClient, News, Placement
+from hvdgloo.rendezvous import Alone, ElasticClient, News, Placement, epoch_scope
 
 logger = logging.getLogger(__name__)
 
@@ -277,6 +277,7 @@ class Membership:
                 except (HorovodInternalError, RendezvousError) as error:
                     logger.info("epoch %d has not come about: %s", self._epoch, error)
                     why = _Why.of(error)
+                    self._release_port()
                     continue
             try:
                 self._take(context)
@@ -291,7 +292,7 @@ class Membership:
         rank, topology = placement.rank, placement.topology
         epoch, first = topology.epoch, topology.workers[0]
         config = replace(self.config, epoch=epoch)
-        world = World(rank, topology, f"{epoch}.0", 0, (first.address, first.port), scope=f"@{epoch}")
+        world = World(rank, topology, f"{epoch}.0", 0, (first.address, first.port), scope=epoch_scope(epoch))
         engine: Engine
         engine, decided = self._access.open(
             world,
@@ -335,6 +336,9 @@ class Membership:
     def _close_context(self, reason: str) -> None:
         if self.context is not None and not self.context.closed:
             self.context.close(reason)
+        self._release_port()
+
+    def _release_port(self) -> None:
         if self._hold is not None:
             self._hold.close()
             self._hold = None

@@ -88,6 +88,9 @@ class ElasticEpochs:
         self._closed = ""
         self._thread: threading.Thread | None = None
 
+        self.on_formed: Callable[[int], None] = lambda epoch: None
+        """Told the number of each epoch when its members are; set by the server before it starts."""
+
     def start(self) -> None:
         """Keep the time on a thread of its own, until ``close``."""
         self._thread = threading.Thread(target=self._keep_time, name="hvdgloo-rendezvous-elastic", daemon=True)
@@ -357,6 +360,7 @@ class ElasticEpochs:
     def _place(self, roster: Roster, workers: list[str]) -> None:
         """Answer these members of an epoch."""
         if self._topology[0] != roster.epoch:
+            self.on_formed(roster.epoch)
             self._topology = roster.epoch, wire.pack_topology(self._topology_of(roster))
         first = len(roster.fresh) == roster.size
         for worker in workers:

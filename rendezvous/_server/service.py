@@ -24,7 +24,7 @@ from hvdgloo.rendezvous._server.epochs import Epochs, StoppingError
 from hvdgloo.rendezvous._server.metrics import Metrics
 from hvdgloo.rendezvous._server.pauses import Steps, waited
 from hvdgloo.rendezvous._server.streams import SLOWEST_RATE
-from hvdgloo.rendezvous._store import Limits, MemoryStore, Quota
+from hvdgloo.rendezvous._store import Limits, MemoryStore, Quota, epoch_of
 from hvdgloo.version import __version__
 
 if TYPE_CHECKING:
@@ -116,6 +116,8 @@ class Service:
         self.requests_served = 0
         self.refused = Refused()
         self._started = time.monotonic()
+        if elastic is not None:
+            elastic.on_formed = self._forget_epochs
 
     def store(self, scope: str) -> MemoryStore:
         """The store of a scope; scopes are created when they are first used."""
@@ -126,6 +128,15 @@ class Service:
             if store is None:
                 store = self._stores[scope] = MemoryStore(self._quota)
             return store
+
+    def _forget_epochs(self, formed: int) -> None:
+        """Drop what the members of epochs before the last one have stored; see ``epoch_scope``."""
+        with self._lock:
+            old = [scope for scope in self._stores if 0 <= epoch_of(scope) < formed - 1]
+            stores = [self._stores.pop(scope) for scope in old]
+        for store in stores:
+            store.close("this epoch of the job is over")
+            store.clear()
 
     def take_counter(self, client: str, counter: int, *, hello: bool = False) -> None:
         """Note that a client has used a counter.

@@ -2,9 +2,28 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import threading
+import time
+from typing import Any
+
+import msgspec
+import numpy as np
 import pytest
 
+from hvdgloo._job.access import Access
+from hvdgloo._job.links import World
+from hvdgloo.errors import ConnectError, DismissedError, PeerLostError
+from hvdgloo.types import ReduceOp
 from tests.support.elastic_job import ElasticJob, Worker, everywhere
+from tests.support.rendezvous import Task, until
+
+
+def resident() -> int:
+    """Bytes of this process's memory that are in use."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
@@ -17,3 +36,120 @@ def test_survivors_of_a_lost_worker_go_on_in_the_same_process(victim: int, plane
         contexts = everywhere(workers, Worker.survive)
         assert [(context.rank, context.size, context.topology.epoch) for context in contexts] == [(0, 2, 1), (1, 2, 1)]
         assert everywhere(workers, Worker.total) == [2.0] * 2
+
+
+def test_newcomers_work_alone_until_they_are_let_in() -> None:
+    with ElasticJob(2) as job:
+        workers = job.start(2)
+        newcomer = job.worker()
+        context = newcomer.begin()
+        assert (context.rank, context.size, context.local_rank, context.cross_size) == (2, 3, 2, 1)
+        assert newcomer.job.placement is None
+        assert newcomer.total(7.0) == 7.0
+        assert newcomer.hvd.broadcast(np.array([5.0]), 0).tolist() == [5.0]
+        assert newcomer.hvd.broadcast_object({"own": 1}, 0) == {"own": 1}
+        assert newcomer.hvd.allgather_object("x") == ["x"]
+        assert newcomer.hvd.allgather(np.arange(2)).tolist() == [0, 1]
+        received, counts = newcomer.hvd.alltoall(np.arange(6), splits=[1, 2, 3])
+        assert (received.tolist(), counts.tolist()) == ([0, 1, 2, 3, 4, 5], [6])
+        assert newcomer.hvd.reducescatter(np.arange(3.0), op=ReduceOp.SUM).tolist() == [0, 1, 2]
+
+        entering = Task(newcomer.job.enter)
+        until(lambda: all(worker.job.update()[1] == 2 for worker in workers), "the news")
+        serials = {worker.job.update()[0] for worker in workers}
+        everywhere(workers, lambda worker: worker.again(3))
+        placement = entering.result()
+        newcomer.job.synced()
+        everyone = [*workers, newcomer]
+        assert [worker.context.rank for worker in everyone] == [0, 1, 2]
+        assert (placement.root, placement.everyone, placement.fresh) == (0, False, False)
+        assert everywhere(everyone, Worker.total) == [3.0] * 3
+        # What led to this epoch is no news in it.
+        assert all(worker.job.update()[1] == 0 for worker in everyone)
+        assert len(serials) == 1
+        assert context.closed
+
+
+def test_what_a_newcomer_does_alone_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    with ElasticJob(1) as job:
+        job.start(1)
+        newcomer = job.worker()
+        newcomer.begin()
+        assert not caplog.records
+        newcomer.total()
+        newcomer.total()
+    (said,) = [record for record in caplog.records if "act on it alone" in record.getMessage()]
+    assert said.getMessage().startswith("allreduce.noname.1: this worker has come while others are in training")
+
+
+def test_a_second_run_in_an_epoch_takes_its_state_from_rank_0() -> None:
+    with ElasticJob(2) as job:
+        workers = job.start(2)
+        everywhere(workers, lambda worker: worker.again(4))
+        first = [worker.job.placement for worker in workers]
+        assert all(placement is not None and placement.everyone and not placement.fresh for placement in first)
+        second = everywhere(workers, lambda worker: worker.job.enter())
+        assert all((each.root, each.everyone, each.fresh) == (0, False, True) for each in second)
+
+
+def test_who_cannot_connect_ends_the_waits_of_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The epoch is void, and connecting stops at once: nobody waits for the one that has given up."""
+    with ElasticJob(3, connect_timeout=60.0) as job:
+        workers = job.start(3)
+        epoch = workers[0].context.topology.epoch
+        opened = Access.open
+        refused: list[float] = []
+
+        def refuse(self: Access, world: World, *arguments: Any, **named: Any) -> Any:
+            if world.topology.epoch == epoch + 1 and world.rank == 2:
+                refused.append(time.monotonic())
+                raise ConnectError("refused here", rank=0)
+            return opened(self, world, *arguments, **named)
+
+        monkeypatch.setattr(Access, "open", refuse)
+        contexts = everywhere(workers, lambda worker: worker.again(1))
+        assert time.monotonic() - refused[0] < 5.0
+        assert [(context.rank, context.topology.epoch) for context in contexts] == [(0, 2), (1, 2), (2, 2)]
+        assert everywhere(workers, Worker.total) == [3.0] * 3
+
+
+def test_an_epoch_that_the_server_ends_is_over_for_members_who_cannot_notice() -> None:
+    with ElasticJob(2) as job:
+        workers = job.start(2)
+        context = workers[0].context
+        news = workers[0].job._news
+        workers[0].job._end_if_void(msgspec.structs.replace(news, voided=context.topology.epoch, reason="h2 was lost"))
+        until(lambda: context.engine.error, "the engine's end")
+        with pytest.raises(PeerLostError, match="the epoch is over: h2 was lost"):
+            workers[0].total()
+        everywhere(workers, Worker.survive)
+        assert everywhere(workers, Worker.total) == [2.0] * 2
+
+
+def test_the_last_members_of_a_job_that_is_over_are_told_so() -> None:
+    with ElasticJob(2) as job:
+        workers = job.start(2)
+        workers[0].job.finished()
+        workers[0].context.close()
+        with pytest.raises(DismissedError) as told:
+            workers[1].survive()
+        assert told.value.fate == "over"
+
+
+def test_200_epochs_leave_nothing_behind() -> None:
+    """Memory, descriptors and threads of workers and server stay as they are."""
+    with ElasticJob(2) as job:
+        workers = job.start(2)
+
+        def reform(times: int) -> tuple[int, int, int, int]:
+            for _ in range(times):
+                everywhere(workers, lambda worker: worker.again(1))
+                assert everywhere(workers, Worker.total) == [2.0] * 2
+            gc.collect()
+            store = job.server.status()["store"]["keys"]
+            return len(os.listdir("/proc/self/fd")), threading.active_count(), resident(), store
+
+        descriptors, threads, memory, keys = reform(20)
+        after = reform(180)
+        assert (after[0], after[1], after[3]) == (descriptors, threads, keys)
+        assert after[2] - memory < 4 << 20, f"{(after[2] - memory) >> 10} KiB more than 180 epochs before"

@@ -29,8 +29,7 @@ class Worker:
 
     def __init__(self, endpoint: str, sets: Sequence[Sequence[int]] = (), **settings: Any) -> None:
         config = Config(rendezvous=endpoint, secret=SECRET, elastic=True, **{"connect_timeout": 10.0, **settings})
-        self.installed: list[Context] = []
-        self.job = Membership(config, sets, lambda _, context: self.installed.append(context))
+        self.job = Membership(config, sets)
         self.hvd: Frontend[Array] = Frontend(NumpyAdapter(), lambda: self.context)
 
     @property
