@@ -158,7 +158,8 @@ def add(ctx: Context, process_set: ProcessSet | Iterable[int], number: int = 0) 
         added._number, added._context = 0, ctx
         return added
     known = {members: number for number, members in ctx.engine.process_sets.items()}
-    if ranks in known:
+    # The set of all ranks in this epoch may be one of some ranks in the next.
+    if ranks in known and not (number and ctx.config.elastic and known[ranks] == 0):
         raise InvalidArgumentError(f"process set {known[ranks]} has the same ranks {list(ranks)}; use that one")
     added._number = _negotiate(ctx, Collective.ADD_PROCESS_SET, ranks, number)
     added._context = ctx
@@ -190,7 +191,7 @@ def remove(ctx: Context, process_set: ProcessSet) -> bool:
         raise InvalidArgumentError(f"expected a ProcessSet, not {type(process_set).__name__}")
     if not process_set.process_set_id:
         return False
-    _negotiate(ctx, Collective.REMOVE_PROCESS_SET, tuple(process_set.ranks))
+    _negotiate(ctx, Collective.REMOVE_PROCESS_SET, tuple(process_set.ranks), process_set.process_set_id)
     process_set._context = process_set._number = None
     return True
 

@@ -55,7 +55,8 @@ class Request(codec.Message, frozen=True, dict=True):
         root: global rank of a broadcast's source, else -1.
         process_set: id of the set that takes part; 0 is all ranks.
         ranks: members of the process set to be added or removed.
-        number: the id that a process set which is added is to get; 0 for any.
+        number: the id that a process set which is added is to get, 0 for any, or of the one to be removed. One that is
+            to have a certain id may have all ranks.
     """
 
     name: str

@@ -482,13 +482,14 @@ class Negotiator:
     def _change_sets(self, response: Response) -> Response:
         if response.error:
             return response
-        ranks = response.request.ranks
-        number = next((n for n, members in self._members.items() if members == ranks), -1)
+        ranks, wanted = response.request.ranks, response.request.number
+        same = [n for n, members in self._members.items() if members == ranks]
+        number = wanted if wanted in same else same[0] if same else -1
         if response.request.collective is Collective.ADD_PROCESS_SET:
-            if number >= 0:
+            if same and (same != [0] or not wanted):
                 text = f"there is a process set of {format_ranks(ranks)} already; use that one"
                 return replace(response, error=text)
-            number = response.request.number
+            number = wanted
             if not number or number in self._members:
                 number = self._freed_sets.popleft() if self._freed_sets else self._next_set
             self._next_set = max(self._next_set, number + 1)

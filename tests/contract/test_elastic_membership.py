@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
+from hvdgloo._collectives import process_sets
+from hvdgloo._collectives.process_sets import ProcessSet
 from hvdgloo._job.access import Access
 from hvdgloo._job.links import World
 from hvdgloo.errors import ConnectError, DismissedError, PeerLostError
@@ -134,6 +138,66 @@ def test_the_last_members_of_a_job_that_is_over_are_told_so() -> None:
         with pytest.raises(DismissedError) as told:
             workers[1].survive()
         assert told.value.fate == "over"
+
+
+def test_process_sets_of_init_are_those_of_every_epoch(caplog: pytest.LogCaptureFixture) -> None:
+    """Horovod #4021. Their numbers stay, since what was traced or compiled has them inside."""
+    with ElasticJob(3, sets=[(1, 2), (0, 1)]) as job:
+        workers = job.start(3)
+        added = everywhere(workers, lambda worker: process_sets.add(worker.context, ProcessSet([0, 2])))
+        assert [each.process_set_id for each in workers[0].sets] == [1, 2]
+        assert added[0].process_set_id == 3
+        workers[2].die()
+        survivors = workers[:2]
+        everywhere(survivors, Worker.survive)
+        for worker, own in zip(survivors, added, strict=False):
+            late, early = worker.sets
+            assert (late.process_set_id, early.process_set_id, own.process_set_id) == (None, 2, None)
+            for gone in (late, own):
+                with pytest.raises(ValueError, match="is not registered"):
+                    worker.hvd.allreduce(np.ones(1), process_set=gone)
+        sums = everywhere(
+            survivors, lambda worker: worker.hvd.allreduce(np.ones(1), op=ReduceOp.SUM, process_set=worker.sets[1])
+        )
+        assert [each.tolist() for each in sums] == [[2.0]] * 2
+        said = "there are 2 ranks now, so these process sets of init() cannot be used: [1, 2]"
+        assert [record.getMessage() for record in caplog.records if "process sets" in record.getMessage()] == [said]
+
+        newcomer = job.worker()
+        alone = newcomer.begin()
+        assert [each.process_set_id for each in newcomer.sets] == [0, 0]
+        assert process_sets.add(alone, [0, 2]).included()
+        entering = Task(newcomer.job.enter)
+        until(lambda: all(worker.job.update()[1] for worker in survivors), "the news")
+        everywhere(survivors, lambda worker: worker.again(2))
+        entering.result()
+        assert [each.process_set_id for worker in (*survivors, newcomer) for each in worker.sets] == [1, 2] * 3
+        assert newcomer.sets[0].included()
+
+
+def test_a_timeline_goes_on_in_a_file_of_each_epoch(tmp_path: Path) -> None:
+    with ElasticJob(2) as job:
+        workers = job.start(2)
+        path = str(tmp_path / "trace-{rank}.json")
+        for worker in workers:
+            worker.context.start_timeline(path)
+        everywhere(workers, Worker.total)
+        workers[0].die()
+        workers[1].survive()
+        workers[1].total()
+        newcomer = job.worker()
+        newcomer.begin().start_timeline(path)
+        newcomer.total()
+        entering = Task(newcomer.job.enter)
+        until(lambda: workers[1].job.update()[1], "the news")
+        workers[1].again(2)
+        entering.result()
+        everywhere([workers[1], newcomer], Worker.total)
+        workers[1].context.stop_timeline()
+        everywhere([workers[1], newcomer], lambda worker: worker.again(3))
+    written = {path.name: json.loads(path.read_text()) for path in tmp_path.iterdir()}
+    assert set(written) == {f"trace-{name}.json" for name in ("0", "0.e1", "0.e2", "1", "1.e2", "1.e3")}
+    assert all(any(event.get("ph") == "X" for event in written[f"trace-{name}.json"]) for name in ("0.e1", "1.e2"))
 
 
 def test_200_epochs_leave_nothing_behind() -> None:

@@ -15,7 +15,7 @@ from tests.support.job import Job
 from tests.support.rendezvous import until
 
 PROGRAM = """
-    import json, os, sys, time
+    import json, logging, os, sys
     import numpy as np
     import hvdgloo.numpy as hvd
     from hvdgloo._job import process
@@ -32,6 +32,7 @@ PROGRAM = """
         place = process.membership().placement
         told = {"values": values, "epoch": place and place.topology.epoch, "pid": os.getpid(),
                 "master": (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"))}
+        logging.getLogger("hvdgloo").warning("in epoch %s", told["epoch"])
         print(json.dumps(told), flush=True)
 
     def wants_to_go_on():
@@ -125,3 +126,5 @@ def test_processes_stay_what_they_are_while_others_are_killed_and_come(tmp_path:
         assert alone[1] == {"alone": [1.0]}
         assert "until it is in elastic.run, collectives act on it alone" in job.output(3).stderr
         stop(job, [*order[1:], 3], tmp_path)
+        said = [line.partition("] ")[2] for line in job.output(order[1]).stderr.splitlines() if "in epoch" in line]
+        assert list(dict.fromkeys(said)) == ["[1]: in epoch 0", "[0]: in epoch 1", "[0]: in epoch 2"]

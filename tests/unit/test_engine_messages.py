@@ -142,7 +142,7 @@ def plain(value: Any) -> bytes:
     return msgspec.msgpack.encode(value)
 
 
-REQUEST = ["x", "allreduce", [["float32", [2], "cpu"]], 1, 1.0, 1.0, -1, 0, []]
+REQUEST = ["x", "allreduce", [["float32", [2], "cpu"]], 1, 1.0, 1.0, -1, 0, [], 0]
 """A request as it travels, whole."""
 
 RESPONSE = [REQUEST, [[2]], "", 3, -1]
@@ -200,6 +200,7 @@ FOREIGN = {
     "factor is text": request(4, "1"),
     "root is text": request(6, "0"),
     "negative member": request(8, [-1]),
+    "negative number": request(9, -1),
     "request is short": submit(requests=[REQUEST[:1]]),
     "request is long": submit(requests=[[*REQUEST, 1]]),
     "item is text": execute(items=["1"]),
