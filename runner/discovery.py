@@ -25,7 +25,9 @@ from hvdgloo.runner.supervise.supervisor import Supervisor
 
 LOOPBACK = Address("", "127.0.0.1", 8)
 
-_SETTLE_SECONDS = 0.3  # to wait, once there is a choice, for answers that might lead to a better one
+SETTLE_SECONDS = 0.3
+"""Seconds to wait, once there is a choice, for answers that might lead to a better one."""
+
 _LOOK_AGAIN = 0.05
 _LEAST, _MOST = 0.5, 3.0
 
@@ -218,7 +220,7 @@ class _Discovery:
             now = time.monotonic()
             if chosen_at is None and addressing.choose(reports) is not None:
                 chosen_at = now
-            if chosen_at is not None and (now - chosen_at > _SETTLE_SECONDS or addressing.settled(reports)):
+            if chosen_at is not None and (now - chosen_at > SETTLE_SECONDS or addressing.settled(reports)):
                 return
 
     def _converse(self, done: Callable[[], bool], deadline: float) -> None:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from types import FrameType
-from typing import Protocol, TextIO
+from typing import TYPE_CHECKING, Protocol, TextIO
 
 from hvdgloo._net.descriptors import reserve_descriptors
 from hvdgloo._net.tls import Tls
@@ -38,6 +38,9 @@ from hvdgloo.runner.supervise.startup import check_machines
 from hvdgloo.runner.supervise.supervisor import Supervisor, host_states
 from hvdgloo.runner.transport.base import Spawner
 from hvdgloo.runner.transport.select import choose_spawner
+
+if TYPE_CHECKING:
+    from hvdgloo.runner.elastic.driver import ElasticOutcome
 
 COMMAND_LINE_SIGNALS = (
     signal.SIGINT,
@@ -83,11 +86,13 @@ class Report:
 
     Attributes:
         outcome: how it ended.
-        slots: where its workers were.
+        slots: where its workers were; those of an elastic job that were together last.
         last_lines: the end of the output of the first worker that failed.
         in_sight: it has just been shown, so that the command line need not repeat it.
         advice: what to do about them, in one line; empty if that is not known.
         restarts: those that came before, in order.
+        numbers: of the workers in ``slots``, by rank.
+        elastic: how it ended as an elastic job, if it was one and was not interrupted.
     """
 
     outcome: JobOutcome
@@ -96,6 +101,8 @@ class Report:
     advice: str = ""
     in_sight: bool = False
     restarts: tuple[Restart, ...] = ()
+    numbers: tuple[int, ...] = ()
+    elastic: ElasticOutcome | None = None
 
     def summary(self, *, whole: bool = True) -> str:
         """How the job ended, in words; empty after success at the first attempt.
@@ -112,6 +119,8 @@ class Report:
         """What failed first, in words, with what the worker said last."""
         assert self.outcome.first is not None
         text = describe_failure(self.outcome.first)
+        if self.elastic is not None and self.elastic.ended.text != self.outcome.first.reason:
+            text += f"; {self.elastic.ended.text}"
         if self.last_lines and (whole or not self.in_sight):
             text += "\nIts last lines were:\n" + "\n".join(f"  {line}" for line in self.last_lines)
         return f"{text}\n{self.advice}" if self.advice else text
@@ -163,6 +172,21 @@ def launch(
         MissingDependencyError: certificates are to be made, and the package for that is not installed here.
         JobFailedError: a signal came before any worker was started.
     """
+    if spec.elastic is not None:
+        # What jobs of a fixed size do not need is not imported for them.
+        from hvdgloo.runner.elastic_launch import launch_elastic
+
+        return launch_elastic(
+            spec,
+            spec.elastic,
+            stdout=stdout,
+            stderr=stderr,
+            quiet=quiet,
+            signals=signals,
+            results=results,
+            spawner=spawner,
+            fork=fork,
+        )
     attempt = partial(_attempt, stdout=stdout, stderr=stderr, quiet=quiet, results=results, spawner=spawner, fork=fork)
     restarts: list[Restart] = []
     failed = ""
@@ -217,10 +241,10 @@ def _attempt(
     job_id = secrets.token_hex(16)
     if spec.output_directory is not None:
         make_directory(spec.output_directory)
-    _check_traces(spec, spawner, hosts)
+    check_traces(spec, spawner, hosts)
     if spec.network.tls is not None:
         Tls(*spec.network.tls).check_listener()  # the rendezvous server is opened only when all agents are there
-    with _console(spec, stdout, stderr, quiet) as console:
+    with open_console(spec, stdout, stderr, quiet) as console:
         if number:
             for line in (
                 *failed.split("\n"),
@@ -229,7 +253,7 @@ def _attempt(
                 console.notice(line)
         states = host_states(hosts, spec)
         display = StartDisplay(states, console, environ=spec.environ, verbose=spec.verbose)
-        observer = _Observer(console, display, results)
+        observer = Observer(console, display, results)
         supervisor = Supervisor(spec, spawner, states, job_id, observer)
         console.on_broken = partial(supervisor.interrupt, signal.SIGPIPE)
         with interrupts.passed_to(supervisor.interrupt), supervisor:
@@ -239,14 +263,14 @@ def _attempt(
                     check_machines(hosts, hellos, spec.reach)
                 slots = place(hosts, hellos, spec)
                 hosts, hellos = supervisor.keep(_hosts_in_use(slots))
-                _expect(console, spec, len(slots), again=number > 0)
+                expect(console, spec, len(slots), again=number > 0)
                 _say_crowded(console, hosts, hellos)
                 network = discover(supervisor, spec, hellos)
             _say_server(console, spec, hosts, network.placement)
             with open_rendezvous(supervisor, spec, hosts, network.placement) as rendezvous:
                 addresses = network.placement.addresses
                 env = [_host_environment(spec, spawner, *each) for each in zip(hosts, hellos, addresses, strict=True)]
-                commands = [_command(spec, spawner, host) for host in hosts]
+                commands = [command_on(spec, spawner, host) for host in hosts]
                 workers = _spawns(
                     spec, slots, commands, job_id, rendezvous.endpoint, addresses, network.master_port, number
                 )
@@ -274,13 +298,14 @@ def _report(
     outcome.first = blame(outcome, {slot.rank: slot.hostname for slot in slots}, console.cause)
     first = outcome.first
     if first is None:
-        return Report(outcome, slots)
+        return Report(outcome, slots, numbers=tuple(range(len(slots))))
     if first.rank is None:
-        return Report(outcome, slots, advice=advise_on_signal(first.reason))
+        return Report(outcome, slots, advice=advise_on_signal(first.reason), numbers=tuple(range(len(slots))))
     lines = console.tail(first.rank)
     host = hosts[slots[first.rank].host]
-    advice = advise_on_signal(first.reason) or _advice(spec, spawner, host, console.cause(first.rank))
-    return Report(outcome, slots, lines, advice, in_sight=console.in_sight(first.rank))
+    advice = advise_on_signal(first.reason) or advice_for(spec, spawner, host, console.cause(first.rank))
+    in_sight = console.in_sight(first.rank)
+    return Report(outcome, slots, lines, advice, in_sight=in_sight, numbers=tuple(range(len(slots))))
 
 
 def history(restarts: Sequence[Restart]) -> str:
@@ -295,7 +320,7 @@ def describe_failure(failure: Failure) -> str:
     return failure.reason if failure.rank is None else f"rank {failure.rank} on host {failure.host} {failure.reason}"
 
 
-class _Observer:
+class Observer:
     """Passes output to the console, steps to the start-up view, and results to their receiver.
 
     Attributes:
@@ -328,7 +353,18 @@ class _Observer:
 
 
 @contextmanager
-def _console(spec: LaunchSpec, stdout: TextIO, stderr: TextIO, quiet: bool) -> Iterator[Console]:
+def open_console(
+    spec: LaunchSpec,
+    stdout: TextIO,
+    stderr: TextIO,
+    quiet: bool,
+    rank_of: Callable[[int], int] = lambda number: number,
+) -> Iterator[Console]:
+    """The console of a job, for as long as that lasts.
+
+    Args:
+        rank_of: a worker's number to its rank.
+    """
     console = Console(
         stdout=stdout,
         stderr=stderr,
@@ -338,6 +374,7 @@ def _console(spec: LaunchSpec, stdout: TextIO, stderr: TextIO, quiet: bool) -> I
         prefix=spec.prefix,
         quiet=quiet,
         backlog=spec.backlog,
+        rank_of=rank_of,
     )
     try:
         yield console
@@ -415,7 +452,8 @@ class _Interrupts:
             self._to = None
 
 
-def _expect(console: Console, spec: LaunchSpec, np: int, *, again: bool) -> None:
+def expect(console: Console, spec: LaunchSpec, np: int, *, again: bool = False) -> None:
+    """Prepare for the output of ``np`` workers; ``again`` if they have been started before."""
     if spec.output_directory is not None:
         reserve_descriptors(2 * np, "this launcher", f"the output files of {np} workers")
     console.expect(np, spec.output_directory, again=again)
@@ -433,12 +471,12 @@ def required_on(spec: LaunchSpec, spawner: Spawner, host: HostEntry) -> Require:
     """What must be on a host before workers start."""
     if spawner.is_local(host):
         return Require(spec.cwd)  # the rest has been checked here
-    files, programs = needs(_command(spec, spawner, host), spec.reach.python)
-    environ = _base_environment(spec, spawner, host)
+    files, programs = needs(command_on(spec, spawner, host), spec.reach.python)
+    environ = base_environment(spec, spawner, host)
     return Require(spec.cwd, files, programs, environ.get("PATH", ""), _traces(spec, host))
 
 
-def _check_traces(spec: LaunchSpec, spawner: Spawner, hosts: Sequence[HostEntry]) -> None:
+def check_traces(spec: LaunchSpec, spawner: Spawner, hosts: Sequence[HostEntry]) -> None:
     """Refuse a trace that cannot be written on this host; others check theirs before workers start."""
     for host in hosts:
         if spawner.is_local(host):
@@ -451,22 +489,24 @@ def _traces(spec: LaunchSpec, host: HostEntry) -> Sequence[str]:
     name = spec.timeline
     if not name or name.upper() == "DYNAMIC":
         return ()
-    return (name,) if "{rank}" in name or host.name == spec.hosts[0].name else ()
+    return (name,) if "{rank}" in name or (spec.hosts and host.name == spec.hosts[0].name) else ()
 
 
-def _command(spec: LaunchSpec, spawner: Spawner, host: HostEntry) -> tuple[str, ...]:
+def command_on(spec: LaunchSpec, spawner: Spawner, host: HostEntry) -> tuple[str, ...]:
+    """What workers on a host execute."""
     return spec.command if spec.remote_command is None or spawner.is_local(host) else spec.remote_command
 
 
-def _advice(spec: LaunchSpec, spawner: Spawner, host: HostEntry, cause: str) -> str:
+def advice_for(spec: LaunchSpec, spawner: Spawner, host: HostEntry, cause: str) -> str:
+    """What to do about a worker that failed on a host, in a line; empty if that is not known."""
     if spec.function is not None:
         return ""  # its program and its interpreter are the caller's
     here = spawner.is_local(host)
     python, option = (sys.executable, "") if here else (spec.reach.python, "--remote-python")
-    return advise(cause, _command(spec, spawner, host), python, option=option)
+    return advise(cause, command_on(spec, spawner, host), python, option=option)
 
 
-def _base_environment(spec: LaunchSpec, spawner: Spawner, host: HostEntry) -> Mapping[str, str]:
+def base_environment(spec: LaunchSpec, spawner: Spawner, host: HostEntry) -> Mapping[str, str]:
     """Those of the user's variables that are sent to a host."""
     if spawner.is_local(host):
         return spec.environ
@@ -476,7 +516,7 @@ def _base_environment(spec: LaunchSpec, spawner: Spawner, host: HostEntry) -> Ma
 def _host_environment(
     spec: LaunchSpec, spawner: Spawner, host: HostEntry, hello: Hello, address: Address
 ) -> dict[str, str]:
-    environ = _base_environment(spec, spawner, host)
+    environ = base_environment(spec, spawner, host)
     threads = thread_defaults(hello.cores, host.slots or 1, environ, machine_cores=hello.machine_cores)
     rules = spec.nics.rules(host.name)
     return {**interface_variables(address, chosen=bool(rules.items)), **environ, **threads}

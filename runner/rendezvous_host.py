@@ -76,7 +76,7 @@ def open_rendezvous(
             start_timeout=spec.start_timeout,
             tls=None if spec.network.tls is None else Tls(*spec.network.tls),
         )
-        rendezvous = _InLauncher(server.listen(), supervisor, head_start)
+        rendezvous = InLauncher(server.listen(), supervisor, head_start)
         try:
             yield rendezvous
         finally:
@@ -85,14 +85,18 @@ def open_rendezvous(
         yield _Beside(supervisor, spec, places, placement.rendezvous)
 
 
-class _InLauncher:
+class InLauncher:
     """Serves on threads of this process.
 
     The web server is imported on one of them, when workers may soon need it: on a busy machine that takes seconds,
     during which the supervisor has to show its agents that it is alive.
+
+    Args:
+        server: which listens already.
+        head_start: in seconds; see ``HEAD_START``.
     """
 
-    def __init__(self, server: RendezvousServer, supervisor: Supervisor, head_start: float) -> None:
+    def __init__(self, server: RendezvousServer, supervisor: Supervisor, head_start: float = HEAD_START) -> None:
         self._server = server
         self._head_start = head_start
         self._supervisor = supervisor

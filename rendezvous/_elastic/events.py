@@ -304,7 +304,9 @@ class Announce(Action):
 
 @dataclass(frozen=True)
 class Voided(Action):
-    """Tell the members of an epoch that it will not come about, so that they stop waiting for each other."""
+    """Tell the members of an epoch that it is over, or will not come about, so that they stop waiting for each other:
+    one of them can no longer be reached, or they do not connect.
+    """
 
     epoch: int
     reason: str

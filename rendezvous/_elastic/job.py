@@ -395,6 +395,9 @@ class ElasticJob:
         for worker in blamed:
             self._blame(worker, event.status, f"was lost: {event.reason}")
         self._count(event.host, event.reason)
+        if self.phase is P.RUNNING and any(self._crew.is_member(worker) for worker in lost):
+            # A host that was cut off closes no connection: without this its peers would wait for it in vain.
+            self._out.append(Voided(self.roster.epoch, f"host {event.host} was lost: {event.reason}"))
 
     def _leaving(self, event: Leaving) -> None:
         self._crew.hosts.leaves(event.host)

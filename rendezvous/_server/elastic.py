@@ -52,8 +52,8 @@ class ElasticEpochs:
 
     Args:
         rules: what the user has asked for.
-        act: told each action that is not an answer or news, in order. It must only take note of it: it is called under
-            the lock, and may not call back.
+        act: told each action that is not an answer or news, and each epoch that was formed, in order. It must only take
+            note of it: it is called under the lock, and may not call back.
         hold: seconds in which no epoch is formed, if workers may be in training of which a server before this one knew.
         clock: monotonic seconds.
 
@@ -323,6 +323,8 @@ class ElasticEpochs:
         for action in self._job.feed(event, self._clock()):
             match action:
                 case Formed(roster, again):
+                    if not again:
+                        self._act(action)  # first: so a launcher knows whose rank is which before the workers do
                     self._place(roster, [again] if again else list(roster.ranks))
                 case Welcome(worker, plan):
                     self._answer(worker, _alone(worker, plan))

@@ -135,6 +135,8 @@ class HostDiscovery:
         self._send(Surveyed([astuple(a) for a in addresses], listening, failures, self.port, failure))
 
     def _on_probe(self, probe: Probe) -> None:
+        if self._prober is not None:
+            self._prober.close()
         targets = [ProbeTarget(*target) for target in probe.targets]
         self._prober = Prober(self._selector, self._key, targets, probe.timeout, self._on_answer)
 

@@ -14,7 +14,7 @@ import stat
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -46,6 +46,9 @@ class Window:
 class Console:
     """Where output goes.
 
+    Workers are known by their numbers. Their lines begin with the ranks that they have at that moment, and so do the
+    names of their files; in a job of fixed size rank and number are the same.
+
     Args:
         stdout, stderr: receive the workers' lines; the launcher's own notices go to ``stderr``.
         timestamps: precede every line with the time.
@@ -54,6 +57,7 @@ class Console:
         prefix: begin every line with its rank and stream.
         quiet: no notices.
         backlog: bytes of unwritten output beyond which workers are to be given no more credit; None for no limit.
+        rank_of: a worker's number to its rank.
 
     Attributes:
         on_broken: called, from another thread, when ``stdout`` or ``stderr`` has lost its reader.
@@ -70,7 +74,9 @@ class Console:
         prefix: bool = True,
         quiet: bool = False,
         backlog: int | None = None,
+        rank_of: Callable[[int], int] = lambda number: number,
     ) -> None:
+        self._rank_of = rank_of
         self._backlog = backlog
         self._timestamps = timestamps
         self._interactive = interactive
@@ -89,6 +95,8 @@ class Console:
         self._terminal = _descriptor(stderr)
         self._files: Writer | None = None
         self._file_list: list[FileTarget] = []
+        self._directory: str | None = None
+        self._size = 0
         self._file_index: dict[tuple[int, int], int] = {}
         # Where both lead to one place, one thread writes them and lines keep their order; otherwise neither waits for
         # the other: `hvdgloo-run ... | less` still shows errors.
@@ -112,16 +120,17 @@ class Console:
         Raises:
             LaunchError: the directory cannot be written to.
         """
-        files = _open_files(directory, size, again=again)
+        files = _open_files(directory, range(size), size, again=again)
+        self._directory, self._size = directory, size
         self._files = Writer("hvdgloo-files", list(files.values()), self._file_failed) if files else None
         self._file_list = list(files.values())
         self._file_index = {source: index for index, source in enumerate(files)}
 
-    def output(self, rank: int, stream: int, data: bytes) -> None:
+    def output(self, number: int, stream: int, data: bytes) -> None:
         """Take in bytes that a worker wrote."""
-        source = (rank, stream)
+        source = (number, stream)
         if self._files is not None:
-            self._files.put(self._file_index[source], data)
+            self._files.put(self._file(self._files, self._rank_of(number), stream), data)
         lines = self._lines.setdefault(source, Lines())
         self._take(source, lines.feed(data))
         self._unfinished.pop(source, None)
@@ -185,9 +194,9 @@ class Console:
         """Whether so much is waiting to be written that workers should wait too."""
         return self._backlog is not None and sum(writer.backlog for writer in self._all_writers()) > self._backlog
 
-    def tail(self, rank: int) -> tuple[str, ...]:
+    def tail(self, number: int) -> tuple[str, ...]:
         """The last lines of a worker, of both streams in the order of their arrival."""
-        return self._last[rank].lines
+        return self._last[number].lines
 
     def cause(self, rank: int) -> str:
         """The line of a worker that most likely says why it failed; empty if it printed nothing."""
@@ -232,11 +241,23 @@ class Console:
 
     # Inside.
 
+    def _file(self, files: Writer, rank: int, stream: int) -> int:
+        """The file of a rank. Those of ranks that nobody has expected are made when they are needed."""
+        if (rank, stream) not in self._file_index:
+            try:
+                made: Mapping[tuple[int, int], Target] = _open_files(self._directory, [rank], self._size)
+            except LaunchError as error:
+                self.always(f"{error}; what rank {rank} prints is not written to a file")
+                made = dict.fromkeys(((rank, STDOUT), (rank, STDERR)), _Nowhere())
+            self._file_list += [file for file in made.values() if isinstance(file, FileTarget)]
+            self._file_index.update({source: files.add(file) for source, file in made.items()})
+        return self._file_index[rank, stream]
+
     def _all_writers(self) -> set[Writer]:
         return {*self._writers.values(), *([self._files] if self._files is not None else [])}
 
-    def _shows(self, rank: int) -> bool:
-        return self._shown is None or rank in self._shown
+    def _shows(self, number: int) -> bool:
+        return self._shown is None or self._rank_of(number) in self._shown
 
     def _take(self, source: tuple[int, int], lines: Sequence[bytes]) -> None:
         """Complete lines of a worker: to be shown, and to be remembered."""
@@ -262,7 +283,7 @@ class Console:
     def _prefix(self, source: tuple[int, int]) -> bytes:
         when = time.asctime() if self._timestamps else ""
         if self._prefixed:
-            return f"{when}[{source[0]}]<{_STREAM_NAMES[source[1]]}>:".encode()
+            return f"{when}[{self._rank_of(source[0])}]<{_STREAM_NAMES[source[1]]}>:".encode()
         return f"{when} ".encode() if when else b""
 
     def _draw(self, stream: int, data: bytes) -> None:
@@ -292,6 +313,13 @@ class Console:
         text = f"hvdgloo-run: rank {rank}'s {_STREAM_NAMES[stream]} is no longer written to its file: {error}\n"
         # Straight to the writer: this is the other writer's thread, and the screen belongs to the supervisor's.
         self._put(STDERR, text.encode("utf-8", "replace"))
+
+
+class _Nowhere:
+    """Takes what cannot be written."""
+
+    def write(self, data: bytes) -> None:
+        """Drop it."""
 
 
 def rank_folder(directory: str, rank: int, size: int) -> str:
@@ -335,12 +363,14 @@ def _make_private(folder: str) -> None:
             raise
 
 
-def _open_files(directory: str | None, size: int, *, again: bool) -> dict[tuple[int, int], FileTarget]:
+def _open_files(
+    directory: str | None, ranks: Iterable[int], size: int, *, again: bool = False
+) -> dict[tuple[int, int], FileTarget]:
     files: dict[tuple[int, int], FileTarget] = {}
     if directory is None:
         return files
     try:
-        for rank in range(size):
+        for rank in ranks:
             folder = rank_folder(directory, rank, size)
             _make_private(folder)
             for stream, name in _STREAM_NAMES.items():

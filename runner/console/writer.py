@@ -109,6 +109,12 @@ class Writer:
         # Started with the first bytes: until then the launcher has only one thread, and can be forked.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
+    def add(self, target: Target) -> int:
+        """Another target; returns its number, for ``put``."""
+        with self._changed:
+            self._targets.append(target)
+            return len(self._targets) - 1
+
     @property
     def backlog(self) -> int:
         """Bytes that have not been written yet."""

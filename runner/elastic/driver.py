@@ -10,7 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -19,6 +19,7 @@ from hvdgloo.rendezvous._elastic.events import (
     Action,
     Changed,
     Ended,
+    Formed,
     Gone,
     HostLost,
     HostsListed,
@@ -29,8 +30,9 @@ from hvdgloo.rendezvous._elastic.events import (
     Stop,
     Tell,
 )
+from hvdgloo.rendezvous._elastic.roster import Roster
 from hvdgloo.rendezvous._server.elastic import ElasticEpochs
-from hvdgloo.runner.elastic.discovery import HostManager, Listing
+from hvdgloo.runner.elastic.discovery import HostManager
 from hvdgloo.runner.job.spec import Discovery
 
 HANG_TIME = 30.0
@@ -45,6 +47,10 @@ class WorkerStarter(Protocol):
 
     How a start turned out, and each end, is told to the driver: ``exited``, ``host_lost``.
     """
+
+    def listed(self, hosts: Sequence[tuple[str, int | None]]) -> None:
+        """These hosts are listed now, and no others. The driver waits for ``slots_found`` about one without slots."""
+        ...
 
     def start(self, spawn: Spawn) -> None:
         """Start a worker on ``spawn.host``; ``spawn.plan`` has the place that it will probably get.
@@ -65,11 +71,11 @@ class ElasticOutcome:
 
     Attributes:
         ended: the end itself.
-        changes: each epoch that came to training, in order.
+        changes: each epoch that came to training, in order, with the seconds since the driver's start.
     """
 
     ended: Ended
-    changes: list[Changed] = field(default_factory=list)
+    changes: list[tuple[float, Changed]] = field(default_factory=list)
 
 
 class ElasticDriver:
@@ -82,6 +88,7 @@ class ElasticDriver:
         discovery: what lists hosts.
         starter: what starts and ends workers.
         tell: receives lines for the user; called on any thread.
+        placed: receives each roster as soon as its members are told their ranks; called on the thread of ``run``.
         interval: seconds between two questions to the discovery.
         hang_time: seconds after which the user is told that it does not answer.
 
@@ -96,14 +103,22 @@ class ElasticDriver:
         starter: WorkerStarter,
         *,
         tell: Callable[[str], None],
+        placed: Callable[[Roster], None] = lambda roster: None,
         interval: float = 1.0,
         hang_time: float = HANG_TIME,
     ) -> None:
-        self._actions: queue.SimpleQueue[Action] = queue.SimpleQueue()
+        self._actions: queue.SimpleQueue[Action | None] = queue.SimpleQueue()
         self.epochs = ElasticEpochs(rules, act=self._actions.put)
         self._manager = HostManager(discovery)
         self._starter = starter
         self._tell = tell
+        self._placed = placed
+        self._began = time.monotonic()
+        self._running: set[str] = set()
+        self._lock = threading.Lock()  # what was listed last, and what was found out about it
+        self._listing: Sequence[tuple[str, int | None]] = ()
+        self._found: dict[str, int] = {}
+        self._began_with_hosts = False
         self._interval = interval
         self._hang_time = hang_time
         self._asked_at: float | None = None
@@ -112,7 +127,7 @@ class ElasticDriver:
         self._watch = threading.Thread(target=self._discover, name="hvdgloo-discovery", daemon=True)
 
     def __enter__(self) -> ElasticDriver:
-        self.epochs.feed(_listed(self._manager.update_available_hosts()))
+        self._list(self._manager.update_available_hosts().hosts)
         self._watch.start()
         return self
 
@@ -120,33 +135,47 @@ class ElasticDriver:
         self._over.set()
         self._watch.join(_JOIN_TIME)
 
-    def run(self) -> ElasticOutcome:
-        """Do what the job decides, until it has ended; its workers are then told to end."""
-        running: set[str] = set()
-        changes: list[Changed] = []
+    def run(self) -> ElasticOutcome | None:
+        """Do what the job decides, until it has ended; its workers are then told to end. None after ``abandon``."""
+        changes: list[tuple[float, Changed]] = []
         while True:
             match self._next_action():
                 case Spawn() as spawn:
-                    running.add(spawn.worker)
+                    self._running.add(spawn.worker)
                     self._start(spawn)
                 case Stop(worker, reason):
                     self._starter.stop(worker, reason)
                 case Tell(text):
                     self._tell(text)
+                case Formed(roster):
+                    self._placed(roster)
                 case Changed() as change:
-                    changes.append(change)
+                    changes.append((time.monotonic() - self._began, change))
                 case Ended() as ended:
-                    for worker in running:
+                    for worker in list(self._running):
                         self._starter.stop(worker, "the job is over")
                     return ElasticOutcome(ended, changes)
+                case None:
+                    return None
+
+    def abandon(self) -> None:
+        """Have ``run`` return: the job is stopped by somebody else."""
+        self._actions.put(None)
 
     def exited(self, worker: str, status: int, reason: str) -> None:
         """A worker's process has ended. ``status`` is its exit status, or minus the signal."""
+        self._running.discard(worker)
         self.epochs.feed(Gone(worker, status, reason))
 
     def host_lost(self, host: str, reason: str, status: int = 1) -> None:
         """A host cannot be reached any more, or could not be used from the start: it has no workers now."""
+        with self._lock:
+            unknown = (host, None) in self._listing and host not in self._found
+        if unknown:
+            self.slots_found(host, 0)  # so that the job knows it, and does not start anything there now
         self.epochs.feed(HostLost(host, reason, status))
+        if unknown:
+            self.slots_found(host, 1)  # when its time comes, it is tried again
 
     def host_leaves(self, host: str) -> None:
         """A host will not be there much longer."""
@@ -156,7 +185,28 @@ class ElasticDriver:
         """What stands behind a host's name."""
         self.epochs.feed(Identified(host, identity))
 
-    def _next_action(self) -> Action:
+    def slots_found(self, host: str, slots: int) -> None:
+        """A host that is listed without slots has this many."""
+        with self._lock:
+            if self._found.get(host) != slots:
+                self._found[host] = slots
+                self._feed_hosts()
+
+    def _list(self, hosts: Sequence[tuple[str, int | None]]) -> None:
+        self._starter.listed(hosts)
+        with self._lock:
+            self._listing = hosts
+            self._feed_hosts()
+
+    def _feed_hosts(self) -> None:
+        hosts = [(name, self._found.get(name) if slots is None else slots) for name, slots in self._listing]
+        known = tuple((name, slots) for name, slots in hosts if slots is not None)
+        # At first it is waited for all: the job starts on all the slots that there are, or says that they are too few.
+        self._began_with_hosts = self._began_with_hosts or len(known) == len(hosts)
+        if self._began_with_hosts:
+            self.epochs.feed(HostsListed(known))
+
+    def _next_action(self) -> Action | None:
         while True:
             try:
                 return self._actions.get(timeout=self._hang_time)
@@ -186,8 +236,4 @@ class ElasticDriver:
             if listing.notice:
                 self._tell(listing.notice)
             if listing.changed:
-                self.epochs.feed(_listed(listing))
-
-
-def _listed(listing: Listing) -> HostsListed:
-    return HostsListed(tuple((name, slots or 1) for name, slots in listing.hosts))
+                self._list(listing.hosts)

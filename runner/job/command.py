@@ -125,7 +125,7 @@ def worker_environment(
     rendezvous: tuple[str, int],
     secret: bytes,
     address: str,
-    master: tuple[str, int],
+    master: tuple[str, int] | None,
     restart: int = 0,
 ) -> dict[str, str]:
     """What one worker finds in its environment in addition to the user's own.
@@ -136,7 +136,8 @@ def worker_environment(
     Args:
         rendezvous: address and port of the server.
         address: where this worker is reached.
-        master: an address of rank 0's host and a free port there, for the user's own torch.distributed.
+        master: an address of rank 0's host and a free port there, for the user's own torch.distributed; None if that is
+            not known yet.
         restart: how often all workers have been started again.
     """
     places = {
@@ -164,8 +165,7 @@ def worker_environment(
         "WORLD_SIZE": str(slot.size),
         "LOCAL_RANK": str(slot.local_rank),
         "LOCAL_WORLD_SIZE": str(slot.local_size),
-        "MASTER_ADDR": master[0],
-        "MASTER_PORT": str(master[1]),
+        **({} if master is None else {"MASTER_ADDR": master[0], "MASTER_PORT": str(master[1])}),
         "PYTHONUNBUFFERED": "1",
     }
 

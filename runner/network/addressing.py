@@ -35,6 +35,7 @@ NEIGHBOURS = 4
 
 _VERSIONS = (4, 6)
 _NAMED_PAIRS = 6
+_NAMED_IN_A_LINE = 3
 
 Answers = Mapping[tuple[int, int, str], Answer]
 """Who tried whom at which address, to the result. Hosts are numbers, or LAUNCHER."""
@@ -247,9 +248,23 @@ def _failing_pairs(reports: Reports, targets: set[int]) -> list[tuple[int, int]]
     )
 
 
+def describe_unreached(reports: Reports) -> str:
+    """Why there is no choice, in one line: who does not reach whom, with the result for each address."""
+    lacking = {host for host in range(len(reports.names)) if not any(_usable(reports, v)[host] for v in _VERSIONS)}
+    pairs = _failing_pairs(reports, lacking or set(range(len(reports.names))))
+    lines = [_describe_pair(reports, source, target) for source, target in pairs[:_NAMED_IN_A_LINE]]
+    more = f"; and {len(pairs) - _NAMED_IN_A_LINE} more pairs" if len(pairs) > _NAMED_IN_A_LINE else ""
+    return "the hosts do not reach each other: " + "; ".join(lines) + more
+
+
 def _describe_pair(reports: Reports, source: int, target: int) -> str:
-    tries = [f"{address} {_say(reports, source, target, address)}" for address in reports.candidates[target]]
-    return f"{reports.names[source]} -> {reports.names[target]}: {', '.join(tries)}"
+    return f"{reports.names[source]} -> {reports.names[target]}: {describe_tries(reports, source, target)}"
+
+
+def describe_tries(reports: Reports, source: int, target: int) -> str:
+    """What came of one host's attempts to reach another, or the launcher, at each address."""
+    addresses = reports.launcher if target == LAUNCHER else reports.candidates[target]
+    return ", ".join(f"{address} {_say(reports, source, target, address)}" for address in addresses)
 
 
 def _say(reports: Reports, source: int, target: int, address: Address) -> str:

@@ -23,7 +23,7 @@ from typing import Protocol
 
 from hvdgloo._net.descriptors import reserve_descriptors
 from hvdgloo._net.event_loop import EventLoop
-from hvdgloo.errors import LaunchError
+from hvdgloo.errors import HvdglooError, LaunchError
 from hvdgloo.runner.job.outcome import describe_loss
 from hvdgloo.runner.job.spec import HostEntry, LaunchSpec
 from hvdgloo.runner.protocol.frames import (
@@ -63,6 +63,12 @@ class Job(Protocol):
     def notice(self, text: str) -> None:
         """Tell the user something."""
 
+    def usable(self, link: Link) -> None:
+        """An agent has come up, and workers will find what they need there."""
+
+    def unusable(self, host: HostState) -> None:
+        """No agent can be used on a host, and it is not tried any more; its ``failure`` says why."""
+
     def received(self, link: Link, frame: Frame) -> None:
         """A frame that concerns its workers has come from an agent."""
 
@@ -77,7 +83,7 @@ class Agents:
     """The launcher's ends of all agents.
 
     Args:
-        hosts: in order; others read from them how far they are.
+        hosts: in order; others read from them how far they are. ``add`` adds to them.
         spawner: starts agents.
         loop: the supervisor's.
     """
@@ -91,23 +97,26 @@ class Agents:
         loop: EventLoop,
         job: Job,
     ) -> None:
-        self.hosts = hosts
+        self.hosts = list(hosts)
         self._spec = spec
         self._spawner = spawner
         self._job_id = job_id
         self._loop = loop
         self._selector = loop.selector
         self._job = job
-        self._links: dict[str, Link] = {}
+        self._numbers = {host: number for number, host in enumerate(self.hosts)}
+        self._next_number = len(self.hosts)
+        self._links: dict[HostState, Link] = {}
         self._past: list[Link] = []
         self._startup: Startup | None = None
         self._required: Callable[[HostEntry], Require] | None = None
+        self._open = False
         self._perform: dict[Action, Callable[[HostState], None]] = {
             Action.CONNECT: self._connect,
             Action.SHOW: job.shown,
             Action.CHECK: self._check,
             Action.DROP: self._drop,
-            Action.FINISH: lambda host: self._links[host.name].channel.send(Finish()),
+            Action.FINISH: lambda host: self._links[host].channel.send(Finish()),
             Action.CLOSE: self._close,
             Action.KILL: self._kill,
             Action.REPORT: self._report,
@@ -120,11 +129,45 @@ class Agents:
     @property
     def links(self) -> list[Link]:
         """The launcher's ends that exist now, in order of hosts."""
-        return [self._links[host.name] for host in self.hosts if host.name in self._links]
+        return [self._links[host] for host in self.hosts if host in self._links]
 
     def id_for(self, host: HostState) -> str:
         """What marks the processes that the job has on a host; another agent that is sent there finds them by it."""
-        return f"{self._job_id}.{self.hosts.index(host)}"
+        return f"{self._job_id}.{self._numbers[host]}"
+
+    def number(self, host: HostState) -> int:
+        """Its number among all that the job ever had."""
+        return self._numbers[host]
+
+    def link(self, host: HostState) -> Link | None:
+        """The launcher's end of its agent, if there is one."""
+        return self._links.get(host)
+
+    def open(self, required: Callable[[HostEntry], Require]) -> None:
+        """From now on agents are started on all hosts that ``add`` adds, for as long as the job lasts."""
+        self._startup, self._required, self._open = Startup(self.hosts, patient=True), required, True
+
+    def add(self, host: HostState) -> None:
+        """Another host, or one that was here before: what is known of its last visit is not known of this one.
+
+        Raises:
+            ConfigError: this process may not have as many open files as all agents need.
+        """
+        reserve_descriptors(_PIPES, "this launcher", f"the command that leads to {host.name}")
+        self._numbers[host] = self._next_number
+        self._next_number += 1
+        self.hosts.append(host)
+
+    def forget(self, host: HostState) -> None:
+        """Release what is left of a host's visit, which has come to its end."""
+        link = self._links.pop(host, None)
+        for past in [past for past in self._past if past.state is host]:
+            self._past.remove(past)
+            past.close()
+        if link is not None:
+            link.close()
+        self.hosts.remove(host)
+        del self._numbers[host]
 
     @property
     def all_ended(self) -> bool:
@@ -174,7 +217,7 @@ class Agents:
         """Forget hosts that the job does not use."""
         for link in links:
             link.close()
-            del self._links[link.host.name]
+            del self._links[link.state]
 
     def beat(self) -> None:
         """Show life."""
@@ -199,16 +242,22 @@ class Agents:
         """Judge what has ended, or has been silent for too long."""
         for host in self.hosts:
             if host.phase in host_state.JUDGED:
-                self._judge(host, self._links[host.name], now)
+                self._judge(host, self._links[host], now)
             late = host.overdue(now)
             if late is not None:
                 self.happen(host, late)
 
     def start_due(self, now: float) -> None:
         """Start the commands that are due now."""
-        if self._startup is not None:
-            for host in self._startup.due(now):
+        if self._startup is None:
+            return
+        for host in self._startup.due(now):
+            try:
                 self.happen(host, host_state.Try())
+            except HvdglooError as error:
+                if not self._open:
+                    raise
+                self.happen(host, host_state.Lost(f"could not be started: {error}"))
 
     def close(self) -> None:
         """Release everything, once all have ended, or as if they had."""
@@ -273,6 +322,7 @@ class Agents:
         self._show_held_back(link)
         detail = f"{link.hello.hostname}, agent is process {link.hello.pid}"
         self.happen(link.state, host_state.Checked(detail))
+        self._job.usable(link)
 
     def _reject(self, link: Link, diagnosis: Diagnosis) -> None:
         """An agent is there, but its host cannot be used."""
@@ -295,6 +345,8 @@ class Agents:
         if diagnosis.cause is Cause.OTHER or self._spec.verbose:
             self._show_held_back(link)  # the diagnosis tells less
         self.happen(link.state, self._startup.judge(link.state, diagnosis, now))
+        if link.state.phase is Phase.FAILED:
+            self._job.unusable(link.state)
 
     def _on_lines(self, link: Link, lines: list[str]) -> None:
         if link.hello is None or link.state.starting_up:
@@ -316,49 +368,49 @@ class Agents:
     def _connect(self, host: HostState) -> None:
         """Start the command for a host, and listen to it."""
         link = Link(host, self._spawner.start(host.host))
-        self._links[host.name] = link
+        self._links[host] = link
         link.listening = link.stderr_open = True
         self._selector.register(link.channel.receive_fd, selectors.EVENT_READ, partial(self._on_readable, link))
         self._selector.register(link.stream.stderr, selectors.EVENT_READ, partial(self._read_stderr, link))
 
     def _check(self, host: HostState) -> None:
-        link = self._links[host.name]
+        link = self._links[host]
         if self._required is None:
             self._checked(link, None)
         else:
             link.channel.send(self._required(host.host))
 
     def _drop(self, host: HostState) -> None:
-        link = self._links.pop(host.name)
+        link = self._links.pop(host)
         self._ignore(link)
         link.stream.kill()
         link.close()
 
     def _close(self, host: HostState) -> None:
-        link = self._links[host.name]
+        link = self._links[host]
         self._ignore(link)
         self._job.ended(link)
 
     def _kill(self, host: HostState) -> None:
-        link = self._links.get(host.name)
+        link = self._links.get(host)
         if link is not None:  # otherwise its command could not be started
             self._ignore(link)
             link.stream.kill()
 
     def _report(self, host: HostState) -> None:
-        link = self._links.get(host.name)
+        link = self._links.get(host)
         last = f": {link.last_words}" if link is not None and link.last_words else ""
         self._job.lost(host, link, f"{host.reason}{last}")
 
     def _sweep(self, host: HostState) -> None:
         """Send another agent, to end what the first one may have left."""
-        self._past.append(self._links.pop(host.name))
+        self._past.append(self._links.pop(host))
         try:
             self._connect(host)
         except LaunchError as error:
             self.happen(host, host_state.SweepFailed(str(error)))
             return
-        self._links[host.name].channel.send(Sweep(self.id_for(host), self._spec.grace_after_failure))
+        self._links[host].channel.send(Sweep(self.id_for(host), self._spec.grace_after_failure))
 
     def _tell_unreached(self, host: HostState) -> None:
         self._job.notice(

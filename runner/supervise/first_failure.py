@@ -5,12 +5,51 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 from hvdgloo.runner.job.outcome import Failure, JobOutcome, describe_status
 from hvdgloo.runner.protocol.frames import Exited, SpawnFailed
 
 ECHO_TIME = 2.0
 """Seconds that a worker has to end on its own after another one's last words named it as the reason for its failure."""
+
+
+class Policy(Protocol):
+    """What becomes of a job when one of its workers ends.
+
+    Attributes:
+        running: numbers of workers that have not ended.
+        settled: whether everything that ends from now on ends because it was told to.
+    """
+
+    running: set[int]
+    settled: bool
+
+    @property
+    def over(self) -> bool:
+        """Whether no worker runs, and none will be started."""
+
+    @property
+    def next(self) -> float | None:
+        """When ``keep_time`` has something to do, on the monotonic clock."""
+
+    def started(self, number: int) -> None:
+        """A worker was told to start."""
+
+    def exited(self, host: str, frame: Exited) -> None:
+        """A worker has ended."""
+
+    def not_started(self, host: str, frame: SpawnFailed) -> None:
+        """A worker could not be started."""
+
+    def gone(self, numbers: Iterable[int]) -> None:
+        """Workers whose host was lost: nothing will report how they ended."""
+
+    def fail(self, failure: Failure) -> None:
+        """The job cannot go on."""
+
+    def keep_time(self, now: float) -> None:
+        """To be called in each turn of the loop."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +62,7 @@ class _Echo:
 
 
 class Verdict:
-    """Which workers still run, and what failed first.
+    """The policy of jobs of a fixed size: which workers still run, and what failed first, which stops the rest.
 
     Args:
         outcome: to be filled in.
@@ -32,7 +71,7 @@ class Verdict:
         stop: ends the other workers.
 
     Attributes:
-        running: ranks of workers that have not ended.
+        running: numbers of workers that have not ended; here, they are their ranks.
         settled: whether everything that ends from now on ends because it was told to.
     """
 
@@ -56,10 +95,15 @@ class Verdict:
         """When ``keep_time`` has something to do, on the monotonic clock."""
         return self._echo.deadline if self._echo is not None else None
 
-    def started(self, ranks: Iterable[int]) -> None:
-        """Workers were told to start."""
-        self.running.update(ranks)
-        self._outcome.statuses.update(dict.fromkeys(self.running))
+    @property
+    def over(self) -> bool:
+        """Whether no worker runs: in such a job all are started at once."""
+        return not self.running
+
+    def started(self, number: int) -> None:
+        """A worker was told to start."""
+        self.running.add(number)
+        self._outcome.statuses[number] = None
 
     def exited(self, host: str, frame: Exited) -> None:
         """A worker has ended."""
@@ -79,9 +123,9 @@ class Verdict:
         self._outcome.statuses[frame.number] = frame.status
         self.fail(Failure(frame.number, host, frame.status, f"could not be started: {frame.reason}"))
 
-    def gone(self, ranks: Iterable[int]) -> None:
+    def gone(self, numbers: Iterable[int]) -> None:
         """Workers whose host was lost: nothing will report how they ended."""
-        self.running.difference_update(ranks)
+        self.running.difference_update(numbers)
 
     def fail(self, failure: Failure) -> None:
         """The first failure stops the rest; what fails later fails because of it."""

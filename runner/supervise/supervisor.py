@@ -44,7 +44,7 @@ from hvdgloo.runner.protocol.frames import (
 from hvdgloo.runner.supervise import host_state
 from hvdgloo.runner.supervise.agent_link import Link
 from hvdgloo.runner.supervise.agents import Agents
-from hvdgloo.runner.supervise.first_failure import Verdict
+from hvdgloo.runner.supervise.first_failure import Policy, Verdict
 from hvdgloo.runner.supervise.host_state import HostState, Phase
 from hvdgloo.runner.supervise.init_watch import InitWatch
 from hvdgloo.runner.supervise.signal_handling import SignalHandling
@@ -87,13 +87,15 @@ class Supervisor:
 
     def __init__(
         self, spec: LaunchSpec, spawner: Spawner, hosts: Sequence[HostState], job_id: str, observer: SupervisionObserver
-    ):
+    ) -> None:
         self.outcome = JobOutcome()
         self._spec = spec
         self._spawner = spawner
         self._observer = observer
         self._loop = EventLoop()
-        self._verdict = Verdict(self.outcome, observer.culprit, self.notice_unless_over, self._stop_after_failure)
+        self._verdict: Policy = Verdict(
+            self.outcome, observer.culprit, self.notice_unless_over, self._stop_after_failure
+        )
         self._agents = Agents(spec, spawner, hosts, job_id, self._loop, self)
         self._left_out: dict[HostEntry, str] | None = None
         self._last_beat = time.monotonic()
@@ -228,26 +230,35 @@ class Supervisor:
             workers: for each host, its workers.
         """
         for link, environ, spawns in zip(self.links, env, workers, strict=True):
-            self._agents.happen(link.state, host_state.Start(self._spec.heartbeat_timeout))
-            link.channel.send(
-                Start(
-                    self.id_for(link),
-                    environ,
-                    self._spec.cwd,
-                    self._spec.heartbeat_timeout,
-                    self._spec.grace_after_failure,
-                    inherit=not self._spawner.is_local(link.host),
-                )
-            )
-            function = memoryview(self._spec.function or b"")
-            for position in range(0, len(function), 4 * CHUNK):
-                link.channel.send(Blob(bytes(function[position : position + 4 * CHUNK])))
+            self._begin(link, environ)
             for spawn in spawns:
-                link.workers.append(spawn.number)
-                link.channel.send(spawn)
+                self._spawn(link, spawn)
                 if spawn.stdin:
                     self._stdin_link = link
-        self._verdict.started(spawn.number for spawns in workers for spawn in spawns)
+
+    def _begin(self, link: Link, env: Mapping[str, str], *, elastic: bool = False) -> None:
+        """Tell an agent what all of its workers have in common."""
+        self._agents.happen(link.state, host_state.Start(self._spec.heartbeat_timeout))
+        link.channel.send(
+            Start(
+                self.id_for(link),
+                env,
+                self._spec.cwd,
+                self._spec.heartbeat_timeout,
+                self._spec.grace_after_failure,
+                inherit=not self._spawner.is_local(link.host),
+                elastic=elastic,
+            )
+        )
+        function = memoryview(self._spec.function or b"")
+        for position in range(0, len(function), 4 * CHUNK):
+            link.channel.send(Blob(bytes(function[position : position + 4 * CHUNK])))
+
+    def _spawn(self, link: Link, spawn: Spawn) -> None:
+        """Have an agent start a worker."""
+        link.workers.append(spawn.number)
+        link.channel.send(spawn)
+        self._verdict.started(spawn.number)
 
     def supervise(self, init: InitWatch | None = None) -> JobOutcome:
         """Watch until nothing of the job is left.
@@ -335,7 +346,7 @@ class Supervisor:
         return min(self._spec.heartbeat_timeout, heartbeat.FIRST) / heartbeat.STEPS
 
     def _nothing_left(self) -> bool:
-        return self._agents.all_ended
+        return self._verdict.over and self._agents.all_ended
 
     def _keep_time(self) -> None:
         now = time.monotonic()
@@ -399,6 +410,12 @@ class Supervisor:
         self._verdict.gone(link.workers if link is not None else ())
         self.fail(Failure(None, host.name, 1, f"the agent on host {host.name} {text}"))
         self._finish_if_over()
+
+    def usable(self, link: Link) -> None:
+        """An agent has come up: ``gather`` waits for all of them."""
+
+    def unusable(self, host: HostState) -> None:
+        """A host cannot be used: ``gather`` has a report of all of them."""
 
     def _check_agents(self) -> None:
         """Raise what has gone wrong before any worker is started."""
@@ -490,7 +507,7 @@ class Supervisor:
         )
 
     def _finish_if_over(self) -> None:
-        if not self._verdict.running:
+        if self._verdict.over:
             self._agents.offer(host_state.Finish())
 
     # Who is missing.

@@ -65,6 +65,51 @@ def choose_spawner(hosts: Sequence[HostEntry], reach: Reach, *, fork: bool = Fal
     return PerHostSpawner({host: local if host in here else way for host, way in chosen.items()})
 
 
+class AnyHostSpawner:
+    """A Spawner for hosts that become known while a job runs. Several may be this machine.
+
+    Args:
+        fork: this process is a launcher and nothing else, and may be forked.
+    """
+
+    def __init__(self, reach: Reach, *, fork: bool = False) -> None:
+        self._reach = reach
+        self._local = LocalSpawner(fork=fork)
+        self._here: Mapping[str, bool] = {}
+
+    def learn(self, hosts: Sequence[HostEntry]) -> None:
+        """Find out which of these are this machine, before any of them is started. Names are looked up for that."""
+        known = self._here
+        new = [host for host in hosts if host.name not in known]
+        here = {host.name for host in hosts_here(new, self._reach)}
+        self._here = {**known, **{host.name: host.name in here for host in new}}
+
+    def start(self, host: HostEntry) -> AgentStream:
+        """Start the command.
+
+        Raises:
+            LaunchError: it cannot be executed.
+            ConfigError: the user's template uses a field that this host does not have.
+        """
+        return self._way(host).start(host)
+
+    def is_local(self, host: HostEntry) -> bool:
+        return self._here.get(host.name, False)
+
+    def diagnose(self, host: HostEntry, ending: Ending) -> Diagnosis:
+        return self._way(host).diagnose(host, ending)
+
+    def _way(self, host: HostEntry) -> Spawner:
+        reach = self._reach
+        if self.is_local(host):
+            return self._local
+        if reach.agent_command:
+            return TemplateSpawner(reach, [host])
+        if reach.slurm_job and host.name in reach.slurm_nodes:
+            return SrunSpawner(reach, reach.slurm_job, os.environ)
+        return SshSpawner(reach)
+
+
 def hosts_here(hosts: Sequence[HostEntry], reach: Reach, lookup_timeout: float = 3.0) -> list[HostEntry]:
     """The hosts that are this machine: localhost, its own name, or one of its addresses.
 

@@ -60,6 +60,7 @@ GRAPH: dict[str, set[str]] = {
     "hvdgloo.runner.console": {"_platform", "runner.job", "runner.protocol"},
     "hvdgloo.runner.supervise": {
         "_net",
+        "rendezvous._elastic",
         "runner.console",
         "runner.job",
         "runner.processes",
@@ -72,8 +73,10 @@ GRAPH: dict[str, set[str]] = {
         "_net",
         "config",
         "rendezvous",
+        "rendezvous._elastic",
         "rendezvous._server",
         "runner.console",
+        "runner.elastic",
         "runner.job",
         "runner.network",
         "runner.protocol",

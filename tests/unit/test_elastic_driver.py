@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 import pytest
@@ -23,7 +23,11 @@ class Starter:
     def __init__(self, unusable: str = "") -> None:
         self.started: list[Spawn] = []
         self.stopped: dict[str, str] = {}
+        self.asked_about: list[str] = []
         self._unusable = unusable
+
+    def listed(self, hosts: Sequence[tuple[str, int | None]]) -> None:
+        self.asked_about += [name for name, slots in hosts if slots is None]
 
     def start(self, spawn: Spawn) -> None:
         if spawn.host == self._unusable:
@@ -46,7 +50,13 @@ class Job:
         self.driver = driver
         self.workers = workers
         self.told = told
-        self.outcome: Task[ElasticOutcome] = Task(driver.run)
+        self.outcome: Task[ElasticOutcome | None] = Task(driver.run)
+
+    def result(self) -> ElasticOutcome:
+        """How it has ended."""
+        outcome = self.outcome.result(10)
+        assert outcome is not None
+        return outcome
 
 
 @contextmanager
@@ -80,10 +90,11 @@ def test_a_worker_fails_is_started_again_and_all_finish() -> None:
         for worker in (second, third):
             it.workers[worker].finished()
             it.driver.exited(worker, 0, "has ended")
-        outcome = it.outcome.result(10)
+        outcome = it.result()
     assert outcome.ended.failure is None
-    assert [change.roster.size for change in outcome.changes] == [2, 1, 2]
-    assert outcome.changes[1].why == "rank 0 on host h1 (process 2) was killed by signal 9 (SIGKILL)"
+    assert [change.roster.size for _, change in outcome.changes] == [2, 1, 2]
+    assert outcome.changes == sorted(outcome.changes, key=lambda timed: timed[0])
+    assert outcome.changes[1][1].why == "rank 0 on host h1 (process 2) was killed by signal 9 (SIGKILL)"
     assert it.told == []
 
 
@@ -100,7 +111,7 @@ def test_hosts_come_and_go() -> None:
         until(lambda: second in starter.stopped, "the newcomer to be stopped")
         assert starter.stopped[second] == "host h2 was removed"
         it.driver.exited(first, 0, "has ended")
-        assert it.outcome.result(10).ended.failure is None
+        assert it.result().ended.failure is None
 
 
 def test_nothing_is_started_if_hosts_cannot_be_discovered() -> None:
@@ -145,7 +156,7 @@ def test_a_discovery_that_hangs_is_told_and_the_job_goes_on() -> None:
         (only,) = starter.ids(1)
         until(lambda: it.told, "a line for the user")
         it.driver.exited(only, 0, "has ended")
-        assert it.outcome.result(10).ended.failure is None
+        assert it.result().ended.failure is None
         release.set()
     assert len(it.told) == 1
     assert it.told[0].startswith("host discovery has not answered for 0 s. The job goes on")
@@ -157,7 +168,34 @@ def test_the_end_of_a_job_ends_what_still_runs() -> None:
         first, second = starter.ids(2)
         it.driver.host_lost("h1", "has been silent for 5 s")
         it.driver.host_lost("h2", "has been silent for 5 s")
-        outcome = it.outcome.result(10)
+        outcome = it.result()
     assert outcome.ended.failure is not None
     assert outcome.ended.failure.reason == "was lost: has been silent for 5 s"
     assert starter.stopped == {first: "the job is over", second: "the job is over"}
+
+
+def test_hosts_without_slots_are_used_once_it_is_known_how_many_they_have() -> None:
+    starter, hosts = Starter(), FixedHosts({"h1": None, "h2": 1})
+    with job(Rules(size=2, smallest=1), hosts, starter) as it:
+        assert starter.asked_about == ["h1"]
+        assert starter.started == []  # nor is h2 used yet: the job starts on all the slots that there are
+        it.driver.slots_found("h1", 2)
+        starter.ids(3)
+        assert sorted((s.host, s.slot) for s in starter.started) == [("h1", 0), ("h1", 1), ("h2", 0)]
+
+
+def test_a_host_whose_slots_cannot_be_found_out_is_left_out() -> None:
+    starter = Starter()
+    rules = Rules(size=1, smallest=1, hosts_may_come=False)
+    with job(rules, FixedHosts({"h1": None, "h2": 1}), starter) as it:
+        it.driver.host_lost("h1", "ssh is refused")
+        starter.ids(1)
+        assert [spawn.host for spawn in starter.started] == ["h2"]
+        until(lambda: it.told, "a line for the user")
+    assert it.told == ["host h1 is left out: ssh is refused"]
+
+
+def test_an_abandoned_job_returns_nothing() -> None:
+    with job(Rules(size=1, smallest=1), FixedHosts({"h1": 1}), Starter()) as it:
+        it.driver.abandon()
+        assert it.outcome.result(10) is None

@@ -1,0 +1,332 @@
+"""At which addresses the hosts of an elastic job are reached: found out for each one that comes, while the others work.
+
+It is done as for the hosts of a fixed job (``hvdgloo.runner.discovery``), with two differences. Addresses that are in
+use stay as they are: a newcomer must reach them, and is chosen an address that those who are there reach. And nothing
+here waits: hosts that come at about the same time are tried together, in rounds, between which the supervisor does its
+work. If a round fails, its hosts are tried one by one, so that one that nobody reaches does not keep out the others.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from hvdgloo.errors import ConfigError
+from hvdgloo.runner.discovery import LOOPBACK, SETTLE_SECONDS, is_here, probe_timeout
+from hvdgloo.runner.job.spec import LaunchSpec
+from hvdgloo.runner.network import addressing, interfaces, probe
+from hvdgloo.runner.network.addressing import Reports, Server
+from hvdgloo.runner.network.interfaces import Address
+from hvdgloo.runner.network.probe import LAUNCHER, Answer, ProbeListener, ProbeResult
+from hvdgloo.runner.protocol.frames import Probe, Probed, Survey, Surveyed
+from hvdgloo.runner.supervise.agent_link import Link
+from hvdgloo.runner.supervise.elastic import ElasticSupervisor, Visit
+
+TOGETHER = 1.0
+"""Seconds for which a host that has come waits for others that are on their way, to be tried together with them."""
+
+
+@dataclass(frozen=True)
+class Reached:
+    """How a host is reached, and what it reaches.
+
+    Attributes:
+        address: of its workers.
+        rendezvous: the launcher's address.
+    """
+
+    address: Address
+    rendezvous: str
+
+
+@dataclass(eq=False)
+class _Guest:
+    """A host that is to be let in, or was.
+
+    Attributes:
+        number: by which probes name it.
+        surveyed: its addresses, once it has reported them.
+        until: by when it must have done so.
+        alone: the round that it was in has failed, so that it gets one of its own.
+        reached: once it was let in.
+    """
+
+    visit: Visit
+    link: Link
+    number: int
+    until: float
+    since: float = math.inf
+    surveyed: Surveyed | None = None
+    candidates: Sequence[Address] = ()
+    alone: bool = False
+    reached: Reached | None = None
+
+
+@dataclass(eq=False)
+class _Round:
+    """Hosts that are being tried, with those that are there.
+
+    Attributes:
+        members: in the order of ``reports``; those that are there first.
+        guests: those that are not there yet.
+        expected: how many answers there will be.
+    """
+
+    members: list[_Guest]
+    guests: list[_Guest]
+    reports: Reports
+    answers: dict[tuple[int, int, str], Answer]
+    expected: int
+    until: float
+    chosen_at: float = math.inf
+    indices: dict[int, int] = field(default_factory=dict)
+
+
+class Admission:
+    """Lets hosts in, or not.
+
+    Args:
+        launcher: its addresses, at which the rendezvous server listens.
+        loopback: all hosts are this machine, and no others will come: they need no other address.
+    """
+
+    def __init__(
+        self, supervisor: ElasticSupervisor, spec: LaunchSpec, launcher: Sequence[Address], *, loopback: bool
+    ) -> None:
+        self._supervisor = supervisor
+        self._network = spec.network
+        self._nics = spec.nics
+        self._launcher = launcher
+        self._loopback = loopback
+        self._key = probe.probe_key(spec.secret)
+        self._timeout = probe_timeout(spec.network.connect_timeout)
+        self._guests: dict[Visit, _Guest] = {}
+        self._numbers = 0
+        self._round: _Round | None = None
+        self._listener: ProbeListener | None = None
+        supervisor.handlers[Surveyed] = self._on_surveyed
+        supervisor.handlers[Probed] = self._on_probed
+
+    def close(self) -> None:
+        """Answer no more probes."""
+        if self._listener is not None:
+            self._listener.close()
+
+    def reached(self, visit: Visit) -> Reached:
+        """What was found out about a host that was let in."""
+        reached = self._guests[visit].reached
+        assert reached is not None
+        return reached
+
+    # What the supervisor calls.
+
+    def request(self, visit: Visit) -> None:
+        """A host has come."""
+        assert visit.link is not None
+        now = time.monotonic()
+        guest = _Guest(visit, visit.link, self._numbers, now + self._network.connect_timeout)
+        self._numbers += 1
+        self._guests[visit] = guest
+        if self._loopback:
+            self._let_in(guest, Reached(LOOPBACK, LOOPBACK.address))
+            return
+        rules = self._nics.rules(visit.link.host.name)
+        guest.link.channel.send(Survey(guest.number, self._key, rules.items, True, self._network.port_range))
+
+    def withdraw(self, visit: Visit) -> None:
+        """A host has gone."""
+        guest = self._guests.pop(visit, None)
+        if guest is not None and self._round is not None and guest in self._round.members:
+            # What it was to answer will not come. The others begin again, without it.
+            self._round = None
+
+    def keep_time(self, now: float) -> None:
+        for guest in list(self._guests.values()):
+            if guest.surveyed is None and guest.reached is None and now >= guest.until:
+                timeout = self._network.connect_timeout
+                self._refuse(
+                    guest,
+                    f"its agent did not report its addresses within {timeout:g} s; if the host is only slow, raise "
+                    "--connect-timeout-seconds",
+                )
+        if self._round is not None:
+            self._judge(self._round, now)
+        if self._round is None:
+            self._begin(now)
+
+    @property
+    def next(self) -> float:
+        times = [guest.until for guest in self._guests.values() if guest.surveyed is None and guest.reached is None]
+        if self._round is not None:
+            times += [self._round.until, self._round.chosen_at + SETTLE_SECONDS]
+        else:
+            times += [guest.since + TOGETHER for guest in self._waiting()]
+        return min(times, default=math.inf)
+
+    # Rounds.
+
+    def _waiting(self) -> list[_Guest]:
+        """Those that have reported their addresses, and were not let in yet."""
+        return [guest for guest in self._guests.values() if guest.reached is None and guest.surveyed is not None]
+
+    def _begin(self, now: float) -> None:
+        """Begin a round, if there is anybody to try, and nobody else to wait for."""
+        waiting = self._waiting()
+        if not waiting:
+            return
+        others = self._supervisor.coming or any(guest.surveyed is None for guest in self._guests.values())
+        if others and now < min(guest.since for guest in waiting) + TOGETHER:
+            return
+        alone = [guest for guest in waiting if guest.alone]
+        guests = alone[:1] or waiting
+        self._listen()
+        there = [guest for guest in self._guests.values() if guest.reached is not None]
+        self._round = self._round_of(there, guests, now)
+        self._judge(self._round, now)
+
+    def _listen(self) -> None:
+        """Answer probes of the launcher's addresses from now on."""
+        if self._listener is None:
+            addresses = [address.address for address in self._launcher]
+            port_range = self._network.port_range
+            self._listener = ProbeListener(self._supervisor.selector, self._key, LAUNCHER, addresses, port_range)
+
+    def _round_of(self, there: list[_Guest], guests: list[_Guest], now: float) -> _Round:
+        """Have all that are needed for these guests try what they have to."""
+        assert self._listener is not None
+        members = [*there, *guests]
+        unheard = {(LAUNCHER, address): reason for address, reason in self._listener.failures.items()}
+        for index, guest in enumerate(members):
+            if guest.surveyed is not None:
+                unheard |= {(index, address): reason for address, reason in guest.surveyed.failures.items()}
+        answers = self._known(there)
+        reports = Reports(
+            [guest.visit.name for guest in members],
+            [(g.reached.address,) if g.reached is not None else g.candidates for g in members],
+            self._launcher,
+            answers,
+            unheard,
+        )
+        tries: dict[int, list[tuple[int, str, int]]] = {}
+        for source, target, address in addressing.tried(reports):
+            if (source, target, address.address) not in answers:
+                number, ports = LAUNCHER, dict(self._listener.ports)
+                if target != LAUNCHER:
+                    other = members[target]
+                    assert other.surveyed is not None
+                    number, ports = other.number, dict(other.surveyed.ports)
+                tries.setdefault(source, []).append((number, address.address, ports[address.address]))
+        for source, targets in tries.items():
+            members[source].link.channel.send(Probe(targets, self._timeout))
+        expected = len(answers) + sum(map(len, tries.values()))
+        indices = {LAUNCHER: LAUNCHER, **{guest.number: index for index, guest in enumerate(members)}}
+        # The agents end their probes in time; only an overloaded one takes longer to say so.
+        until = now + self._timeout + self._network.connect_timeout
+        return _Round(members, guests, reports, answers, expected, until, indices=indices)
+
+    def _known(self, there: Sequence[_Guest]) -> dict[tuple[int, int, str], Answer]:
+        """What need not be tried: those that are there reach each other, and the launcher."""
+        answers = {}
+        for source, guest in enumerate(there):
+            assert guest.reached is not None
+            own = guest.reached.address.address
+            for target, other in enumerate(there):
+                assert other.reached is not None
+                answers[source, target, other.reached.address.address] = Answer(ProbeResult.REACHED, own, target)
+            for address in self._launcher:
+                answers[source, LAUNCHER, address.address] = Answer(ProbeResult.REACHED, own, LAUNCHER)
+        return answers
+
+    def _judge(self, round: _Round, now: float) -> None:
+        """End a round if nothing can change its outcome, or its time is over."""
+        complete = len(round.answers) >= round.expected or now >= round.until
+        choice = addressing.choose(round.reports)
+        if choice is not None and choice.server is Server.LAUNCHER:
+            if round.chosen_at == math.inf:
+                round.chosen_at = now
+            if complete or now >= round.chosen_at + SETTLE_SECONDS or addressing.settled(round.reports):
+                self._round = None
+                for guest, address in list(zip(round.members, choice.addresses, strict=True)):
+                    if guest in round.guests:
+                        self._let_in(guest, Reached(address, choice.rendezvous))
+            return
+        if not complete:
+            return
+        self._round = None
+        if len(round.guests) > 1:
+            for guest in round.guests:
+                guest.alone = True
+        else:
+            self._refuse(round.guests[0], self._why_not(round.reports, reached=choice is not None))
+
+    @staticmethod
+    def _why_not(reports: Reports, *, reached: bool) -> str:
+        if not reached:
+            return addressing.describe_unreached(reports)
+        index = len(reports.names) - 1
+        tries = addressing.describe_tries(reports, index, LAUNCHER)
+        return (
+            f"its workers cannot reach the launcher ({tries}); those of an elastic job must, as they find each other "
+            "there again after a change"
+        )
+
+    # The outcome.
+
+    def _let_in(self, guest: _Guest, reached: Reached) -> None:
+        guest.reached = reached
+        self._supervisor.admit(guest.visit, f"reached at {reached.address}")
+
+    def _refuse(self, guest: _Guest, reason: str) -> None:
+        self._supervisor.refuse(guest.visit, reason)
+
+    # Frames.
+
+    def _guest_of(self, link: Link) -> _Guest | None:
+        return next((guest for guest in self._guests.values() if guest.link is link), None)
+
+    def _on_surveyed(self, link: Link, frame: Surveyed) -> None:
+        guest = self._guest_of(link)
+        if guest is None:
+            return
+        addresses = [Address(*fields) for fields in frame.addresses]
+        rules = self._nics.rules(link.host.name)
+        guest.surveyed, guest.since = frame, time.monotonic()
+        guest.candidates = interfaces.candidates(addresses, rules)
+        if guest.candidates:
+            return
+        if is_here(guest.visit.hello) and not rules.items and not self._others(guest):
+            self._let_in(guest, Reached(LOOPBACK, LOOPBACK.address))  # this machine has no network
+        else:
+            self._refuse(guest, interfaces.explain_none(guest.visit.name, addresses, rules))
+
+    def _others(self, guest: _Guest) -> bool:
+        """Whether any other host is there that is not reached at loopback."""
+        there = [other.reached for other in self._guests.values() if other is not guest and other.reached is not None]
+        return any(not reached.address.loopback for reached in there)
+
+    def _on_probed(self, link: Link, frame: Probed) -> None:
+        guest = self._guest_of(link)
+        if self._round is None or guest is None or guest.number not in self._round.indices:
+            return
+        source = self._round.indices[guest.number]
+        for (number, address, _), (own, who, detail, outcome) in frame.answers:
+            target = self._round.indices.get(number)
+            if target is not None:
+                name = self._round.indices.get(who, -1)
+                self._round.answers[source, target, address] = Answer(ProbeResult(outcome), own, name, detail)
+
+
+def launcher_addresses(spec: LaunchSpec) -> tuple[Address, ...]:
+    """The launcher's own addresses, at which workers on other hosts may reach it.
+
+    Raises:
+        ConfigError: ``--nics`` leaves out all that there are.
+    """
+    rules = interfaces.InterfaceFilter(spec.nics.general)
+    own = interfaces.own_addresses()
+    found = interfaces.candidates(own, rules)
+    if not found and rules.items:
+        raise ConfigError(interfaces.explain_none("this one, the launcher's,", own, rules))
+    return found

@@ -1,0 +1,325 @@
+"""From a LaunchSpec to the end of an elastic job: as ``launch``, for a job whose workers and hosts come and go.
+
+Three threads share the work. The supervisor's is this one: it talks to agents. The driver's does what the elastic job
+decides, and the discovery's asks for hosts; both leave their requests in the supervisor's loop. What the supervisor
+learns it tells the driver, whose methods return at once.
+"""
+
+from __future__ import annotations
+
+import secrets
+import signal
+import socket
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from functools import partial
+from typing import TextIO
+
+from hvdgloo._net.tls import Tls
+from hvdgloo.config import parse_endpoint
+from hvdgloo.rendezvous import RendezvousServer
+from hvdgloo.rendezvous._elastic.events import Spawn as SpawnOrder
+from hvdgloo.rendezvous._elastic.roster import Roster
+from hvdgloo.runner.admission import Admission, launcher_addresses
+from hvdgloo.runner.console.console import Console, make_directory
+from hvdgloo.runner.console.startup_view import StartDisplay
+from hvdgloo.runner.elastic.discovery import host_entry
+from hvdgloo.runner.elastic.driver import ElasticDriver, ElasticOutcome
+from hvdgloo.runner.job.advice import advise_on_signal
+from hvdgloo.runner.job.command import interface_variables, thread_defaults, worker_environment
+from hvdgloo.runner.job.outcome import Failure
+from hvdgloo.runner.job.spec import ElasticSpec, HostEntry, LaunchSpec, Slot
+from hvdgloo.runner.launch import (
+    Observer,
+    Report,
+    Results,
+    advice_for,
+    base_environment,
+    check_traces,
+    command_on,
+    expect,
+    open_console,
+    passed_on,
+    required_on,
+)
+from hvdgloo.runner.protocol.frames import Spawn
+from hvdgloo.runner.rendezvous_host import InLauncher
+from hvdgloo.runner.supervise.elastic import ElasticSupervisor, Visit
+from hvdgloo.runner.transport.base import Spawner
+from hvdgloo.runner.transport.select import AnyHostSpawner, hosts_here
+from hvdgloo.topology import places
+
+_LOOPBACK = "127.0.0.1"
+
+
+def launch_elastic(
+    spec: LaunchSpec,
+    elastic: ElasticSpec,
+    *,
+    stdout: TextIO,
+    stderr: TextIO,
+    quiet: bool,
+    signals: Sequence[signal.Signals],
+    results: Results | None,
+    spawner: Spawner | None,
+    fork: bool,
+) -> Report:
+    """Run an elastic job; see ``launch``.
+
+    Raises:
+        ConfigError, LaunchError: it could not be started: hosts cannot be discovered, say. Nothing is left running.
+        MissingDependencyError: certificates are to be made, and the package for that is not installed here.
+    """
+    chosen = spawner or AnyHostSpawner(spec.reach, fork=fork)
+    if spec.output_directory is not None:
+        make_directory(spec.output_directory)
+    check_traces(spec, chosen, spec.hosts)
+    job_id = secrets.token_hex(16)
+    ranks: dict[int, int] = {}
+    with open_console(spec, stdout, stderr, quiet, rank_of=lambda number: ranks.get(number, number)) as console:
+        expect(console, spec, elastic.rules.largest or elastic.rules.size)
+        observer = Observer(console, StartDisplay((), console, environ=spec.environ, verbose=spec.verbose), results)
+        supervisor = ElasticSupervisor(
+            spec,
+            chosen,
+            job_id,
+            observer,
+            entry=lambda name: host_entry(name, None),
+            required=partial(required_on, spec, chosen),
+            ranks=ranks,
+        )
+        console.on_broken = partial(supervisor.interrupt, signal.SIGPIPE)
+        with passed_on(signals, supervisor.interrupt) as signal_came, supervisor:
+            driver = ElasticDriver(
+                elastic.rules,
+                elastic.discovery,
+                _Starter(supervisor, chosen),
+                tell=supervisor.notice_soon,
+                placed=supervisor.placed,
+                interval=elastic.interval,
+            )
+            supervisor.driver = driver
+            with _course(spec, elastic, job_id, supervisor, driver, chosen) as course:
+                supervisor.supervise()
+            console.finish()
+            console.drain(signal_came)
+        return _report(spec, chosen, supervisor, course.outcome, console)
+
+
+class _Starter:
+    """What the driver asks of the supervisor."""
+
+    def __init__(self, supervisor: ElasticSupervisor, spawner: Spawner) -> None:
+        self._supervisor = supervisor
+        self._spawner = spawner
+
+    def listed(self, hosts: Sequence[tuple[str, int | None]]) -> None:
+        if isinstance(self._spawner, AnyHostSpawner):
+            # On the discovery's thread: names are looked up for that, which may take a while.
+            self._spawner.learn([host_entry(name, slots) for name, slots in hosts])
+        self._supervisor.listed(hosts)
+
+    def start(self, spawn: SpawnOrder) -> None:
+        self._supervisor.start_worker(spawn)
+
+    def stop(self, worker: str, reason: str) -> None:
+        self._supervisor.stop_worker(worker, reason)
+
+
+class _Course:
+    """The driver at work, on a thread of its own.
+
+    Attributes:
+        outcome: how the elastic job has ended; None if something else has ended it.
+    """
+
+    def __init__(self, supervisor: ElasticSupervisor, driver: ElasticDriver) -> None:
+        self.outcome: ElasticOutcome | None = None
+        self._supervisor = supervisor
+        self._driver = driver
+        self._thread = threading.Thread(target=self._run, name="hvdgloo-elastic", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        self._driver.abandon()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self.outcome = self._driver.run()
+        except Exception as error:  # noqa: BLE001 - nothing waits for this thread, and the job cannot go on without it
+            text = f"the launcher's driver failed: {type(error).__name__}: {error}"
+            self._supervisor.fail_soon(Failure(None, socket.gethostname(), 1, text))
+            return
+        ended = self.outcome.ended if self.outcome is not None else None
+        if ended is not None and ended.failure is not None:
+            failing = ended.failure
+            who = "" if failing.rank is not None or not failing.worker else f"a new worker on host {failing.host} "
+            reason = who + failing.reason if failing.reason else ended.text
+            self._supervisor.fail_soon(Failure(failing.rank, failing.host, failing.status, reason))
+        self._supervisor.over_soon()
+
+
+@contextmanager
+def _course(
+    spec: LaunchSpec,
+    elastic: ElasticSpec,
+    job_id: str,
+    supervisor: ElasticSupervisor,
+    driver: ElasticDriver,
+    spawner: Spawner,
+) -> Iterator[_Course]:
+    """The rendezvous server and the driver, for as long as the job lasts.
+
+    Raises:
+        DiscoveryError: hosts cannot be determined.
+        ConfigError: the server cannot listen.
+    """
+    loopback = not elastic.rules.hosts_may_come and not spec.network.nics and _all_here(spec, spawner)
+    launcher = () if loopback else launcher_addresses(spec)
+    server = RendezvousServer(
+        secret=spec.secret,
+        elastic=driver.epochs,
+        bind=(_LOOPBACK, *(address.address for address in launcher)),
+        port_range=spec.network.port_range,
+        start_timeout=spec.start_timeout,
+        tls=None if spec.network.tls is None else Tls(*spec.network.tls),
+    )
+    rendezvous = InLauncher(server.listen(), supervisor)
+    course = _Course(supervisor, driver)
+    admission = Admission(supervisor, spec, launcher, loopback=loopback)
+    giver = _Giver(spec, job_id, supervisor, spawner, admission, parse_endpoint(server.endpoint)[1])
+    supervisor.door, supervisor.environment, supervisor.frame = admission, giver.environment, giver.frame
+    with closing(rendezvous), closing(admission), driver:
+        rendezvous.serve()
+        course.start()
+        with closing(course):
+            yield course
+
+
+def _all_here(spec: LaunchSpec, spawner: Spawner) -> bool:
+    if isinstance(spawner, AnyHostSpawner):
+        return len(hosts_here(spec.hosts, spec.reach)) == len(spec.hosts)
+    return all(spawner.is_local(host) for host in spec.hosts)
+
+
+class _Giver:
+    """What workers are given.
+
+    Args:
+        port: of the rendezvous server.
+    """
+
+    def __init__(
+        self,
+        spec: LaunchSpec,
+        job_id: str,
+        supervisor: ElasticSupervisor,
+        spawner: Spawner,
+        admission: Admission,
+        port: int,
+    ) -> None:
+        self._spec = spec
+        self._supervisor = supervisor
+        self._spawner = spawner
+        self._admission = admission
+        self._port = port
+        self._job_id = job_id
+
+    def environment(self, visit: Visit) -> Mapping[str, str]:
+        """What all workers of a host find in their environment."""
+        host = self._host(visit)
+        chosen = bool(self._spec.nics.rules(host.name).items)
+        own = interface_variables(self._admission.reached(visit).address, chosen=chosen)
+        return {**own, **base_environment(self._spec, self._spawner, host)}
+
+    def frame(self, visit: Visit, order: SpawnOrder, number: int) -> Spawn:
+        """What starts a worker. Its place is the one that it will probably get."""
+        reached = self._admission.reached(visit)
+        host, hello = self._host(visit), visit.hello
+        slot = _slots(order.plan)[order.plan.ranks[order.worker]]
+        environ = base_environment(self._spec, self._spawner, host)
+        env = {
+            **worker_environment(
+                slot,
+                job_id=self._job_id,
+                epoch=0,
+                rendezvous=(reached.rendezvous, self._port),
+                secret=self._spec.secret,
+                address=reached.address.address,
+                master=self._master(order.plan),
+            ),
+            **thread_defaults(hello.cores, slot.local_size, environ, machine_cores=hello.machine_cores),
+            "HVDGLOO_ELASTIC": "1",
+            "HOROVOD_ELASTIC": "1",
+            "HVDGLOO_WORKER": order.worker,
+        }
+        command = command_on(self._spec, self._spawner, host)
+        return Spawn(number, command, env, task=self._spec.function is not None)
+
+    def _host(self, visit: Visit) -> HostEntry:
+        assert visit.link is not None
+        return visit.link.host
+
+    def _master(self, plan: Roster) -> tuple[str, int] | None:
+        """An address and a free port of rank 0's host, if that has come already; once all are together it will be known
+        in any case."""
+        visit = self._supervisor.visit(plan.seats[0].host)
+        if visit is None or not visit.admitted:
+            return None
+        return self._admission.reached(visit).address.address, visit.hello.port
+
+
+def _slots(roster: Roster) -> tuple[Slot, ...]:
+    """The places of an epoch's members, by rank."""
+    numbers = {name: number for number, (name, _) in enumerate(roster.slots)}
+    found = places([(numbers[seat.host], seat.local_rank) for seat in roster.seats])
+    return tuple(
+        Slot(
+            rank=rank,
+            size=roster.size,
+            host=place.host,
+            hostname=seat.host,
+            local_rank=place.local_rank,
+            local_size=place.local_size,
+            cross_rank=place.cross_rank,
+            cross_size=place.cross_size,
+        )
+        for rank, (seat, place) in enumerate(zip(roster.seats, found, strict=True))
+    )
+
+
+def _report(
+    spec: LaunchSpec,
+    spawner: Spawner,
+    supervisor: ElasticSupervisor,
+    outcome: ElasticOutcome | None,
+    console: Console,
+) -> Report:
+    last = outcome.changes[-1][1].roster if outcome is not None and outcome.changes else None
+    slots = _slots(last) if last is not None else ()
+    numbers = tuple(supervisor.workers[seat.worker] for seat in last.seats) if last is not None else ()
+    supervisor.outcome.statuses = {
+        rank: supervisor.survivors.statuses.get(number) for rank, number in enumerate(numbers)
+    }
+    failure = outcome.ended.failure if outcome is not None else None
+    first = supervisor.outcome.first
+    number = supervisor.workers.get(failure.worker) if failure is not None else None
+    if first is None or number is None or failure is None:
+        advice = advise_on_signal(first.reason) if first is not None else ""
+        return Report(supervisor.outcome, slots, advice=advice, numbers=numbers, elastic=outcome)
+    advice = advise_on_signal(first.reason) or advice_for(
+        spec, spawner, host_entry(failure.host, None), console.cause(number)
+    )
+    return Report(
+        supervisor.outcome,
+        slots,
+        console.tail(number),
+        advice,
+        in_sight=console.in_sight(number),
+        numbers=numbers,
+        elastic=outcome,
+    )

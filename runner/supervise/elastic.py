@@ -1,0 +1,442 @@
+"""Watching over an elastic job: hosts come and go while it runs, and workers end without ending the rest.
+
+Who is to be started and ended is decided by the elastic job (``hvdgloo.rendezvous._elastic``); its driver asks for it
+here, and is told what has become of it. A host is connected to when it is first needed, and its stay is a ``Visit``.
+One that comes back, whether it was removed or lost, begins another one, once nothing is left of the last.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+from hvdgloo.errors import HvdglooError
+from hvdgloo.rendezvous._elastic.events import Spawn as SpawnOrder
+from hvdgloo.rendezvous._elastic.roster import Roster
+from hvdgloo.runner.console.progress import REMEDIES
+from hvdgloo.runner.job.outcome import describe_status
+from hvdgloo.runner.job.spec import HostEntry, LaunchSpec
+from hvdgloo.runner.protocol.frames import Dying, Exited, Frame, Hello, Leaving, Require, Spawn, SpawnFailed, StopWorker
+from hvdgloo.runner.supervise import host_state
+from hvdgloo.runner.supervise.agent_link import Link
+from hvdgloo.runner.supervise.host_state import HostState
+from hvdgloo.runner.supervise.supervisor import SupervisionObserver, Supervisor
+from hvdgloo.runner.supervise.survivors import Survivors
+from hvdgloo.runner.transport.base import Spawner
+
+_LOOK_AGAIN = 0.05  # seconds between looks at a command whose agent has ended
+
+
+class Driver(Protocol):
+    """What is told about workers and hosts; see ``hvdgloo.runner.elastic.driver``. Its methods may be slow to return by
+    no more than a lock.
+    """
+
+    def exited(self, worker: str, status: int, reason: str) -> None: ...
+    def host_lost(self, host: str, reason: str, status: int = 1) -> None: ...
+    def host_leaves(self, host: str) -> None: ...
+    def host_identified(self, host: str, identity: str) -> None: ...
+    def slots_found(self, host: str, slots: int) -> None: ...
+
+
+@dataclass(eq=False)
+class Visit:
+    """The stay of one host in the job.
+
+    Attributes:
+        name: as discoveries have it.
+        since: when it was first needed.
+        state: how far its agent is; None while something of the last visit may be left there.
+        link: to its agent, once that can be used.
+        admitted: its workers can reach those of other hosts.
+        waiting: workers to be started there as soon as that is possible, with their numbers.
+        leaving: it is to be given back.
+        parted: it takes no further part: its agent was told to end, or was lost.
+    """
+
+    name: str
+    since: float
+    state: HostState | None = None
+    link: Link | None = None
+    admitted: bool = False
+    waiting: list[tuple[int, SpawnOrder]] = field(default_factory=list)
+    leaving: bool = False
+    parted: bool = False
+
+    @property
+    def hello(self) -> Hello:
+        """What its agent said first. Only for one that can be used."""
+        assert self.link is not None
+        assert self.link.hello is not None
+        return self.link.hello
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing of the job is there any more, as far as can be known."""
+        return self.parted and (self.state is None or self.state.final)
+
+
+class Door(Protocol):
+    """Decides at which address a host is reached by the others, before workers are started there."""
+
+    def request(self, visit: Visit) -> None:
+        """A host has come. ``admit`` or ``refuse`` is called for it, later or at once, unless it is withdrawn."""
+
+    def withdraw(self, visit: Visit) -> None:
+        """A host has gone, whether or not it had been let in."""
+
+    def keep_time(self, now: float) -> None:
+        """To be called in each turn of the loop."""
+
+    @property
+    def next(self) -> float:
+        """When ``keep_time`` has something to do."""
+
+
+class ElasticSupervisor(Supervisor):
+    """Has workers started and ended as the driver asks for it, until the job is over.
+
+    Args:
+        entry: the name of a host, as discoveries have it, to what transports need.
+        required: what workers will need on a host.
+        ranks: filled in: number of a worker to the rank that it has now.
+
+    Attributes:
+        driver, door, environment, frame: to be set before ``supervise``.
+        environment: what all workers of a host find in their environment.
+        frame: the frame that starts a worker.
+        workers: id of each worker to its number.
+    """
+
+    driver: Driver
+    door: Door
+    environment: Callable[[Visit], Mapping[str, str]]
+    frame: Callable[[Visit, SpawnOrder, int], Spawn]
+
+    def __init__(
+        self,
+        spec: LaunchSpec,
+        spawner: Spawner,
+        job_id: str,
+        observer: SupervisionObserver,
+        *,
+        entry: Callable[[str], HostEntry],
+        required: Callable[[HostEntry], Require],
+        ranks: dict[int, int],
+    ) -> None:
+        super().__init__(spec, spawner, (), job_id, observer)
+        self._verdict = self.survivors = Survivors(self.outcome, self._stop_after_failure)
+        self._agents.open(required)
+        self._entry = entry
+        self._ranks = ranks
+        self.workers: dict[str, int] = {}
+        self._ids: dict[int, str] = {}
+        self._visits: dict[str, Visit] = {}
+        self._past: list[Visit] = []
+        self._listed: dict[str, int | None] = {}
+        self._machines: dict[str, str] = {}
+        self._told_of_machines = False
+        self.handlers |= {Leaving: self._on_leaving}
+
+    # What the driver calls, from any thread.
+
+    def listed(self, hosts: Sequence[tuple[str, int | None]]) -> None:
+        """These hosts are listed now, and no others."""
+        self._loop.call_soon(partial(self._on_listed, dict(hosts)))
+
+    def start_worker(self, spawn: SpawnOrder) -> None:
+        """Start a worker, as soon as its host can be used."""
+        self._loop.call_soon(partial(self._on_start, spawn))
+
+    def stop_worker(self, worker: str, reason: str) -> None:
+        """End a worker."""
+        self._loop.call_soon(partial(self._on_stop, worker, reason))
+
+    def placed(self, roster: Roster) -> None:
+        """These are the workers' ranks now."""
+        self._loop.call_soon(partial(self._on_placed, roster))
+
+    def notice_soon(self, text: str) -> None:
+        """Tell the user something, unless the job is over."""
+        self._loop.call_soon(partial(self._tell, text))
+
+    def over_soon(self) -> None:
+        """The job is over; its workers have been told to end."""
+        self._loop.call_soon(self._on_over)
+
+    @property
+    def coming(self) -> bool:
+        """Whether any host is on its way."""
+        return any(visit.state is not None and visit.state.starting_up for visit in self._visits.values())
+
+    def visit(self, name: str) -> Visit | None:
+        """The present visit of a host."""
+        return self._visits.get(name)
+
+    # Workers.
+
+    def _on_start(self, spawn: SpawnOrder) -> None:
+        if self.settled:
+            return
+        number = len(self._ids)
+        self.workers[spawn.worker], self._ids[number] = number, spawn.worker
+        self._ranks[number] = spawn.plan.ranks[spawn.worker]
+        visit = self._come(spawn.host)
+        if visit is None:
+            return
+        visit.waiting.append((number, spawn))
+        if visit.admitted:
+            self._start_waiting(visit)
+
+    def _start_waiting(self, visit: Visit) -> None:
+        assert visit.link is not None
+        for number, spawn in visit.waiting:
+            self._spawn(visit.link, self.frame(visit, spawn, number))
+        visit.waiting.clear()
+
+    def _on_stop(self, worker: str, reason: str) -> None:
+        number = self.workers.get(worker)
+        if number is None or number in self.survivors.statuses:
+            return
+        for visit in self._visits.values():
+            if any(spawn.worker == worker for _, spawn in visit.waiting):
+                visit.waiting = [item for item in visit.waiting if item[1].worker != worker]
+                self.driver.exited(worker, 0, "was not needed any more")
+                self._let_go(visit)
+                return
+            if visit.link is not None and number in visit.link.workers:
+                if self._spec.verbose:
+                    self.notice(f"rank {self._ranks[number]} on host {visit.name} is told to end: {reason}")
+                visit.link.channel.send(StopWorker(number, signal.SIGTERM, self._spec.grace_after_failure))
+
+    def _on_placed(self, roster: Roster) -> None:
+        for worker, rank in roster.ranks.items():
+            if worker in self.workers:
+                self._ranks[self.workers[worker]] = rank
+
+    def _on_exited(self, link: Link, frame: Exited) -> None:
+        reason = describe_status(frame.status) + (f"; {frame.account}" if frame.account else "")
+        self._has_ended(link, frame.number)
+        self.survivors.exited(link.host.name, frame)
+        self._report_end(link, frame.number, frame.status, reason)
+
+    def _on_not_spawned(self, link: Link, frame: SpawnFailed) -> None:
+        self._has_ended(link, frame.number)
+        self.survivors.not_started(link.host.name, frame)
+        self._report_end(link, frame.number, frame.status, f"could not be started: {frame.reason}")
+
+    def _has_ended(self, link: Link, number: int) -> None:
+        if number in link.workers:
+            link.workers.remove(number)
+        link.owed.pop(number, None)
+
+    def _report_end(self, link: Link, number: int, status: int, reason: str) -> None:
+        if not self.settled:
+            self.driver.exited(self._ids[number], status, reason)
+            visit = self._visit_of(link.state)
+            if visit is not None:
+                self._let_go(visit)
+        self._finish_if_over()
+
+    # Hosts.
+
+    def _on_listed(self, hosts: dict[str, int | None]) -> None:
+        if self.settled:
+            return
+        self._listed = hosts
+        for name, slots in hosts.items():
+            if slots is None:
+                visit = self._come(name)
+                if visit is not None and visit.link is not None:
+                    self._tell_slots(visit)
+        for visit in list(self._visits.values()):
+            self._let_go(visit)
+
+    def _come(self, name: str) -> Visit | None:
+        """The visit of a host that is needed; it begins now if there is none. None if it cannot."""
+        visit = self._visits.get(name)
+        if visit is not None and visit.parted:
+            self._past.append(self._visits.pop(name))
+            visit = None
+        if visit is None:
+            visit = self._visits[name] = Visit(name, time.monotonic())
+            self._begin_visit(visit)
+        return None if visit.parted else visit
+
+    def _begin_visit(self, visit: Visit) -> None:
+        """Have its agent started, unless something of its last visit may be left there."""
+        if any(past.name == visit.name and not past.over for past in self._past):
+            return
+        visit.since = time.monotonic()
+        try:
+            state = HostState(self._entry(visit.name), visit.since, self._spec.grace_after_failure)
+            self._agents.add(state)
+        except HvdglooError as error:
+            self._lose(visit, str(error))
+            return
+        visit.state = state
+
+    def usable(self, link: Link) -> None:
+        """An agent has come up."""
+        visit = self._visit_of(link.state)
+        if visit is None or self.settled:
+            return
+        visit.link = link
+        self.driver.host_identified(visit.name, visit.hello.identity)
+        self._note_machine(visit)
+        self._tell_slots(visit)
+        self._agents.happen(link.state, host_state.Probe())
+        self.door.request(visit)
+
+    def _tell_slots(self, visit: Visit) -> None:
+        if visit.name in self._listed and self._listed[visit.name] is None:
+            self.driver.slots_found(visit.name, max(1, visit.hello.gpus))
+
+    def _note_machine(self, visit: Visit) -> None:
+        """Several names of one machine are taken for several hosts, with a notice."""
+        other = self._machines.setdefault(visit.hello.identity, visit.name)
+        if other != visit.name and other in self._listed and not self._told_of_machines:
+            if self._spec.reach.agent_command:
+                return  # several containers look like one machine
+            self._told_of_machines = True
+            self.notice(
+                f"{other} and {visit.name} are the same machine ({visit.hello.hostname}); it is used as if it were "
+                "several, and each starts with the first GPU"
+            )
+
+    def admit(self, visit: Visit, detail: str) -> None:
+        """The workers of a host can reach those of the others. What it is reached at is up to ``environment``."""
+        assert visit.link is not None
+        visit.admitted = True
+        self._agents.happen(visit.link.state, host_state.Probed(detail))
+        self._begin(visit.link, self.environment(visit), elastic=True)
+        self._start_waiting(visit)
+        self._let_go(visit)
+
+    def refuse(self, visit: Visit, reason: str) -> None:
+        """A host cannot take part."""
+        self._lose(visit, reason)
+        if visit.state is not None:
+            self._agents.offer(host_state.Finish(), [visit.state])
+
+    def unusable(self, host: HostState) -> None:
+        """No agent can be used on a host."""
+        visit = self._visit_of(host)
+        if visit is not None:
+            self._lose(visit, host.failure)
+
+    def lost(self, host: HostState, link: Link | None, text: str) -> None:
+        """The job has lost a host; it goes on without it."""
+        if link is not None:
+            self.survivors.gone(link.workers)
+            link.workers.clear()
+        visit = self._visit_of(host)
+        if visit is not None:
+            self._lose(visit, f"its agent {text}")
+        self._finish_if_over()
+
+    def ended(self, link: Link) -> None:
+        """An agent has ended as it should."""
+        visit = self._visit_of(link.state)
+        if visit is not None:
+            visit.parted = True
+        self.survivors.gone(link.workers)
+        self._finish_if_over()
+
+    def _on_dying(self, link: Link, frame: Dying) -> None:
+        visit = self._visit_of(link.state)
+        if visit is not None:
+            self._lose(visit, f"its agent ended its workers, because {frame.reason}")
+
+    def _on_leaving(self, link: Link, _: Frame) -> None:
+        visit = self._visit_of(link.state)
+        if visit is not None and not self.settled:
+            visit.leaving = True
+            self.notice(f"host {visit.name} is to be given back; its workers leave at their next commit")
+            self.driver.host_leaves(visit.name)
+            self._let_go(visit)
+
+    def _lose(self, visit: Visit, reason: str) -> None:
+        """A host takes no further part, and the job is told why."""
+        if visit.parted:
+            return
+        visit.parted = True
+        visit.waiting.clear()
+        self.door.withdraw(visit)
+        if not self.settled:
+            self.driver.host_lost(visit.name, reason)
+
+    def _let_go(self, visit: Visit) -> None:
+        """End the agent of a host that is not listed any more, or is to be given back, once nothing runs there."""
+        if visit.parted or visit.waiting or (visit.name in self._listed and not visit.leaving):
+            return
+        if visit.link is not None and visit.link.workers:
+            return
+        visit.parted = True
+        self.door.withdraw(visit)
+        if visit.state is not None:
+            self._agents.offer(host_state.Finish(), [visit.state])
+
+    def _visit_of(self, host: HostState) -> Visit | None:
+        return next((visit for visit in (*self._visits.values(), *self._past) if visit.state is host), None)
+
+    # The loop.
+
+    def _next(self, now: float, deadline: float | None) -> float:
+        times = [super()._next(now, deadline), self.door.next]
+        times += [self._late(visit) for visit in self._visits.values()]
+        if any(visit.over for visit in (*self._past, *self._visits.values())):
+            times.append(now + _LOOK_AGAIN)
+        return min(times)
+
+    def _late(self, visit: Visit) -> float:
+        """When a host that is starting up has taken too long."""
+        coming = visit.state is not None and visit.state.starting_up
+        return visit.since + self._spec.start_timeout if coming else math.inf
+
+    def _keep_time(self) -> None:
+        super()._keep_time()
+        now = time.monotonic()
+        if not self.settled:
+            self.door.keep_time(now)
+            for visit in list(self._visits.values()):
+                self._keep_visit(visit, now)
+        for visit in [visit for visit in self._past if visit.over]:
+            if visit.state is None or self._has_gone(visit.state):
+                self._past.remove(visit)
+
+    def _keep_visit(self, visit: Visit, now: float) -> None:
+        if visit.state is None and not visit.parted:
+            self._begin_visit(visit)
+        elif visit.state is not None and now >= self._late(visit):
+            late = f"has not answered within {self._spec.start_timeout:g} s; {REMEDIES[visit.state.step]}"
+            self._agents.happen(visit.state, host_state.Lost(late))
+        elif visit.over and not visit.waiting:
+            self._past.append(self._visits.pop(visit.name))
+
+    def _has_gone(self, host: HostState) -> bool:
+        """Let go of a host whose visit is over; False while its last command has not ended."""
+        link = self._agents.link(host)
+        if link is not None and link.stream.poll() is None:
+            return False
+        self._agents.forget(host)
+        return True
+
+    # The end.
+
+    def _tell(self, text: str) -> None:
+        if not self.settled:
+            self.notice(text)
+
+    def _on_over(self) -> None:
+        """The elastic job has come to its end. What it has told to end has the usual time for that."""
+        if self.settled:
+            return
+        self.survivors.settled = True
+        self._hard_deadline = time.monotonic() + self._spec.grace_after_failure + self._spec.end_timeout
+        self._finish_if_over()
