@@ -13,6 +13,7 @@ import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TextIO
 
@@ -104,7 +105,7 @@ def launch_elastic(
                 supervisor.supervise()
             console.finish()
             console.drain(signal_came)
-        return _report(spec, chosen, supervisor, course.outcome, console)
+        return _report(spec, chosen, supervisor, driver, course.outcome, console)
 
 
 class _Starter:
@@ -296,30 +297,32 @@ def _report(
     spec: LaunchSpec,
     spawner: Spawner,
     supervisor: ElasticSupervisor,
+    driver: ElasticDriver,
     outcome: ElasticOutcome | None,
     console: Console,
 ) -> Report:
-    last = outcome.changes[-1][1].roster if outcome is not None and outcome.changes else None
-    slots = _slots(last) if last is not None else ()
-    numbers = tuple(supervisor.workers[seat.worker] for seat in last.seats) if last is not None else ()
-    supervisor.outcome.statuses = {
-        rank: supervisor.survivors.statuses.get(number) for rank, number in enumerate(numbers)
-    }
-    failure = outcome.ended.failure if outcome is not None else None
-    first = supervisor.outcome.first
-    number = supervisor.workers.get(failure.worker) if failure is not None else None
-    if first is None or number is None or failure is None:
-        advice = advise_on_signal(first.reason) if first is not None else ""
-        return Report(supervisor.outcome, slots, advice=advice, numbers=numbers, elastic=outcome)
-    advice = advise_on_signal(first.reason) or advice_for(
-        spec, spawner, host_entry(failure.host, None), console.cause(number)
-    )
-    return Report(
+    last = driver.changes[-1][1].roster if driver.changes else None
+    workers = [] if last is None else [supervisor.workers[seat.worker] for seat in last.seats]
+    statuses = supervisor.survivors.statuses
+    supervisor.outcome.statuses = {rank: statuses.get(number) for rank, number in enumerate(workers)}
+    report = Report(
         supervisor.outcome,
-        slots,
-        console.tail(number),
-        advice,
+        () if last is None else _slots(last),
+        numbers=tuple(workers),
+        changes=tuple(driver.changes),
+        why_over=outcome.ended.text if outcome is not None else "",
+    )
+    first = supervisor.outcome.first
+    if first is None:
+        return report
+    failure = outcome.ended.failure if outcome is not None else None
+    number = supervisor.workers.get(failure.worker) if failure is not None else None
+    if number is None:
+        return replace(report, advice=advise_on_signal(first.reason))
+    return replace(
+        report,
+        last_lines=console.tail(number),
+        advice=advise_on_signal(first.reason)
+        or advice_for(spec, spawner, host_entry(first.host, None), console.cause(number)),
         in_sight=console.in_sight(number),
-        numbers=numbers,
-        elastic=outcome,
     )

@@ -40,7 +40,7 @@ from hvdgloo.runner.transport.base import Spawner
 from hvdgloo.runner.transport.select import choose_spawner
 
 if TYPE_CHECKING:
-    from hvdgloo.runner.elastic.driver import ElasticOutcome
+    from hvdgloo.rendezvous._elastic.events import Changed
 
 COMMAND_LINE_SIGNALS = (
     signal.SIGINT,
@@ -92,7 +92,8 @@ class Report:
         advice: what to do about them, in one line; empty if that is not known.
         restarts: those that came before, in order.
         numbers: of the workers in ``slots``, by rank.
-        elastic: how it ended as an elastic job, if it was one and was not interrupted.
+        changes: of the workers of an elastic job: see ``ElasticDriver``.
+        why_over: why an elastic job could not survive the failure.
     """
 
     outcome: JobOutcome
@@ -102,7 +103,8 @@ class Report:
     in_sight: bool = False
     restarts: tuple[Restart, ...] = ()
     numbers: tuple[int, ...] = ()
-    elastic: ElasticOutcome | None = None
+    changes: tuple[tuple[float, Changed], ...] = ()
+    why_over: str = ""
 
     def summary(self, *, whole: bool = True) -> str:
         """How the job ended, in words; empty after success at the first attempt.
@@ -110,17 +112,23 @@ class Report:
         Args:
             whole: with the worker's last lines, also if they are in sight.
         """
-        if not self.restarts:
-            return self._end(whole)
-        end = self._end(whole) or "the job succeeded"
-        return f"{end}\n{history(self.restarts)}"
+        end = self._end(whole)
+        past = self._changes() or (history(self.restarts) if self.restarts else "")
+        return f"{end or 'the job succeeded'}\n{past}" if past else end
+
+    def _changes(self) -> str:
+        if len(self.changes) < 2:
+            return ""
+        from hvdgloo.rendezvous._elastic.history import summarize  # what jobs of a fixed size do not need
+
+        return summarize(self.changes)
 
     def failure(self, *, whole: bool = True) -> str:
         """What failed first, in words, with what the worker said last."""
         assert self.outcome.first is not None
         text = describe_failure(self.outcome.first)
-        if self.elastic is not None and self.elastic.ended.text != self.outcome.first.reason:
-            text += f"; {self.elastic.ended.text}"
+        if self.why_over and self.why_over != self.outcome.first.reason:
+            text += f"; {self.why_over}"
         if self.last_lines and (whole or not self.in_sight):
             text += "\nIts last lines were:\n" + "\n".join(f"  {line}" for line in self.last_lines)
         return f"{text}\n{self.advice}" if self.advice else text

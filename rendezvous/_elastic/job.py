@@ -145,6 +145,7 @@ class ElasticJob:
         self._other_failure: Failing | None = None  # the last one of a worker that was not a member
         self._failed = ""  # why the job has
         self._why = ""  # the last training is over
+        self._why_is_heard = False
         self._trouble = ""  # the newest epoch is over
         self._serial = 0
         self._announced = Update.NONE
@@ -316,7 +317,7 @@ class ElasticJob:
         worker.end_by = math.inf
         self._has_state = self._has_state or event.serial != NO_STATE
         if event.error:
-            self._note(f"{worker}: {event.error}")
+            self._note(f"{worker}: {event.error}", heard=True)
         grace = UNCONNECTED_TIME if self.phase is P.CONNECTING else ACCUSED_TIME
         for rank in event.accused:
             other = self._crew.at_rank(rank)
@@ -426,9 +427,15 @@ class ElasticJob:
 
     # Failures.
 
-    def _note(self, why: str) -> None:
-        """Why the epoch has ended, if nothing is known of that yet."""
-        self._why = self._why or why
+    def _note(self, why: str, *, heard: bool = False) -> None:
+        """Why the epoch has ended, if nothing is known of that yet.
+
+        Args:
+            heard: a worker says so, who often sees no more than that it has lost another one. How that has ended says
+                more, and comes later.
+        """
+        if not self._why or (self._why_is_heard and not heard):
+            self._why, self._why_is_heard = why, heard
         self._trouble = self._trouble or why
 
     def _blame(self, worker: Worker, status: int | None, reason: str) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from hvdgloo._platform.queues import take_within
 from hvdgloo.errors import HvdglooError
 from hvdgloo.rendezvous._elastic.events import (
     Action,
@@ -30,6 +31,7 @@ from hvdgloo.rendezvous._elastic.events import (
     Stop,
     Tell,
 )
+from hvdgloo.rendezvous._elastic.history import describe_change
 from hvdgloo.rendezvous._elastic.roster import Roster
 from hvdgloo.rendezvous._server.elastic import ElasticEpochs
 from hvdgloo.runner.elastic.discovery import HostManager
@@ -71,7 +73,7 @@ class ElasticOutcome:
 
     Attributes:
         ended: the end itself.
-        changes: each epoch that came to training, in order, with the seconds since the driver's start.
+        changes: see ``ElasticDriver``.
     """
 
     ended: Ended
@@ -92,6 +94,10 @@ class ElasticDriver:
         interval: seconds between two questions to the discovery.
         hang_time: seconds after which the user is told that it does not answer.
 
+    Attributes:
+        epochs: for the rendezvous server.
+        changes: each epoch that came to training, in order, with the seconds since the driver's start.
+
     Raises:
         DiscoveryError: on entering, if hosts cannot be determined; nothing has been started then.
     """
@@ -109,6 +115,7 @@ class ElasticDriver:
     ) -> None:
         self._actions: queue.SimpleQueue[Action | None] = queue.SimpleQueue()
         self.epochs = ElasticEpochs(rules, act=self._actions.put)
+        self.changes: list[tuple[float, Changed]] = []
         self._manager = HostManager(discovery)
         self._starter = starter
         self._tell = tell
@@ -137,7 +144,6 @@ class ElasticDriver:
 
     def run(self) -> ElasticOutcome | None:
         """Do what the job decides, until it has ended; its workers are then told to end. None after ``abandon``."""
-        changes: list[tuple[float, Changed]] = []
         while True:
             match self._next_action():
                 case Spawn() as spawn:
@@ -150,11 +156,13 @@ class ElasticDriver:
                 case Formed(roster):
                     self._placed(roster)
                 case Changed() as change:
-                    changes.append((time.monotonic() - self._began, change))
+                    if self.changes:
+                        self._tell(describe_change(change, self.changes[-1][1]))
+                    self.changes.append((time.monotonic() - self._began, change))
                 case Ended() as ended:
                     for worker in list(self._running):
                         self._starter.stop(worker, "the job is over")
-                    return ElasticOutcome(ended, changes)
+                    return ElasticOutcome(ended, self.changes)
                 case None:
                     return None
 
@@ -209,7 +217,7 @@ class ElasticDriver:
     def _next_action(self) -> Action | None:
         while True:
             try:
-                return self._actions.get(timeout=self._hang_time)
+                return take_within(self._actions, self._hang_time)
             except queue.Empty:
                 asked_at = self._asked_at
                 if asked_at is None or self._told_of_hang:

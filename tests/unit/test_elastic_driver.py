@@ -64,7 +64,7 @@ def job(rules: Rules, hosts: object, starter: Starter, **options: float) -> Iter
     told: list[str] = []
     driver = ElasticDriver(rules, hosts, starter, tell=told.append, **({"interval": 0.01} | options))  # type: ignore[arg-type]
     with driver, RendezvousServer(secret=SECRET, elastic=driver.epochs) as server, ExitStack() as stack:
-        yield Job(driver, Workers(server, stack), told)
+        yield Job(driver, Workers(server.endpoint, stack), told)
 
 
 def test_a_worker_fails_is_started_again_and_all_finish() -> None:
@@ -95,7 +95,10 @@ def test_a_worker_fails_is_started_again_and_all_finish() -> None:
     assert [change.roster.size for _, change in outcome.changes] == [2, 1, 2]
     assert outcome.changes == sorted(outcome.changes, key=lambda timed: timed[0])
     assert outcome.changes[1][1].why == "rank 0 on host h1 (process 2) was killed by signal 9 (SIGKILL)"
-    assert it.told == []
+    assert [line.partition("; ")[0] for line in it.told] == [
+        "rank 0 on host h1 (process 2) was killed by signal 9 (SIGKILL)",
+        "new workers were ready",
+    ]
 
 
 def test_hosts_come_and_go() -> None:
