@@ -33,9 +33,10 @@ MODULES = {
 """Modules that have a stub, and the package that each needs."""
 
 SUBMODULES = {
+    "hvdgloo.numpy": ("elastic",),
     "hvdgloo.torch": ("compression", "elastic", "functions", "mpi_ops", "optimizer", "sync_batch_norm"),
     "hvdgloo.tensorflow": ("compression", "functions", "mpi_ops", "sync_batch_norm"),
-    "hvdgloo.mxnet": ("compression", "functions", "mpi_ops"),
+    "hvdgloo.mxnet": ("compression", "elastic", "functions", "mpi_ops"),
 }
 """Modules that a package imports, so that programs need not; not in its ``__all__``."""
 

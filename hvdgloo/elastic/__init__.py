@@ -17,8 +17,8 @@ framework are saved and sent. docs/elastic.md is the manual.
 
 from __future__ import annotations
 
-from hvdgloo.elastic.loop import run_fn
+from hvdgloo.elastic.loop import run, run_fn
 from hvdgloo.elastic.news import notification_manager
 from hvdgloo.elastic.state import ObjectState, State
 
-__all__ = ["ObjectState", "State", "notification_manager", "run_fn"]
+__all__ = ["ObjectState", "State", "notification_manager", "run", "run_fn"]

@@ -30,7 +30,7 @@ from hvdgloo.errors import (
 if TYPE_CHECKING:
     from hvdgloo.rendezvous import Placement
 
-__all__ = ["run_fn"]
+__all__ = ["run", "run_fn"]
 
 T = TypeVar("T")
 
@@ -118,6 +118,25 @@ def run_fn(
         return Loop(job, state, failure).run(lambda: func(state, *args, **kwargs))
 
     return elastic
+
+
+def run(func: Callable[..., T]) -> Callable[..., T]:
+    """Make a training function elastic: it goes on after its job has lost or gained workers.
+
+    ::
+
+        @hvd.elastic.run
+        def train(state, ...):
+            ...
+
+    Args:
+        func: takes a ``State`` first. It is called again, from the top, each time the job's workers have changed, and
+            goes on where the state says.
+
+    Returns:
+        a function that returns what ``func`` returns in the end; see ``run_fn``.
+    """
+    return run_fn(func)
 
 
 class Loop:

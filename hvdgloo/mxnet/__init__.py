@@ -30,7 +30,13 @@ except (ModuleNotFoundError, AttributeError) as error:
 
 from hvdgloo._collectives.names import EAGER, OBJECTS, VALUES, bind
 from hvdgloo._job import process
-from hvdgloo.mxnet import _optimizer, compression, functions, mpi_ops
+from hvdgloo.mxnet import (
+    _optimizer,
+    compression,
+    elastic,  # noqa: F401 - programs write hvd.elastic.run, and import only hvd
+    functions,
+    mpi_ops,
+)
 
 process.shut_down_first_at_exit()  # MXNet waits for gradients under way
 

@@ -7,6 +7,7 @@ They are documented where they are defined, once for all frameworks: ``hvdgloo._
 from __future__ import annotations
 
 from hvdgloo._collectives.names import EAGER, OBJECTS, VALUES, bind
+from hvdgloo.numpy import elastic  # noqa: F401 - programs write hvd.elastic.run, and import only hvd
 from hvdgloo.numpy._compression import Compression  # noqa: F401 - one of those that are exported below
 from hvdgloo.numpy._frontend import FRONTEND
 

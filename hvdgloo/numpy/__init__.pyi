@@ -19,6 +19,7 @@ from hvdgloo._collectives.basics import (
 from hvdgloo._collectives.process_sets import ProcessSet, global_process_set
 from hvdgloo._job.process import is_initialized
 from hvdgloo.errors import HorovodInternalError
+from hvdgloo.numpy import elastic as elastic
 from hvdgloo.numpy._compression import Compression
 from hvdgloo.numpy._frontend import FRONTEND
 from hvdgloo.types import ReduceOp

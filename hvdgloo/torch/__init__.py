@@ -29,7 +29,7 @@ with collector_paused():
     from hvdgloo._collectives.names import EAGER, OBJECTS, VALUES, bind
     from hvdgloo.torch import (
         compression,
-        elastic,  # noqa: F401 - programs write hvd.elastic.ElasticSampler, and import only hvd
+        elastic,  # noqa: F401 - programs write hvd.elastic.run, and import only hvd
         functions,
         mpi_ops,
         optimizer,

@@ -36,6 +36,7 @@ UNPICKLES = {
         "hvdgloo._collectives.objects",
         "_unpack",
     ): "unsealed in the same expression; a lone process reads only what it wrote",
+    ("hvdgloo.elastic._values", "_copied"): "made by this process, in the same expression",
     ("hvdgloo.runner.worker.function_task", "unpack_outcome"): "unsealed in the same expression",
     ("hvdgloo.runner.worker.function_task", "main"): "unsealed two lines above",
     ("hvdgloo.runner.worker.function_task", "_call"): "part of what main() unsealed",

@@ -136,7 +136,10 @@ EXPORTS = {
         "broadcast_parameters",
         "sparse_allreduce_async",
     },
-    "hvdgloo.torch.elastic": {"ElasticSampler"},
+    "hvdgloo.elastic": {"ObjectState", "State", "notification_manager", "run", "run_fn"},
+    "hvdgloo.numpy.elastic": {"ObjectState", "State", "run"},
+    "hvdgloo.mxnet.elastic": {"ObjectState", "State", "run"},
+    "hvdgloo.torch.elastic": {"ElasticSampler", "TorchState", "run"},
     "hvdgloo.mxnet": EVERY_FRONTEND | {"DistributedOptimizer", "DistributedTrainer", "broadcast_parameters"},
     "hvdgloo.tensorflow": BASICS
     | VALUES
@@ -244,8 +247,12 @@ PUBLIC_MODULES = {
     "hvdgloo.types",
     "hvdgloo.version",
     "hvdgloo.data.data_loader_base",
+    "hvdgloo.elastic.loop",
+    "hvdgloo.elastic.news",
+    "hvdgloo.elastic.state",
     # Under the names by which Horovod's programs import them.
     "hvdgloo.common.basics",
+    "hvdgloo.common.elastic",
     "hvdgloo.common.exceptions",
     "hvdgloo.common.process_sets",
     "hvdgloo.common.util",
@@ -263,6 +270,7 @@ PUBLIC_MODULES = {
     "hvdgloo.tensorflow.util",
     "hvdgloo.torch.compression",
     "hvdgloo.torch.elastic.sampler",
+    "hvdgloo.torch.elastic.state",
     "hvdgloo.torch.functions",
     "hvdgloo.torch.mpi_ops",
     "hvdgloo.torch.optimizer",

@@ -83,7 +83,26 @@ TORCH = {
     "SyncBatchNorm": "num_features, eps=1e-05, momentum=0.1, affine=True, track_running_stats=True",
 }
 MORE = {
-    "hvdgloo.torch.elastic": {"ElasticSampler": "dataset, shuffle=True, seed=0"},
+    "hvdgloo.torch.elastic": {
+        "run": "func",
+        "TorchState": "model=None, optimizer=None, **kwargs",
+        "ElasticSampler": "dataset, shuffle=True, seed=0",
+    },
+    "hvdgloo.torch.elastic.sampler": {"ElasticSampler": "dataset, shuffle=True, seed=0"},
+    "hvdgloo.torch.elastic.state": {
+        "TorchState": "model=None, optimizer=None, **kwargs",
+        "StateHandler": "value",
+        "ModelStateHandler": "model",
+        "OptimizerStateHandler": "optimizer",
+        "SamplerStateHandler": "sampler",
+        "get_handler_registry": "",
+        "set_handler_registry": "registry",
+    },
+    "hvdgloo.common.elastic": {
+        "State": "bcast_object, get_rank",
+        "ObjectState": "bcast_object, get_rank, **kwargs",
+        "run_fn": "func, reset",
+    },
     "hvdgloo.torch.mpi_ops": {"handle_average_backwards_compatibility": "op, average"},
     "hvdgloo.common.exceptions": {
         "HorovodInternalError": None,

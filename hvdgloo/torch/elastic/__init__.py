@@ -16,21 +16,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
-
-from hvdgloo.elastic import run_fn
+from hvdgloo.elastic import run
 from hvdgloo.torch.elastic.sampler import ElasticSampler
 from hvdgloo.torch.elastic.state import TorchState
 
 __all__ = ["ElasticSampler", "TorchState", "run"]
-
-T = TypeVar("T")
-
-
-def run(func: Callable[..., T]) -> Callable[..., T]:
-    """Make a training function elastic; its first argument is a ``TorchState``, or another ``State``.
-
-    See ``hvdgloo.elastic.run_fn``.
-    """
-    return run_fn(func)

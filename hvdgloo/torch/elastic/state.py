@@ -209,6 +209,9 @@ class _StateDictHandler(_Handler):
 class SamplerStateHandler(_StateDictHandler):
     """An ``ElasticSampler``: what is left of the epoch is divided among the workers that there are."""
 
+    def __init__(self, sampler: ElasticSampler) -> None:
+        super().__init__(sampler)
+
     def keep(self) -> None:
         self.value.load_state_dict(self.value.state_dict())
 
