@@ -218,12 +218,12 @@ class Loop:
         """Raise the last error if the same workers fail again and again. All members see the same and decide alike."""
         hosts = placement.topology.hosts
         members = tuple((hosts[worker.host].identity, worker.pid) for worker in placement.topology.workers)
-        if members != self._members or newest > self._reached:
+        if members != self._members:
             self._resets = 0
-        elif reason is not None:
-            self._resets += 1
+        elif isinstance(reason, HorovodInternalError):
+            self._resets = 1 if newest > self._reached else self._resets + 1
         self._members, self._reached = members, newest + 1
-        if reason is not None and self._resets >= _MOST_RESETS:
+        if isinstance(reason, HorovodInternalError) and self._resets >= _MOST_RESETS:
             self._is_over = True
             logger.error("the same workers have failed %d times since the last commit; this ends the job", self._resets)
             raise reason

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.job import ElasticJob
+from hvdgloo.rendezvous._elastic.events import Rules
+from hvdgloo.rendezvous._server.elastic import ElasticEpochs
+from tests.support.job import Job
 
 pytest.importorskip("torch")
 
@@ -62,7 +64,7 @@ print(hvd.size(), changes, resets)
 """
 
 
-def pid_of(job: ElasticJob, folder: Path, size: int, rank: int, after: int = 0, timeout: float = 40) -> int:
+def pid_of(job: Job, folder: Path, size: int, rank: int, after: int = 0, timeout: float = 40) -> int:
     """Wait until a rank of a job of some size has come further than a batch; its process's id."""
     deadline = time.monotonic() + timeout
     while True:
@@ -83,7 +85,8 @@ def batch_of(folder: Path) -> int:
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_survivors_of_a_killed_worker_go_on_and_another_joins(tmp_path: Path, victim: int) -> None:
-    with ElasticJob(3, PROGRAM, tmp_path) as job:
+    rules = Rules(size=3, smallest=1, launched=False)
+    with Job(3, PROGRAM, tmp_path, elastic=ElasticEpochs(rules)) as job:
         pid = pid_of(job, tmp_path, 3, victim)
         (killed,) = [worker for worker in job.workers if worker.pid == pid]
         killed.send_signal(signal.SIGKILL)
