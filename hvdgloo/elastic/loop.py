@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from hvdgloo._collectives.agreement import highest
 from hvdgloo._job import process
+from hvdgloo.elastic.leaving import leaving_on_sigterm
 from hvdgloo.elastic.news import notification_manager
 from hvdgloo.elastic.state import State, Updates
 from hvdgloo.errors import (
@@ -115,7 +116,8 @@ def run_fn(
         if job is None:
             state.sync()
             return func(state, *args, **kwargs)
-        return Loop(job, state, failure).run(lambda: func(state, *args, **kwargs))
+        with leaving_on_sigterm(job):
+            return Loop(job, state, failure).run(lambda: func(state, *args, **kwargs))
 
     return elastic
 

@@ -612,7 +612,9 @@ class ElasticJob:
                     self._remove(worker)
             self._go(P.WAITING)
             if all(worker.out for worker in members) and not self._crew.unheard:
-                self._fail(_STATE_LOST if self._has_state else "all workers have ended, or were removed")
+                left = bool(members) and all(worker.leaving for worker in members)
+                lost = _STATE_LOST if self._has_state else "all workers have ended, or were removed"
+                self._fail("all workers were asked to end, and have left" if left else lost)
         elif self._now >= self._patience:
             self._fail(f"{listed(awaited)} did not come back within {self.rules.elastic_timeout:g} s")
 
