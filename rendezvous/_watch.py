@@ -10,8 +10,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from hvdgloo.rendezvous._elastic.changes import describe_change, ranks_by_host
 from hvdgloo.rendezvous._elastic.events import Action, Changed, Ended, Tell
+from hvdgloo.rendezvous._elastic.history import describe_change, describe_epoch, ranks_by_host
 from hvdgloo.rendezvous._server.server import RendezvousServer
 from hvdgloo.rendezvous._server.service import Refused
 
@@ -47,8 +47,8 @@ def watch_elastic(server: RendezvousServer, actions: queue.SimpleQueue[Action], 
     Args:
         actions: what its ``ElasticEpochs`` does; whatever is not for people is passed over.
     """
-    last, status = "", 0
-    ended = False
+    last, status, ended = "", 0, False
+    before: Changed | None = None
     for stamp in _moments(server, once):
         while not actions.empty():
             action = actions.get_nowait()
@@ -56,10 +56,12 @@ def watch_elastic(server: RendezvousServer, actions: queue.SimpleQueue[Action], 
                 case Tell(text) if text != last:
                     say(f"{stamp} {text}")
                 case Changed():
-                    ended, last = False, ""
-                    say(f"{stamp} {describe_change(action)}")
+                    if before is not None:
+                        say(f"{stamp} {describe_change(action, before)}")
+                    say(f"{stamp} {describe_epoch(action.roster)}")
+                    ended, last, before = False, "", action
                 case Ended(text, failure):
-                    ended, status = True, int(failure is not None)
+                    ended, status, before = True, int(failure is not None), None
                     if failure is None:
                         say(f"{stamp} {text}")
                     else:

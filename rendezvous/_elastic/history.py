@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from hvdgloo.rendezvous._elastic.events import Changed
+from hvdgloo.rendezvous._elastic.roster import Roster
 
 MOST = 20
 """Changes that the summary lists; of more, the last ones."""
@@ -29,6 +30,28 @@ def describe_change(change: Changed, before: Changed) -> str:
     if new:
         text += f", with {new} new one{'' if new == 1 else 's'},"
     return f"{_reason(change, before)}; {text} after {change.stood:.1f} s"
+
+
+def describe_epoch(roster: Roster) -> str:
+    """Who is in training: ``epoch 1: 3 workers are in training (h1: ranks 0-1, h2: rank 2)``."""
+    some = "1 worker is" if roster.size == 1 else f"{roster.size} workers are"
+    ranks = ranks_by_host((seat.host_name, rank) for rank, seat in enumerate(roster.seats))
+    return f"epoch {roster.epoch}: {some} in training ({ranks})"
+
+
+def ranks_by_host(places: Iterable[tuple[str, int]]) -> str:
+    """Hosts in order of their ranks: ``h1: ranks 0-1, h2: rank 2``.
+
+    Args:
+        places: (host, rank), in any order; the ranks of a host are consecutive.
+    """
+    ranks: dict[str, list[int]] = {}
+    for host, rank in sorted(places, key=lambda place: place[1]):
+        ranks.setdefault(host, []).append(rank)
+    return ", ".join(
+        f"{host}: rank {some[0]}" if len(some) == 1 else f"{host}: ranks {some[0]}-{some[-1]}"
+        for host, some in ranks.items()
+    )
 
 
 def summarize(changes: Sequence[tuple[float, Changed]]) -> str:
@@ -56,9 +79,9 @@ def summarize(changes: Sequence[tuple[float, Changed]]) -> str:
 def _reason(change: Changed, before: Changed) -> str:
     if change.why:
         return change.why
-    hosts, old = dict(change.roster.slots), dict(before.roster.slots)
-    gone = [host for host in old if host not in hosts]
-    came = [host for host in hosts if host not in old]
+    hosts, old = ({seat.host: seat.host_name or seat.host for seat in each.roster.seats} for each in (change, before))
+    gone = [name for host, name in old.items() if host not in hosts]
+    came = [name for host, name in hosts.items() if host not in old]
     parts = []
     if gone:
         parts.append(f"{_hosts(gone)} removed")

@@ -66,7 +66,8 @@ def test_afterwards_it_ends_the_process_as_before() -> None:
 
 def test_a_program_s_own_handler_stays() -> None:
     seen: list[int] = []
-    own = signal.signal(signal.SIGTERM, lambda number, _: seen.append(number)) and signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, lambda number, _: seen.append(number))
+    own = signal.getsignal(signal.SIGTERM)
     with leaving_on_sigterm(Job()):
         assert signal.getsignal(signal.SIGTERM) is own
         os.kill(os.getpid(), signal.SIGTERM)
