@@ -272,6 +272,13 @@ class Core(Generic[T]):
         """Whether this process and at least one other are in the set."""
         return bool(self.sharers(process_set))
 
+    def may_share(self, process_set: ProcessSet) -> bool:
+        """Whether there are others to share with, now or later in an elastic job.
+
+        For what is made once and used in all epochs, such as a traced function.
+        """
+        return self.context.config.elastic or self.is_shared(process_set)
+
     def zeros(self, like: T) -> T:
         """A tensor of zeros of the same shape, type and device."""
         memory = self.adapter.allocate(replace(self.adapter.describe(like), device="cpu"), like)

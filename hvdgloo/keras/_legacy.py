@@ -125,6 +125,7 @@ class _State:
                 options.backward_passes_per_step,
                 self.sync.reduce,
                 average_aggregated_gradients=options.average_aggregated_gradients,
+                renewed=self.sync.renewed,
             )
         self.is_reduced = False  # whether the LossScaleOptimizer around this one has reduced the gradients
 

@@ -78,6 +78,8 @@ class TensorFlowFrontend(Frontend[Tensor]):
             return operator(run, inputs, [t.dtype for t in inputs], [_shape_after(operation, t) for t in inputs])
 
         at_run_time = adjoint.keep or operation.collective in _AT_RUN_TIME
+        # The factor of this one's gradient is the number of ranks.
+        at_run_time |= operation.collective is Collective.REDUCESCATTER and self.context.config.elastic
 
         def backward(tape: Tape[Tensor], gradients: Sequence[Tensor]) -> Sequence[Tensor]:
             below = _name_of_gradient(label)
@@ -124,6 +126,18 @@ class TensorFlowFrontend(Frontend[Tensor]):
             return tf.constant(read(), tf.int32)
         (value,) = operator(lambda: [np.int32(read())], [], [tf.int32], [()])
         return value
+
+    def shares_here(self, process_set: ProcessSet) -> bool:
+        """Whether what is written here is for several ranks; in a graph it may outlive an elastic job's size."""
+        return (self.may_share if in_graph([None]) else self.is_shared)(process_set)
+
+    def number_of(self, process_set: ProcessSet) -> Any:
+        """How many ranks share in a set, 1 if this one shares with nobody; in an elastic job's graph, a tensor."""
+
+        def read() -> int:
+            return max(len(self.sharers(process_set)), 1)
+
+        return self.reads(read) if in_graph([None]) and self.context.config.elastic else read()
 
     def _exchange_in_graph(
         self, operation: CollectiveSpec, tensor: Tensor, splits: Any, name: str | None

@@ -5,6 +5,9 @@ for all. So they travel while the rest of the backward pass is computed, and no 
 rank's progress depends on. A ``tf.function`` runs operators with effects in the order in which they are made: the last
 variable's gradient, which the backward pass computes first, is made first.
 
+**Elastic jobs.** A function that is traced in a job of one process reduces as well: the job may have grown when it
+runs. Its operators look at the size as they run, and with nobody to share with they give back what they got.
+
 **Names** are made of the gradients' shapes and types and their places in the list. They do not depend on the order in
 which ranks trace their functions, on how often they did, or on what else a rank has built.
 """
@@ -12,15 +15,17 @@ which ranks trace their functions, on how often they did, or on what else a rank
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from hvdgloo._collectives.adapter import Tape
 from hvdgloo._collectives.persistent import Pending
 from hvdgloo._collectives.process_sets import process_set_id
 from hvdgloo._collectives.spec import CollectiveSpec, gathering
+from hvdgloo._job.context import Context
 from hvdgloo._training.options import GradientOptions, check, label, make_reducer, named_groups
 from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.tensorflow import _sparse as sparse
@@ -44,27 +49,28 @@ class GradientSync:
     def __init__(self, frontend: TensorFlowFrontend, options: GradientOptions) -> None:
         self.frontend = frontend
         self.options = options
-        self._local: dict[int, Any] = {}
+        self._sources: dict[int, Any] = {}
+        self._latest: Context | None = None
         make_reducer(frontend, options, [])  # raises for what it cannot do
         check(options.groups)
 
     @property
     def active(self) -> bool:
-        """Whether there is anybody to reduce with."""
-        return self.frontend.is_shared(self.options.process_set)
+        """Whether there is anybody to reduce with, or may be when the graph runs that is being built."""
+        return self.frontend.shares_here(self.options.process_set)
 
     def register_local_source(self, variable: Any) -> None:
         """Leave a variable's gradient to this rank alone."""
-        self._local[id(inner(variable))] = variable
+        self._sources[id(inner(variable))] = variable
 
     @property
     def local_sources(self) -> list[Any]:
         """The variables whose gradients are left to this rank alone."""
-        return list(self._local.values())
+        return list(self._sources.values())
 
     def is_local(self, variable: Any) -> bool:
         """Whether its gradient is left to this rank alone."""
-        return id(inner(variable)) in self._local
+        return id(inner(variable)) in self._sources
 
     @also_tensorflows
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any], *, differentiable: bool = False) -> list[Any]:
@@ -89,7 +95,7 @@ class GradientSync:
             if gradient is None:
                 continue
             if self.is_local(variable):
-                results[index] = self.options.local(gradient, len(self._ranks))
+                results[index] = self._local(gradient)
                 continue
             if sparse.is_sparse(gradient) and self.options.sparse_as_dense:
                 results[index] = tf.convert_to_tensor(gradient)
@@ -128,14 +134,37 @@ class GradientSync:
         """Whether a boolean tensor holds on all ranks; ``name`` is what matches their calls."""
         if not self.active:
             return holds
-        number = process_set_id(self.options.process_set)
-        agreement = CollectiveSpec(Collective.ALLREDUCE, ReduceOp.MIN, process_set=number)
-        (everywhere,) = self.frontend.apply(agreement, [tf.cast(holds, tf.uint8)], name)
+
+        def exchange(flag: Any) -> list[Any]:
+            if not self.frontend.is_shared(self.options.process_set):
+                return [flag]
+            number = process_set_id(self.options.process_set)
+            agreement = CollectiveSpec(Collective.ALLREDUCE, ReduceOp.MIN, process_set=number)
+            return self.frontend.start(agreement, [flag], name, waits=True).result()
+
+        flag = tf.cast(holds, tf.uint8)
+        (everywhere,) = operator(exchange, [flag], [flag.dtype], [flag.shape]) if in_graph([None]) else exchange(flag)
         return tf.cast(everywhere, tf.bool)
 
-    @property
-    def _ranks(self) -> tuple[int, ...]:
-        return self.frontend.sharers(self.options.process_set)
+    def renewed(self) -> Any:
+        """Whether the job is another one than at the call before (in a graph, than when this ran before): ranks that
+        add gradients up over several calls have to begin together then.
+
+        Returns:
+            a boolean tensor; None outside elastic jobs, where that cannot be.
+        """
+        if not self.frontend.context.config.elastic:
+            return None
+
+        def read() -> int:
+            before, self._latest = self._latest, self.frontend.context
+            return int(before is not None and before is not self._latest)
+
+        return tf.cast(self.frontend.reads(read), tf.bool)
+
+    def _local(self, gradient: Any) -> Any:
+        size = self.frontend.number_of(self.options.process_set)
+        return self.options.local(gradient, tf.cast(size, gradient.dtype) if tf.is_tensor(size) else size)
 
     def _reduce_differentiably(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         if any(sparse.is_sparse(gradient) for gradient in gradients):
@@ -168,7 +197,7 @@ class GradientSync:
         batch = _Batch(self, names, self._groups(names, gradients, variables))
         received = _in_graph(batch, parts) if in_graph([None]) else _eagerly(batch, parts)
         return [
-            sparse.combine(gradient, result, self.options.op, len(self._ranks))
+            sparse.combine(gradient, result, self.options.op, self.frontend.number_of(self.options.process_set))
             if sparse.is_sparse(gradient)
             else self.options.compression.decompress(result[0], ctx)
             for gradient, result, ctx in zip(gradients, received, contexts, strict=True)
@@ -199,32 +228,48 @@ class GradientSync:
 
 
 class _Batch:
-    """The gradients of one place in a program, of which each step reduces a new set."""
+    """The gradients of one place in a program, of which each step reduces a new set.
+
+    Args:
+        sync: reduces them.
+        names: of the gradients.
+        groups: of names, each sent as one.
+    """
 
     def __init__(self, sync: GradientSync, names: Sequence[str], groups: Sequence[Sequence[str]]) -> None:
         self._frontend = sync.frontend
+        self._options = sync.options
         self._names = names
-        self._gather = gathering(sync.options.process_set)
-        self._reducer = make_reducer(sync.frontend, sync.options, groups)
+        self._groups = groups
         self._sparse: dict[int, Pending[Tensor]] = {}
+        self._own: dict[int, Sequence[Tensor]] = {}  # what there is nobody to share with
         self._lock = threading.Lock()
+        self._open()
 
     def begin(self) -> None:
         """A step begins: drop what is left over from one that did not finish. Before each step's first ``ready``."""
         if self._reducer.open or self._sparse:
             self._abandon()
+        if self._context is not self._frontend.context:
+            self._open()
+        self._own = {}
 
     def ready(self, index: int, *tensors: Tensor) -> None:
         """Hand a gradient to the engine; returns at once."""
         name = self._names[index]
         with self._lock:  # TensorFlow 1 orders nothing, and has several threads
-            if len(tensors) == 1:
+            if not self._is_shared:
+                self._own[index] = tensors
+            elif len(tensors) == 1:
                 self._reducer.ready(name, tensors[0])
             else:
                 self._sparse[index] = self._frontend.start(self._gather, tensors, name, grouped=True)
 
     def wait(self) -> list[list[Tensor]]:
         """Each gradient's result."""
+        if not self._is_shared:
+            # Copies: TensorFlow may write where a result is.
+            return [[np.copy(tensor) for tensor in self._own[index]] for index in range(len(self._names))]
         gathering, self._sparse = self._sparse, {}
         try:
             reduced = self._reducer.wait()
@@ -241,6 +286,14 @@ class _Batch:
                     raise error
                 results.append(gathering[index].result())
         return results
+
+    def _open(self) -> None:
+        """Begin in a job, or in an elastic job's next epoch, in which process sets may have other numbers."""
+        process_set = self._options.process_set
+        self._context = self._frontend.context
+        self._is_shared = self._frontend.is_shared(process_set)
+        self._gather = gathering(process_set)
+        self._reducer = make_reducer(self._frontend, self._options, self._groups)
 
     def _abandon(self) -> None:
         gathering, self._sparse = self._sparse, {}

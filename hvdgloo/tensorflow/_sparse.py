@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdgloo._collectives.process_sets import ProcessSet, process_set_id
+from hvdgloo._collectives.process_sets import ProcessSet
 from hvdgloo._collectives.spec import gathering
 from hvdgloo.errors import HvdglooError
 from hvdgloo.tensorflow._adapter import Tensor
@@ -49,11 +49,10 @@ def sparse_allreduce(
     """Average or sum of the ranks' ``tf.IndexedSlices``: all their entries, as a ``tf.IndexedSlices``."""
     check(op, prescale, postscale)
     gathered = frontend.apply(gathering(process_set), [slices.values, slices.indices], name, grouped=True)
-    size = len(frontend.context.engine.process_sets[process_set_id(process_set)])
-    return combine(slices, gathered, op, size)
+    return combine(slices, gathered, op, frontend.number_of(process_set))
 
 
-def combine(slices: Any, gathered: Sequence[Tensor], op: int, size: int) -> Any:
+def combine(slices: Any, gathered: Sequence[Tensor], op: int, size: Any) -> Any:
     """All ranks' entries as one ``tf.IndexedSlices``; an average is divided by the number of ranks."""
     values, indices = gathered
     if op == ReduceOp.AVERAGE:

@@ -97,7 +97,9 @@ def wrap(
     shell._sync = GradientSync(frontend, options)
     shell._adaptive = options.op == ReduceOp.ADASUM
     shell._accumulation = (
-        LocalGradientAggregationHelper(passes, shell._reduce, average_aggregated_gradients=average)
+        LocalGradientAggregationHelper(
+            passes, shell._reduce, average_aggregated_gradients=average, renewed=shell._sync.renewed
+        )
         if passes > 1
         else None
     )

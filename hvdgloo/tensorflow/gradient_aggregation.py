@@ -22,6 +22,7 @@ class LocalGradientAggregationHelper:
             last pass.
         sparse_as_dense: accepted; sums are dense.
         average_aggregated_gradients: divide the sums by the number of passes.
+        renewed: called in each pass; returns a boolean tensor that says to begin from zero with this pass, or None.
 
     Raises:
         InvalidArgumentError: (a ValueError) the number of passes is not a positive whole number.
@@ -33,10 +34,13 @@ class LocalGradientAggregationHelper:
         allreduce_func: Callable[[Sequence[Any], Sequence[Any]], list[Any]],
         sparse_as_dense: bool = True,
         average_aggregated_gradients: bool = False,
+        *,
+        renewed: Callable[[], Any] | None = None,
     ) -> None:
         check_passes(backward_passes_per_step)
         self._passes = backward_passes_per_step
         self._reduce = allreduce_func
+        self._renewed = renewed
         self._factor = 1.0 / backward_passes_per_step if average_aggregated_gradients else 1.0
         self._sums: list[Any] = []
         self._count: Any = None
@@ -58,10 +62,11 @@ class LocalGradientAggregationHelper:
                     for g, v in zip(dense, variables, strict=True)
                 ]
         pairs = [(g, s) for g, s in zip(dense, self._sums, strict=True) if g is not None]
+        anew = None if self._renewed is None else self._renewed()
         with tf.control_dependencies([g for g, _ in pairs]):
-            count = self._count.assign_add(1, read_value=True)
+            count = _add(self._count, 1, anew)
         self._is_last = tf.equal(count % self._passes, 0)
-        sums = [s.assign_add(g, read_value=True) for g, s in pairs]
+        sums = [_add(s, g, anew) for g, s in pairs]
 
         def reduce() -> list[Any]:
             whole = [s * tf.cast(self._factor, s.dtype) for s in sums]
@@ -101,6 +106,13 @@ class LocalGradientAggregationHelper:
 
         made = tf.cond(self._is_last, stepped, lambda: tf.constant(False))
         return made if tf.executing_eagerly() else made.op
+
+
+def _add(sum: Any, value: Any, anew: Any) -> Any:
+    """Add to a variable, or to zero where ``anew`` holds; its new value."""
+    if anew is None:
+        return sum.assign_add(value, read_value=True)
+    return sum.assign(tf.where(anew, tf.zeros_like(sum), sum) + tf.cast(value, sum.dtype), read_value=True)
 
 
 def _variable(value: Any, name: str) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvdgloo._collectives.process_sets import global_process_set
 from hvdgloo._collectives.spec import CollectiveSpec
 from hvdgloo.errors import InvalidArgumentError, MissingDependencyError
 from hvdgloo.tensorflow._frontend import FRONTEND, TensorFlowFrontend
@@ -52,7 +53,7 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignor
 
     def _moments(self, inputs: Any, mask: Any) -> Any:
         frontend = self.frontend
-        if frontend.size() == 1:
+        if not frontend.shares_here(global_process_set):
             return super()._moments(inputs, mask)
         axes = [axis for axis in range(len(inputs.shape)) if axis != self.axis % len(inputs.shape)]
         values = tf.cast(inputs, tf.float32) if inputs.dtype != tf.float64 else inputs
