@@ -13,8 +13,10 @@ import numpy as np
 from jax.experimental import io_callback
 
 from hvdgloo._collectives import compression
+from hvdgloo._job.context import Context
 from hvdgloo._platform.error_tokens import ForeignError, recall
 from hvdgloo._training.options import make_reducer, named_groups
+from hvdgloo._training.reducer import GradientReducer
 from hvdgloo.errors import HvdglooError
 from hvdgloo.keras._distributed import FINITE, KerasOptions, names_of
 from hvdgloo.numpy._frontend import FRONTEND
@@ -36,49 +38,64 @@ class JaxSync:
         return list(gradients)  # a compiled step is the same on all ranks
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        ranks = self._ranks()
-        if not ranks:
+        if not FRONTEND.may_share(self._options.process_set):
             return list(gradients)
         results = list(gradients)
         shared = [index for index, variable in enumerate(variables) if id(variable) not in self._local]
-        for index in set(range(len(results))) - set(shared):
-            results[index] = self._options.local(results[index], len(ranks))
         chosen = [variables[index] for index in shared]
         names = names_of(chosen)
-        reducer = make_reducer(FRONTEND, self._options, named_groups(self._options.groups, names, chosen))
+        groups = named_groups(self._options.groups, names, chosen)
+        reducers: list[tuple[Context, GradientReducer[Any]]] = []  # none, or the latest
 
         def exchange(arrays: Sequence[Any]) -> list[Any]:
+            # The step is compiled once, for a job of any size.
+            context, ranks = FRONTEND.context, self._ranks()
+            size = np.int32(max(len(ranks), 1))
+            if not ranks:
+                return [*arrays, size]
+            if not reducers or reducers[0][0] is not context:
+                reducers[:] = [(context, make_reducer(FRONTEND, self._options, groups))]
+            reducer = reducers[0][1]
             for name, array in reversed(list(zip(names, arrays, strict=True))):
                 if reducer.is_open(name):
                     reducer.reset()  # the previous step did not finish
                 reducer.ready(name, np.asarray(array))
             reduced = reducer.wait()
-            return [reduced[name] for name in names]
+            return [*(reduced[name] for name in names), size]
 
         pairs = [self._options.compression.compress(results[index]) for index in shared]
-        received = _outside(exchange, [sent for sent, _ in pairs])
+        sent = [tensor for tensor, _ in pairs]
+        *received, size = _outside(exchange, sent, [*sent, jax.ShapeDtypeStruct((), np.int32)])
+        for index in set(range(len(results))) - set(shared):
+            results[index] = self._options.local(results[index], size.astype(results[index].dtype))
         for index, tensor, (_, ctx) in zip(shared, received, pairs, strict=True):
             results[index] = self._options.compression.decompress(tensor, ctx)
         return results
 
     def agree(self, holds: Any) -> Any:
-        if not self._ranks():
+        if not FRONTEND.may_share(self._options.process_set):
             return holds
 
         def exchange(arrays: Sequence[Any]) -> list[Any]:
             flag = np.asarray(arrays[0])
+            if not self._ranks():
+                return [flag]
             process_set = self._options.process_set
             return [FRONTEND.allreduce(flag, op=ReduceOp.MIN, name=FINITE, process_set=process_set)]
 
-        (everywhere,) = _outside(exchange, [jnp.asarray(holds).astype(jnp.uint8)])
+        flag = jnp.asarray(holds).astype(jnp.uint8)
+        (everywhere,) = _outside(exchange, [flag], [flag])
         return everywhere.astype(bool)
 
     def _ranks(self) -> tuple[int, ...]:
         return FRONTEND.sharers(self._options.process_set)
 
 
-def _outside(function: Callable[[Sequence[Any]], list[Any]], tensors: Sequence[Any]) -> list[Any]:
-    """Call ``function``, which turns arrays into arrays like them, from a compiled step; in the order of the steps."""
+def _outside(
+    function: Callable[[Sequence[Any]], list[Any]], tensors: Sequence[Any], returned: Sequence[Any]
+) -> list[Any]:
+    """Call ``function``, which turns arrays into arrays like those of ``returned``, from a compiled step; in the order
+    of the steps."""
 
     def call(*arrays: Any) -> Any:
         try:
@@ -86,7 +103,7 @@ def _outside(function: Callable[[Sequence[Any]], list[Any]], tensors: Sequence[A
         except HvdglooError as error:
             raise ForeignError(error) from error
 
-    shapes = [jax.ShapeDtypeStruct(tensor.shape, tensor.dtype) for tensor in tensors]
+    shapes = [jax.ShapeDtypeStruct(like.shape, like.dtype) for like in returned]
     return list(io_callback(call, shapes, *tensors, ordered=True))
 
 

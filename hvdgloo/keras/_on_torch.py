@@ -4,6 +4,8 @@
 backward pass (scaled, clipped, masked): if so on any rank, what the hooks have sent is discarded on all, what is given
 is sent, and hooks are no longer used. So gradients are not reduced in place: nobody sees them half reduced. With
 accumulation, or a loss scale of the optimizer's own, there are no hooks to begin with.
+
+In an elastic job's next epoch everything begins anew, also hooks that had been given up: newcomers have them.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hvdgloo._collectives.process_sets import process_set_id
 from hvdgloo._collectives.spec import CollectiveSpec
+from hvdgloo._job.context import Context
 from hvdgloo._training.options import make_reducer, named_groups
 from hvdgloo.keras._distributed import KerasOptions, names_of
 from hvdgloo.torch._frontend import FRONTEND
@@ -49,10 +52,13 @@ class TorchSync:
         self._hooks: list[Any] = []
         self._sent: dict[str, tuple[Tensor, int]] = {}  # by hooks: gradients, and their versions at the time
         self._is_new = True  # no step since the hooks were made
+        self._hooks_wanted = False
+        self._context: Context | None = None  # of the last step
 
     @property
     def active(self) -> bool:
         """Whether there is anybody to reduce with."""
+        self._follow()
         return bool(self._ranks())
 
     def track(self, variables: Sequence[Any], *, changes: bool) -> None:
@@ -61,7 +67,8 @@ class TorchSync:
         self._is_new = True
         self._shared = [v for v in variables if id(v) not in self._local]
         self._name(names_of(self._shared))
-        if not self.active:
+        self._hooks_wanted = not changes
+        if not FRONTEND.may_share(self._options.process_set):
             return
         for variable in self._shared:
             previous = _owners.get(variable.value)
@@ -69,18 +76,12 @@ class TorchSync:
             if owner is not None and owner is not self:
                 owner._lose()
             _owners[variable.value] = weakref.ref(self)
-        if changes:
-            return
-        for variable in self._shared:
-            parameter, name = variable.value, self._names[id(variable)]
-            if parameter.requires_grad and parameter.is_leaf:
-                # The hook must not keep this object alive: the parameter, which holds the hook, may live on without it.
-                ready = functools.partial(_ready, weakref.ref(self), name)
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(ready))
-                self._hooked[name] = parameter
+        self._hook()
 
     def ready(self, name: str, gradient: Tensor) -> None:
         """A backward pass has computed a gradient; from a parameter's hook."""
+        if not self.active:
+            return
         if self._reducer.is_open(name):
             self._abandon()  # no step followed the previous backward pass
         self._sent[name] = gradient, gradient._version
@@ -90,11 +91,12 @@ class TorchSync:
         results = list(gradients)
         if not self.active:
             return results
+        hooks_ran = not self._is_first
         for index, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
             if gradient is None and id(variable) not in self._local:
                 results[index] = zeros = torch.zeros_like(variable.value, requires_grad=False)
                 name = self._names.get(id(variable))
-                if name in self._hooked and not self._reducer.is_open(name):
+                if hooks_ran and name in self._hooked and not self._reducer.is_open(name):
                     self.ready(name, zeros)
         return results
 
@@ -138,26 +140,32 @@ class TorchSync:
         tensor, version = self._sent.get(name, (None, 0))
         return tensor is gradient and gradient._version == version
 
+    @property
+    def _is_first(self) -> bool:
+        """Whether this is a step for which no hook can have sent anything."""
+        return self._is_new and not self._sent
+
     def _from_hooks(self, *, changed: bool) -> dict[str, Tensor] | None:
         """The results of what hooks have sent; None on all ranks if on any something else was given to be reduced.
 
-        In that case hooks are given up, unless they are so new that they have sent nothing: the first step makes them.
+        In that case hooks are given up, unless some are so new that they have sent nothing: the first step makes them.
         """
-        is_first, self._is_new = self._is_new and not self._sent, False
+        is_first, self._is_new = self._is_first, False
         state = _NOTHING if is_first else _CHANGED if changed else _SENT
         most = CollectiveSpec(Collective.ALLREDUCE, ReduceOp.MAX, process_set=process_set_id(self._options.process_set))
-        asked = FRONTEND.start(most, [torch.tensor([state], dtype=torch.uint8)], f"changed.{next(iter(self._hooked))}")
-        if is_first and int(asked.result()[0]) == _NOTHING:
+        mine = torch.tensor([state, is_first], dtype=torch.uint8)
+        asked = FRONTEND.start(most, [mine], f"changed.{next(iter(self._hooked))}")
+        if is_first and int(asked.result()[0][0]) == _NOTHING:
             return None
         reduced = self._settle()
-        if int(asked.result()[0]) == _CHANGED:
+        greatest, some_are_first = asked.result()[0].tolist()
+        if greatest == _CHANGED:
             logger.info(
                 "gradients have been changed since the backward pass computed them (clipped or scaled by the program?)"
                 ": from now on they are sent at each step"
             )
             self._unhook()
-            return None
-        return reduced
+        return None if greatest == _CHANGED or some_are_first else reduced
 
     def _settle(self) -> dict[str, Tensor]:
         """The results of the gradients that hooks have sent."""
@@ -169,20 +177,51 @@ class TorchSync:
         return self._reducer.wait()
 
     def _abandon(self) -> None:
+        self._follow()
         if not self._sent:
             return
         try:
             self._settle()
         except Exception:  # noqa: BLE001 - it belonged to a step that has failed and said why
-            self._sent.clear()
+            self._drop()
+
+    def _drop(self) -> None:
+        self._sent.clear()
+        try:
             self._reducer.reset()
+        except Exception:  # noqa: BLE001 - as above
+            pass
+
+    def _follow(self) -> None:
+        """Begin in an elastic job's next epoch, if there is one; what was under way has ended with the one before."""
+        if FRONTEND.context is self._context:
+            return
+        if self._context is not None:
+            self._drop()
+            self._name(list(self._names.values()))
+            self._is_new = True
+            if not self._hooked:
+                self._hook()
+        self._context = FRONTEND.context
 
     def _lose(self) -> None:
         """Another optimizer takes over these parameters and has the hooks now; this one sends what it is given."""
         self._abandon()
         self._unhook()
+        self._hooks_wanted = False
         # The other's gradients may be under way when this one steps.
         self._name([f"{name}.late" for name in names_of(self._shared)])
+
+    def _hook(self) -> None:
+        if not self._hooks_wanted:
+            return
+        for variable in self._shared:
+            parameter, name = variable.value, self._names[id(variable)]
+            if parameter.requires_grad and parameter.is_leaf:
+                # The hook must not keep this object alive: the parameter, which holds the hook, may live on without it.
+                ready = functools.partial(_ready, weakref.ref(self), name)
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(ready))
+                self._hooked[name] = parameter
 
     def _unhook(self) -> None:
         for hook in self._hooks:
