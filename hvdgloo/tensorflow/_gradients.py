@@ -15,7 +15,7 @@ which ranks trace their functions, on how often they did, or on what else a rank
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
