@@ -36,7 +36,13 @@ if int(keras.__version__.partition(".")[0]) < 3:
     )
 
 from hvdgloo._collectives.names import BASE, OBJECTS, VALUES, bind
-from hvdgloo.keras import _compression, _functions, _optimizer, callbacks  # noqa: F401 - callbacks is exported below
+from hvdgloo.keras import (
+    _compression,
+    _functions,
+    _optimizer,
+    callbacks,  # noqa: F401 - exported below
+    elastic,  # noqa: F401 - programs write hvd.elastic.run, and import only hvd
+)
 from hvdgloo.numpy._frontend import FRONTEND
 
 __all__ = bind(

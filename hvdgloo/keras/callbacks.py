@@ -26,7 +26,7 @@ __all__ = [
 Multiplier = float | Callable[[float], float]
 
 
-class _ForTfKeras:
+class ForTfKeras:
     """What tf_keras also asks callbacks, to leave out those that have nothing to do with batches."""
 
     def _implements_train_batch_hooks(self) -> bool:
@@ -40,7 +40,7 @@ class _ForTfKeras:
         return False
 
 
-class BroadcastGlobalVariablesCallback(_ForTfKeras, keras.callbacks.Callback):  # type: ignore[misc]
+class BroadcastGlobalVariablesCallback(ForTfKeras, keras.callbacks.Callback):  # type: ignore[misc]
     """Gives all ranks the root's weights, and the state of its optimizer, when training begins.
 
     This happens at once if the model is built on all ranks, and again after the first batch, when the optimizer's state
@@ -97,7 +97,7 @@ class BroadcastGlobalVariablesCallback(_ForTfKeras, keras.callbacks.Callback):  
         return [variable for variable in variables if id(variable) not in self._local]
 
 
-class MetricAverageCallback(_ForTfKeras, keras.callbacks.Callback):  # type: ignore[misc]
+class MetricAverageCallback(ForTfKeras, keras.callbacks.Callback):  # type: ignore[misc]
     """Replaces the metrics of an epoch with their averages over all ranks; arrays are averaged element by element.
 
     Metrics that are not numbers of one shape on all ranks stay as they are. Put callbacks that look at metrics after
@@ -124,7 +124,7 @@ class MetricAverageCallback(_ForTfKeras, keras.callbacks.Callback):  # type: ign
             logs[name] = average if average.shape else float(average)
 
 
-class LearningRateScheduleCallback(_ForTfKeras, keras.callbacks.Callback):  # type: ignore[misc]
+class LearningRateScheduleCallback(ForTfKeras, keras.callbacks.Callback):  # type: ignore[misc]
     """Sets the learning rate to ``initial_lr * multiplier`` from one epoch to another.
 
     Args:
@@ -289,7 +289,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         return ((epoch + 1.0 / self.steps_per_epoch) * (size - 1) / self.warmup_epochs + 1) / size
 
 
-class BestModelCheckpoint(_ForTfKeras, keras.callbacks.ModelCheckpoint):  # type: ignore[misc]
+class BestModelCheckpoint(ForTfKeras, keras.callbacks.ModelCheckpoint):  # type: ignore[misc]
     """Keras's ModelCheckpoint that keeps the best model, and whose ``filepath`` is set later.
 
     Args:

@@ -32,7 +32,15 @@ except ModuleNotFoundError as error:
     raise MissingDependencyError("hvdgloo.tensorflow needs TensorFlow: pip install 'hvdgloo[tensorflow]'") from error
 
 from hvdgloo._collectives.names import BASE, COLLECTIVES, OBJECTS, VALUES, bind
-from hvdgloo.tensorflow import _optimizer, _session, compression, functions, mpi_ops, sync_batch_norm
+from hvdgloo.tensorflow import (
+    _optimizer,
+    _session,
+    compression,
+    elastic,  # noqa: F401 - programs write hvd.elastic.run, and import only hvd
+    functions,
+    mpi_ops,
+    sync_batch_norm,
+)
 from hvdgloo.tensorflow._optimizer import _make_allreduce_grads_fn  # noqa: F401 - programs look here
 
 __all__ = bind(

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from hvdgloo import keras
 from hvdgloo._collectives.names import bind
-from hvdgloo.tensorflow.keras import _functions, _optimizer, callbacks  # noqa: F401 - callbacks is exported below
+from hvdgloo.tensorflow.keras import (
+    _functions,
+    _optimizer,
+    callbacks,  # noqa: F401 - exported below
+    elastic,  # noqa: F401 - programs write hvd.elastic.run, and import only hvd
+)
 
 __all__ = bind(globals(), [_functions, _optimizer, keras], keras.__all__)
