@@ -193,7 +193,8 @@ def _is_assigned_by_copying(variable: Variable) -> bool:
 def _value(variable: Variable) -> Array:
     inner = _inner(variable)
     if hasattr(inner, "read_value"):  # TensorFlow's; a tensor that is read shares the variable's memory
-        return np.asarray(inner.read_value())
+        tensor = inner.read_value()
+        return np.asarray(tensor if tensor.shape.rank else tensor.numpy())
     if hasattr(inner, "detach"):  # torch's
         tensor = inner.detach().cpu()
         # numpy has no bfloat16; float32 holds each of its values.

@@ -129,7 +129,7 @@ class CommitStateCallback(_StateCallback):
         self._batches += batch - self._previous
         self._previous = batch
         if self._batches >= self.batches_per_commit:
-            self._batches = 0
+            self._batches %= self.batches_per_commit
             self._commit(batch=batch)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
