@@ -14,7 +14,7 @@ from hvdgloo.rendezvous._elastic.events import Join, Rules
 from hvdgloo.runner.elastic.discovery import FixedHosts, HostDiscoveryScript, address
 from hvdgloo.runner.elastic.slurm_nodes import SLURM, SlurmNodes
 from hvdgloo.runner.job.host_sources import Inventory
-from hvdgloo.runner.job.hostlist import shortlist
+from hvdgloo.runner.job.hostlist import MOST_WORKERS, shortlist
 from hvdgloo.runner.job.slurm import Allocation
 from hvdgloo.runner.job.spec import Discovery, ElasticSpec, HostEntry
 
@@ -88,6 +88,8 @@ class ElasticOptions:
                 f"{FLAGS['script']} needs -np N, the number of slots that must be there before the job starts; it may "
                 "use more of them, up to --max-np"
             )
+        if size > MOST_WORKERS:
+            raise ConfigError(f"-np {size}: a job has at most {MOST_WORKERS} processes")
         hosts = [host if host.slots else replace(host, slots=self.slots_per_host) for host in inventory.hosts]
         rules = self._rules(size, alone=len(hosts) == 1, config=Config.from_env(environ))
         if not self.discovered:

@@ -192,6 +192,22 @@ class TestBelievingIt:
         listed = listings({"h1": 1, "h2": 1}, {"h1": 1}, DiscoveryError("it hangs"), {"h1": 1, "h2": 1})
         assert [len(listing.hosts) for listing in listed] == [2, 2, 2, 2]
 
+    def test_a_script_that_is_deleted_and_comes_back(self, script: Script) -> None:
+        path = script("echo h1:2")
+        manager = HostManager(HostDiscoveryScript(path))
+        hosts = manager.update_available_hosts().hosts
+        Path(path).unlink()
+        gone = manager.update_available_hosts()
+        assert (gone.hosts, gone.changed) == (hosts, False)
+        assert gone.notice == (
+            f"host discovery script {path}: it cannot be executed: No such file or directory\n"
+            "The job goes on with the hosts that were listed before"
+        )
+        assert manager.update_available_hosts().notice == "", "once is enough"
+        script("echo h1:2; echo h2:2")
+        back = manager.update_available_hosts()
+        assert (back.hosts, back.notice) == ((("h1", 2), ("h2", 2)), "hosts can be discovered again")
+
     def test_the_first_failure_is_an_error(self) -> None:
         with pytest.raises(DiscoveryError, match="it exited with status 1"):
             listings(DiscoveryError("it exited with status 1"))

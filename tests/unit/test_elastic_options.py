@@ -176,6 +176,7 @@ CONTRADICTIONS: list[tuple[list[str], str]] = [
     (["-np", "2", "--host-discovery-script", "hosts.sh -v"], "there is no such file; it is a path, without arguments"),
     (["-np", "2", "--host-discovery-script", "slurm"], "lists the nodes of a Slurm job, and this is none"),
     (["-H", "h1:2,h2:2", "-np", "5", "--min-np", "2"], "5 processes were asked for"),
+    (["-np", "65537", *SCRIPT], "-np 65537: a job has at most 65536 processes"),
     (["-np", "2", "--min-np", "1", "--max-restarts", "1"], "--max-restarts is for jobs of a fixed size"),
     (["-np", "2", "--min-np", "1", "--stdin", "0"], "--stdin is for jobs of a fixed size"),
     (["-np", "2", "--max-restarts", "1", "--stdin", "0"], "--stdin with --max-restarts: what one start has read"),
