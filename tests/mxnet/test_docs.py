@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from tests.support.pages import ROOT, generated, run_readme_program
+from tests.support.pages import ROOT, generated, run_program
 
 
 def test_the_api_page_is_what_the_docstrings_say() -> None:
@@ -16,7 +16,7 @@ def test_the_api_page_is_what_the_docstrings_say() -> None:
 
 
 def test_the_readmes_program_trains(capsys: pytest.CaptureFixture[str]) -> None:
-    run_readme_program("DistributedTrainer")
+    run_program("README.md", "DistributedTrainer")
     assert re.search(r"1 workers, loss 0\.0\d+", capsys.readouterr().out)
 
 

@@ -1,4 +1,4 @@
-"""The README's programs, run as the README says. Whoever tries them first shall not be the first who does."""
+"""The programs of the pages, run as the pages say. Whoever tries them first shall not be the first who does."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import warm
-from tests.support.pages import readme_program
+from tests.support.pages import program
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="the programs need torch")
 
@@ -24,15 +24,28 @@ def _run(folder: Path, *arguments: str, python: str = sys.executable) -> str:
 
 
 def test_the_first_program_trains_on_several_workers(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(readme_program("named_parameters"))
+    (tmp_path / "train.py").write_text(program("README.md", "named_parameters"))
     assert _run(tmp_path, "-m", "hvdgloo.runner", "-np", "2", "train.py") == "[0]<stdout>:2 workers, loss 0.000000\n"
 
 
 def test_the_first_program_trains_alone(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(readme_program("named_parameters"))
+    (tmp_path / "train.py").write_text(program("README.md", "named_parameters"))
     assert re.fullmatch(r"1 workers, loss 0\.0\d+\n", _run(tmp_path, "train.py", python=warm.python()))
 
 
 def test_run_returns_what_the_readme_says(tmp_path: Path) -> None:
-    (tmp_path / "main.py").write_text(readme_program("hvdgloo.run.run("))
+    (tmp_path / "main.py").write_text(program("README.md", "hvdgloo.run.run("))
     assert _run(tmp_path, "main.py") == f"{[[12.0] * 3] * 4}\n"
+
+
+ELASTIC = [("TorchState", r"loss 0\.0\d+"), ("run_fn", r"weights \[0\.99 0\.99 0\.99 0\.99\]")]
+
+
+@pytest.mark.parametrize(("containing", "ends"), ELASTIC)
+def test_an_elastic_program_trains_alone_and_in_a_job_of_a_fixed_size(
+    tmp_path: Path, containing: str, ends: str
+) -> None:
+    (tmp_path / "train.py").write_text(program("docs/elastic.md", containing))
+    assert re.fullmatch(rf"trained by 1 workers, {ends}\n", _run(tmp_path, "train.py"))
+    said = _run(tmp_path, "-m", "hvdgloo.runner", "-np", "2", "train.py")
+    assert re.fullmatch(rf"\[0\]<stdout>:trained by 2 workers, {ends}\n", said)

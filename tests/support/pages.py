@@ -32,17 +32,17 @@ def generator(page: str) -> ModuleType:
     return module
 
 
-def readme_program(containing: str) -> str:
-    """The one program of the README that has a text in it."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+def program(page: str, containing: str) -> str:
+    """The one program of a page that has a text in it."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
     (found,) = [block for block in blocks if containing in block]
     return str(found)
 
 
-def run_readme_program(containing: str) -> None:
+def run_program(page: str, containing: str) -> None:
     """Run it as a job of one process, in this one, which has the framework loaded."""
-    module: dict[str, Any] = {"__name__": "readme"}
+    module: dict[str, Any] = {"__name__": "page"}
     try:
-        exec(compile(readme_program(containing), "README.md", "exec"), module)
+        exec(compile(program(page, containing), page, "exec"), module)
     finally:
         module["hvd"].shutdown()

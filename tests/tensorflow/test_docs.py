@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.support.pages import ROOT, generated, run_readme_program
+from tests.support.pages import ROOT, generated, run_program
 
 
 def test_the_api_page_is_what_the_docstrings_say() -> None:
@@ -17,5 +17,5 @@ def test_the_api_page_is_what_the_docstrings_say() -> None:
 @pytest.mark.parametrize("containing", ["DistributedGradientTape", "model.fit"])
 def test_the_readmes_programs_train(capsys: pytest.CaptureFixture[str], containing: str) -> None:
     """Alone; on several ranks the examples do the same."""
-    run_readme_program(containing)
+    run_program("README.md", containing)
     assert re.search(r"1 workers, loss 0\.0\d+", capsys.readouterr().out)
