@@ -13,12 +13,12 @@ import tensorflow as tf
 
 import hvdgloo.keras as hvd_keras
 import hvdgloo.tensorflow as hvd
+from hvdgloo._collectives.frontend import Frontend
 from hvdgloo._job.context import Context
 from hvdgloo.elastic._variables import VariablesState
 from hvdgloo.elastic.loop import Loop
 from hvdgloo.errors import HostsUpdatedInterrupt, InvalidArgumentError, MismatchError, PeerLostError
 from hvdgloo.numpy._adapter import NumpyAdapter
-from hvdgloo._collectives.frontend import Frontend
 from hvdgloo.tensorflow.keras import elastic as for_tf_keras
 from tests.support.elastic_loop import FakeJob, placement
 from tests.support.world import World

@@ -200,7 +200,7 @@ FOREIGN = {
     "factor is text": request(4, "1"),
     "root is text": request(6, "0"),
     "negative member": request(8, [-1]),
-    "negative number": request(9, -1),
+    "negative number of a set": request(9, -1),
     "request is short": submit(requests=[REQUEST[:1]]),
     "request is long": submit(requests=[[*REQUEST, 1]]),
     "item is text": execute(items=["1"]),
