@@ -146,6 +146,7 @@ class ElasticJob:
         self._failed = ""  # why the job has
         self._why = ""  # the last training is over
         self._why_is_heard = False
+        self._voided = -1  # the last epoch of which that was said
         self._trouble = ""  # the newest epoch is over
         self._serial = 0
         self._announced = Update.NONE
@@ -398,7 +399,7 @@ class ElasticJob:
         self._count(event.host, event.reason)
         if self.phase is P.RUNNING and any(self._crew.is_member(worker) for worker in lost):
             # A host that was cut off closes no connection: without this its peers would wait for it in vain.
-            self._out.append(Voided(self.roster.epoch, f"host {event.host} was lost: {event.reason}"))
+            self._void(f"host {event.host} was lost: {event.reason}")
 
     def _leaving(self, event: Leaving) -> None:
         self._crew.hosts.leaves(event.host)
@@ -555,12 +556,18 @@ class ElasticJob:
             tried = True
         else:
             return
-        self._out.append(Voided(self.roster.epoch, self._trouble or "its members change"))
+        self._void(self._trouble or "its members change")
         self._go(P.DRAINING)
         if tried:
             self._tries[frozenset(self.roster.ranks)] += 1
             if self._tries[frozenset(self.roster.ranks)] >= ATTEMPTS:
                 self._leave_one_out()
+
+    def _void(self, reason: str) -> None:
+        """Tell the members of the epoch that they are not to wait for each other; once."""
+        if self._voided < self.roster.epoch:
+            self._voided = self.roster.epoch
+            self._out.append(Voided(self.roster.epoch, reason))
 
     def _leave_one_out(self) -> None:
         """The same workers have failed to connect several times: without one of their hosts, the others may."""
