@@ -1,0 +1,235 @@
+"""Elastic jobs on one host, by the real launcher: workers and slots come and go."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.elastic_program import DEADLINE, TRAIN, Training
+from tests.support.launching import Launcher, launcher_in, wait_for
+
+
+class Job(Training):
+    """An elastic job of ``TRAIN``, or of another program."""
+
+    def __init__(self, launcher: Launcher) -> None:
+        super().__init__(launcher.folder)
+        self.launcher = launcher
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self, *flags: str, program: str = TRAIN, env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
+        self.launcher.script(program)
+        with open(self.folder / "out", "wb") as out, open(self.folder / "err", "wb") as err:
+            self.process = self.launcher.start(*flags, "worker.py", stdout=out, stderr=err, env=env)
+        return self.process
+
+    def discovers(self, *lines: str) -> list[str]:
+        """The script lists these hosts from now on; returns its flags."""
+        script = self.folder / "hosts.sh"
+        new = self.folder / "hosts.new"
+        new.write_text("".join(f"{line}\n" for line in lines))
+        new.rename(self.folder / "hosts")
+        if not script.exists():
+            script.write_text(f"#!/bin/sh\ncat {self.folder}/hosts\n")
+            script.chmod(0o755)
+        return ["--host-discovery-script", str(script), "--discovery-interval", "0.1"]
+
+    def end(self) -> int:
+        """The launcher's exit status; nothing is left then."""
+        assert self.process is not None
+        status = self.process.wait(DEADLINE)
+        self.launcher.assert_nothing_left()
+        return status
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    with launcher_in(tmp_path) as launcher:
+        yield Job(launcher)
+
+
+@pytest.mark.parametrize("victims", [[1], [0], [0, 2]], ids=["one", "rank 0", "two at once"])
+def test_killed_workers_are_survived_and_their_slots_started_again(job: Job, victims: list[int]) -> None:
+    job.start("-np", "3", "--min-np", "1", "--failures-per-host", "99")
+    first = job.members(1, 3)
+    for victim in victims:
+        os.kill(first[victim].pid, signal.SIGKILL)
+    survivors = [worker.pid for rank, worker in enumerate(first) if rank not in victims]
+    again = job.members(2, 3)
+    # Survivors stay the processes that they are, in their order, and newcomers follow; local ranks are the slots.
+    assert [worker.pid for worker in again[: len(survivors)]] == survivors
+    assert sorted(worker.local_rank for worker in again) == [0, 1, 2]
+    assert {worker.local_rank for worker in again[len(survivors) :]} == set(victims)
+    assert {worker.worker for worker in again}.isdisjoint(first[victim].worker for victim in victims)
+    assert all(worker.label == worker.rank for worker in again)
+    assert len({worker.step for worker in again}) == 1
+    assert again[0].step > 0
+    job.finish()
+    assert len({worker.step for worker in job.members(1, 3, "over")}) == 1
+    assert job.end() == 0
+    assert "was killed by signal 9 (SIGKILL)" in job.error
+    assert "hvdgloo-run: the workers changed" in job.error
+
+
+def test_with_one_failure_per_host_the_host_is_out_and_the_job_ends_with_that_status(job: Job) -> None:
+    job.start("-np", "2", "--min-np", "1", "--failures-per-host", "1")
+    os.kill(job.members(1, 2)[1].pid, signal.SIGKILL)
+    assert job.end() == 128 + signal.SIGKILL
+    assert "host localhost is left out" in job.error
+    assert "the job failed: rank 1 on host localhost was killed by signal 9 (SIGKILL)" in job.error
+
+
+def test_success_is_that_of_all_members_of_the_last_epoch(job: Job) -> None:
+    """Horovod's #3852: there, any worker that ends with 0 makes the job a success."""
+    fails = TRAIN + "import sys\nsys.exit(7 if hvd.rank() == 1 else 0)\n"
+    job.start("-np", "2", "--min-np", "1", "--failures-per-host", "99", program=fails)
+    job.members(1, 2)
+    job.finish()
+    assert job.end() == 7
+    assert "rank 1 on host localhost exited with status 7" in job.error
+
+
+def test_an_error_of_the_program_ends_the_job_with_its_last_lines(job: Job) -> None:
+    fails = TRAIN.replace("        state.step += 1", "        state.step += 1\n        raise KeyError('no such key')")
+    job.start("-np", "2", "--min-np", "2", "--failures-per-host", "1", program=fails)
+    assert job.end() == 1
+    assert "KeyError: 'no such key'" in job.error
+
+
+def test_ctrl_c_ends_an_elastic_job_with_130(job: Job) -> None:
+    process = job.start("-np", "2", "--min-np", "1", "--failures-per-host", "99")
+    job.members(1, 2)
+    process.send_signal(signal.SIGINT)
+    assert job.end() in (130, -signal.SIGINT)
+    assert "left out" not in job.error
+    assert "went on" not in job.error
+
+
+def test_the_launcher_s_death_ends_an_elastic_job(job: Job) -> None:
+    process = job.start("-np", "2", "--min-np", "1", "--failures-per-host", "99")
+    job.members(1, 2)
+    process.kill()
+    assert job.end() == -signal.SIGKILL
+
+
+def test_a_killed_agent_takes_its_host(job: Job) -> None:
+    """The watchdog ends the workers; no other host is there, so that the job ends, too."""
+    process = job.start("-np", "2", "--min-np", "1", "--failures-per-host", "1")
+    job.members(1, 2)
+    _, agent = job.launcher.agents(process)
+    agent.kill()
+    assert job.end() != 0
+    assert "its agent was killed by signal 9 (SIGKILL)" in job.error
+
+
+def test_a_job_starts_when_enough_slots_are_there_and_then_on_all(job: Job) -> None:
+    flags = job.discovers("localhost:1")
+    job.start("-np", "2", "--min-np", "1", "--max-np", "3", *flags, "--verbose")
+    job.discovers("localhost:4")
+    assert [worker.worker.rpartition("/")[0] for worker in job.members(1, 3)] == [f"localhost/{n}" for n in range(3)]
+    job.finish()
+    assert job.end() == 0
+
+
+def test_slots_that_come_join_and_slots_that_go_leave_without_losing_a_step(job: Job) -> None:
+    flags = job.discovers("localhost:1")
+    job.start("-np", "1", "--min-np", "1", *flags)
+    (alone,) = job.members(1, 1)
+    job.discovers("localhost:2")
+    both = job.members(1, 2)
+    assert both[0].pid == alone.pid
+    assert both[1].local_rank == 1
+    job.discovers("localhost:1")
+    (left,) = job.members(2, 1)
+    assert left.pid == alone.pid
+    assert left.step > both[0].step
+    job.finish()
+    assert job.end() == 0
+    assert "Traceback" not in job.error
+    # The one that left has ended with 0, and has said why.
+    assert "host localhost has only 1 slots now" in job.error or "leaves the job" in job.error
+
+
+def test_a_newcomer_that_never_gets_ready_keeps_nobody_waiting(job: Job) -> None:
+    asleep = """
+hvd.init()
+if os.environ["HVDGLOO_WORKER"].split("/")[1] == "1":
+    print("sleeps", flush=True)
+    time.sleep(600)
+"""
+    sleeps = TRAIN.replace("\nhvd.init()\n", asleep)
+    flags = job.discovers("localhost:1")
+    job.start("-np", "1", "--min-np", "1", *flags, program=sleeps)
+    job.members(1, 1)
+    job.discovers("localhost:2")
+    wait_for(lambda: "sleeps" in (job.folder / "out").read_text(), DEADLINE)
+    job.finish()
+    (over,) = job.members(1, 1, "over")
+    assert over.step > 0
+    assert job.end() == 0
+
+
+def test_a_program_that_never_enters_elastic_run_keeps_its_size_and_says_so(job: Job) -> None:
+    program = """
+    import os, time
+    import numpy as np
+    import hvdgloo.numpy as hvd
+    hvd.init()
+    open("started", "w").write("x")
+    while not hvd.allreduce(np.array([float(os.path.exists("over"))]), name="over", op=hvd.Sum)[0]:
+        time.sleep(0.01)
+    print("size", hvd.size(), flush=True)
+    """
+    flags = job.discovers("localhost:2")
+    job.start("-np", "2", "--min-np", "1", *flags, program=program)
+    job.launcher.file("started")
+    job.discovers("localhost:3")
+    job.says("there are free slots (localhost); they are used once all workers have entered elastic.run")
+    job.finish()
+    assert job.end() == 0
+    assert (job.folder / "out").read_text().count("size 2") == 2
+
+
+def test_several_names_of_this_machine_are_several_hosts_with_a_notice(job: Job) -> None:
+    flags = job.discovers("localhost:1", "127.0.0.1:1")
+    job.start("-np", "2", "--min-np", "1", *flags)
+    assert [worker.worker.split("/")[0] for worker in job.members(1, 2)] == ["localhost", "127.0.0.1"]
+    job.finish()
+    assert job.end() == 0
+    assert job.error.count("are the same machine") == 1
+
+
+def test_files_and_lines_have_the_ranks_that_workers_have_at_that_time(job: Job) -> None:
+    job.start("-np", "2", "--min-np", "1", "--failures-per-host", "99", "--output-filename", "logs")
+    first = job.members(1, 2)
+    os.kill(first[0].pid, signal.SIGKILL)
+    again = job.members(2, 2)
+    job.finish()
+    assert job.end() == 0
+    assert all(line.label == line.rank for line in job.said)
+    rank_0 = (job.folder / "logs" / "rank.0" / "stdout").read_text()
+    assert str(first[0].pid) in rank_0
+    assert str(again[0].pid) in rank_0
+
+
+def test_a_stopped_worker_is_ended_by_its_agent_once_others_have_lost_it(job: Job) -> None:
+    """SIGSTOP: its connections stay open. The operation's time-out makes the others give it up."""
+    flags = ["-np", "2", "--min-np", "1", "--failures-per-host", "99"]
+    job.start(*flags, env={"HVDGLOO_OPERATION_TIMEOUT": "1"})
+    first = job.members(1, 2)
+    os.kill(first[1].pid, signal.SIGSTOP)
+    try:
+        again = job.members(2, 2)
+        assert again[0].pid == first[0].pid
+        assert not psutil.pid_exists(first[1].pid)
+    finally:
+        if psutil.pid_exists(first[1].pid):
+            os.kill(first[1].pid, signal.SIGCONT)
+    job.finish()
+    assert job.end() == 0
