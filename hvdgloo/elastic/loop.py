@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from hvdgloo._collectives.agreement import highest
 from hvdgloo._job import process
-from hvdgloo.elastic.leaving import leaving_on_sigterm
+from hvdgloo.elastic._leaving import leaving_on_sigterm
 from hvdgloo.elastic.news import notification_manager
 from hvdgloo.elastic.state import State, Updates
 from hvdgloo.errors import (

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from hvdgloo.elastic import leaving
-from hvdgloo.elastic.leaving import leaving_on_sigterm
+from hvdgloo.elastic import _leaving as leaving
+from hvdgloo.elastic._leaving import leaving_on_sigterm
 from hvdgloo.errors import RendezvousError
 from tests.support.rendezvous import Task
 
