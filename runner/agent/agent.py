@@ -32,6 +32,7 @@ from hvdgloo.errors import LaunchError
 from hvdgloo.runner.agent import watchdog
 from hvdgloo.runner.agent.preflight import lacking
 from hvdgloo.runner.agent.probes import HostDiscovery
+from hvdgloo.runner.agent.relaying import RelayListener
 from hvdgloo.runner.agent.watchdog import Mark
 from hvdgloo.runner.processes import reaper
 from hvdgloo.runner.processes.worker import WorkerProcess
@@ -114,6 +115,7 @@ class Agent:
         self._start: Start | None = None
         self._memory = machine.MemoryWatch()
         self._discovery = HostDiscovery(self._selector, channel.send, environ)
+        self._relay = RelayListener(self._selector, channel.send)
         self._last_beat = time.monotonic()
         self._silence = Silence(heartbeat.FIRST, self._last_beat)
         self._sign: socket.socket | None = None
@@ -140,6 +142,7 @@ class Agent:
             Examine: self._on_examine,
             Beat: lambda _: None,
             **self._discovery.handlers,
+            **self._relay.handlers,
         }
 
     # The loop.
@@ -443,6 +446,7 @@ class Agent:
     def _end(self) -> None:
         """End what is left of the job, pass on its last output, and say good-bye."""
         self._discovery.close()
+        self._relay.close()
         grace = 0.0 if self._order_to_die or self._stop_deadline is not None else LEFTOVER_GRACE
         left = reaper.end_all(self._leftovers, grace=grace, reap=self._reap, rest=self._serve)
         if self._abandoned is not None:

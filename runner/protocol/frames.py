@@ -214,6 +214,16 @@ class AskServed(Frame, frozen=True):
     asked: int
 
 
+class Relay(Frame, frozen=True):
+    """Listen at this host's loopback for its workers, and relay their connections. The answer is ``Relaying``.
+
+    Attributes:
+        port_range: first and last port that may be used.
+    """
+
+    port_range: tuple[int, int] | None
+
+
 class Sweep(Frame, frozen=True):
     """Instead of ``Start``: end what the lost agent of a job may have left on this host, say ``Cleared`` and exit.
 
@@ -294,6 +304,19 @@ class Served(Frame, frozen=True):
     """A message of the rendezvous server beside the agent; ``ServerFailed`` is the last one."""
 
     message: FromServer
+
+
+class Relaying(Frame, frozen=True):
+    """Where the agent listens for its workers: a port of 127.0.0.1; or why it does not."""
+
+    port: int
+    failure: str = ""
+
+
+class RelayOpen(Frame, frozen=True):
+    """A worker has connected; its connection has this number from now on."""
+
+    connection: int
 
 
 class Lacking(Frame, frozen=True):
@@ -383,6 +406,26 @@ class Cleared(Frame, frozen=True):
 # In both directions.
 
 
+class RelayData(Frame, frozen=True):
+    """Bytes of a connection that is relayed, within the sender's window (``hvdgloo.runner.protocol.relay``)."""
+
+    connection: int
+    data: bytes
+
+
+class RelayCredit(Frame, frozen=True):
+    """So many bytes of a connection have been written: as many more may be sent."""
+
+    connection: int
+    amount: int
+
+
+class RelayClose(Frame, frozen=True):
+    """A connection has ended on this side; what was sent before still counts."""
+
+    connection: int
+
+
 class Beat(Frame, frozen=True):
     """Carries nothing, to show that the sender lives."""
 
@@ -392,6 +435,7 @@ KINDS: tuple[type[Frame], ...] = (
     Hello, Lacking, Spawned, SpawnFailed, Output, StdinTaken, Result, Exited, Dying, Cleared,
     Beat, Examine, Examined,
     Survey, Probe, ProbesEnd, Serve, Surveyed, Probed, Served, Sweep, AskServed, StopWorker, Leaving,
+    Relay, Relaying, RelayOpen, RelayData, RelayCredit, RelayClose,
 )  # fmt: skip
 _CODEC: codec.Codec[Frame] = codec.Codec(Union[KINDS], "frame")
 

@@ -1,0 +1,71 @@
+"""The agent's end of the connections that it relays: its workers reach the rendezvous server at their own loopback."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from hvdgloo._net import ports
+from hvdgloo.errors import ConfigError
+from hvdgloo.runner.protocol.frames import Frame, Relay, Relaying, RelayOpen
+from hvdgloo.runner.protocol.relay import Relays
+
+LOOPBACK = "127.0.0.1"
+
+_MOST = 1024
+"""Connections at a time; other users of the host can open some, too, and the server closes theirs after a while."""
+
+
+class RelayListener:
+    """Listens for this host's workers once the launcher wants that.
+
+    Args:
+        selector: the agent's.
+        send: to the launcher.
+
+    Attributes:
+        handlers: frame type to what handles it.
+    """
+
+    def __init__(self, selector: selectors.BaseSelector, send: Callable[[Frame], None]) -> None:
+        self._selector = selector
+        self._send = send
+        self._relays = Relays(selector, send)
+        self._listener: socket.socket | None = None
+        self._next = 0
+        self.handlers: dict[type[Frame], Callable[[Any], None]] = {Relay: self._on_relay, **self._relays.handlers}
+
+    def close(self) -> None:
+        """Close the listener, and all connections. May be repeated."""
+        if self._listener is not None:
+            self._selector.unregister(self._listener)
+            self._listener.close()
+            self._listener = None
+        self._relays.close()
+
+    def _on_relay(self, relay: Relay) -> None:
+        try:
+            (self._listener,) = ports.listen([LOOPBACK], relay.port_range)
+        except ConfigError as error:
+            self._send(Relaying(0, str(error)))
+            return
+        self._listener.setblocking(False)
+        self._listener.listen(128)
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._send(Relaying(self._listener.getsockname()[1]))
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        try:
+            sock, _ = self._listener.accept()
+        except OSError:
+            return  # it has gone already, or there is no descriptor left: it is tried again
+        if len(self._relays) >= _MOST:
+            sock.close()
+            return
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._send(RelayOpen(self._next))
+        self._relays.add(self._next, sock)
+        self._next += 1

@@ -1,0 +1,61 @@
+"""The launcher's end of the connections that agents relay: each becomes one to the rendezvous server here."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from hvdgloo.runner.protocol.frames import Frame, RelayClose, RelayCredit, RelayData, Relaying, RelayOpen
+from hvdgloo.runner.protocol.relay import Relays
+from hvdgloo.runner.supervise.agent_link import Link
+
+
+class RelayedConnections:
+    """The connections that all agents relay.
+
+    Args:
+        selector: the supervisor's.
+        server: address and port of the rendezvous server, on this host.
+        listening: called with a link and its agent's answer to ``Relay``.
+
+    Attributes:
+        handlers: frame type to what handles it, as the supervisor has them.
+    """
+
+    def __init__(
+        self, selector: selectors.BaseSelector, server: tuple[str, int], listening: Callable[[Link, Relaying], None]
+    ) -> None:
+        self._selector = selector
+        self._server = server
+        self._relays: dict[Link, Relays] = {}
+        self.handlers: dict[type[Frame], Callable[[Link, Any], None]] = {
+            Relaying: listening,
+            RelayOpen: self._on_open,
+            **dict.fromkeys((RelayData, RelayCredit, RelayClose), self._on_relayed),
+        }
+
+    def forget(self, link: Link) -> None:
+        """An agent has gone, and its workers' connections with it."""
+        relays = self._relays.pop(link, None)
+        if relays is not None:
+            relays.close()
+
+    def close(self) -> None:
+        """Close all connections."""
+        for link in list(self._relays):
+            self.forget(link)
+
+    def _on_open(self, link: Link, frame: RelayOpen) -> None:
+        if link not in self._relays:
+            self._relays[link] = Relays(self._selector, link.channel.send)
+        sock = socket.socket(socket.AF_INET6 if ":" in self._server[0] else socket.AF_INET)
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.connect_ex(self._server)  # a failure shows when the socket is first used
+        self._relays[link].add(frame.connection, sock)
+
+    def _on_relayed(self, link: Link, frame: Frame) -> None:
+        if link in self._relays:
+            self._relays[link].handlers[type(frame)](frame)

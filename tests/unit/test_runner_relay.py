@@ -1,0 +1,158 @@
+"""Connections that are relayed in frames: two ends, with the frames between them in the test's hands."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+from collections import deque
+from contextlib import ExitStack
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvdgloo.runner.protocol.frames import Frame, RelayClose, RelayCredit, RelayData
+from hvdgloo.runner.protocol.relay import WINDOW, Relays
+
+
+class End:
+    """One end of the stream of frames."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self.selector = stack.enter_context(selectors.DefaultSelector())
+        self.out: deque[Frame] = deque()
+        self.relays = Relays(self.selector, self.out.append)
+        stack.callback(self.relays.close)
+
+    def take(self, frame: Frame) -> None:
+        self.relays.handlers[type(frame)](frame)
+
+    def turn(self) -> bool:
+        ready = self.selector.select(0)
+        for key, _ in ready:
+            key.data()
+        return bool(ready)
+
+
+class Pair:
+    """An agent's end and a launcher's, with one connection: ``worker`` and ``server`` are what it connects."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self.agent, self.launcher = End(stack), End(stack)
+        self.worker, ours = socket.socketpair()
+        self.server, theirs = socket.socketpair()
+        for sock in (self.worker, self.server):
+            stack.enter_context(sock)
+            sock.setblocking(False)
+        self.agent.relays.add(7, ours)
+        self.launcher.relays.add(7, theirs)
+
+    def settle(self, passed_on: int = 10**9) -> None:
+        """Until nothing happens any more; at most so many frames reach the other end."""
+        while self.agent.turn() | self.launcher.turn() | self._pass_on(passed_on):
+            pass
+
+    def _pass_on(self, most: int) -> bool:
+        moved = False
+        for source, target in ((self.agent, self.launcher), (self.launcher, self.agent)):
+            while source.out and most:
+                target.take(source.out.popleft())
+                moved = True
+        return moved
+
+
+def everything(sock: socket.socket) -> bytes:
+    data = b""
+    while True:
+        try:
+            piece = sock.recv(1 << 20)
+        except BlockingIOError:
+            return data
+        if not piece:
+            return data
+        data += piece
+
+
+def ended(sock: socket.socket) -> bool:
+    try:
+        return sock.recv(1) == b""
+    except BlockingIOError:
+        return False
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 300_000)), max_size=12))
+def test_what_is_written_at_one_end_is_read_at_the_other(pieces: list[tuple[bool, int]]) -> None:
+    with ExitStack() as stack:
+        pair = Pair(stack)
+        sent, seen = [bytearray(), bytearray()], [bytearray(), bytearray()]
+        sockets = (pair.worker, pair.server)
+        for from_worker, size in pieces:
+            source = 0 if from_worker else 1
+            data = bytes(index % 251 for index in range(len(sent[source]), len(sent[source]) + size))
+            while data:
+                try:
+                    count = sockets[source].send(data)
+                except BlockingIOError:
+                    count = 0
+                sent[source] += data[:count]
+                data = data[count:]
+                pair.settle()
+                for index in (0, 1):
+                    seen[1 - index] += everything(sockets[index])
+        pair.settle()
+        for index in (0, 1):
+            seen[1 - index] += everything(sockets[index])
+        assert seen == sent
+
+
+def test_no_more_is_read_than_the_window() -> None:
+    with ExitStack() as stack:
+        pair = Pair(stack)
+        pair.worker.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8 << 20)
+        rest = memoryview(bytes(2 * WINDOW))
+        while rest:
+            try:
+                rest = rest[pair.worker.send(rest) :]
+            except BlockingIOError:
+                if not pair.agent.turn():
+                    break
+        pair.settle(passed_on=0)
+        read = sum(len(frame.data) for frame in pair.agent.out if isinstance(frame, RelayData))
+        assert read == WINDOW
+        assert not pair.agent.turn(), "its socket is not looked at any more"
+
+
+@pytest.mark.parametrize("who", ["worker", "server"])
+def test_an_end_reaches_the_other_side_after_what_was_sent_before(who: str) -> None:
+    with ExitStack() as stack:
+        pair = Pair(stack)
+        one, other = (pair.worker, pair.server) if who == "worker" else (pair.server, pair.worker)
+        one.sendall(b"x" * 1000)
+        one.close()
+        pair.settle()
+        assert other.recv(2000) == b"x" * 1000
+        assert ended(other)
+        assert (len(pair.agent.relays), len(pair.launcher.relays)) == (0, 0)
+
+
+def test_both_may_end_at_once_and_late_frames_do_no_harm() -> None:
+    with ExitStack() as stack:
+        pair = Pair(stack)
+        pair.worker.close()
+        pair.server.close()
+        pair.settle()
+        for frame in (RelayData(7, b"late"), RelayCredit(7, 5), RelayClose(7), RelayData(8, b"never there")):
+            pair.agent.take(frame)
+        assert not pair.agent.out
+
+
+def test_who_sends_more_than_the_window_loses_the_connection() -> None:
+    with ExitStack() as stack:
+        pair = Pair(stack)
+        pair.server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        for _ in range(64):
+            pair.launcher.take(RelayData(7, bytes(WINDOW // 2)))
+        assert len(pair.launcher.relays) == 0
+        assert isinstance(pair.launcher.out[-1], RelayClose)
+        assert pair.launcher.relays.handlers
