@@ -38,6 +38,10 @@ CALLBACKS = (
     "BroadcastGlobalVariablesCallback", "MetricAverageCallback", "LearningRateScheduleCallback",
     "LearningRateWarmupCallback", "BestModelCheckpoint",
 )  # fmt: skip
+ELASTIC = ("run", "TensorFlowState", "TensorFlowKerasState")
+KERAS_ELASTIC = (
+    "run", "KerasState", "CommitStateCallback", "UpdateBatchStateCallback", "UpdateEpochStateCallback",
+)  # fmt: skip
 
 
 def text() -> str:
@@ -45,9 +49,11 @@ def text() -> str:
     return page(
         HEAD,
         ("`hvdgloo.tensorflow`", "hvdgloo.tensorflow", TENSORFLOW),
+        ("`hvdgloo.tensorflow.elastic`", "hvdgloo.tensorflow.elastic", ELASTIC),
         ("`hvdgloo.tensorflow.data`", "hvdgloo.tensorflow.data", DATA),
         ("`hvdgloo.keras`", "hvdgloo.keras", KERAS),
         ("`hvdgloo.keras.callbacks`", "hvdgloo.keras.callbacks", CALLBACKS),
+        ("`hvdgloo.keras.elastic`", "hvdgloo.keras.elastic", KERAS_ELASTIC),
     )
 
 

@@ -35,7 +35,9 @@ MODULES = {
 SUBMODULES = {
     "hvdgloo.numpy": ("elastic",),
     "hvdgloo.torch": ("compression", "elastic", "functions", "mpi_ops", "optimizer", "sync_batch_norm"),
-    "hvdgloo.tensorflow": ("compression", "functions", "mpi_ops", "sync_batch_norm"),
+    "hvdgloo.tensorflow": ("compression", "elastic", "functions", "mpi_ops", "sync_batch_norm"),
+    "hvdgloo.tensorflow.keras": ("elastic",),
+    "hvdgloo.keras": ("elastic",),
     "hvdgloo.mxnet": ("compression", "elastic", "functions", "mpi_ops"),
 }
 """Modules that a package imports, so that programs need not; not in its ``__all__``."""

@@ -20,6 +20,7 @@ from hvdgloo._collectives.process_sets import ProcessSet, global_process_set
 from hvdgloo._job.process import is_initialized
 from hvdgloo.errors import HorovodInternalError
 from hvdgloo.keras import callbacks
+from hvdgloo.keras import elastic as elastic
 from hvdgloo.keras._compression import Compression
 from hvdgloo.keras._functions import (
     allgather,

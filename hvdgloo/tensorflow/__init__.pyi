@@ -20,6 +20,7 @@ from hvdgloo._collectives.process_sets import ProcessSet, global_process_set
 from hvdgloo._job.process import is_initialized
 from hvdgloo.errors import HorovodInternalError
 from hvdgloo.tensorflow import compression as compression
+from hvdgloo.tensorflow import elastic as elastic
 from hvdgloo.tensorflow import functions as functions
 from hvdgloo.tensorflow import mpi_ops as mpi_ops
 from hvdgloo.tensorflow import sync_batch_norm as sync_batch_norm

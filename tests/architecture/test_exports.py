@@ -118,6 +118,13 @@ CALLBACKS = {
     "LearningRateWarmupCallback",
     "MetricAverageCallback",
 }
+KERAS_ELASTIC = {
+    "CommitStateCallback",
+    "KerasState",
+    "UpdateBatchStateCallback",
+    "UpdateEpochStateCallback",
+    "run",
+}
 FRAMEWORK = {
     "hvdgloo.tensorflow": "tensorflow",
     "hvdgloo.keras": "keras",
@@ -165,10 +172,13 @@ EXPORTS = {
         "send_to_data_service",
         "tf_data_service",
     },
+    "hvdgloo.tensorflow.elastic": {"TensorFlowKerasState", "TensorFlowState", "run"},
     "hvdgloo.keras": KERAS,
     "hvdgloo.tensorflow.keras": KERAS,
     "hvdgloo.keras.callbacks": CALLBACKS,
     "hvdgloo.tensorflow.keras.callbacks": CALLBACKS,
+    "hvdgloo.keras.elastic": KERAS_ELASTIC,
+    "hvdgloo.tensorflow.keras.elastic": KERAS_ELASTIC,
     "hvdgloo.data": {"AsyncDataLoaderMixin", "BaseDataLoader"},
     "hvdgloo.run": {"run"},
     "hvdgloo.rendezvous": {

@@ -277,8 +277,23 @@ MORE |= {
     "hvdgloo.tensorflow.data.compute_worker": {"main": "dispatchers, dispatcher_side, configfile, timeout"},
     "hvdgloo.keras": KERAS | {"PartialDistributedOptimizer": KERAS["DistributedOptimizer"]},
     "hvdgloo.tensorflow.keras": TF_KERAS,
+    "hvdgloo.tensorflow.elastic": {
+        "run": "func",
+        "TensorFlowState": "variables=None, session=None, **kwargs",
+        "TensorFlowKerasState": "model, optimizer=None, backend=None, **kwargs",
+    },
     "hvdgloo.keras.callbacks": CALLBACKS,
     "hvdgloo.tensorflow.keras.callbacks": CALLBACKS,
+    **dict.fromkeys(
+        ["hvdgloo.keras.elastic", "hvdgloo.tensorflow.keras.elastic"],
+        {
+            "run": "func",
+            "KerasState": "model, optimizer=None, **kwargs",
+            "CommitStateCallback": "state, batches_per_commit=1",
+            "UpdateBatchStateCallback": "state",
+            "UpdateEpochStateCallback": "state",
+        },
+    ),
 }
 
 SURFACE = {"hvdgloo.numpy": EVERY_FRONT_END, "hvdgloo.torch": EVERY_FRONT_END | TORCH, **MORE}

@@ -24,6 +24,7 @@ from hvdgloo.keras._compression import Compression
 from hvdgloo.keras._functions import broadcast_global_variables
 from hvdgloo.keras._optimizer import PartialDistributedOptimizer
 from hvdgloo.numpy._frontend import FRONTEND
+from hvdgloo.tensorflow.keras import elastic as elastic
 from hvdgloo.tensorflow.keras._functions import (
     allgather,
     allgather_object,

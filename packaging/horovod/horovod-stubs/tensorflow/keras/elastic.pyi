@@ -1,0 +1,3 @@
+# Written by docs/generate_stubs.py; do not edit.
+
+from hvdgloo.tensorflow.keras.elastic import *
