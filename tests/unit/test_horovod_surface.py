@@ -223,6 +223,13 @@ CALLBACKS = {
     ),
     "BestModelCheckpoint": "monitor='val_loss', verbose=0, save_weights_only=False, mode='auto', save_freq='epoch'",
 }
+KERAS_ELASTIC = {
+    "run": "func",
+    "KerasState": "model, optimizer=None, **kwargs",
+    "CommitStateCallback": "state, batches_per_commit=1",
+    "UpdateBatchStateCallback": "state",
+    "UpdateEpochStateCallback": "state",
+}
 REDUCING = "average=None, name=None, priority=0, prescale_factor=1.0, postscale_factor=1.0, process_set=all, op=None"
 PLAIN = "name=None, priority=0, process_set=all"
 SCATTERING_HERE = "op=Average, name=None, priority=0, process_set=all, prescale_factor=1.0, postscale_factor=1.0"
@@ -284,16 +291,8 @@ MORE |= {
     },
     "hvdgloo.keras.callbacks": CALLBACKS,
     "hvdgloo.tensorflow.keras.callbacks": CALLBACKS,
-    **dict.fromkeys(
-        ["hvdgloo.keras.elastic", "hvdgloo.tensorflow.keras.elastic"],
-        {
-            "run": "func",
-            "KerasState": "model, optimizer=None, **kwargs",
-            "CommitStateCallback": "state, batches_per_commit=1",
-            "UpdateBatchStateCallback": "state",
-            "UpdateEpochStateCallback": "state",
-        },
-    ),
+    "hvdgloo.keras.elastic": KERAS_ELASTIC,
+    "hvdgloo.tensorflow.keras.elastic": KERAS_ELASTIC,
 }
 
 SURFACE = {"hvdgloo.numpy": EVERY_FRONT_END, "hvdgloo.torch": EVERY_FRONT_END | TORCH, **MORE}
