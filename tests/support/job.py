@@ -29,15 +29,15 @@ class Ended:
 
 
 def _start(
-    arguments: Sequence[str], env: Mapping[str, str], out: IO[bytes], err: IO[bytes], fresh: bool
+    arguments: Sequence[str], env: Mapping[str, str], out: IO[bytes], err: IO[bytes], python: str | None
 ) -> subprocess.Popen[bytes] | warm.Process:
     """An interpreter in a session of its own."""
     with open(os.devnull, "rb") as null:
-        if not fresh and sys.platform == "linux":
+        if python is None and sys.platform == "linux":
             fds = {"stdin": null.fileno(), "stdout": out.fileno(), "stderr": err.fileno()}
             return warm.Process(arguments, env=env, **fds)
         return subprocess.Popen(
-            [sys.executable, *arguments], env=env, stdin=null, stdout=out, stderr=err, start_new_session=True
+            [python or sys.executable, *arguments], env=env, stdin=null, stdout=out, stderr=err, start_new_session=True
         )
 
 
@@ -49,6 +49,7 @@ class Job:
         folder: for the workers' output; they find its path in ``JOB_FOLDER``.
         fresh: in interpreters of their own, where those of ``tests.support.warm`` would do otherwise: for tests of an
             interpreter's start and end, and of what is not to be imported.
+        python: an interpreter, such as ``warm.python`` gives, instead of that for torch.
         elastic: the workers get their ranks from it, and ``add`` starts more.
         environ: further variables.
     """
@@ -60,10 +61,12 @@ class Job:
         folder: Path,
         *,
         fresh: bool = False,
+        python: str | None = None,
         elastic: ElasticEpochs | None = None,
         **environ: str,
     ) -> None:
-        self._folder, self._code, self._fresh = folder, textwrap.dedent(code), fresh
+        self._folder, self._code = folder, textwrap.dedent(code)
+        self._python = sys.executable if fresh and python is None else python
         self._secret = generate_secret()
         self._environ = environ
         self._elastic = elastic is not None
@@ -90,7 +93,7 @@ class Job:
         }
         folder = self._folder
         with (folder / f"{number}.out").open("wb") as out, (folder / f"{number}.err").open("wb") as err:
-            self.workers.append(_start(["-u", "-c", self._code], variables, out, err, self._fresh))
+            self.workers.append(_start(["-u", "-c", self._code], variables, out, err, self._python))
 
     def wait(self, timeout: float = 30.0) -> list[Ended]:
         """Wait for every worker's end.
