@@ -23,7 +23,7 @@ BEGIN = """
         return [size for size, before in zip(sizes, [0, *sizes]) if size != before]
 
     def after_batch(state):
-        \"\"\"Rank 1 dies in the middle; whoever is left alone says so; the end comes when they have been two again.\"\"\"
+        # One of two dies in the middle, who is left alone says so, and the end comes when they have been two again.
         state.sizes.append(hvd.size())
         state.reached += 1.0 if hvd.size() == 1 else 1.5  # the mean of what the ranks bring
         so_far = changes(state.sizes)
@@ -46,7 +46,8 @@ LOOP = """
     import hvdgloo.tensorflow as hvd
 
     hvd.init()
-    model = tf.keras.Sequential([tf.keras.Input((3,)), tf.keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
+    linear = tf.keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+    model = tf.keras.Sequential([tf.keras.Input((3,)), linear])
     optimizer = tf.keras.optimizers.SGD(1.0)
 
     @tf.function
@@ -85,7 +86,8 @@ FIT = """
         import hvdgloo.keras as hvd
 
     hvd.init()
-    model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
+    linear = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+    model = keras.Sequential([keras.layers.Input((3,)), linear])
     model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(1.0)), loss=lambda wanted, made: made)
 
     class AfterBatch(keras.callbacks.Callback):
