@@ -352,13 +352,16 @@ _turns: list[Any] = []
 def _turn() -> Tensor:
     """The current graph's handle of the variable that puts all our operators in order.
 
-    The variable is made late: TensorFlow begins to run with it.
+    The variable is made late: TensorFlow begins to run with it. And it is made of raw operators: a function that is
+    traced for the second time allows no ``tf.Variable`` to be made.
     """
     with _lock:
         if not _turns:
             with tf.init_scope(), tf.device("/cpu:0"):
-                _turns.append(tf.Variable(0, trainable=False, name="hvdgloo_turn", dtype=tf.int64))
-    return _captured(_turns[0].handle, tf.compat.v1.get_default_graph())
+                handle = tf.raw_ops.VarHandleOp(dtype=tf.int64, shape=[], shared_name="hvdgloo_turn")
+                tf.raw_ops.AssignVariableOp(resource=handle, value=tf.constant(0, tf.int64))
+                _turns.append(handle)
+    return _captured(_turns[0], tf.compat.v1.get_default_graph())
 
 
 def _captured(handle: Tensor, graph: Any) -> Tensor:

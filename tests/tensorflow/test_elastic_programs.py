@@ -51,16 +51,19 @@ LOOP = """
     optimizer = tf.keras.optimizers.SGD(1.0)
 
     @tf.function
-    def step(x):
+    def step(x, reduces=True):
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean(model(x))
-        tape = hvd.DistributedGradientTape(tape)
+        if reduces:
+            tape = hvd.DistributedGradientTape(tape)
         gradients = tape.gradient(loss, model.trainable_variables)
         optimizer.apply_gradients(zip(gradients, model.trainable_variables))
 
-    # As Horovod's examples do: a newcomer runs this before it is in elastic.run (#2652, #2285, #2248).
-    step(tf.zeros([2, 3]))
+    # As Horovod's example does. What reduces is traced next, when no variable may be made any more.
+    step(tf.zeros([2, 3]), reduces=False)
+    # A newcomer runs this before it is in elastic.run, alone (#2652, #2285, #2248).
     assert float(hvd.allreduce(tf.ones([]), op=hvd.Sum)) == (2.0 if os.environ.get("FIRST") else 1.0)
+    step(tf.zeros([2, 3]))
 
     @hvd.elastic.run
     def train(state):
