@@ -184,7 +184,10 @@ class SegmentExchange:
             self._socks = {rank: link.sock for rank, link in links.items()}
         memory, inboxes, outboxes = segment_descriptors
         for rank, sock in self._socks.items():
-            _send_descriptors(sock, [memory, *inboxes[rank : rank + 1], *outboxes])
+            try:
+                _send_descriptors(sock, [memory, *inboxes[rank : rank + 1], *outboxes])
+            except OSError as error:
+                raise self._lost(rank, _text(error)) from error
         for index, inbox in enumerate(inboxes):
             if index:
                 self._close(inbox)
