@@ -63,11 +63,14 @@ class _Slot:
     parameter: int | None
 
 
-def broadcast_optimizer_state(frontend: Frontend[Tensor], optimizer: torch.optim.Optimizer, root_rank: int) -> None:
+def broadcast_optimizer_state(
+    frontend: Frontend[Tensor], optimizer: torch.optim.Optimizer, root_rank: int, *, initialise: bool = True
+) -> None:
     """Load the root's state dict into all other ranks' optimizers: its structure as one object, then its tensors.
 
-    Before, the root initialises what state it lacks, and all ranks what gradients: as if a step with gradients of zero
-    had been made, except that no parameter changes.
+    Before, with ``initialise``, the root initialises what state it lacks, and all ranks what gradients: as if a step
+    with gradients of zero had been made, except that no parameter changes. Training then differs a little from that of
+    an optimizer without state: such a step counts for Adam's corrections, and has a momentum of its weight decay.
 
     Raises:
         InvalidArgumentError: (a ValueError) not an optimizer, or LBFGS, whose state cannot be sent.
@@ -79,7 +82,7 @@ def broadcast_optimizer_state(frontend: Frontend[Tensor], optimizer: torch.optim
             "LBFGS keeps its state in a form that cannot be broadcast; start it anew on all ranks"
         )
     is_root = frontend.context.is_root(root_rank)
-    takes_zeros = _initialise_state(optimizer) if is_root else False
+    takes_zeros = _initialise_state(optimizer) if is_root and initialise else False
     tensors: list[Tensor] = []
     structure = _take_tensors(frontend, optimizer.state_dict(), tensors) if is_root else None
     # The structure says what there is: ranks whose optimizer has no state yet, or a different one, create the root's.

@@ -62,11 +62,12 @@ class ElasticSampler(Sampler[int]):
         self.remaining_indices = order[self.processed_num :]
         self.num_samples = -(-len(self.remaining_indices) // self.num_replicas)
         self.total_size = self.num_samples * self.num_replicas
+        # Those of the whole epoch that come first: continued on as many ranks as before, it is padded as it would be.
+        missing = self.total_size - len(self.remaining_indices)
+        self._padding = [order[i % len(order)] for i in range(missing)]
 
     def __iter__(self) -> Iterator[int]:
-        padded = list(self.remaining_indices)
-        while padded and len(padded) < self.total_size:
-            padded += padded[: self.total_size - len(padded)]
+        padded = [*self.remaining_indices, *self._padding]
         return iter(padded[self.rank : self.total_size : self.num_replicas])
 
     def __len__(self) -> int:

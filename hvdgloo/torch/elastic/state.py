@@ -166,7 +166,8 @@ class OptimizerStateHandler(_Handler):
         optimizer.zero_grad()
 
     def receive(self, root: int) -> None:
-        broadcasting.broadcast_optimizer_state(self.frontend, self.value, root)
+        # What has no state on the root gets none here: training goes on as the root's would.
+        broadcasting.broadcast_optimizer_state(self.frontend, self.value, root, initialise=False)
 
     def fingerprint(self) -> str:
         state = self.value.state_dict()
