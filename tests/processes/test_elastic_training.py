@@ -116,7 +116,7 @@ def elastic(**rules: Any) -> ElasticEpochs:
 
 @pytest.mark.parametrize(("victim", "where"), [(0, "backward"), (2, "step"), (1, "commit")])
 def test_of_the_same_size_again_it_computes_the_same_bits(tmp_path: Path, victim: int, where: str) -> None:
-    """The job waits for a replacement, which gets the ranks' state; whoever has which rank then, batches are as before."""
+    """The job waits for a replacement, which gets the state. Ranks are others' then, and have the batches of before."""
     folders = [tmp_path / name for name in ("plain", "troubled")]
     results = []
     for folder, deaths in zip(folders, ("", f"4:{victim}:{where} 13:{victim}:{where}"), strict=True):
@@ -136,7 +136,7 @@ def test_of_the_same_size_again_it_computes_the_same_bits(tmp_path: Path, victim
 def replayed(log: list[tuple[int, list[list[int]]]]) -> list[Any]:
     """The parameters after the same batches in one process."""
     made: dict[str, Any] = {}
-    exec(MODEL, made)  # noqa: S102
+    exec(MODEL, made)
     model = made["make_model"]()
     optimizer = made["make_optimizer"](model)
     for _, batches in log:
