@@ -73,12 +73,15 @@ PYTHON_TARGETS = $(addprefix test-python-,$(shell $(FIND_PYTHON)))
 PURELIB = $$($(1)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")
 SHARE = echo "import site; site.addsitedir('$(call PURELIB,$(abspath $(VENV)))')" > $(call PURELIB,$(1))/shared.pth
 
-.PHONY: demo test test-all test-others test-tensorflow test-mxnet test-with-mxnet test-pygloo test-with-pygloo \
+.PHONY: demo demo-elastic test test-all test-others test-tensorflow test-mxnet test-with-mxnet test-pygloo test-with-pygloo \
     test-packaging test-pythons test-gpu mutants soak clients check clean
 
 demo: $(READY_DEMO)
 	$(BIN)/hvdgloo-run -np 2 examples/torch_digits.py
 	@sed "s|^  hvdgloo-run|  $(BIN)/hvdgloo-run|" docs/after-the-demo.txt
+
+demo-elastic: $(READY_DEMO)
+	$(BIN)/python examples/demo_elastic.py
 
 # Where ranks are threads of one process, a second pytest has the second core to itself. Tests of several processes wait
 # half of their time, for programs to start and for deadlines to pass; a third pytest uses the cores meanwhile. torch

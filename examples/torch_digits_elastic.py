@@ -82,7 +82,9 @@ def main() -> None:
             state.sampler.set_epoch(state.epoch)
             if hvd.rank() == 0:
                 ranks = "1 rank" if hvd.size() == 1 else f"{hvd.size()} ranks"
-                print(f"epoch {state.epoch}/{args.epochs} on {ranks}, of which process {os.getpid()} is first", flush=True)
+                print(
+                    f"epoch {state.epoch}/{args.epochs} on {ranks}, of which process {os.getpid()} is first", flush=True
+                )
             state.commit()
 
     train(state)
@@ -95,7 +97,8 @@ def main() -> None:
         raise SystemExit(f"ranks hold different parameters: {fingerprints}")
     if hvd.rank() == 0:
         print(f"test accuracy averaged over {hvd.size()} rank{'s' * (hvd.size() > 1)}: {accuracy:.2%}")
-        print(f"trained {state.step} steps; at the ends of epochs on {state.sizes} ranks")
+        sizes = [str(size) for size, before in zip(state.sizes, [0, *state.sizes], strict=False) if size != before]
+        print(f"trained {state.step} steps, on {' -> '.join(sizes)} ranks")
         print(f"all ranks hold identical parameters ({fingerprints[0][:12]})")
     hvd.shutdown()
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -72,3 +75,33 @@ def test_torch_digits_goes_on_from_its_checkpoint(launcher: Launcher) -> None:
     assert "epoch 3/15" in second
     assert "epoch 2/15" not in second
     assert accuracy_in(second) >= 97.0
+
+
+def test_the_elastic_demo_loses_a_worker_and_gains_two(tmp_path: Path) -> None:
+    """What `make demo-elastic` does: the program reaches the fixed job's accuracy all the same."""
+    python = warm.python()
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "demo_elastic.py"), "--python", python, "--epochs", "40"],
+        capture_output=True,
+        text=True,
+        timeout=55,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(re.findall(r"was killed by signal 9 \(SIGKILL\); 1 of 2 workers went on", done.stdout)) == 2
+    (sizes,) = re.findall(r"trained \d+ steps, on ([\d> -]+) ranks", done.stdout)
+    assert sizes.startswith("2 -> 1 -> ")
+    assert sizes.endswith("4")
+    assert accuracy_in(done.stdout) >= 97.0
+    assert len(re.findall(r"all ranks hold identical parameters", done.stdout)) == 1
+
+
+def test_the_elastic_example_alone_is_a_job_of_one_process() -> None:
+    done = subprocess.run(
+        [warm.python(), str(EXAMPLES / "torch_digits_elastic.py"), "--epochs", "8", "--commit-every", "5"],
+        capture_output=True,
+        text=True,
+        timeout=55,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert accuracy_in(done.stdout) >= 96.0
