@@ -49,7 +49,7 @@ def main() -> int:
             killed = added = False
             for line in job.stdout:
                 print(line, end="", flush=True)
-                found = re.search(r"epoch (\d+)/\d+ on (\d+) ranks?, of which process (\d+) is first", line)
+                found = re.search(r"epoch (\d+)/\d+ on (\d+) ranks?, the first is process (\d+)", line)
                 if found is None:
                     continue
                 epoch, ranks, first = map(int, found.groups())

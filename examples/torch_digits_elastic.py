@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -50,7 +51,7 @@ def main() -> None:
     sampler = hvd.elastic.ElasticSampler(train_set, seed=args.seed)
 
     # (2) All that training consists of. A newcomer gets it, and after a failure all return to what was committed last.
-    state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0, step=0, sizes=[])
+    state: Any = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0, step=0, sizes=[])
 
     # (3) What depends on the number of processes is set again whenever that has changed.
     def suit_size() -> None:
@@ -62,7 +63,7 @@ def main() -> None:
 
     # (4) This begins at the top each time, and goes on where the state says.
     @hvd.elastic.run
-    def train(state: hvd.elastic.TorchState) -> None:
+    def train(state: Any) -> None:  # a TorchState; its attributes are those that it was given
         suit_size()  # the state's optimizer may come from a job of another size
         loader = DataLoader(train_set, args.batch_size, sampler=state.sampler)
         while state.epoch < args.epochs:
