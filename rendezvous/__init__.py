@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from hvdgloo.rendezvous._client.elastic import Alone, ElasticClient, News, Placement
     from hvdgloo.rendezvous._identity import host_identity
     from hvdgloo.rendezvous._server.server import RendezvousServer
-    from hvdgloo.rendezvous._store import MemoryStore, Store, epoch_scope
+    from hvdgloo.rendezvous._store import MemoryStore, Store
     from hvdgloo.rendezvous._worker_info import WorkerInfo
 
 _PLACES = {
@@ -25,7 +25,7 @@ _PLACES = {
     "_identity": ("host_identity",),
     "_worker_info": ("WorkerInfo",),
     "_server.server": ("RendezvousServer",),
-    "_store": ("MemoryStore", "Store", "epoch_scope"),
+    "_store": ("MemoryStore", "Store"),
 }
 """Modules of the names below. They are imported when a name is first used: workers and agents need no web server,
 launchers and agents no client, and what they do not import does not delay a start."""
@@ -43,7 +43,6 @@ __all__ = [
     "RendezvousServer",
     "Store",
     "WorkerInfo",
-    "epoch_scope",
     "generate_secret",
     "host_identity",
     "seal",

@@ -43,7 +43,7 @@ from hvdgloo.errors import (
     RendezvousRefusedError,
     StallError,
 )
-from hvdgloo.rendezvous import Alone, ElasticClient, News, Placement, epoch_scope
+from hvdgloo.rendezvous import Alone, ElasticClient, News, Placement
 
 logger = logging.getLogger(__name__)
 
@@ -292,7 +292,7 @@ class Membership:
         rank, topology = placement.rank, placement.topology
         epoch, first = topology.epoch, topology.workers[0]
         config = replace(self.config, epoch=epoch)
-        world = World(rank, topology, f"{epoch}.0", 0, (first.address, first.port), scope=epoch_scope(epoch))
+        world = World(rank, topology, f"{epoch}.0", 0, (first.address, first.port), scope=self._client.scope(epoch))
         engine: Engine
         engine, decided = self._access.open(
             world,

@@ -13,6 +13,7 @@ from hvdgloo.rendezvous import _wire as wire
 from hvdgloo.rendezvous._client.client import RendezvousClient, _Answer
 from hvdgloo.rendezvous._elastic import wire as elastic
 from hvdgloo.rendezvous._elastic.wire import Alone, News, What
+from hvdgloo.rendezvous._store import epoch_scope
 from hvdgloo.rendezvous._worker_info import WorkerInfo
 from hvdgloo.topology import Topology
 
@@ -132,6 +133,11 @@ class ElasticClient:
     def leaving(self) -> None:
         """This worker will not be there much longer, and wants to leave at the next commit. Raises RendezvousError."""
         self._report(What.LEAVING, -1)
+
+    @staticmethod
+    def scope(epoch: int) -> str:
+        """What the names of scopes end in whose keys are of no use any more once the next epoch has been formed."""
+        return epoch_scope(epoch)
 
     def news(self, since: int, *, timeout: float) -> News:
         """The news, as soon as their number is another than ``since``.
