@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.frameworks import need_installed
 from tests.support.launching import Launcher, launcher_in
 
 PROGRAM = """
@@ -34,7 +35,7 @@ def launcher(tmp_path: Path) -> Iterator[Launcher]:
 
 @pytest.mark.parametrize(("level", "tracebacks"), [("WARNING", 1), ("DEBUG", 2)])
 def test_one_traceback(launcher: Launcher, level: str, tracebacks: int) -> None:
-    pytest.importorskip("torch")
+    need_installed("torch")
     script = launcher.script(PROGRAM)
     done = launcher.run("-np", "2", "--log-level", level, script, timeout=50)
     assert done.returncode == 1

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from hvdgloo._backends.select import gloo_provider
+from tests.support.frameworks import need_installed
 from tests.support.job import Job
 
 pytestmark = pytest.mark.skipif(not gloo_provider("auto"), reason="several processes need torch or pygloo")
@@ -74,7 +75,7 @@ def test_pain_22_a_killed_rank_is_named_on_every_rank_within_a_second(tmp_path: 
 @pytest.mark.parametrize("child", ["loader", "fork", "inheriting"])
 def test_a_killed_rank_is_noticed_although_its_children_live(tmp_path: Path, child: str) -> None:
     if child == "loader":
-        pytest.importorskip("torch")
+        need_installed("torch")
     start = {
         # DataLoader's workers are forked from the rank and outlive its death for a while.
         "loader": """
@@ -307,7 +308,7 @@ WHERE = {
 
 @pytest.mark.parametrize("where", WHERE)
 def test_an_error_on_one_rank_is_named_on_all_others_within_a_second(tmp_path: Path, where: str) -> None:
-    pytest.importorskip("torch")
+    need_installed("torch")
     code = (
         LOOP
         + """

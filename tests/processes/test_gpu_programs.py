@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
-import sys
 from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch")
-
 from tests.gpu import programs, report
+from tests.support import warm
 from tests.support.job import Job
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="the programs need torch")
 
 ROOT = Path(__file__).resolve().parents[2]
 ON_CPU = {"HVDGLOO_TEST_DEVICE": "cpu"}
@@ -48,7 +49,7 @@ def test_the_program_that_measures_on_the_cpu(tmp_path: Path) -> None:
 def run_tests_of_gpus(**environ: str) -> subprocess.CompletedProcess[str]:
     """As ``make test-gpu`` does it, on a machine that has no GPU that torch can use."""
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu/test_one_gpu.py"],
+        [warm.python(), "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu/test_one_gpu.py"],
         cwd=ROOT,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **environ},
         capture_output=True,

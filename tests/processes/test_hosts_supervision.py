@@ -12,6 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support import warm
+from tests.support.frameworks import need_installed
 from tests.support.hosts import Bed
 from tests.support.hosts_job import FERTILE, OFFSPRING, HostsJob, assert_clean
 from tests.support.launching import wait_for
@@ -87,8 +89,8 @@ while True:
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_pain_22_the_summary_names_who_was_killed_and_not_who_noticed(job: HostsJob, rank: int) -> None:
-    pytest.importorskip("torch")
-    job.start(TRAIN)
+    need_installed("torch")
+    job.start(TRAIN, python=warm.python())
     for other in range(3):
         job.file(f"ready{other}")
     job.worker(rank).kill()
@@ -100,8 +102,8 @@ def test_pain_22_the_summary_names_who_was_killed_and_not_who_noticed(job: Hosts
 
 
 def test_pain_22_the_summary_names_an_agent_that_was_killed_and_not_its_workers_peers(job: HostsJob) -> None:
-    pytest.importorskip("torch")
-    job.start(TRAIN)
+    need_installed("torch")
+    job.start(TRAIN, python=warm.python())
     for other in range(3):
         job.file(f"ready{other}")
     job.agents("h2")[1].kill()
@@ -246,7 +248,7 @@ children = [os.fork() for _ in range(4)]
 if 0 in children:
     while True: pass
 open(f"ready{os.environ['RANK']}", "w").write("1")
-end = time.monotonic() + 8
+end = time.monotonic() + 5
 while time.monotonic() < end:
     print("x" * 1000)
 """

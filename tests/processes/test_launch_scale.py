@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.launching import Launcher, launcher_in
 
-AGENTS = 40
+AGENTS = 34
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 LIMITED = ("sh", "-c", 'ulimit -Sn 100; exec "$@"', "sh")
 

@@ -17,6 +17,7 @@ import pytest
 import hvdgloo.run
 from hvdgloo.config import GLOO_PROVIDERS
 from tests.support import warm
+from tests.support.frameworks import need_installed
 from tests.support.launching import Launcher, clean_environment, launcher_in
 
 DUMP = "import json, os, sys; print(json.dumps([dict(os.environ), sys.argv, sys.executable, os.getcwd()]))"
@@ -314,7 +315,6 @@ def test_settings_without_effect_are_told_once(launcher: Launcher) -> None:
 
 
 def test_thread_affinity(launcher: Launcher) -> None:
-    pytest.importorskip("torch")
     core = min(os.sched_getaffinity(0))
     script = launcher.script(
         """
@@ -334,7 +334,7 @@ def test_thread_affinity(launcher: Launcher) -> None:
 
 
 def test_the_user_s_own_torch_distributed_works_in_a_worker(launcher: Launcher) -> None:
-    pytest.importorskip("torch")
+    need_installed("torch")
     script = launcher.script(
         """
         import torch, torch.distributed as dist

@@ -14,6 +14,7 @@ import pytest
 
 from tests.architecture.source import ROOT
 from tests.support import warm
+from tests.support.frameworks import need_installed
 from tests.support.hosts import Bed, Host, HostProcess
 from tests.support.launching import wait_for
 from tests.support.orchestra import Orchestra, blocks, compose, kubernetes, services
@@ -114,7 +115,7 @@ def test_ranks_by_index_over_three_hosts_with_several_slots(bed: Bed, server: Se
 
     h3's name is known to nobody, not even to itself.
     """
-    pytest.importorskip("torch")
+    need_installed("torch")
     nameless = ("unshare", "--uts", "sh", "-c", 'hostname pod-x7f; exec "$@"', "sh")
     places = [("h2", "2", ()), ("h1", "0", ()), ("h3", "3", nameless), ("h1", "1", ())]
     workers = [
@@ -220,7 +221,7 @@ def test_a_wrong_secret_names_what_holds_it(bed: Bed, tmp_path: Path) -> None:
 @pytest.fixture
 def image(tmp_path: Path) -> Path:
     """A folder as containers have it, with a program."""
-    pytest.importorskip("torch")
+    need_installed("torch")
     (tmp_path / "train.py").write_text(TRAIN)
     return tmp_path
 

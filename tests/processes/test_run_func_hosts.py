@@ -9,8 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
+from tests.support.frameworks import need_installed
 from tests.support.hosts import Bed, HostSpec
 from tests.support.launching import wait_for
 
@@ -44,7 +43,7 @@ def test_results_come_by_rank_from_all_hosts(bed: Bed, tmp_path: Path) -> None:
 
 
 def test_they_can_work_together(bed: Bed, tmp_path: Path) -> None:
-    pytest.importorskip("torch")
+    need_installed("torch")
     found = call(
         bed,
         tmp_path,

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from tests.support import warm
+from tests.support.frameworks import need_installed
 from tests.support.job import Job
 from tests.support.launching import clean_environment, wait_for
 
@@ -201,7 +202,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_cannot_share_memory_uses_gloo_and_says_so_once(tmp_path: Path, fault: str) -> None:
-    pytest.importorskip("torch")
+    need_installed("torch")
     code = (
         HEAD
         + EVERYTHING

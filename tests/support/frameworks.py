@@ -123,6 +123,12 @@ def need(name: str) -> Any:
         return pytest.importorskip(name)
 
 
+def need_installed(name: str) -> None:
+    """Skip where a package is not installed, without importing it: only the test's workers use it."""
+    if importlib.util.find_spec(name) is None:
+        pytest.skip(f"{name} is not installed")
+
+
 def _mxnet() -> Framework:
     mx = need("mxnet")
 

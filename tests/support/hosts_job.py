@@ -71,14 +71,20 @@ class HostsJob:
         env: dict[str, str] | None = None,
         launcher: str = "",
         around: Sequence[str] = (),
+        python: str = sys.executable,
     ) -> HostProcess:
-        """Start it, with its output in the files out and err. ``around`` is a command that runs the launcher."""
+        """Start it, with its output in the files out and err.
+
+        Args:
+            around: a command that runs the launcher.
+            python: the workers' interpreter.
+        """
         self.folder.mkdir(exist_ok=True)
         (self.folder / "worker.py").write_text(textwrap.dedent(script))
         hosts = ",".join(f"{name}:{self.slots}" for name in self.hosts)
         with open(self.folder / "out", "w") as out, open(self.folder / "err", "w") as err:
             self.process = self.bed[launcher or self.hosts[0]].popen(
-                [*around, sys.executable, "-m", "hvdgloo.runner", "-H", hosts, *flags, sys.executable, "worker.py"],
+                [*around, sys.executable, "-m", "hvdgloo.runner", "-H", hosts, *flags, python, "worker.py"],
                 cwd=self.folder,
                 env=env,
                 stdout=out,
