@@ -20,11 +20,18 @@ GRAPH: dict[str, set[str]] = {
     "hvdgloo.config": {"_platform"},
     "hvdgloo._net": set(),
     # The server, and how it is reached.
-    "hvdgloo.rendezvous": {"_net", "config", "rendezvous._server", "rendezvous._client"},
+    "hvdgloo.rendezvous": {"_net", "config", "rendezvous._client", "rendezvous._elastic", "rendezvous._server"},
     "hvdgloo.rendezvous._elastic": {"_net"},
     "hvdgloo.rendezvous._server": {"_net", "config", "rendezvous", "rendezvous._elastic"},
     "hvdgloo.rendezvous._client": {"_net", "config", "rendezvous", "rendezvous._elastic"},
-    "hvdgloo.rendezvous._cli": {"_net", "_platform", "config", "rendezvous", "rendezvous._server"},
+    "hvdgloo.rendezvous._cli": {
+        "_net",
+        "_platform",
+        "config",
+        "rendezvous",
+        "rendezvous._elastic",
+        "rendezvous._server",
+    },
     "hvdgloo.rendezvous.__main__": {"rendezvous._cli"},
     # A worker.
     "hvdgloo._backends": {"_net", "_platform", "config"},

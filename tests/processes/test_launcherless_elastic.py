@@ -76,7 +76,7 @@ def test_sigterm_costs_no_step(tmp_path: Path) -> None:
         (tmp_path / "enough").touch()
         left, *_ = job.wait()[1:]
         assert "this worker was asked to end (SIGTERM)" in left.stderr
-        assert "leaves, as it was asked to end; this worker leaves the job" in left.stderr
+        assert "was asked to end; this worker leaves the job" in left.stderr
         for worker in (0, 2):
             assert job.output(worker).returncode == 0
             assert "Error" not in job.output(worker).stderr
