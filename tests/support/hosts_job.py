@@ -131,7 +131,7 @@ class HostsJob:
 
     def agents(self, host: str) -> tuple[psutil.Process, psutil.Process]:
         """Watchdog and agent proper on a host; the watchdog is the older one."""
-        found = [p for p in self.bed[host].processes() if _is_agent(p)]
+        found = [p for p in self.bed[host].processes() if is_agent(p)]
         found = [p for p in found if any(worker.is_relative_to(self.folder) for worker in _folders_below(p))]
         assert len(found) == 2, found
         first, second = sorted(found, key=lambda p: p.ppid() in {q.pid for q in found})
@@ -167,7 +167,7 @@ def inner_pid(process: psutil.Process) -> int:
     return int(next(line for line in text.splitlines() if line.startswith("NSpid:")).split()[-1])
 
 
-def _is_agent(process: psutil.Process) -> bool:
+def is_agent(process: psutil.Process) -> bool:
     try:
         return process.name() == PROCESS_NAME
     except psutil.NoSuchProcess:

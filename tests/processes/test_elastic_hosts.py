@@ -1,0 +1,197 @@
+"""Elastic jobs over hosts that come, go and fail: three of them in namespaces, with real ssh."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.elastic_program import DEADLINE, TRAIN, Training
+from tests.support.hosts import Bed, HostProcess
+from tests.support.hosts_job import inner_pid, is_agent
+from tests.support.launching import wait_for
+
+
+class Job(Training):
+    """An elastic job of ``TRAIN``, launched on h1; its hosts are those that ``lists`` has named last."""
+
+    def __init__(self, bed: Bed, folder: Path) -> None:
+        folder.mkdir()
+        super().__init__(folder)
+        self.bed = bed
+        self.process: HostProcess | None = None
+
+    def start(self, *flags: str, script: bool = True, program: str = TRAIN, launcher: str = "h1") -> HostProcess:
+        (self.folder / "worker.py").write_text(program)
+        hosts = ["--host-discovery-script", str(self._script()), "--discovery-interval", "0.2"] if script else []
+        with open(self.folder / "out", "w") as out, open(self.folder / "err", "w") as err:
+            self.process = self.bed[launcher].popen(
+                [sys.executable, "-m", "hvdgloo.runner", *hosts, *flags, sys.executable, "worker.py"],
+                cwd=self.folder,
+                stdout=out,
+                stderr=err,
+            )
+        return self.process
+
+    def lists(self, *lines: str) -> None:
+        """The discovery script prints these from now on."""
+        new = self.folder / "hosts.new"
+        new.write_text("".join(f"{line}\n" for line in lines))
+        new.rename(self.folder / "hosts")
+
+    def _script(self) -> Path:
+        script = self.folder / "hosts.sh"
+        script.write_text(f"#!/bin/sh\ncat {self.folder}/hosts\n")
+        script.chmod(0o755)
+        return script
+
+    def on(self, number: int, *hosts: str) -> list[int]:
+        """Wait for the ``number``-th epoch of so many workers, which are on these hosts; returns their processes."""
+        members = self.members(number, len(hosts))
+        assert [member.worker.split("/")[0] for member in members] == list(hosts), members
+        return [member.pid for member in members]
+
+    def agents(self, host: str) -> list[psutil.Process]:
+        """The watchdog and the agent proper on a host, in this order."""
+        found = [process for process in self.bed[host].processes() if is_agent(process)]
+        return sorted(found, key=lambda process: process.ppid() in {other.pid for other in found})
+
+    def worker(self, host: str, pid: int) -> psutil.Process:
+        """A worker's process, as this machine numbers it."""
+        return next(process for process in self.bed[host].processes() if inner_pid(process) == pid)
+
+    def end(self) -> int:
+        """The launcher's exit status; nothing is left on any host then."""
+        assert self.process is not None
+        status = self.process.wait(DEADLINE)
+        wait_for(lambda: all(host.is_empty() for host in self.bed if host.on), 10.0, "the end of all processes")
+        return status
+
+
+@pytest.fixture
+def job(bed: Bed, tmp_path: Path) -> Iterator[Job]:
+    with job_on(bed, tmp_path / "job") as made:
+        yield made
+
+
+@contextmanager
+def job_on(bed: Bed, folder: Path) -> Iterator[Job]:
+    made = Job(bed, folder)
+    try:
+        yield made
+    finally:
+        if made.process is not None:
+            made.process.kill()
+        for host in bed:
+            host.reconnect()
+            for process in host.processes():
+                host.kill(process)
+
+
+def test_hosts_come_and_go_and_come_back(job: Job) -> None:
+    """A job that began on this machine takes in others; one that left and returns is as new."""
+    job.lists("localhost:1")
+    job.start("-np", "1", "--min-np", "1")
+    (first,) = job.on(1, "localhost")
+    job.lists("localhost:1", "h2:1", "h3:1")
+    assert job.on(1, "localhost", "h2", "h3")[0] == first
+    job.lists("localhost:1", "h3:1")
+    assert job.on(1, "localhost", "h3")[0] == first
+    wait_for(job.bed["h2"].is_empty, DEADLINE, "h2 to be left")
+    job.lists("localhost:1", "h3:1", "h2:1")
+    assert job.on(2, "localhost", "h3", "h2")[0] == first
+    job.finish()
+    assert job.end() == 0
+    assert "left out" not in job.error
+
+
+def test_a_worker_and_then_an_agent_are_killed(job: Job) -> None:
+    job.start("-np", "3", "--min-np", "1", "-H", "h1:1,h2:1,h3:1", "--failures-per-host", "2", script=False)
+    first = job.on(1, "h1", "h2", "h3")
+    job.worker("h1", first[0]).kill()  # rank 0
+    again = job.on(2, "h2", "h3", "h1")
+    assert again[:2] == first[1:]
+    job.agents("h3")[1].kill()
+    # Its watchdog has ended the worker; another agent takes its place, and with it another worker.
+    assert job.on(3, "h2", "h1", "h3")[:2] == [again[0], again[2]]
+    job.finish()
+    assert job.end() == 0
+
+
+def test_a_host_that_is_cut_off_is_survived(job: Job) -> None:
+    flags = ["--heartbeat-timeout", "1", "-H", "h1:1,h2:1,h3:1"]
+    job.start("-np", "3", "--min-np", "1", *flags, script=False)
+    first = job.on(1, "h1", "h2", "h3")
+    job.bed["h2"].cut()
+    assert job.on(1, "h1", "h3") == [first[0], first[2]]
+    wait_for(job.bed["h2"].is_empty, DEADLINE, "the agent there to end its worker")
+    assert "host h2 is left out: its agent has been silent for 1 s" in job.error
+    job.bed["h2"].reconnect()
+    job.finish()
+    assert job.end() == 0
+
+
+def test_a_host_whose_power_fails_comes_back_after_its_cooldown(job: Job) -> None:
+    flags = ["--heartbeat-timeout", "1", "--blacklist-cooldown-range", "1", "2", "-H", "h1:1,h2:1,h3:1"]
+    job.start("-np", "3", "--min-np", "1", *flags, script=False)
+    first = job.on(1, "h1", "h2", "h3")
+    job.bed["h3"].cut()
+    job.on(1, "h1", "h2")
+    job.bed["h3"].reconnect()
+    assert job.on(2, "h1", "h2", "h3")[:2] == first[:2]
+    job.finish()
+    assert job.end() == 0
+
+
+def test_sigterm_to_an_agent_is_a_removal(job: Job) -> None:
+    """Preemption: the workers leave at their next commit, with status 0, and no step is lost."""
+    job.start("-np", "3", "--min-np", "1", "-H", "h1:1,h2:1,h3:1", script=False)
+    first = job.on(1, "h1", "h2", "h3")
+    job.agents("h2")[1].send_signal(signal.SIGTERM)
+    assert job.on(1, "h1", "h3") == [first[0], first[2]]
+    wait_for(job.bed["h2"].is_empty, DEADLINE, "h2 to be left")
+    job.finish()
+    assert job.end() == 0
+    assert "host h2 is to be given back" in job.error
+    assert "failed" not in job.error
+    assert "left out" not in job.error
+
+
+def test_hosts_that_cannot_be_used_are_left_out_with_the_reason(
+    make_bed: Callable[[Sequence[str]], Bed], tmp_path: Path
+) -> None:
+    bed = make_bed(["h1", "h2", "h3"])
+    bed.block("h3", "h2")
+    with job_on(bed, tmp_path / "job") as job:
+        job.lists("h1:1", "h9:1", "h2:1")
+        job.start("-np", "1", "--min-np", "1", "--connect-timeout-seconds", "5")
+        job.on(1, "h1", "h2")
+        job.says("host h9 is left out:")
+        job.lists("h1:1", "h9:1", "h2:1", "h3:1")
+        job.says("host h3 is left out: the hosts do not reach each other: h3 -> h2: ")
+        job.finish()
+        assert job.end() == 0
+
+
+def test_the_launcher_s_host_has_no_worker_and_every_other_may_die(job: Job) -> None:
+    job.lists("h2:1", "h3:1")
+    job.start("-np", "2", "--min-np", "1")
+    first = job.on(1, "h2", "h3")
+    for process in job.agents("h2"):
+        process.kill()
+    (last,) = job.on(1, "h3")
+    assert last == first[1]
+    job.finish()
+    assert job.end() == 0
+
+
+def test_the_launcher_s_death_ends_the_job_on_all_hosts(job: Job) -> None:
+    process = job.start("-np", "2", "--min-np", "1", "-H", "h1:1,h2:1", script=False)
+    job.on(1, "h1", "h2")
+    process.kill()
+    assert job.end() != 0
