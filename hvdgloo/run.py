@@ -27,7 +27,9 @@ from hvdgloo.runner.job.assembly import assemble
 from hvdgloo.runner.job.environment import working_directory
 from hvdgloo.runner.job.host_sources import take_inventory
 from hvdgloo.runner.job.spec import Discovery, Reach
-from hvdgloo.runner.launch import LIBRARY_SIGNALS, Report, launch
+from hvdgloo.runner.launch import launch
+from hvdgloo.runner.report import Report
+from hvdgloo.runner.signals import LIBRARY_SIGNALS
 from hvdgloo.runner.transport.template import parse_template
 from hvdgloo.runner.worker import function_task
 

@@ -31,21 +31,12 @@ from hvdgloo.runner.job.advice import advise_on_signal
 from hvdgloo.runner.job.command import interface_variables, thread_defaults, worker_environment
 from hvdgloo.runner.job.outcome import Failure
 from hvdgloo.runner.job.spec import ElasticSpec, HostEntry, LaunchSpec, Slot
-from hvdgloo.runner.launch import (
-    Observer,
-    Report,
-    Results,
-    advice_for,
-    base_environment,
-    check_traces,
-    command_on,
-    expect,
-    open_console,
-    passed_on,
-    required_on,
-)
+from hvdgloo.runner.observer import Observer, Results, expect, open_console
 from hvdgloo.runner.protocol.frames import Spawn
+from hvdgloo.runner.provisions import advice_for, base_environment, check_traces, command_on, required_on
 from hvdgloo.runner.rendezvous_host import InLauncher
+from hvdgloo.runner.report import Report
+from hvdgloo.runner.signals import passed_on
 from hvdgloo.runner.supervise.elastic import ElasticSupervisor, Visit
 from hvdgloo.runner.transport.base import Spawner
 from hvdgloo.runner.transport.select import AnyHostSpawner, hosts_here

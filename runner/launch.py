@@ -5,152 +5,37 @@ from __future__ import annotations
 import os
 import secrets
 import signal
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from types import FrameType
-from typing import TYPE_CHECKING, Protocol, TextIO
+from typing import TextIO
 
-from hvdgloo._net.descriptors import reserve_descriptors
 from hvdgloo._net.tls import Tls
-from hvdgloo._platform.writable import unwritable
-from hvdgloo.errors import ConfigError, JobFailedError, LaunchError
+from hvdgloo.errors import LaunchError
 from hvdgloo.runner.console.console import Console, make_directory
 from hvdgloo.runner.console.progress import Backoff, InitProgress
 from hvdgloo.runner.console.startup_view import INIT_LINE_AFTER, LiveDisplay, StartDisplay
 from hvdgloo.runner.discovery import discover
-from hvdgloo.runner.job.advice import advise, advise_on_signal
-from hvdgloo.runner.job.command import interface_variables, needs, thread_defaults, worker_environment
-from hvdgloo.runner.job.environment import for_other_hosts
+from hvdgloo.runner.job.advice import advise_on_signal
+from hvdgloo.runner.job.command import interface_variables, thread_defaults, worker_environment
 from hvdgloo.runner.job.hostlist import place, remark_on_load, shortlist
-from hvdgloo.runner.job.outcome import Failure, JobOutcome, blame
+from hvdgloo.runner.job.outcome import JobOutcome, blame
 from hvdgloo.runner.job.spec import HostEntry, LaunchSpec, Slot
 from hvdgloo.runner.network.addressing import Placement, Server
 from hvdgloo.runner.network.interfaces import Address
-from hvdgloo.runner.protocol.frames import CHUNK, Hello, Require, Spawn
+from hvdgloo.runner.observer import Observer, Results, expect, open_console
+from hvdgloo.runner.protocol.frames import CHUNK, Hello, Spawn
+from hvdgloo.runner.provisions import advice_for, base_environment, check_traces, command_on, required_on
 from hvdgloo.runner.rendezvous_host import RendezvousHost, open_rendezvous
+from hvdgloo.runner.report import Report, Restart, history
+from hvdgloo.runner.signals import COMMAND_LINE_SIGNALS, Interrupts, passed_on
 from hvdgloo.runner.supervise.init_watch import InitWatch
 from hvdgloo.runner.supervise.startup import check_machines
 from hvdgloo.runner.supervise.supervisor import Supervisor, host_states
 from hvdgloo.runner.transport.base import Spawner
 from hvdgloo.runner.transport.select import choose_spawner
-
-if TYPE_CHECKING:
-    from hvdgloo.rendezvous._elastic.events import Changed
-
-COMMAND_LINE_SIGNALS = (
-    signal.SIGINT,
-    signal.SIGTERM,
-    signal.SIGHUP,
-    signal.SIGTSTP,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-)
-_ENDING = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
-LIBRARY_SIGNALS = (signal.SIGINT, signal.SIGTSTP)
-"""What ``hvdgloo.run.run`` takes over while it runs: the others are up to the calling program."""
-
-
-_LAST_WORDS = 0.5  # seconds that a blocked terminal may delay the end
-
-
-class Results(Protocol):
-    """Receives what tasks return, piece by piece."""
-
-    def add(self, rank: int, data: bytes) -> None: ...
-
-    def clear(self) -> None:
-        """All workers will be started again: what has come is void."""
-
-
-@dataclass(frozen=True)
-class Restart:
-    """A failure after which all workers were started again.
-
-    Attributes:
-        failure: in words.
-        after: seconds from the start, or the restart before, to the failure's end.
-    """
-
-    failure: str
-    after: float
-
-
-@dataclass(frozen=True)
-class Report:
-    """A job that has ended.
-
-    Attributes:
-        outcome: how it ended.
-        slots: where its workers were; those of an elastic job that were together last.
-        last_lines: the end of the output of the first worker that failed.
-        in_sight: it has just been shown, so that the command line need not repeat it.
-        advice: what to do about them, in one line; empty if that is not known.
-        restarts: those that came before, in order.
-        numbers: of the workers in ``slots``, by rank.
-        changes: of the workers of an elastic job: see ``ElasticDriver``.
-        why_over: why an elastic job could not survive the failure.
-    """
-
-    outcome: JobOutcome
-    slots: tuple[Slot, ...]
-    last_lines: tuple[str, ...] = ()
-    advice: str = ""
-    in_sight: bool = False
-    restarts: tuple[Restart, ...] = ()
-    numbers: tuple[int, ...] = ()
-    changes: tuple[tuple[float, Changed], ...] = ()
-    why_over: str = ""
-
-    def summary(self, *, whole: bool = True) -> str:
-        """How the job ended, in words; empty after success at the first attempt.
-
-        Args:
-            whole: with the worker's last lines, also if they are in sight.
-        """
-        end = self._end(whole)
-        past = self._changes() or (history(self.restarts) if self.restarts else "")
-        return f"{end or 'the job succeeded'}\n{past}" if past else end
-
-    def _changes(self) -> str:
-        if len(self.changes) < 2:
-            return ""
-        from hvdgloo.rendezvous._elastic.history import summarize  # what jobs of a fixed size do not need
-
-        return summarize(self.changes)
-
-    def failure(self, *, whole: bool = True) -> str:
-        """What failed first, in words, with what the worker said last."""
-        assert self.outcome.first is not None
-        text = describe_failure(self.outcome.first)
-        if self.why_over and self.why_over != self.outcome.first.reason:
-            text += f"; {self.why_over}"
-        if self.last_lines and (whole or not self.in_sight):
-            text += "\nIts last lines were:\n" + "\n".join(f"  {line}" for line in self.last_lines)
-        return f"{text}\n{self.advice}" if self.advice else text
-
-    def _end(self, whole: bool) -> str:
-        if self.outcome.interrupted == signal.SIGPIPE:
-            return "stopped, because nobody reads the output any longer"
-        if self.outcome.interrupted is not None:
-            return f"stopped by {signal.Signals(self.outcome.interrupted).name}"
-        return f"the job failed: {self.failure(whole=whole)}" if self.outcome.first is not None else ""
-
-    def error(self) -> JobFailedError:
-        """The failure as an exception."""
-        first = self.outcome.first
-        return JobFailedError(
-            self.summary(),
-            rank=first.rank if first else None,
-            host=first.host if first else None,
-            exit_code=self.outcome.exit_code,
-            signal=first.signal if first else None,
-            last_lines=self.last_lines,
-        )
 
 
 def launch(
@@ -198,7 +83,7 @@ def launch(
     attempt = partial(_attempt, stdout=stdout, stderr=stderr, quiet=quiet, results=results, spawner=spawner, fork=fork)
     restarts: list[Restart] = []
     failed = ""
-    interrupts = _Interrupts()
+    interrupts = Interrupts()
     # We handle signals until everything is cleaned up: a second one must not cut that short.
     with passed_on(signals, interrupts.came) as signal_came:
         while True:
@@ -223,7 +108,7 @@ def _attempt(
     spec: LaunchSpec,
     failed: str,
     number: int,
-    interrupts: _Interrupts,
+    interrupts: Interrupts,
     signal_came: Callable[[], bool],
     *,
     stdout: TextIO,
@@ -316,209 +201,12 @@ def _report(
     return Report(outcome, slots, lines, advice, in_sight=in_sight, numbers=tuple(range(len(slots))))
 
 
-def history(restarts: Sequence[Restart]) -> str:
-    """A line for each failure after which the job was started again."""
-    times = "once" if len(restarts) == 1 else f"{len(restarts)} times"
-    lines = [f"  after {restart.after:.1f} s: {restart.failure}" for restart in restarts]
-    return "\n".join([f"it was started again {times}:", *lines])
-
-
-def describe_failure(failure: Failure) -> str:
-    """``rank 3 on host h2 was killed by signal 9 (SIGKILL)``."""
-    return failure.reason if failure.rank is None else f"rank {failure.rank} on host {failure.host} {failure.reason}"
-
-
-class Observer:
-    """Passes output to the console, steps to the start-up view, and results to their receiver.
-
-    Attributes:
-        display: what is shown now of those who are waited for: hosts, then workers.
-    """
-
-    def __init__(self, console: Console, display: StartDisplay, results: Results | None) -> None:
-        self.output = console.output
-        self.notice = console.notice
-        self.step = display.step
-        self.culprit = console.culprit
-        self.interrupted = console.interrupted
-        self._console = console
-        self.display: LiveDisplay = display
-        self._results = results
-
-    def tick(self) -> float | None:
-        return min((when for when in (self._console.tick(), self.display.tick()) if when is not None), default=None)
-
-    def suspend(self) -> None:
-        self.display.suspend()
-
-    @property
-    def congested(self) -> bool:
-        return self._console.congested
-
-    def result(self, rank: int, data: bytes) -> None:
-        if self._results is not None:
-            self._results.add(rank, data)
-
-
-@contextmanager
-def open_console(
-    spec: LaunchSpec,
-    stdout: TextIO,
-    stderr: TextIO,
-    quiet: bool,
-    rank_of: Callable[[int], int] = lambda number: number,
-) -> Iterator[Console]:
-    """The console of a job, for as long as that lasts.
-
-    Args:
-        rank_of: a worker's number to its rank.
-    """
-    console = Console(
-        stdout=stdout,
-        stderr=stderr,
-        timestamps=spec.timestamps,
-        interactive=spec.stdin_rank,
-        shown=spec.log_ranks,
-        prefix=spec.prefix,
-        quiet=quiet,
-        backlog=spec.backlog,
-        rank_of=rank_of,
-    )
-    try:
-        yield console
-    finally:
-        # Also where an error ends the job: the list of a start is taken away, and notices are shown, before it is told.
-        console.wait_until_written(_LAST_WORDS)
-        console.close()
-
-
-@contextmanager
-def passed_on(signals: Sequence[signal.Signals], note: Callable[[int], None]) -> Iterator[Callable[[], bool]]:
-    """Take over signals for a while, passing them to ``note``.
-
-    Signals that are ignored (nohup, a shell's background job) stay so, and so do handlers that the calling program has
-    installed. Only a main thread can do this; elsewhere nothing changes. Afterwards everything is as before, except
-    that ``COMMAND_LINE_SIGNALS`` are ignored if one of them has ended the job: the command ends by that signal, with
-    the corresponding exit status.
-
-    Yields:
-        a function that says whether a signal has come since its first call.
-    """
-    came: list[int] = []
-
-    def handler(signum: int, _frame: FrameType | None) -> None:
-        came.append(signum)
-        note(signum)
-
-    previous: dict[signal.Signals, object] = {}
-    if threading.current_thread() is threading.main_thread():
-        for signum in signals:
-            if signal.getsignal(signum) in (signal.SIG_DFL, signal.default_int_handler):
-                previous[signum] = signal.signal(signum, handler)
-    asked: list[int] = []
-
-    def signal_came() -> bool:
-        if not asked:
-            asked.append(len(came))
-        return len(came) > asked[0]
-
-    try:
-        yield signal_came
-    finally:
-        ending = signals is COMMAND_LINE_SIGNALS and not _ENDING.isdisjoint(came)
-        for signum, old in previous.items():
-            signal.signal(signum, signal.SIG_IGN if ending else old)  # type: ignore[arg-type]
-
-
-class _Interrupts:
-    """Passes signals on to the attempt that is being made.
-
-    Attributes:
-        ending: the last signal that was to end the job; None if there was none.
-    """
-
-    def __init__(self) -> None:
-        self.ending: int | None = None
-        self._to: Callable[[int], None] | None = None
-
-    def came(self, signum: int) -> None:
-        """A signal has come."""
-        if signum in _ENDING:
-            self.ending = signum
-        if self._to is not None:
-            self._to(signum)
-
-    @contextmanager
-    def passed_to(self, note: Callable[[int], None]) -> Iterator[None]:
-        """Pass them to ``note`` for a while, and also one that came between this attempt and the last."""
-        self._to = note
-        if self.ending is not None:
-            note(self.ending)
-        try:
-            yield
-        finally:
-            self._to = None
-
-
-def expect(console: Console, spec: LaunchSpec, np: int, *, again: bool = False) -> None:
-    """Prepare for the output of ``np`` workers; ``again`` if they have been started before."""
-    if spec.output_directory is not None:
-        reserve_descriptors(2 * np, "this launcher", f"the output files of {np} workers")
-    console.expect(np, spec.output_directory, again=again)
-
-
 def _hosts_in_use(slots: Sequence[Slot]) -> tuple[HostEntry, ...]:
     """The hosts that have ranks, with as many slots as are used."""
     used: dict[int, HostEntry] = {}
     for slot in slots:
         used[slot.host] = HostEntry(slot.hostname, slot.local_size)
     return tuple(used[index] for index in sorted(used))
-
-
-def required_on(spec: LaunchSpec, spawner: Spawner, host: HostEntry) -> Require:
-    """What must be on a host before workers start."""
-    if spawner.is_local(host):
-        return Require(spec.cwd)  # the rest has been checked here
-    files, programs = needs(command_on(spec, spawner, host), spec.reach.python)
-    environ = base_environment(spec, spawner, host)
-    return Require(spec.cwd, files, programs, environ.get("PATH", ""), _traces(spec, host))
-
-
-def check_traces(spec: LaunchSpec, spawner: Spawner, hosts: Sequence[HostEntry]) -> None:
-    """Refuse a trace that cannot be written on this host; others check theirs before workers start."""
-    for host in hosts:
-        if spawner.is_local(host):
-            for problem in unwritable(_traces(spec, host), spec.cwd):
-                raise ConfigError(f"--timeline-filename (HVDGLOO_TIMELINE): {problem}")
-
-
-def _traces(spec: LaunchSpec, host: HostEntry) -> Sequence[str]:
-    """The file that ranks on this host write their trace to, ``{rank}`` and all, if they write any from the start."""
-    name = spec.timeline
-    if not name or name.upper() == "DYNAMIC":
-        return ()
-    return (name,) if "{rank}" in name or (spec.hosts and host.name == spec.hosts[0].name) else ()
-
-
-def command_on(spec: LaunchSpec, spawner: Spawner, host: HostEntry) -> tuple[str, ...]:
-    """What workers on a host execute."""
-    return spec.command if spec.remote_command is None or spawner.is_local(host) else spec.remote_command
-
-
-def advice_for(spec: LaunchSpec, spawner: Spawner, host: HostEntry, cause: str) -> str:
-    """What to do about a worker that failed on a host, in a line; empty if that is not known."""
-    if spec.function is not None:
-        return ""  # its program and its interpreter are the caller's
-    here = spawner.is_local(host)
-    python, option = (sys.executable, "") if here else (spec.reach.python, "--remote-python")
-    return advise(cause, command_on(spec, spawner, host), python, option=option)
-
-
-def base_environment(spec: LaunchSpec, spawner: Spawner, host: HostEntry) -> Mapping[str, str]:
-    """Those of the user's variables that are sent to a host."""
-    if spawner.is_local(host):
-        return spec.environ
-    return for_other_hosts(spec.environ, spec.exported, export_all=spec.export_all)
 
 
 def _host_environment(

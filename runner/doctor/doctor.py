@@ -35,9 +35,10 @@ from hvdgloo.runner.doctor.rules import (
     unconnected,
 )
 from hvdgloo.runner.job.spec import HostEntry, LaunchSpec
-from hvdgloo.runner.launch import COMMAND_LINE_SIGNALS, passed_on, required_on
 from hvdgloo.runner.network.addressing import Reports
 from hvdgloo.runner.protocol.frames import Examine, Examined, Hello, Require
+from hvdgloo.runner.provisions import required_on
+from hvdgloo.runner.signals import COMMAND_LINE_SIGNALS, passed_on
 from hvdgloo.runner.supervise.agent_link import Link
 from hvdgloo.runner.supervise.supervisor import Supervisor, host_states
 from hvdgloo.runner.transport.base import Spawner

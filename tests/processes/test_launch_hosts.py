@@ -20,8 +20,9 @@ import pytest
 
 from hvdgloo.errors import LaunchError
 from hvdgloo.runner.job.spec import HostEntry, LaunchSpec
-from hvdgloo.runner.launch import Report, launch
+from hvdgloo.runner.launch import launch
 from hvdgloo.runner.processes.worker import WINDOW
+from hvdgloo.runner.report import Report
 from hvdgloo.runner.supervise.agent_link import Link
 from hvdgloo.runner.supervise.host_state import HostState
 from hvdgloo.runner.transport.base import AgentStream

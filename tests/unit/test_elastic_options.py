@@ -20,7 +20,7 @@ from hvdgloo.runner.elastic.options import ElasticOptions
 from hvdgloo.runner.elastic.slurm_nodes import SlurmNodes
 from hvdgloo.runner.job.outcome import JobOutcome
 from hvdgloo.runner.job.spec import ElasticSpec, LaunchSpec
-from hvdgloo.runner.launch import Report
+from hvdgloo.runner.report import Report
 
 
 @pytest.fixture(autouse=True)

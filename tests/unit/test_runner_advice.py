@@ -6,7 +6,7 @@ import pytest
 
 from hvdgloo.runner.job.advice import advise
 from hvdgloo.runner.job.outcome import Failure, JobOutcome
-from hvdgloo.runner.launch import Report
+from hvdgloo.runner.report import Report
 
 PYTHON = "/env/bin/python"
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hvdgloo.runner.launch import COMMAND_LINE_SIGNALS, LIBRARY_SIGNALS, passed_on
+from hvdgloo.runner.signals import COMMAND_LINE_SIGNALS, LIBRARY_SIGNALS, passed_on
 
 
 @pytest.fixture(autouse=True)

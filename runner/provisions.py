@@ -1,0 +1,61 @@
+"""What workers on a host are given, and what must be there for them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+
+from hvdgloo._platform.writable import unwritable
+from hvdgloo.errors import ConfigError
+from hvdgloo.runner.job.advice import advise
+from hvdgloo.runner.job.command import needs
+from hvdgloo.runner.job.environment import for_other_hosts
+from hvdgloo.runner.job.spec import HostEntry, LaunchSpec
+from hvdgloo.runner.protocol.frames import Require
+from hvdgloo.runner.transport.base import Spawner
+
+
+def required_on(spec: LaunchSpec, spawner: Spawner, host: HostEntry) -> Require:
+    """What must be on a host before workers start."""
+    if spawner.is_local(host):
+        return Require(spec.cwd)  # the rest has been checked here
+    files, programs = needs(command_on(spec, spawner, host), spec.reach.python)
+    environ = base_environment(spec, spawner, host)
+    return Require(spec.cwd, files, programs, environ.get("PATH", ""), _traces(spec, host))
+
+
+def check_traces(spec: LaunchSpec, spawner: Spawner, hosts: Sequence[HostEntry]) -> None:
+    """Refuse a trace that cannot be written on this host; others check theirs before workers start."""
+    for host in hosts:
+        if spawner.is_local(host):
+            for problem in unwritable(_traces(spec, host), spec.cwd):
+                raise ConfigError(f"--timeline-filename (HVDGLOO_TIMELINE): {problem}")
+
+
+def _traces(spec: LaunchSpec, host: HostEntry) -> Sequence[str]:
+    """The file that ranks on this host write their trace to, ``{rank}`` and all, if they write any from the start."""
+    name = spec.timeline
+    if not name or name.upper() == "DYNAMIC":
+        return ()
+    return (name,) if "{rank}" in name or (spec.hosts and host.name == spec.hosts[0].name) else ()
+
+
+def command_on(spec: LaunchSpec, spawner: Spawner, host: HostEntry) -> tuple[str, ...]:
+    """What workers on a host execute."""
+    return spec.command if spec.remote_command is None or spawner.is_local(host) else spec.remote_command
+
+
+def advice_for(spec: LaunchSpec, spawner: Spawner, host: HostEntry, cause: str) -> str:
+    """What to do about a worker that failed on a host, in a line; empty if that is not known."""
+    if spec.function is not None:
+        return ""  # its program and its interpreter are the caller's
+    here = spawner.is_local(host)
+    python, option = (sys.executable, "") if here else (spec.reach.python, "--remote-python")
+    return advise(cause, command_on(spec, spawner, host), python, option=option)
+
+
+def base_environment(spec: LaunchSpec, spawner: Spawner, host: HostEntry) -> Mapping[str, str]:
+    """Those of the user's variables that are sent to a host."""
+    if spawner.is_local(host):
+        return spec.environ
+    return for_other_hosts(spec.environ, spec.exported, export_all=spec.export_all)
