@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from hvdgloo._backends.select import Planes, idle_provider
@@ -40,7 +41,8 @@ class Access:
         reached_from: this host's address in the connection to the server.
 
     Raises:
-        ConfigError: there is no secret; the address or the files for TLS cannot be used.
+        ConfigError: there is no secret; the address or the files for TLS cannot be used; the job is to be elastic, and
+            the server's is not.
         RendezvousError: the server cannot be reached.
     """
 
@@ -63,6 +65,13 @@ class Access:
         )
         try:
             self.reached_from = self._reach()
+            if config.elastic and not self.client.is_elastic(timeout=config.connect_timeout):
+                raise ConfigError(
+                    f"HVDGLOO_ELASTIC=1 is set, but the rendezvous server {config.rendezvous} was started for a fixed "
+                    "number of workers: start it with --min-np, or unset HVDGLOO_ELASTIC"
+                )
+            # Without a launcher only the server knows.
+            self.config = replace(config, elastic=self.client.is_elastic(timeout=config.connect_timeout))
             self.address = config.address or self.reached_from
             if not config.job_id:
                 tell_nccl(self.address, os.environ, chosen=config.address is not None)

@@ -23,7 +23,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 from hvdgloo._engine.engine import Engine
 from hvdgloo._job.access import Access, check_addresses
@@ -32,7 +32,6 @@ from hvdgloo._job.context import Context
 from hvdgloo._job.links import World
 from hvdgloo._net.descriptors import bury
 from hvdgloo._net.ports import PortHold, hold_free_port
-from hvdgloo.config import Config
 from hvdgloo.errors import (
     AuthenticationError,
     ConfigError,
@@ -47,7 +46,9 @@ from hvdgloo.rendezvous import Alone, ElasticClient, News, Placement
 
 logger = logging.getLogger(__name__)
 
-_POLL_SECONDS = 3600.0
+_POLL_SECONDS = 40.0
+"""A server that was restarted learns at the next poll where this worker is."""
+
 _PAUSE = 1.0
 """Seconds until the next attempt to hear news, if the server cannot be reached."""
 
@@ -78,16 +79,11 @@ class _Why:
         return cls(text.splitlines()[0], tuple(sorted({rank for rank in accused if rank is not None})))
 
 
-Install: TypeAlias = Callable[["Membership", Context], None]
-
-
 class Membership:
     """One worker's membership. One thread at a time may call, unless something else is said.
 
     Args:
-        config: with a rendezvous server.
-        process_sets: the ranks of those that ``install`` adds to each Context.
-        install: called with this and each new Context, before any other code gets that.
+        access: to the rendezvous server, which is left when the membership ends.
 
     Attributes:
         placement: in the current epoch; None while this worker is alone.
@@ -95,28 +91,19 @@ class Membership:
         is_new: it had no Context before.
         master: where the program's own torch.distributed may meet, if rank 0 has said so.
         launched: a launcher has started this worker, and sees how it ends.
-
-    Raises:
-        ConfigError: there is no secret; the address or the files for TLS cannot be used.
-        RendezvousError: the server cannot be reached.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        process_sets: Sequence[Sequence[int]] = (),
-        install: Install = lambda _, __: None,
-    ) -> None:
-        self.config = replace(config, elastic=True)
+    def __init__(self, access: Access) -> None:
+        self.config = config = access.config
         self.placement: Placement | None = None
         self.context: Context | None = None
         self.is_new = True
         self.launched = config.worker is not None
         self.master: tuple[str, int] | None = None
-        self._sets = process_sets
-        self._install = install
-        self._access = Access(self.config)
-        self._client = ElasticClient(self._access.client, config.worker or secrets.token_hex(8))
+        self._sets: Sequence[Sequence[int]] = ()
+        self._install: Callable[[Context], None] = lambda _: None
+        self._access = access
+        self._client = ElasticClient(access.client, config.worker or secrets.token_hex(8))
         self._epoch = -1  # the last one that this worker was told of
         self._is_in = False  # elastic.run
         self._has_finished = False
@@ -130,8 +117,13 @@ class Membership:
         self._thread.start()
         _MEMBERSHIPS.add(self)
 
-    def adopt(self, process_sets: Sequence[Sequence[int]], install: Install) -> None:
-        """Other process sets, and what else is to be done with each Context from now on."""
+    def adopt(self, process_sets: Sequence[Sequence[int]], install: Callable[[Context], None]) -> None:
+        """What is to be done with each Context from now on.
+
+        Args:
+            process_sets: the ranks of those that ``install`` adds, the same on all members.
+            install: called with each new Context, before any other code gets it.
+        """
         self._sets, self._install = process_sets, install
 
     @property
@@ -324,7 +316,7 @@ class Membership:
         try:
             if traced is not None:
                 context.start_timeline(*traced)
-            self._install(self, context)
+            self._install(context)
             self.is_new = False
         except HorovodInternalError:
             raise

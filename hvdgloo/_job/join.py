@@ -21,10 +21,25 @@ from hvdgloo.rendezvous import Registration
 from hvdgloo.topology import Topology
 
 
-def join(config: Config, ranks: Sequence[int] | None = None, process_sets: Sequence[Sequence[int]] = ()) -> Context:
-    """Join the job that ``config`` describes, or form a job of a single process if it describes none.
+def connected(config: Config) -> Access | None:
+    """The way into the job that ``config`` describes; None for a job of a single process, if it describes none.
+
+    Raises:
+        ConfigError, RendezvousError: see ``Access``.
+    """
+    return None if config.rendezvous is None else Access(config)
+
+
+def join(
+    config: Config,
+    access: Access | None,
+    ranks: Sequence[int] | None = None,
+    process_sets: Sequence[Sequence[int]] = (),
+) -> Context:
+    """Join a job of fixed size, or form one of a single process.
 
     Args:
+        access: what ``connected`` has returned; left at the end of the Context, or of an attempt that fails.
         ranks: those of the job's ranks that form a world of their own, in which they are renumbered in ascending order;
             None for all. This process is one of them.
         process_sets: the ranks of the sets that will be added at once, which must be the same on all ranks.
@@ -37,11 +52,10 @@ def join(config: Config, ranks: Sequence[int] | None = None, process_sets: Seque
         ConnectError: ranks cannot be connected with each other.
         MissingDependencyError: several hosts need Gloo, which torch and pygloo provide.
     """
-    if config.rendezvous is None:
+    if access is None:
         _check_ranks(ranks, 0, 1)
         engine = open_alone(config)
         return Context(config, engine.topology, 0, engine)
-    access = Access(config)
     try:
         return _connect(access, ranks, process_sets)
     except BaseException:

@@ -47,16 +47,21 @@ def init(
     with _lock:
         if _current is None:
             with collector_paused():
-                from hvdgloo._job.join import join  # imports the engine, the rendezvous and the data planes
+                from hvdgloo._job.join import connected, join  # imports the engine, the rendezvous and the data planes
 
             _owner = os.getpid()
             excepthook.install()  # before anything can go wrong: a setting's error is shown like any other of ours
             config = Config.from_env()
             configure_logging(config, config.rank)
             excepthook.install(config.rank)
-            if config.elastic and config.rendezvous is not None:
-                return _begin(config, ranks, process_sets, prepare)
-            context = join(config, ranks, process_sets)
+            if _membership is not None:  # init() after shutdown()
+                return _begin(_membership, ranks, process_sets, prepare)
+            access = connected(config)
+            if access is not None and access.config.elastic:
+                from hvdgloo._job.elastic import Membership
+
+                return _begin(Membership(access), ranks, process_sets, prepare)
+            context = join(config, access, ranks, process_sets)
             try:
                 _show(context)
                 _warn(context)
@@ -71,22 +76,18 @@ def init(
 
 
 def _begin(
-    config: Config,
+    membership: Membership,
     ranks: Sequence[int] | None,
     process_sets: Sequence[Sequence[int]],
     prepare: Callable[[Context], None],
 ) -> Context:
     """Join an elastic job, which goes on with a Context for each epoch; see ``elastic``."""
     global _membership
-    from hvdgloo._job.elastic import Membership
     from hvdgloo._job.environment import publish
 
-    if ranks is not None:
-        raise InvalidArgumentError(
-            f"comm={list(ranks)}: the workers of an elastic job come and go, so they form one world; leave comm out"
-        )
+    config = membership.config
 
-    def install(membership: Membership, context: Context) -> None:
+    def install(context: Context) -> None:
         global _current
         _show(context)
         publish(context, membership.master)
@@ -97,14 +98,16 @@ def _begin(
         prepare(context)
         _current = context
 
-    if _membership is None:
-        _membership = Membership(config, process_sets, install)
-    else:  # after a shutdown()
-        _membership.adopt(process_sets, install)
     try:
-        return _membership.begin()
+        if ranks is not None:
+            raise InvalidArgumentError(
+                f"comm={list(ranks)}: the workers of an elastic job come and go, so they form one world; leave comm out"
+            )
+        membership.adopt(process_sets, install)
+        _membership = membership
+        return membership.begin()
     except BaseException:
-        membership, _membership = _membership, None
+        _membership = None
         membership.close("it could not join")
         raise
 

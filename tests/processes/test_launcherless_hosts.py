@@ -44,19 +44,14 @@ while not hvd.allreduce(torch.tensor([float(os.path.exists("enough"))]), op=hvd.
 )
 # Registers like hvd.init(), without importing torch.
 REGISTER = """
-import os, sys
-from hvdgloo._job import join
+import sys
+from hvdgloo._job.access import Access
 from hvdgloo._job.logging import configure_logging
 from hvdgloo.config import Config
-from hvdgloo.rendezvous import RendezvousClient, WorkerInfo, host_identity
 config = Config.from_env()
 configure_logging(config, None)
-client = RendezvousClient(
-    config.rendezvous, config.secret, connect_timeout=config.connect_timeout, secret_source=config.secret_source
-)
-address = join._reach(client, config)
-info = WorkerInfo(None, config.index, os.uname().nodename, host_identity(), address, 1, os.getpid())
-print(client.register(0, info, timeout=config.start_timeout).rank)
+access = Access(config)
+print(access.client.register(0, access.info(None, 1), timeout=config.start_timeout).rank)
 """
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from hvdgloo._collectives.frontend import Frontend
 from hvdgloo._collectives.process_sets import ProcessSet, add_first
+from hvdgloo._job.access import Access
 from hvdgloo._job.context import Context
 from hvdgloo._job.elastic import Membership
 from hvdgloo.config import Config
@@ -31,7 +32,8 @@ class Worker:
     def __init__(self, endpoint: str, sets: Sequence[Sequence[int]] = (), **settings: Any) -> None:
         config = Config(rendezvous=endpoint, secret=SECRET, elastic=True, **{"connect_timeout": 10.0, **settings})
         self.sets = [ProcessSet(ranks) for ranks in sets]
-        self.job = Membership(config, sets, lambda _, context: add_first(context, self.sets))
+        self.job = Membership(Access(config))
+        self.job.adopt(sets, lambda context: add_first(context, self.sets))
         self.hvd: Frontend[Array] = Frontend(NumpyAdapter(), lambda: self.context)
 
     @property

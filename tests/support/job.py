@@ -84,7 +84,7 @@ class Job:
             **os.environ,
             "HVDGLOO_RENDEZVOUS": self._server.endpoint,
             "HVDGLOO_SECRET": self._secret.hex(),
-            **({"HVDGLOO_ELASTIC": "1"} if self._elastic else {"HVDGLOO_RANK": str(number)}),
+            **({} if self._elastic else {"HVDGLOO_RANK": str(number)}),
             "HVDGLOO_ADDRESS": "127.0.0.1",
             "OMP_NUM_THREADS": "1",
             "JOB_FOLDER": str(self._folder),
