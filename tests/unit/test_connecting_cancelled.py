@@ -1,0 +1,185 @@
+"""Connecting is given up at once when its epoch is void, whatever it waits for and however long it might."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import cast
+
+import pytest
+
+from hvdgloo._backends.shm.exchange import SegmentExchange
+from hvdgloo._job.links import Meeting, World, seat_of
+from hvdgloo._net.abstract import OwnListener
+from hvdgloo._net.handshake import Handshake, listen
+from hvdgloo._net.tls import Tls
+from hvdgloo.config import Config
+from hvdgloo.errors import BackendError
+from hvdgloo.rendezvous import MemoryStore, RendezvousClient
+from hvdgloo.topology import Host, Topology, Worker
+from tests.support.rendezvous import SECRET, Task
+
+HANDSHAKE = Handshake(SECRET, 0, 0)
+NEVER = 60.0
+AT_ONCE = 0.25
+
+
+class Event:
+    """What is polled, and when that was first seen to be true."""
+
+    def __init__(self) -> None:
+        self.polls = 0
+        self.said = threading.Event()
+        self.at = 0.0
+
+    def __call__(self) -> bool:
+        self.polls += 1
+        return self.said.is_set()
+
+    def say(self) -> None:
+        self.at = time.monotonic()
+        self.said.set()
+
+
+class Client:
+    """The rendezvous service, in this process."""
+
+    def __init__(self) -> None:
+        self.kept = MemoryStore()
+
+    def store(self, scope: str, *, timeout: float) -> MemoryStore:
+        return self.kept
+
+
+def describe(rank: int) -> str:
+    return f"rank {rank}"
+
+
+def topology(hosts: int, of_each: int) -> Topology:
+    ranks = range(hosts * of_each)
+    workers = [Worker(rank, rank // of_each, rank % of_each, 1, "127.0.0.1", 0) for rank in ranks]
+    named = tuple(Host(f"h{number}", f"identity {number}") for number in range(hosts))
+    return Topology(0, named, tuple(workers), control_fanin=1, control_tree_ranks=2)
+
+
+def meeting(world: World, cancelled: Event, config: Config | None = None) -> Meeting:
+    patient = config or Config(secret=SECRET, connect_timeout=NEVER, start_timeout=NEVER)
+    client = cast(RendezvousClient, Client())
+    return Meeting(patient, SECRET, None, client, world, "127.0.0.1", cancelled=cancelled)
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def silent(stack: ExitStack) -> tuple[str, int]:
+    """An endpoint that takes connections, and says nothing."""
+    listener = stack.enter_context(listen("127.0.0.1", None))
+    return cast("tuple[str, int]", listener.getsockname()[:2])
+
+
+def unanswered(stack: ExitStack) -> tuple[str, int]:
+    """An endpoint that does not even take connections: its backlog is full."""
+    listener = stack.enter_context(socket.socket())
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(0)
+    for _ in range(2):
+        waiting = stack.enter_context(socket.socket())
+        waiting.setblocking(False)
+        waiting.connect_ex(listener.getsockname())
+    return cast("tuple[str, int]", listener.getsockname()[:2])
+
+
+def for_an_answer(stack: ExitStack, event: Event) -> object:
+    return HANDSHAKE.connect(*silent(stack), 1, NEVER, describe, event)
+
+
+def for_a_connection(stack: ExitStack, event: Event) -> object:
+    return HANDSHAKE.connect(*unanswered(stack), 1, NEVER, describe, event)
+
+
+def for_tls(stack: ExitStack, event: Event) -> object:
+    return Handshake(SECRET, 0, 0, tls=Tls()).connect(*silent(stack), 1, NEVER, describe, event)
+
+
+def for_others(stack: ExitStack, event: Event) -> object:
+    listener = stack.enter_context(listen("127.0.0.1", None))
+    return HANDSHAKE.accept_all(listener, [1], {}, NEVER, describe, event)
+
+
+def for_a_listener_on_the_host(stack: ExitStack, event: Event) -> object:
+    return HANDSHAKE.connect_here(f"hvdgloo-nobody-{os.getpid()}", 1, NEVER, describe, event)
+
+
+def for_an_answer_on_the_host(stack: ExitStack, event: Event) -> object:
+    name = f"hvdgloo-silent-{os.getpid()}"
+    stack.enter_context(OwnListener(name))
+    return HANDSHAKE.connect_here(name, 1, NEVER, describe, event)
+
+
+def for_an_endpoint(stack: ExitStack, event: Event) -> object:
+    return meeting(World(1, topology(1, 2), "a"), event).connect(None, None, [])
+
+
+def for_ranks_below_in_a_tree(stack: ExitStack, event: Event) -> object:
+    there = topology(3, 2)
+    world = World(1, there, f"b{os.getpid()}")
+    return meeting(world, event).connect(seat_of(1, there), None, [])
+
+
+def for_shared_memory(rank: int) -> Callable[[ExitStack, Event], object]:
+    def wait(stack: ExitStack, event: Event) -> object:
+        return SegmentExchange(
+            MemoryStore(),
+            "",
+            rank,
+            2,
+            HANDSHAKE,
+            describe,
+            timeout=NEVER,
+            limit=1 << 20,
+            arena=0,
+            direct_from=None,
+            pipes=False,
+            cancelled=event,
+        ).meet()
+
+    return wait
+
+
+WAITS = {
+    "for an answer": for_an_answer,
+    "for a connection": for_a_connection,
+    "for TLS": for_tls,
+    "for others": for_others,
+    "for a listener on the host": for_a_listener_on_the_host,
+    "for an answer on the host": for_an_answer_on_the_host,
+    "for an endpoint": for_an_endpoint,
+    "for the leader in a tree": for_ranks_below_in_a_tree,
+    "for shared memory, rank 0": for_shared_memory(0),
+    "for shared memory, rank 1": for_shared_memory(1),
+}
+
+
+@pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS.keys())
+def test_a_wait_that_is_cancelled_ends_at_once(wait: Callable[[ExitStack, Event], object], stack: ExitStack) -> None:
+    event = Event()
+    waiting = Task(lambda: wait(stack, event))
+    deadline = time.monotonic() + 10
+    while not event.polls:
+        assert waiting.thread.is_alive(), waiting.error
+        assert time.monotonic() < deadline, "it does not ask whether it is cancelled"
+        time.sleep(0.005)
+    event.say()
+    error = waiting.failure(5)
+    assert time.monotonic() - event.at < 4 * AT_ONCE  # on a busy machine
+    assert isinstance(error, BackendError), error
+    assert str(error).startswith("the job ended while")
+    gc.collect()  # a connection that was left open would be an error here
