@@ -79,6 +79,19 @@ class Worker:
         self.job._access.client.close()
         self.job._close_context("")  # a process would have nothing left
 
+    def abandon(self) -> None:
+        """The rest of a worker that has died while it was connected."""
+        if not self.context.closed:
+            self.context.engine._control.close()
+        self.job._close_context("")
+
+    def settle(self, size: int = 2) -> Context:
+        """Train until the job has this size, which it may have already."""
+        context = self.context
+        while context.size != size:
+            context = self.survive()
+        return context
+
     def close(self) -> None:
         self.job._is_in = True  # as one that ends in the middle: it does not say that training is over
         self.job.close()
