@@ -4,6 +4,9 @@ It is done as for the hosts of a fixed job (``hvdgloo.runner.discovery``), with 
 use stay as they are: a newcomer must reach them, and is chosen an address that those who are there reach. And nothing
 here waits: hosts that come at about the same time are tried together, in rounds, between which the supervisor does its
 work. If a round fails, its hosts are tried one by one, so that one that nobody reaches does not keep out the others.
+
+Workers that do not reach the launcher find each other by way of their agent (``hvdgloo.runner.protocol.relay``). A
+fixed job has its rendezvous server beside the first host's agent instead; an elastic one may lose any host.
 """
 
 from __future__ import annotations
@@ -20,9 +23,10 @@ from hvdgloo.runner.network import addressing, interfaces, probe
 from hvdgloo.runner.network.addressing import Reports, Server
 from hvdgloo.runner.network.interfaces import Address
 from hvdgloo.runner.network.probe import LAUNCHER, Answer, ProbeListener, ProbeResult
-from hvdgloo.runner.protocol.frames import Probe, Probed, Survey, Surveyed
+from hvdgloo.runner.protocol.frames import Probe, Probed, Relay, Relaying, Survey, Surveyed
 from hvdgloo.runner.supervise.agent_link import Link
 from hvdgloo.runner.supervise.elastic import ElasticSupervisor, Visit
+from hvdgloo.runner.supervise.relayed import RelayedConnections
 
 TOGETHER = 1.0
 """Seconds for which a host that has come waits for others that are on their way, to be tried together with them."""
@@ -34,11 +38,13 @@ class Reached:
 
     Attributes:
         address: of its workers.
-        rendezvous: the launcher's address.
+        rendezvous: the launcher's address, or loopback if the agent relays.
+        port: at which the agent relays; None if its workers reach the server itself.
     """
 
     address: Address
     rendezvous: str
+    port: int | None = None
 
 
 @dataclass(eq=False)
@@ -50,6 +56,7 @@ class _Guest:
         surveyed: its addresses, once it has reported them.
         until: by when it must have done so.
         alone: the round that it was in has failed, so that it gets one of its own.
+        relayed: it is reached at this address, and its agent is to relay its workers' connections.
         reached: once it was let in.
     """
 
@@ -61,6 +68,7 @@ class _Guest:
     surveyed: Surveyed | None = None
     candidates: Sequence[Address] = ()
     alone: bool = False
+    relayed: Address | None = None
     reached: Reached | None = None
 
 
@@ -89,11 +97,18 @@ class Admission:
 
     Args:
         launcher: its addresses, at which the rendezvous server listens.
+        server: address and port of the rendezvous server on this host, for connections that agents relay.
         loopback: all hosts are this machine, and no others will come: they need no other address.
     """
 
     def __init__(
-        self, supervisor: ElasticSupervisor, spec: LaunchSpec, launcher: Sequence[Address], *, loopback: bool
+        self,
+        supervisor: ElasticSupervisor,
+        spec: LaunchSpec,
+        launcher: Sequence[Address],
+        server: tuple[str, int],
+        *,
+        loopback: bool,
     ) -> None:
         self._supervisor = supervisor
         self._network = spec.network
@@ -106,11 +121,13 @@ class Admission:
         self._numbers = 0
         self._round: _Round | None = None
         self._listener: ProbeListener | None = None
-        supervisor.handlers[Surveyed] = self._on_surveyed
-        supervisor.handlers[Probed] = self._on_probed
+        self._relayed = RelayedConnections(supervisor.selector, server, self._on_relaying)
+        supervisor.handlers |= {Surveyed: self._on_surveyed, Probed: self._on_probed}
+        supervisor.handlers |= self._relayed.handlers
 
     def close(self) -> None:
-        """Answer no more probes."""
+        """Answer no more probes, and relay nothing."""
+        self._relayed.close()
         if self._listener is not None:
             self._listener.close()
 
@@ -138,17 +155,20 @@ class Admission:
     def withdraw(self, visit: Visit) -> None:
         """A host has gone."""
         guest = self._guests.pop(visit, None)
+        if guest is not None:
+            self._relayed.forget(guest.link)
         if guest is not None and self._round is not None and guest in self._round.members:
             # What it was to answer will not come. The others begin again, without it.
             self._round = None
 
     def keep_time(self, now: float) -> None:
         for guest in list(self._guests.values()):
-            if guest.surveyed is None and guest.reached is None and now >= guest.until:
+            if self._is_awaited(guest) and now >= guest.until:
                 timeout = self._network.connect_timeout
+                what = "listen for its workers" if guest.surveyed is not None else "report its addresses"
                 self._refuse(
                     guest,
-                    f"its agent did not report its addresses within {timeout:g} s; if the host is only slow, raise "
+                    f"its agent did not {what} within {timeout:g} s; if the host is only slow, raise "
                     "--connect-timeout-seconds",
                 )
         if self._round is not None:
@@ -158,18 +178,23 @@ class Admission:
 
     @property
     def next(self) -> float:
-        times = [guest.until for guest in self._guests.values() if guest.surveyed is None and guest.reached is None]
+        times = [guest.until for guest in self._guests.values() if self._is_awaited(guest)]
         if self._round is not None:
             times += [self._round.until, self._round.chosen_at + SETTLE_SECONDS]
         else:
             times += [guest.since + TOGETHER for guest in self._waiting()]
         return min(times, default=math.inf)
 
+    @staticmethod
+    def _is_awaited(guest: _Guest) -> bool:
+        """Whether its agent is to answer."""
+        return guest.reached is None and (guest.surveyed is None or guest.relayed is not None)
+
     # Rounds.
 
     def _waiting(self) -> list[_Guest]:
-        """Those that have reported their addresses, and were not let in yet."""
-        return [guest for guest in self._guests.values() if guest.reached is None and guest.surveyed is not None]
+        """Those that have reported their addresses, and were not tried yet."""
+        return [guest for guest in self._guests.values() if guest.reached is None and not self._is_awaited(guest)]
 
     def _begin(self, now: float) -> None:
         """Begin a round, if there is anybody to try, and nobody else to wait for."""
@@ -243,14 +268,21 @@ class Admission:
         """End a round if nothing can change its outcome, or its time is over."""
         complete = len(round.answers) >= round.expected or now >= round.until
         choice = addressing.choose(round.reports)
-        if choice is not None and choice.server is Server.LAUNCHER:
-            if round.chosen_at == math.inf:
+        if choice is not None:
+            at_launcher = choice.server is Server.LAUNCHER
+            if at_launcher and round.chosen_at == math.inf:
                 round.chosen_at = now
             if complete or now >= round.chosen_at + SETTLE_SECONDS or addressing.settled(round.reports):
                 self._round = None
-                for guest, address in list(zip(round.members, choice.addresses, strict=True)):
-                    if guest in round.guests:
-                        self._let_in(guest, Reached(address, choice.rendezvous))
+                for index, (guest, address) in enumerate(list(zip(round.members, choice.addresses, strict=True))):
+                    if guest not in round.guests:
+                        continue
+                    rendezvous = choice.rendezvous if at_launcher else self._way_to_the_launcher(round, index)
+                    if rendezvous:
+                        self._let_in(guest, Reached(address, rendezvous))
+                    else:
+                        guest.relayed, guest.until = address, now + self._network.connect_timeout
+                        guest.link.channel.send(Relay(self._network.port_range))
             return
         if not complete:
             return
@@ -259,18 +291,15 @@ class Admission:
             for guest in round.guests:
                 guest.alone = True
         else:
-            self._refuse(round.guests[0], self._why_not(round.reports, reached=choice is not None))
+            self._refuse(round.guests[0], addressing.describe_unreached(round.reports))
 
-    @staticmethod
-    def _why_not(reports: Reports, *, reached: bool) -> str:
-        if not reached:
-            return addressing.describe_unreached(reports)
-        index = len(reports.names) - 1
-        tries = addressing.describe_tries(reports, index, LAUNCHER)
-        return (
-            f"its workers cannot reach the launcher ({tries}); those of an elastic job must, as they find each other "
-            "there again after a change"
-        )
+    def _way_to_the_launcher(self, round: _Round, index: int) -> str:
+        """The launcher's address at which this host reaches it; empty if it does not."""
+        for address in self._launcher:
+            answer = round.answers.get((index, LAUNCHER, address.address))
+            if answer is not None and answer.outcome is ProbeResult.REACHED:
+                return address.address
+        return ""
 
     # The outcome.
 
@@ -305,6 +334,15 @@ class Admission:
         """Whether any other host is there that is not reached at loopback."""
         there = [other.reached for other in self._guests.values() if other is not guest and other.reached is not None]
         return any(not reached.address.loopback for reached in there)
+
+    def _on_relaying(self, link: Link, frame: Relaying) -> None:
+        guest = self._guest_of(link)
+        if guest is None or guest.relayed is None or guest.reached is not None:
+            return
+        if frame.failure:
+            self._refuse(guest, f"its workers do not reach the launcher, nor could its agent listen: {frame.failure}")
+        else:
+            self._let_in(guest, Reached(guest.relayed, LOOPBACK.address, frame.port))
 
     def _on_probed(self, link: Link, frame: Probed) -> None:
         guest = self._guest_of(link)

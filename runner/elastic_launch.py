@@ -182,8 +182,9 @@ def _course(
     )
     rendezvous = InLauncher(server.listen(), supervisor)
     course = _Course(supervisor, driver)
-    admission = Admission(supervisor, spec, launcher, loopback=loopback)
-    giver = _Giver(spec, job_id, supervisor, spawner, admission, parse_endpoint(server.endpoint)[1])
+    own = parse_endpoint(server.endpoint)
+    admission = Admission(supervisor, spec, launcher, own, loopback=loopback)
+    giver = _Giver(spec, job_id, supervisor, spawner, admission, own[1])
     supervisor.door, supervisor.environment, supervisor.frame = admission, giver.environment, giver.frame
     with closing(rendezvous), closing(admission), driver:
         rendezvous.serve()
@@ -239,7 +240,7 @@ class _Giver:
                 slot,
                 job_id=self._job_id,
                 epoch=0,
-                rendezvous=(reached.rendezvous, self._port),
+                rendezvous=(reached.rendezvous, reached.port or self._port),
                 secret=self._spec.secret,
                 address=reached.address.address,
                 master=self._master(order.plan),
