@@ -83,9 +83,7 @@ def main() -> None:
             state.sampler.set_epoch(state.epoch)
             if hvd.rank() == 0:
                 ranks = "1 rank" if hvd.size() == 1 else f"{hvd.size()} ranks"
-                print(
-                    f"epoch {state.epoch}/{args.epochs} on {ranks}, of which process {os.getpid()} is first", flush=True
-                )
+                print(f"epoch {state.epoch}/{args.epochs} on {ranks}, the first is process {os.getpid()}", flush=True)
             state.commit()
 
     train(state)
