@@ -171,7 +171,7 @@ def test_init_and_shutdown_twenty_times_leak_nothing(tmp_path: Path, operations:
     assert all(last <= second for second, last in zip(*counts)), counts
     assert len(worlds) == 21  # what was sealed in one cannot pass in another
     """
-    with Job(2, code, tmp_path, fresh=True, HVDGLOO_CPU_OPERATIONS=operations) as job:
+    with Job(2, code, tmp_path, HVDGLOO_CPU_OPERATIONS=operations) as job:
         for ended in job.wait(50):
             assert ended.returncode == 0, ended
 
@@ -195,8 +195,19 @@ def test_payloads_beyond_2_gib(tmp_path: Path) -> None:
     code = (
         LOOP
         + """
-n = (1 << 31) + 5
-buffer = np.zeros(n, np.uint8)
+import ctypes, mmap
+# Where all but the ends is the same 64 MiB again and again: the system takes long to give out 4 GiB.
+n, piece = (1 << 31) + 5, 1 << 26
+memory = os.memfd_create("repeated")
+os.ftruncate(memory, piece)
+map_at = ctypes.CDLL(None).mmap
+map_at.restype = ctypes.c_void_p
+map_at.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+both, fixed = mmap.PROT_READ | mmap.PROT_WRITE, 0x10
+base = map_at(None, n, both, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+for at in range(piece, (1 << 31) - piece, piece):
+    assert map_at(base + at, piece, both, mmap.MAP_SHARED | fixed, memory, 0) == base + at
+buffer = np.frombuffer((ctypes.c_uint8 * n).from_address(base), np.uint8)
 buffer[-3:] = rank + 1
 hvd.allreduce_(buffer, op=hvd.Sum, name="big")
 assert buffer[-4:].tolist() == [0, 3, 3, 3], buffer[-4:]
