@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import socket
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -36,6 +37,7 @@ from hvdgloo.errors import (
     AuthenticationError,
     ConfigError,
     ConnectError,
+    DismissedError,
     HorovodInternalError,
     PeerLostError,
     RendezvousError,
@@ -242,20 +244,9 @@ class Membership:
         Returns:
             the place in it; None if this worker works alone.
         """
-        timeout = 2 * self.config.elastic_timeout + self.config.start_timeout + _MORE_SECONDS
         while True:
-            rank = None if self.placement is None else self.placement.rank
             with self._access.listen() as listener:
-                answer = self._client.next_epoch(
-                    self._epoch,
-                    self._access.info(rank, listener.getsockname()[1]),
-                    ready=ready,
-                    serial=self._serial,
-                    digest=digest,
-                    error=why.error,
-                    accused=why.accused,
-                    timeout=timeout,
-                )
+                answer = self._ask(why, listener, ready=ready, digest=digest)
                 if isinstance(answer, Alone):
                     engine = open_alone(self.config, ProvisionalEngine)
                     self._take(Context(self.config, engine.topology, 0, engine, plan=answer))
@@ -280,7 +271,25 @@ class Membership:
                 continue
             return answer
 
-    def _connect(self, placement: Placement, listener: Any) -> Context:
+    def _ask(self, why: _Why, listener: socket.socket, *, ready: bool, digest: str) -> Placement | Alone:
+        rank = None if self.placement is None else self.placement.rank
+        try:
+            return self._client.next_epoch(
+                self._epoch,
+                self._access.info(rank, listener.getsockname()[1]),
+                ready=ready,
+                serial=self._serial,
+                digest=digest,
+                error=why.error,
+                accused=why.accused,
+                timeout=2 * self.config.elastic_timeout + self.config.start_timeout + _MORE_SECONDS,
+            )
+        except DismissedError as error:
+            if error.fate == "over" and self._epoch < 0:  # it has come too late, and nothing has failed
+                raise DismissedError(str(error), fate="removed") from None
+            raise
+
+    def _connect(self, placement: Placement, listener: socket.socket) -> Context:
         rank, topology = placement.rank, placement.topology
         epoch, first = topology.epoch, topology.workers[0]
         config = replace(self.config, epoch=epoch)

@@ -14,7 +14,7 @@ from hvdgloo._job.context import Context
 from hvdgloo._job.logging import configure_logging
 from hvdgloo._platform.imports import collector_paused
 from hvdgloo.config import Config, unknown_variables
-from hvdgloo.errors import InvalidArgumentError, NotInitializedError
+from hvdgloo.errors import DismissedError, InvalidArgumentError, NotInitializedError
 
 if TYPE_CHECKING:
     from hvdgloo._job.elastic import Membership
@@ -106,9 +106,12 @@ def _begin(
         membership.adopt(process_sets, install)
         _membership = membership
         return membership.begin()
-    except BaseException:
+    except BaseException as error:
         _membership = None
         membership.close("it could not join")
+        if isinstance(error, DismissedError) and error.fate == "removed":
+            logger.warning("%s; this worker leaves the job", error)
+            raise SystemExit(0) from None
         raise
 
 

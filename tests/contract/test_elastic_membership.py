@@ -140,6 +140,18 @@ def test_the_last_members_of_a_job_that_is_over_are_told_so() -> None:
         assert told.value.fate == "over"
 
 
+def test_who_comes_too_late_is_not_needed() -> None:
+    with ElasticJob(1) as job:
+        (worker,) = job.start(1)
+        early = job.worker()
+        early.begin()
+        worker.job.finished()
+        for late in (early.job.enter, job.worker().job.begin):
+            with pytest.raises(DismissedError, match="has finished") as told:
+                late()
+            assert told.value.fate == "removed"
+
+
 def test_process_sets_of_init_are_those_of_every_epoch(caplog: pytest.LogCaptureFixture) -> None:
     """Horovod #4021. Their numbers stay, since what was traced or compiled has them inside."""
     with ElasticJob(3, sets=[(1, 2), (0, 1)]) as job:
