@@ -63,7 +63,11 @@ SECTIONS: dict[str, tuple[str, ...]] = {
 MORE = (
     ("hvdgloo.torch._distributed", "DistributedTorchOptimizer", "What `DistributedOptimizer` returns"),
     ("hvdgloo.torch._powersgd", "PowerSGD", "`hvd.Compression.powersgd`"),
-    ("hvdgloo.torch.elastic", "ElasticSampler", "`hvdgloo.torch.elastic`"),
+    ("hvdgloo.torch.elastic", "run", "`hvd.elastic`, also `hvdgloo.torch.elastic`"),
+    ("hvdgloo.torch.elastic", "TorchState", ""),
+    ("hvdgloo.torch.elastic", "ElasticSampler", ""),
+    ("hvdgloo.elastic", "State", "`hvdgloo.elastic`, for any framework"),
+    ("hvdgloo.elastic", "ObjectState", ""),
     ("hvdgloo.data", "AsyncDataLoaderMixin", "`hvdgloo.data`"),
     ("hvdgloo.data", "BaseDataLoader", ""),
     ("hvdgloo.run", "run", "`hvdgloo.run`"),

@@ -106,6 +106,23 @@ def test_what_any_optimizer_steps_on_is_copied(kind: str) -> None:
         assert state.batch == batch
 
 
+@pytest.mark.parametrize("kind", ["fused sgd", "fused adam", "by way of .data"])
+def test_what_neither_a_count_nor_a_sample_shows_is_copied_after_a_step(kind: str) -> None:
+    model = nn.Linear(100, 100, bias=False)
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    state = TorchState(model, optimizer)
+    for _ in range(2):
+        model.weight.grad = torch.zeros(100, 100)
+        model.weight.grad[0, 1] = 1.0
+        optimizer.step()
+        state.save()
+        expected = model.weight.detach().clone()
+        model.weight.grad = torch.ones(100, 100)
+        optimizer.step()
+        state.restore()
+        assert torch.equal(model.weight, expected)
+
+
 def test_nothing_is_copied_where_nothing_has_changed(written: Written) -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
