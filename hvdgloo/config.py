@@ -410,6 +410,13 @@ class Config:
         help="when the workers of an elastic job stop for newcomers. ready: once these have reached elastic.run, so "
         "that their start costs nothing; now: as soon as there is a slot for them, as in Horovod",
     )
+    elastic_overlap: bool = _setting(
+        False,
+        env="HVDGLOO_ELASTIC_OVERLAP",
+        parse=_boolean,
+        help="commits of a TorchState copy parameters and optimizers' state while the next forward and backward pass "
+        "run. Nothing else than optimizers' steps may write into them meanwhile",
+    )
 
     # Engine.
     fusion_threshold: int = _setting(

@@ -189,8 +189,9 @@ class Loop:
                 return self._job.enter()
             if isinstance(reason, HostsUpdatedInterrupt):
                 state.save()
-                return self._job.again(self._serial(), state._digest(), None)
-            return self._job.again(self._serial(), state._digest(), reason)
+            digest = state._digest()  # first: it waits for a save that is not complete yet
+            error = None if isinstance(reason, HostsUpdatedInterrupt) else reason
+            return self._job.again(self._serial(), digest, error)
         except DismissedError as dismissed:
             self._is_over = True
             if dismissed.fate == "removed":

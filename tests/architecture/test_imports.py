@@ -43,7 +43,7 @@ GRAPH: dict[str, set[str]] = {
     "hvdgloo._training": {"_collectives", "common"},
     "hvdgloo.data": set(),
     "hvdgloo.numpy": {"_collectives", "_job", "elastic"},
-    "hvdgloo.torch": {"_backends", "_collectives", "_job", "_platform", "_training", "common", "elastic"},
+    "hvdgloo.torch": {"_backends", "_collectives", "_job", "_platform", "_training", "common", "config", "elastic"},
     "hvdgloo.mxnet": {"_collectives", "_job", "_training", "common", "elastic"},
     "hvdgloo.tensorflow": {"_collectives", "_job", "_platform", "_training", "common", "elastic"},
     "hvdgloo.tensorflow.data": {"_job", "_net", "config", "rendezvous", "tensorflow"},

@@ -30,14 +30,14 @@ Written = list[int]
 def written(monkeypatch: pytest.MonkeyPatch) -> Written:
     """How many tensors each transfer has written, from now on; transfers of nothing do not count."""
     numbers: Written = []
-    transfer = copies_module._transfer
+    transfer = copies_module.transfer
 
     def counted(pairs: Any) -> None:
         if pairs:
             numbers.append(len(pairs))
         transfer(pairs)
 
-    monkeypatch.setattr(copies_module, "_transfer", counted)
+    monkeypatch.setattr(copies_module, "transfer", counted)
     return numbers
 
 
@@ -226,7 +226,7 @@ def test_a_save_that_is_interrupted_is_never_restored_from(
         stepped(optimizer)
         state.batch = 2
         left = [breaks_at]
-        transfer = copies_module._transfer
+        transfer = copies_module.transfer
 
         def breaking(pairs: Any, left: list[int] = left, transfer: Any = transfer) -> None:
             if not left[0]:
@@ -236,7 +236,7 @@ def test_a_save_that_is_interrupted_is_never_restored_from(
             transfer(pairs)
 
         with monkeypatch.context() as patch:
-            patch.setattr(copies_module, "_transfer", breaking)
+            patch.setattr(copies_module, "transfer", breaking)
             with pytest.raises(interrupted):
                 state.save()
         assert state._progress.serial == serial

@@ -6,8 +6,9 @@ only if
 
 - its memory and its count are those of the last copy,
 - no optimizer that has it has begun a step since (a hook that all of torch's optimizers run says so),
-- it is a parameter or an optimizer's, not a module's buffer: these are small, and are always copied, and
-- a sample of its elements is what it was. If one tensor's is not, all are copied.
+- it is a parameter or an optimizer's, not a module's buffer: these are small, and are always copied,
+- a sample of its elements is what it was (if one tensor's is not, all are copied), and
+- it is on the CPU: a GPU copies in less time than it takes to wait for a sample.
 
 What remains unseen is a write to a few elements by way of ``tensor.data``, outside of any optimizer's step;
 ``torch.autograd.graph.increment_version(tensor)`` makes it known.
@@ -19,7 +20,6 @@ was.
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,7 +27,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from hvdgloo._backends import gpu
+from hvdgloo.torch.elastic import _steps
 
 Tensor = torch.Tensor
 Path = tuple[object, ...]
@@ -42,47 +44,6 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-# What optimizers do
-
-
-_steps = 0
-_stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
-_before_steps: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Copies that are being made; each must ``wait`` before anything is written."""
-
-
-def _step_begins(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    global _steps
-    for background in list(_before_steps):
-        background.wait()
-    _steps += 1
-    _stepped[optimizer] = _steps
-
-
-register_optimizer_step_pre_hook(_step_begins)
-
-
-def has_stepped(optimizer: torch.optim.Optimizer, since: int) -> bool:
-    """Whether an optimizer has begun a step since ``Saved.steps`` was ``since``."""
-    # A distributed one shares its attributes with the user's, and either may have been told to step.
-    return any(steps > since and vars(other) is vars(optimizer) for other, steps in list(_stepped.items()))
-
-
-def memory_of_steps(since: int) -> set[int]:
-    """Where the parameters lie of all optimizers that have begun a step since ``Saved.steps`` was ``since``: their
-    storages' addresses."""
-    return {
-        parameter.untyped_storage().data_ptr()
-        for optimizer, steps in list(_stepped.items())
-        if steps > since
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    }
-
-
-# What is kept
-
-
 @dataclass(frozen=True)
 class Slot:
     """Stands for the n-th tensor in a structure that is kept without its tensors."""
@@ -91,28 +52,33 @@ class Slot:
 
 
 @dataclass
-class _Copy:
+class Copy:
     """One tensor's copy.
 
     Attributes:
         live: an alias of the tensor that was copied; it keeps the memory from being used for another one.
         version: its count of writes at the time.
-        sample: a view of a few of the live tensor's elements, in one dimension; None if they cannot be viewed so.
         kept: the copy.
+        sample: a view of a few of the live tensor's elements, in one dimension; None if they cannot be viewed so, or
+            should not.
+        is_ordinary: its elements fill a piece of memory, and it can be written in place.
+        is_later: the contents are copied later.
     """
 
     live: Tensor
     version: int
-    sample: Tensor | None
     kept: Tensor
+    sample: Tensor | None
+    is_ordinary: bool
+    is_later: bool = False
 
     def is_of(self, tensor: Tensor) -> bool:
         """Whether a tensor is in the memory that was copied."""
         live = self.live
         return (
-            self.sample is not None
-            and type(tensor) in _PLAIN
+            self.is_ordinary
             and tensor.layout is torch.strided
+            and _has_memory(tensor)
             and tensor.data_ptr() == live.data_ptr()
             and tensor.shape == live.shape
             and tensor.dtype is live.dtype
@@ -150,9 +116,22 @@ class Saved:
 
     skeleton: Any
     paths: list[Path]
-    copies: list[_Copy]
+    copies: list[Copy]
     steps: int
     samples: dict[Kind, Samples] = field(default_factory=dict)
+
+    @property
+    def later(self) -> list[Copy]:
+        """Those whose contents are copied later."""
+        return [each for each in self.copies if each.is_later]
+
+    def has_its_samples(self) -> bool:
+        """Whether the copies hold what the tensors were when they were prepared, as far as samples tell."""
+        kept = {i: _sample(self.copies[i].kept) for samples in self.samples.values() for i in samples.indices}
+        return all(
+            torch.equal(torch.cat([view for i in samples.indices if (view := kept[i]) is not None]), samples.bits)
+            for samples in self.samples.values()
+        )
 
     def structure(self) -> Any:
         """A structure like the one that was saved, of copies of its own."""
@@ -193,12 +172,15 @@ class Copies:
     """The copies of one value's state, from save to save.
 
     Args:
-        written: of tensors, and since a ``Saved.steps``: the indices of those that must be taken for written, even if
-            nothing else shows that they were.
+        is_steady: whether only steps of optimizers write into a tensor.
+        stepped: of tensors, and since a ``Saved.steps``: the indices of those that optimizers may have written.
     """
 
-    def __init__(self, written: Callable[[Sequence[Tensor], int], Collection[int]]) -> None:
-        self._written = written
+    def __init__(
+        self, is_steady: Callable[[Tensor], bool], stepped: Callable[[Sequence[Tensor], int], Collection[int]]
+    ) -> None:
+        self._is_steady = is_steady
+        self._stepped = stepped
         self._saved: Saved | None = None
         self._spares: list[Tensor | None] = []
 
@@ -208,28 +190,29 @@ class Copies:
         assert self._saved is not None
         return self._saved
 
-    def take(self, structure: Any) -> Saved:
+    def take(self, structure: Any, *, later: bool = False) -> Saved:
         """Copy what has changed since the last save.
 
         Args:
             structure: dicts, lists and tuples, with tensors and other values in them.
+            later: do not copy into what only steps of optimizers write; a GPU's is to get into page-locked memory.
 
         Returns:
             what ``adopt`` makes the last save; until then the one before is.
         """
-        steps = _steps
+        steps = _steps.so_far()
         skeleton, paths, tensors = taken_apart(structure)
-        known: Sequence[_Copy | None] = [None] * len(tensors)
+        known: Sequence[Copy | None] = [None] * len(tensors)
         same: Collection[int] = ()
         if self._saved is not None and self._saved.paths == paths:
             known, same = self._saved.copies, self._unchanged(tensors)
         else:
             self._spares = [None] * len(tensors)
         copies = [
-            before if before is not None and i in same else self._prepared(i, tensor, before)
+            before if before is not None and i in same else self._prepared(i, tensor, before, later)
             for i, (tensor, before) in enumerate(zip(tensors, known, strict=True))
         ]
-        _transfer([(each.kept, each.live) for i, each in enumerate(copies) if i not in same])
+        transfer([(each.kept, each.live) for i, each in enumerate(copies) if i not in same and not each.is_later])
         return Saved(skeleton, paths, copies, steps, _sampled(copies))
 
     def adopt(self, saved: Saved) -> None:
@@ -247,7 +230,7 @@ class Copies:
             return False
         same = self._unchanged(tensors)
         others = [i for i in range(len(tensors)) if i not in same]
-        return all(torch.equal(tensors[i], self.saved.copies[i].kept) for i in others)
+        return all(torch.equal(tensors[i], self.saved.copies[i].kept.to(tensors[i].device)) for i in others)
 
     def put_back(self, structure: Any) -> Any:
         """Write what was saved last into the tensors from which it was copied, where they have changed.
@@ -259,13 +242,13 @@ class Copies:
             the structure that was saved, with these tensors in it; None, and nothing is written, if they are not the
             same tensors any more.
         """
-        saved, steps = self.saved, _steps
+        saved, steps = self.saved, _steps.so_far()
         _, paths, tensors = taken_apart(structure)
-        if paths != saved.paths or not all(map(_Copy.is_of, saved.copies, tensors)):
+        if paths != saved.paths or not all(map(Copy.is_of, saved.copies, tensors)):
             return None
         same = self._unchanged(tensors)
         changed = [i for i in range(len(tensors)) if i not in same]
-        _transfer([(tensors[i].detach(), saved.copies[i].kept) for i in changed])
+        transfer([(tensors[i].detach(), saved.copies[i].kept) for i in changed])
         for i in changed:
             saved.copies[i].version = tensors[i]._version
         saved.steps = steps
@@ -274,47 +257,71 @@ class Copies:
     def _unchanged(self, tensors: Sequence[Tensor]) -> set[int]:
         """The indices of tensors that are what they were at the last save."""
         saved = self.saved
-        written = self._written(tensors, saved.steps)
+        stepped = self._stepped(tensors, saved.steps)
         same = {
             i
             for i, (each, tensor) in enumerate(zip(saved.copies, tensors, strict=True))
-            if i not in written and each.version == tensor._version and each.is_of(tensor)
+            if each.sample is not None
+            and i not in stepped
+            and each.version == tensor._version
+            and self._is_steady(tensor)
+            and each.is_of(tensor)
         }
         return same if same.isdisjoint(_differing(saved)) else set()
 
-    def _prepared(self, index: int, tensor: Tensor, before: _Copy | None) -> _Copy:
+    def _prepared(self, index: int, tensor: Tensor, before: Copy | None, later: bool) -> Copy:
         """A copy that has the place, but not yet the contents."""
-        live, spare = tensor.detach(), self._spares[index]
+        live, spare, version = tensor.detach(), self._spares[index], tensor._version
+        if not _is_ordinary(live):
+            return Copy(live, version, live.clone(), None, False)
         sample = before.sample if before is not None and before.is_of(tensor) else _sample(live)
-        if sample is None:
-            return _Copy(live, tensor._version, None, live.clone())
+        later = later and self._is_steady(tensor)
+        pinned = later and gpu.of(live) is not None
         fits = (
             spare is not None
             and spare.shape == live.shape
             and spare.dtype is live.dtype
             and spare.stride() == live.stride()
-            and spare.device == live.device
+            and (spare.device.type == "cpu" if pinned else spare.device == live.device)
         )
         if not fits:
-            spare = torch.empty_like(live)
+            spare = _page_locked(live) if pinned else torch.empty_like(live)
         assert spare is not None
-        return _Copy(live, tensor._version, sample, spare)
+        return Copy(live, version, spare, sample, True, later)
 
 
-def _transfer(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Write each pair's second tensor into the first."""
-    targets, sources = zip(*pairs, strict=True) if pairs else ((), ())
-    if targets:
-        with torch.no_grad():
+def transfer(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Write each pair's second tensor into the first. What is given to a GPU for it is not waited for."""
+    on_host = [pair for pair in pairs if gpu.of(pair[0]) is None and gpu.of(pair[1]) is None]
+    with torch.no_grad():
+        if on_host:
+            targets, sources = zip(*on_host, strict=True)
             torch._foreach_copy_(targets, sources)
+        for target, source in pairs:
+            if gpu.of(target) is not None or gpu.of(source) is not None:
+                gpu.copy(target, source)
+
+
+def _page_locked(tensor: Tensor) -> Tensor:
+    """Memory of the host for a GPU's tensor."""
+    flat = gpu.pinned(max(1, tensor.numel()) * tensor.element_size()).view(tensor.dtype)
+    return flat.as_strided(tensor.shape, tensor.stride())
+
+
+def _is_ordinary(tensor: Tensor) -> bool:
+    """Whether a tensor's elements fill a piece of memory, without overlaps and gaps."""
+    return tensor.layout is torch.strided and not tensor.is_meta and _has_memory(tensor) and _is_dense(tensor)
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Whether a tensor is what it seems; those of subclasses may consist of others."""
+    return type(tensor) in _PLAIN or gpu.of(tensor) is not None
 
 
 def _sample(tensor: Tensor) -> Tensor | None:
-    """A view of some elements' bits; None of a tensor whose elements do not fill a piece of memory."""
-    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_meta or not _is_dense(tensor):
-        return None
+    """A view of some elements' bits of an ordinary tensor on the CPU."""
     bits = _BITS.get(tensor.element_size())
-    if bits is None:
+    if bits is None or gpu.of(tensor) is not None:
         return None
     step = max(1, -(-tensor.numel() // _SAMPLE))
     return tensor.detach().as_strided((-(-tensor.numel() // step),), (step,)).view(bits)
@@ -333,7 +340,7 @@ def _is_dense(tensor: Tensor) -> bool:
     return True
 
 
-def _sampled(copies: Iterable[_Copy]) -> dict[Kind, Samples]:
+def _sampled(copies: Iterable[Copy]) -> dict[Kind, Samples]:
     """What the samples are now."""
     indices: dict[Kind, list[int]] = {}
     views: dict[Kind, list[Tensor]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeGuard
@@ -9,12 +10,15 @@ from typing import Any, TypeGuard
 import torch
 
 from hvdgloo._collectives.frontend import Frontend
+from hvdgloo.config import Config
 from hvdgloo.elastic._values import copied, digest
 from hvdgloo.elastic.state import ObjectState
 from hvdgloo.torch import _state as broadcasting
 from hvdgloo.torch._distributed import DistributedTorchOptimizer, plain_class
 from hvdgloo.torch._frontend import FRONTEND
-from hvdgloo.torch.elastic._copies import Copies, filled, has_stepped, memory_of_steps, taken_apart
+from hvdgloo.torch.elastic import _steps
+from hvdgloo.torch.elastic._behind import Behind
+from hvdgloo.torch.elastic._copies import Copies, Saved, filled, taken_apart
 from hvdgloo.torch.elastic.sampler import ElasticSampler
 
 __all__ = [
@@ -28,6 +32,8 @@ __all__ = [
 ]
 
 Tensor = torch.Tensor
+
+logger = logging.getLogger(__name__)
 
 
 class StateHandler:
@@ -74,8 +80,12 @@ class _Handler(StateHandler):
         self.receive(0)
         self.save()
 
-    def take(self) -> Any:
-        """Copy the value's state. What was saved before stays as it is."""
+    def take(self, *, later: bool = False) -> Any:
+        """Copy the value's state. What was saved before stays as it is.
+
+        Args:
+            later: prepare that, but do not copy tensors that only optimizers' steps write.
+        """
         raise NotImplementedError
 
     def adopt(self, saved: Any) -> None:
@@ -95,18 +105,28 @@ class _Handler(StateHandler):
         raise NotImplementedError
 
 
-class ModelStateHandler(_Handler):
+class _TensorHandler(_Handler):
+    """A handler of a value whose state dict is mostly tensors."""
+
+    _copies: Copies
+
+    def take(self, *, later: bool = False) -> Saved:
+        return self._copies.take(self._state(), later=later)
+
+    def adopt(self, saved: Saved) -> None:
+        self._copies.adopt(saved)
+
+    def _state(self) -> Mapping[str, Any]:
+        raise NotImplementedError
+
+
+class ModelStateHandler(_TensorHandler):
     """A module, by its ``state_dict()``."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._copies = Copies(_written_to_modules)
+        # Batch normalisation's statistics, for example, are written in each forward pass.
+        self._copies = Copies(lambda tensor: isinstance(tensor, torch.nn.Parameter), _stepped_parameters)
         super().__init__(model)
-
-    def take(self) -> Any:
-        return self._copies.take(self._state())
-
-    def adopt(self, saved: Any) -> None:
-        self._copies.adopt(saved)
 
     def restore(self) -> None:
         """Return to what was saved last; parameters that have not changed since are not written."""
@@ -126,28 +146,24 @@ class ModelStateHandler(_Handler):
         return state
 
 
-def _written_to_modules(tensors: Sequence[Tensor], since: int) -> Collection[int]:
-    stepped = memory_of_steps(since)
-    return {
-        i
-        for i, tensor in enumerate(tensors)
-        # Batch normalisation's statistics, for example, are written without being counted.
-        if not isinstance(tensor, torch.nn.Parameter) or (stepped and tensor.untyped_storage().data_ptr() in stepped)
-    }
+def _stepped_parameters(tensors: Sequence[Tensor], since: int) -> Collection[int]:
+    written = _steps.written(since)
+    return {i for i, tensor in enumerate(tensors) if tensor.data_ptr() in written} if written else ()
 
 
-class OptimizerStateHandler(_Handler):
+class OptimizerStateHandler(_TensorHandler):
     """An optimizer, plain or distributed, by its ``state_dict()``."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._copies = Copies(lambda tensors, since: range(len(tensors)) if has_stepped(self.value, since) else ())
+        self._copies = Copies(lambda _: True, self._stepped)
         super().__init__(optimizer)
 
-    def take(self) -> Any:
-        return self._copies.take(self.value.state_dict())
+    def _stepped(self, tensors: Sequence[Tensor], since: int) -> Collection[int]:
+        return range(len(tensors)) if _steps.has_stepped(self.value, since) else ()
 
-    def adopt(self, saved: Any) -> None:
-        self._copies.adopt(saved)
+    def _state(self) -> Mapping[str, Any]:
+        state: Mapping[str, Any] = self.value.state_dict()
+        return state
 
     def restore(self) -> None:
         """Return to what was saved last, and clear the gradients: they may be a part of a step that has failed."""
@@ -191,7 +207,7 @@ def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
 class _StateDictHandler(_Handler):
     """Any value with ``state_dict()`` and ``load_state_dict()``: a learning rate's schedule, a GradScaler."""
 
-    def take(self) -> Any:
+    def take(self, *, later: bool = False) -> Any:
         return copied({"state": self.value.state_dict()})
 
     def adopt(self, saved: Any) -> None:
@@ -255,48 +271,96 @@ class TorchState(ObjectState):
         kwargs: further attributes. An ``ElasticSampler``, and whatever has ``state_dict()`` and ``load_state_dict()``,
             is treated likewise; the rest are plain objects, as in ``ObjectState``.
 
+        overlap: copy parameters and optimizers' state while the next forward and backward pass run; the next step waits
+            for it. By default as HVDGLOO_ELASTIC_OVERLAP says: no. Nothing else than optimizers' steps may write into
+            them meanwhile; if something does, that commit is dropped, with a warning. A GPU's are copied into
+            page-locked memory of the host.
+
     A commit copies tensors into memory that is kept, twice their size, and only those that have changed. A value that
     is assigned to an attribute later (``state.model = another``) replaces the former one, and is saved at once.
     """
 
     _handlers: dict[str, StateHandler]
+    _behind: Behind | None
+    _is_torn = False
 
     def __init__(
-        self, model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None, **kwargs: Any
+        self,
+        model: torch.nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        overlap: bool | None = None,
+        **kwargs: Any,
     ) -> None:
         values = {"model": model, "optimizer": optimizer, **kwargs}
         found = {name: _handler_of(value) for name, value in values.items()}
         handlers = {name: handler for name, handler in found.items() if handler is not None}
         vars(self).update({name: handler.value for name, handler in handlers.items()}, _handlers=handlers)
         plain = {name: value for name, value in values.items() if name not in handlers}
+        self._behind = None
+        self._overlap = Config.from_env().elastic_overlap if overlap is None else overlap
         super().__init__(FRONTEND.broadcast_object, FRONTEND.rank, **plain)
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         handler = self._handlers.get(name)
         if handler is not None:
+            self._settle()
             handler.set_value(value)
 
     def save(self) -> None:
         """Keep copies of everything; if that is interrupted, those of the last time are still there."""
-        handlers = self._handlers.values()
-        taken = [(handler, handler.take()) for handler in handlers if _saves_in_parts(handler)]
-        for handler in handlers:
-            if not _saves_in_parts(handler):
+        was_torn = self._settle()
+        # The first save, and one that others have already counted on, are there at once.
+        later = self._overlap and not was_torn and self._progress.serial >= 0 and self._progress.newest is None
+        taken: list[tuple[_Handler, Any]] = []
+        for handler in self._handlers.values():
+            if _saves_in_parts(handler):
+                taken.append((handler, handler.take(later=later)))
+            else:
                 handler.save()
         plain = copied(self._live())
-        for handler, saved in taken:
-            handler.adopt(saved)
-        self._saved_state = plain
+        unfinished = [saved for _, saved in taken if isinstance(saved, Saved) and saved.later]
+
+        def adopt() -> None:
+            for handler, saved in taken:
+                handler.adopt(saved)
+            self._saved_state = plain
+
+        def end(is_whole: bool) -> None:
+            if is_whole:
+                adopt()
+                return
+            self._progress.serial -= 1
+            self._is_torn = True
+            logger.warning(
+                "something other than an optimizer's step has written into the state while a commit was copied, so "
+                "that commit is dropped; the next one is copied at once. Such a program is better off without overlap"
+            )
+
+        if unfinished:
+            self._behind = Behind(unfinished, end)
+        else:
+            adopt()
+
+    def _settle(self) -> bool:
+        """Wait until the last save is complete; returns whether it had to be dropped."""
+        if self._behind is not None:
+            self._behind.settle()
+            self._behind = None
+        was_torn, self._is_torn = self._is_torn, False
+        return was_torn
 
     def restore(self) -> None:
         """Return to what was saved last. What has not changed since is not written."""
+        self._settle()
         for handler in self._handlers.values():
             handler.restore()
         super().restore()
 
     def sync(self) -> None:
         """Give all workers the state of one, and save it; collective."""
+        self._settle()
         for handler in self._handlers.values():
             if not _receives(handler):
                 handler.sync()
@@ -306,7 +370,12 @@ class TorchState(ObjectState):
                 handler.receive(self._progress.root)
         super().sync()
 
+    def _digest(self) -> str:
+        self._settle()
+        return super()._digest()
+
     def _fingerprint(self) -> str:
+        self._settle()
         known = [handler.fingerprint() for handler in self._handlers.values() if _receives(handler)]
         return digest([super()._fingerprint(), *known])
 
