@@ -310,7 +310,9 @@ class TorchState(ObjectState):
 
     def save(self) -> None:
         """Keep copies of everything; if that is interrupted, those of the last time are still there."""
-        was_torn = self._settle()
+        if self._behind is not None:
+            self._behind.wait()
+        was_torn, self._is_torn = self._is_torn, False
         # The first save, and one that others have already counted on, are there at once.
         later = self._overlap and not was_torn and self._progress.serial >= 0 and self._progress.newest is None
         taken: list[tuple[_Handler, Any]] = []
@@ -341,15 +343,14 @@ class TorchState(ObjectState):
         if unfinished:
             self._behind = Behind(unfinished, end)
         else:
+            self._behind = None
             adopt()
 
-    def _settle(self) -> bool:
-        """Wait until the last save is complete; returns whether it had to be dropped."""
+    def _settle(self) -> None:
+        """Wait until the last save can be read."""
         if self._behind is not None:
             self._behind.settle()
             self._behind = None
-        was_torn, self._is_torn = self._is_torn, False
-        return was_torn
 
     def restore(self) -> None:
         """Return to what was saved last. What has not changed since is not written."""
