@@ -20,6 +20,7 @@ ORDERS = {
     "hvdgloo/_training/reducer.py": {"self._gathered"},
     "hvdgloo/torch/_adapter.py": {"gpu.wait", "gpu.used_here"},
     "hvdgloo/torch/_session.py": {"gpu.wait_for"},
+    "hvdgloo/torch/elastic/_behind.py": {"gpu.wait", "gpu.settle"},
 }
 """By module: calls, as the code writes them, whose only effect is an order or a longer life."""
 
@@ -37,6 +38,7 @@ CAUGHT_BY = (
     "tests/contract/test_gpus_training.py",
     "tests/contract/test_gpus_schedules.py",
     "tests/contract/test_nccl.py",
+    "tests/unit/test_elastic_torch_overlap.py",
 )
 
 

@@ -216,6 +216,12 @@ def test_commits_of_what_is_on_a_gpu(schedule: tuple[str, int], overlap: bool) -
             assert held() != after
             state.restore()
             assert held() == after
+        step()
+        state.save()
+        weight = model.weight
+        model.weight = nn.Parameter(on_gpu(torch.zeros(5, 6)))  # now the module itself reads what was saved
+        state.restore()
+        assert model.weight.detach().tolist() == weight.detach().tolist()
         kept = [each.kept for each in state._handlers["model"]._copies.saved.copies]
         assert all(isinstance(tensor, GpuTensor) != overlap for tensor in kept)
         assert gpus.machine.races == []
