@@ -287,7 +287,10 @@ def _own_interpreter() -> str:
 
 
 class _Results:
-    """What each rank leaves behind, kept in files until the job is over: results may be too large for pipes."""
+    """What each worker leaves behind, by its number: in a job of a fixed size, that is its rank.
+
+    It is kept in files until the job is over: results may be too large for pipes.
+    """
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
@@ -305,19 +308,20 @@ class _Results:
             file.close()
         self._files.clear()
 
-    def add(self, rank: int, data: bytes) -> None:
-        if rank not in self._files:
-            self._files[rank] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by __exit__
-        self._files[rank].write(data)
+    def add(self, number: int, data: bytes) -> None:
+        if number not in self._files:
+            self._files[number] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by __exit__
+        self._files[number].write(data)
 
-    def outcome(self, rank: int) -> function_task.TaskResult | None:
-        """None if the worker ended before it could leave anything."""
-        file = self._files.pop(rank, None)
+    def outcome(self, report: Report, rank: int) -> function_task.TaskResult | None:
+        """What the worker that had this rank in the end has left; None if it ended before it could leave anything."""
+        name = function_task.name_of(rank, report.workers[rank] if report.workers else None)
+        file = self._files.pop(report.numbers[rank], None)
         if file is None:
             return None
         with file:
             file.seek(0)
-            return function_task.unpack_outcome(file.read(), rank, self._secret)
+            return function_task.unpack_outcome(file.read(), name, self._secret)
 
 
 def _conclude(report: Report, results: _Results) -> list[Any]:
@@ -327,7 +331,7 @@ def _conclude(report: Report, results: _Results) -> list[Any]:
         raise _failure(report, results)
     values = []
     for slot in report.slots:
-        outcome = results.outcome(slot.rank)
+        outcome = results.outcome(report, slot.rank)
         if outcome is None or outcome.result is None:
             what = outcome.text if outcome is not None else "ended by itself"
             raise JobFailedError(
@@ -344,8 +348,11 @@ def _failure(report: Report, results: _Results) -> BaseException:
     first = report.outcome.first
     if first is None or first.rank is None:
         return report.error()
-    failed = [rank for rank, status in report.outcome.statuses.items() if status]
-    left = {rank: outcome for rank in failed if (outcome := results.outcome(rank)) is not None}
+    left = {}
+    for rank, status in report.outcome.statuses.items():
+        outcome = results.outcome(report, rank) if status else None
+        if outcome is not None:
+            left[rank] = outcome
     chosen = left.get(first.rank)
     rank = first.rank
     if chosen is not None and chosen.secondary:

@@ -293,14 +293,16 @@ def _report(
     outcome: ElasticOutcome | None,
     console: Console,
 ) -> Report:
-    last = driver.changes[-1][1].roster if driver.changes else None
-    workers = [] if last is None else [supervisor.workers[seat.worker] for seat in last.seats]
+    # Workers that do not call hvd.init() come to no epoch, and yet end well.
+    last = driver.changes[-1][1].roster if driver.changes else driver.epochs.roster
+    workers = [supervisor.workers[seat.worker] for seat in last.seats]
     statuses = supervisor.survivors.statuses
     supervisor.outcome.statuses = {rank: statuses.get(number) for rank, number in enumerate(workers)}
     report = Report(
         supervisor.outcome,
-        () if last is None else _slots(last),
+        _slots(last),
         numbers=tuple(workers),
+        workers=tuple(seat.worker for seat in last.seats),
         changes=tuple(driver.changes),
         why_over=outcome.ended.text if outcome is not None else "",
     )

@@ -190,15 +190,18 @@ def _report(
 ) -> Report:
     outcome.first = blame(outcome, {slot.rank: slot.hostname for slot in slots}, console.cause)
     first = outcome.first
+    report = Report(outcome, slots, numbers=tuple(range(len(slots))))
     if first is None:
-        return Report(outcome, slots, numbers=tuple(range(len(slots))))
+        return report
     if first.rank is None:
-        return Report(outcome, slots, advice=advise_on_signal(first.reason), numbers=tuple(range(len(slots))))
-    lines = console.tail(first.rank)
+        return replace(report, advice=advise_on_signal(first.reason))
     host = hosts[slots[first.rank].host]
-    advice = advise_on_signal(first.reason) or advice_for(spec, spawner, host, console.cause(first.rank))
-    in_sight = console.in_sight(first.rank)
-    return Report(outcome, slots, lines, advice, in_sight=in_sight, numbers=tuple(range(len(slots))))
+    return replace(
+        report,
+        last_lines=console.tail(first.rank),
+        advice=advise_on_signal(first.reason) or advice_for(spec, spawner, host, console.cause(first.rank)),
+        in_sight=console.in_sight(first.rank),
+    )
 
 
 def _hosts_in_use(slots: Sequence[Slot]) -> tuple[HostEntry, ...]:

@@ -40,6 +40,7 @@ class Report:
         advice: what to do about them, in one line; empty if that is not known.
         restarts: those that came before, in order.
         numbers: of the workers in ``slots``, by rank.
+        workers: the ids of the same workers in an elastic job; empty in others.
         changes: of the workers of an elastic job: see ``ElasticDriver``.
         why_over: why an elastic job could not survive the failure.
     """
@@ -51,6 +52,7 @@ class Report:
     in_sight: bool = False
     restarts: tuple[Restart, ...] = ()
     numbers: tuple[int, ...] = ()
+    workers: tuple[str, ...] = ()
     changes: tuple[tuple[float, Changed], ...] = ()
     why_over: str = ""
 

@@ -88,7 +88,7 @@ def _reason(change: Changed, before: Changed) -> str:
     if came:
         parts.append(f"{_hosts(came)} added")
     if not parts and change.roster.fresh:
-        parts.append("new workers were ready")
+        parts.append("a new worker was ready" if len(change.roster.fresh) == 1 else "new workers were ready")
     return " and ".join(parts) or "the slots of the hosts have changed"
 
 

@@ -231,6 +231,12 @@ class ElasticEpochs:
             self._thread.join()
             self._thread = None
 
+    @property
+    def roster(self) -> Roster:
+        """The members of the newest epoch, whether they have come together yet or not; nobody before the first one."""
+        with self._lock:
+            return self._job.roster
+
     def status(self) -> dict[str, Any]:
         """What ``/v1/status`` shows of the job, as JSON values."""
         with self._lock:

@@ -112,13 +112,25 @@ def _is_below(path: str, folder: str) -> bool:
     return path == folder or path.startswith(folder + os.sep)
 
 
-def unpack_outcome(sealed: bytes, rank: int, secret: bytes) -> TaskResult:
-    """What a rank left behind.
+def name_of(rank: int | None, worker: str | None = None) -> str:
+    """What a worker's outcome is sealed for, so that it cannot be taken for another's.
+
+    Args:
+        worker: its id in an elastic job, where ranks change.
+    """
+    return f"worker {worker}" if worker is not None else f"rank {rank}"
+
+
+def unpack_outcome(sealed: bytes, name: str, secret: bytes) -> TaskResult:
+    """What a worker left behind.
+
+    Args:
+        name: see ``name_of``.
 
     Raises:
-        AuthenticationError: it was not left by a worker of this job.
+        AuthenticationError: it was not left by this worker of this job.
     """
-    outcome = pickle.loads(unseal(secret, sealed, f"outcome of rank {rank}"))  # noqa: S301 - the seal was checked
+    outcome = pickle.loads(unseal(secret, sealed, f"outcome of {name}"))  # noqa: S301 - the seal was checked
     assert isinstance(outcome, TaskResult)
     return outcome
 
@@ -134,7 +146,8 @@ def main() -> None:
     version, installation, path, call = pickle.loads(payload)  # noqa: S301 - the seal was checked
     sys.path[:] = adopt_path(path, installation, own=_installation(), here=sys.path)
     outcome, status = _call(call) if version == _version() else _wrong_version(version)
-    _write(outcome_fd, seal(config.secret, pickle.dumps(outcome), f"outcome of rank {config.rank}"))
+    name = name_of(config.rank, config.worker)
+    _write(outcome_fd, seal(config.secret, pickle.dumps(outcome), f"outcome of {name}"))
     sys.exit(status)
 
 

@@ -36,7 +36,7 @@ def changed(old: str, new: str = "", why: str = "") -> Changed:
         ("ab", changed("b", why=KILLED), f"{KILLED}; 1 of 2 workers went on after 0.4 s"),
         ("ab", changed("b", "a", KILLED), f"{KILLED}; 1 of 2 workers went on, with 1 new one, after 0.4 s"),
         ("ab", changed("ab", "cc"), "host c was added; 2 workers went on, with 2 new ones, after 0.4 s"),
-        ("a", changed("a", "a"), "new workers were ready; 1 worker went on, with 1 new one, after 0.4 s"),
+        ("a", changed("a", "a"), "a new worker was ready; 1 worker went on, with 1 new one, after 0.4 s"),
         ("aab", changed("aa"), "host b was removed; 2 of 3 workers went on after 0.4 s"),
         ("aabc", changed("aa"), "hosts b, c were removed; 2 of 4 workers went on after 0.4 s"),
         (

@@ -56,7 +56,7 @@ def test_a_function_of_another_python_is_refused_in_a_line(
             timeout=30,
         )
     assert done.returncode == 1
-    found = function_task.unpack_outcome((tmp_path / "outcome").read_bytes(), 3, SECRET)
+    found = function_task.unpack_outcome((tmp_path / "outcome").read_bytes(), "rank 3", SECRET)
     assert f"cannot read a function of Python {version}" in found.text
     assert found.result is None
     assert "Traceback" not in done.stderr
@@ -76,5 +76,5 @@ class _Trap:
 def test_pain_30_what_a_worker_left_is_unpickled_only_after_its_seal_was_checked(tmp_path: Path, seal: bytes) -> None:
     trap = tmp_path / "sprung"
     with pytest.raises(AuthenticationError, match="not unpickled"):
-        function_task.unpack_outcome(seal + pickle.dumps(_Trap(trap)), 0, SECRET)
+        function_task.unpack_outcome(seal + pickle.dumps(_Trap(trap)), "rank 0", SECRET)
     assert not trap.exists()
