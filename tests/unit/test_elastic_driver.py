@@ -97,7 +97,7 @@ def test_a_worker_fails_is_started_again_and_all_finish() -> None:
     assert outcome.changes[1][1].why == "rank 0 on host h1 (process 2) was killed by signal 9 (SIGKILL)"
     assert [line.partition("; ")[0] for line in it.told] == [
         "rank 0 on host h1 (process 2) was killed by signal 9 (SIGKILL)",
-        "new workers were ready",
+        "a new worker was ready",
     ]
 
 
