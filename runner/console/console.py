@@ -143,10 +143,11 @@ class Console:
             self.always(text)
 
     def always(self, text: str) -> None:
-        """Print it even if notices are switched off."""
-        line = f"hvdgloo-run: {text}\n".encode("utf-8", "surrogateescape")
-        self._printed[STDERR] += line.count(b"\n")
-        self._draw(STDERR, self._screens[STDERR].line((-1, STDERR), b"", line))
+        """Print it even if notices are switched off. It may have several lines."""
+        for each in text.split("\n"):
+            line = f"hvdgloo-run: {each}\n".encode("utf-8", "surrogateescape")
+            self._printed[STDERR] += 1
+            self._draw(STDERR, self._screens[STDERR].line((-1, STDERR), b"", line))
 
     def window(self) -> Window | None:
         """Where ``below`` can draw; None if there is no terminal, others are using it, or notices are off."""
