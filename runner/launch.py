@@ -139,11 +139,7 @@ def _attempt(
         Tls(*spec.network.tls).check_listener()  # the rendezvous server is opened only when all agents are there
     with open_console(spec, stdout, stderr, quiet) as console:
         if number:
-            for line in (
-                *failed.split("\n"),
-                f"restart {number} of {spec.max_restarts}: all workers are started again",
-            ):
-                console.notice(line)
+            console.notice(f"{failed}\nrestart {number} of {spec.max_restarts}: all workers are started again")
         states = host_states(hosts, spec)
         display = StartDisplay(states, console, environ=spec.environ, verbose=spec.verbose)
         observer = Observer(console, display, results)
