@@ -2,8 +2,8 @@
 
     python examples/demo_elastic.py
 
-It starts torch_digits_elastic.py with hvdgloo-run, whose hosts a script lists: at first this machine with two slots,
-later with four.
+It starts torch_digits_elastic.py, or another such program, with hvdgloo-run, whose hosts a script lists: at first this
+machine with two slots, later with four.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ def say(text: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Kill a process of an elastic job, and let two more come.")
     parser.add_argument("--python", default=sys.executable, help="what runs the training")
+    parser.add_argument("--training", type=Path, default=TRAINING, help="the program")
     parser.add_argument("--epochs", default="60", help="how often each image is seen; enough for the others to come")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -35,8 +36,8 @@ def main() -> int:
         script.write_text(f"#!/bin/sh\ncat {listed}\n")
         script.chmod(0o755)
         flags = ["-np", "2", "--min-np", "1", "--failures-per-host", "99", "--host-discovery-script", str(script)]
-        command = [sys.executable, "-m", "hvdgloo.runner", *flags, "--", args.python, str(TRAINING)]
-        say(f"hvdgloo-run {' '.join(flags)} {TRAINING.name}")
+        command = [sys.executable, "-m", "hvdgloo.runner", *flags, "--", args.python, str(args.training)]
+        say(f"hvdgloo-run {' '.join(flags)} {args.training.name}")
         environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         with subprocess.Popen(
             [*command, "--epochs", args.epochs],
