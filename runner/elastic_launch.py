@@ -38,6 +38,7 @@ from hvdgloo.runner.rendezvous_host import InLauncher
 from hvdgloo.runner.report import Report
 from hvdgloo.runner.signals import passed_on
 from hvdgloo.runner.supervise.elastic import ElasticSupervisor, Visit
+from hvdgloo.runner.supervise.host_state import HostState
 from hvdgloo.runner.transport.base import Spawner
 from hvdgloo.runner.transport.select import AnyHostSpawner, hosts_here
 from hvdgloo.topology import places
@@ -71,18 +72,22 @@ def launch_elastic(
     ranks: dict[int, int] = {}
     with open_console(spec, stdout, stderr, quiet, rank_of=lambda number: ranks.get(number, number)) as console:
         expect(console, spec, elastic.rules.largest or elastic.rules.size)
-        observer = Observer(console, StartDisplay((), console, environ=spec.environ, verbose=spec.verbose), results)
+        hosts: list[HostState] = []
+        display = StartDisplay(hosts, console, environ=spec.environ, verbose=spec.verbose)
+        observer = Observer(console, display, results)
         supervisor = ElasticSupervisor(
             spec,
             chosen,
+            hosts,
             job_id,
             observer,
             entry=lambda name: host_entry(name, None),
             required=partial(required_on, spec, chosen),
             ranks=ranks,
         )
+        supervisor.on_start = display.close
         console.on_broken = partial(supervisor.interrupt, signal.SIGPIPE)
-        with passed_on(signals, supervisor.interrupt) as signal_came, supervisor:
+        with passed_on(signals, supervisor.interrupt) as signal_came, supervisor, display:
             driver = ElasticDriver(
                 elastic.rules,
                 elastic.discovery,

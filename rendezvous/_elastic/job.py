@@ -63,6 +63,7 @@ from hvdgloo.rendezvous._elastic.events import (
 )
 from hvdgloo.rendezvous._elastic.roster import NO_STATE, Roster, choose
 from hvdgloo.rendezvous._elastic.worker import Stage, Worker
+from hvdgloo.topology import counted_slots
 
 ACCUSED_TIME = 2.0
 """Seconds in which a worker that others have lost must come back, or it is ended. Its process may only be stopped."""
@@ -706,7 +707,7 @@ class ElasticJob:
         if worker.leaving:
             return f"{worker} leaves, as it was asked to end"
         slots = self._crew.slots(worker.host)
-        return f"host {worker.host} {f'has only {slots} slots now' if slots else 'was removed'}"
+        return f"host {worker.host} {f'has only {counted_slots(slots)} now' if slots else 'was removed'}"
 
     def _dismiss_spares(self) -> None:
         """Workers that are in no epoch, and in a slot that cannot be used, are nobody's loss."""

@@ -83,7 +83,7 @@ class Agents:
     """The launcher's ends of all agents.
 
     Args:
-        hosts: in order; others read from them how far they are. ``add`` adds to them.
+        hosts: in order; others read from them how far they are. ``add`` and ``forget`` change a list.
         spawner: starts agents.
         loop: the supervisor's.
     """
@@ -97,7 +97,7 @@ class Agents:
         loop: EventLoop,
         job: Job,
     ) -> None:
-        self.hosts = list(hosts)
+        self.hosts = hosts if isinstance(hosts, list) else list(hosts)
         self._spec = spec
         self._spawner = spawner
         self._job_id = job_id

@@ -11,14 +11,15 @@ import math
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
-from hvdgloo.errors import HvdglooError
+from hvdgloo.errors import ConfigError, HvdglooError
 from hvdgloo.rendezvous._elastic.events import Spawn as SpawnOrder
 from hvdgloo.rendezvous._elastic.roster import Roster
 from hvdgloo.runner.console.progress import REMEDIES
+from hvdgloo.runner.job.hostlist import check_load, remark_on_load
 from hvdgloo.runner.job.outcome import describe_status
 from hvdgloo.runner.job.spec import HostEntry, LaunchSpec
 from hvdgloo.runner.protocol.frames import Dying, Exited, Frame, Hello, Leaving, Require, Spawn, SpawnFailed, StopWorker
@@ -102,14 +103,16 @@ class ElasticSupervisor(Supervisor):
     """Has workers started and ended as the driver asks for it, until the job is over.
 
     Args:
+        hosts: filled in: those that are there, or on their way.
         entry: the name of a host, as discoveries have it, to what transports need.
         required: what workers will need on a host.
         ranks: filled in: number of a worker to the rank that it has now.
 
     Attributes:
-        driver, door, environment, frame: to be set before ``supervise``.
+        driver, door, environment, frame, on_start: to be set before ``supervise``.
         environment: what all workers of a host find in their environment.
         frame: the frame that starts a worker.
+        on_start: called when all workers of an epoch have come together.
         workers: id of each worker to its number.
     """
 
@@ -117,11 +120,13 @@ class ElasticSupervisor(Supervisor):
     door: Door
     environment: Callable[[Visit], Mapping[str, str]]
     frame: Callable[[Visit, SpawnOrder, int], Spawn]
+    on_start: Callable[[], None]
 
     def __init__(
         self,
         spec: LaunchSpec,
         spawner: Spawner,
+        hosts: list[HostState],
         job_id: str,
         observer: SupervisionObserver,
         *,
@@ -129,7 +134,7 @@ class ElasticSupervisor(Supervisor):
         required: Callable[[HostEntry], Require],
         ranks: dict[int, int],
     ) -> None:
-        super().__init__(spec, spawner, (), job_id, observer)
+        super().__init__(spec, spawner, hosts, job_id, observer)
         self._verdict = self.survivors = Survivors(self.outcome, self._stop_after_failure)
         self._agents.open(required)
         self._entry = entry
@@ -140,7 +145,7 @@ class ElasticSupervisor(Supervisor):
         self._past: list[Visit] = []
         self._listed: dict[str, int | None] = {}
         self._machines: dict[str, str] = {}
-        self._told_of_machines = False
+        self._told_of_machines = self._told_of_load = False
         self.handlers |= {Leaving: self._on_leaving}
 
     # What the driver calls, from any thread.
@@ -195,6 +200,16 @@ class ElasticSupervisor(Supervisor):
 
     def _start_waiting(self, visit: Visit) -> None:
         assert visit.link is not None
+        workers = len(visit.link.workers) + len(visit.waiting)
+        try:
+            check_load(visit.name, workers, visit.hello.cores)
+        except ConfigError as error:
+            self.refuse(visit, str(error))
+            return
+        remark = remark_on_load([replace(visit.link.host, slots=workers)], [visit.hello.cores])
+        if remark and not self._told_of_load:
+            self._told_of_load = True
+            self.notice(remark)
         for number, spawn in visit.waiting:
             self._spawn(visit.link, self.frame(visit, spawn, number))
         visit.waiting.clear()
@@ -215,6 +230,7 @@ class ElasticSupervisor(Supervisor):
                 visit.link.channel.send(StopWorker(number, signal.SIGTERM, self._spec.grace_after_failure))
 
     def _on_placed(self, roster: Roster) -> None:
+        self.on_start()
         for worker, rank in roster.ranks.items():
             if worker in self.workers:
                 self._ranks[self.workers[worker]] = rank
@@ -319,7 +335,7 @@ class ElasticSupervisor(Supervisor):
         self._let_go(visit)
 
     def refuse(self, visit: Visit, reason: str) -> None:
-        """A host cannot take part."""
+        """A host cannot take part, or cannot run the workers that were asked of it."""
         self._lose(visit, reason)
         if visit.state is not None:
             self._agents.offer(host_state.Finish(), [visit.state])

@@ -153,7 +153,7 @@ def test_slots_that_come_join_and_slots_that_go_leave_without_losing_a_step(job:
     assert job.end() == 0
     assert "Traceback" not in job.error
     # The one that left has ended with 0, and has said why.
-    assert "host localhost has only 1 slots now" in job.error or "leaves the job" in job.error
+    assert "host localhost has only 1 slot now" in job.error or "leaves the job" in job.error
 
 
 def test_a_newcomer_that_never_gets_ready_keeps_nobody_waiting(job: Job) -> None:
