@@ -346,15 +346,12 @@ def killed(where: Path, ranks: int, rounds: int) -> Generator[dict[str, float], 
 
 def torchrun(where: Path, ranks: int, timeout: float = 60.0) -> dict[str, float]:
     """One kill in a job of its own; the timeout if it does not come back."""
-    program = shutil.which("torchrun", path=os.path.dirname(sys.executable)) or shutil.which("torchrun")
-    if program is None:
-        raise SystemExit("there is no torchrun beside this Python")
     memory = Path("/dev/shm") if os.path.isdir("/dev/shm") else where
     folder, script = folder_for(memory, "torchrun", THEIRS)
     try:
         watched = Watched(folder)
         flags = ["--standalone", "--nproc-per-node", str(ranks), "--max-restarts", "3"]
-        with started([program, *flags, str(script), str(folder)], folder):
+        with started([sys.executable, "-m", "torch.distributed.run", *flags, str(script), str(folder)], folder):
             members = watched.wait_for(ranks, after=0.0, timeout=90)
             time.sleep(0.5)
             began = kill(members, [ranks // 2], 0.0)
