@@ -15,7 +15,10 @@ where start-up, sessions, orphans, sweeps, signals from outside or the environme
 from __future__ import annotations
 
 import atexit
+import fcntl
+import hashlib
 import importlib.util
+import json
 import marshal
 import os
 import signal
@@ -25,8 +28,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -41,7 +45,9 @@ TENSORFLOW = ("hvdgloo.tensorflow",)
 
 
 def _usual() -> tuple[str, ...]:
-    return TORCH if importlib.util.find_spec("torch") else ()
+    if not importlib.util.find_spec("torch"):
+        return ()
+    return (*TORCH, "sklearn.datasets") if importlib.util.find_spec("sklearn") else TORCH  # the examples read digits
 
 
 _NAMESPACES = ("mnt", "uts", "ipc", "net", "pid")
@@ -49,25 +55,54 @@ _NAMESPACES = ("mnt", "uts", "ipc", "net", "pid")
 
 @cache
 def _folder(*modules: str, **environ: str) -> Path:
-    """The running server's folder, with its socket and the stand-in; both end with this process."""
-    folder = tempfile.TemporaryDirectory(prefix="warm")
-    path = Path(folder.name)
+    """The running server's folder, with its socket and the stand-in; both end with the last process that uses them.
+
+    The processes of one pytest -n share it.
+    """
+    what = json.dumps([sys.executable, modules, sorted(environ.items())])
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID") or uuid.uuid4().hex
+    path = Path(tempfile.gettempdir()) / f"warm-{run}-{hashlib.sha256(what.encode()).hexdigest()[:8]}"
+    with _locked(path):
+        try:
+            # The server ends when nobody has this open any more.
+            used = os.open(path / "users", os.O_WRONLY | os.O_NONBLOCK)
+        except FileNotFoundError:
+            used, server = _start(path, modules or _usual(), environ)
+            atexit.register(server.wait)
+        atexit.register(os.close, used)  # what is registered last is called first
+    return path
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Have a folder that is there, whose server is neither about to come nor about to go."""
+    while True:
+        path.mkdir(mode=0o700, exist_ok=True)
+        with suppress(FileNotFoundError):
+            folder = os.open(path, os.O_RDONLY)
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX)
+                if os.path.samestat(os.fstat(folder), path.stat()):  # its server may have gone with the folder
+                    yield
+                    return
+            finally:
+                os.close(folder)
+
+
+def _start(path: Path, modules: Sequence[str], environ: Mapping[str, str]) -> tuple[int, subprocess.Popen[bytes]]:
+    """The server, and the descriptor that keeps it from ending."""
+    os.mkfifo(path / "users")
+    users = os.open(path / "users", os.O_RDONLY | os.O_NONBLOCK)
+    used = os.open(path / "users", os.O_WRONLY)
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("HVDGLOO_", "HOROVOD_"))}
     server = subprocess.Popen(
-        [sys.executable, str(_SERVER), str(path / "socket"), *(modules or _usual())],
-        stdin=subprocess.PIPE,
+        [sys.executable, str(_SERVER), str(path), *modules],
+        stdin=users,
         cwd="/",
         env={**environment, "PYTHONPATH": str(_CHECKOUT), "OMP_NUM_THREADS": "1", **environ},
         start_new_session=True,
     )
-
-    def end() -> None:
-        assert server.stdin is not None
-        server.stdin.close()
-        server.wait()
-        folder.cleanup()
-
-    atexit.register(end)
+    os.close(users)
     stand_in = path / "python"
     header = f"#!{sys.executable} -IS\nPYTHON, SOCKET = {sys.executable!r}, {str(path / 'socket')!r}\n"
     stand_in.write_text(header + _CLIENT.read_text(encoding="utf-8"))
@@ -77,7 +112,7 @@ def _folder(*modules: str, **environ: str) -> Path:
         assert server.poll() is None, "the server of warm interpreters has failed; what it wrote is above"
         assert time.monotonic() < deadline, "the server of warm interpreters did not come up within 60 s"
         time.sleep(0.01)
-    return path
+    return used, server
 
 
 def python(*modules: str, **environ: str) -> str:

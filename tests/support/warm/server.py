@@ -1,8 +1,9 @@
-"""The process that has imported everything, and becomes workers by forking: ``python server.py SOCKET MODULES...``.
+"""The process that has imported everything, and becomes workers by forking: ``python server.py FOLDER MODULES...``.
 
 For each connection it forks twice. The first child enters the requester's namespaces and stands between: it passes
 signals on, kills the program when the requester goes, and says how it ended. The second one is the program.
-It ends when its standard input does, that is: when the tests close it or are killed. See the package for the rest.
+It ends, and the folder goes, when its standard input does, that is: when all processes of tests that used it have
+ended. See the package for the rest.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import array
 import atexit
 import ctypes
+import fcntl
 import gc
 import importlib.util
 import io
@@ -17,6 +19,7 @@ import marshal
 import os
 import runpy
 import select
+import shutil
 import signal
 import socket
 import sys
@@ -34,15 +37,24 @@ FDS = 9
 
 
 def main() -> None:
-    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    folder = sys.argv[1]
     preload(sys.argv[2:])
     gc.freeze()  # or the first collection in each fork would copy all pages
     listener = socket.socket(socket.AF_UNIX)
-    listener.bind(sys.argv[1])
+    listener.bind(f"{folder}/coming")
     listener.listen(64)
-    while sys.stdin not in (ready := select.select([listener, sys.stdin], [], [])[0]):
-        assert ready
+    os.rename(f"{folder}/coming", f"{folder}/socket")
+    while True:
+        ready = select.select([listener, sys.stdin], [], [])[0]
         reap()
+        if listener not in ready:
+            lock = os.open(folder, os.O_RDONLY)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if select.select([sys.stdin], [], [], 0)[0]:  # else one more has come while this waited for the lock
+                shutil.rmtree(folder)
+                break
+            os.close(lock)
+            continue
         connection, _ = listener.accept()
         if os.fork() == 0:
             listener.close()
