@@ -34,7 +34,7 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-class Report(keras.callbacks.Callback):
+class Report(keras.callbacks.Callback):  # type: ignore[misc] # has no types
     """Notes in the state how many processes trained each epoch, and prints a line for it."""
 
     def __init__(self, state: Any, epochs: int) -> None:
