@@ -128,3 +128,60 @@ def test_processes_stay_what_they_are_while_others_are_killed_and_come(tmp_path:
         stop(job, [*order[1:], 3], tmp_path)
         said = [line.partition("] ")[2] for line in job.output(order[1]).stderr.splitlines() if "in epoch" in line]
         assert list(dict.fromkeys(said)) == ["[1]: in epoch 0", "[0]: in epoch 1", "[0]: in epoch 2"]
+
+
+def test_a_forked_child_does_not_hide_its_parent_s_death(tmp_path: Path) -> None:
+    """It has copies of all connections: to the other ranks, and to the server, which knows of nothing else."""
+    program = PROGRAM.replace(
+        "    step = 0\n",
+        """
+    if not os.fork():
+        time.sleep(60)
+        os._exit(0)
+    step = 0
+""",
+    ).replace("import json, logging, os, sys", "import json, logging, os, sys, time")
+    with Job(2, program, tmp_path, elastic=epochs(size=2)) as job:
+        first = in_epoch(job, [0, 1], 2)
+        victim = next(number for number in (0, 1) if told(job, number)[0]["pid"] == first[0]["pid"])
+        kill(job, victim)
+        second = in_epoch(job, [1 - victim], 1)
+        assert second[0]["pid"] == first[1]["pid"]
+        stop(job, [1 - victim], tmp_path)
+
+
+def test_a_worker_that_ends_in_the_middle_ends_nothing_for_the_others(tmp_path: Path) -> None:
+    program = PROGRAM.replace(
+        "            while True:\n", "            while True:\n                if leaves(): sys.exit(3)\n"
+    )
+    program = program.replace(
+        "    hvd.init()\n",
+        "    leaves = lambda: os.path.exists(f\"{os.environ['JOB_FOLDER']}/{os.getpid()}\")\n    hvd.init()\n",
+    )
+    with Job(2, program, tmp_path, elastic=epochs(size=2)) as job:
+        first = in_epoch(job, [0, 1], 2)
+        (tmp_path / str(first[0]["pid"])).touch()
+        victim = next(number for number in (0, 1) if told(job, number)[0]["pid"] == first[0]["pid"])
+        assert job.workers[victim].wait(20) == 3
+        assert in_epoch(job, [1 - victim], 1)[0]["pid"] == first[1]["pid"]
+        assert {"error": "JobShutdownError"} in told(job, 1 - victim)
+        stop(job, [1 - victim], tmp_path)
+
+
+def test_a_program_without_elastic_run_ends_as_in_a_job_of_fixed_size(tmp_path: Path) -> None:
+    """It may shut down and start again, too. Its end is its success, though it never says so."""
+    program = """
+    import numpy as np
+    import hvdgloo.numpy as hvd
+    hvd.init()
+    assert hvd.allreduce(np.ones(1), op=hvd.Sum).tolist() == [2.0]
+    hvd.shutdown()
+    hvd.init()
+    assert hvd.allreduce(np.ones(1), op=hvd.Sum).tolist() == [2.0]
+    hvd.barrier()
+    """
+    elastic = epochs(size=2)
+    with Job(2, program, tmp_path, elastic=elastic) as job:
+        ended = job.wait()
+        assert [each.returncode for each in ended] == [0, 0], ended
+        until(lambda: elastic.status()["phase"] == "over", "the end of the job")
