@@ -105,6 +105,7 @@ BAD = [
     *(("connect_timeout", text, _POSITIVE) for text in ("0", "-1", "soon", "nan", "inf", "1e300")),
     ("start_timeout", "0", _POSITIVE),
     ("operation_timeout", "None", _POSITIVE),
+    ("elastic_timeout", "0", _POSITIVE),
     ("elastic_join", "later", "expected one of ready, now"),
     ("elastic_overlap", "perhaps", _FLAG),
     ("fusion_threshold", "64MB", _WHOLE),

@@ -85,12 +85,12 @@ TORCH = {
 MORE = {
     "hvdgloo.torch.elastic": {
         "run": "func",
-        "TorchState": "model=None, optimizer=None, **kwargs",
+        "TorchState": "model=None, optimizer=None",
         "ElasticSampler": "dataset, shuffle=True, seed=0",
     },
     "hvdgloo.torch.elastic.sampler": {"ElasticSampler": "dataset, shuffle=True, seed=0"},
     "hvdgloo.torch.elastic.state": {
-        "TorchState": "model=None, optimizer=None, **kwargs",
+        "TorchState": "model=None, optimizer=None",
         "StateHandler": "value",
         "ModelStateHandler": "model",
         "OptimizerStateHandler": "optimizer",
