@@ -828,6 +828,45 @@ def gradients_that_the_program_changes_before_it_steps() -> None:
 
 
 @case
+def an_optimizer_that_one_rank_has_built_before_the_first_step() -> None:
+    """From a checkpoint, say: its hooks have sent its gradients, and the other ranks' have not."""
+    if BACKEND != "torch":
+        return
+    model, alone = dense(), dense()
+    optimizer, plain = hvd.DistributedOptimizer(keras.optimizers.SGD(0.05)), keras.optimizers.SGD(0.05)
+    if hvd.rank() == 1:
+        optimizer.build(model.trainable_variables)
+    for batch in range(3):
+        step(model, optimizer, backward(model, batch))
+        step(alone, plain, backward(alone, batch, X))
+    equal(model, alone)
+
+
+@case
+def hooks_that_were_given_up_are_there_again_in_the_next_job() -> None:
+    """As in an elastic job's next epoch, in which newcomers have hooks."""
+    if BACKEND != "torch":
+        return
+    model, alone = dense(), dense()
+    optimizer, plain = hvd.DistributedOptimizer(keras.optimizers.SGD(0.05)), keras.optimizers.SGD(0.05)
+    optimizer.build(model.trainable_variables)
+    for batch in range(2):  # given up: the program changes what the hooks have sent
+        step(model, optimizer, [gradient * 1.0 for gradient in backward(model, batch)])
+        step(alone, plain, backward(alone, batch, X))
+    backward(model, 2)  # of a step that never comes to its end
+    hvd.shutdown()
+    hvd.init()
+    if hvd.rank() == 1:
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.05))
+        optimizer.build(model.trainable_variables)
+    for batch in range(2):
+        step(model, optimizer, backward(model, batch))
+        step(alone, plain, backward(alone, batch, X))
+    equal(model, alone)
+    same_everywhere(model)
+
+
+@case
 def a_backward_pass_without_a_step() -> None:
     if BACKEND != "torch":
         return
