@@ -38,14 +38,12 @@ def test_run_returns_what_the_readme_says(tmp_path: Path) -> None:
     assert _run(tmp_path, "main.py") == f"{[[12.0] * 3] * 4}\n"
 
 
-ELASTIC = [("TorchState", r"loss 0\.0\d+"), ("run_fn", r"weights \[0\.99 0\.99 0\.99 0\.99\]")]
+ELASTIC = [("TorchState(model", r"loss 0\.0\d+"), ("run_fn", r"weights \[0\.99 0\.99 0\.99 0\.99\]")]
 
 
 @pytest.mark.parametrize(("containing", "ends"), ELASTIC)
-def test_an_elastic_program_trains_alone_and_in_a_job_of_a_fixed_size(
-    tmp_path: Path, containing: str, ends: str
-) -> None:
+def test_an_elastic_program_trains_alone_and_on_several_workers(tmp_path: Path, containing: str, ends: str) -> None:
     (tmp_path / "train.py").write_text(program("docs/elastic.md", containing))
     assert re.fullmatch(rf"trained by 1 workers, {ends}\n", _run(tmp_path, "train.py"))
-    said = _run(tmp_path, "-m", "hvdgloo.runner", "-np", "2", "train.py")
+    said = _run(tmp_path, "-m", "hvdgloo.runner", "-np", "2", "--min-np", "1", "train.py")
     assert re.fullmatch(rf"\[0\]<stdout>:trained by 2 workers, {ends}\n", said)

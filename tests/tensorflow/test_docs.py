@@ -19,3 +19,9 @@ def test_the_readmes_programs_train(capsys: pytest.CaptureFixture[str], containi
     """Alone; on several ranks the examples do the same."""
     run_program("README.md", containing)
     assert re.search(r"1 workers, loss 0\.0\d+", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("containing", ["KerasState(model, batch", "TensorFlowKerasState"])
+def test_the_elastic_programs_train(capsys: pytest.CaptureFixture[str], containing: str) -> None:
+    run_program("docs/elastic.md", containing)
+    assert re.search(r"trained by 1 workers, loss 0\.0\d+", capsys.readouterr().out)
