@@ -233,3 +233,74 @@ def test_a_stopped_worker_is_ended_by_its_agent_once_others_have_lost_it(job: Jo
             os.kill(first[1].pid, signal.SIGCONT)
     job.finish()
     assert job.end() == 0
+
+
+def test_a_second_worker_is_killed_while_the_others_form_anew(job: Job) -> None:
+    """Horovod's #3014 and #2030: a failure during the reset."""
+    dies = TRAIN.replace(
+        "state = elastic.ObjectState(",
+        """
+class Dying(elastic.ObjectState):
+    def on_reset(self):
+        super().on_reset()
+        if os.environ["HVDGLOO_WORKER"].endswith("/2"):
+            os.kill(os.getpid(), 9)
+
+state = Dying(""",
+    )
+    job.start("-np", "4", "--min-np", "1", "--failures-per-host", "99", program=dies)
+    first = job.members(1, 4)
+    os.kill(first[3].pid, signal.SIGKILL)
+    again = job.members(2, 4)
+    assert [worker.pid for worker in again[:2]] == [first[0].pid, first[2].pid]
+    job.finish()
+    assert job.end() == 0
+
+
+def test_one_worker_after_the_other_is_killed(job: Job) -> None:
+    job.start("-np", "3", "--min-np", "1", "--failures-per-host", "99")
+    step = -1
+    for number in range(1, 5):
+        members = job.members(number, 3)
+        assert members[0].step > step  # the training goes on from where it was
+        step = members[0].step
+        os.kill(members[number % 3].pid, signal.SIGKILL)
+    job.members(5, 3)
+    job.finish()
+    assert job.end() == 0
+    assert job.error.count("was killed by signal 9 (SIGKILL); ") >= 4
+
+
+def test_newcomers_can_be_let_in_at_once(job: Job) -> None:
+    """Horovod's way: those who are in training wait in init() with the newcomer."""
+    flags = job.discovers("localhost:1")
+    job.start("-np", "1", "--min-np", "1", "--join", "now", *flags)
+    (alone,) = job.members(1, 1)
+    job.discovers("localhost:3")
+    assert job.members(1, 3)[0].pid == alone.pid
+    job.finish()
+    assert job.end() == 0
+
+
+def test_a_host_with_more_slots_than_it_can_bear_is_left_out(job: Job) -> None:
+    job.start("-np", "2", "--min-np", "1", *job.discovers("localhost:20000"))
+    assert job.end() == 1
+    assert "host localhost is left out: 20000 processes would run on host localhost" in job.error
+    assert job.said == []
+
+
+def test_below_min_np_the_job_waits_and_then_ends_with_the_failure_s_status(job: Job) -> None:
+    fails = TRAIN.replace("        state.step += 1", "        if hvd.rank() == 1:\n            os._exit(5)")
+    flags = job.discovers("localhost:1", "127.0.0.1:1")
+    job.start("-np", "2", "--min-np", "2", "--elastic-timeout", "2", *flags, program=fails)
+    assert job.end() == 5
+    assert "host 127.0.0.1 is left out: rank 1 on host 127.0.0.1" in job.error
+    assert "1 of 2 workers are there (localhost: 1; 127.0.0.1: left out" in job.error
+    assert "after 2 s" in job.error
+
+
+def test_a_reset_limit_ends_the_job(job: Job) -> None:
+    job.start("-np", "2", "--min-np", "1", "--failures-per-host", "99", "--reset-limit", "0")
+    os.kill(job.members(1, 2)[1].pid, signal.SIGKILL)
+    assert job.end() == 1
+    assert "--reset-limit allows that 0 times" in job.error
