@@ -7,6 +7,7 @@ launcher's workers are told by their agent instead, which knows what else is to 
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
 import time
@@ -54,7 +55,8 @@ def leaving_on_sigterm(job: Leaver) -> Iterator[None]:
         return
 
     def leave(_number: int, _frame: Any) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        # The kernel does not let a signal end the first process of a container by itself.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if os.getpid() != 1 else _end)
         # The main thread goes on training, and may hold locks of the client and of the log.
         threading.Thread(target=_leave, args=(job,), name="hvdgloo-leaving", daemon=True).start()
 
@@ -62,8 +64,12 @@ def leaving_on_sigterm(job: Leaver) -> Iterator[None]:
     try:
         yield
     finally:
-        if signal.getsignal(signal.SIGTERM) is leave:
+        if signal.getsignal(signal.SIGTERM) in (leave, _end):
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _end(_number: int, _frame: Any) -> None:
+    os._exit(128 + signal.SIGTERM)
 
 
 def _leave(job: Leaver) -> None:

@@ -30,17 +30,19 @@ class Pod:
     Attributes:
         name: ``train-2``.
         again: it is started again when it ends.
+        after_failure: only if it has failed.
     """
 
     name: str
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(repr=False)
     again: bool = False
+    after_failure: bool = False
 
 
 def blocks(page: Path, heading: str, language: str) -> list[str]:
     """The fenced blocks of one section of a page."""
-    section = re.search(rf"^#+ {re.escape(heading)}$(.*?)(?=^#|\Z)", page.read_text(encoding="utf-8"), re.M | re.S)
+    section = re.search(rf"^#+ {re.escape(heading)}$(.*?)(?=^#+ |\Z)", page.read_text(encoding="utf-8"), re.M | re.S)
     assert section is not None, f"{page} has no section {heading}"
     return [text for tag, text in _FENCE.findall(section[1]) if tag == language]
 
@@ -64,8 +66,11 @@ def kubernetes(text: str, secrets: Mapping[str, str]) -> list[Pod]:
             env = {item["name"]: _value(item, secrets, index, stateful) for item in container.get("env", ())}
             if indexed:
                 env["JOB_COMPLETION_INDEX"] = str(index)
-            again = template["spec"].get("restartPolicy", "Always") == "Always"
-            pods.append(Pod(f"{document['metadata']['name']}-{index}", tuple(container["command"]), env, again))
+            policy = template["spec"].get("restartPolicy", "Always")
+            name = f"{document['metadata']['name']}-{index}"
+            pods.append(
+                Pod(name, tuple(container["command"]), env, policy != "Never", after_failure=policy == "OnFailure")
+            )
     return pods
 
 
@@ -98,6 +103,8 @@ def compose(text: str, variables: Mapping[str, str]) -> list[Pod]:
             f"{name}-{number}",
             tuple(service["command"]),
             {key: filled(value) for key, value in service["environment"].items()},
+            again="restart" in service,
+            after_failure=service.get("restart") == "on-failure",
         )
         for name, service in yaml.safe_load(text)["services"].items()
         for number in range(service.get("deploy", {}).get("replicas", 1))
@@ -158,5 +165,14 @@ class Orchestra:
             if status is not None:
                 self.statuses[name].append(status)
                 del self.running[name]
-                if self.pods[name].again:
+                pod = self.pods[name]
+                if pod.again and not (pod.after_failure and status == 0):
                     self.start(name)
+
+    def delete(self, name: str, grace: float = 30.0) -> int:
+        """End a pod as its deletion does: SIGTERM, and some time. Returns its last status."""
+        process = self.running.pop(name)
+        process.terminate()
+        status = process.wait(grace)
+        self.statuses[name].append(status)
+        return status

@@ -49,6 +49,20 @@ def test_the_first_one_makes_it_leave_and_the_second_would_end_it(caplog: pytest
     ]
 
 
+def test_the_second_one_ends_the_first_process_of_a_container(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For which the kernel ignores signals that it does not handle."""
+    statuses: list[int] = []
+    job, pid = Job(), os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    monkeypatch.setattr(os, "_exit", statuses.append)
+    with leaving_on_sigterm(job):
+        for _ in range(2):
+            os.kill(pid, signal.SIGTERM)
+        assert job.told.wait(10)
+    assert statuses == [143]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
 def test_a_server_that_cannot_be_reached_is_told_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leaving, "_PAUSE", 0.001)
     job = Job(unreachable=3)
