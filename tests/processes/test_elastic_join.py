@@ -135,7 +135,10 @@ def test_a_forked_child_does_not_hide_its_parent_s_death(tmp_path: Path) -> None
     program = PROGRAM.replace(
         "    step = 0\n",
         """
+    descriptors = job._access.client.descriptors
     if not os.fork():
+        with open(f"{os.environ['JOB_FOLDER']}/child.{os.getppid()}", "w") as file:
+            print(*{os.readlink(f"/proc/self/fd/{number}") for number in descriptors}, file=file, end="")
         time.sleep(60)
         os._exit(0)
     step = 0
@@ -147,6 +150,8 @@ def test_a_forked_child_does_not_hide_its_parent_s_death(tmp_path: Path) -> None
         kill(job, victim)
         second = in_epoch(job, [1 - victim], 1)
         assert second[0]["pid"] == first[1]["pid"]
+        # Without this the others' word would still do, but later.
+        assert job.wait_for_file(f"child.{first[0]['pid']}") == "/dev/null"
         stop(job, [1 - victim], tmp_path)
 
 
