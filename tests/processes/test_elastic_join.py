@@ -137,8 +137,10 @@ def test_a_forked_child_does_not_hide_its_parent_s_death(tmp_path: Path) -> None
         """
     descriptors = job._access.client.descriptors
     if not os.fork():
-        with open(f"{os.environ['JOB_FOLDER']}/child.{os.getppid()}", "w") as file:
+        name = f"{os.environ['JOB_FOLDER']}/child.{os.getppid()}"
+        with open(name + ".part", "w") as file:
             print(*{os.readlink(f"/proc/self/fd/{number}") for number in descriptors}, file=file, end="")
+        os.rename(name + ".part", name)
         time.sleep(60)
         os._exit(0)
     step = 0
@@ -147,11 +149,12 @@ def test_a_forked_child_does_not_hide_its_parent_s_death(tmp_path: Path) -> None
     with Job(2, program, tmp_path, elastic=epochs(size=2)) as job:
         first = in_epoch(job, [0, 1], 2)
         victim = next(number for number in (0, 1) if told(job, number)[0]["pid"] == first[0]["pid"])
+        # Without this the others' word would still do, but later.
+        until(lambda: (tmp_path / f"child.{first[0]['pid']}").exists(), "the child")
+        assert (tmp_path / f"child.{first[0]['pid']}").read_text() == "/dev/null"
         kill(job, victim)
         second = in_epoch(job, [1 - victim], 1)
         assert second[0]["pid"] == first[1]["pid"]
-        # Without this the others' word would still do, but later.
-        assert job.wait_for_file(f"child.{first[0]['pid']}") == "/dev/null"
         stop(job, [1 - victim], tmp_path)
 
 
