@@ -57,12 +57,17 @@ def choose_spawner(hosts: Sequence[HostEntry], reach: Reach, *, fork: bool = Fal
     local = LocalSpawner(fork=fork)
     if len(here) == len(hosts):
         return local
-    others = [host for host in hosts if host not in here]
-    ways: dict[bool, Spawner] = {False: TemplateSpawner(reach, others) if reach.agent_command else SshSpawner(reach)}
+    return PerHostSpawner(
+        {**_elsewhere([host for host in hosts if host not in here], reach), **dict.fromkeys(here, local)}
+    )
+
+
+def _elsewhere(hosts: Sequence[HostEntry], reach: Reach) -> Mapping[HostEntry, Spawner]:
+    """What leads to hosts that are not this machine. Raises ConfigError for a template that does not fit one."""
+    ways: dict[bool, Spawner] = {False: TemplateSpawner(reach, hosts) if reach.agent_command else SshSpawner(reach)}
     if reach.slurm_job and not reach.agent_command:
         ways[True] = SrunSpawner(reach, reach.slurm_job, os.environ)
-    chosen = {host: ways.get(host.name in reach.slurm_nodes, ways[False]) for host in hosts}
-    return PerHostSpawner({host: local if host in here else way for host, way in chosen.items()})
+    return {host: ways.get(host.name in reach.slurm_nodes, ways[False]) for host in hosts}
 
 
 class AnyHostSpawner:
@@ -75,7 +80,8 @@ class AnyHostSpawner:
     def __init__(self, reach: Reach, *, fork: bool = False) -> None:
         self._reach = reach
         self._local = LocalSpawner(fork=fork)
-        self._here: Mapping[str, bool] = {}
+        self._here: Mapping[str, bool] = {}  # replaced as a whole: two threads look at it
+        self._others: dict[HostEntry, Spawner] = {}
 
     def learn(self, hosts: Sequence[HostEntry]) -> None:
         """Find out which of these are this machine, before any of them is started. Names are looked up for that."""
@@ -100,14 +106,11 @@ class AnyHostSpawner:
         return self._way(host).diagnose(host, ending)
 
     def _way(self, host: HostEntry) -> Spawner:
-        reach = self._reach
         if self.is_local(host):
             return self._local
-        if reach.agent_command:
-            return TemplateSpawner(reach, [host])
-        if reach.slurm_job and host.name in reach.slurm_nodes:
-            return SrunSpawner(reach, reach.slurm_job, os.environ)
-        return SshSpawner(reach)
+        if host not in self._others:
+            self._others |= _elsewhere([host], self._reach)
+        return self._others[host]
 
 
 def hosts_here(hosts: Sequence[HostEntry], reach: Reach, lookup_timeout: float = 3.0) -> list[HostEntry]:

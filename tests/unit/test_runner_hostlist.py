@@ -21,7 +21,8 @@ from hvdgloo.runner.launch import _host_environment
 from hvdgloo.runner.network.interfaces import Address
 from hvdgloo.runner.protocol.frames import Hello
 from hvdgloo.runner.transport.local import LocalSpawner
-from hvdgloo.runner.transport.select import choose_spawner, hosts_here
+from hvdgloo.runner.transport.failures import Ending
+from hvdgloo.runner.transport.select import AnyHostSpawner, choose_spawner, hosts_here
 
 
 def spec(np: int | None, **more: int) -> LaunchSpec:
@@ -296,3 +297,26 @@ class TestInventory:
     def test_one_source(self) -> None:
         with pytest.raises(ConfigError, match="either hosts or a hostfile"):
             take_inventory({}, hosts="h1", hostfile="f")
+
+
+class TestHostsThatComeLater:
+    """Elastic jobs learn their hosts while they run."""
+
+    def test_several_may_be_this_machine_and_others_are_reached_as_ever(self) -> None:
+        spawner = AnyHostSpawner(Reach(agent_command=("kubectl", "exec", "-i", "{user}", "{host}", "--")))
+        spawner.learn([HostEntry("localhost", 1), HostEntry("pod-1", 1, "me")])
+        spawner.learn([HostEntry("127.0.0.1", 1), HostEntry("localhost", 2), HostEntry("pod-2", 1)])
+        local = [name for name in ("localhost", "127.0.0.1", "pod-1", "pod-2") if spawner.is_local(HostEntry(name))]
+        assert local == ["localhost", "127.0.0.1"]
+        said = spawner.diagnose(HostEntry("pod-1", None, "me"), Ending(1, ("Error from server (NotFound)",)))
+        assert said.text.startswith("kubectl")
+
+    def test_a_template_that_does_not_fit_one_of_them_is_that_one_s_trouble(self) -> None:
+        spawner = AnyHostSpawner(Reach(agent_command=("true", "{user}")))
+        spawner.learn([HostEntry("pod-1", 1, "me"), HostEntry("pod-2", 1)])
+        with pytest.raises(ConfigError, match="uses {user}, which host pod-2 does not have"):
+            spawner.start(HostEntry("pod-2"))
+        stream = spawner.start(HostEntry("pod-1", None, "me"))
+        assert stream.wait(10) == 0
+        for pipe in (stream.stdin, stream.stdout, stream.stderr):
+            pipe.close()
