@@ -124,20 +124,20 @@ def test_a_worker_and_then_an_agent_are_killed(job: Job) -> None:
 
 
 def test_a_host_that_is_cut_off_is_survived(job: Job) -> None:
-    flags = ["--heartbeat-timeout", "1", "-H", "h1:1,h2:1,h3:1"]
+    flags = ["--heartbeat-timeout", "3", "-H", "h1:1,h2:1,h3:1"]
     job.start("-np", "3", "--min-np", "1", *flags, script=False)
     first = job.on(1, "h1", "h2", "h3")
     job.bed["h2"].cut()
     assert job.on(1, "h1", "h3") == [first[0], first[2]]
     wait_for(job.bed["h2"].is_empty, DEADLINE, "the agent there to end its worker")
-    assert "host h2 is left out: its agent has been silent for 1 s" in job.error
+    assert "host h2 is left out: its agent has been silent for 3 s" in job.error
     job.bed["h2"].reconnect()
     job.finish()
     assert job.end() == 0
 
 
 def test_a_host_whose_power_fails_comes_back_after_its_cooldown(job: Job) -> None:
-    flags = ["--heartbeat-timeout", "1", "--blacklist-cooldown-range", "1", "2", "-H", "h1:1,h2:1,h3:1"]
+    flags = ["--heartbeat-timeout", "3", "--blacklist-cooldown-range", "1", "2", "-H", "h1:1,h2:1,h3:1"]
     job.start("-np", "3", "--min-np", "1", *flags, script=False)
     first = job.on(1, "h1", "h2", "h3")
     job.bed["h3"].cut()
@@ -195,3 +195,25 @@ def test_the_launcher_s_death_ends_the_job_on_all_hosts(job: Job) -> None:
     job.on(1, "h1", "h2")
     process.kill()
     assert job.end() != 0
+
+
+def test_a_host_that_flaps_disturbs_nobody(job: Job) -> None:
+    """It takes two successive lists without a host to remove it."""
+    job.lists("h1:1", "h2:1")
+    job.start("-np", "2", "--min-np", "1", "--discovery-interval", "0.5")
+    first = job.on(1, "h1", "h2")
+    asked = job.folder / "asked"
+    flapping = f"""#!/bin/sh
+echo >> {asked}
+echo h1:1
+test $(($(wc -l < {asked}) % 2)) = 0 || echo h2:1
+"""
+    new = job.folder / "flapping.sh"
+    new.write_text(flapping)
+    new.chmod(0o755)
+    new.rename(job.folder / "hosts.sh")
+    wait_for(lambda: asked.exists() and asked.read_text().count("\n") >= 6, DEADLINE, "6 questions")
+    job.finish()
+    assert [over.pid for over in job.members(1, 2, "over")] == first
+    assert job.end() == 0
+    assert "removed" not in job.error

@@ -20,8 +20,8 @@ from hvdgloo.runner.job.spec import HostEntry, LaunchSpec, NetworkOptions, Reach
 from hvdgloo.runner.launch import _host_environment
 from hvdgloo.runner.network.interfaces import Address
 from hvdgloo.runner.protocol.frames import Hello
-from hvdgloo.runner.transport.local import LocalSpawner
 from hvdgloo.runner.transport.failures import Ending
+from hvdgloo.runner.transport.local import LocalSpawner
 from hvdgloo.runner.transport.select import AnyHostSpawner, choose_spawner, hosts_here
 
 
@@ -314,7 +314,7 @@ class TestHostsThatComeLater:
     def test_a_template_that_does_not_fit_one_of_them_is_that_one_s_trouble(self) -> None:
         spawner = AnyHostSpawner(Reach(agent_command=("true", "{user}")))
         spawner.learn([HostEntry("pod-1", 1, "me"), HostEntry("pod-2", 1)])
-        with pytest.raises(ConfigError, match="uses {user}, which host pod-2 does not have"):
+        with pytest.raises(ConfigError, match=r"uses \{user\}, which host pod-2 does not have"):
             spawner.start(HostEntry("pod-2"))
         stream = spawner.start(HostEntry("pod-1", None, "me"))
         assert stream.wait(10) == 0
