@@ -77,16 +77,16 @@ def add_elastic_flags(add: AddArgument) -> None:
         type=seconds,
         metavar=("MIN", "MAX"),
         yaml="elastic.blacklist_cooldown_range",
-        help="leave out a host that has failed for MIN seconds or longer, twice as long after each further failure, up "
-        "to MAX (default: until it is removed and listed again)",
+        help="how long a host that has failed is left out: at least MIN seconds, twice as long each time, at most MAX "
+        "(default: until it is removed from the list and comes back)",
     )
     add(
         "--failures-per-host",
         type=positive,
         metavar="N",
         yaml="elastic.failures_per_host",
-        help="leave out a host at the Nth failure of a worker there, and start only that worker again before (default: "
-        "1, as in Horovod; 3 where -H names a single host)",
+        help="leave out a host at the Nth failure of a worker there; before that, only the worker that has failed is "
+        "started again (default: 1, as in Horovod; 3 in a job on a single host)",
     )
     add(
         "--discovery-interval",
