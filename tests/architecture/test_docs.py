@@ -56,6 +56,15 @@ OTHER_OPTIONS = {
     "--tf",
     "--trials",
     "--validate",
+    "--array",
+    "--for",
+    "--kill-on-bad-exit",
+    "--no-kill",
+    "--replicas",
+    "--requeue",
+    "--scale",
+    "--signal",
+    "--wait",
 }
 """Options in examples that belong to other programs."""
 WITHOUT_EFFECT = {
