@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support import warm
 from tests.support.elastic_program import DEADLINE, TRAIN, Training
 from tests.support.hosts import Bed, HostProcess
 from tests.support.hosts_job import inner_pid, is_agent
@@ -31,7 +32,7 @@ class Job(Training):
         hosts = ["--host-discovery-script", str(self._script()), "--discovery-interval", "0.2"] if script else []
         with open(self.folder / "out", "w") as out, open(self.folder / "err", "w") as err:
             self.process = self.bed[launcher].popen(
-                [sys.executable, "-m", "hvdgloo.runner", *hosts, *flags, sys.executable, "worker.py"],
+                [sys.executable, "-m", "hvdgloo.runner", *hosts, *flags, warm.python(), "worker.py"],
                 cwd=self.folder,
                 stdout=out,
                 stderr=err,
