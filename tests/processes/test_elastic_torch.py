@@ -84,7 +84,8 @@ def batch_of(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_survivors_of_a_killed_worker_go_on_and_another_joins(tmp_path: Path, victim: int) -> None:
+def test_pain_26_survivors_of_a_killed_worker_go_on_and_another_joins(tmp_path: Path, victim: int) -> None:
+    """Horovod's #3264, #2908 and #2484: there, one worker's end aborted the others."""
     rules = Rules(size=3, smallest=1, launched=False)
     with Job(3, PROGRAM, tmp_path, elastic=ElasticEpochs(rules)) as job:
         pid = pid_of(job, tmp_path, 3, victim)
