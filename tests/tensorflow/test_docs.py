@@ -14,10 +14,18 @@ def test_the_api_page_is_what_the_docstrings_say() -> None:
     assert written == generated("api_tensorflow"), "run: python docs/generate_api_tensorflow.py"
 
 
-@pytest.mark.parametrize("containing", ["DistributedGradientTape", "model.fit"])
-def test_the_readmes_programs_train(capsys: pytest.CaptureFixture[str], containing: str) -> None:
+@pytest.mark.parametrize(
+    ("page", "containing"),
+    [
+        ("README.md", "DistributedGradientTape"),
+        ("README.md", "model.fit"),
+        ("docs/elastic.md", "KerasState(model, batch=0, epoch=0)"),
+        ("docs/elastic.md", "TensorFlowKerasState"),
+    ],
+)
+def test_the_programs_of_the_pages_train(capsys: pytest.CaptureFixture[str], page: str, containing: str) -> None:
     """Alone; on several ranks the examples do the same."""
-    run_program("README.md", containing)
+    run_program(page, containing)
     assert re.search(r"1 workers, loss 0\.0\d+", capsys.readouterr().out)
 
 
