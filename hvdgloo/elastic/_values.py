@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -50,6 +49,8 @@ def digest(values: Any) -> str:
 
     Values that are equal may have different texts (a set's order differs from process to process), but not vice versa.
     """
+    import hashlib  # and OpenSSL, which programs that are not elastic do not need when they import hvdgloo
+
     hashed = hashlib.sha256()
     _hash(values, hashed.update)
     return hashed.hexdigest()[:32]

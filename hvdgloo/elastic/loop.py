@@ -8,7 +8,6 @@ in a callback or while the state is being sent, too, only leads to the next turn
 from __future__ import annotations
 
 import functools
-import hashlib
 import logging
 import time
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from hvdgloo._collectives.agreement import highest
 from hvdgloo._job import process
 from hvdgloo.elastic._leaving import leaving_on_sigterm
+from hvdgloo.elastic._values import digest
 from hvdgloo.elastic.news import notification_manager
 from hvdgloo.elastic.state import State, Updates
 from hvdgloo.errors import (
@@ -211,7 +211,7 @@ class Loop:
         if not placement.fresh:
             state.on_reset()
         # Callbacks may have changed something, and not the same everywhere.
-        fingerprint = int(hashlib.sha256(state._fingerprint().encode()).hexdigest()[:15], 16)
+        fingerprint = int(digest(state._fingerprint())[:15], 16)
         most, least = highest(state._context(), "elastic.state", (fingerprint, -fingerprint))
         with progress.syncing(newest, placement.root, placement.everyone and most == -least):
             state.sync()
