@@ -44,6 +44,6 @@ ELASTIC = [("TorchState(model", r"loss 0\.0\d+"), ("run_fn", r"weights \[0\.99 0
 @pytest.mark.parametrize(("containing", "ends"), ELASTIC)
 def test_an_elastic_program_trains_alone_and_on_several_workers(tmp_path: Path, containing: str, ends: str) -> None:
     (tmp_path / "train.py").write_text(program("docs/elastic.md", containing))
-    assert re.fullmatch(rf"trained by 1 workers, {ends}\n", _run(tmp_path, "train.py"))
-    said = _run(tmp_path, "-m", "hvdgloo.runner", "-np", "2", "--min-np", "1", "train.py")
+    assert re.fullmatch(rf"trained by 1 workers, {ends}\n", _run(tmp_path, "train.py", python=warm.python()))
+    said = _run(tmp_path, "-m", "hvdgloo.runner", "-np", "2", "--min-np", "1", warm.python(), "train.py")
     assert re.fullmatch(rf"\[0\]<stdout>:trained by 2 workers, {ends}\n", said)
