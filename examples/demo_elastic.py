@@ -47,18 +47,18 @@ def main() -> int:
             env=environment,
         ) as job:
             assert job.stdout is not None
-            killed = added = False
+            killed, added = 0, False
             for line in job.stdout:
                 print(line, end="", flush=True)
-                found = re.search(r"epoch (\d+)/\d+ on (\d+) ranks?, the first is process (\d+)", line)
+                found = re.search(r"epoch (\d+)/\d+ on \d+ ranks?, the first is process (\d+)", line)
                 if found is None:
                     continue
-                epoch, ranks, first = map(int, found.groups())
+                epoch, first = int(found[1]), int(found[2])
                 if not killed and epoch >= 3:
-                    killed = True
+                    killed = first
                     say(f"killing process {first}, which is rank 0")
                     os.kill(first, signal.SIGKILL)
-                elif killed and not added and ranks == 1:
+                elif killed and not added and first != killed:
                     added = True
                     say("the list of hosts now says localhost:4")
                     replaced = listed.with_suffix(".new")

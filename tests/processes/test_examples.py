@@ -77,6 +77,7 @@ def test_torch_digits_goes_on_from_its_checkpoint(launcher: Launcher) -> None:
     assert accuracy_in(second) >= 97.0
 
 
+@pytest.mark.timeout(120)  # mostly a tenth of it; programs start one after the other
 def test_the_elastic_demo_loses_a_worker_and_gains_two(tmp_path: Path) -> None:
     """What `make demo-elastic` does: the program reaches the fixed job's accuracy all the same."""
     python = warm.python()
@@ -84,12 +85,12 @@ def test_the_elastic_demo_loses_a_worker_and_gains_two(tmp_path: Path) -> None:
         [sys.executable, str(EXAMPLES / "demo_elastic.py"), "--python", python, "--epochs", "40"],
         capture_output=True,
         text=True,
-        timeout=55,
+        timeout=110,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(re.findall(r"was killed by signal 9 \(SIGKILL\); 1 of 2 workers went on", done.stdout)) == 2
     (sizes,) = re.findall(r"trained \d+ steps, on ([\d> -]+) ranks", done.stdout)
-    assert sizes.startswith("2 -> 1 -> ")
+    assert sizes.startswith("2 -> ")  # with no 1 if another worker came within an epoch
     assert sizes.endswith("4")
     assert accuracy_in(done.stdout) >= 97.0
     assert len(re.findall(r"all ranks hold identical parameters", done.stdout)) == 1
