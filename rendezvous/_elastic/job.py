@@ -374,6 +374,9 @@ class ElasticJob:
         del self._crew.workers[worker.id]
         if self._crew.ran and worker.stage is not Stage.FINISHED and not worker.out:
             self._mention(f"{worker} {event.reason}")
+        if not self.rules.launched and self.phase is P.RUNNING and worker.stage is Stage.MEMBER:
+            # Where its host was cut off, the others would wait for it in vain.
+            self._void(f"{worker} {event.reason}")
         told_over = bool(worker.out) and worker.fate is Fate.OVER
         if not event.status and worker.stage is Stage.FINISHED:
             self._crew.well.add(worker.id)
@@ -495,8 +498,11 @@ class ElasticJob:
         there = self._crew.candidates()
         if self._now < self._not_before:
             return
-        if self._has_state and not any(worker.serial != NO_STATE for worker in there if not worker.fresh):
+        lost = self._has_state and not any(worker.serial != NO_STATE for worker in there if not worker.fresh)
+        if lost and (not self._crew.unheard or self._now >= self._patience):
             self._fail(_STATE_LOST)
+        elif lost:
+            pass  # a member of which this server has not heard may have it, and will come when it finds the server
         elif len(there) >= self._crew.needed:
             self._form(there)
         elif self._crew.hopeless():

@@ -67,6 +67,7 @@ class Front(cheroot_server.HTTPServer):
         max_body: maximum size of a request's body, in bytes.
         head_timeout: seconds within which a request's head must be whole.
         tls: encrypts all connections, if given.
+        dead_after: for ``keep_alive``.
     """
 
     max_request_header_size = MAX_HEAD
@@ -81,6 +82,7 @@ class Front(cheroot_server.HTTPServer):
         max_body: int,
         head_timeout: float,
         tls: Tls | None = None,
+        dead_after: float = 120.0,
     ) -> None:
         super().__init__(listeners[0].getsockname()[:2], Gateway, server_name="hvdgloo-rendezvous")
         # cheroot keeps every server there forever.
@@ -92,6 +94,7 @@ class Front(cheroot_server.HTTPServer):
         self.pool = ThreadPool("hvdgloo-rendezvous", threads)
         self.max_connections = max_connections
         self._head_timeout = head_timeout
+        self._dead_after = dead_after
         self._tls = tls
         self._listeners = list(listeners)
         self._selector = selectors.DefaultSelector()
@@ -419,7 +422,7 @@ class Front(cheroot_server.HTTPServer):
         sock.setblocking(False)
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            keep_alive(sock)
+            keep_alive(sock, self._dead_after)
             if self._tls is not None:
                 sock = self._tls.accepted(sock)
         except OSError:
@@ -517,9 +520,12 @@ class Front(cheroot_server.HTTPServer):
             self._drop(connection)
 
 
-def keep_alive(sock: socket.socket) -> None:
-    """Have the kernel notice a dead peer within two minutes, where it lets us say so."""
+def keep_alive(sock: socket.socket, dead_after: float) -> None:
+    """Have the kernel notice within so many seconds (at least 4) that a peer is cut off, where it lets us say so."""
+    probes = 4
+    interval = max(1, round(dead_after / (2 * probes)))
+    idle = max(1, round(dead_after) - probes * interval)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4)):
+    for name, value in (("TCP_KEEPIDLE", idle), ("TCP_KEEPINTVL", interval), ("TCP_KEEPCNT", probes)):
         if hasattr(socket, name):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

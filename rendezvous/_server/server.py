@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 MAX_BODY = 256 * 1024 * 1024
 _ELASTIC_WORKERS = 1024  # that an elastic job may have where there is no --max-np
+_CUT_OFF = 5.0  # seconds after which an elastic job's worker counts as lost whose host has vanished; no agent sees that
 _SPARE_THREADS = 32  # for requests that do not wait
 
 
@@ -161,6 +162,7 @@ class RendezvousServer:
             max_body=MAX_BODY,
             head_timeout=self._request_timeout,
             tls=self._tls,
+            **({"dead_after": _CUT_OFF} if self._elastic is not None and not self._elastic.rules.launched else {}),
         )
         self._front.start()
         logger.info("the rendezvous server listens on %s", ", ".join(self.endpoints))

@@ -231,7 +231,7 @@ class Bed:
                 self.serial, self.update = serial, update
             case Voided(epoch, reason):
                 assert reason
-                assert epoch == self.rosters[-1].epoch
+                assert epoch == self.job.roster.epoch
                 assert epoch > self.voided
                 self.voided = epoch
             case Tell(text):

@@ -901,10 +901,22 @@ class TestWithoutALauncher:
         bed.come_back(a)
         assert [seat.worker for seat in bed.rosters[-1].seats] == ["a", "b"]
 
+    def test_the_others_are_told_of_one_whose_connection_was_lost(self) -> None:
+        """Its host may have been cut off, and then they would wait for it until the operation timeout."""
+        bed = Bed(self.RULES, ())
+        a, b = self.come(bed, "a", "pod-1"), self.come(bed, "b", "pod-2")
+        for actor in (a, b):
+            bed.say_up(actor)
+        bed.see(b, None)
+        assert bed.voided == 0
+
     def test_all_may_be_lost_before_they_were_heard_of(self) -> None:
         bed = Bed(self.RULES, (), hold=RETURN_TIME)
+        begin = bed.now
         bed.see(self.recalled(bed, "a", 0), None)
+        self.come(bed, "new", "pod-9")
         assert bed.time_alone() is Phase.FAILED
+        assert bed.now - begin == self.RULES.elastic_timeout, "the others may only take longer"
         assert bed.ended is not None
         assert "all workers that had the state of the training were lost" in bed.ended.text
 
