@@ -168,7 +168,11 @@ class Planes:
     def _gloo(self, prefix: str, place: int, size: int, cancelled: Callable[[], bool] | None) -> Backend:
         provider, timeout = self._decided["gloo_provider"], self._config.connect_timeout
         secret = self._config.secret or b""
-        return gloo_backend(provider, self._store, prefix, place, size, self._address, timeout, cancelled, secret)
+        try:
+            return gloo_backend(provider, self._store, prefix, place, size, self._address, timeout, cancelled, secret)
+        except ConnectError as error:  # which numbers the members
+            error.rank = self._rank
+            raise
 
     def _hierarchy(
         self, prefix: str, members: Sequence[int], layout: Layout, cancelled: Callable[[], bool] | None
@@ -271,6 +275,10 @@ class Planes:
                 direct_from=DIRECT_FROM if self._decided["shm_direct"] else None,
                 cancelled=cancelled,
             )
+        except ConnectError as error:  # which numbers the members
+            error.rank = None if error.rank is None else members[error.rank]
+            error.missing = tuple(members[member] for member in error.missing)
+            raise
         except Unsupported as error:
             if place == 0 and self._decided["cpu_operations"] == "auto":
                 logger.warning("no shared memory between ranks %s, but Gloo: %s", _ranges(members), error)
