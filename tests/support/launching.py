@@ -21,7 +21,7 @@ T = TypeVar("T")
 _MARK = "HVDGLOO_TEST_MARK"
 
 
-def wait_for(condition: Callable[[], T], timeout: float = 15.0, what: str = "") -> T:
+def wait_for(condition: Callable[[], T | None], timeout: float = 15.0, what: str = "") -> T:
     """Poll until ``condition`` gives something true, and return that.
 
     A condition that is costly to look at is looked at less often, so that those who are waited for have the cores.
