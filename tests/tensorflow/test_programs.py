@@ -399,27 +399,22 @@ def test_examples_learn_to_read(launcher: Launcher, example: str) -> None:
     assert len(re.findall("all ranks hold identical parameters", done.stdout)) == 1
 
 
-def test_the_elastic_example_loses_a_worker_and_gains_others(launcher: Launcher) -> None:
+@pytest.mark.timeout(90)  # on a busy machine TensorFlow alone takes 20 s to be imported
+def test_the_elastic_example_loses_a_worker_and_gains_others() -> None:
     """What `make demo-elastic` does with torch's: it reaches the fixed job's accuracy all the same."""
     quiet = {"TF_CPP_MIN_LOG_LEVEL": "3"}
-    arguments = ("--training", str(EXAMPLES / "keras_digits_elastic.py"), "--epochs", "20")
+    python = warm.python(*warm.TENSORFLOW, **quiet)
+    arguments = ("--python", python, "--training", str(EXAMPLES / "keras_digits_elastic.py"), "--epochs", "12")
     done = subprocess.run(
-        [
-            sys.executable,
-            str(EXAMPLES / "demo_elastic.py"),
-            "--python",
-            warm.python(*warm.TENSORFLOW, **quiet),
-            *arguments,
-        ],
+        [sys.executable, str(EXAMPLES / "demo_elastic.py"), *arguments],
         capture_output=True,
         text=True,
-        timeout=58,
+        timeout=60,
         env={**os.environ, **quiet},
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(re.findall(r"was killed by signal 9 \(SIGKILL\); 1 of 2 workers went on", done.stdout)) == 2
-    (sizes,) = re.findall(r"trained \d+ steps, on ([\d> -]+) ranks", done.stdout)
-    assert sizes.startswith("2 -> 1 -> ")
+    assert re.search(r"workers? went on, with \d new one", done.stdout)
     (accuracy,) = re.findall(r"test accuracy averaged over \d ranks: ([\d.]+)%", done.stdout)
     assert float(accuracy) >= 96.0
     assert len(re.findall("all ranks hold identical parameters", done.stdout)) == 1
