@@ -26,7 +26,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     opened, transfer = threading.Event(), behind.transfer
 
     def waiting(pairs: Any) -> None:
-        assert opened.wait(20)
+        assert opened.wait(50)
         transfer(pairs)
 
     monkeypatch.setattr(behind, "transfer", waiting)

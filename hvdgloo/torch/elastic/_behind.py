@@ -50,21 +50,29 @@ class Behind:
         with self._ending:
             if self._end is None:
                 return
-            is_whole = self._future.result()
-            for device, done in self._done.items():
-                gpu.wait(done, device)
-            for each in self._copies:
-                is_whole = is_whole and each.live._version == each.version
-                each.is_later = False
-            end, self._end = self._end, None
-            _steps.wait_no_more(self)
-            end(is_whole)
+            is_whole = False
+            try:
+                is_whole = self._future.result()
+            finally:
+                if self._future.done():  # not if the wait was interrupted
+                    self._finish(is_whole)
 
     def settle(self) -> None:
         """Return once the copies can be read, on the host, too."""
         self.wait()
         for device in self._done:
             gpu.settle(device)
+
+    def _finish(self, is_whole: bool) -> None:
+        for device, done in self._done.items():
+            gpu.wait(done, device)
+        for each in self._copies:
+            is_whole = is_whole and each.live._version == each.version
+            each.is_later = False
+        end, self._end = self._end, None
+        _steps.wait_no_more(self)
+        if end is not None:
+            end(is_whole)
 
     def _copy(self) -> bool:
         for device, ready in self._ready.items():

@@ -25,7 +25,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from hvdgloo._backends import gpu
@@ -33,7 +32,6 @@ from hvdgloo.torch.elastic import _steps
 
 Tensor = torch.Tensor
 Path = tuple[object, ...]
-Kind = tuple[torch.device, torch.dtype]
 
 _SAMPLE = 64
 """Elements of each tensor that are compared, spread evenly."""
@@ -44,11 +42,13 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-@dataclass(frozen=True)
 class Slot:
     """Stands for the n-th tensor in a structure that is kept without its tensors."""
 
-    index: int
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
 
 
 @dataclass
@@ -63,6 +63,7 @@ class Copy:
             should not.
         is_ordinary: its elements fill a piece of memory, and it can be written in place.
         is_later: the contents are copied later.
+        place: the memory that was copied, and how; empty if it is not ordinary.
     """
 
     live: Tensor
@@ -71,20 +72,10 @@ class Copy:
     sample: Tensor | None
     is_ordinary: bool
     is_later: bool = False
+    place: tuple[object, ...] = field(init=False)
 
-    def is_of(self, tensor: Tensor) -> bool:
-        """Whether a tensor is in the memory that was copied."""
-        live = self.live
-        return (
-            self.is_ordinary
-            and tensor.layout is torch.strided
-            and _has_memory(tensor)
-            and tensor.data_ptr() == live.data_ptr()
-            and tensor.shape == live.shape
-            and tensor.dtype is live.dtype
-            and tensor.stride() == live.stride()
-            and tensor.device == live.device
-        )
+    def __post_init__(self) -> None:
+        self.place = _place(self.live) if self.is_ordinary else ()
 
 
 @dataclass
@@ -93,13 +84,23 @@ class Samples:
 
     Attributes:
         indices: which tensors' they are.
-        starts: where each one's begin, and the end.
-        bits: all of them, one behind the other.
+        views: of the elements, for each of these.
+        bits: what they were, one behind the other.
     """
 
     indices: list[int]
-    starts: npt.NDArray[np.intp]
+    views: list[Tensor]
     bits: Tensor
+
+    def differing(self) -> set[int]:
+        """Which tensors' are not what they were."""
+        now = torch.cat(self.views)
+        if torch.equal(now, self.bits):
+            return set()
+        starts = np.cumsum([0, *(view.numel() for view in self.views)])
+        places = torch.nonzero(now != self.bits).flatten().numpy()
+        which = np.unique(np.searchsorted(starts, places, side="right") - 1)
+        return {self.indices[i] for i in which.tolist()}
 
 
 @dataclass
@@ -111,14 +112,14 @@ class Saved:
         paths: where in the structure each tensor is.
         copies: of the tensors.
         steps: the number of steps that optimizers had begun at the time.
-        samples: of the tensors then.
+        samples: of the tensors then, by element type.
     """
 
     skeleton: Any
     paths: list[Path]
     copies: list[Copy]
     steps: int
-    samples: dict[Kind, Samples] = field(default_factory=dict)
+    samples: list[Samples]
 
     @property
     def later(self) -> list[Copy]:
@@ -127,11 +128,11 @@ class Saved:
 
     def has_its_samples(self) -> bool:
         """Whether the copies hold what the tensors were when they were prepared, as far as samples tell."""
-        kept = {i: _sample(self.copies[i].kept) for samples in self.samples.values() for i in samples.indices}
-        return all(
-            torch.equal(torch.cat([view for i in samples.indices if (view := kept[i]) is not None]), samples.bits)
-            for samples in self.samples.values()
-        )
+        for samples in self.samples:
+            kept = [_sample(self.copies[i].kept) for i in samples.indices]
+            if not torch.equal(torch.cat([view for view in kept if view is not None]), samples.bits):
+                return False
+        return True
 
     def structure(self) -> Any:
         """A structure like the one that was saved, of copies of its own."""
@@ -202,15 +203,19 @@ class Copies:
         """
         steps = _steps.so_far()
         skeleton, paths, tensors = taken_apart(structure)
-        known: Sequence[Copy | None] = [None] * len(tensors)
-        same: Collection[int] = ()
-        if self._saved is not None and self._saved.paths == paths:
-            known, same = self._saved.copies, self._unchanged(tensors)
-        else:
+        before, places = self._saved, list(map(_place, tensors))
+        if before is None or before.paths != paths:
             self._spares = [None] * len(tensors)
+            known: Sequence[Copy | None] = [None] * len(tensors)
+            same: Collection[int] = ()
+        else:
+            known = before.copies
+            same = self._unchanged(tensors, places)
+            if len(same) == len(tensors):
+                return Saved(skeleton, paths, before.copies, steps, before.samples)
         copies = [
-            before if before is not None and i in same else self._prepared(i, tensor, before, later)
-            for i, (tensor, before) in enumerate(zip(tensors, known, strict=True))
+            old if old is not None and i in same else self._prepared(i, tensor, old, places[i], later)
+            for i, (tensor, old) in enumerate(zip(tensors, known, strict=True))
         ]
         transfer([(each.kept, each.live) for i, each in enumerate(copies) if i not in same and not each.is_later])
         return Saved(skeleton, paths, copies, steps, _sampled(copies))
@@ -228,7 +233,7 @@ class Copies:
         _, paths, tensors = taken_apart(structure)
         if paths != self.saved.paths:
             return False
-        same = self._unchanged(tensors)
+        same = self._unchanged(tensors, list(map(_place, tensors)))
         others = [i for i in range(len(tensors)) if i not in same]
         return all(torch.equal(tensors[i], self.saved.copies[i].kept.to(tensors[i].device)) for i in others)
 
@@ -244,9 +249,10 @@ class Copies:
         """
         saved, steps = self.saved, _steps.so_far()
         _, paths, tensors = taken_apart(structure)
-        if paths != saved.paths or not all(map(Copy.is_of, saved.copies, tensors)):
+        places = list(map(_place, tensors))
+        if paths != saved.paths or any(each.place != place for each, place in zip(saved.copies, places, strict=True)):
             return None
-        same = self._unchanged(tensors)
+        same = self._unchanged(tensors, places)
         changed = [i for i in range(len(tensors)) if i not in same]
         transfer([(tensors[i].detach(), saved.copies[i].kept) for i in changed])
         for i in changed:
@@ -254,27 +260,33 @@ class Copies:
         saved.steps = steps
         return filled(saved.skeleton, tensors)
 
-    def _unchanged(self, tensors: Sequence[Tensor]) -> set[int]:
+    def _unchanged(self, tensors: Sequence[Tensor], places: Sequence[tuple[object, ...]]) -> set[int]:
         """The indices of tensors that are what they were at the last save."""
         saved = self.saved
         stepped = self._stepped(tensors, saved.steps)
+        if len(stepped) == len(tensors):
+            return set()
         same = {
             i
-            for i, (each, tensor) in enumerate(zip(saved.copies, tensors, strict=True))
-            if each.sample is not None
+            for i, (each, tensor, place) in enumerate(zip(saved.copies, tensors, places, strict=True))
+            if each.version == tensor._version
+            and each.sample is not None
+            and each.place == place
             and i not in stepped
-            and each.version == tensor._version
             and self._is_steady(tensor)
-            and each.is_of(tensor)
         }
-        return same if same.isdisjoint(_differing(saved)) else set()
+        if same and any(not same.isdisjoint(samples.differing()) for samples in saved.samples):
+            return set()
+        return same
 
-    def _prepared(self, index: int, tensor: Tensor, before: Copy | None, later: bool) -> Copy:
+    def _prepared(
+        self, index: int, tensor: Tensor, before: Copy | None, place: tuple[object, ...], later: bool
+    ) -> Copy:
         """A copy that has the place, but not yet the contents."""
         live, spare, version = tensor.detach(), self._spares[index], tensor._version
-        if not _is_ordinary(live):
+        if not place or not _is_dense(live):
             return Copy(live, version, live.clone(), None, False)
-        sample = before.sample if before is not None and before.is_of(tensor) else _sample(live)
+        sample = before.sample if before is not None and before.place == place else _sample(live)
         later = later and self._is_steady(tensor)
         pinned = later and gpu.of(live) is not None
         fits = (
@@ -308,14 +320,12 @@ def _page_locked(tensor: Tensor) -> Tensor:
     return flat.as_strided(tensor.shape, tensor.stride())
 
 
-def _is_ordinary(tensor: Tensor) -> bool:
-    """Whether a tensor's elements fill a piece of memory, without overlaps and gaps."""
-    return tensor.layout is torch.strided and not tensor.is_meta and _has_memory(tensor) and _is_dense(tensor)
-
-
-def _has_memory(tensor: Tensor) -> bool:
-    """Whether a tensor is what it seems; those of subclasses may consist of others."""
-    return type(tensor) in _PLAIN or gpu.of(tensor) is not None
+def _place(tensor: Tensor) -> tuple[object, ...]:
+    """Where a tensor's elements are, and how; nothing for one that is not a piece of memory."""
+    # Subclasses may consist of other tensors.
+    if tensor.layout is not torch.strided or tensor.is_meta or not (type(tensor) in _PLAIN or gpu.of(tensor)):
+        return ()
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def _sample(tensor: Tensor) -> Tensor | None:
@@ -340,27 +350,12 @@ def _is_dense(tensor: Tensor) -> bool:
     return True
 
 
-def _sampled(copies: Iterable[Copy]) -> dict[Kind, Samples]:
+def _sampled(copies: Iterable[Copy]) -> list[Samples]:
     """What the samples are now."""
-    indices: dict[Kind, list[int]] = {}
-    views: dict[Kind, list[Tensor]] = {}
+    indices: dict[torch.dtype, list[int]] = {}
+    views: dict[torch.dtype, list[Tensor]] = {}
     for i, each in enumerate(copies):
         if each.sample is not None:
-            kind = each.sample.device, each.sample.dtype
-            indices.setdefault(kind, []).append(i)
-            views.setdefault(kind, []).append(each.sample)
-    return {
-        kind: Samples(indices[kind], np.cumsum([0, *(view.numel() for view in views[kind])]), torch.cat(views[kind]))
-        for kind in views
-    }
-
-
-def _differing(saved: Saved) -> set[int]:
-    """The indices of tensors whose samples are not what they were."""
-    differing: set[int] = set()
-    now = _sampled(saved.copies)
-    for kind, before in saved.samples.items():
-        places = torch.nonzero(now[kind].bits != before.bits).flatten().cpu().numpy()
-        which = np.unique(np.searchsorted(before.starts, places, side="right") - 1)
-        differing.update(before.indices[i] for i in which.tolist())
-    return differing
+            indices.setdefault(each.sample.dtype, []).append(i)
+            views.setdefault(each.sample.dtype, []).append(each.sample)
+    return [Samples(indices[kind], views[kind], torch.cat(views[kind])) for kind in views]
