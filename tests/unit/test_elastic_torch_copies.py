@@ -302,6 +302,15 @@ def test_memory_that_is_shared_or_has_gaps_is_restored() -> None:
     assert model.images.weight.is_contiguous(memory_format=torch.channels_last)
 
 
+def test_a_module_of_sparse_tensors_is_restored() -> None:
+    model = nn.Module()
+    model.register_buffer("sparse", torch.eye(3).to_sparse())
+    state = TorchState(model)
+    model.sparse = torch.zeros(3, 3).to_sparse()
+    state.restore()
+    assert torch.equal(model.sparse.to_dense(), torch.eye(3))
+
+
 def test_modules_with_a_state_dict_of_their_own() -> None:
     class Own(nn.Module):
         def __init__(self) -> None:

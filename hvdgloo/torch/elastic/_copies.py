@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -61,21 +61,16 @@ class Copy:
         kept: the copy.
         sample: a view of a few of the live tensor's elements, in one dimension; None if they cannot be viewed so, or
             should not.
-        is_ordinary: its elements fill a piece of memory, and it can be written in place.
+        place: where the tensor's elements were, and how; empty if they do not fill a piece of memory.
         is_later: the contents are copied later.
-        place: the memory that was copied, and how; empty if it is not ordinary.
     """
 
     live: Tensor
     version: int
     kept: Tensor
     sample: Tensor | None
-    is_ordinary: bool
+    place: tuple[object, ...]
     is_later: bool = False
-    place: tuple[object, ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.place = _place(self.live) if self.is_ordinary else ()
 
 
 @dataclass
@@ -250,7 +245,7 @@ class Copies:
         saved, steps = self.saved, _steps.so_far()
         _, paths, tensors = taken_apart(structure)
         places = list(map(_place, tensors))
-        if paths != saved.paths or any(each.place != place for each, place in zip(saved.copies, places, strict=True)):
+        if paths != saved.paths or () in places or places != [each.place for each in saved.copies]:
             return None
         same = self._unchanged(tensors, places)
         changed = [i for i in range(len(tensors)) if i not in same]
@@ -285,7 +280,7 @@ class Copies:
         """A copy that has the place, but not yet the contents."""
         live, spare, version = tensor.detach(), self._spares[index], tensor._version
         if not place or not _is_dense(live):
-            return Copy(live, version, live.clone(), None, False)
+            return Copy(live, version, live.clone(), None, ())
         sample = before.sample if before is not None and before.place == place else _sample(live)
         later = later and self._is_steady(tensor)
         pinned = later and gpu.of(live) is not None
@@ -299,7 +294,7 @@ class Copies:
         if not fits:
             spare = _page_locked(live) if pinned else torch.empty_like(live)
         assert spare is not None
-        return Copy(live, version, spare, sample, True, later)
+        return Copy(live, version, spare, sample, place, later)
 
 
 def transfer(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
