@@ -33,6 +33,7 @@ class Crew:
         workers: by id.
         roster: of the newest epoch.
         epoch: the highest number that was ever used.
+        is_recalled: that epoch was formed by a server before this one.
         ran: whether any epoch has come to training.
         well: members that have ended with success.
         now: the time of what is being decided.
@@ -46,6 +47,7 @@ class Crew:
         self.workers: dict[str, Worker] = {}
         self.roster = NOBODY
         self.epoch = -1
+        self.is_recalled = False
         self.ran = False
         self.well: set[str] = set()
         self.now = now
@@ -75,6 +77,7 @@ class Crew:
         """Take note of a member of an epoch that a server before this one has formed; False if it is too late."""
         if self.roster is NOBODY:
             self.roster = Roster(event.epoch, (UNHEARD,) * event.size)
+            self.is_recalled = True
             self.epoch = max(self.epoch, event.epoch)
             self.ran = True
             for worker in self.workers.values():  # who has come back from there before the others were heard of

@@ -269,7 +269,7 @@ class ElasticJob:
             self._tell_fate(worker)
         elif worker.pending:
             pass  # it asks again
-        elif worker.stage is Stage.MEMBER and event.after < worker.epoch:
+        elif worker.stage is Stage.MEMBER and event.after < worker.epoch and not self._crew.is_recalled:
             self._out.append(Formed(self.roster, worker.id))  # the answer was lost
         elif worker.stage in (Stage.MEMBER, Stage.FINISHED):
             self._returned(worker, event)
@@ -516,6 +516,7 @@ class ElasticJob:
             self._fail(RESET_LIMIT_EXCEEDED_MESSAGE.format(limit), Failing(reason=self._why))
             return
         self._crew.epoch += 1
+        self._crew.is_recalled = False
         self._crew.roster = choose(self._crew.epoch, [worker.candidate() for worker in there], self.rules.largest)
         self._limit = math.inf
         if any(worker.pending for worker in there):

@@ -10,7 +10,7 @@ import msgspec
 from hvdgloo._net.codec import Codec, Count, Message
 
 _LONGEST = 4096
-_MOST_WORKERS = 1 << 20
+_MOST_WORKERS = 1 << 17
 
 _Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=_LONGEST)]
 _Id: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]

@@ -27,6 +27,11 @@ from hvdgloo._net import handshake
 from hvdgloo.config import Config, settings, unknown_variables
 from hvdgloo.errors import ConfigError, HvdglooError, LaunchError
 from hvdgloo.rendezvous import RendezvousServer, _beside
+from hvdgloo.rendezvous._elastic import wire as elastic
+from hvdgloo.rendezvous._elastic.events import Gone, Rules
+from hvdgloo.rendezvous._server.elastic import ElasticEpochs
+from hvdgloo.rendezvous._server.epochs import NotAcceptedError
+from hvdgloo.rendezvous._server.pauses import Steps
 from hvdgloo.runner.cli import config_file
 from hvdgloo.runner.cli.flags import build_parser
 from hvdgloo.runner.cli.main import command_line, split_all
@@ -517,6 +522,62 @@ def _statuses(sock: socket.socket) -> Iterator[int]:
             yield int(line.split()[1])
 
 
+# What workers of an elastic job say.
+
+
+def _elastic_message(random: Random) -> tuple[int, str, bytes]:
+    worker, odd = f"w{random.randrange(3)}", random.random() < 0.05
+    client = "another" if odd else worker
+    told = info(host_identity=worker, pid=7 if odd else 1, rank=random.choice((None, 0, 1))).to_dict()
+    place = elastic.Place(random.randrange(4), random.randrange(4), random.randrange(1, 4), True, told)
+    kind = random.randrange(40)
+    if kind > 1:
+        kind = kind % 3 + 2
+    data = b""
+    if kind == 2:
+        after, serial = random.randrange(-1, 4), random.randrange(-1, 4)
+        accused = [random.randrange(4) for _ in range(random.randrange(3))]
+        data = elastic.ASK.encode(elastic.Ask(worker, after, random.random() < 0.7, serial, "", "", accused, told))
+    elif kind == 3:
+        what = random.choice(list(elastic.What))
+        data = elastic.REPORT.encode(elastic.Report(worker, what, random.randrange(-1, 4), place))
+    elif kind == 4:
+        data = elastic.LISTEN.encode(elastic.Listen(worker, random.randrange(-1, 9), random.choice((None, place))))
+    return kind, client, mutated(random, data) if random.random() < 0.3 else data
+
+
+@contextlib.contextmanager
+def _telling() -> Iterator[Callable[[tuple[int, str, bytes]], None]]:
+    """A job without a launcher, which hears all of them; after its end, or a restart of its server, another one.
+
+    What it hears is, by number: 0 a restart; 1 that the worker of this client has gone; 2 to 4 its messages.
+    """
+    rules = Rules(size=2, smallest=1, launched=False)
+    epochs = ElasticEpochs(rules)
+
+    def wait(steps: Steps[bytes | str] | Steps[bytes]) -> None:
+        with contextlib.suppress(StopIteration):
+            next(steps)
+            steps.send(False)
+
+    def read(given: tuple[int, str, bytes]) -> None:
+        nonlocal epochs
+        kind, client, data = given
+        with contextlib.suppress(ValueError, NotAcceptedError):
+            if kind == 1:
+                epochs.feed(Gone(client, None, "has lost its connection"))
+            elif kind == 2:
+                wait(epochs.ask(client, elastic.ASK.decode(data), timeout=0))
+            elif kind == 3:
+                epochs.report(client, elastic.REPORT.decode(data))
+            elif kind == 4:
+                wait(epochs.news(client, elastic.LISTEN.decode(data), timeout=0))
+        if kind == 0 or epochs.status()["phase"] in ("over", "failed"):
+            epochs = ElasticEpochs(rules)
+
+    yield read
+
+
 TARGETS: dict[str, Target] = {
     "frames": Target(_stream_of_frames, lambda: nullcontext(_read_frames), 8000),
     "control": Target(_control_message, lambda: nullcontext(_read_control_message), 20000),
@@ -526,4 +587,5 @@ TARGETS: dict[str, Target] = {
     "commands": Target(_command_line, lambda: nullcontext(_read_command_line), 60),
     "environment": Target(_environment, lambda: nullcontext(_read_environment), 250),
     "requests": Target(_request, _asking, 500),
+    "elastic": Target(_elastic_message, _telling, 5000),
 }
