@@ -16,17 +16,18 @@ torch = pytest.importorskip("torch")
 
 from torch import Tensor, nn  # noqa: E402
 
+from hvdgloo._backends.base import Backend, Work  # noqa: E402
 from hvdgloo._collectives.frontend import Frontend  # noqa: E402
 from hvdgloo._collectives.process_sets import ProcessSet  # noqa: E402
 from hvdgloo._training.options import Groups  # noqa: E402
-from hvdgloo.errors import HorovodInternalError, InvalidArgumentError  # noqa: E402
+from hvdgloo.errors import BackendError, HorovodInternalError, InvalidArgumentError  # noqa: E402
 from hvdgloo.torch._adapter import TorchAdapter  # noqa: E402
 from hvdgloo.torch._distributed import DistributedTorchOptimizer, wrap  # noqa: E402
 from hvdgloo.torch._parameters import ReductionOptions  # noqa: E402
 from hvdgloo.torch._state import broadcast_optimizer_state, broadcast_parameters  # noqa: E402
 from hvdgloo.torch.compression import Compression  # noqa: E402
 from hvdgloo.torch.sync_batch_norm import SyncBatchNorm  # noqa: E402
-from hvdgloo.types import ReduceOp  # noqa: E402
+from hvdgloo.types import Buffer, ReduceOp  # noqa: E402
 from tests.support.lives import Life, Lives  # noqa: E402
 
 BATCH = 12
@@ -415,6 +416,44 @@ def test_nothing_of_a_failed_step_goes_into_the_next_epoch(where: str, buckets: 
         for number, members in enumerate(("ab", "abd", "d"), 1):
             for result in lives.epoch(members, training):
                 alike(result, single_process(2 + 3 * number))
+
+
+class FaultyBackend:
+    """A data plane of which one allreduce fails, half done, if one is left to fail."""
+
+    def __init__(self, inner: Backend, good: int) -> None:
+        self._inner = inner
+        self._good = good
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def allreduce(self, buffer: Buffer, op: ReduceOp) -> Work:
+        self._good -= 1
+        if self._good < 0:
+            buffer.array()[:] = 1e9
+            raise BackendError("the cable is out")
+        return self._inner.allreduce(buffer, op)
+
+
+@pytest.mark.parametrize("good", [0, 3, 9])
+def test_a_data_plane_that_fails_in_a_step_spoils_nothing(good: int) -> None:
+    """On one rank; the others hear of it, whatever they have received."""
+
+    def failing(life: Life) -> int:
+        for done in range(100):
+            try:
+                step(life)
+            except HorovodInternalError:
+                return done
+        raise AssertionError("it has not failed")
+
+    faulty = {"wrap": lambda rank, inner: FaultyBackend(inner, good) if rank == 1 else inner}
+    with Lives(make) as lives:
+        done = lives.epoch("abc", failing, **faulty, inline_threshold=0)
+        assert len(set(done)) == 1
+        for result in lives.epoch("ab", steps(2)):
+            alike(result, single_process(done[0] + 2))
 
 
 def test_an_unfinished_accumulation_is_dropped_with_its_gradients() -> None:
