@@ -543,6 +543,7 @@ def main() -> None:
     if unknown := set(chosen) - set(rows):
         parser.error(f"there are no rows {', '.join(sorted(unknown))}")
     results: dict[str, Any] = {}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # jobs are ended then, too
 
     def tell(row: str, figures: Sequence[dict[str, float]], text: str) -> None:
         results[row] = {"medians": medians(figures), "rounds": list(figures)}
