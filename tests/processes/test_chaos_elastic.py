@@ -10,7 +10,7 @@ import pytest
 from benchmarks.chaos_elastic import one_trial
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [2])
 def test_a_job_trains_to_its_end_whatever_happens_to_its_workers(tmp_path: Path, seed: int) -> None:
     trial = one_trial(seed, tmp_path / "job", random.Random(seed))
     assert not trial.problem, trial.line()
