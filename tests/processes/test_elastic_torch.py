@@ -8,11 +8,15 @@ from pathlib import Path
 
 import pytest
 
+import hvdgloo
 from hvdgloo.rendezvous._elastic.events import Rules
 from hvdgloo.rendezvous._server.elastic import ElasticEpochs
 from tests.support.job import Job
 
 pytest.importorskip("torch")
+
+AS_HOROVOD = str(Path(hvdgloo.__file__).parent / "as_horovod")
+"""What ``hvdgloo-run --as-horovod`` puts on the workers' path."""
 
 PROGRAM = """
 import os
@@ -83,11 +87,15 @@ def batch_of(folder: Path) -> int:
     return max(int(path.name.removesuffix(".part").rpartition("-")[2]) for path in folder.glob("size-*"))
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_pain_26_survivors_of_a_killed_worker_go_on_and_another_joins(tmp_path: Path, victim: int) -> None:
+@pytest.mark.parametrize(("victim", "library"), [(0, "hvdgloo"), (1, "horovod")])
+def test_pain_26_survivors_of_a_killed_worker_go_on_and_another_joins(
+    tmp_path: Path, victim: int, library: str
+) -> None:
     """Horovod's #3264, #2908 and #2484: there, one worker's end aborted the others."""
+    program = PROGRAM.replace("import hvdgloo.torch", f"import {library}.torch")
+    assert f"import {library}.torch as hvd" in program
     rules = Rules(size=3, smallest=1, launched=False)
-    with Job(3, PROGRAM, tmp_path, elastic=ElasticEpochs(rules)) as job:
+    with Job(3, program, tmp_path, elastic=ElasticEpochs(rules), PYTHONPATH=AS_HOROVOD) as job:
         pid = pid_of(job, tmp_path, 3, victim)
         (killed,) = [worker for worker in job.workers if worker.pid == pid]
         killed.send_signal(signal.SIGKILL)
