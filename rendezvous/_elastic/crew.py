@@ -14,6 +14,10 @@ from hvdgloo.rendezvous._elastic.worker import Stage, Worker
 SETTLE_TIME = 1.0
 """Seconds for which those that are ready wait for others that are about to be, before training is interrupted."""
 
+SHORTEST_REST, LONGEST_REST = 0.5, 5.0
+"""Seconds for which a slot stays empty after its second failure in a row before training, and after the fifth: a
+program that fails at its start is not started as fast as it fails."""
+
 NOBODY = Roster(-1, ())
 """The roster before the first epoch."""
 
@@ -52,6 +56,7 @@ class Crew:
         self.well: set[str] = set()
         self.now = now
         self._numbers = 0
+        self._rests: dict[tuple[str, int], tuple[int, float]] = {}  # slot: failures in a row, and until when it rests
 
     def create(self, host: str, slot: int) -> Worker:
         """A worker that is about to be started."""
@@ -190,6 +195,7 @@ class Crew:
         if self.rules.largest is not None:
             room = self.rules.largest - sum(self.stays(worker) for worker in self.workers.values())
         taken = {(worker.host, worker.slot) for worker in self.workers.values()}
+        taken |= {slot for slot, (_, until) in self._rests.items() if until > self.now}
         free: list[tuple[str, int]] = []
         for host, slots in self.hosts.usable(self.now):
             for slot in range(slots):
@@ -198,6 +204,18 @@ class Crew:
                 if (host, slot) not in taken:
                     free.append((host, slot))
         return free
+
+    def failed(self, worker: Worker) -> None:
+        """Its slot rests, unless it was in training, or was the first to fail there."""
+        slot = (worker.host, worker.slot)
+        failures = self._rests.pop(slot, (0, 0.0))[0] + 1
+        if not worker.synced:
+            rest = min(SHORTEST_REST * 2.0 ** (failures - 2), LONGEST_REST) if failures > 1 else 0.0
+            self._rests[slot] = (failures, self.now + rest)
+
+    def rested_at(self) -> float:
+        """When the next slot has rested; infinite if none does."""
+        return min((until for _, until in self._rests.values() if until > self.now), default=math.inf)
 
     def joinable(self) -> list[Worker]:
         """Newcomers for which training would be interrupted."""

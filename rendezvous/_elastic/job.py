@@ -178,7 +178,7 @@ class ElasticJob:
         if waits or (self._ending and self.phase is P.RUNNING):
             times.append(self._patience)
         if self.phase in (P.WAITING, P.RUNNING, P.DRAINING):
-            times.append(self._next_return)
+            times += [self._next_return, self._crew.rested_at()]
         if self.phase is P.WAITING and self._not_before > self._crew.now:
             times.append(self._not_before)
         if self.phase is P.RUNNING and not self._announced & Update.ADDED:
@@ -385,6 +385,7 @@ class ElasticJob:
             self._finish(worker, "has ended with status 0")
         elif worker.stage is Stage.FINISHED or (told_over and event.status) or (fits and not worker.out):
             self._blame(worker, event.status, event.reason)
+            self._crew.failed(worker)
             self._count(worker.host, f"{worker} {event.reason}")
 
     def _may_finish(self, worker: Worker) -> bool:

@@ -316,6 +316,23 @@ def return_all(bed: Bed) -> None:
 FOUR_SLOTS = Rules(size=4, smallest=1, failures_per_host=9)
 
 
+class TestStarting:
+    def test_a_program_that_fails_before_training_is_not_started_as_fast_as_it_fails(self) -> None:
+        bed = running(Rules(size=2, smallest=1, failures_per_host=99), (("h1", 2),))
+        lose(bed, 1)
+        return_all(bed)
+        (survivor,) = bed.members
+        bed.say_up(survivor)
+        pauses = []
+        for _ in range(7):
+            began = bed.now
+            while not (newcomers := [actor for actor in bed.alive() if actor is not survivor]):
+                assert bed.wait()
+            pauses.append(bed.now - began)
+            bed.see(newcomers[0], 1)
+        assert pauses == [0, 0, 0.5, 1, 2, 4, 5]
+
+
 class TestOrder:
     def test_survivors_keep_their_order_and_rank_0_is_one_of_them(self) -> None:
         bed = running(FOUR_SLOTS)
