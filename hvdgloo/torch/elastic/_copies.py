@@ -51,7 +51,7 @@ class Slot:
         self.index = index
 
 
-@dataclass
+@dataclass(slots=True)
 class Copy:
     """One tensor's copy.
 
@@ -279,9 +279,12 @@ class Copies:
     ) -> Copy:
         """A copy that has the place, but not yet the contents."""
         live, spare, version = tensor.detach(), self._spares[index], tensor._version
-        if not place or not _is_dense(live):
+        if before is not None and place and before.place == place:
+            sample = before.sample
+        elif place and _is_dense(live):
+            sample = _sample(live)
+        else:
             return Copy(live, version, live.clone(), None, ())
-        sample = before.sample if before is not None and before.place == place else _sample(live)
         later = later and self._is_steady(tensor)
         pinned = later and gpu.of(live) is not None
         fits = (
