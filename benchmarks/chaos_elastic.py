@@ -35,7 +35,7 @@ STEPS = 400
 LIMIT = 60.0
 """Seconds that a trial may take; without accidents it takes three."""
 
-FLAGS = ("--failures-per-host", "99", "--discovery-interval", "0.1", "--grace-period", "2")
+FLAGS = ("--failures-per-host", "99", "--discovery-interval", "0.1", "--grace-period", "2", "--elastic-timeout", "20")
 
 PROGRAM = f"""
 import os, time
@@ -201,7 +201,9 @@ def _problem(training: Training, status: int | None) -> str:
     over = [worker for worker in training.said if worker.what == "over"]
     if status != 0:
         sentences = [line for line in training.error.splitlines() if "the job failed: " in line]
-        return "" if sentences and not over else f"status {status}: {training.error[-2000:]}"
+        # Who is killed after the first has come to its end cannot be replaced.
+        all_over = bool(over) and len(over) == over[0].size
+        return "" if sentences and not all_over else f"status {status}: {training.error[-2000:]}"
     if not over or len(over) != over[0].size or {worker.step for worker in over} != {STEPS}:
         return f"these have come to the end: {over}"
     return ""

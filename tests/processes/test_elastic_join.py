@@ -172,7 +172,8 @@ def test_a_worker_that_ends_in_the_middle_ends_nothing_for_the_others(tmp_path: 
         victim = next(number for number in (0, 1) if told(job, number)[0]["pid"] == first[0]["pid"])
         assert job.workers[victim].wait(20) == 3
         assert in_epoch(job, [1 - victim], 1)[0]["pid"] == first[1]["pid"]
-        assert {"error": "JobShutdownError"} in told(job, 1 - victim)
+        # The worker itself says so, and the server does: either may be heard first.
+        assert {line.get("error") for line in told(job, 1 - victim)} & {"JobShutdownError", "PeerLostError"}
         stop(job, [1 - victim], tmp_path)
 
 

@@ -221,7 +221,7 @@ def test_files_and_lines_have_the_ranks_that_workers_have_at_that_time(job: Job)
 def test_a_stopped_worker_is_ended_by_its_agent_once_others_have_lost_it(job: Job) -> None:
     """SIGSTOP: its connections stay open. The operation's time-out makes the others give it up."""
     flags = ["-np", "2", "--min-np", "1", "--failures-per-host", "99"]
-    job.start(*flags, env={"HVDGLOO_OPERATION_TIMEOUT": "1"})
+    job.start(*flags, env={"HVDGLOO_OPERATION_TIMEOUT": "3"})
     first = job.members(1, 2)
     os.kill(first[1].pid, signal.SIGSTOP)
     try:
@@ -292,11 +292,11 @@ def test_a_host_with_more_slots_than_it_can_bear_is_left_out(job: Job) -> None:
 def test_below_min_np_the_job_waits_and_then_ends_with_the_failure_s_status(job: Job) -> None:
     fails = TRAIN.replace("        state.step += 1", "        if hvd.rank() == 1:\n            os._exit(5)")
     flags = job.discovers("localhost:1", "127.0.0.1:1")
-    job.start("-np", "2", "--min-np", "2", "--elastic-timeout", "2", *flags, program=fails)
+    job.start("-np", "2", "--min-np", "2", "--elastic-timeout", "5", *flags, program=fails)
     assert job.end() == 5
     assert "host 127.0.0.1 is left out: rank 1 on host 127.0.0.1" in job.error
     assert "1 of 2 workers are there (localhost: 1; 127.0.0.1: left out" in job.error
-    assert "after 2 s" in job.error
+    assert "after 5 s" in job.error
 
 
 def test_a_reset_limit_ends_the_job(job: Job) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.support import warm
 from tests.support.elastic_training import TRAIN, check_end, told
 from tests.support.hosts import Bed
 from tests.support.launching import launcher_in, wait_for
 
 
+@pytest.mark.timeout(180)  # mostly a tenth of it
 def test_any_host_may_die_where_workers_cannot_reach_the_launcher(bed: Bed, tmp_path: Path) -> None:
     """The launcher runs on the machine itself, which is in no network of the bed's."""
     with launcher_in(tmp_path) as launcher, (tmp_path / "out").open("wb") as out, (tmp_path / "err").open("wb") as err:

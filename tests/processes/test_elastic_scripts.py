@@ -35,19 +35,19 @@ def script(launcher: Launcher, text: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "limit", "said"),
     [
-        ("echo localhost:1; echo no cluster >&2; exit 3", ["it exited with status 3", "    no cluster"]),
-        ("echo localhost:1; echo 'Error: forbidden'", ["line 2: 'Error: forbidden' is not a host with a number of"]),
-        ("echo waiting >&2; exec sleep 60", ["it has not ended within 0.5 s", "    waiting"]),
-        ("exec head -c 1000000000 /dev/zero", ["it prints more than 1048576 bytes"]),
+        ("echo localhost:1; echo no cluster >&2; exit 3", "20", ["it exited with status 3", "    no cluster"]),
+        ("echo localhost:1; echo 'Error: forbidden'", "20", ["line 2: 'Error: forbidden' is not a host with a number"]),
+        ("echo waiting >&2; exec sleep 60", "2", ["it has not ended within 2 s", "    waiting"]),
+        ("exec head -c 1000000000 /dev/zero", "20", ["it prints more than 1048576 bytes"]),
     ],
     ids=["fails", "prints an error", "hangs", "prints a gigabyte"],
 )
 def test_its_first_failure_ends_the_job_before_anything_is_started(
-    launcher: Launcher, text: str, said: list[str]
+    launcher: Launcher, text: str, limit: str, said: list[str]
 ) -> None:
-    done = launcher.run("-np", "1", *script(launcher, text), "--discovery-timeout", "0.5", "touch", "started")
+    done = launcher.run("-np", "1", *script(launcher, text), "--discovery-timeout", limit, "touch", "started")
     lines = [line.removeprefix("hvdgloo-run: ") for line in done.stderr.splitlines()]
     assert lines[0].startswith(f"host discovery script ./hosts.sh: {said[0]}")
     assert lines[1:] == said[1:]

@@ -88,6 +88,7 @@ def batch_of(folder: Path) -> int:
 
 
 @pytest.mark.parametrize(("victim", "library"), [(0, "hvdgloo"), (1, "horovod")])
+@pytest.mark.timeout(150)  # mostly a tenth of it
 def test_pain_26_survivors_of_a_killed_worker_go_on_and_another_joins(
     tmp_path: Path, victim: int, library: str
 ) -> None:

@@ -18,7 +18,10 @@ FAILS = """
 import os, sys, time
 restart, rank = int(os.environ["HVDGLOO_RESTART"]), os.environ["RANK"]
 print("start", restart, flush=True)
+open(f"up.{{restart}}.{{rank}}", "w").close()
 if rank == "1" and restart < {times}:
+    while not os.path.exists(f"up.{{restart}}.0"):  # the failure ends rank 0, which may not have said anything yet
+        time.sleep(0.01)
     sys.exit(17 + restart)
 if restart < {times}:
     time.sleep(60)

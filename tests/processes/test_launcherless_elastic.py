@@ -117,6 +117,7 @@ def image(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.timeout(180)  # mostly a tenth of it
 def test_the_recipe_for_kubernetes(make_bed: Callable[..., Bed], image: Path) -> None:
     """Scaled up and down; a pod is killed, and so is the rendezvous, in the middle of training."""
     (text,) = blocks(PAGE, "Kubernetes", "yaml")
@@ -149,6 +150,7 @@ SECRETS = {"train/secret": "ab" * 32}
 WORKERS = ("elastic-0", "elastic-1", "elastic-2", "elastic-3")
 
 
+@pytest.mark.timeout(180)  # mostly a tenth of it
 def test_the_recipe_for_docker_compose(make_bed: Callable[..., Bed], image: Path) -> None:
     (text,) = blocks(PAGE, "Docker Compose", "yaml")
     pods = compose(text.replace("replicas: 2", "replicas: 3"), {"HVDGLOO_SECRET": "ab" * 32})  # --scale worker=3
@@ -168,6 +170,7 @@ def test_the_recipe_for_docker_compose(make_bed: Callable[..., Bed], image: Path
     assert orchestra.statuses["worker-2"] == [0]
 
 
+@pytest.mark.timeout(180)  # mostly a tenth of it
 def test_the_recipe_for_slurm(bed: Bed, image: Path) -> None:
     """A job of two nodes, of which one fails, and a second job whose worker joins; srun is false, and ssh real."""
     (text,) = blocks(PAGE, "Slurm", "sh")
@@ -225,6 +228,7 @@ def hosted(host: Host, folder: Path, *argv: str, **env: str) -> HostProcess:
         return host.popen(argv, env=variables, cwd=folder, stdout=log, stderr=log)
 
 
+@pytest.mark.timeout(180)  # mostly a tenth of it
 def test_a_worker_that_is_cut_off_goes_on_with_the_others_only(make_bed: Callable[..., Bed], image: Path) -> None:
     """Not alone, though one worker would be enough; mended, it is a member again."""
     bed = make_bed(["h1", "h2", "h3", "h4"])

@@ -115,6 +115,7 @@ FIT = """
     train(state)
     ended(state, np.asarray(model.get_weights()[0]))
 """
+pytestmark = pytest.mark.timeout(240)  # seconds; mostly a tenth of it. Programs import TensorFlow one after the other
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3"}
 
 

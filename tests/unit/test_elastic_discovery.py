@@ -121,7 +121,7 @@ class TestAScript:
     def test_it_hangs_and_so_does_its_child(self, script: Script) -> None:
         path = script('sleep 60 & echo "$!" >"$0.pid"; echo why >&2; wait')
         started = time.monotonic()
-        assert trouble(path, timeout=0.5) == "it has not ended within 0.5 s\n    why"
+        assert trouble(path, timeout=2) == "it has not ended within 2 s\n    why"
         assert time.monotonic() - started < 20
         child = int(Path(f"{path}.pid").read_text(encoding="ascii"))
         until(lambda: not alive(child), "the child to end")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
@@ -202,7 +202,9 @@ class AnyWay(RuleBasedStateMachine):
 
 
 TestAnyWay = AnyWay.TestCase
-TestAnyWay.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestAnyWay.settings = settings(
+    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 
 
 class Explorer:
@@ -948,7 +950,7 @@ class TestWithoutALauncher:
         assert bed.job.roster == before
         assert bed.job.phase is Phase.RUNNING
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(st.data())
     def test_restarts_at_any_time(self, data: st.DataObject) -> None:
         """Whoever is heard of, and whatever happens to them: it ends in training, or with a reason."""

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("torch")
@@ -57,7 +57,7 @@ def trained(ranks: list[ElasticSampler], batch: int, steps: int) -> list[list[in
     return seen
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow])
 @given(
     examples=st.integers(0, 60),
     batch=st.integers(1, 5),
@@ -86,7 +86,7 @@ def test_each_index_of_an_epoch_once_but_for_padding(
         assert sum(counts.values()) - examples <= padding
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(examples=st.integers(1, 60), batch=st.integers(1, 5), size=st.integers(1, 7), steps=st.integers(0, 6))
 def test_continued_on_as_many_ranks_each_has_the_batches_of_an_epoch_without_an_interruption(
     examples: int, batch: int, size: int, steps: int

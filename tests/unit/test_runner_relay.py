@@ -8,7 +8,7 @@ from collections import deque
 from contextlib import ExitStack
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hvdgloo.runner.protocol.frames import Frame, RelayClose, RelayCredit, RelayData
@@ -80,7 +80,7 @@ def ended(sock: socket.socket) -> bool:
         return False
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 300_000)), max_size=12))
 def test_what_is_written_at_one_end_is_read_at_the_other(pieces: list[tuple[bool, int]]) -> None:
     with ExitStack() as stack:
