@@ -236,7 +236,7 @@ class Control:
             self.wake()
 
     def abort(self, error: HorovodInternalError) -> None:
-        """End this rank's part at once, and that of those who report to it; callable from any thread."""
+        """End this rank's part at once, and that of all others, without blaming any; callable from any thread."""
         self._ordered_end = error
         self.wake()
 
@@ -517,6 +517,14 @@ class Control:
         finally:
             self._end(error)
 
+    def _end_by_order(self, error: HorovodInternalError) -> None:
+        """It is known from elsewhere that the ranks cannot go on together. Nobody is to blame for the connections that
+        end now, neither this rank nor those that hear of it sooner or later: they are told, above and below."""
+        verdict = Abort("peer", str(error))
+        if self._coordinator is None:
+            self._send(self._parent, frame(verdict))
+        self._give_up(error, verdict)
+
     def _end(self, error: HorovodInternalError) -> None:
         """Everything fails with ``error``, now."""
         self._finished = True
@@ -527,7 +535,7 @@ class Control:
 
     def _tick(self, now: float) -> None:
         if self._ordered_end is not None and not self._finished:
-            self._give_up(self._ordered_end)
+            self._end_by_order(self._ordered_end)
         if self._failure is not None and now >= self._failure_deadline and not self._finished:
             self._give_up(BackendError(f"{type(self._failure).__name__}: {self._failure}"))
         if self._gatherer is not None:
@@ -587,7 +595,7 @@ class Control:
 
 def _abort_error(message: Abort, describe: Callable[[int], str]) -> HorovodInternalError:
     if message.kind == "peer":
-        return PeerLostError(message.text, rank=message.rank)
+        return PeerLostError(message.text, rank=None if message.rank < 0 else message.rank)
     if message.kind == "stall":
         return StallError(
             "stalled for longer than the stall shutdown time (rank 0 has warned where the late ranks are): "

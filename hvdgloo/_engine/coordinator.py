@@ -168,6 +168,8 @@ class Coordinator:
             self.outbox.append((EVERYONE, message))
         elif isinstance(message, Lost):
             self.lost(message.rank, message.reason, now)
+        elif isinstance(message, Abort):
+            self._abort("peer", message.text)
         elif isinstance(message, Drained):
             self._drained(bits_of(mask_of_runs(message.ranks)))
         elif isinstance(message, Silent) and self._inquest is not None:
@@ -193,6 +195,8 @@ class Coordinator:
             self._drained([rank])
         elif isinstance(message, Failed):
             self._open_inquest(rank, message.text, now)
+        elif isinstance(message, Abort):
+            self._abort("peer", message.text)
         elif isinstance(message, Stacks) and self._stall is not None:
             self._stall.stacks[rank] = message.text
 

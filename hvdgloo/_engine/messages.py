@@ -214,7 +214,7 @@ class End(codec.Message, frozen=True, tag=8):
 
 class Abort(codec.Message, frozen=True, tag=9):
     """The job's collectives have failed on all ranks. ``kind`` chooses the error's class; ``rank`` is the one to blame,
-    or -1."""
+    or -1. A rank that is told so from outside the job says it to the coordinator, too."""
 
     kind: str
     text: str

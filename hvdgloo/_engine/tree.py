@@ -32,6 +32,7 @@ from hvdgloo._engine import inline
 from hvdgloo._engine.conventions import ping_interval
 from hvdgloo._engine.messages import (
     SET_CHANGES,
+    Abort,
     AskStacks,
     Drained,
     End,
@@ -153,7 +154,7 @@ class Gatherer:
             self._drain(mask_of_runs(message.ranks) if message.ranks else 1 << child)
         elif isinstance(message, (Leave, Failed, Stacks)):
             self._say(Said(child, message))
-        elif isinstance(message, (Said, Lost, Observe)):
+        elif isinstance(message, (Said, Lost, Observe, Abort)):
             self._say(message)
         elif isinstance(message, Silent):
             if self._seat.parent < 0:

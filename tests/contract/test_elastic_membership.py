@@ -17,6 +17,7 @@ import pytest
 from hvdgloo._collectives import process_sets
 from hvdgloo._collectives.process_sets import ProcessSet
 from hvdgloo._job.access import Access
+from hvdgloo._job.elastic import _Why
 from hvdgloo._job.links import World
 from hvdgloo.errors import ConnectError, DismissedError, PeerLostError
 from hvdgloo.types import ReduceOp
@@ -128,6 +129,19 @@ def test_an_epoch_that_the_server_ends_is_over_for_members_who_cannot_notice() -
             workers[0].total()
         everywhere(workers, Worker.survive)
         assert everywhere(workers, Worker.total) == [2.0] * 2
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_nobody_is_blamed_for_the_end_of_an_epoch_that_the_server_ends(first: int) -> None:
+    """Members hear of it one after the other; whoever hears of it through a connection that ends accuses nobody."""
+    with ElasticJob(3) as job:
+        workers = job.start(3)
+        context, news = workers[first].context, workers[first].job._news
+        told = msgspec.structs.replace(news, voided=context.topology.epoch, reason="h2 was lost")
+        workers[first].job._end_if_void(told)
+        errors = everywhere(workers, Worker.fails)
+        assert [str(error) for error in errors] == ["the epoch is over: h2 was lost"] * 3
+        assert [_Why.of(error).accused for error in errors] == [()] * 3
 
 
 def test_the_last_members_of_a_job_that_is_over_are_told_so() -> None:

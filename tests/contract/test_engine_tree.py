@@ -12,6 +12,7 @@ import pytest
 from hvdgloo._engine import tree
 from hvdgloo._engine.messages import Request
 from hvdgloo._job.context import Context
+from hvdgloo.errors import HorovodInternalError, PeerLostError
 from hvdgloo.types import Collective, ReduceOp
 from tests.contract.test_engine import allgather, allreduce, result
 from tests.contract.test_timeline import rows_of, spans
@@ -71,3 +72,24 @@ def test_rank_0_s_timeline_shows_when_each_rank_has_come(tmp_path: Path, monkeyp
     ticks = {event["name"]: event["ts"] for event in rows_of(tmp_path / "trace")["allreduce.x"]}
     assert {str(rank) for rank in range(6)} | {"NEGOTIATE_ALLREDUCE"} <= set(ticks)
     assert ticks["5"] > max(ticks[str(rank)] for rank in range(5))
+
+
+@pytest.mark.parametrize("first", [0, 2, 3, 5])
+def test_nobody_is_blamed_for_an_end_that_was_ordered(first: int) -> None:
+    """Hosts in a row: rank 0, a leader, one below it, and one at the far end hear first that the epoch is over."""
+
+    def rank_body(ctx: Context) -> HorovodInternalError:
+        allreduce(ctx, "allreduce.begun", np.ones(1)).wait(10)
+        if ctx.rank == first:
+            ctx.engine.abort(PeerLostError("the epoch is over"))
+        try:
+            while True:
+                allreduce(ctx, "allreduce.x", np.ones(1)).wait(10)
+        except HorovodInternalError as error:
+            return error
+
+    with World(6, "tree", slots=(2, 2, 2), control_fanin=1) as world:
+        errors = world.run(rank_body)
+    assert [(type(error), str(error), getattr(error, "rank", 0)) for error in errors] == [
+        (PeerLostError, "the epoch is over", None)
+    ] * 6
