@@ -21,6 +21,7 @@ import os
 import secrets
 import socket
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -53,6 +54,9 @@ _POLL_SECONDS = 40.0
 
 _PAUSE = 1.0
 """Seconds until the next attempt to hear news, if the server cannot be reached."""
+
+_LISTENER_SECONDS = 5.0
+"""How long the end of a membership waits for a listener, which is the program's own code and may block."""
 
 _MORE_SECONDS = 60.0
 """How much longer than the server a worker waits for its answer: the server knows for whom."""
@@ -100,12 +104,14 @@ class Membership:
         self.placement: Placement | None = None
         self.context: Context | None = None
         self.is_new = True
-        self.launched = config.worker is not None
+        self.launched = bool(config.job_id)
         self.master: tuple[str, int] | None = None
         self._sets: Sequence[Sequence[int]] = ()
         self._install: Callable[[Context], None] = lambda _: None
         self._access = access
-        self._client = ElasticClient(access.client, config.worker or secrets.token_hex(8))
+        self._client = ElasticClient(
+            access.client, config.worker or secrets.token_hex(8), patience=config.start_timeout
+        )
         self._epoch = -1  # the last one that this worker was told of
         self._is_in = False  # elastic.run
         self._has_finished = False
@@ -234,7 +240,7 @@ class Membership:
         self._closed.set()
         self._close_context(reason)
         self._access.client.close()
-        self._thread.join()
+        self._thread.join(_LISTENER_SECONDS)
 
     # Epochs.
 
@@ -245,7 +251,7 @@ class Membership:
             the place in it; None if this worker works alone.
         """
         while True:
-            with self._access.listen() as listener:
+            with self._listening() as listener:
                 answer = self._ask(why, listener, ready=ready, digest=digest)
                 if isinstance(answer, Alone):
                     engine = open_alone(self.config, ProvisionalEngine)
@@ -270,6 +276,23 @@ class Membership:
                 why = _Why.of(error)
                 continue
             return answer
+
+    def _listening(self) -> socket.socket:
+        """Where others connect, if this worker turns out to be rank 0. Between epochs this host's ports may be taken,
+        or its address gone, for a while.
+
+        Raises:
+            ConfigError: this worker cannot listen. It would not be able to in the next epoch, either.
+        """
+        deadline = time.monotonic() + (self.config.elastic_timeout if self.context is not None else 0.0)
+        while True:
+            try:
+                return self._access.listen()
+            except ConnectError as error:
+                if time.monotonic() >= deadline or self._closed.is_set():
+                    raise ConfigError(str(error)) from error
+                logger.warning("%s; trying again for up to %g s", error, deadline - time.monotonic())
+            self._closed.wait(min(_PAUSE, max(0.0, deadline - time.monotonic())))
 
     def _ask(self, why: _Why, listener: socket.socket, *, ready: bool, digest: str) -> Placement | Alone:
         rank = None if self.placement is None else self.placement.rank
@@ -355,7 +378,7 @@ class Membership:
             except AuthenticationError as error:
                 logger.debug("no more news: %s", error)
                 return
-            except RendezvousError as error:
+            except (RendezvousError, ValueError) as error:  # the latter is about what the server has said
                 logger.debug("no news: %s", error)
                 self._closed.wait(_PAUSE)
                 continue
@@ -364,7 +387,10 @@ class Membership:
             self._end_if_void(news)
             listener, flags = self._listener, self.update()[1]
             if announced and flags and listener is not None:
-                listener(flags)
+                try:
+                    listener(flags)
+                except Exception:  # the program's own code: it must not keep this worker from further news
+                    logger.exception("what listens to changes of the job's hosts has failed")
 
     def _end_if_void(self, news: News) -> None:
         """End the current epoch's engine if the server has found that the epoch is over."""

@@ -18,6 +18,7 @@ from hvdgloo.rendezvous._worker_info import WorkerInfo
 from hvdgloo.topology import Topology
 
 _REPORT_SECONDS = 10.0
+"""How long a worker tries to report what only concerns its end."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +46,12 @@ class ElasticClient:
     Args:
         client: of the server; it stays connected as long as the worker is part of the job.
         worker: the id of this process, never used for another one.
+        patience: seconds in which a server that is away may come back, when a worker reports how far it is in an epoch.
     """
 
-    def __init__(self, client: RendezvousClient, worker: str) -> None:
+    def __init__(self, client: RendezvousClient, worker: str, *, patience: float = _REPORT_SECONDS) -> None:
         self._client = client
+        self._patience = patience
         self.worker = worker
         self._place: elastic.Place | None = None
 
@@ -118,21 +121,21 @@ class ElasticClient:
 
     def up(self, epoch: int) -> None:
         """This worker is connected with all other members of the epoch. Raises RendezvousError."""
-        self._report(What.UP, epoch)
+        self._report(What.UP, epoch, self._patience)
 
     def synced(self, epoch: int) -> None:
         """This worker is in ``elastic.run``, and has the state of the epoch. Raises RendezvousError."""
         if self._place is not None:
             self._place = msgspec.structs.replace(self._place, synced=True)
-        self._report(What.SYNCED, epoch)
+        self._report(What.SYNCED, epoch, self._patience)
 
     def finished(self) -> None:
         """This worker's training has come to its end: there will be no further epoch. Raises RendezvousError."""
-        self._report(What.FINISHED, -1)
+        self._report(What.FINISHED, -1, _REPORT_SECONDS)
 
     def leaving(self) -> None:
         """This worker will not be there much longer, and wants to leave at the next commit. Raises RendezvousError."""
-        self._report(What.LEAVING, -1)
+        self._report(What.LEAVING, -1, _REPORT_SECONDS)
 
     @staticmethod
     def scope(epoch: int) -> str:
@@ -160,9 +163,9 @@ class ElasticClient:
             if news.number != since or time.monotonic() >= deadline - 0.001:
                 return news
 
-    def _report(self, what: What, epoch: int) -> None:
+    def _report(self, what: What, epoch: int, timeout: float) -> None:
         body = elastic.REPORT.encode(elastic.Report(self.worker, what, epoch, self._place))
-        self._wait("/v1/elastic/reports", body, _REPORT_SECONDS)
+        self._wait("/v1/elastic/reports", body, timeout)
 
     def _wait(self, route: str, body: bytes, timeout: float) -> _Answer:
         """The answer of the server, or of another that is started in its place."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import socket
 import threading
 import time
 from pathlib import Path
@@ -16,13 +17,17 @@ import pytest
 
 from hvdgloo._collectives import process_sets
 from hvdgloo._collectives.process_sets import ProcessSet
+from hvdgloo._job import elastic
 from hvdgloo._job.access import Access
 from hvdgloo._job.elastic import _Why
 from hvdgloo._job.links import World
-from hvdgloo.errors import ConnectError, DismissedError, PeerLostError
+from hvdgloo.errors import ConfigError, ConnectError, DismissedError, PeerLostError, RendezvousError
+from hvdgloo.rendezvous import RendezvousServer
+from hvdgloo.rendezvous._client import elastic as client_of_elastic
+from hvdgloo.rendezvous._server.elastic import ElasticEpochs
 from hvdgloo.types import ReduceOp
 from tests.support.elastic_job import ElasticJob, Worker, everywhere
-from tests.support.rendezvous import Task, until
+from tests.support.rendezvous import SECRET, Task, until
 
 
 def resident() -> int:
@@ -142,6 +147,82 @@ def test_nobody_is_blamed_for_the_end_of_an_epoch_that_the_server_ends(first: in
         errors = everywhere(workers, Worker.fails)
         assert [str(error) for error in errors] == ["the epoch is over: h2 was lost"] * 3
         assert [_Why.of(error).accused for error in errors] == [()] * 3
+
+
+def test_progress_is_reported_once_the_server_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training goes on without the server; a worker that wants to say where it is waits for the next one."""
+    monkeypatch.setattr(client_of_elastic, "_REPORT_SECONDS", 0.1)
+    with ElasticJob(1) as job:
+        (worker,) = job.start(1)
+        port = int(job.server.endpoint.rpartition(":")[2])
+        job.server.stop()
+        reports = [Task(worker.job.synced), Task(lambda: worker.job._client.up(0))]
+        for _ in range(3):
+            with pytest.raises(RendezvousError):
+                worker.job.leaving()  # which is not worth so long a wait
+        job.epochs = ElasticEpochs(job.epochs.rules, hold=30.0)
+        job.server = RendezvousServer(secret=SECRET, port=port, elastic=job.epochs)
+        job.server.start()
+        for report in reports:
+            report.result(10)
+
+
+def test_a_listener_that_fails_or_blocks_keeps_nothing_from_going_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(elastic, "_LISTENER_SECONDS", 0.1)
+    heard, forever = threading.Event(), threading.Event()
+
+    def listener(flags: int) -> None:
+        if not caplog.records:
+            raise KeyError("in the program")
+        heard.set()
+        forever.wait(20)
+
+    with ElasticJob(1) as job:
+        (worker,) = job.start(1)
+        worker.job.listen(listener)
+        entering = Task(job.worker().job.enter)
+        until(lambda: caplog.records, "what the listener has raised")
+        assert "KeyError: 'in the program'" in caplog.text
+        worker.again(1)
+        entering.result(10)
+        Task(job.worker().job.enter)
+        assert heard.wait(10)
+        begun = time.monotonic()
+        worker.close()
+        assert time.monotonic() - begun < 10.0
+        forever.set()
+
+
+def test_who_cannot_listen_any_more_tries_again_and_then_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an error that elastic.run takes for none of the job's: it would come back with the next epoch."""
+    monkeypatch.setattr(elastic, "_PAUSE", 0.02)
+    attempts: list[int] = []
+
+    def refuse(self: Access) -> socket.socket:
+        attempts.append(1)
+        if len(attempts) == 3:
+            return listen(self)
+        raise ConnectError("every port is taken")
+
+    with ElasticJob(1, elastic_timeout=0.3) as job:
+        (worker,) = job.start(1)
+        listen = Access.listen
+        monkeypatch.setattr(Access, "listen", refuse)
+        worker.again(1)
+        assert len(attempts) == 3
+        with pytest.raises(ConfigError, match="every port is taken"):
+            worker.again(2)
+        assert 5 < len(attempts) < 25
+
+
+@pytest.mark.parametrize("started_by_launcher", [False, True])
+def test_a_worker_is_a_launcher_s_if_it_has_a_job_id(started_by_launcher: bool) -> None:
+    """An id of its own may be given to any worker."""
+    with ElasticJob(1) as job:
+        worker = job.worker(worker="one", job_id="job" if started_by_launcher else "")
+        assert worker.job.launched == started_by_launcher
 
 
 def test_the_last_members_of_a_job_that_is_over_are_told_so() -> None:
