@@ -46,6 +46,7 @@ from hvdgloo.errors import (
     StallError,
 )
 from hvdgloo.rendezvous import Alone, ElasticClient, News, Placement
+from hvdgloo.topology import Topology
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +114,7 @@ class Membership:
             access.client, config.worker or secrets.token_hex(8), patience=config.start_timeout
         )
         self._epoch = -1  # the last one that this worker was told of
+        self._known: frozenset[object] = frozenset()  # the members of the last one that it was connected in
         self._is_in = False  # elastic.run
         self._has_finished = False
         self._serial = -1
@@ -259,7 +261,7 @@ class Membership:
                     return None
                 self.placement, self._epoch = answer, answer.topology.epoch
                 try:
-                    check_addresses(answer.topology, self._access.reached_from)
+                    self._check_addresses(answer)
                     context = self._connect(answer, listener)
                 except (RendezvousRefusedError, AuthenticationError):
                     raise
@@ -268,6 +270,7 @@ class Membership:
                     why = _Why.of(error)
                     self._release_port()
                     continue
+            self._known = frozenset(_identities(answer.topology))
             try:
                 self._take(context)
                 self._client.up(self._epoch)
@@ -311,6 +314,22 @@ class Membership:
             if error.fate == "over" and self._epoch < 0:  # it has come too late, and nothing has failed
                 raise DismissedError(str(error), fate="removed") from None
             raise
+
+    def _check_addresses(self, placement: Placement) -> None:
+        """Refuse addresses that cannot be used together: that is the end of the workers that are new, not of the job.
+
+        Raises:
+            ConfigError: this worker is new, or it cannot be one that is new.
+            ConnectError: new ones are to blame.
+        """
+        try:
+            check_addresses(placement.topology, self._access.reached_from)
+        except ConfigError as error:
+            new = [rank for rank, worker in enumerate(_identities(placement.topology)) if worker not in self._known]
+            if placement.rank in new or not new:
+                raise
+            logger.warning("%s; this job goes on without the workers that have just come", error)
+            raise ConnectError(str(error), missing=new) from error
 
     def _connect(self, placement: Placement, listener: socket.socket) -> Context:
         rank, topology = placement.rank, placement.topology
@@ -403,6 +422,11 @@ class Membership:
     def _after_fork_in_child(self) -> None:
         """A forked child that kept a connection open would hide this worker's end from the server."""
         bury(self._access.client.descriptors)
+
+
+def _identities(topology: Topology) -> list[tuple[str, int, str]]:
+    """What tells each rank's process from those of other epochs."""
+    return [(topology.hosts[worker.host].identity, worker.pid, worker.address) for worker in topology.workers]
 
 
 _MEMBERSHIPS: weakref.WeakSet[Membership] = weakref.WeakSet()

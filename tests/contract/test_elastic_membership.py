@@ -25,6 +25,7 @@ from hvdgloo.errors import ConfigError, ConnectError, DismissedError, PeerLostEr
 from hvdgloo.rendezvous import RendezvousServer
 from hvdgloo.rendezvous._client import elastic as client_of_elastic
 from hvdgloo.rendezvous._server.elastic import ElasticEpochs
+from hvdgloo.topology import Topology
 from hvdgloo.types import ReduceOp
 from tests.support.elastic_job import ElasticJob, Worker, everywhere
 from tests.support.rendezvous import SECRET, Task, until
@@ -215,6 +216,30 @@ def test_who_cannot_listen_any_more_tries_again_and_then_gives_up(monkeypatch: p
         with pytest.raises(ConfigError, match="every port is taken"):
             worker.again(2)
         assert 5 < len(attempts) < 25
+
+
+def test_a_newcomer_whose_address_cannot_be_used_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(topology: Topology, reached_from: str) -> None:
+        if any(worker.address == "127.0.0.2" for worker in topology.workers):
+            raise ConfigError("127.0.0.2 is of no use to others")
+
+    monkeypatch.setattr(elastic, "check_addresses", check)
+    with ElasticJob(2) as job:
+        workers = job.start(2)
+        newcomer = job.worker(address="127.0.0.2")
+        newcomer.begin()
+
+        def enter() -> None:
+            with pytest.raises(ConfigError, match="of no use"):
+                newcomer.job.enter()
+            newcomer.close()  # as its process ends
+
+        entering = Task(enter)
+        until(lambda: all(worker.job.update()[1] == 2 for worker in workers), "the news")
+        contexts = everywhere(workers, lambda worker: worker.again(1))
+        entering.result(10)
+        assert [context.size for context in contexts] == [2, 2]
+        assert everywhere(workers, Worker.total) == [2.0] * 2
 
 
 @pytest.mark.parametrize("started_by_launcher", [False, True])
