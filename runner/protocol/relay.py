@@ -102,11 +102,14 @@ class _Relayed:
         self._held = 0  # bytes that wait
         self._ended = False  # by the other end, so that what waits is all that will come
         self._events = 0
+        self._closed = False
         sock.setblocking(False)
         self._watch()
 
     def write(self, data: bytes) -> None:
         """Bytes from the other end."""
+        if self._closed:
+            return
         if self._held + len(data) > WINDOW:
             self._break()  # nobody who keeps to the rules sends so much
             return
@@ -116,21 +119,31 @@ class _Relayed:
 
     def give_credit(self, amount: int) -> None:
         """The other end has written so many bytes."""
+        if self._closed:
+            return
         self._credit += amount
         self._watch()
 
     def end(self) -> None:
         """Nothing more comes from the other end."""
+        if self._closed:
+            return
         self._ended = True
         self._flush()
 
     def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
         if self._events:
             self._selector.unregister(self._socket)
+            self._events = 0
         self._socket.close()
         self._over(self._connection)
 
     def _ready(self) -> None:
+        if self._closed:
+            return  # by another callback, while this event was pending
         if self._waiting and not self._flush():
             return
         if self._credit > 0 and not self._ended:

@@ -147,6 +147,24 @@ def test_both_may_end_at_once_and_late_frames_do_no_harm() -> None:
         assert not pair.agent.out
 
 
+@pytest.mark.parametrize("pending", [selectors.EVENT_READ, selectors.EVENT_READ | selectors.EVENT_WRITE])
+def test_a_connection_may_be_closed_while_an_event_of_its_own_is_pending(pending: int) -> None:
+    with ExitStack() as stack:
+        pair = Pair(stack)
+        if pending & selectors.EVENT_WRITE:
+            pair.server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            pair.launcher.take(RelayData(7, bytes(WINDOW)))
+            everything(pair.server)
+        pair.server.sendall(b"more")
+        ((key, events),) = pair.launcher.selector.select(0)
+        assert events == pending
+        pair.launcher.relays.close()  # as an earlier callback of the same turn does
+        sent = len(pair.launcher.out)
+        key.data()
+        assert len(pair.launcher.out) == sent
+        assert not pair.launcher.selector.get_map()
+
+
 def test_who_sends_more_than_the_window_loses_the_connection() -> None:
     with ExitStack() as stack:
         pair = Pair(stack)
