@@ -263,8 +263,8 @@ class _Giver:
         return visit.link.host
 
     def _master(self, plan: Roster) -> tuple[str, int] | None:
-        """An address and a free port of rank 0's host, if that has come already; once all are together it will be known
-        in any case."""
+        """An address and a free port of rank 0's host, if that host has come already; once all are together it will be
+        known in any case."""
         visit = self._supervisor.visit(plan.seats[0].host)
         if visit is None or not visit.admitted:
             return None
@@ -300,7 +300,8 @@ def _report(
 ) -> Report:
     # Workers that do not call hvd.init() come to no epoch, and yet end well.
     last = driver.changes[-1][1].roster if driver.changes else driver.epochs.roster
-    workers = [supervisor.workers[seat.worker] for seat in last.seats]
+    # Those that the job had no time to ask the supervisor for have no number.
+    workers = [supervisor.workers.get(seat.worker, -1) for seat in last.seats]
     statuses = supervisor.survivors.statuses
     supervisor.outcome.statuses = {rank: statuses.get(number) for rank, number in enumerate(workers)}
     report = Report(

@@ -39,7 +39,7 @@ class Report:
         in_sight: it has just been shown, so that the command line need not repeat it.
         advice: what to do about them, in one line; empty if that is not known.
         restarts: those that came before, in order.
-        numbers: of the workers in ``slots``, by rank.
+        numbers: of the workers in ``slots``, by rank; -1 for one that was never started.
         workers: the ids of the same workers in an elastic job; empty in others.
         changes: of the workers of an elastic job: see ``ElasticDriver``.
         why_over: why an elastic job could not survive the failure.

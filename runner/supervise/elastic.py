@@ -34,8 +34,8 @@ _LOOK_AGAIN = 0.05  # seconds between looks at a command whose agent has ended
 
 
 class Driver(Protocol):
-    """What is told about workers and hosts; see ``hvdgloo.runner.elastic.driver``. Its methods may be slow to return by
-    no more than a lock.
+    """What is told about workers and hosts; see ``hvdgloo.runner.elastic.driver``. Its methods return at once, but for
+    a lock.
     """
 
     def exited(self, worker: str, status: int, reason: str) -> None: ...
@@ -54,10 +54,11 @@ class Visit:
         since: when it was first needed.
         state: how far its agent is; None while something of the last visit may be left there.
         link: to its agent, once that can be used.
-        admitted: its workers can reach those of other hosts.
+        admitted: it takes part, and its workers can reach those of other hosts.
         waiting: workers to be started there as soon as that is possible, with their numbers.
         leaving: it is to be given back.
         parted: it takes no further part: its agent was told to end, or was lost.
+        ends_by: when its command is killed if it has not ended; infinite until ``over``.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Visit:
     waiting: list[tuple[int, SpawnOrder]] = field(default_factory=list)
     leaving: bool = False
     parted: bool = False
+    ends_by: float = math.inf
 
     @property
     def hello(self) -> Hello:
@@ -186,11 +188,11 @@ class ElasticSupervisor(Supervisor):
     # Workers.
 
     def _on_start(self, spawn: SpawnOrder) -> None:
-        if self.settled:
-            return
         number = len(self._ids)
         self.workers[spawn.worker], self._ids[number] = number, spawn.worker
         self._ranks[number] = spawn.plan.ranks[spawn.worker]
+        if self.settled:
+            return
         visit = self._come(spawn.host)
         if visit is None:
             return
@@ -328,6 +330,8 @@ class ElasticSupervisor(Supervisor):
     def admit(self, visit: Visit, detail: str) -> None:
         """The workers of a host can reach those of the others. What it is reached at is up to ``environment``."""
         assert visit.link is not None
+        if not visit.link.state.accepts(host_state.Probed):
+            return  # its stream has ended: it is about to be lost
         visit.admitted = True
         self._agents.happen(visit.link.state, host_state.Probed(detail))
         self._begin(visit.link, self.environment(visit), elastic=True)
@@ -381,7 +385,7 @@ class ElasticSupervisor(Supervisor):
         """A host takes no further part, and the job is told why."""
         if visit.parted:
             return
-        visit.parted = True
+        visit.parted, visit.admitted = True, False
         visit.waiting.clear()
         self.door.withdraw(visit)
         if not self.settled:
@@ -393,7 +397,7 @@ class ElasticSupervisor(Supervisor):
             return
         if visit.link is not None and visit.link.workers:
             return
-        visit.parted = True
+        visit.parted, visit.admitted = True, False
         self.door.withdraw(visit)
         if visit.state is not None:
             self._agents.offer(host_state.Finish(), [visit.state])
@@ -423,7 +427,7 @@ class ElasticSupervisor(Supervisor):
             for visit in list(self._visits.values()):
                 self._keep_visit(visit, now)
         for visit in [visit for visit in self._past if visit.over]:
-            if visit.state is None or self._has_gone(visit.state):
+            if visit.state is None or self._has_gone(visit, visit.state, now):
                 self._past.remove(visit)
 
     def _keep_visit(self, visit: Visit, now: float) -> None:
@@ -435,10 +439,15 @@ class ElasticSupervisor(Supervisor):
         elif visit.over and not visit.waiting:
             self._past.append(self._visits.pop(visit.name))
 
-    def _has_gone(self, host: HostState) -> bool:
+    def _has_gone(self, visit: Visit, host: HostState, now: float) -> bool:
         """Let go of a host whose visit is over; False while its last command has not ended."""
         link = self._agents.link(host)
         if link is not None and link.stream.poll() is None:
+            if now >= visit.ends_by:
+                link.stream.kill()
+                visit.ends_by = math.inf
+            if visit.ends_by == math.inf:
+                visit.ends_by = now + self._spec.end_timeout
             return False
         self._agents.forget(host)
         return True

@@ -1,0 +1,124 @@
+"""What the supervisor of an elastic job does when events cross: with hosts whose agents are made up."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from hvdgloo.rendezvous._elastic.events import Spawn
+from hvdgloo.rendezvous._elastic.roster import Roster, Seat
+from hvdgloo.runner.elastic_launch import _Giver
+from hvdgloo.runner.job.spec import HostEntry, LaunchSpec
+from hvdgloo.runner.supervise import host_state
+from hvdgloo.runner.supervise.agent_link import Link
+from hvdgloo.runner.supervise.elastic import ElasticSupervisor, Visit
+from hvdgloo.runner.supervise.host_state import HostState
+
+PLAN = Roster(0, (Seat("h1/0/1", "h1", 0, 0),))
+
+
+class Nothing:
+    """Takes note of nothing, whatever it is told."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: None
+
+
+class Command:
+    """A command that ends only when it is killed."""
+
+    def __init__(self) -> None:
+        self.kills = 0
+        self.ends = True
+        self.stdin, self.stdout, self.stderr = (
+            open(os.devnull, mode)  # noqa: SIM115 - closed with the link
+            for mode in ("wb", "rb", "rb")
+        )
+
+    def poll(self) -> int | None:
+        return -9 if self.kills and self.ends else None
+
+    def kill(self) -> None:
+        self.kills += 1
+
+    def wait(self, timeout: float) -> int:
+        return -9
+
+
+@pytest.fixture
+def supervisor() -> Iterator[ElasticSupervisor]:
+    spec = LaunchSpec(("true",), (), None, "/", {}, b"s" * 32, end_timeout=5.0)
+    nothing = cast(Any, Nothing())
+    made = ElasticSupervisor(
+        spec, nothing, [], "job", nothing, entry=lambda name: HostEntry(name, 1), required=nothing, ranks={}
+    )
+    made.driver = made.door = nothing
+    yield made
+    for link in made._agents.links:
+        link.close()
+    made._loop.close()
+
+
+def admitted(supervisor: ElasticSupervisor, *events: host_state.Event) -> Visit:
+    """The visit of a host that was let in, after such events."""
+    state = HostState(HostEntry("h1", 1), 0.0, 3.0)
+    for event in (host_state.Try(), host_state.Answered(), host_state.Greeted(), host_state.Checked(), *events):
+        state.feed(event, 0.0)
+    visit = Visit("h1", 0.0, state, Link(state, cast(Any, Command())), admitted=True)
+    supervisor._visits["h1"] = visit
+    supervisor._agents.hosts.append(state)
+    supervisor._agents._links[state] = cast(Link, visit.link)
+    supervisor._agents._numbers[state] = 0
+    return visit
+
+
+@pytest.mark.parametrize("how", ["lost", "let go"])
+def test_workers_are_not_told_the_address_of_a_host_that_has_gone(supervisor: ElasticSupervisor, how: str) -> None:
+    visit = admitted(supervisor)
+    reached = {visit: SimpleNamespace(address=SimpleNamespace(address="10.0.0.1"))}
+    admission = cast(Any, SimpleNamespace(reached=reached.__getitem__))
+    supervisor.door = cast(Any, SimpleNamespace(withdraw=reached.pop))
+    cast(Link, visit.link).hello = cast(Any, SimpleNamespace(port=5000))
+    giver = _Giver(supervisor._spec, "job", supervisor, cast(Any, Nothing()), admission, 1)
+    assert giver._master(PLAN) == ("10.0.0.1", 5000)
+    if how == "lost":
+        supervisor._lose(visit, "its agent has ended")
+    else:
+        supervisor._let_go(visit)  # it is not listed
+    assert supervisor.visit("h1") is visit, "it stays until nothing is left of it"
+    assert giver._master(PLAN) is None
+
+
+def test_a_host_whose_stream_has_just_ended_is_not_let_in(supervisor: ElasticSupervisor) -> None:
+    visit = admitted(supervisor, host_state.Probe(), host_state.StreamEnded())
+    visit.admitted = False
+    supervisor.admit(visit, "reached at 10.0.0.1")
+    assert not visit.admitted
+    assert visit.state is not None
+    assert visit.state.phase is host_state.Phase.BROKEN
+
+
+def test_what_is_to_be_started_after_the_end_has_a_number_all_the_same(supervisor: ElasticSupervisor) -> None:
+    supervisor.survivors.settled = True
+    supervisor.start_worker(Spawn("h1/0/1", "h1", 0, PLAN))
+    supervisor._loop.turn(0.0)
+    assert supervisor.workers == {"h1/0/1": 0}
+    assert supervisor.visit("h1") is None
+
+
+def test_a_command_that_does_not_end_after_a_visit_is_killed(supervisor: ElasticSupervisor) -> None:
+    visit = admitted(supervisor, host_state.Start(10.0), host_state.Finish(), host_state.Farewell())
+    state, command = cast(HostState, visit.state), cast(Any, cast(Link, visit.link).stream)
+    command.ends = False
+    assert [supervisor._has_gone(visit, state, now) for now in (100.0, 104.9)] == [False, False]
+    assert command.kills == 0
+    assert not supervisor._has_gone(visit, state, 105.0)
+    assert not supervisor._has_gone(visit, state, 105.1)
+    assert command.kills == 1, "it is not killed in each turn"
+    command.ends = True
+    assert supervisor._has_gone(visit, state, 105.2)
+    assert state not in supervisor._agents.hosts
