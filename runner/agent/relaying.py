@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import selectors
 import socket
 from collections.abc import Callable
-from typing import Any
+from typing import IO, Any
 
 from hvdgloo._net import ports
 from hvdgloo.errors import ConfigError
 from hvdgloo.runner.protocol.frames import Frame, Relay, Relaying, RelayOpen
-from hvdgloo.runner.protocol.relay import Relays
+from hvdgloo.runner.protocol.relay import MOST, Relays
 
 LOOPBACK = "127.0.0.1"
-
-_MOST = 1024
-"""Connections at a time; other users of the host can open some, too, and the server closes theirs after a while."""
 
 
 class RelayListener:
@@ -35,6 +34,7 @@ class RelayListener:
         self._relays = Relays(selector, send)
         self._listener: socket.socket | None = None
         self._next = 0
+        self._spare: IO[bytes] | None = None  # a descriptor to be given up when there is no other
         self.handlers: dict[type[Frame], Callable[[Any], None]] = {Relay: self._on_relay, **self._relays.handlers}
 
     def close(self) -> None:
@@ -43,6 +43,9 @@ class RelayListener:
             self._selector.unregister(self._listener)
             self._listener.close()
             self._listener = None
+        if self._spare is not None:
+            self._spare.close()
+            self._spare = None
         self._relays.close()
 
     def _on_relay(self, relay: Relay) -> None:
@@ -51,6 +54,7 @@ class RelayListener:
         except ConfigError as error:
             self._send(Relaying(0, str(error)))
             return
+        self._hold_spare()
         self._listener.setblocking(False)
         self._listener.listen(128)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
@@ -60,12 +64,33 @@ class RelayListener:
         assert self._listener is not None
         try:
             sock, _ = self._listener.accept()
-        except OSError:
-            return  # it has gone already, or there is no descriptor left: it is tried again
-        if len(self._relays) >= _MOST:
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                self._turn_away()
+            return  # otherwise it has gone already
+        if len(self._relays) >= MOST:
             sock.close()
             return
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._send(RelayOpen(self._next))
         self._relays.add(self._next, sock)
         self._next += 1
+
+    def _turn_away(self) -> None:
+        """Close a connection for which no descriptor is left; the worker tries again. If it were left waiting, the
+        selector would report it again and again."""
+        assert self._listener is not None
+        if self._spare is not None:
+            self._spare.close()
+        try:
+            sock, _ = self._listener.accept()
+            sock.close()
+        except OSError:
+            pass
+        self._hold_spare()
+
+    def _hold_spare(self) -> None:
+        try:
+            self._spare = open(os.devnull, "rb")  # noqa: SIM115 - closed by close() and _turn_away()
+        except OSError:
+            self._spare = None

@@ -22,6 +22,10 @@ from hvdgloo.runner.protocol.frames import CHUNK, Frame, RelayClose, RelayCredit
 WINDOW = 256 * 1024
 """Bytes of a connection that may be on their way in one direction."""
 
+MOST = 1024
+"""Connections at a time over one stream; other users of a host can open some, too, and the server closes theirs after a
+while."""
+
 
 class Relays:
     """All connections that travel over one stream of frames.

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hvdgloo.runner.protocol.frames import Frame, RelayClose, RelayCredit, RelayData, Relaying, RelayOpen
-from hvdgloo.runner.protocol.relay import Relays
+from hvdgloo.runner.protocol.relay import MOST, Relays
 from hvdgloo.runner.supervise.agent_link import Link
 
 
@@ -50,11 +50,22 @@ class RelayedConnections:
     def _on_open(self, link: Link, frame: RelayOpen) -> None:
         if link not in self._relays:
             self._relays[link] = Relays(self._selector, link.channel.send)
-        sock = socket.socket(socket.AF_INET6 if ":" in self._server[0] else socket.AF_INET)
+        relays = self._relays[link]
+        sock = self._socket() if len(relays) < MOST else None
+        if sock is None:
+            link.channel.send(RelayClose(frame.connection))  # the worker tries again
+            return
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.connect_ex(self._server)  # a failure shows when the socket is first used
-        self._relays[link].add(frame.connection, sock)
+        relays.add(frame.connection, sock)
+
+    def _socket(self) -> socket.socket | None:
+        """A socket for another connection; None if this process may not open any more."""
+        try:
+            return socket.socket(socket.AF_INET6 if ":" in self._server[0] else socket.AF_INET)
+        except OSError:
+            return None
 
     def _on_relayed(self, link: Link, frame: Frame) -> None:
         if link in self._relays:

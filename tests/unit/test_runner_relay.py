@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import selectors
 import socket
 from collections import deque
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hvdgloo.runner.protocol.frames import Frame, RelayClose, RelayCredit, RelayData
-from hvdgloo.runner.protocol.relay import WINDOW, Relays
+from hvdgloo.runner.agent.relaying import RelayListener
+from hvdgloo.runner.protocol.frames import Frame, Relay, RelayClose, RelayCredit, RelayData, Relaying, RelayOpen
+from hvdgloo.runner.protocol.relay import MOST, WINDOW, Relays
+from hvdgloo.runner.supervise.relayed import RelayedConnections
 
 
 class End:
@@ -174,3 +181,54 @@ def test_who_sends_more_than_the_window_loses_the_connection() -> None:
         assert len(pair.launcher.relays) == 0
         assert isinstance(pair.launcher.out[-1], RelayClose)
         assert pair.launcher.relays.handlers
+
+
+def test_an_agent_without_descriptors_turns_workers_away_instead_of_spinning() -> None:
+    sent: list[Frame] = []
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with (
+        selectors.DefaultSelector() as selector,
+        closing(RelayListener(selector, sent.append)) as listener,
+        socket.socket() as worker,
+    ):
+        listener.handlers[Relay](Relay(None))
+        (listening,) = sent
+        assert isinstance(listening, Relaying)
+        worker.settimeout(10)
+        worker.connect(("127.0.0.1", listening.port))
+        free = os.dup(0)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+        try:
+            ((key, _),) = selector.select(10)
+            key.data()
+            assert selector.select(0) == []
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert worker.recv(1) == b""
+        assert sent == [listening]
+
+
+@dataclass(eq=False)
+class Line:
+    """What a ``Link`` is to relayed connections."""
+
+    channel: SimpleNamespace
+
+
+def test_a_launcher_that_can_open_no_more_connections_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[Frame] = []
+    link = cast(Any, Line(SimpleNamespace(send=sent.append)))
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        selectors.DefaultSelector() as selector,
+        closing(RelayedConnections(selector, server.getsockname(), lambda *_: None)) as connections,
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(socket, "socket", lambda *_: os.open("/nowhere", os.O_RDONLY))
+            connections.handlers[RelayOpen](link, RelayOpen(0))
+        assert sent == [RelayClose(0)]
+        monkeypatch.setattr(Relays, "__len__", lambda _: MOST)
+        connections.handlers[RelayOpen](link, RelayOpen(1))
+        assert sent[1:] == [RelayClose(1)]
+        assert not selector.get_map()
