@@ -90,7 +90,8 @@ def run(
 
     Args:
         np, num_proc: number of processes; two names for the same argument. By default all slots of the hosts, or 1 if
-            no hosts are given. An elastic job starts when there are slots for so many, by default ``min_num_proc``.
+            no hosts are given. An elastic job starts when there are slots for so many, by default ``min_num_proc``;
+            where hosts are discovered, one of these is needed.
         min_num_proc, max_num_proc: the fewest and the most workers of an elastic job; by default as many as ``np``, and
             no limit.
         host_discovery_script: an executable that prints the hosts that can be used now, a line for each (``h1:4``).
@@ -157,7 +158,7 @@ def run(
         environ,
         hosts=hosts,
         hostfile=hostfile,
-        np=1 if number is None and not (hosts or hostfile) else number,
+        np=1 if number is None and not (hosts or hostfile or options.discovered) else number,
         discovered=options.discovered,
     )
     python = executable or _own_interpreter()

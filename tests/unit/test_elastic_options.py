@@ -241,7 +241,6 @@ class TestRun:
         hosts = Hosts()
         hvdgloo.run.run(int, np=2, host_discovery=hosts, elastic_timeout=20, failures_per_host=7)
         hvdgloo.run.run(int, min_num_proc=2)
-        hvdgloo.run.run(int, host_discovery=hosts)
         hvdgloo.run.run(int, np=2, max_restarts=3)
         spec = launched[0].elastic
         assert spec is not None
@@ -250,10 +249,7 @@ class TestRun:
         second = launched[1].elastic
         assert second is not None
         assert (second.rules.size, listed(second)) == (2, {"localhost": 2})
-        third = launched[2].elastic
-        assert third is not None
-        assert third.rules.size == 1, "as everywhere in run()"
-        assert (launched[3].max_restarts, launched[3].elastic) == (3, None)
+        assert (launched[2].max_restarts, launched[2].elastic) == (3, None)
 
     @pytest.mark.parametrize(
         ("arguments", "text"),
@@ -268,6 +264,10 @@ class TestRun:
             ({"min_num_proc": 1, "cooldown_range": 5}, r"run\(cooldown_range=5\): give two times"),
             ({"min_num_proc": 1, "cooldown_range": "ab"}, r"run\(cooldown_range='ab'\): give two times"),
             ({"min_num_proc": 1, "cooldown_range": (5, 4000)}, "--blacklist-cooldown-range 5 4000"),
+            (
+                {"host_discovery": Hosts()},
+                "--host-discovery-script needs -np N, the number of slots that must be there",
+            ),
             ({"np": 1, "host_discovery": {"h1": 2}}, r"it has no method find_available_hosts_and_slots\(\)"),
             ({"np": 1, "host_discovery": Hosts(), "hosts": "h1:1"}, "either hosts or what discovers the hosts"),
             ({"np": 1, "host_discovery_script": "./hosts.sh", "hostfile": "x"}, "either a hostfile or what discovers"),
