@@ -226,6 +226,9 @@ class Admission:
         for index, guest in enumerate(members):
             if guest.surveyed is not None:
                 unheard |= {(index, address): reason for address, reason in guest.surveyed.failures.items()}
+                if guest.reached is not None and guest.reached.address.address not in guest.surveyed.ports:
+                    # It was let in at loopback, as the only host, and without a network.
+                    unheard.setdefault((index, guest.reached.address.address), "its agent does not listen there")
         answers = self._known(there)
         reports = Reports(
             [guest.visit.name for guest in members],
