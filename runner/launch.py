@@ -13,7 +13,7 @@ from functools import partial
 from typing import TextIO
 
 from hvdgloo._net.tls import Tls
-from hvdgloo.errors import LaunchError
+from hvdgloo.errors import JobFailedError, LaunchError
 from hvdgloo.runner.console.console import Console, make_directory
 from hvdgloo.runner.console.progress import Backoff, InitProgress
 from hvdgloo.runner.console.startup_view import INIT_LINE_AFTER, LiveDisplay, StartDisplay
@@ -90,6 +90,8 @@ def launch(
             began = time.monotonic()
             try:
                 report = attempt(spec, failed, len(restarts), interrupts, signal_came)
+            except JobFailedError:
+                raise  # a signal came
             except LaunchError as error:
                 if not restarts:
                     raise
