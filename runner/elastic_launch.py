@@ -19,24 +19,25 @@ from typing import TextIO
 
 from hvdgloo._net.tls import Tls
 from hvdgloo.config import parse_endpoint
+from hvdgloo.errors import JobFailedError
 from hvdgloo.rendezvous import RendezvousServer
 from hvdgloo.rendezvous._elastic.events import Spawn as SpawnOrder
 from hvdgloo.rendezvous._elastic.roster import Roster
 from hvdgloo.runner.admission import Admission, launcher_addresses
 from hvdgloo.runner.console.console import Console, make_directory
 from hvdgloo.runner.console.startup_view import StartDisplay
-from hvdgloo.runner.elastic.discovery import host_entry
+from hvdgloo.runner.elastic.discovery import HostManager, host_entry
 from hvdgloo.runner.elastic.driver import ElasticDriver, ElasticOutcome
 from hvdgloo.runner.job.advice import advise_on_signal
 from hvdgloo.runner.job.command import interface_variables, thread_defaults, worker_environment
 from hvdgloo.runner.job.outcome import Failure
-from hvdgloo.runner.job.spec import ElasticSpec, HostEntry, LaunchSpec, Slot
+from hvdgloo.runner.job.spec import Discovery, ElasticSpec, HostEntry, LaunchSpec, Slot
 from hvdgloo.runner.observer import Observer, Results, expect, open_console
 from hvdgloo.runner.protocol.frames import Spawn
 from hvdgloo.runner.provisions import advice_for, base_environment, check_traces, command_on, required_on
 from hvdgloo.runner.rendezvous_host import InLauncher
 from hvdgloo.runner.report import Report
-from hvdgloo.runner.signals import passed_on
+from hvdgloo.runner.signals import ENDING, passed_on
 from hvdgloo.runner.supervise.elastic import ElasticSupervisor, Visit
 from hvdgloo.runner.supervise.host_state import HostState
 from hvdgloo.runner.transport.base import Spawner
@@ -63,11 +64,13 @@ def launch_elastic(
     Raises:
         ConfigError, LaunchError: it could not be started: hosts cannot be discovered, say. Nothing is left running.
         MissingDependencyError: certificates are to be made, and the package for that is not installed here.
+        JobFailedError, KeyboardInterrupt: a signal came before hosts were known.
     """
     chosen = spawner or AnyHostSpawner(spec.reach, fork=fork)
     if spec.output_directory is not None:
         make_directory(spec.output_directory)
     check_traces(spec, chosen, spec.hosts)
+    manager = _asked(elastic.discovery, signals)
     job_id = secrets.token_hex(16)
     ranks: dict[int, int] = {}
     with open_console(spec, stdout, stderr, quiet, rank_of=lambda number: ranks.get(number, number)) as console:
@@ -90,7 +93,7 @@ def launch_elastic(
         with passed_on(signals, supervisor.interrupt) as signal_came, supervisor, display:
             driver = ElasticDriver(
                 elastic.rules,
-                elastic.discovery,
+                manager,
                 _Starter(supervisor, chosen),
                 tell=supervisor.notice_soon,
                 placed=supervisor.placed,
@@ -102,6 +105,30 @@ def launch_elastic(
             console.finish()
             console.drain(signal_came)
         return _report(spec, chosen, supervisor, driver, course.outcome, console)
+
+
+def _asked(discovery: Discovery, signals: Sequence[signal.Signals]) -> HostManager:
+    """A manager of a discovery that has answered once. That may take long, so signals end it at once.
+
+    Raises:
+        DiscoveryError: hosts cannot be determined.
+        JobFailedError, KeyboardInterrupt: a signal came.
+    """
+    manager = HostManager(discovery)
+    came: list[int] = []
+
+    def interrupt(signum: int) -> None:
+        came.append(signum)
+        raise KeyboardInterrupt  # no discovery takes this for a failure of its own, and scripts are ended
+
+    try:
+        with passed_on([signum for signum in signals if signum in ENDING], interrupt):
+            manager.update_available_hosts()
+    except KeyboardInterrupt:
+        if not came or came[0] == signal.SIGINT:
+            raise
+        raise JobFailedError("interrupted before hosts were known", exit_code=128 + came[0]) from None
+    return manager
 
 
 class _Starter:

@@ -16,7 +16,8 @@ COMMAND_LINE_SIGNALS = (
     signal.SIGUSR1,
     signal.SIGUSR2,
 )
-_ENDING = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+ENDING = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+"""Those of them that end a job."""
 LIBRARY_SIGNALS = (signal.SIGINT, signal.SIGTSTP)
 """What ``hvdgloo.run.run`` takes over while it runs: the others are up to the calling program."""
 
@@ -54,7 +55,7 @@ def passed_on(signals: Sequence[signal.Signals], note: Callable[[int], None]) ->
     try:
         yield signal_came
     finally:
-        ending = signals is COMMAND_LINE_SIGNALS and not _ENDING.isdisjoint(came)
+        ending = signals is COMMAND_LINE_SIGNALS and not ENDING.isdisjoint(came)
         for signum, old in previous.items():
             signal.signal(signum, signal.SIG_IGN if ending else old)  # type: ignore[arg-type]
 
@@ -72,7 +73,7 @@ class Interrupts:
 
     def came(self, signum: int) -> None:
         """A signal has come."""
-        if signum in _ENDING:
+        if signum in ENDING:
             self.ending = signum
         if self._to is not None:
             self._to(signum)

@@ -244,6 +244,11 @@ class HostManager:
         self._trouble = ""
 
     @property
+    def asked(self) -> bool:
+        """Whether it has answered before."""
+        return self._answers is not None
+
+    @property
     def current_hosts(self) -> tuple[tuple[str, int | None], ...]:
         """Names and slots that were believed last, in order."""
         return self._hosts

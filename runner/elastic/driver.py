@@ -87,7 +87,7 @@ class ElasticDriver:
 
     Args:
         rules: what the user has asked for.
-        discovery: what lists hosts.
+        discovery: what lists hosts; a manager of it if that has been asked already.
         starter: what starts and ends workers.
         tell: receives lines for the user; called on any thread.
         placed: receives each roster as soon as its members are told their ranks; called on the thread of ``run``.
@@ -105,7 +105,7 @@ class ElasticDriver:
     def __init__(
         self,
         rules: Rules,
-        discovery: Discovery,
+        discovery: Discovery | HostManager,
         starter: WorkerStarter,
         *,
         tell: Callable[[str], None],
@@ -116,7 +116,7 @@ class ElasticDriver:
         self._actions: queue.SimpleQueue[Action | None] = queue.SimpleQueue()
         self.epochs = ElasticEpochs(rules, act=self._actions.put)
         self.changes: list[tuple[float, Changed]] = []
-        self._manager = HostManager(discovery)
+        self._manager = discovery if isinstance(discovery, HostManager) else HostManager(discovery)
         self._starter = starter
         self._tell = tell
         self._placed = placed
@@ -134,7 +134,9 @@ class ElasticDriver:
         self._watch = threading.Thread(target=self._discover, name="hvdgloo-discovery", daemon=True)
 
     def __enter__(self) -> ElasticDriver:
-        self._list(self._manager.update_available_hosts().hosts)
+        if not self._manager.asked:
+            self._manager.update_available_hosts()
+        self._list(self._manager.current_hosts)
         self._watch.start()
         return self
 

@@ -1,0 +1,70 @@
+"""Signals that come before any worker is there."""
+
+from __future__ import annotations
+
+import io
+import signal
+import threading
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from hvdgloo.errors import JobFailedError
+from hvdgloo.rendezvous._elastic.events import Rules
+from hvdgloo.runner import launch
+from hvdgloo.runner.elastic.discovery import FixedHosts
+from hvdgloo.runner.elastic.driver import ElasticDriver
+from hvdgloo.runner.elastic_launch import _asked
+from hvdgloo.runner.job.outcome import Failure, JobOutcome
+from hvdgloo.runner.job.spec import HostEntry, LaunchSpec
+from hvdgloo.runner.report import Report
+from hvdgloo.runner.signals import COMMAND_LINE_SIGNALS
+
+
+class Hanging:
+    """A discovery that a signal interrupts."""
+
+    def __init__(self, signum: signal.Signals) -> None:
+        self._signum = signum
+
+    def find_available_hosts_and_slots(self) -> dict[str, int]:
+        signal.raise_signal(self._signum)
+        threading.Event().wait(10)
+        return {}
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_first_discovery_that_hangs(signum: signal.Signals) -> None:
+    before = signal.getsignal(signum)
+    if signum == signal.SIGINT:
+        with pytest.raises(KeyboardInterrupt):
+            _asked(Hanging(signum), COMMAND_LINE_SIGNALS)
+    else:
+        with pytest.raises(JobFailedError, match="interrupted before hosts were known") as raised:
+            _asked(Hanging(signum), COMMAND_LINE_SIGNALS)
+        assert raised.value.exit_code == 143
+    assert signal.getsignal(signum) is before
+
+
+def test_a_driver_does_not_ask_a_second_time_before_it_starts() -> None:
+    hosts = FixedHosts({"h1": 1})
+    manager = _asked(hosts, ())
+    hosts.set({"h2": 1})
+    listed: list[object] = []
+    starter = cast(Any, SimpleNamespace(listed=listed.append))
+    with ElasticDriver(Rules(size=1, smallest=1), manager, starter, tell=lambda _: None, interval=60.0):
+        assert listed == [(("h1", 1),)]
+
+
+def test_a_signal_during_a_further_start_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    def attempt(spec: LaunchSpec, failed: str, number: int, *_: object, **__: object) -> Report:
+        if number:
+            raise JobFailedError("interrupted before the workers were started", exit_code=130)
+        return Report(JobOutcome(Failure(0, "h1", 3, "exited with status 3")), ())
+
+    monkeypatch.setattr(launch, "_attempt", attempt)
+    spec = LaunchSpec(("true",), (HostEntry("h1", 1),), 1, "/", {}, b"s" * 32, max_restarts=2)
+    with pytest.raises(JobFailedError, match=r"^interrupted before the workers were started$") as raised:
+        launch.launch(spec, stdout=io.StringIO(), stderr=io.StringIO(), signals=())
+    assert raised.value.exit_code == 130
