@@ -176,7 +176,8 @@ class ElasticJob:
         times = [self._say_at, self._limit, *(worker.end_by for worker in self._crew.workers.values())]
         waits = self.phase in (P.WAITING, P.DRAINING) and not self._unused
         if waits or (self._ending and self.phase is P.RUNNING):
-            times.append(self._patience)
+            # In WAITING nothing is decided before both are over.
+            times.append(max(self._patience, self._not_before) if self.phase is P.WAITING else self._patience)
         if self.phase in (P.WAITING, P.RUNNING, P.DRAINING):
             times += [self._next_return, self._crew.rested_at()]
         if self.phase is P.WAITING and self._not_before > self._crew.now:

@@ -920,6 +920,17 @@ class TestWithoutALauncher:
         bed.come_back(a)
         assert [seat.worker for seat in bed.rosters[-1].seats] == ["a", "b"]
 
+    def test_patience_that_ends_before_workers_of_an_earlier_server_had_time_to_come(self) -> None:
+        """A deadline that stayed in the past would keep the clock's thread busy, and its lock."""
+        rules = Rules(size=2, smallest=2, launched=False, elastic_timeout=RETURN_TIME / 2)
+        bed = Bed(rules, (), hold=RETURN_TIME)
+        begin = bed.now
+        self.come(bed, "a", "pod-1")
+        while bed.job.phase is Phase.WAITING:
+            assert bed.job.deadline > bed.now
+            assert bed.wait()
+        assert (bed.job.phase, bed.now - begin) == (Phase.FAILED, RETURN_TIME)
+
     def test_the_others_are_told_of_one_whose_connection_was_lost(self) -> None:
         """Its host may have been cut off, and then they would wait for it until the operation timeout."""
         bed = Bed(self.RULES, ())
