@@ -389,9 +389,10 @@ class RendezvousClient:
         signer = auth.Signer(self._secret, connection.channel) if connection.channel else self._signer
         credentials = signer.sign(method, target, auth.digest(body), run, self._client, counter)
         keep = False
-        with self._lock:
-            self._busy.add(connection)
         try:
+            with self._lock:
+                self._check_open(target)  # ``close`` ends only those that are among the busy ones
+                self._busy.add(connection)
             status, data, signature, keep = connection.request(
                 method, target, credentials.header(), body, deadline + patience
             )
@@ -461,8 +462,7 @@ class RendezvousClient:
     def _take(self, deadline: float, target: str, patient: bool) -> HttpConnection:
         while True:
             with self._lock:
-                if self._closed:
-                    raise RendezvousError("this rendezvous client is closed", server=self.server, route=target)
+                self._check_open(target)
                 connection = self._idle.pop() if self._idle else None
             if connection is None:
                 usual = time.monotonic() + self.connect_timeout
@@ -470,6 +470,10 @@ class RendezvousClient:
             if not connection.stale():
                 return connection
             connection.close()
+
+    def _check_open(self, target: str) -> None:
+        if self._closed:
+            raise RendezvousError("this rendezvous client is closed", server=self.server, route=target)
 
     def _give(self, connection: HttpConnection) -> None:
         with self._lock:

@@ -20,6 +20,7 @@ from hvdgloo.errors import (
 )
 from hvdgloo.rendezvous import RendezvousClient, RendezvousServer, host_identity
 from hvdgloo.rendezvous import _wire as wire
+from hvdgloo.rendezvous._client.connection import HttpConnection
 from tests.support.rendezvous import SECRET, RawClient, Task, info, unreachable_port
 
 
@@ -204,6 +205,23 @@ class TestErrors:
         client.status()
         client.close()
         client.close()
+        with pytest.raises(RendezvousError, match="is closed"):
+            client.status()
+
+    def test_closed_between_taking_a_connection_and_using_it(
+        self, server: RendezvousServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Else nothing would end that request before its deadline."""
+        client = RendezvousClient(server.endpoint, SECRET)
+        client.status()
+        take = client._take
+
+        def take_late(deadline: float, target: str, patient: bool) -> HttpConnection:
+            connection = take(deadline, target, patient)
+            client.close()
+            return connection
+
+        monkeypatch.setattr(client, "_take", take_late)
         with pytest.raises(RendezvousError, match="is closed"):
             client.status()
 
