@@ -268,13 +268,12 @@ class TorchState(ObjectState):
 
     Args:
         model, optimizer: saved, restored and sent by their state dicts.
-        kwargs: further attributes. An ``ElasticSampler``, and whatever has ``state_dict()`` and ``load_state_dict()``,
-            is treated likewise; the rest are plain objects, as in ``ObjectState``.
-
         overlap: copy parameters and optimizers' state while the next forward and backward pass run; the next step waits
             for it. By default as HVDGLOO_ELASTIC_OVERLAP says: no. Nothing else than optimizers' steps may write into
             them meanwhile; if something does, that commit is dropped, with a warning. A GPU's are copied into
             page-locked memory of the host.
+        kwargs: further attributes. An ``ElasticSampler``, and whatever has ``state_dict()`` and ``load_state_dict()``,
+            is treated likewise; the rest are plain objects, as in ``ObjectState``.
 
     A commit copies tensors into memory that is kept, twice their size, and only those that have changed. A value that
     is assigned to an attribute later (``state.model = another``) replaces the former one, and is saved at once.
