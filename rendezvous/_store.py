@@ -74,14 +74,18 @@ def check_key(key: str, what: str = "key", limit: int = MAX_KEY_BYTES) -> str:
     return key
 
 
+_EPOCH = "@hvdgloo."
+"""What users' own scopes do not have before a number, as it is the job's."""
+
+
 def epoch_scope(epoch: int) -> str:
     """The end of the names of those scopes whose keys are of no use any more once the next epoch has been formed."""
-    return f"@{epoch}"
+    return f"{_EPOCH}{epoch}"
 
 
 def epoch_of(scope: str) -> int:
-    """The epoch in a scope's name; -1 if there is none."""
-    number = scope.rpartition("@")[2] if "@" in scope else ""
+    """The epoch in a scope's name; -1 if it does not end in an ``epoch_scope``."""
+    number = scope.rpartition(_EPOCH)[2] if _EPOCH in scope else ""
     return int(number) if number.isascii() and number.isdigit() else -1
 
 
