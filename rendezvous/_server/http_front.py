@@ -67,7 +67,8 @@ class Front(cheroot_server.HTTPServer):
         max_body: maximum size of a request's body, in bytes.
         head_timeout: seconds within which a request's head must be whole.
         tls: encrypts all connections, if given.
-        dead_after: for ``keep_alive``.
+        dead_after: seconds after which a client that is cut off counts as gone, whatever it owes; None leaves it to the
+            kernel if there is data that it has not acknowledged.
     """
 
     max_request_header_size = MAX_HEAD
@@ -82,7 +83,7 @@ class Front(cheroot_server.HTTPServer):
         max_body: int,
         head_timeout: float,
         tls: Tls | None = None,
-        dead_after: float = 120.0,
+        dead_after: float | None = None,
     ) -> None:
         super().__init__(listeners[0].getsockname()[:2], Gateway, server_name="hvdgloo-rendezvous")
         # cheroot keeps every server there forever.
@@ -520,14 +521,20 @@ class Front(cheroot_server.HTTPServer):
             self._drop(connection)
 
 
-def keep_alive(sock: socket.socket, dead_after: float) -> None:
-    """Have the kernel notice within so many seconds (at least 4) that a peer is cut off, where it lets us say so."""
-    probes = 4
-    interval = max(1, round(dead_after / (2 * probes)))
-    idle = max(1, round(dead_after) - probes * interval)
+def keep_alive(sock: socket.socket, dead_after: float | None) -> None:
+    """Have the kernel notice that a peer is cut off, where it lets us say when.
+
+    Args:
+        dead_after: within so many seconds (at least 4), even while the peer owes an acknowledgement; None: within two
+            minutes, unless it owes one.
+    """
+    probes, seconds = 4, 120.0 if dead_after is None else dead_after
+    interval = max(1, round(seconds / (2 * probes)))
+    idle = max(1, round(seconds) - probes * interval)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", idle), ("TCP_KEEPINTVL", interval), ("TCP_KEEPCNT", probes)):
         if hasattr(socket, name):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    if hasattr(socket, "TCP_USER_TIMEOUT"):  # nobody is asked whether they live while they owe an acknowledgement
+    # Nobody is asked whether they live while they owe an acknowledgement.
+    if dead_after is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * dead_after))
