@@ -7,6 +7,7 @@ connection for ``LOST_TIME``: its request for news is one as long as its process
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
@@ -42,6 +43,8 @@ from hvdgloo.rendezvous._server.pauses import Pause, Steps
 from hvdgloo.rendezvous._store import Latch
 from hvdgloo.rendezvous._worker_info import WorkerInfo, control_tree
 from hvdgloo.topology import Host, Topology, Worker, places
+
+logger = logging.getLogger(__name__)
 
 LOST_TIME = 0.5
 """Seconds without any connection after which a worker counts as gone, where no launcher knows."""
@@ -150,6 +153,8 @@ class ElasticEpochs:
                 waiting = self._waiting.get(ask.worker, [])
                 if latch in waiting:
                     waiting.remove(latch)
+                    if not waiting:
+                        del self._waiting[ask.worker]
         with self._lock:
             answer = self._answers.pop(ask.worker, None)
             if answer is not None:
@@ -223,10 +228,7 @@ class ElasticEpochs:
     def close(self, reason: str) -> None:
         """Release all waiters with a StoppingError, and end the thread."""
         with self._lock:
-            self._closed = reason
-            for latch in [latch for latches in self._waiting.values() for latch in latches] + self._readers:
-                latch.release()
-            self._changed.notify()
+            self._release(reason)
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -258,6 +260,12 @@ class ElasticEpochs:
                 ],
                 "waiting_for": self._job.waiting_for,
             }
+
+    def _release(self, reason: str) -> None:
+        self._closed = reason
+        for latch in [latch for latches in self._waiting.values() for latch in latches] + self._readers:
+            latch.release()
+        self._changed.notify()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -311,17 +319,24 @@ class ElasticEpochs:
 
     def _keep_time(self) -> None:
         with self._lock:
-            while not self._closed:
-                now = self._clock()
-                due = min(self._job.deadline, min(self._leaving_at.values(), default=math.inf))
-                if now < due:
-                    self._changed.wait(min(due - now, threading.TIMEOUT_MAX))
-                    continue
-                for worker in [worker for worker, at in self._leaving_at.items() if now >= at]:
-                    del self._leaving_at[worker]
-                    self._tell(Gone(worker, None, "has lost its connection"))
-                if now >= self._job.deadline:
-                    self._tell(TimePassed())
+            try:
+                self._keep_time_until_closed()
+            except Exception as error:  # without time nobody's wait would have an end
+                logger.exception("the clock of the elastic job")
+                self._release(f"the rendezvous server has failed: {error!r}")
+
+    def _keep_time_until_closed(self) -> None:
+        while not self._closed:
+            now = self._clock()
+            due = min(self._job.deadline, min(self._leaving_at.values(), default=math.inf))
+            if now < due:
+                self._changed.wait(min(due - now, threading.TIMEOUT_MAX))
+                continue
+            for worker in [worker for worker, at in self._leaving_at.items() if now >= at]:
+                del self._leaving_at[worker]
+                self._tell(Gone(worker, None, "has lost its connection"))
+            if now >= self._job.deadline:
+                self._tell(TimePassed())
 
     def _tell(self, event: Event) -> None:
         """Feed the job, and carry out its actions."""
@@ -362,8 +377,9 @@ class ElasticEpochs:
     def _forget(self, worker: str) -> None:
         self._infos.pop(worker, None)
         self._answers.pop(worker, None)
-        for client in self._connected.pop(worker, ()):
-            self._clients.pop(client, None)
+        self._connected.pop(worker, None)
+        for client in [client for client, other in self._clients.items() if other == worker]:
+            del self._clients[client]
 
     def _place(self, roster: Roster, workers: list[str]) -> None:
         """Answer these members of an epoch."""

@@ -7,7 +7,8 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,8 @@ from hvdgloo.rendezvous import Alone, ElasticClient, RendezvousClient, Rendezvou
 from hvdgloo.rendezvous._elastic import wire as elastic
 from hvdgloo.rendezvous._elastic.events import Action, Changed, Ended, Gone, HostsListed, Rules, Spawn
 from hvdgloo.rendezvous._server.elastic import ElasticEpochs
+from hvdgloo.rendezvous._server.epochs import StoppingError
+from hvdgloo.rendezvous._server.pauses import waited
 from tests.support.elastic_clients import Workers, placed
 from tests.support.rendezvous import SECRET, RawClient, Task, info, until
 
@@ -284,3 +287,70 @@ def test_a_worker_of_a_fixed_number_is_told_that_the_job_is_elastic(server: Rend
 def test_the_workers_of_an_elastic_job_are_not_fixed() -> None:
     with pytest.raises(ConfigError, match="not fixed by size or hosts"):
         RendezvousServer(secret=SECRET, size=2, elastic=ElasticEpochs(RULES))
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="this kernel has no such option")
+def test_only_where_no_launcher_sees_them_connections_end_that_owe_an_acknowledgement() -> None:
+    """A fixed number of workers, and those that a launcher has started, have nobody to go on without."""
+
+    def user_timeout(**workers: Any) -> int:
+        with RendezvousServer(secret=SECRET, **workers) as server, RendezvousClient(server.endpoint, SECRET) as client:
+            client.store("s").set("k", b"v")
+            assert server._front is not None
+            (connection,) = server._front._connections
+            return int(connection.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT))
+
+    assert user_timeout(elastic=ElasticEpochs(RULES)) == 5000
+    assert user_timeout(elastic=ElasticEpochs(Rules(size=2, smallest=1))) == user_timeout(size=1) == 0
+
+
+def test_nothing_is_kept_of_one_that_has_gone() -> None:
+    epochs = ElasticEpochs(RULES)
+    with RendezvousServer(secret=SECRET, elastic=epochs) as server, ExitStack() as stack:
+        workers = Workers(server.endpoint, stack)
+        waiting = workers.ask("a")
+        until(lambda: bool(epochs._waiting), "its request to wait")
+        workers.die("a")
+        with pytest.raises(RendezvousError):
+            waiting.result(5)
+        tables = (epochs._clients, epochs._waiting, epochs._connected, epochs._infos, epochs._answers)
+        until(lambda: not any(tables), "it to be forgotten")
+
+
+def test_a_clock_that_fails_ends_all_waits(caplog: pytest.LogCaptureFixture) -> None:
+    broken = threading.Event()
+
+    def clock() -> float:
+        if broken.is_set() and threading.current_thread().name == "hvdgloo-rendezvous-elastic":
+            raise OSError("no time")
+        return time.monotonic()
+
+    epochs = ElasticEpochs(RULES, clock=clock)
+    epochs.start()
+    try:
+        listen = elastic.Listen("a", 0, None)
+        reader = Task(lambda: waited(epochs.news("client", listen, timeout=20), lambda hang_up: nullcontext()))
+        until(lambda: bool(epochs._readers), "the reader to wait")
+        broken.set()
+        with epochs._lock:
+            epochs._changed.notify()
+        with pytest.raises(StoppingError, match=r"has failed.*no time"):
+            reader.result(5)
+        assert "the clock of the elastic job" in caplog.text
+    finally:
+        epochs.close("the test is over")
+
+
+def test_what_members_of_old_epochs_have_stored_goes_and_what_users_have_stays() -> None:
+    epochs = ElasticEpochs(RULES)
+    with RendezvousServer(secret=SECRET, elastic=epochs) as server, RendezvousClient(server.endpoint, SECRET) as client:
+        old = [f"{name}{ElasticClient.scope(0)}" for name in ("control", "gloo")]
+        users = ["results@0", "control@0", "somebody@example.0", ElasticClient.scope(0)[1:]]
+        for scope in (*old, *users):
+            client.store(scope).set("k", b"v")
+        epochs.on_formed(2)
+        for scope in users:
+            assert client.store(scope).get("k", timeout=0) == b"v"
+        for scope in old:
+            with pytest.raises(RendezvousTimeoutError):
+                client.store(scope).get("k", timeout=0)
