@@ -94,11 +94,9 @@ class RendezvousServer:
         self._bound: list[Any] = []
         self._service: Service | None = None
         self._front: Front | None = None
-        self._threads = _SPARE_THREADS
-        self._workers = 0
         self._elastic = elastic
         if elastic is None:
-            self._open(0, size, hosts)
+            self._open(size, hosts)
         elif size is not None or hosts is not None:
             raise ConfigError("rendezvous: the workers of an elastic job are not fixed by size or hosts")
         else:
@@ -162,7 +160,7 @@ class RendezvousServer:
             max_body=MAX_BODY,
             head_timeout=self._request_timeout,
             tls=self._tls,
-            **({"dead_after": _CUT_OFF} if self._elastic is not None and not self._elastic.rules.launched else {}),
+            dead_after=_CUT_OFF if self._elastic is not None and not self._elastic.rules.launched else None,
         )
         self._front.start()
         logger.info("the rendezvous server listens on %s", ", ".join(self.endpoints))
@@ -228,19 +226,6 @@ class RendezvousServer:
         """Why the last failed start did not succeed, as its workers were told; empty if none has failed."""
         return self._epochs.last_failure()
 
-    def open_epoch(
-        self, epoch: int, *, size: int | None = None, hosts: Sequence[tuple[str, int]] | None = None
-    ) -> None:
-        """Let workers register for another generation of the membership.
-
-        Epoch 0 is open from the start. Further ones are for elastic jobs, whose launcher will open one at each change
-        of their hosts; a job of fixed size has none.
-
-        Raises:
-            ConfigError: it is open already, has no workers, or has more than this process may have open files.
-        """
-        self._open(epoch, size, hosts)
-
     def __enter__(self) -> RendezvousServer:
         return self.start()
 
@@ -255,18 +240,14 @@ class RendezvousServer:
             raise RuntimeError("this rendezvous server has not been started")
         return self._service
 
-    def _open(self, epoch: int, size: int | None, hosts: Sequence[tuple[str, int]] | None) -> None:
+    def _open(self, size: int | None, hosts: Sequence[tuple[str, int]] | None) -> None:
         try:
-            self._epochs.open(epoch, size=size, hosts=hosts)
+            self._epochs.open(0, size=size, hosts=hosts)
         except ValueError as error:
             raise ConfigError(f"rendezvous: {error}") from None
-        workers = size if size is not None else sum(slots for _, slots in hosts or ())
-        self._workers = max(self._workers, workers)
-        # Each worker may wait in one request, and in one more for an epoch that is ending.
-        self._threads = max(self._threads, 2 * workers + _SPARE_THREADS)
-        if self._front is not None:
-            self._front.pool.limit = self._threads
-            self._front.max_connections = max(self._front.max_connections, self._room())
+        self._workers = size if size is not None else sum(slots for _, slots in hosts or ())
+        # Each worker may wait in one request, and in one more that repeats it.
+        self._threads = 2 * self._workers + _SPARE_THREADS
 
     def _most_polls(self) -> int:
         """How many requests may wait, so that others find a thread."""

@@ -19,7 +19,7 @@ import psutil
 import pytest
 import requests
 
-from hvdgloo.errors import ConfigError, RendezvousRefusedError, RendezvousTimeoutError
+from hvdgloo.errors import RendezvousRefusedError, RendezvousTimeoutError
 from hvdgloo.rendezvous import RendezvousClient, RendezvousServer
 from hvdgloo.rendezvous import _auth as auth
 from hvdgloo.rendezvous import _wire as wire
@@ -415,12 +415,6 @@ class TestRefusals:
             other = RawClient(server.endpoint, raw.run)
             refused(other.request("POST", WORKERS, WORKER), 409, "rank 0 of epoch 0 is taken by pid 2 on host h")
             assert server.status()["epochs"][0]["arrived"] == 1
-
-    def test_an_epoch_is_opened_once(self, server: RendezvousServer, raw: RawClient) -> None:
-        server.open_epoch(1, size=1)
-        assert raw.request("POST", "/v1/epochs/1/workers", WORKER)[0] == 200
-        with pytest.raises(ConfigError, match="opened before"):
-            server.open_epoch(1, size=1)
 
 
 def answer_times(client: RendezvousClient, stop: threading.Event) -> list[float]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
+import pytest
+
 from hvdgloo.rendezvous._server.epochs import Epochs, NotYet, Placed, _Round
 from hvdgloo.rendezvous._server.membership import Membership
 from hvdgloo.rendezvous._server.pauses import waited
@@ -21,6 +23,13 @@ class Gathering:
 
     def comes(self, client: str) -> Placed | NotYet:
         return waited(self.epochs.register(0, client, info(), timeout=0), lambda hang_up: nullcontext())
+
+
+def test_an_epoch_is_opened_once() -> None:
+    epochs = Epochs(10.0)
+    epochs.open(0, size=1)
+    with pytest.raises(ValueError, match="opened before"):
+        epochs.open(0, size=1)
 
 
 def test_it_starts_with_the_first_worker_that_stays() -> None:
