@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
+from hvdgloo._net.cancelling import TURN
 from hvdgloo.errors import BackendError, ConnectError, RendezvousTimeoutError
 from hvdgloo.types import Buffer, ReduceOp
 
 logger = logging.getLogger(__name__)
-
-_TURN = 0.2
 
 FEW_RANKS = 5
 """As many ranks send small tensors to each other at once, in one step. More ranks do so through a cube, or, where there
@@ -122,7 +121,7 @@ def wait_for(work: Work, timeout: float, what: str) -> None:
         BackendError: ``what`` was not there within ``timeout`` seconds, or the operation failed.
     """
     deadline = time.monotonic() + timeout
-    while not work.completes_within(_TURN):
+    while not work.completes_within(TURN):
         if time.monotonic() >= deadline:
             raise BackendError(f"{what} within {timeout:g} s")
 
@@ -187,9 +186,9 @@ def get_all(
     while True:
         left = deadline - time.monotonic()
         try:
-            return store.get_many(keys, timeout=max(0.0, min(_TURN, left)))
+            return store.get_many(keys, timeout=max(0.0, min(TURN, left)))
         except RendezvousTimeoutError:
-            if left <= _TURN:
+            if left <= TURN:
                 raise
         if cancelled():
             raise BackendError(CANCELLED)

@@ -47,14 +47,12 @@ from hvdgloo._backends.cube import Cube
 from hvdgloo._backends.driver import Driver
 from hvdgloo._backends.process_group import ProcessGroupBackend, tensor_of
 from hvdgloo._backends.sockets import decode_address, encode_address, ends, open_descriptors, shut_down
+from hvdgloo._net.cancelling import TURN
 from hvdgloo._net.descriptors import bury, reserve_descriptors
 from hvdgloo.errors import AuthenticationError, BackendError, HvdglooError, RendezvousError
 from hvdgloo.types import Buffer, ReduceOp
 
 logger = logging.getLogger(__name__)
-
-_TURN = 0.2
-"""How often, in seconds, a wait that may be cancelled checks whether it was."""
 
 AT_ONCE_FROM, AT_ONCE_BYTES = 64, 1 << 19
 """Bytes of a tensor, and bytes of all ranks' together, from and up to which few ranks send everything to each other.
@@ -308,7 +306,7 @@ class GlooBackend(ProcessGroupBackend):
         store.set(f"{prefix}met/{self._rank}", problem.encode() or _MET)
         keys = [f"{prefix}met/{rank}" for rank in range(self._size)] if self._rank == 0 else [f"{prefix}met/all"]
         try:
-            told = get_all(store, keys, max(_TURN, deadline - time.monotonic()), self._cancelled)
+            told = get_all(store, keys, max(TURN, deadline - time.monotonic()), self._cancelled)
         except RendezvousError:
             if problem:
                 raise BackendError(problem) from None
@@ -346,7 +344,7 @@ class GlooBackend(ProcessGroupBackend):
         """
         assert self._driver is not None
         work, deadline = self._driver.begin("connect", lambda: self._check(peers)), time.monotonic() + timeout
-        while not work.completes_within(min(_TURN, timeout)):
+        while not work.completes_within(min(TURN, timeout)):
             if self._gives_up():
                 raise BackendError(CANCELLED)
             if reason := failed():

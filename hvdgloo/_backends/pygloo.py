@@ -34,6 +34,7 @@ from hvdgloo._backends.base import CANCELLED, RendezvousStore, Work, first_line,
 from hvdgloo._backends.pygloo_helper import Command, Op, Order, Tell, Type, Verb
 from hvdgloo._backends.shm import limits, system
 from hvdgloo._backends.shm.segment import array_at
+from hvdgloo._net.cancelling import TURN
 from hvdgloo._net.descriptors import bury, reserve_descriptors
 from hvdgloo.errors import BackendError
 from hvdgloo.types import Buffer, DType, ReduceOp
@@ -43,9 +44,6 @@ PIECE = 4 << 20
 
 SLOTS = 3
 """Pieces that are under way at once: one is filled, one on the wire, one emptied."""
-
-_TURN = 0.2
-"""How often, in seconds, a wait that may be cancelled checks whether it was."""
 
 _END_SECONDS = 5.0
 """Seconds that the helper has to end when it is told to."""
@@ -279,11 +277,11 @@ class PyglooBackend:
         deadline = time.monotonic() + timeout
         while True:
             left = deadline - time.monotonic()
-            message = self._helper.receive(min(_TURN, left))
+            message = self._helper.receive(min(TURN, left))
             if message is None:
                 if cancelled is not None and cancelled():
                     raise BackendError(CANCELLED)
-                if left <= _TURN:
+                if left <= TURN:
                     raise BackendError(f"not connected within {timeout:g} s")
             elif message[0] == Tell.PUBLISH:
                 store.set(f"{prefix}{self._rank}", message[1:])

@@ -35,6 +35,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from hvdgloo._net import abstract, codec, framing, ports
+from hvdgloo._net.cancelling import TURN
 from hvdgloo._net.descriptors import OUT_OF_DESCRIPTORS, reserve_descriptors
 from hvdgloo._net.frame_mac import FrameMac
 from hvdgloo._net.tls import Tls, shake_hands
@@ -52,8 +53,6 @@ _MAC_BYTES = 32
 _PAUSE = 0.02
 """Seconds until the next attempt to accept where not even one more descriptor can be had, or to connect where nobody
 listens yet."""
-_TURN = 0.2
-"""Seconds between checks, during a wait, whether it was cancelled."""
 _MAX_ANSWER = 1 << 20
 
 CANCELLED = "the job ended while its ranks were being connected"
@@ -201,7 +200,7 @@ class Handshake:
                         missing=reception.missing,
                     )
                 _check(cancelled)
-                reception.serve(min(left, _TURN))
+                reception.serve(min(left, TURN))
             return reception.members
 
     def connect(
@@ -392,7 +391,7 @@ def receive_exactly(sock: socket.socket, count: int, deadline: float, cancelled:
         left = deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError("timed out")
-        sock.settimeout(left if cancelled is None else min(left, _TURN))
+        sock.settimeout(left if cancelled is None else min(left, TURN))
         try:
             piece = sock.recv(count - len(data))
         except TimeoutError:
@@ -416,7 +415,7 @@ def _connected(address: str, port: int, deadline: float, cancelled: Cancelled | 
             poll.register(sock, select.POLLOUT)
             while code in (errno.EINPROGRESS, errno.EINTR):
                 left = deadline - time.monotonic()
-                if poll.poll(1000 * max(0.0, min(left, _TURN))):
+                if poll.poll(1000 * max(0.0, min(left, TURN))):
                     code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
                 elif left <= 0:
                     code = errno.ETIMEDOUT

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from hvdgloo._net.cancelling import TURN
 from hvdgloo.errors import AuthenticationError, ConfigError, MissingDependencyError
 
 if TYPE_CHECKING:
@@ -31,9 +32,6 @@ if TYPE_CHECKING:
 
 _MOST_AT_ONCE = 1 << 14
 """Bytes of one TLS record."""
-
-_TURN = 0.2
-"""Seconds between checks, during a wait, whether it is to go on."""
 
 TLS_HELLO = b"\x16\x03"
 """What a client that speaks TLS begins with."""
@@ -110,7 +108,7 @@ class Tls:
         try:
             while True:
                 left = max(0.001, deadline - time.monotonic())
-                connection.settimeout(left if check is None else min(left, _TURN))
+                connection.settimeout(left if check is None else min(left, TURN))
                 try:
                     connection.do_handshake()
                     break

@@ -36,11 +36,9 @@ from hvdgloo._backends.shm.segment import Segment
 from hvdgloo._backends.shm.signals import FutexSignals, PipeSignals, Signals
 from hvdgloo._backends.shm.system import Unsupported
 from hvdgloo._net import abstract
+from hvdgloo._net.cancelling import TURN
 from hvdgloo._net.handshake import CANCELLED, Handshake, receive_exactly
 from hvdgloo.errors import AuthenticationError, BackendError, ConnectError, RendezvousTimeoutError
-
-_TURN = 0.2
-"""Seconds after which a wait looks whether it was cancelled."""
 
 _MESSAGE_SECONDS = 5.0
 """How long a message may take that has begun."""
@@ -338,7 +336,7 @@ class SegmentExchange:
         poll = select.poll()
         poll.register(sock, select.POLLIN)
         deadline = time.monotonic() + self._timeout
-        while not poll.poll(_TURN * 1000):
+        while not poll.poll(TURN * 1000):
             if self._cancelled():
                 raise BackendError(CANCELLED)
             if time.monotonic() >= deadline:
@@ -349,9 +347,9 @@ class SegmentExchange:
         while True:
             left = deadline - time.monotonic()
             try:
-                return self._store.get_many([self._key], timeout=max(0.0, min(2 * _TURN, left)))[0]
+                return self._store.get_many([self._key], timeout=max(0.0, min(2 * TURN, left)))[0]
             except RendezvousTimeoutError:
-                if left <= 2 * _TURN:
+                if left <= 2 * TURN:
                     raise
             if self._cancelled():
                 raise BackendError(CANCELLED)
