@@ -40,7 +40,7 @@ def test_the_command_ends_without_a_search_for_garbage(
     frozen = gc.get_freeze_count()
     try:
         assert main() == 0
-        assert gc.get_freeze_count() == frozen
+        assert gc.get_freeze_count() <= frozen  # some of those that were frozen before may have gone
         with pytest.raises(SystemExit) as ended:
             command()
         assert gc.get_freeze_count() > frozen + 1000

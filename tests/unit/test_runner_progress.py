@@ -6,6 +6,7 @@ import io
 import math
 import os
 import pty
+import select
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -283,16 +284,21 @@ class TestOnAScreen:
             console.output(0, STDOUT, b"hello\n")
             console.notice("a notice")
             console.wait_until_written(5)
-            seen = os.read(master, 65536)
-            assert self.screen([seen.replace(b"\r\n", b"\n")]) == [
-                "[0]<stdout>:hello",
-                "hvdgloo-run: a notice",
-                "the list",
-            ]
+            seen = b""
+
+            def shows(lines: list[str]) -> bool:
+                """What is written to a terminal comes out at its other end a piece at a time."""
+                nonlocal seen
+                while self.screen([seen.replace(b"\r\n", b"\n")]) != lines:
+                    if not select.select([master], [], [], 5)[0]:
+                        return False
+                    seen += os.read(master, 65536)
+                return True
+
+            assert shows(["[0]<stdout>:hello", "hvdgloo-run: a notice", "the list"]), seen
             console.below([])
             console.wait_until_written(5)
-            seen += os.read(master, 65536)
-            assert self.screen([seen.replace(b"\r\n", b"\n")]) == ["[0]<stdout>:hello", "hvdgloo-run: a notice"]
+            assert shows(["[0]<stdout>:hello", "hvdgloo-run: a notice"]), seen
             console.close()
         os.close(master)
 
