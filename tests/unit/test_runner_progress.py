@@ -6,8 +6,8 @@ import io
 import math
 import os
 import pty
-import select
 import re
+import select
 from collections.abc import Sequence
 from dataclasses import dataclass
 
