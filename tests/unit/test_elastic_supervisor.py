@@ -11,8 +11,12 @@ import pytest
 
 from hvdgloo.rendezvous._elastic.events import Spawn
 from hvdgloo.rendezvous._elastic.roster import Roster, Seat
+from hvdgloo.runner.admission import Admission, Reached, _Guest
+from hvdgloo.runner.discovery import LOOPBACK
 from hvdgloo.runner.elastic_launch import _Giver
 from hvdgloo.runner.job.spec import HostEntry, LaunchSpec
+from hvdgloo.runner.network.interfaces import Address
+from hvdgloo.runner.protocol.frames import Frame, Probe, Surveyed
 from hvdgloo.runner.supervise import host_state
 from hvdgloo.runner.supervise.agent_link import Link
 from hvdgloo.runner.supervise.elastic import ElasticSupervisor, Visit
@@ -122,3 +126,20 @@ def test_a_command_that_does_not_end_after_a_visit_is_killed(supervisor: Elastic
     command.ends = True
     assert supervisor._has_gone(visit, state, 105.2)
     assert state not in supervisor._agents.hosts
+
+
+def test_nobody_tries_a_host_that_was_let_in_without_a_network(supervisor: ElasticSupervisor) -> None:
+    sent: list[Frame] = []
+    link = cast(Any, SimpleNamespace(channel=SimpleNamespace(send=sent.append)))
+    own = Address("eth0", "10.0.0.2", 24)
+    first = _Guest(
+        Visit("h1", 0.0), link, 0, 1.0, surveyed=Surveyed([], {}, {}, 1), reached=Reached(LOOPBACK, LOOPBACK.address)
+    )
+    ports = {own.address: 7000}
+    second = _Guest(Visit("h2", 0.0), link, 1, 1.0, surveyed=Surveyed([], ports, {}, 1), candidates=[own])
+    admission = Admission(supervisor, supervisor._spec, (), ("127.0.0.1", 1), loopback=False)
+    admission._listener = cast(Any, SimpleNamespace(failures={}, ports={}, close=lambda: None))
+    tried = admission._round_of([first], [second], 0.0)
+    assert (0, LOOPBACK.address) in tried.reports.unheard
+    assert [frame.targets for frame in sent if isinstance(frame, Probe)] == [[(1, own.address, 7000)]]
+    admission.close()
