@@ -18,7 +18,7 @@ import subprocess
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hvdgloo._platform.spelling import in_one_line
@@ -46,6 +46,9 @@ class HostDiscovery(ABC):
     def find_available_hosts_and_slots(self) -> dict[str, int | None]:
         """Hosts and their slots, in the order in which they are to be filled; see ``Discovery``."""
 
+    def interrupt(self) -> None:  # noqa: B027 - most have nothing to end
+        """End what it has started to answer a question that is being asked; called on another thread."""
+
 
 class FixedHosts(HostDiscovery):
     """Hosts that are known.
@@ -65,7 +68,29 @@ class FixedHosts(HostDiscovery):
         return dict(self._host_slots)
 
 
-class HostDiscoveryScript(HostDiscovery):
+class ProgramDiscovery(HostDiscovery):
+    """Hosts that a program prints, which is ended with all that it has started when nobody needs the answer."""
+
+    _running: subprocess.Popen[bytes] | None = None
+
+    def interrupt(self) -> None:
+        process = self._running
+        if process is not None:
+            _kill(process)
+
+    def _output_of(self, command: Sequence[str], timeout: float, what: str) -> str:
+        """See ``output_of``."""
+
+        def started(process: subprocess.Popen[bytes]) -> None:
+            self._running = process
+
+        try:
+            return output_of(command, timeout, what, started)
+        finally:
+            self._running = None
+
+
+class HostDiscoveryScript(ProgramDiscovery):
     """Hosts that an executable prints, one a line: ``host`` or ``host:slots``. Blank lines are ignored.
 
     Args:
@@ -97,7 +122,7 @@ class HostDiscoveryScript(HostDiscovery):
 
     def _execute_discovery_script(self) -> str:
         """Its standard output; raises DiscoveryError."""
-        return output_of([os.path.abspath(self._script)], self._timeout, self._what)
+        return self._output_of([os.path.abspath(self._script)], self._timeout, self._what)
 
     @property
     def _what(self) -> str:
@@ -123,13 +148,19 @@ def host_entry(name: str, slots: int | None) -> HostEntry:
     return replace(host, slots=slots)
 
 
-def output_of(command: Sequence[str], timeout: float, what: str) -> str:
+def output_of(
+    command: Sequence[str],
+    timeout: float,
+    what: str,
+    started: Callable[[subprocess.Popen[bytes]], None] = lambda process: None,
+) -> str:
     """What a command prints. It is ended, and with it all that it has started, when its time is over.
 
     Args:
         command: program and arguments; no shell reads them.
         timeout: seconds that it may take.
         what: begins the text of an error.
+        started: receives its process.
 
     Raises:
         DiscoveryError: it cannot be executed, fails, takes too long, or prints too much; with the end of what it has
@@ -156,6 +187,7 @@ def output_of(command: Sequence[str], timeout: float, what: str) -> str:
         hint = "; its first line must name what runs it, like #!/bin/sh" if failure.errno == errno.ENOEXEC else ""
         raise error(f"it cannot be executed: {failure.strerror}{hint}") from None
     try:
+        started(process)
         if not _listen(process, output, errors, deadline):
             raise error(f"it prints more than {MAX_OUTPUT} bytes")
         status = process.wait(max(0.0, deadline - time.monotonic()))
@@ -202,14 +234,19 @@ def _listen(process: subprocess.Popen[bytes], output: bytearray, errors: bytearr
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """End a script and what it has started, and forget it."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        pass  # it has ended, and has left nothing behind
+    _kill(process)
     process.wait()
     for stream in (process.stdout, process.stderr):
         if stream is not None:
             stream.close()
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End a script and what it has started."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        pass  # it has ended, and has left nothing behind
 
 
 @dataclass(frozen=True)
@@ -275,6 +312,11 @@ class HostManager:
         hosts = tuple((name, _more(answer.get(name, 0), before.get(name, 0))) for name in names)
         changed, self._hosts = hosts != self._hosts, hosts
         return Listing(hosts, changed, "hosts can be discovered again" if back else "")
+
+    def interrupt(self) -> None:
+        """Nobody needs the answer to the question that is being asked; called on another thread."""
+        if isinstance(self._discovery, HostDiscovery):
+            self._discovery.interrupt()
 
     def _ask(self) -> _Answer:
         try:

@@ -43,6 +43,9 @@ HANG_TIME = 30.0
 _JOIN_TIME = 1.0
 """Seconds for a discovery to return at the end; its thread ends with the process if it does not."""
 
+_JOIN_PAUSE = 0.05
+"""Seconds after which it is interrupted again: it may have been about to start its script."""
+
 
 class WorkerStarter(Protocol):
     """What starts and ends the workers of an elastic job. Its methods return at once.
@@ -142,7 +145,10 @@ class ElasticDriver:
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
-        self._watch.join(_JOIN_TIME)
+        give_up_at = time.monotonic() + _JOIN_TIME
+        while self._watch.is_alive() and time.monotonic() < give_up_at:
+            self._manager.interrupt()
+            self._watch.join(_JOIN_PAUSE)
 
     def run(self) -> ElasticOutcome | None:
         """Do what the job decides, until it has ended; its workers are then told to end. None after ``abandon``."""
@@ -242,6 +248,8 @@ class ElasticDriver:
         while not self._over.wait(self._interval):
             self._asked_at = time.monotonic()
             listing = self._manager.update_available_hosts()
+            if self._over.is_set():
+                return  # an interrupted script is no news
             self._asked_at, self._told_of_hang = None, False
             if listing.notice:
                 self._tell(listing.notice)

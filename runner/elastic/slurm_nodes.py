@@ -10,7 +10,7 @@ import re
 import shutil
 from collections.abc import Sequence
 
-from hvdgloo.runner.elastic.discovery import DiscoveryError, HostDiscovery, output_of
+from hvdgloo.runner.elastic.discovery import DiscoveryError, ProgramDiscovery
 from hvdgloo.runner.job.spec import HostEntry
 
 SLURM = "slurm"
@@ -25,7 +25,7 @@ _NOT_NOW = re.compile(r"[*~#%!^]")
 _LONG = re.compile(r"NodeName=(\S+).*? State=(\S+)")
 
 
-class SlurmNodes(HostDiscovery):
+class SlurmNodes(ProgramDiscovery):
     """Lists them.
 
     Args:
@@ -49,10 +49,10 @@ class SlurmNodes(HostDiscovery):
         names = ",".join(node.name for node in self._nodes)
         if shutil.which("sinfo") is not None:
             command = ["sinfo", "--noheader", "--Node", f"--nodes={names}", "--format=%N %T"]
-            up = by_sinfo(output_of(command, self._timeout, "sinfo"))
+            up = by_sinfo(self._output_of(command, self._timeout, "sinfo"))
         else:
             command = ["scontrol", "show", "node", names, "--oneliner"]
-            up = by_scontrol(output_of(command, self._timeout, "scontrol"))
+            up = by_scontrol(self._output_of(command, self._timeout, "scontrol"))
         return {node.name: node.slots or self._slots for node in self._nodes if node.name in up}
 
 

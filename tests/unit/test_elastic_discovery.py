@@ -22,7 +22,7 @@ from hvdgloo.runner.elastic.discovery import (
     host_entry,
 )
 from hvdgloo.runner.job.spec import HostEntry
-from tests.support.rendezvous import until
+from tests.support.rendezvous import Task, until
 
 Script = Callable[[str], str]
 
@@ -114,6 +114,17 @@ class TestAScript:
             "it exited with status 3",
             *(f"    kubectl: no {number}" for number in range(3, 8)),
         ]
+
+    def test_it_is_ended_with_its_children_when_nobody_needs_the_answer(self, script: Script, tmp_path: Path) -> None:
+        pids = tmp_path / "pids"
+        discovery = HostDiscoveryScript(script(f"sleep 1000 & echo $$ $! >{pids}.new; mv {pids}.new {pids}; wait"))
+        asking = Task(discovery.find_available_hosts_and_slots)
+        until(pids.exists, "the script to have started")
+        discovery.interrupt()
+        with pytest.raises(DiscoveryError, match="killed by signal 9"):
+            asking.result(5)
+        for pid in map(int, pids.read_text().split()):
+            until(lambda pid=pid: not alive(pid), "the script and its child to be ended")
 
     def test_it_is_killed(self, script: Script) -> None:
         assert trouble(script("kill -9 $$")) == "it was killed by signal 9 (SIGKILL)"

@@ -5,13 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
+import psutil
 import pytest
 
 from hvdgloo.errors import LaunchError
 from hvdgloo.rendezvous import RendezvousServer
 from hvdgloo.rendezvous._elastic.events import Rules, Spawn
-from hvdgloo.runner.elastic.discovery import DiscoveryError, FixedHosts
+from hvdgloo.runner.elastic.discovery import DiscoveryError, FixedHosts, HostDiscoveryScript
 from hvdgloo.runner.elastic.driver import ElasticDriver, ElasticOutcome
 from tests.support.elastic_clients import Workers
 from tests.support.rendezvous import SECRET, Task, until
@@ -130,6 +132,18 @@ def test_nothing_is_started_if_hosts_cannot_be_discovered() -> None:
         pass
     assert starter.started == []
     assert not any(thread.name == "hvdgloo-discovery" for thread in threading.enumerate())
+
+
+def test_a_script_that_hangs_ends_with_the_job(tmp_path: Path) -> None:
+    script, pid = tmp_path / "hosts.sh", tmp_path / "pid"
+    again = f"echo $$ >{pid}.new; mv {pid}.new {pid}; exec sleep 1000"
+    script.write_text(f"#!/bin/sh\n[ -e {tmp_path}/asked ] || {{ touch {tmp_path}/asked; echo h1; exit; }}\n{again}\n")
+    script.chmod(0o755)
+    with job(Rules(size=1, smallest=1), HostDiscoveryScript(str(script)), Starter()) as it:
+        until(pid.exists, "the script to hang")
+        it.driver.abandon()
+    until(lambda: not psutil.pid_exists(int(pid.read_text())), "the script to be ended", 2)
+    assert it.told == [], "that it was ended is no trouble"
 
 
 def test_a_host_that_cannot_be_used_is_left_out() -> None:
