@@ -515,7 +515,8 @@ class ElasticJob:
     def _form(self, there: list[Worker]) -> None:
         limit = self.rules.reset_limit
         if self._crew.ran and limit is not None and self.resets >= limit:
-            self._fail(RESET_LIMIT_EXCEEDED_MESSAGE.format(limit), Failing(reason=self._why))
+            # The failure of a worker that was no member has not stopped the training.
+            self._fail(RESET_LIMIT_EXCEEDED_MESSAGE.format(limit), self._failure or Failing(reason=self._why))
             return
         self._crew.epoch += 1
         self._crew.is_recalled = False

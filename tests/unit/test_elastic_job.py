@@ -830,6 +830,17 @@ class TestTheEnd:
         assert bed.ended.failure is not None
         assert bed.ended.failure.status == 1
 
+    def test_the_status_at_the_limit_of_resets_is_that_of_the_failure_that_was_not_survived(self) -> None:
+        bed = running(Rules(size=4, smallest=1, failures_per_host=9, reset_limit=1))
+        for status in (77, 5):
+            bed.see(bed.members[-1], status)
+            return_all(bed)
+            bed.cooperate()
+        assert bed.ended is not None
+        assert bed.ended.text == RESET_LIMIT_EXCEEDED_MESSAGE.format(1)
+        assert bed.ended.failure is not None
+        assert bed.ended.failure.status == 5
+
 
 class TestWithoutALauncher:
     RULES = Rules(size=2, smallest=1, largest=3, launched=False)
