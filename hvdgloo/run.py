@@ -100,8 +100,8 @@ def run(
         reset_limit: how often the workers of an elastic job may form anew.
         cooldown_range: the shortest and the longest time in seconds for which a host is left out after a failure; by
             default it is for ever.
-        failures_per_host: the failure of a worker at which its host is left out; by default the first, or the third in
-            a job on one host.
+        failures_per_host: the failure of a worker at which its host is left out; by default the first, or the third
+            where a single host is given, or none. With a discovery it is the first, also where that lists one host.
         elastic_timeout: seconds to wait for slots; by default 600.
         max_restarts: how often all workers of a job that is not elastic are started again after a failure.
         hosts: ``host:slots,...``; by default this one, or those of a Slurm allocation around this process.

@@ -86,7 +86,8 @@ def add_elastic_flags(add: AddArgument) -> None:
         metavar="N",
         yaml="elastic.failures_per_host",
         help="leave out a host at the Nth failure of a worker there; before that, only the worker that has failed is "
-        "started again (default: 1, as in Horovod; 3 in a job on a single host)",
+        "started again (default: 1, as in Horovod, also where a discovery lists only one host; 3 where -H names a "
+        "single host, or no host is named)",
     )
     add(
         "--discovery-interval",
