@@ -6,7 +6,9 @@ import argparse
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from hvdgloo.runner.cli.setting_flags import AddArgument
+from hvdgloo.config import settings
+from hvdgloo.errors import ConfigError
+from hvdgloo.runner.cli.setting_flags import AddArgument, is_given
 from hvdgloo.runner.cli.values import positive, seconds, some_seconds, whole
 from hvdgloo.runner.job.host_sources import Inventory
 from hvdgloo.runner.job.spec import ElasticSpec
@@ -26,6 +28,9 @@ _DESTS = {
     "timeout": "discovery_timeout",
 }
 """Fields of ``ElasticOptions``, and where argparse puts their flags' values."""
+
+_SETTINGS = ("elastic_timeout", "elastic_join")
+"""Settings whose flags are for elastic jobs only."""
 
 
 def add_elastic_flags(add: AddArgument) -> None:
@@ -106,9 +111,19 @@ def add_elastic_flags(add: AddArgument) -> None:
 
 
 def options_from(arguments: argparse.Namespace) -> ElasticOptions | None:
-    """What the command line says about an elastic job; None if it says nothing."""
+    """What the command line says about an elastic job; None if it says nothing.
+
+    Raises:
+        ConfigError: nothing makes the job elastic, and a flag was given that is for elastic jobs.
+    """
     given = {field: getattr(arguments, dest) for field, dest in _DESTS.items()}
     if all(value is None for value in given.values()):
+        for name in _SETTINGS:  # as variables, or in a file, they may be there for other jobs
+            if is_given(arguments, name):
+                raise ConfigError(
+                    f"{settings()[name].flag} is for elastic jobs: give --min-np N or a discovery script besides, or "
+                    "leave it out"
+                )
         return None
     from hvdgloo.runner.elastic.options import ElasticOptions
 

@@ -100,6 +100,11 @@ def from_flags(arguments: argparse.Namespace) -> dict[str, str]:
     return environ
 
 
+def is_given(arguments: argparse.Namespace, name: str) -> bool:
+    """Whether the flag of a setting is on the command line."""
+    return getattr(arguments, _PREFIX + name, None) is not None
+
+
 def to_variable(setting: Setting, text: str, source: str) -> str:
     """The text of the variable, converted from the flag's unit to the field's own.
 

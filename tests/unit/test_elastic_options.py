@@ -145,6 +145,8 @@ CONTRADICTIONS: list[tuple[list[str], str]] = [
     (["--max-np", "2"], "--max-np is for elastic jobs: give --min-np N or a discovery script besides, or leave it out"),
     (["--reset-limit", "0"], "--reset-limit is for elastic jobs"),
     (["--reset-limit", "-1", "--min-np", "2"], "--reset-limit: '-1' is not a whole number from 0"),
+    (["-np", "1", "--elastic-timeout", "5"], "--elastic-timeout is for elastic jobs"),
+    (["-np", "1", "--join", "now"], "--join is for elastic jobs"),
     (["--slots-per-host", "2"], "--slots-per-host is for elastic jobs"),
     (["--failures-per-host", "0", "--min-np", "2"], "--failures-per-host: '0' is not a whole number from 1"),
     (
