@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -249,7 +249,8 @@ class TestRendezvous:
             until(lambda: server.status()["epochs"][0]["arrived"], "it is in")
             client.close()  # or it would register once more
             for connection in made:
-                connection._socket.shutdown(socket.SHUT_RDWR)  # as the end of its process does
+                with suppress(OSError):  # ``close`` does so, too
+                    connection._socket.shutdown(socket.SHUT_RDWR)  # as the end of its process does
             until(lambda: not server.status()["epochs"][0]["arrived"], "its place is free")
             assert isinstance(waiting.failure(), RendezvousError)
 
