@@ -61,6 +61,7 @@ from hvdgloo.rendezvous._elastic.events import (
     Voided,
     Welcome,
 )
+from hvdgloo.rendezvous._elastic.hosts import shortened
 from hvdgloo.rendezvous._elastic.roster import NO_STATE, Roster, choose
 from hvdgloo.rendezvous._elastic.worker import Stage, Worker
 from hvdgloo.topology import counted_slots
@@ -502,7 +503,7 @@ class ElasticJob:
             return
         lost = self._has_state and not any(worker.serial != NO_STATE for worker in there if not worker.fresh)
         if lost and (not self._crew.unheard or self._now >= self._patience):
-            self._fail(_STATE_LOST)
+            self._fail(self._state_lost())
         elif lost:
             pass  # a member of which this server has not heard may have it, and will come when it finds the server
         elif len(there) >= self._crew.needed:
@@ -631,7 +632,7 @@ class ElasticJob:
             self._go(P.WAITING)
             if all(worker.out for worker in members) and not self._crew.unheard:
                 left = bool(members) and all(worker.leaving for worker in members)
-                lost = _STATE_LOST if self._has_state else "all workers have ended, or were removed"
+                lost = self._state_lost() if self._has_state else "all workers have ended, or were removed"
                 self._fail("all workers were asked to end, and have left" if left else lost)
         elif self._now >= self._patience:
             self._fail(f"{listed(awaited)} did not come back within {self.rules.elastic_timeout:g} s")
@@ -653,6 +654,11 @@ class ElasticJob:
             self._patience = self._now + self.rules.elastic_timeout
         elif self.phase is not P.FORMING and self._now >= self._patience:
             self._fail(f"{self._ending}, and others did not end within {self.rules.elastic_timeout:g} s")
+
+    def _state_lost(self) -> str:
+        """That nobody is left who has the state, and why those are out whose processes had not ended."""
+        reasons = list(dict.fromkeys(worker.out for worker in self._crew.members() if worker.out))
+        return "; ".join([_STATE_LOST, *shortened(reasons, show=3)])
 
     def _fail(self, text: str, failure: Failing | None = None) -> None:
         self.phase, self._failed = self._next(P.FAILED), text

@@ -479,6 +479,20 @@ class TestAccounting:
         assert bed.ended.failure is not None
         assert (bed.ended.failure.rank, bed.ended.failure.status) == (0, -9)
 
+    def test_the_end_says_why_the_last_workers_that_had_the_state_were_ended(self) -> None:
+        lost = "all workers that had the state of the training were lost; "
+        bed = running(Rules(size=2, smallest=1, hosts_may_come=True), (("h1", 2),))
+        bed.see(bed.members[1], 5)
+        bed.time_alone()
+        assert bed.ended is not None
+        assert bed.ended.text.startswith(f"{lost}host h1 is left out: rank 1 on host h1 ")
+        bed = running(Rules(size=2, smallest=1, hosts_may_come=True), (("h1", 2),))
+        bed.list([])
+        return_all(bed)
+        bed.time_alone()
+        assert bed.ended is not None
+        assert bed.ended.text == f"{lost}host h1 was removed"
+
     def test_a_stopped_process_is_ended_when_its_peers_have_lost_it(self) -> None:
         bed = running(FOUR_SLOTS)
         stopped = bed.members[2]
