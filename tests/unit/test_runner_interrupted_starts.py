@@ -60,11 +60,11 @@ def test_a_driver_does_not_ask_a_second_time_before_it_starts() -> None:
 def test_a_signal_during_a_further_start_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
     def attempt(spec: LaunchSpec, failed: str, number: int, *_: object, **__: object) -> Report:
         if number:
-            raise JobFailedError("interrupted before the workers were started", exit_code=130)
+            raise JobFailedError("before the workers were started", exit_code=130)
         return Report(JobOutcome(Failure(0, "h1", 3, "exited with status 3")), ())
 
     monkeypatch.setattr(launch, "_attempt", attempt)
     spec = LaunchSpec(("true",), (HostEntry("h1", 1),), 1, "/", {}, b"s" * 32, max_restarts=2)
-    with pytest.raises(JobFailedError, match=r"^interrupted before the workers were started$") as raised:
+    with pytest.raises(JobFailedError, match=r"^before the workers were started$") as raised:
         launch.launch(spec, stdout=io.StringIO(), stderr=io.StringIO(), signals=())
     assert raised.value.exit_code == 130
