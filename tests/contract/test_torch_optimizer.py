@@ -25,15 +25,11 @@ from hvdgloo.torch._distributed import DistributedTorchOptimizer, wrap  # noqa: 
 from hvdgloo.torch._parameters import ReductionOptions  # noqa: E402
 from hvdgloo.torch.compression import Compression  # noqa: E402
 from hvdgloo.types import Buffer, ReduceOp  # noqa: E402
+from tests.support.small_model import BATCH, INPUTS, TARGETS, WEIGHTS, alike, loss_of, make_model, part_of, values  # noqa: E402
 from tests.support.world import World  # noqa: E402
 
 MakeWorld = Callable[..., World]
-BATCH = 12
 STEPS = 5
-_random = np.random.default_rng(7)
-INPUTS = torch.from_numpy(_random.standard_normal((BATCH, 6)))
-TARGETS = torch.from_numpy(_random.standard_normal((BATCH, 3)))
-WEIGHTS = [torch.from_numpy(_random.standard_normal(shape) / 2) for shape in [(8, 6), (8,), (3, 8), (3,)]]
 
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=1e-3),
@@ -48,24 +44,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-def make_model() -> nn.Sequential:
-    # Not seeded: ranks are threads here, and would share torch's one generator.
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
-    with torch.no_grad():
-        for parameter, value in zip(model.parameters(), WEIGHTS, strict=True):
-            parameter.copy_(value)
-    return model
-
-
-def loss_of(model: nn.Module, part: slice = slice(None)) -> Tensor:
-    return ((model(INPUTS[part]) - TARGETS[part]) ** 2).mean()
-
-
-def part_of(context: Context) -> slice:
-    share = BATCH // context.size
-    return slice(context.rank * share, (context.rank + 1) * share)
 
 
 def distribute(
@@ -92,15 +70,6 @@ class Noting(TorchAdapter):
 def in_flight(optimizer: DistributedTorchOptimizer) -> set[str]:
     """The names of gradients that have been handed over and not been waited for, by attributes that programs read."""
     return {optimizer._parameter_names[parameter] for parameter in optimizer._handles}
-
-
-def values(model: nn.Module) -> list[np.ndarray]:
-    return [parameter.detach().numpy().copy() for parameter in model.parameters()]
-
-
-def alike(actual: list[np.ndarray], expected: list[np.ndarray], rtol: float = 1e-6) -> None:
-    for a, e in zip(actual, expected, strict=True):
-        np.testing.assert_allclose(a, e, rtol=rtol, atol=1e-12)
 
 
 def single_process(make: Callable[[Any], Any], steps: int = STEPS) -> list[np.ndarray]:

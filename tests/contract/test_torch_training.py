@@ -18,17 +18,8 @@ from hvdgloo._collectives.frontend import Frontend  # noqa: E402
 from hvdgloo._job.context import Context  # noqa: E402
 from hvdgloo.torch._adapter import TorchAdapter  # noqa: E402
 from hvdgloo.torch._state import broadcast_optimizer_state  # noqa: E402
-from tests.contract.test_torch_optimizer import (  # noqa: E402
-    INPUTS,
-    STEPS,
-    TARGETS,
-    alike,
-    distribute,
-    loss_of,
-    make_model,
-    part_of,
-    values,
-)
+from tests.contract.test_torch_optimizer import STEPS, distribute  # noqa: E402
+from tests.support.small_model import INPUTS, TARGETS, alike, loss_of, make_model, part_of, values  # noqa: E402
 from tests.support.world import World  # noqa: E402
 
 SPECIAL = {"LBFGS": {"lr": 0.2, "max_iter": 3}}
