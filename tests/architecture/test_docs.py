@@ -49,6 +49,7 @@ OTHER_OPTIONS = {
     "--ranks",
     "--rate",
     "--rounds",
+    "--rows",
     "--seconds",
     "--seed",
     "--shm-size",
