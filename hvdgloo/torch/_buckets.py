@@ -160,10 +160,10 @@ def _bucket(parameters: Mapping[str, Tensor], engine: Any, process_set: int) -> 
 
 def suits(parameter: Tensor) -> bool:
     """Whether a parameter's dense gradient may be in a bucket."""
-    return (parameter.is_cpu or gpu.of(parameter) is not None) and parameter.numel() > 0 and _is_dense(parameter)
+    return (parameter.is_cpu or gpu.of(parameter) is not None) and parameter.numel() > 0 and is_dense(parameter)
 
 
-def _is_dense(tensor: Tensor) -> bool:
+def is_dense(tensor: Tensor) -> bool:
     """Whether a tensor's elements fill its memory, in whatever order of dimensions, and each has a place of its own."""
     if tensor.is_contiguous():
         return True

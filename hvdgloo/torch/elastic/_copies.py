@@ -28,6 +28,7 @@ import numpy as np
 import torch
 
 from hvdgloo._backends import gpu
+from hvdgloo.torch._buckets import is_dense
 from hvdgloo.torch.elastic import _steps
 
 Tensor = torch.Tensor
@@ -281,7 +282,7 @@ class Copies:
         live, spare, version = tensor.detach(), self._spares[index], tensor._version
         if before is not None and place and before.place == place:
             sample = before.sample
-        elif place and _is_dense(live):
+        elif place and is_dense(live):
             sample = _sample(live)
         else:
             return Copy(live, version, live.clone(), None, ())
@@ -333,19 +334,6 @@ def _sample(tensor: Tensor) -> Tensor | None:
         return None
     step = max(1, -(-tensor.numel() // _SAMPLE))
     return tensor.detach().as_strided((-(-tensor.numel() // step),), (step,)).view(bits)
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether no two elements share memory, and nothing lies between them."""
-    if tensor.is_contiguous():
-        return True
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
 
 
 def _sampled(copies: Iterable[Copy]) -> list[Samples]:
