@@ -26,6 +26,7 @@ from hvdgloo.rendezvous._elastic.roster import Roster
 from hvdgloo.runner.admission import Admission, launcher_addresses
 from hvdgloo.runner.console.console import Console, make_directory
 from hvdgloo.runner.console.startup_view import StartDisplay
+from hvdgloo.runner.discovery import LOOPBACK
 from hvdgloo.runner.elastic.discovery import HostManager, host_entry
 from hvdgloo.runner.elastic.driver import ElasticDriver, ElasticOutcome
 from hvdgloo.runner.job.advice import advise_on_signal
@@ -43,8 +44,6 @@ from hvdgloo.runner.supervise.host_state import HostState
 from hvdgloo.runner.transport.base import Spawner
 from hvdgloo.runner.transport.select import AnyHostSpawner, hosts_here
 from hvdgloo.topology import places
-
-_LOOPBACK = "127.0.0.1"
 
 
 def launch_elastic(
@@ -207,7 +206,7 @@ def _course(
     server = RendezvousServer(
         secret=spec.secret,
         elastic=driver.epochs,
-        bind=(_LOOPBACK, *(address.address for address in launcher)),
+        bind=(LOOPBACK.address, *(address.address for address in launcher)),
         port_range=spec.network.port_range,
         start_timeout=spec.start_timeout,
         tls=None if spec.network.tls is None else Tls(*spec.network.tls),
