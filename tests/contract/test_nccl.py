@@ -215,7 +215,6 @@ def test_a_group_that_does_not_end_delays_shutdown_by_five_seconds_at_most(
     gpus: Simulated, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     monkeypatch.setattr(nccl, "_CLOSE_SECONDS", 0.5)
-    monkeypatch.setattr(nccl, "_stuck", [])
     getattr(gpus.nccl.faults, way).update({0, 1, 2})
     world = World(SIZE, open_device=planes())
     world.run(lambda context: frontend_of(context).allreduce(on_gpu(torch.ones(2))))

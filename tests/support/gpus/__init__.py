@@ -157,6 +157,7 @@ def simulated(schedule: Schedule | None = None, count: int = 4) -> Iterator[Simu
     with pytest.MonkeyPatch.context() as patch:
         for name in functions().keys() - AS_THEY_ARE:
             patch.setattr(gpu, name, getattr(made, name))
+        patch.setattr("hvdgloo._backends.nccl._stuck", [])  # one test's group that does not end is not another's
         _watch_the_host(patch, made.machine)
         _tell_who_waits(patch, made.machine)
         Here.machine = made.machine

@@ -3,6 +3,9 @@
 A ``GpuTensor`` is a wrapper around a tensor in a block of simulated memory. Views are made at once, since they touch no
 memory; everything else is given to the current stream of the calling thread, with what it reads and writes. Automatic
 differentiation, modules and optimizers work as on any tensor.
+
+torch imports ``torch.distributed.tensor`` when it first meets a subclass of tensors that has a dispatcher of its own.
+That is done here, ahead of the ranks' threads: it holds locks for as long as 500 modules take to be read from a disk.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed.tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.support.gpus.machine import OFFSET, Block, HostAccessError, Machine, Storage, Stream
