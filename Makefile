@@ -55,6 +55,24 @@ TESTS_PYGLOO ?= $(addprefix tests/contract/test_,gloo.py pygloo.py frontend.py f
     timeline.py) tests/unit/test_gloo_provider.py tests/unit/test_front_end_modules.py
 PROCESSES_PYGLOO ?= tests/processes/test_hosts_pygloo.py tests/processes/test_worlds.py
 
+VENV_SPARK ?= .venv-spark
+READY_SPARK := $(VENV_SPARK)/.ready
+# pandas is not needed by hvdgloo; it is what a transformation_fn is given, and pyspark cannot be imported beside 3 without
+# a warning.
+SPARK ?= pyspark==4.3.0 pyarrow==26.0.1 fsspec==2026.9.0 "pandas<3" "tensorboard==2.20.*" "setuptools<81"
+RAY ?= ray==2.60.0
+TESTS_SPARK ?= tests/spark
+TESTS_RAY ?= tests/ray
+VENV_SPARK35 ?= .venv-spark-3.5
+READY_SPARK35 := $(VENV_SPARK35)/.ready
+SPARK35 ?= pyspark==3.5.9 pyarrow==17.0.0 fsspec==2026.9.0 "pandas<3"
+# pyspark 3.5 is for Python up to 3.11.
+PYTHON_SPARK35 ?= $(shell $(FIND_PYTHON) 3.11)
+TESTS_SPARK35 ?= tests/spark/test_run.py
+# Where there is no Java, tests of Spark are left out, unless HVDGLOO_TEST_REQUIRE_SPARK=1.
+HAS_JAVA = test "$$HVDGLOO_TEST_REQUIRE_SPARK" = 1 || command -v java >/dev/null || test -x "$$JAVA_HOME/bin/java"
+NO_JAVA = skipped, for lack of Java (17: apt-get install openjdk-17-jre-headless, or JAVA_HOME)
+
 VENV_PACKAGING ?= .venv-packaging
 READY_PACKAGING := $(VENV_PACKAGING)/.ready
 
@@ -74,7 +92,7 @@ PURELIB = $$($(1)/bin/python -c "import sysconfig; print(sysconfig.get_path('pur
 SHARE = echo "import site; site.addsitedir('$(call PURELIB,$(abspath $(VENV)))')" > $(call PURELIB,$(1))/shared.pth
 
 .PHONY: demo demo-elastic test test-all test-others test-tensorflow test-mxnet test-with-mxnet test-pygloo test-with-pygloo \
-    test-packaging test-pythons test-gpu mutants soak clients check clean
+    test-spark test-with-spark test-ray test-spark-3.5 test-with-spark-3.5 test-packaging test-pythons test-gpu mutants soak clients check clean
 
 demo: $(READY_DEMO)
 	$(BIN)/hvdgloo-run -np 2 examples/torch_digits.py
@@ -96,7 +114,7 @@ test-all: test
 # All but `make test`: each environment is made by its own target, so that one is made while the tests of another run.
 # The target that takes longest comes first.
 test-others: $(READY)
-	+$(SIDE_BY_SIDE) test-tensorflow test-pygloo test-mxnet $(PYTHON_TARGETS) test-packaging
+	+$(SIDE_BY_SIDE) test-spark test-tensorflow test-spark-3.5 test-pygloo test-mxnet $(PYTHON_TARGETS) test-packaging
 
 # TensorFlow has an environment of its own: users have one framework or the other, and so do the other tests. All
 # contracts that concern tensors run, on data planes that treat memory differently; on Gloo and on a segment of shared
@@ -105,6 +123,26 @@ test-tensorflow: $(READY_TF)
 	HVDGLOO_TEST_FRONTENDS=tensorflow $(VENV_TF)/bin/python -m pytest tests/tensorflow
 	HVDGLOO_TEST_FRONTENDS=tensorflow $(VENV_TF)/bin/python -m pytest -n $(WORKERS) $(TESTS_TF) \
 	    -k "(tensorflow or keras) and (not (gloo or segment or tree) or test_frontend_objects or test_frontend_adjoints)"
+
+# Spark and Ray have one environment, with every framework, and so they come one after the other: neither finds it half
+# made by the other.
+test-spark:
+	@if $(HAS_JAVA); then $(MAKE) test-with-spark; else echo "test-with-spark: $(NO_JAVA)"; fi
+	$(MAKE) test-ray
+
+test-with-spark: $(READY_SPARK)
+	$(VENV_SPARK)/bin/python -m pytest $(TESTS_SPARK)
+
+test-ray: $(READY_SPARK)
+	$(VENV_SPARK)/bin/python -m pytest $(TESTS_RAY)
+
+# The oldest Spark that hvdgloo is for, with numpy only.
+test-spark-3.5:
+	@$(if $(PYTHON_SPARK35),if $(HAS_JAVA); then $(MAKE) test-with-spark-3.5; else echo "$@: $(NO_JAVA)"; fi,echo "$@:" \
+	    "skipped, for lack of Python 3.11 (on the PATH, of pyenv or uv, or as PYTHON_SPARK35=...)")
+
+test-with-spark-3.5: $(READY_SPARK35)
+	$(VENV_SPARK35)/bin/python -m pytest $(TESTS_SPARK35)
 
 # Without torch, with numpy and MXNet.
 test-pygloo:
@@ -174,7 +212,7 @@ check: $(READY)
 	$(BIN)/python -m pytest -q tests/architecture
 
 clean:
-	rm -rf $(VENV) $(VENV_GPU) $(VENV_TF) $(VENV_MXNET) $(VENV_PYGLOO) $(VENV_PACKAGING) $(VENV_PYTHON)-* .venv-clients \
+	rm -rf $(VENV) $(VENV_GPU) $(VENV_TF) $(VENV_MXNET) $(VENV_PYGLOO) $(VENV_SPARK) $(VENV_SPARK35) $(VENV_PACKAGING) $(VENV_PYTHON)-* .venv-clients \
 	    build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
 # torch is installed first and by its pin, so that no other package's range fetches another build of it. The demo
@@ -206,6 +244,23 @@ $(READY_TF): $(READY)
 	$(INSTALL) $(VENV_TF)/bin/python "TensorFlow, Keras and JAX (400 MB to fetch)" $(TENSORFLOW)
 	$(INSTALL) $(VENV_TF)/bin/python "tf_keras (2 MB to fetch)" --no-deps $(TF_KERAS)
 	$(INSTALL) $(VENV_TF)/bin/python "hvdgloo" --editable . --no-deps
+	touch $@
+
+$(READY_SPARK): $(READY)
+	rm -rf $(VENV_SPARK)
+	$(PYTHON) -m venv $(VENV_SPARK)
+	$(call SHARE,$(VENV_SPARK))
+	$(INSTALL) $(VENV_SPARK)/bin/python "Spark, Ray, TensorFlow, Keras and JAX (1.2 GB to fetch)" \
+	    $(SPARK) $(RAY) $(TENSORFLOW)
+	$(INSTALL) $(VENV_SPARK)/bin/python "tf_keras (2 MB to fetch)" --no-deps $(TF_KERAS)
+	$(INSTALL) $(VENV_SPARK)/bin/python "hvdgloo" --editable . --no-deps
+	touch $@
+
+$(READY_SPARK35): setup.cfg setup.py Makefile
+	rm -rf $(VENV_SPARK35)
+	$(PYTHON_SPARK35) -m venv $(VENV_SPARK35)
+	$(INSTALL) $(VENV_SPARK35)/bin/python "Spark 3.5 and the tools of tests, without torch (430 MB to fetch)" \
+	    --editable ".[test-unit]" $(SPARK35)
 	touch $@
 
 $(READY_PYGLOO): setup.cfg setup.py Makefile

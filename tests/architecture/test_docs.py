@@ -162,7 +162,7 @@ def test_requirements_agree_with_setup_cfg() -> None:
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg", encoding="utf-8")
     extras = setup["options.extras_require"]
-    frameworks = ("torch", "tensorflow", "keras", "mxnet", "pygloo")
+    frameworks = ("torch", "tensorflow", "keras", "mxnet", "pygloo", "spark", "ray")
     lines = "".join([setup["options"]["install_requires"], *(extras[name] for name in frameworks)])
     wanted = [r for r in map(Requirement, lines.split("\n")[1:]) if str(r.specifier).startswith(">=")]
     asked = {r.name: f">= {str(r.specifier)[2:]}" for r in wanted}
@@ -173,11 +173,12 @@ def test_requirements_agree_with_setup_cfg() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["Python", "torch", "numpy", "flask", "cheroot", "cloudpickle", "tensorflow", "keras", "mxnet", "pygloo"]
+    "name",
+    "Python torch numpy flask cheroot cloudpickle tensorflow keras mxnet pygloo pyspark pyarrow fsspec ray".split(),
 )
 def test_this_environment_is_in_the_matrix(name: str) -> None:
     """Pain 3: whoever runs the tests hears of versions that the matrix lacks; that alone is no failure."""
-    if name == "pygloo":
+    if name in ("pygloo", "pyspark", "pyarrow", "fsspec", "ray"):
         pytest.importorskip(name, reason="its tests have an environment of their own")
     if name in ("torch", "tensorflow", "keras", "mxnet"):
         need(name)

@@ -1,0 +1,82 @@
+"""Spark's sessions for the tests of this folder; they are skipped where there is no Spark.
+
+``HVDGLOO_TEST_REQUIRE_SPARK=1`` says that they must run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import spark as support
+
+collect_ignore_glob: list[str] = []
+if support.missing():
+    if os.environ.get("HVDGLOO_TEST_REQUIRE_SPARK") == "1":
+        raise RuntimeError(f"HVDGLOO_TEST_REQUIRE_SPARK=1, and {support.missing()}")
+    collect_ignore_glob = ["test_*.py"]
+
+_HERE = Path(__file__).parent
+_PATIENCE_S = 2 * support.STARTUP_S
+_NOT_OURS = (
+    # pyspark leaves sockets to its JVM, and pipes to its workers, to the collector.
+    "ignore::ResourceWarning",
+    "ignore::pytest.PytestUnraisableExceptionWarning",
+    # pandas about pyspark.
+    "ignore::FutureWarning:pyspark",
+    "ignore::DeprecationWarning:pyspark",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Modules that want the same session follow each other, so that it is started once.
+
+    The session is set up within a test's time, which is therefore long.
+    """
+    for item in items:
+        if _HERE in item.path.parents:
+            item.add_marker(pytest.mark.timeout(_PATIENCE_S))
+            for each in _NOT_OURS:
+                item.add_marker(pytest.mark.filterwarnings(each))
+    kinds = ("spark", "cluster", "standalone")
+    wanted = {item.path: 0 for item in items}
+    for item in items:
+        names = getattr(item, "fixturenames", ())
+        wanted[item.path] = max(wanted[item.path], *(kinds.index(kind) + 1 for kind in kinds if kind in names), 0)
+    ours = [item for item in items if _HERE in item.path.parents]
+    ours.sort(key=lambda item: wanted[item.path])  # stable: the order within a module stays
+    places = [index for index, item in enumerate(items) if _HERE in item.path.parents]
+    for index, item in zip(places, ours, strict=True):
+        items[index] = item
+
+
+@pytest.fixture(scope="session")
+def sessions() -> Iterator[support.Sessions]:
+    """The sessions of this process. ``get(master, settings)`` for one of a test's own."""
+    made = support.Sessions()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def spark(sessions: support.Sessions) -> Any:
+    """A SparkSession whose tasks run in this process's JVM, two at a time."""
+    return sessions.get(support.LOCAL)
+
+
+@pytest.fixture(scope="module")
+def cluster(sessions: support.Sessions) -> Any:
+    """A SparkSession with two executors that are processes of their own, with one core each."""
+    return sessions.get(support.CLUSTER)
+
+
+@pytest.fixture(scope="module")
+def standalone(sessions: support.Sessions, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A SparkSession on a master and two workers that run as they do on a cluster."""
+    with support.Standalone(2, tmp_path_factory.mktemp("standalone")) as running:
+        yield sessions.get(running.master)
+        sessions.stop()
