@@ -68,6 +68,9 @@ OTHER_OPTIONS = {
     "--wait",
 }
 """Options in examples that belong to other programs."""
+EXTRAS = ("torch", "tensorflow", "keras", "mxnet", "pygloo", "spark", "ray")
+FRAMEWORKS = ("torch", "tensorflow", "keras", "mxnet", "pygloo", "pyspark", "pyarrow", "fsspec", "ray")
+"""What extras bring."""
 WITHOUT_EFFECT = {
     "HOROVOD_ADASUM_MPI_CHUNK_SIZE",
     "HOROVOD_AUTOTUNE",
@@ -162,8 +165,7 @@ def test_requirements_agree_with_setup_cfg() -> None:
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg", encoding="utf-8")
     extras = setup["options.extras_require"]
-    frameworks = ("torch", "tensorflow", "keras", "mxnet", "pygloo", "spark", "ray")
-    lines = "".join([setup["options"]["install_requires"], *(extras[name] for name in frameworks)])
+    lines = "".join([setup["options"]["install_requires"], *(extras[name] for name in EXTRAS)])
     wanted = [r for r in map(Requirement, lines.split("\n")[1:]) if str(r.specifier).startswith(">=")]
     asked = {r.name: f">= {str(r.specifier)[2:]}" for r in wanted}
     asked["Python"] = setup["options"]["python_requires"].replace(">=", ">= ")
@@ -172,10 +174,7 @@ def test_requirements_agree_with_setup_cfg() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    "name",
-    "Python torch numpy flask cheroot cloudpickle tensorflow keras mxnet pygloo pyspark pyarrow fsspec ray".split(),
-)
+@pytest.mark.parametrize("name", [*FRAMEWORKS, "Python", "numpy", "flask", "cheroot", "cloudpickle"])
 def test_this_environment_is_in_the_matrix(name: str) -> None:
     """Pain 3: whoever runs the tests hears of versions that the matrix lacks; that alone is no failure."""
     if name in ("pygloo", "pyspark", "pyarrow", "fsspec", "ray"):
