@@ -22,6 +22,8 @@
     ├── HostsUpdatedInterrupt                  elastic training: the set of hosts changed
     ├── MissingDependencyError (ImportError)   an optional package is not installed
     │   └── HorovodVersionMismatchError        a framework's version changed since installation
+    ├── StoreError                             a store of hvdgloo.spark cannot be written, read or reached
+    ├── DataError (ValueError)                 a data set cannot be trained on
     ├── AuthenticationError                    a signature is absent or wrong
     ├── RendezvousError (ConnectionError)      the rendezvous service could not be reached or used
     │   ├── RendezvousTimeoutError (TimeoutError)  it answered, but what was awaited did not come
@@ -190,6 +192,14 @@ class HorovodVersionMismatchError(MissingDependencyError):
 
     def __reduce__(self) -> tuple[type, tuple[str, str, str]]:
         return type(self), (self.framework, self.version, self.installed_version)
+
+
+class StoreError(HvdglooError):
+    """A store of ``hvdgloo.spark`` cannot be written, has nothing at a path, or is not the same one on all hosts."""
+
+
+class DataError(HvdglooError, ValueError):
+    """A data set cannot be trained on: an unknown column, a null, rows of different lengths, too few rows."""
 
 
 class AuthenticationError(HvdglooError):

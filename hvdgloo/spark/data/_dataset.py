@@ -1,0 +1,165 @@
+"""What the footers of a Parquet data set say: its files, their row groups, its columns. No row is read for that."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdgloo.errors import DataError, StoreError
+from hvdgloo.spark.data._filesystems import Options, open_filesystem
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyarrow.fs import FileSystem
+    from pyarrow.parquet import FileMetaData
+
+_FOOTERS_AT_ONCE = 16
+"""Footers are small and far away, on an object store: several are asked for at once."""
+
+_LARGE = 32 << 20
+"""Bytes of a compressed row group from which on it is read through buffers, and not in one piece."""
+
+_BUFFER = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class RowGroup:
+    """Attributes:
+    path: of its file, within the file system.
+    index: its number in the file.
+    rows: how many it has.
+    nbytes: its size in the file, of all columns.
+    """
+
+    path: str
+    index: int
+    rows: int
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Dataset:
+    """The Parquet files of one folder (or one file), in the order of their names.
+
+    Attributes:
+        url: as it was given, for messages.
+        schema: Arrow's, of the first file.
+    """
+
+    url: str
+    filesystem: FileSystem
+    footers: dict[str, FileMetaData]
+    schema: pa.Schema
+
+    @classmethod
+    def open(cls, url: str, filesystem: FileSystem | None = None, options: Options | None = None) -> Dataset:
+        """Reads the footers.
+
+        Args:
+            url: a path or URL; within ``filesystem`` if one is given.
+
+        Raises:
+            StoreError: there is nothing at ``url``, or it cannot be read.
+            DataError: there is no Parquet file in it, or files differ in their columns' types.
+        """
+        from pyarrow.parquet import ParquetFile
+
+        path = url
+        if filesystem is None:
+            filesystem, path = open_filesystem(url, options)
+        paths = list_files(filesystem, path, url)
+        if not paths:
+            raise DataError(f"{url} holds no Parquet file")
+
+        def footer(path: str) -> FileMetaData:
+            try:
+                with filesystem.open_input_file(path) as file:
+                    return ParquetFile(file).metadata
+            except (OSError, ValueError) as error:
+                raise DataError(f"{path} cannot be read as Parquet: {error}") from error
+
+        with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:
+            footers = dict(zip(paths, pool.map(footer, paths), strict=True))
+        schemas = {path: footer.schema.to_arrow_schema() for path, footer in footers.items()}
+        first, schema = next(iter(schemas.items()))
+        for path, other in schemas.items():
+            if not other.equals(schema):
+                raise DataError(f"files of {url} differ in their columns: {_difference(first, schema, path, other)}")
+        return cls(url, filesystem, footers, schema)
+
+    @functools.cached_property
+    def groups(self) -> list[RowGroup]:
+        return [
+            RowGroup(path, index, group.num_rows, sum(group.column(i).total_compressed_size for i in range(width)))
+            for path, footer in self.footers.items()
+            for width in [footer.num_columns]
+            for index, group in ((i, footer.row_group(i)) for i in range(footer.num_row_groups))
+        ]
+
+    @functools.cached_property
+    def rows(self) -> NDArray[np.int64]:
+        """Rows of each row group."""
+        return np.array([group.rows for group in self.groups], np.int64)
+
+    @property
+    def total_rows(self) -> int:
+        return int(self.rows.sum())
+
+    def check_columns(self, columns: Sequence[str]) -> None:
+        """Raises:
+        DataError: there is no such column.
+        """
+        unknown = [name for name in columns if name not in self.schema.names]
+        if unknown:
+            raise DataError(
+                f"{self.url} has no column {', '.join(map(repr, unknown))}; it has {', '.join(self.schema.names)}"
+            )
+
+    def read(
+        self, group: RowGroup, columns: Sequence[str], chunk: int, *, use_threads: bool = True
+    ) -> Iterator[pa.RecordBatch]:
+        """The rows of a row group, ``chunk`` rows at a time."""
+        from pyarrow.parquet import ParquetFile
+
+        with self.filesystem.open_input_file(group.path) as file:
+            parquet = ParquetFile(
+                file, metadata=self.footers[group.path], buffer_size=_BUFFER if group.nbytes > _LARGE else 0
+            )
+            yield from parquet.iter_batches(chunk, [group.index], columns=list(columns), use_threads=use_threads)
+
+
+def list_files(filesystem: FileSystem, path: str, url: str) -> list[str]:
+    """Paths of the files at ``path``, sorted; those that Spark and Hadoop hide (``_SUCCESS``, ``.crc``) left out."""
+    from pyarrow.fs import FileSelector, FileType
+
+    try:
+        info = filesystem.get_file_info(path)
+        if info.type == FileType.NotFound:
+            raise StoreError(f"there is no data set at {url}")
+        if info.type == FileType.File:
+            return [path]
+        found = filesystem.get_file_info(FileSelector(path, recursive=True))
+    except OSError as error:
+        raise StoreError(f"{url} cannot be read: {error}") from error
+    top = len(path.rstrip("/")) + 1
+    return sorted(
+        info.path
+        for info in found
+        if info.type == FileType.File
+        and info.size
+        and not any(part.startswith(("_", ".")) for part in info.path[top:].split("/"))
+    )
+
+
+def _difference(first: str, schema: pa.Schema, path: str, other: pa.Schema) -> str:
+    for name in dict.fromkeys([*schema.names, *other.names]):
+        kinds = [str(one.field(name).type) if name in one.names else "absent" for one in (schema, other)]
+        if kinds[0] != kinds[1]:
+            return f"{name!r} is {kinds[0]} in {first}, {kinds[1]} in {path}"
+    return f"{first} and {path} have them in different orders"

@@ -1,0 +1,103 @@
+"""Who reads which rows in which batch: arithmetic on the row counts of row groups. No file is touched here.
+
+The rows of all row groups, in the epoch's order of row groups, are one line. Each rank reads an even cut of it, so a
+row group is divided at a rank's two ends at most, and any number of row groups will do. Since the cuts' lengths depend
+on the number of rows alone, a rank reads equally many rows in every epoch, and all ranks take equally many steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdgloo.errors import DataError
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Rows ``start`` to ``stop`` (not included) of the row group with index ``group``."""
+
+    group: int
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+def bounds(total: int, rank: int, size: int) -> tuple[int, int]:
+    """Where in the line of ``total`` rows this rank begins, and where it ends."""
+    return rank * total // size, (rank + 1) * total // size
+
+
+def order_of_groups(groups: int, seed: int, epoch: int, *, shuffle: bool) -> NDArray[np.int64]:
+    """Indices of all row groups in the order of this epoch; the same on all ranks."""
+    if not shuffle:
+        return np.arange(groups)
+    return np.random.default_rng([seed, epoch]).permutation(groups)
+
+
+def pieces(rows: NDArray[np.int64], order: NDArray[np.int64], rank: int, size: int) -> list[Piece]:
+    """This rank's cut of the line.
+
+    Args:
+        rows: number of rows of each row group; may be 0.
+        order: indices of row groups, in the order of the line.
+    """
+    ends = np.cumsum(rows[order])
+    low, high = bounds(int(ends[-1]) if len(ends) else 0, rank, size)
+    found = []
+    # The first row group that ends behind the cut's beginning, and so on to the one that holds its end.
+    for position in range(int(np.searchsorted(ends, low, side="right")), len(order)):
+        group = int(order[position])
+        begin = int(ends[position]) - int(rows[group])
+        if begin >= high:
+            break
+        if rows[group]:
+            found.append(Piece(group, max(low - begin, 0), min(high - begin, int(rows[group]))))
+    return found
+
+
+def steps(total: int, size: int, batch_size: int) -> int:
+    """Batches of one pass over the data, the same number on every rank."""
+    if batch_size == 1:
+        # A rank with one row fewer could not fill the last batch of the others; they take two rows in it.
+        return total // size
+    longest = -(-total // size)
+    return -(-longest // batch_size)
+
+
+def batch_sizes(total: int, rank: int, size: int, batch_size: int) -> list[int]:
+    """Rows of each batch of one pass on this rank: full ones, and a short one at the end. None is empty.
+
+    Where a rank has one row fewer than others and its last batch would be empty, the last full one is divided.
+
+    Raises:
+        DataError: there are fewer rows than ranks.
+    """
+    if total < size:
+        raise DataError(f"{total} rows cannot be divided among {size} ranks: each needs at least one")
+    low, high = bounds(total, rank, size)
+    count = steps(total, size, batch_size)
+    sizes = [batch_size] * (count - 1)
+    last = high - low - sum(sizes)
+    if last == 0:
+        sizes[-1] -= 1
+        last = 1
+    return [*sizes, last]
+
+
+def windows(sizes: Sequence[int], rows: int) -> list[list[int]]:
+    """Divides a pass into windows of whole batches: up to ``rows`` rows in each, and at least one batch."""
+    divided: list[list[int]] = []
+    held = 0
+    for size in sizes:
+        if not divided or held + size > rows:
+            divided.append([])
+            held = 0
+        divided[-1].append(size)
+        held += size
+    return divided
