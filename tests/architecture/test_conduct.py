@@ -21,6 +21,7 @@ READS_ENVIRONMENT = {
     "hvdgloo._job.environment": "a program finds its place there, which changes while it runs",
     "hvdgloo._job.access": "NCCL_SOCKET_IFNAME is NCCL's, which hvdgloo-run sets for its workers, too",
     "hvdgloo.common.util": "env() sets variables for programs, and puts them back",
+    "hvdgloo.spark.common.store": "DATABRICKS_RUNTIME_VERSION is Databricks', which makes DBFS a local folder",
     "hvdgloo.tensorflow._waiting": "TF_NUM_INTEROP_THREADS is TensorFlow's, which does not tell what it makes of it",
     "hvdgloo.run": "workers get this process's environment, and the variables that run(env=...) adds",
     "hvdgloo.runner.cli.main": "workers get this process's environment, and the variables that flags and files set",

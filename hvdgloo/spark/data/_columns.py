@@ -182,10 +182,7 @@ def _lists(name: str, array: pa.Array) -> Array:
     import pyarrow as pa
 
     rows = len(array)
-    if pa.types.is_fixed_size_list(array.type):
-        width = array.type.list_size
-    else:
-        width = _width(name, array)
+    width = array.type.list_size if pa.types.is_fixed_size_list(array.type) else _width(name, array)
     # Not .values, which ignores a slice's beginning and end.
     inner = array.flatten()
     if inner.null_count:
@@ -268,7 +265,7 @@ class Dense:
 
 
 class Sparse:
-    """Rows of sparse vectors, whose memory grows with what is put in: how many entries a row has is not known before."""
+    """Rows of sparse vectors, in memory that grows with what is put in: how many entries a row has is not known."""
 
     def __init__(self, name: str, rows: int, dtype: np.dtype[Any], width: int) -> None:
         self._name = name

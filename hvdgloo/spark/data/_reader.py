@@ -133,7 +133,9 @@ class ParquetBatches:
         sample, row_bytes = self._sample()
         self._sparse = {name for name, values in sample.items() if isinstance(values, CSR)}
         self.schema: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {
-            name: (values.values.dtype, (values.width,)) if isinstance(values, CSR) else (values.dtype, values.shape[1:])
+            name: (values.values.dtype, (values.width,))
+            if isinstance(values, CSR)
+            else (values.dtype, values.shape[1:])
             for name, values in sample.items()
         }
         self._chunk = max(_SAMPLE, min(_CHUNK // row_bytes, 1 << 16))

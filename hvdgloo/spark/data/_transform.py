@@ -52,7 +52,9 @@ class Transformation:
         try:
             import pandas as pd
         except ImportError as error:
-            raise MissingDependencyError("transformation_fn is given DataFrames of pandas: pip install pandas") from error
+            raise MissingDependencyError(
+                "transformation_fn is given DataFrames of pandas: pip install pandas"
+            ) from error
 
         rows = len(next(iter(columns.values())))
         dense = {
@@ -66,8 +68,8 @@ class Transformation:
         if not isinstance(changed, pd.DataFrame) or len(changed) != rows:
             what = f"{len(changed)} rows" if isinstance(changed, pd.DataFrame) else f"a {type(changed).__name__}"
             raise DataError(
-                f"transformation_fn was given {rows} rows and returned {what}: it has to return a DataFrame of the same "
-                f"rows, since the steps of an epoch are counted before"
+                f"transformation_fn was given {rows} rows and returned {what}: it has to return a DataFrame of the "
+                f"same rows, since the steps of an epoch are counted before"
             )
         absent = [name for name in self._edited if name not in changed.columns and name not in self._removed]
         if absent:
