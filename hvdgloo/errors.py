@@ -45,6 +45,7 @@ keyword are restored from the instance's dictionary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from hvdgloo.version import library_name
@@ -83,6 +84,10 @@ class GradientsInFlightError(OptimizerCallError):
 
 class HorovodInternalError(HvdglooError):
     """A collective failed. Elastic training catches this class, restores its last commit and goes on."""
+
+    # When the first of those that met this failure in a wait for other ranks began to wait, on the monotonic clock:
+    # from then on an elastic job has stood still.
+    waiting_since: float = math.inf
 
 
 class NotInitializedError(HorovodInternalError, ValueError):

@@ -92,8 +92,8 @@ def run(
         np, num_proc: number of processes; two names for the same argument. By default all slots of the hosts, or 1 if
             no hosts are given. An elastic job starts when there are slots for so many, by default ``min_num_proc``;
             where hosts are discovered, one of these is needed.
-        min_num_proc, max_num_proc: the fewest and the most workers of an elastic job; by default as many as ``np``, and
-            no limit.
+        min_np, min_num_proc: the fewest workers of an elastic job; by default as many as ``np``.
+        max_np, max_num_proc: the most; by default there is no limit.
         host_discovery_script: an executable that prints the hosts that can be used now, a line for each (``h1:4``).
         host_discovery: the same as an object: its ``find_available_hosts_and_slots()`` returns hosts and slots.
         slots: of hosts that are given or printed without; by default one for each GPU, else one.
@@ -113,12 +113,13 @@ def run(
         network_interfaces: which addresses hosts use for each other: names, networks and ``^`` exceptions.
         output_filename: a directory that also receives what each rank prints.
         prefix_output_with_timestamp: begin every line with the time.
-        verbose: say what is being done.
+        verbose: say what is being done. By default only that workers were lost, came, or are started again; with
+            False, nothing.
         executable: the Python interpreter of the workers; by default this one.
         env: variables set for the workers on all hosts, in addition to this process's own.
         grace_period: seconds between asking workers to end and killing them; by default 3 after a failure and 30 after
             Ctrl-C.
-        network_interface, min_np, max_np: old names of other arguments; they give a warning.
+        network_interface: the old name of another argument; it gives a warning.
         use_gloo, use_mpi, mpi_args, disable_cache: there is only Gloo, and nothing is cached between jobs;
             ``use_mpi=True`` is rejected, the others have no effect.
 
@@ -141,8 +142,8 @@ def run(
         raise ConfigError("run(): the fifth argument is min_num_proc; give hosts by name: run(func, ..., hosts=...)")
     _judge_controllers(use_gloo, use_mpi, mpi_args)
     options = ElasticOptions(
-        min_np=_whole("min_num_proc", _old_name(min_num_proc, "min_np", min_np, "min_num_proc"), 1),
-        max_np=_whole("max_num_proc", _old_name(max_num_proc, "max_np", max_np, "max_num_proc"), 1),
+        min_np=_whole("min_num_proc", _either("min_num_proc", min_num_proc, "min_np", min_np), 1),
+        max_np=_whole("max_num_proc", _either("max_num_proc", max_num_proc, "max_np", max_np), 1),
         script=host_discovery_script,
         discovery=_discovery(host_discovery),
         slots_per_host=_whole("slots", slots, 1),
@@ -195,6 +196,7 @@ def run(
             stdout=sys.stdout,
             stderr=sys.stderr,
             quiet=not verbose,
+            news=verbose is None or bool(verbose),
             signals=LIBRARY_SIGNALS,
             results=results,
         )
@@ -223,11 +225,16 @@ def _old_name(value: T | None, old_name: str, old: T | None, name: str) -> T | N
     return old
 
 
+def _either(name: str, value: T | None, other_name: str, other: T | None) -> T | None:
+    """The value of an argument that has two names."""
+    if value is not None and other is not None and value != other:
+        raise ConfigError(f"run(): {name}={value} and {other_name}={other} are two names for one thing; give one")
+    return other if value is None else value
+
+
 def _number(num_proc: int | None, np: int | None) -> int | None:
     """How many processes; None if that was not said."""
-    if num_proc is not None and np is not None and num_proc != np:
-        raise ConfigError(f"run(): num_proc={num_proc} and np={np} are two names for one thing; give one")
-    number = _whole("np", num_proc if num_proc is not None else np, 0)
+    number = _whole("np", _either("num_proc", num_proc, "np", np), 0)
     if number == 0:
         raise ConfigError("run(np=0): a job has at least one process")
     return number

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from hvdgloo.rendezvous._elastic.events import Action, Changed, Ended, Tell
-from hvdgloo.rendezvous._elastic.history import describe_change, describe_epoch, ranks_by_host
+from hvdgloo.rendezvous._elastic.history import describe_change, describe_epoch, describe_survivors, ranks_by_host
 from hvdgloo.rendezvous._server.server import RendezvousServer
 from hvdgloo.rendezvous._server.service import Refused
 
@@ -49,15 +49,19 @@ def watch_elastic(server: RendezvousServer, actions: queue.SimpleQueue[Action], 
     """
     last, status, ended = "", 0, False
     before: Changed | None = None
+    told: set[str] = set()  # since the last change
     for stamp in _moments(server, once):
         while not actions.empty():
             action = actions.get_nowait()
             match action:
                 case Tell(text) if text != last:
+                    told.add(text)
                     say(f"{stamp} {text}")
                 case Changed():
                     if before is not None:
-                        say(f"{stamp} {describe_change(action, before)}")
+                        describe = describe_survivors if action.why in told else describe_change
+                        say(f"{stamp} {describe(action, before)}")
+                        told.clear()
                     say(f"{stamp} {describe_epoch(action.roster)}")
                     ended, last, before = False, "", action
                 case Ended(text, failure):

@@ -53,6 +53,7 @@ def launch_elastic(
     stdout: TextIO,
     stderr: TextIO,
     quiet: bool,
+    news: bool,
     signals: Sequence[signal.Signals],
     results: Results | None,
     spawner: Spawner | None,
@@ -72,7 +73,7 @@ def launch_elastic(
     manager = _asked(elastic.discovery, signals)
     job_id = secrets.token_hex(16)
     ranks: dict[int, int] = {}
-    with open_console(spec, stdout, stderr, quiet, rank_of=lambda number: ranks.get(number, number)) as console:
+    with open_console(spec, stdout, stderr, quiet, news, rank_of=lambda number: ranks.get(number, number)) as console:
         expect(console, spec, elastic.rules.largest or elastic.rules.size)
         hosts: list[HostState] = []
         display = StartDisplay(hosts, console, environ=spec.environ, verbose=spec.verbose)
@@ -94,7 +95,7 @@ def launch_elastic(
                 elastic.rules,
                 manager,
                 _Starter(supervisor, chosen),
-                tell=supervisor.notice_soon,
+                tell=supervisor.tell_soon,
                 placed=supervisor.placed,
                 interval=elastic.interval,
             )

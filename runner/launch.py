@@ -44,6 +44,7 @@ def launch(
     stdout: TextIO,
     stderr: TextIO,
     quiet: bool = False,
+    news: bool = True,
     signals: Sequence[signal.Signals] = COMMAND_LINE_SIGNALS,
     results: Results | None = None,
     spawner: Spawner | None = None,
@@ -53,7 +54,8 @@ def launch(
 
     Args:
         stdout, stderr: for the workers' output.
-        quiet: print no notices of the launcher's own.
+        quiet: print no notices of the launcher's own,
+        news: but those about workers that were lost, came, or are started again.
         signals: to pass on to the workers, if this is the main thread.
         results: receives those of tasks.
         spawner: how agents are started; by default chosen from the hosts. One that is given here may start several on
@@ -75,12 +77,22 @@ def launch(
             stdout=stdout,
             stderr=stderr,
             quiet=quiet,
+            news=news,
             signals=signals,
             results=results,
             spawner=spawner,
             fork=fork,
         )
-    attempt = partial(_attempt, stdout=stdout, stderr=stderr, quiet=quiet, results=results, spawner=spawner, fork=fork)
+    attempt = partial(
+        _attempt,
+        stdout=stdout,
+        stderr=stderr,
+        quiet=quiet,
+        news=news,
+        results=results,
+        spawner=spawner,
+        fork=fork,
+    )
     restarts: list[Restart] = []
     failed = ""
     interrupts = Interrupts()
@@ -116,6 +128,7 @@ def _attempt(
     stdout: TextIO,
     stderr: TextIO,
     quiet: bool,
+    news: bool,
     results: Results | None,
     spawner: Spawner | None,
     fork: bool,
@@ -139,9 +152,9 @@ def _attempt(
     check_traces(spec, spawner, hosts)
     if spec.network.tls is not None:
         Tls(*spec.network.tls).check_listener()  # the rendezvous server is opened only when all agents are there
-    with open_console(spec, stdout, stderr, quiet) as console:
+    with open_console(spec, stdout, stderr, quiet, news) as console:
         if number:
-            console.notice(f"{failed}\nrestart {number} of {spec.max_restarts}: all workers are started again")
+            console.news(f"{failed}\nrestart {number} of {spec.max_restarts}: all workers are started again")
         states = host_states(hosts, spec)
         display = StartDisplay(states, console, environ=spec.environ, verbose=spec.verbose)
         observer = Observer(console, display, results)

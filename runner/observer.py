@@ -33,6 +33,7 @@ class Observer:
     def __init__(self, console: Console, display: StartDisplay, results: Results | None) -> None:
         self.output = console.output
         self.notice = console.notice
+        self.news = console.news
         self.step = display.step
         self.culprit = console.culprit
         self.interrupted = console.interrupted
@@ -61,12 +62,13 @@ def open_console(
     stdout: TextIO,
     stderr: TextIO,
     quiet: bool,
+    news: bool,
     rank_of: Callable[[int], int] = lambda number: number,
 ) -> Iterator[Console]:
     """The console of a job, for as long as that lasts.
 
     Args:
-        rank_of: a worker's number to its rank.
+        quiet, news, rank_of: see ``Console``.
     """
     console = Console(
         stdout=stdout,
@@ -76,6 +78,7 @@ def open_console(
         shown=spec.log_ranks,
         prefix=spec.prefix,
         quiet=quiet,
+        news=news,
         backlog=spec.backlog,
         rank_of=rank_of,
     )

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import _thread
 import os
+import time
 from collections.abc import Callable, Sequence
 
-from hvdgloo.errors import WaitTimeoutError
+from hvdgloo.errors import HorovodInternalError, WaitTimeoutError
 from hvdgloo.types import Buffer
 
 _lock = _thread.allocate_lock()
@@ -78,11 +79,14 @@ class Handle:
             HvdglooError: the operation's own failure.
         """
         if not self._done:
+            began = time.monotonic()
             lend = self.lend
             if timeout is None and lend is not None:
                 lend(self)
             if not self._done:
                 self._sleep(timeout)
+            if isinstance(self._error, HorovodInternalError):
+                self._error.waiting_since = min(began, self._error.waiting_since)
         if self._error is not None:
             raise self._error.with_traceback(None)
         if self.follow is not None:

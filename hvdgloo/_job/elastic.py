@@ -24,7 +24,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hvdgloo._engine.engine import Engine
@@ -65,10 +65,15 @@ _MORE_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class _Why:
-    """What a worker says of the epoch that it comes from; see ``ElasticClient.next_epoch``."""
+    """What a worker says of the epoch that it comes from; see ``ElasticClient.next_epoch``.
+
+    Attributes:
+        since: when it began to wait for others in vain, on the monotonic clock.
+    """
 
     error: str = ""
     accused: tuple[int, ...] = ()
+    since: float = field(default_factory=time.monotonic)
 
     @classmethod
     def of(cls, error: BaseException | None) -> _Why:
@@ -83,7 +88,9 @@ class _Why:
         elif isinstance(error, StallError):
             accused = error.missing
         text = str(error) or type(error).__name__
-        return cls(text.splitlines()[0], tuple(sorted({rank for rank in accused if rank is not None})))
+        now = time.monotonic()
+        since = min(now, error.waiting_since) if isinstance(error, HorovodInternalError) else now
+        return cls(text.splitlines()[0], tuple(sorted({rank for rank in accused if rank is not None})), since)
 
 
 class Membership:
@@ -308,6 +315,7 @@ class Membership:
                 digest=digest,
                 error=why.error,
                 accused=why.accused,
+                stood=time.monotonic() - why.since,
                 timeout=2 * self.config.elastic_timeout + self.config.start_timeout + _MORE_SECONDS,
             )
         except DismissedError as error:

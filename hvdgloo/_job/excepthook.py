@@ -5,23 +5,25 @@ every one of them would bury the only one that matters. So a rank that ends only
 lines where it was and which rank's end it met; the last line is the error itself, from which the launcher knows that
 this failure is a consequence of another.
 
-Any other error of hvdgloo's is shown with the program's frames, without those of hvdgloo that raised it: there are
-many, they say nothing about the mistake, and they would push the program's own line out of the launcher's summary.
+All other errors are shown without hvdgloo's frames: without those that called the program (``elastic.run``, or a worker
+of ``run()``), and, if the error is hvdgloo's, without those that raised it. They say nothing about the mistake, and
+would push the program's own line out of the launcher's summary.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import traceback
 from types import TracebackType
 
-from hvdgloo._platform.own_frames import FOLDER, without_own
+from hvdgloo._platform.own_frames import is_of_program, without_between, without_own
 from hvdgloo.config import Config
-from hvdgloo.errors import ConfigError, HvdglooError, JobShutdownError, PeerLostError
+from hvdgloo.errors import ConfigError, HvdglooError, JobShutdownError, PeerLostError, RemoteTraceback
 
-_INSTALLED = f"{os.sep}site-packages{os.sep}"
+HINT = "(without hvdgloo's own frames; HVDGLOO_LOG_LEVEL=DEBUG shows them)\n"
+"""The line before a traceback in which they are missing."""
+
 _FRAMES = 3
 _LONGEST = 300
 
@@ -45,12 +47,15 @@ class _Hook:
         self.rank = rank
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not isinstance(error, HvdglooError) or _debugging():
-            sys.__excepthook__(kind, error, trace)
-        elif is_echo(error, self.rank):
-            sys.stderr.write(brief(error, trace))
-        else:
-            sys.stderr.write(from_outside(error, trace))
+        if not _debugging():
+            if is_echo(error, self.rank):
+                sys.stderr.write(brief(error, trace))
+                return
+            text = from_outside(error, trace)
+            if isinstance(error, HvdglooError) or text.startswith(HINT):
+                sys.stderr.write(text)
+                return
+        sys.__excepthook__(kind, error, trace)  # which may use colours
 
 
 def _debugging() -> bool:
@@ -82,7 +87,7 @@ def is_echo(error: BaseException, rank: int | None) -> bool:
 def brief(error: BaseException, trace: TracebackType | None) -> str:
     """Where it happened, in the program's own files, and what happened."""
     frames = traceback.extract_tb(trace)
-    own = [frame for frame in frames if not frame.filename.startswith(FOLDER) and _INSTALLED not in frame.filename]
+    own = [frame for frame in frames if is_of_program(frame.filename)]
     places = [f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in (own or frames)[-_FRAMES:]]
     where = f"Stopped with another rank, at {', '.join(reversed(places))}" if places else "Stopped with another rank"
     what = "".join(traceback.format_exception_only(type(error), error))
@@ -90,21 +95,24 @@ def brief(error: BaseException, trace: TracebackType | None) -> str:
 
 
 def from_outside(error: BaseException, trace: TracebackType | None) -> str:
-    """A traceback that ends where the program called hvdgloo, as do those of hvdgloo's errors that led to this one."""
+    """A traceback of the program's own frames; of errors that led to this one, too. If the error is hvdgloo's, or was
+    raised again by ``run()``, it ends where the program called hvdgloo.
+    """
     shown = traceback.TracebackException(type(error), error, trace)
-    hint = "(without hvdgloo's own frames; HVDGLOO_LOG_LEVEL=DEBUG shows them)\n" if _cut(shown, error) else ""
+    hint = HINT if not _debugging() and _cut(shown, error) else ""
     return hint + "".join(shown.format())
 
 
 def _cut(shown: traceback.TracebackException | None, error: BaseException | None) -> bool:
-    """Remove hvdgloo's last frames from its errors in a chain; True if there were any."""
+    """Remove hvdgloo's frames from the errors in a chain; True if there were any."""
     found = False
     while shown is not None and error is not None:
-        if isinstance(error, HvdglooError):
-            kept = without_own(shown.stack)
-            if len(kept) < len(shown.stack):
-                shown.stack = traceback.StackSummary.from_list(kept)
-                found = True
+        kept = without_between(shown.stack)
+        if isinstance(error, HvdglooError) or isinstance(error.__cause__, RemoteTraceback):
+            kept = without_own(kept)
+        if len(kept) < len(shown.stack):
+            shown.stack = traceback.StackSummary.from_list(kept)
+            found = True
         if shown.__cause__ is not None:
             shown, error = shown.__cause__, error.__cause__
         else:

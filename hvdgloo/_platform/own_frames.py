@@ -10,6 +10,25 @@ FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 """Where hvdgloo is."""
 
 
+_INSTALLED = f"{os.sep}site-packages{os.sep}"
+_STDLIB = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
+
+
+def is_of_program(filename: str) -> bool:
+    """Whether a frame's file is the program's own: neither hvdgloo's nor Python's nor an installed package's."""
+    return not (filename.startswith((FOLDER, _STDLIB, "<frozen ")) or _INSTALLED in filename)
+
+
+def without_between(frames: Iterable[FrameSummary]) -> list[FrameSummary]:
+    """A stack, outermost frame first, without hvdgloo's frames that have called the program: a training function, say.
+
+    What follows the program's last frame is kept.
+    """
+    stack = list(frames)
+    last = max((at for at, frame in enumerate(stack) if is_of_program(frame.filename)), default=0)
+    return [frame for at, frame in enumerate(stack) if at >= last or not frame.filename.startswith(FOLDER)]
+
+
 def without_own(frames: Iterable[FrameSummary]) -> list[FrameSummary]:
     """A stack, outermost frame first, up to where the program called hvdgloo.
 

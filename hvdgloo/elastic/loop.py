@@ -173,8 +173,10 @@ class Loop:
                     break
                 except HostsUpdatedInterrupt as update:
                     reason = update
-                except Exception as error:  # noqa: BLE001 - what is no failure of the job is raised again
+                except Exception as error:
                     reason = self._survived(error)
+                    if reason is None:
+                        raise
             self._job.finished()
             return value
         finally:
@@ -235,11 +237,11 @@ class Loop:
         progress = self._state._progress
         return progress.serial if progress.is_shared else -1
 
-    def _survived(self, error: Exception) -> HorovodInternalError:
-        """The failure that leads to the job's next epoch; raises again what does not."""
+    def _survived(self, error: Exception) -> HorovodInternalError | None:
+        """The failure that leads to the job's next epoch; None for what does not."""
         failure = self._failure(error)
-        if failure is None or self._is_over or isinstance(failure, (MismatchError, NotInitializedError)):
-            raise error
+        if self._is_over or isinstance(failure, (MismatchError, NotInitializedError)):
+            return None
         return failure
 
     def _heard(self, update: int) -> None:

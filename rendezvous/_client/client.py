@@ -166,8 +166,8 @@ class RendezvousClient:
             return Registration(*wire.unpack_placed(answer.body))
         except ValueError as error:
             raise RendezvousError(
-                f"rendezvous server {self.server}, /v1/epochs/{epoch}/workers: {error}. Is hvdgloo of the same version "
-                "installed there?",
+                f"rendezvous server {self.server}, /v1/epochs/{epoch}/workers: {error}; check that hvdgloo of the same "
+                "version is installed there",
                 server=self.server,
                 route=f"/v1/epochs/{epoch}/workers",
             ) from error
@@ -502,8 +502,8 @@ class RendezvousClient:
         reason = getattr(cause, "strerror", None) or str(cause) or type(cause).__name__
         route = target.partition("?")[0]
         return RendezvousError(
-            f"rendezvous server {self.server} {what} ({route}): {reason}. Is it running, is the address right, and "
-            "is no firewall in the way?",
+            f"rendezvous server {self.server} {what} ({route}): {reason}; check that it is running, that the address "
+            "is right, and that no firewall is in the way",
             server=self.server,
             route=route,
         )

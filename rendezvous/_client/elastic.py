@@ -65,6 +65,7 @@ class ElasticClient:
         digest: str = "",
         error: str = "",
         accused: Sequence[int] = (),
+        stood: float = 0.0,
         timeout: float,
     ) -> Placement | Alone:
         """Ask for the epoch after the last one that this worker was a member of, and wait for it.
@@ -77,6 +78,7 @@ class ElasticClient:
             digest: any short text that is equal where two workers hold the same commit.
             error: why it has left that epoch, in a line; empty if a change of hosts is the reason.
             accused: ranks of that epoch which it has lost, or cannot connect with.
+            stood: seconds since it began to wait for others in that epoch.
             timeout: seconds. It should exceed the job's elastic timeout: the server knows for whom to wait.
 
         Returns:
@@ -89,7 +91,8 @@ class ElasticClient:
             RendezvousError: the server cannot be reached.
         """
         self._place = None  # until the answer: where it was, the question says
-        ask = elastic.Ask(self.worker, after, ready, serial, digest[:4096], error[:4096], list(accused), info.to_dict())
+        said = digest[:4096], error[:4096], list(accused), stood
+        ask = elastic.Ask(self.worker, after, ready, serial, *said, info.to_dict())
         route = "/v1/elastic/next"
         answer = self._wait(route, elastic.ASK.encode(ask), timeout)
         if answer.status == 202:
@@ -110,8 +113,8 @@ class ElasticClient:
                 return placement
         except ValueError as error_:
             raise RendezvousError(
-                f"rendezvous server {self._client.server}, {route}: {error_}. Is hvdgloo of the same version installed "
-                "there?",
+                f"rendezvous server {self._client.server}, {route}: {error_}; check that hvdgloo of the same version "
+                "is installed there",
                 server=self._client.server,
                 route=route,
             ) from error_

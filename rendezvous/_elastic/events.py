@@ -15,9 +15,7 @@ from hvdgloo.rendezvous._elastic.roster import Roster
 
 SHORTEST_COOLDOWN, LONGEST_COOLDOWN = 1.0, 3600.0
 
-RESET_LIMIT_EXCEEDED_MESSAGE = (
-    "the workers of this job would have to form another time, and --reset-limit allows that {} times"
-)
+RESET_LIMIT_EXCEEDED_MESSAGE = "the workers of this job would have to form another time, which exceeds --reset-limit {}"
 
 
 class Join(enum.Enum):
@@ -147,6 +145,7 @@ class Registered(Event):
         rank: its rank in that epoch, for a server that was restarted and has no memory of it.
         index: its place among workers without a launcher, if whatever starts them counts them.
         pid: of its process, for messages.
+        stood: seconds for which it has been held up, from the moment when it began to wait for others in that epoch.
     """
 
     worker: str
@@ -161,6 +160,7 @@ class Registered(Event):
     rank: int | None = None
     index: int | None = None
     pid: int = 0
+    stood: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -326,7 +326,8 @@ class Changed(Action):
     Attributes:
         roster: the new one.
         why: what ended the epoch before; empty for the first.
-        stood: seconds for which nobody was in training.
+        stood: seconds for which nobody was in training: since the first worker that came back had to wait, or since it
+            was known that the epoch was over, whichever was earlier.
     """
 
     roster: Roster

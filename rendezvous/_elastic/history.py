@@ -18,6 +18,11 @@ def describe_change(change: Changed, before: Changed) -> str:
         change: training goes on.
         before: the epoch in which it was before.
     """
+    return f"{_reason(change, before)}; {describe_survivors(change, before)}"
+
+
+def describe_survivors(change: Changed, before: Changed) -> str:
+    """The same without the reason: ``3 of 4 workers went on after 0.4 s``."""
     size, old = change.roster.size, before.roster.size
     new = len(change.roster.fresh)
     went_on = size - new
@@ -26,10 +31,10 @@ def describe_change(change: Changed, before: Changed) -> str:
     elif went_on:
         text = f"{went_on} of {_workers(old)} went on"
     else:
-        return f"{_reason(change, before)}; {_workers(new)} began anew after {change.stood:.1f} s"
+        return f"{_workers(new)} began anew after {change.stood:.1f} s"
     if new:
         text += f", with {new} new one{'' if new == 1 else 's'},"
-    return f"{_reason(change, before)}; {text} after {change.stood:.1f} s"
+    return f"{text} after {change.stood:.1f} s"
 
 
 def describe_epoch(roster: Roster) -> str:

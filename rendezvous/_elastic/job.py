@@ -81,6 +81,9 @@ RETURN_TIME = 2.0
 SAY_AFTER = 10.0
 """Seconds after which a line says for whom workers wait; then again after twice as long."""
 
+SAY_SOON = 2.0
+"""The same where there are too few of them: whoever watches can do something about that."""
+
 ATTEMPTS = 3
 """The number of times that the same workers may fail to connect before one of their hosts is left out."""
 
@@ -144,6 +147,7 @@ class ElasticJob:
         self._has_state = False  # whether any worker has ever had a state to go on from
         self._ending = ""  # why there will be no further epoch
         self._failure: Failing | None = None  # the first one of a member since the last training
+        self._failed_epoch = -1  # the last one in which a member has failed
         self._other_failure: Failing | None = None  # the last one of a worker that was not a member
         self._failed = ""  # why the job has
         self._why = ""  # the last training is over
@@ -159,6 +163,8 @@ class ElasticJob:
         self._limit = math.inf  # of FORMING and CONNECTING
         self._not_before = now + hold
         self._stopped_at = now
+        self._held_up_at = math.inf  # the first worker that has come back from the last training began to wait then
+        self._began_at = -math.inf  # the last training
         self._say_at, self._say_pause = now + SAY_AFTER, SAY_AFTER
         self._next_return = math.inf
         self._out: list[Action] = []
@@ -216,6 +222,8 @@ class ElasticJob:
                 self._host_lost(event)
             case HostsListed(hosts):
                 self._crew.hosts.update(hosts)
+                if self.phase is P.WAITING and self.rules.launched:
+                    self._say_at = min(self._say_at, now + SAY_SOON)
             case Identified(host, identity):
                 self._crew.hosts.identified(host, identity)
             case Leaving():
@@ -319,6 +327,7 @@ class ElasticJob:
     def _returned(self, worker: Worker, event: Registered) -> None:
         worker.serial, worker.digest = event.serial, event.digest
         worker.end_by = math.inf
+        self._held_up_at = min(self._held_up_at, max(self._began_at, self._now - event.stood))
         self._has_state = self._has_state or event.serial != NO_STATE
         if event.error:
             self._note(f"{worker}: {event.error}", heard=True)
@@ -402,7 +411,10 @@ class ElasticJob:
         for worker in lost:
             del self._crew.workers[worker.id]
         for worker in blamed:
-            self._blame(worker, event.status, f"was lost: {event.reason}")
+            if worker.stage is Stage.STARTING:
+                self._could_not_start(worker, event)
+            else:
+                self._blame(worker, event.status, f"was lost: {event.reason}")
         self._count(event.host, event.reason)
         if self.phase is P.RUNNING and any(self._crew.is_member(worker) for worker in lost):
             # A host that was cut off closes no connection: without this its peers would wait for it in vain.
@@ -450,9 +462,17 @@ class ElasticJob:
         failing = Failing(worker.id, worker.rank, worker.host, status or 1, reason)
         if self._crew.is_member(worker):
             self._failure = self._failure or failing
+            self._failed_epoch = self.roster.epoch
             self._note(f"{worker} {reason}")
         else:
             self._other_failure = failing
+
+    def _could_not_start(self, worker: Worker, lost: HostLost) -> None:
+        """A worker that has not been heard of is no loss by itself: there may be enough without it."""
+        reason = f"host {worker.host_name} could not be used: {lost.reason}"
+        self._other_failure = Failing("", None, worker.host, lost.status, reason)
+        if self._crew.is_member(worker):
+            self._note(reason)
 
     def _count(self, host: str, reason: str, *, at_once: bool = False) -> None:
         """A failure counts against its host, which is left out if that was one too many."""
@@ -511,7 +531,7 @@ class ElasticJob:
         elif self._crew.hopeless():
             self._fail(f"{self._crew.there()}, and no others can come")
         elif self._now >= self._patience and not self._unused:
-            self._fail(f"{self._crew.there()} after {self.rules.elastic_timeout:g} s")
+            self._fail(f"{self._crew.there()} after {self.rules.elastic_timeout:g} s (--elastic-timeout)")
 
     def _form(self, there: list[Worker]) -> None:
         limit = self.rules.reset_limit
@@ -601,7 +621,8 @@ class ElasticJob:
         if self._crew.ran:
             self.resets += 1
         self._crew.ran = True
-        self._out.append(Changed(self.roster, self._why, self._now - self._stopped_at))
+        self._out.append(Changed(self.roster, self._why, self._now - min(self._stopped_at, self._held_up_at)))
+        self._began_at, self._held_up_at = self._now, math.inf
         self._why, self._failure, self._patience = "", None, math.inf
         self._welcome_arrived()
         self._tries.clear()
@@ -642,10 +663,12 @@ class ElasticJob:
         members = self._crew.members()
         if self.phase is P.FORMING and any(worker.stage is Stage.DISMISSED for worker in members):
             self._fail(f"{self._ending} without calling hvd.init(), in which others waited for it")
-        elif self.phase is P.FORMING and self._failure is not None:
+        elif self.phase is P.FORMING and self._has_failed:
             self._fail("a worker has failed before it called hvd.init()")
+        elif self.phase is P.FORMING and len(members) + self._done < self.rules.smallest:
+            self._fail(f"{self._ending} without calling hvd.init(), and fewer than --min-np workers are left")
         elif all(not self.rules.launched and (worker.out or worker.stage is Stage.FINISHED) for worker in members):
-            if self._failure is None:
+            if not self._has_failed:
                 self._go(P.OVER)
                 self._out.append(Ended(f"all workers have finished; {self._ending}"))
             else:
@@ -654,6 +677,16 @@ class ElasticJob:
             self._patience = self._now + self.rules.elastic_timeout
         elif self.phase is not P.FORMING and self._now >= self._patience:
             self._fail(f"{self._ending}, and others did not end within {self.rules.elastic_timeout:g} s")
+
+    @property
+    def _has_failed(self) -> bool:
+        """Whether a member of the newest epoch has failed since the last training."""
+        return self._failure is not None and self._failed_epoch == self.roster.epoch
+
+    @property
+    def _done(self) -> int:
+        """How many members of the newest epoch have ended with success."""
+        return sum(seat.worker in self._crew.well for seat in self.roster.seats)
 
     def _state_lost(self) -> str:
         """That nobody is left who has the state, and why those are out whose processes had not ended."""
@@ -768,7 +801,8 @@ class ElasticJob:
         if phase not in (P.FORMING, P.CONNECTING):
             self._limit = math.inf
         self._say_pause = SAY_AFTER
-        self._say_at = math.inf if phase in (P.RUNNING, P.OVER) else self._now + SAY_AFTER
+        pause = SAY_SOON if phase is P.WAITING and self.rules.launched else SAY_AFTER
+        self._say_at = math.inf if phase in (P.RUNNING, P.OVER) else self._now + pause
 
     def _say(self) -> None:
         """A line for the user about what has been waited for, if it is time for that."""
@@ -778,7 +812,15 @@ class ElasticJob:
         self._say_at = self._now + self._say_pause
         text = self._awaited()
         if text:
-            self._out.append(Tell(f"waiting for {text}"))
+            self._out.append(Tell(f"waiting for {text}{self._terms()}"))
+
+    def _terms(self) -> str:
+        """For how long it is waited for workers, and what would change that; empty where that was said at the start."""
+        if self.phase is not P.WAITING or not self.rules.launched:
+            return ""
+        many = "--min-np" if self._crew.ran else "-np"
+        left = max(0.0, self._patience - self._now)
+        return f". The job ends if they do not come within {left:.0f} s; --elastic-timeout and {many} set that"
 
     def _awaited(self) -> str:
         members = self._crew.members()

@@ -48,6 +48,7 @@ class Ask(Message, frozen=True):
     digest: _Text
     error: _Text
     accused: Annotated[list[Count], msgspec.Meta(max_length=_MOST_WORKERS)]
+    stood: Annotated[float, msgspec.Meta(ge=0)]
     info: dict[str, Any]
 
 

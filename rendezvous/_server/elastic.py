@@ -140,6 +140,7 @@ class ElasticEpochs:
                     rank=info.rank if ask.after >= 0 else None,
                     index=info.index,
                     pid=info.pid,
+                    stood=ask.stood,
                 )
             )
             answer = self._answers.pop(ask.worker, None)

@@ -56,6 +56,7 @@ class Console:
         shown: the ranks whose output is shown; None for all. The files have that of all ranks.
         prefix: begin every line with its rank and stream.
         quiet: no notices.
+        news: say what becomes of the workers, also if notices are switched off.
         backlog: bytes of unwritten output beyond which workers are to be given no more credit; None for no limit.
         rank_of: a worker's number to its rank.
 
@@ -73,6 +74,7 @@ class Console:
         shown: Collection[int] | None = None,
         prefix: bool = True,
         quiet: bool = False,
+        news: bool = True,
         backlog: int | None = None,
         rank_of: Callable[[int], int] = lambda number: number,
     ) -> None:
@@ -83,6 +85,7 @@ class Console:
         self._shown = shown
         self._prefixed = prefix
         self._quiet = quiet
+        self._news = news or not quiet
         self.on_broken: Callable[[], None] = lambda: None
         self._lines: dict[tuple[int, int], Lines] = {}
         self._unfinished: dict[tuple[int, int], float] = {}
@@ -140,6 +143,11 @@ class Console:
     def notice(self, text: str) -> None:
         """Print a notice of the launcher's own."""
         if not self._quiet:
+            self.always(text)
+
+    def news(self, text: str) -> None:
+        """Print what has become of the workers."""
+        if self._news:
             self.always(text)
 
     def always(self, text: str) -> None:

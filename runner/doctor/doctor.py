@@ -122,6 +122,7 @@ class _Observer:
     def __init__(self, console: Console, display: StartDisplay) -> None:
         self.output = console.output
         self.notice = console.notice
+        self.news = console.news
         self.culprit = console.culprit
         self.interrupted = console.interrupted
         self.step = display.step

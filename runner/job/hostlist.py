@@ -82,7 +82,7 @@ def parse_line(line: str, where: str) -> HostEntry:
     Raises:
         ConfigError: it cannot be understood; the text begins with ``where``.
     """
-    return _parse_item(_bracketed(line), where, "h1:4")
+    return _parse_item(_bracketed(line), where, "h1:4", one_a_line=True)
 
 
 def _parse_lines(lines: Sequence[str], source: str) -> Iterable[_Mention]:
@@ -90,7 +90,7 @@ def _parse_lines(lines: Sequence[str], source: str) -> Iterable[_Mention]:
         words = line.partition("#")[0].split(maxsplit=1)
         if words:
             where = f"{source}, line {number}"
-            host = _parse_item(_bracketed(words[0]), where, "h1 slots=4")
+            host = _parse_item(_bracketed(words[0]), where, "h1 slots=4", one_a_line=True)
             yield _Mention(_with_words(host, words[1] if len(words) > 1 else "", where), where)
 
 
@@ -117,11 +117,13 @@ def _with_words(host: HostEntry, text: str, where: str) -> HostEntry:
     return host
 
 
-def _parse_item(item: str, where: str, example: str) -> HostEntry:
+def _parse_item(item: str, where: str, example: str, *, one_a_line: bool = False) -> HostEntry:
     match = _ITEM.fullmatch(item) if item.isprintable() else None
     if match is None or match["name"].startswith("-") or (match["user"] or "").startswith("-"):
         hint = ""
-        if len(item.split()) > 1:
+        if one_a_line and ("," in item or len(item.split()) > 1):
+            hint = ", and each host on a line of its own"
+        elif len(item.split()) > 1:
             hint = " (with commas, without spaces)"
         elif item.count(":") > 1 and "[" not in item:
             hint = "; an IPv6 address must be in brackets"

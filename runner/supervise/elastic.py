@@ -168,8 +168,8 @@ class ElasticSupervisor(Supervisor):
         """These are the workers' ranks now."""
         self._loop.call_soon(partial(self._on_placed, roster))
 
-    def notice_soon(self, text: str) -> None:
-        """Tell the user something, unless the job is over."""
+    def tell_soon(self, text: str) -> None:
+        """Tell the user what has become of workers and hosts, unless the job is over."""
         self._loop.call_soon(partial(self._tell, text))
 
     def over_soon(self) -> None:
@@ -456,7 +456,7 @@ class ElasticSupervisor(Supervisor):
 
     def _tell(self, text: str) -> None:
         if not self.settled:
-            self.notice(text)
+            self._observer.news(text)
 
     def _on_over(self) -> None:
         """The elastic job has come to its end. What it has told to end has the usual time for that."""

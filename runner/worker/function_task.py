@@ -179,18 +179,18 @@ def _call(call: bytes) -> tuple[TaskResult, int | str | None]:
 
 
 def _failed(error: BaseException) -> TaskResult:
+    from hvdgloo._job.excepthook import HINT, from_outside
     from hvdgloo.errors import HorovodInternalError
 
     own_frames = error.__traceback__.tb_next if error.__traceback__ else None
-    lines = traceback.format_exception(type(error), error, own_frames)
-    text = "".join(lines)
+    text = from_outside(error, own_frames).removeprefix(HINT)  # which is given once, where this is shown
     # As in any program that ends with it: what hvd.init() or the user installed in this place is called.
     sys.excepthook(type(error), error.with_traceback(own_frames), own_frames)
     sys.last_value = error  # as the interpreter leaves it, for the code that informs the other ranks at exit
     sys.stderr.flush()
     return TaskResult(
         exception=_pickled(error),
-        text=lines[-1].strip(),
+        text=traceback.format_exception_only(type(error), error)[-1].strip(),
         traceback=text,
         secondary=isinstance(error, HorovodInternalError),
     )

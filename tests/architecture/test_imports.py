@@ -75,7 +75,7 @@ GRAPH: dict[str, set[str]] = {
         "runner.protocol",
         "runner.transport",
     },
-    "hvdgloo.runner.worker": {"config", "rendezvous"},
+    "hvdgloo.runner.worker": {"_job", "config", "rendezvous"},
     "hvdgloo.runner": {
         "_platform",
         "_net",

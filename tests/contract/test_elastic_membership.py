@@ -17,6 +17,7 @@ import pytest
 
 from hvdgloo._collectives import process_sets
 from hvdgloo._collectives.process_sets import ProcessSet
+from hvdgloo._engine.stacks import python_stacks
 from hvdgloo._job import elastic
 from hvdgloo._job.access import Access
 from hvdgloo._job.elastic import _Why
@@ -24,6 +25,7 @@ from hvdgloo._job.links import World
 from hvdgloo.errors import ConfigError, ConnectError, DismissedError, PeerLostError, RendezvousError
 from hvdgloo.rendezvous import RendezvousServer
 from hvdgloo.rendezvous._client import elastic as client_of_elastic
+from hvdgloo.rendezvous._elastic.events import Changed
 from hvdgloo.rendezvous._server.elastic import ElasticEpochs
 from hvdgloo.topology import Topology
 from hvdgloo.types import ReduceOp
@@ -47,6 +49,22 @@ def test_survivors_of_a_lost_worker_go_on_in_the_same_process(victim: int, plane
         contexts = everywhere(workers, Worker.survive)
         assert [(context.rank, context.size, context.topology.epoch) for context in contexts] == [(0, 2, 1), (1, 2, 1)]
         assert everywhere(workers, Worker.total) == [2.0] * 2
+
+
+def test_survivors_tell_for_how_long_they_had_waited_for_the_lost_one() -> None:
+    """Training stands from the moment when a worker stops answering, not from when that is noticed."""
+    changes: list[Changed] = []
+    with ElasticJob(2) as job:
+        job.epochs._act = lambda action: changes.append(action) if isinstance(action, Changed) else None
+        survivor, victim = job.start(2)
+        went_on = Task(survivor.survive)
+        until(lambda: "in total" in python_stacks(), "the survivor to be in an allreduce")
+        began = time.monotonic()
+        until(lambda: time.monotonic() - began > 1.0, "time to pass")
+        victim.die()
+        went_on.result(30)
+        waited = time.monotonic() - began
+    assert 1.0 < changes[-1].stood <= waited + 1.0
 
 
 def test_newcomers_work_alone_until_they_are_let_in() -> None:

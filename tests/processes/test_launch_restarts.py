@@ -130,7 +130,7 @@ def test_in_the_file(launcher: Launcher) -> None:
     assert "restart 1 of 1: all workers are started again" in told(done.stderr)
 
 
-def test_a_function(tmp_path: Path) -> None:
+def test_a_function(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The results are those of the last start."""
 
     def work(folder: str) -> tuple[str, str]:
@@ -147,6 +147,7 @@ def test_a_function(tmp_path: Path) -> None:
         return restart, rank
 
     assert hvdgloo.run.run(work, (str(tmp_path),), np=2, max_restarts=1) == [("1", "0"), ("1", "1")]
+    assert "restart 1 of 1: all workers are started again" in capsys.readouterr().err
 
 
 def test_a_function_that_always_fails() -> None:

@@ -270,13 +270,18 @@ def test_all_slots_of_the_hosts_are_the_default() -> None:
 def test_old_names_warn_and_work() -> None:
     with pytest.warns(DeprecationWarning, match=r"write network_interfaces="):
         assert hvdgloo.run.run(int, np=2, network_interface="lo") == [0, 0]
-    with (
-        pytest.warns(DeprecationWarning, match=r"write max_num_proc="),
-        pytest.raises(ConfigError, match="--max-np is for"),
-    ):
-        hvdgloo.run.run(int, max_np=2)
     with pytest.warns(UserWarning, match="no effect"):
         assert hvdgloo.run.run(int, mpi_args="--oversubscribe") == [0]
+
+
+def test_numbers_of_processes_have_two_names_each_as_on_the_command_line(recwarn: pytest.WarningsRecorder) -> None:
+    with pytest.raises(ConfigError, match="--min-np 3 exceeds -np 2"):
+        hvdgloo.run.run(int, np=2, min_np=3)
+    with pytest.raises(ConfigError, match="--max-np is for"):
+        hvdgloo.run.run(int, num_proc=2, max_np=2)
+    with pytest.raises(ConfigError, match="min_num_proc=1 and min_np=2 are two names for one thing"):
+        hvdgloo.run.run(int, min_num_proc=1, min_np=2)
+    assert not recwarn.list
 
 
 def test_the_order_of_arguments_is_horovod_s() -> None:

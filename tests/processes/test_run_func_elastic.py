@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from pathlib import Path
 
 import pytest
 
 import hvdgloo.run
+from hvdgloo._job.excepthook import HINT
+from hvdgloo._platform import own_frames
 from hvdgloo.errors import JobFailedError, RemoteTraceback
 
 
@@ -35,11 +39,15 @@ def work(folder: str) -> tuple[int, int, str, str]:
     return run_fn(train)(ObjectState(hvd.broadcast_object, hvd.rank))  # type: ignore[no-any-return]
 
 
-def test_the_results_are_those_of_the_last_workers_in_the_order_of_their_ranks(tmp_path: Path) -> None:
+def test_the_results_are_those_of_the_last_workers_in_the_order_of_their_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     results = hvdgloo.run.run(work, (str(tmp_path),), np=3, min_num_proc=1)
     assert [(rank, size, variable) for rank, size, variable, _ in results] == [(0, 3, "0"), (1, 3, "1"), (2, 3, "2")]
     # The one that had rank 1 was killed; whoever had rank 2 has moved up, and the newcomer is the last.
     assert [worker.split("/")[1] for *_, worker in results] == ["0", "2", "1"]
+    said = capsys.readouterr().err
+    assert re.search(r"(?m)^hvdgloo-run: rank 1 .* was killed by signal 9 .* went on", said), "that is worth a line"
 
 
 class Hosts:
@@ -53,28 +61,44 @@ class Hosts:
         return {"localhost": min(self.asked, 3)}
 
 
-def test_hosts_from_an_object_and_results_of_all_who_came(tmp_path: Path) -> None:
+def test_hosts_from_an_object_and_results_of_all_who_came(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "killed").touch()
     hosts = Hosts()
-    results = hvdgloo.run.run(work, (str(tmp_path),), np=1, host_discovery=hosts)
+    results = hvdgloo.run.run(work, (str(tmp_path),), np=1, host_discovery=hosts, verbose=False)
     assert [result[:2] for result in results] == [(0, 3), (1, 3), (2, 3)]
     assert hosts.asked >= 3
+    assert "hvdgloo-run: " not in capsys.readouterr().err, "as was asked for"
 
 
 def test_a_function_that_does_not_initialise_anything() -> None:
     assert hvdgloo.run.run(int, min_num_proc=2) == [0, 0]
 
 
-def test_the_exception_that_could_not_be_survived() -> None:
+def test_the_exception_that_could_not_be_survived_is_shown_without_our_frames(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+
     def fail() -> None:
         import hvdgloo.numpy as hvd
+        from hvdgloo.common.elastic import ObjectState, run_fn
 
         hvd.init()
-        raise ValueError("as planned")
+
+        def train(state: ObjectState) -> None:
+            raise ValueError("as planned")
+
+        run_fn(train)(ObjectState(hvd.broadcast_object, hvd.rank))
 
     with pytest.raises(ValueError, match="as planned") as caught:
         hvdgloo.run.run(fail, min_num_proc=2)
     assert isinstance(caught.value.__cause__, RemoteTraceback)
+    sys.excepthook(ValueError, caught.value, caught.value.__traceback__)
+    said = capsys.readouterr().err
+    assert "[0]<stderr>:ValueError: as planned" in said, "workers show it, too"
+    assert " in train\n" in caught.value.__cause__.traceback
+    assert own_frames.FOLDER not in said
+    assert said.count(HINT) == 3, "once for each worker, and once for the whole"
 
 
 def test_a_job_that_has_too_few_workers_left() -> None:

@@ -142,12 +142,15 @@ class Bed:
         """It calls ``init()``; or ``elastic.run``, if it was told to go on alone."""
         return self.ask(actor, ready=actor.alone)
 
-    def come_back(self, actor: Actor, error: str = "a peer was lost", accused: tuple[int, ...] = ()) -> None:
+    def come_back(
+        self, actor: Actor, error: str = "a peer was lost", accused: tuple[int, ...] = (), stood: float = 0.0
+    ) -> None:
         for rank in accused:
             other = self.by_rank(actor.epoch, rank)
             if other is not None:
                 other.accused = True
-        self.ask(actor, ready=True, serial=actor.serial, error=error, accused=accused, digest=f"commit {actor.serial}")
+        digest = f"commit {actor.serial}"
+        self.ask(actor, ready=True, serial=actor.serial, error=error, accused=accused, digest=digest, stood=stood)
 
     def kill(self, actor: Actor) -> None:
         """Its process ends; the job does not know yet."""

@@ -537,7 +537,9 @@ def _elastic_message(random: Random) -> tuple[int, str, bytes]:
     if kind == 2:
         after, serial = random.randrange(-1, 4), random.randrange(-1, 4)
         accused = [random.randrange(4) for _ in range(random.randrange(3))]
-        data = elastic.ASK.encode(elastic.Ask(worker, after, random.random() < 0.7, serial, "", "", accused, told))
+        data = elastic.ASK.encode(
+            elastic.Ask(worker, after, random.random() < 0.7, serial, "", "", accused, random.random(), told)
+        )
     elif kind == 3:
         what = random.choice(list(elastic.What))
         data = elastic.REPORT.encode(elastic.Report(worker, what, random.randrange(-1, 4), place))

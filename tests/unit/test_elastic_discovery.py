@@ -101,12 +101,14 @@ class TestAScript:
             ("h1:0", "host h1 has no slots"),
             ("-oProxyCommand=x", "'-oProxyCommand=x' is not a host"),
             ("Error: $(x)", "'Error: $(x)' is not a host"),
+            *((f"h1:4{gap}h2:4", "write for example: h1:4, and each host on a line of its own") for gap in (",", " ")),
         ],
     )
     def test_what_is_no_host_is_named_with_its_line(self, script: Script, line: str, says: str) -> None:
         text = trouble(script(f"echo h0:1\ncat <<'END'\n{line}\nEND"))
         assert text.startswith("line 2: ")
         assert says in text
+        assert text.count(";") <= 1, "no second hint that contradicts the first"
 
     def test_it_fails_and_its_last_lines_are_shown(self, script: Script) -> None:
         text = trouble(script("echo h1:1; for i in 1 2 3 4 5 6 7; do echo kubectl: no $i >&2; done; exit 3"))
@@ -272,4 +274,6 @@ class TestBelievingIt:
 
 
 def test_horovods_text_has_one_place_for_the_limit() -> None:
-    assert "3 times" in RESET_LIMIT_EXCEEDED_MESSAGE.format(3)
+    for limit in (0, 1, 3):
+        text = RESET_LIMIT_EXCEEDED_MESSAGE.format(limit)
+        assert text.endswith(f"exceeds --reset-limit {limit}"), "a sentence whatever the number is"

@@ -187,7 +187,7 @@ def test_the_end_of_a_job_ends_what_still_runs() -> None:
         it.driver.host_lost("h2", "has been silent for 5 s")
         outcome = it.result()
     assert outcome.ended.failure is not None
-    assert outcome.ended.failure.reason == "was lost: has been silent for 5 s"
+    assert outcome.ended.failure.reason == "host h2 could not be used: has been silent for 5 s"
     assert starter.stopped == {first: "the job is over", second: "the job is over"}
 
 

@@ -673,7 +673,7 @@ class TestHosts:
         assert bed.ended is not None
         assert bed.ended.text == (
             "2 of 3 workers are there (h1: 2; h2: left out, as rank 2 on host h2 was killed by signal 9 (SIGKILL)) "
-            "after 60 s"
+            "after 60 s (--elastic-timeout)"
         )
         assert bed.ended.failure is not None
         assert bed.ended.failure.status == -9
@@ -733,6 +733,41 @@ class TestHosts:
         assert bed.changes[-1].why == "rank 2 on host h2 was lost: has been silent for 5 s"
 
 
+class TestHowLongItStood:
+    def test_it_counts_from_when_the_first_survivor_was_held_up(self) -> None:
+        """A process that is stopped is noticed only when it has not answered for some time."""
+        bed = running()
+        bed.now += 100.0
+        for actor, stood in zip(bed.members[:3], (2.5, 3.0, 0.1), strict=True):
+            bed.come_back(actor, accused=(3,), stood=stood)
+        bed.now += 2.0
+        bed.see(bed.members[3])
+        assert bed.cooperate() is Phase.RUNNING
+        assert bed.changes[-1].stood == 5.0
+
+    def test_but_not_from_before_the_training(self) -> None:
+        bed = running()
+        bed.now += 1.0
+        lose(bed, 0)
+        for actor in bed.members:
+            bed.come_back(actor, stood=50.0)
+        assert bed.cooperate() is Phase.RUNNING
+        assert bed.changes[-1].stood == 1.0
+
+    def test_nor_from_the_change_before(self) -> None:
+        bed = running(FOUR_SLOTS)
+        lose(bed, 3)
+        for actor in bed.members:
+            bed.come_back(actor, stood=0.0)
+        assert bed.cooperate() is Phase.RUNNING
+        bed.now += 100.0
+        lose(bed, 1)
+        bed.now += 1.5
+        return_all(bed)
+        assert bed.cooperate() is Phase.RUNNING
+        assert bed.changes[-1].stood == 1.5
+
+
 class TestTheStart:
     def test_it_waits_for_np_slots_and_uses_all_there_are(self) -> None:
         bed = Bed(Rules(size=3, smallest=1), (("h1", 2),))
@@ -743,10 +778,70 @@ class TestTheStart:
 
     def test_too_few_slots_are_waited_for_until_the_elastic_timeout(self) -> None:
         bed = Bed(Rules(size=3, smallest=1, elastic_timeout=20.0), (("h1", 2),))
+        begin = bed.now
+        assert bed.wait()
+        assert bed.now - begin == 2.0
+        assert bed.told == [
+            "waiting for workers: 2 of 3 slots are there (h1: 2). The job ends if they do not come within 18 s; "
+            "--elastic-timeout and -np set that"
+        ]
         assert bed.time_alone() is Phase.FAILED
-        assert bed.told == ["waiting for workers: 2 of 3 slots are there (h1: 2)"]
         assert bed.ended is not None
-        assert bed.ended.text == "2 of 3 slots are there (h1: 2) after 20 s"
+        assert bed.ended.text == "2 of 3 slots are there (h1: 2) after 20 s (--elastic-timeout)"
+
+    def test_hosts_that_are_not_known_yet_are_not_complained_about(self) -> None:
+        """Where no host is listed yet, an agent is still asked for its slots: that is shown in another way."""
+        bed = Bed(Rules(size=3, smallest=1), ())
+        assert bed.wait()
+        assert bed.now == 1010.0
+        bed.list([("h1", 2)])
+        assert bed.wait()
+        assert (bed.now, len(bed.told)) == (1012.0, 2)
+
+    def test_fewer_than_min_np_are_said_to_be_waited_for(self) -> None:
+        bed = running(Rules(size=4, smallest=3, elastic_timeout=60.0))
+        lose(bed, 2)
+        return_all(bed)
+        begin = bed.now
+        assert bed.wait()
+        assert bed.now - begin == 2.0
+        assert bed.told[-1].startswith("waiting for workers: 2 of 3 workers are there (h1: 2; h2: left out, as ")
+        assert bed.told[-1].endswith("within 58 s; --elastic-timeout and --min-np set that")
+
+    @pytest.mark.parametrize("first", ["lost", "done"])
+    def test_a_host_that_cannot_be_used_is_no_failure_if_enough_are_left(self, first: str) -> None:
+        """A program without hvd.init() has done its work on the others before or after that is known."""
+        bed = Bed(Rules(size=1, smallest=1, hosts_may_come=False), (("nosuchhost", 1), ("h1", 1)))
+        other = next(actor for actor in bed.actors.values() if actor.host == "h1")
+        if first == "done":
+            bed.see(other, 0)
+        bed.feed(HostLost("nosuchhost", "its name cannot be looked up"))
+        if first == "lost":
+            bed.see(other, 0)
+        assert bed.job.phase is Phase.OVER
+        assert bed.ended is not None
+        assert bed.ended.failure is None
+
+    @pytest.mark.parametrize("first", ["lost", "done"])
+    def test_a_host_that_cannot_be_used_is_the_failure_if_too_few_are_left(self, first: str) -> None:
+        bed = Bed(Rules(size=2, smallest=2, hosts_may_come=False), (("nosuchhost", 1), ("h1", 1)))
+        if first == "done":
+            bed.see(next(actor for actor in bed.actors.values() if actor.host == "h1"), 0)
+        bed.feed(HostLost("nosuchhost", "its name cannot be looked up"))
+        assert bed.job.phase is Phase.FAILED
+        assert bed.ended is not None
+        assert bed.ended.failure is not None
+        assert bed.ended.failure.reason == "host nosuchhost could not be used: its name cannot be looked up"
+        assert not bed.ended.failure.worker, "no worker of it was lost: none has ever run"
+
+    def test_a_worker_that_fails_with_others_that_have_done_their_work_is_a_failure(self) -> None:
+        bed = Bed(Rules(size=2, smallest=1), (("h1", 2),))
+        first, second = bed.alive()
+        bed.see(first, 0)
+        bed.see(second, 3)
+        assert bed.ended is not None
+        assert bed.ended.failure is not None
+        assert bed.ended.failure.status == 3
 
     def test_one_that_does_not_call_init_is_left_out_after_the_start_timeout(self) -> None:
         bed = Bed(Rules(size=2, smallest=1), (("h1", 1), ("h2", 1), ("h3", 1)))

@@ -14,11 +14,13 @@ import pytest
 
 import hvdgloo
 import hvdgloo.numpy as hvd
+from hvdgloo import elastic
 from hvdgloo._collectives import frontend
 from hvdgloo._engine.handle import Handle
 from hvdgloo._engine.stacks import python_stacks
 from hvdgloo._job import excepthook
-from hvdgloo._platform import stall_causes
+from hvdgloo._platform import own_frames, stall_causes
+from hvdgloo.elastic import State
 from hvdgloo.errors import (
     ConfigError,
     HorovodInternalError,
@@ -200,9 +202,58 @@ def test_a_setting_that_cannot_be_used_is_shown_like_any_other_mistake(
     error = caught_error.value
     sys.excepthook(type(error), error, error.__traceback__)
     said = capsys.readouterr().err
-    assert excepthook.FOLDER not in said
+    assert own_frames.FOLDER not in said
     assert said.splitlines()[-1].startswith("hvdgloo.errors.ConfigError: ")
     assert __file__ in said
+
+
+def test_what_a_program_raises_under_elastic_run_is_shown_with_its_own_frames(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    excepthook.install(0)
+
+    def lookup() -> object:
+        return {}["missing"]
+
+    @elastic.run
+    def train(state: State) -> object:
+        return lookup()
+
+    class Nothing(State):
+        """Has nothing to save."""
+
+        def __init__(self) -> None:
+            super().__init__(lambda value, root_rank=0: value, lambda: 0)
+
+        def save(self) -> None:
+            pass
+
+        def restore(self) -> None:
+            pass
+
+        def sync(self) -> None:
+            pass
+
+    with pytest.raises(KeyError) as caught_error:
+        train(Nothing())
+    error = caught_error.value
+    sys.excepthook(type(error), error, error.__traceback__)
+    said = capsys.readouterr().err
+    assert own_frames.FOLDER not in said
+    functions = [row.rpartition(" in ")[2] for row in said.splitlines() if row.startswith("  File ")]
+    name = "test_what_a_program_raises_under_elastic_run_is_shown_with_its_own_frames"
+    assert functions == [name, "train", "lookup"]
+
+
+def test_a_defect_of_ours_is_shown_with_our_frames(capsys: pytest.CaptureFixture[str]) -> None:
+    excepthook.install(0)
+    with pytest.raises(AttributeError) as caught_error:
+        excepthook.from_outside(caught(ValueError("x")), "no trace")  # type: ignore[arg-type]
+    error = caught_error.value
+    sys.excepthook(type(error), error, error.__traceback__)
+    said = capsys.readouterr().err
+    assert own_frames.FOLDER in said
+    assert excepthook.HINT not in said
 
 
 def test_a_stall_report_begins_with_the_causes_that_front_ends_know(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,10 +278,10 @@ def test_a_stall_report_s_stack_ends_in_the_program() -> None:
     try:
         stack = wait_for(lambda: stack_of_it(mine))
         logging.getLogger("hvdgloo").setLevel(logging.DEBUG)
-        whole = wait_for(lambda: stack_of_it(excepthook.FOLDER))
+        whole = wait_for(lambda: stack_of_it(own_frames.FOLDER))
     finally:
         latch.resolve()
         thread.join()
     assert stack.splitlines()[-1].strip() == mine
-    assert excepthook.FOLDER not in stack
+    assert own_frames.FOLDER not in stack
     assert whole.startswith(stack), "who debugs sees everything"
