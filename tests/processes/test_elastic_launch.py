@@ -303,4 +303,4 @@ def test_a_reset_limit_ends_the_job(job: Job) -> None:
     job.start("-np", "2", "--min-np", "1", "--failures-per-host", "99", "--reset-limit", "0")
     os.kill(job.members(1, 2)[1].pid, signal.SIGKILL)
     assert job.end() == 128 + signal.SIGKILL, "the status of the failure that was not survived"
-    assert "--reset-limit allows that 0 times" in job.error
+    assert "which exceeds --reset-limit 0" in job.error

@@ -196,7 +196,7 @@ def test_waiting_workers_need_no_threads() -> None:
             told, id = info(host_identity=str(number)).to_dict(), f"w{number}"
             raw = RawClient(server.endpoint, run)
             for what, body in (
-                ("next", elastic.ASK.encode(elastic.Ask(id, -1, False, -1, "", "", [], told))),
+                ("next", elastic.ASK.encode(elastic.Ask(id, -1, False, -1, "", "", [], 0.0, told))),
                 ("news", elastic.LISTEN.encode(elastic.Listen(id, 0, None))),
             ):
                 sock = stack.enter_context(socket.create_connection((raw.host, raw.port), timeout=20))
