@@ -240,6 +240,10 @@ class Control:
         self._ordered_end = error
         self.wake()
 
+    def forget_whom_to_tell(self) -> None:
+        """The thread has ended, and keeps nothing alive that it called back."""
+        self._on_end = lambda error: None
+
     def close(self) -> None:
         """Close connections at once, for an engine whose thread did not end on its own."""
         for connection in list(self._connections.values()):  # the thread may be losing one just now

@@ -325,12 +325,12 @@ class Engine:
                 return
             self._closed = True
             self._control.say(Leave(reason))
-            ended = self._control.join(self._close_timeout)
+            is_silent = self._control.join(self._close_timeout)
             error = JobShutdownError("hvd.shutdown() has been called on this rank", rank=self.rank)
-            if not ended:
+            if not is_silent:
                 self._executor.abort(error)
                 self._control.close()
-                self._control.join(_CLOSE_MARGIN)
+                is_silent = self._control.join(_CLOSE_MARGIN)
             self._end(error)
             self._executor.stop()
             margin = _ABORTED_MARGIN if self._executor.is_aborted else _CLOSE_MARGIN
@@ -342,6 +342,16 @@ class Engine:
                     except Exception:  # one that does not end well must not keep the others from it
                         logger.exception("the %s data plane was not closed", backend.name)
             self._stop_timeline()
+            if ended and is_silent:
+                self._come_apart()
+
+    def _come_apart(self) -> None:
+        """Both threads have ended, and what they called each other by makes circles: with it, planes and their memory
+        would stay until the garbage collector runs, which in an elastic job may be many epochs later."""
+        self._open_backend = self._open_device = None
+        self._groups.clear()  # the Context, which others may still refer to, keeps no memory
+        self._control.forget_whom_to_tell()
+        self._executor.forget_whom_to_tell()
 
     def _validate(self, request: Request) -> None:
         members = self.members_of(request.process_set, request.name)

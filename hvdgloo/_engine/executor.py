@@ -194,6 +194,10 @@ class Executor:
         """
         self._on_room, self._on_failure = on_room, on_failure
 
+    def forget_whom_to_tell(self) -> None:
+        """The thread has ended, and keeps nothing alive that it called back."""
+        self._on_room = self._on_failure = self._open_group = _nothing
+
     def start(self) -> None:
         _let_go(())
         self._thread.start()

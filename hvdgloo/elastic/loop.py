@@ -141,6 +141,14 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
     return run_fn(func)
 
 
+def _forget_where(error: BaseException | None) -> None:
+    """An error has been survived: where it was raised no longer matters, and would keep alive what the function worked
+    on. The engine that it ended has it, too, and would be kept alive by itself."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
+
+
 class Loop:
     """One worker's turns.
 
@@ -168,7 +176,8 @@ class Loop:
             while True:
                 try:
                     self._begin(self._place(reason), reason)
-                    reason = None  # with its traceback it would keep alive what the function worked on
+                    _forget_where(reason)
+                    reason = None
                     value = func()
                     break
                 except HostsUpdatedInterrupt as update:

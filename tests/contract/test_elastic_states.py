@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -110,6 +112,33 @@ def test_survivors_go_on_from_their_commit(victim: int) -> None:
         sizes = [(step, 3 if step <= 5 else 2) for step in range(1, 13)]
         assert [[(step, size) for _, step, size in trainee.log] for trainee in survivors] == [sizes] * 2
         assert [trainee.sent for trainee in survivors] == [1] * 2, "all had the same, so nothing was sent"
+
+
+def test_what_a_failed_epoch_had_is_freed_without_the_garbage_collector() -> None:
+    """Its data plane, and what was worked on, although the error that ended it knows where it was raised."""
+    kept: list[weakref.ref[Any]] = []
+    freed: list[bool] = []
+
+    def before(trainee: Trainee) -> None:
+        context, step = trainee.worker.context, trainee.state.step
+        if context.topology.epoch == 0 and step == 5 and context.rank:
+            gradient = np.ones(1000)
+            kept.extend([weakref.ref(gradient), weakref.ref(context.engine._groups[0].host.backend)])
+            while True:
+                trainee.worker.total()
+        elif context.topology.epoch and step == 8:
+            freed.append(all(each() is None for each in kept))
+        dies_at(5, 0)(trainee)
+
+    gc.collect()
+    gc.disable()
+    try:
+        with ElasticJob(3) as job:
+            ended([Trainee(job.worker(), before=before).start() for _ in range(3)])
+    finally:
+        gc.enable()
+    assert len(kept) == 4
+    assert freed == [True, True]
 
 
 def test_issue_3399_and_3143_a_graceful_change_loses_no_step() -> None:

@@ -505,8 +505,17 @@ def test_a_process_set_with_another_number_and_one_that_is_gone() -> None:
 # What is left --------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """What is freed is freed as the last reference to it goes."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
 @pytest.mark.parametrize("plane", ["inline", "shm"])
-def test_buckets_of_an_epoch_are_freed_when_it_ends(plane: str) -> None:
+def test_buckets_of_an_epoch_are_freed_when_it_ends(plane: str, no_collector: None) -> None:
     buckets: list[weakref.ref[Any]] = []
 
     def body(life: Life) -> None:
@@ -518,11 +527,10 @@ def test_buckets_of_an_epoch_are_freed_when_it_ends(plane: str) -> None:
         lives.epoch("ab", body)
         assert len(buckets) == 2
         lives.close()
-        gc.collect()
         assert not any(bucket() is not None for bucket in buckets)
 
 
-def test_nothing_grows_over_epochs() -> None:
+def test_nothing_grows_over_epochs(no_collector: None) -> None:
     """Memory, threads and descriptors of 60 epochs, of which each has another size than the last."""
 
     def resident() -> int:
@@ -545,7 +553,6 @@ def test_nothing_grows_over_epochs() -> None:
             lives.epoch(("ab", "abc")[number % 2], body)
             lives.close()
             if number % 10 == 9:
-                gc.collect()  # it decides when to free what refers to itself, and here it is what stays that counts
                 seen.append((threading.active_count(), len(os.listdir("/proc/self/fd")), resident()))
     threads, descriptors, memory = zip(*seen[1:], strict=True)
     assert len(set(threads)) == 1
