@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
-from hvdgloo._net.cancelling import TURN
+from hvdgloo._net.cancelling import LONGEST_TURN, TURN
 from hvdgloo.errors import BackendError, ConnectError, RendezvousTimeoutError
 from hvdgloo.types import Buffer, ReduceOp
 
@@ -182,16 +182,17 @@ def get_all(
     """
     if cancelled is None:
         return store.get_many(keys, timeout=timeout)
-    deadline = time.monotonic() + timeout
+    deadline, turn = time.monotonic() + timeout, TURN
     while True:
         left = deadline - time.monotonic()
         try:
-            return store.get_many(keys, timeout=max(0.0, min(TURN, left)))
+            return store.get_many(keys, timeout=max(0.0, min(turn, left)))
         except RendezvousTimeoutError:
-            if left <= TURN:
+            if left <= turn:
                 raise
         if cancelled():
             raise BackendError(CANCELLED)
+        turn = min(2 * turn, LONGEST_TURN)
 
 
 def peek(store: RendezvousStore, key: str) -> bytes:

@@ -47,7 +47,7 @@ from hvdgloo._backends.cube import Cube
 from hvdgloo._backends.driver import Driver
 from hvdgloo._backends.process_group import ProcessGroupBackend, tensor_of
 from hvdgloo._backends.sockets import decode_address, encode_address, ends, open_descriptors, shut_down
-from hvdgloo._net.cancelling import TURN
+from hvdgloo._net.cancelling import LONGEST_TURN, TURN
 from hvdgloo._net.descriptors import bury, reserve_descriptors
 from hvdgloo.errors import AuthenticationError, BackendError, HvdglooError, RendezvousError
 from hvdgloo.types import Buffer, ReduceOp
@@ -344,9 +344,13 @@ class GlooBackend(ProcessGroupBackend):
         """
         assert self._driver is not None
         work, deadline = self._driver.begin("connect", lambda: self._check(peers)), time.monotonic() + timeout
+        look_at = time.monotonic() + min(LONGEST_TURN, timeout)
         while not work.completes_within(min(TURN, timeout)):
             if self._gives_up():
                 raise BackendError(CANCELLED)
+            if time.monotonic() < min(look_at, deadline):
+                continue
+            look_at = time.monotonic() + LONGEST_TURN
             if reason := failed():
                 raise BackendError(reason)
             came = sum(ends(descriptor)[0] == self._listener for descriptor in self._sockets(connected=True))

@@ -46,7 +46,6 @@ from hvdgloo.errors import (
     StallError,
 )
 from hvdgloo.rendezvous import Alone, ElasticClient, News, Placement
-from hvdgloo.topology import Topology
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +120,6 @@ class Membership:
             access.client, config.worker or secrets.token_hex(8), patience=config.start_timeout
         )
         self._epoch = -1  # the last one that this worker was told of
-        self._known: frozenset[object] = frozenset()  # the members of the last one that it was connected in
         self._is_in = False  # elastic.run
         self._has_finished = False
         self._serial = -1
@@ -175,7 +173,7 @@ class Membership:
             placement = self._next(_Why(), ready=True)
             assert placement is not None  # the server's answer to one that is ready
         elif self._is_in:
-            placement = replace(placement, root=0, everyone=False, fresh=True)
+            placement = replace(placement, root=0, everyone=False, new=frozenset(range(placement.topology.size)))
         self._is_in = True
         return placement
 
@@ -277,7 +275,6 @@ class Membership:
                     why = _Why.of(error)
                     self._release_port()
                     continue
-            self._known = frozenset(_identities(answer.topology))
             try:
                 self._take(context)
                 self._client.up(self._epoch)
@@ -324,20 +321,31 @@ class Membership:
             raise
 
     def _check_addresses(self, placement: Placement) -> None:
-        """Refuse addresses that cannot be used together: that is the end of the workers that are new, not of the job.
+        """Refuse addresses that cannot be used together: that is the end of the new workers to blame, not of the job.
 
         Raises:
-            ConfigError: this worker is new, or it cannot be one that is new.
-            ConnectError: new ones are to blame.
+            ConfigError: this worker is to blame, or nobody is who is new.
+            ConnectError: other workers are, which are new.
         """
         try:
             check_addresses(placement.topology, self._access.reached_from)
         except ConfigError as error:
-            new = [rank for rank, worker in enumerate(_identities(placement.topology)) if worker not in self._known]
-            if placement.rank in new or not new:
+            unfit = [] if placement.fresh else self._unfit(placement)
+            if placement.rank in unfit or not unfit:
                 raise
-            logger.warning("%s; this job goes on without the workers that have just come", error)
-            raise ConnectError(str(error), missing=new) from error
+            logger.warning("%s; this job goes on without such workers, which have just come", error)
+            raise ConnectError(str(error), missing=unfit) from error
+
+    def _unfit(self, placement: Placement) -> list[int]:
+        """The new members whose addresses the old ones cannot use; all new ones if they cannot use each other's."""
+        new, unfit = sorted(placement.new), []
+        old = [rank for rank in range(placement.topology.size) if rank not in placement.new]
+        for rank in new:
+            try:
+                check_addresses(placement.topology.restricted(sorted([*old, rank])), self._access.reached_from)
+            except ConfigError:
+                unfit.append(rank)
+        return unfit or new
 
     def _connect(self, placement: Placement, listener: socket.socket) -> Context:
         rank, topology = placement.rank, placement.topology
@@ -430,11 +438,6 @@ class Membership:
     def _after_fork_in_child(self) -> None:
         """A forked child that kept a connection open would hide this worker's end from the server."""
         bury(self._access.client.descriptors)
-
-
-def _identities(topology: Topology) -> list[tuple[str, int, str]]:
-    """What tells each rank's process from those of other epochs."""
-    return [(topology.hosts[worker.host].identity, worker.pid, worker.address) for worker in topology.workers]
 
 
 _MEMBERSHIPS: weakref.WeakSet[Membership] = weakref.WeakSet()

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from hvdgloo._net.cancelling import TURN
+from hvdgloo._net.cancelling import LONGEST_TURN
 
 _BACKLOG = 4096
 """Connections that wait to be accepted; the system's own limit (net.core.somaxconn) is often this, too."""
@@ -92,7 +92,7 @@ def connect(name: str, deadline: float, cancelled: Callable[[], bool]) -> socket
             # Blocking, for at most a turn: the kernel lets those who wait come in one after another, while whoever
             # asks again and again may miss every free place.
             sock.settimeout(None)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(0, int(TURN * 1e6)))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(0, int(LONGEST_TURN * 1e6)))
             sock.connect(f"\0{name}")
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(0, 0))
             return sock

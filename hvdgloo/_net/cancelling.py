@@ -2,5 +2,9 @@
 
 from __future__ import annotations
 
-TURN = 0.2
-"""Seconds between two such looks."""
+TURN = 0.05
+"""Seconds between two such looks: survivors of an elastic job who are cancelled stand still for so long."""
+
+LONGEST_TURN = 0.2
+"""The same, in a wait that has been long already, where each look costs somebody else something, such as a request to
+the server from each of many ranks."""

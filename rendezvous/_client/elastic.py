@@ -30,14 +30,19 @@ class Placement:
         topology: who is where; ``topology.epoch`` is the epoch's number.
         root: the rank whose state is the newest.
         everyone: all members have that state already, so that nothing needs to travel.
-        fresh: nobody has been in an epoch before: this is the first one.
+        new: the ranks of those who have not been in an epoch before.
     """
 
     rank: int
     topology: Topology
     root: int
     everyone: bool
-    fresh: bool
+    new: frozenset[int]
+
+    @property
+    def fresh(self) -> bool:
+        """Nobody has been in an epoch before: this is the first one."""
+        return len(self.new) == self.topology.size
 
 
 class ElasticClient:
@@ -108,7 +113,7 @@ class ElasticClient:
                 topology = wire.unpack_topology(decoded.topology)
                 if max(decoded.rank, decoded.root) >= topology.size:
                     raise ValueError(f"rank {decoded.rank} or {decoded.root} is none of the topology's {topology.size}")
-                placement = Placement(decoded.rank, topology, decoded.root, decoded.everyone, decoded.first)
+                placement = Placement(decoded.rank, topology, decoded.root, decoded.everyone, frozenset(decoded.new))
                 self._place = elastic.Place(topology.epoch, decoded.rank, topology.size, False, info.to_dict())
                 return placement
         except ValueError as error_:

@@ -60,14 +60,14 @@ class Seated(Message, frozen=True, tag=0):
         topology: of the epoch, packed.
         root: the rank that has the newest state.
         everyone: all members have that state.
-        first: nobody has been in an epoch before.
+        new: the ranks of those who have not been in an epoch before.
     """
 
     rank: Count
     topology: bytes
     root: Count
     everyone: bool
-    first: bool
+    new: Annotated[list[Count], msgspec.Meta(max_length=_MOST_WORKERS)]
 
 
 class Alone(Message, frozen=True, tag=1):

@@ -22,7 +22,9 @@ from hvdgloo.rendezvous._elastic.events import (
     Action,
     Announce,
     Dismissed,
+    Ended,
     Event,
+    Failing,
     Finished,
     Formed,
     Gone,
@@ -324,7 +326,10 @@ class ElasticEpochs:
                 self._keep_time_until_closed()
             except Exception as error:  # without time nobody's wait would have an end
                 logger.exception("the clock of the elastic job")
-                self._release(f"the rendezvous server has failed: {error!r}")
+                reason = f"the rendezvous server has failed: {error!r}"
+                self._release(reason)
+                self._act(Ended(reason, Failing(reason=reason)))
+                self.on_change()
 
     def _keep_time_until_closed(self) -> None:
         while not self._closed:
@@ -387,10 +392,10 @@ class ElasticEpochs:
         if self._topology[0] != roster.epoch:
             self.on_formed(roster.epoch)
             self._topology = roster.epoch, wire.pack_topology(self._topology_of(roster))
-        first = len(roster.fresh) == roster.size
+        new = [rank for rank, seat in enumerate(roster.seats) if seat.worker in roster.fresh]
         for worker in workers:
             rank = roster.ranks[worker]
-            self._answer(worker, elastic.Seated(rank, self._topology[1], roster.root, roster.everyone, first))
+            self._answer(worker, elastic.Seated(rank, self._topology[1], roster.root, roster.everyone, new))
 
     def _topology_of(self, roster: Roster) -> Topology:
         infos = [self._infos[seat.worker] for seat in roster.seats]

@@ -237,6 +237,8 @@ def test_who_cannot_listen_any_more_tries_again_and_then_gives_up(monkeypatch: p
 
 
 def test_a_newcomer_whose_address_cannot_be_used_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those who train, and not another one that has come with it."""
+
     def check(topology: Topology, reached_from: str) -> None:
         if any(worker.address == "127.0.0.2" for worker in topology.workers):
             raise ConfigError("127.0.0.2 is of no use to others")
@@ -244,20 +246,22 @@ def test_a_newcomer_whose_address_cannot_be_used_ends_alone(monkeypatch: pytest.
     monkeypatch.setattr(elastic, "check_addresses", check)
     with ElasticJob(2) as job:
         workers = job.start(2)
-        newcomer = job.worker(address="127.0.0.2")
-        newcomer.begin()
+        misled, good = job.worker(address="127.0.0.2"), job.worker()
+        everywhere([misled, good], lambda worker: worker.job.begin())
 
         def enter() -> None:
             with pytest.raises(ConfigError, match="of no use"):
-                newcomer.job.enter()
-            newcomer.close()  # as its process ends
+                misled.job.enter()
+            misled.close()  # as its process ends
 
-        entering = Task(enter)
+        entering = [Task(enter), Task(good.job.enter)]
+        until(lambda: len(job.epochs._job._crew.joinable()) == 2, "both to be ready")
         until(lambda: all(worker.job.update()[1] == 2 for worker in workers), "the news")
         contexts = everywhere(workers, lambda worker: worker.again(1))
-        entering.result(10)
-        assert [context.size for context in contexts] == [2, 2]
-        assert everywhere(workers, Worker.total) == [2.0] * 2
+        for each in entering:
+            each.result(10)
+        assert [context.size for context in contexts] == [3, 3]
+        assert everywhere([*workers, good], Worker.total) == [3.0] * 3
 
 
 @pytest.mark.parametrize("started_by_launcher", [False, True])

@@ -317,7 +317,7 @@ def test_nothing_is_kept_of_one_that_has_gone() -> None:
         until(lambda: not any(tables), "it to be forgotten")
 
 
-def test_a_clock_that_fails_ends_all_waits(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_clock_that_fails_ends_all_waits_and_the_job(caplog: pytest.LogCaptureFixture) -> None:
     broken = threading.Event()
 
     def clock() -> float:
@@ -325,7 +325,8 @@ def test_a_clock_that_fails_ends_all_waits(caplog: pytest.LogCaptureFixture) -> 
             raise OSError("no time")
         return time.monotonic()
 
-    epochs = ElasticEpochs(RULES, clock=clock)
+    actions: list[Action] = []
+    epochs = ElasticEpochs(RULES, act=actions.append, clock=clock)
     epochs.start()
     try:
         listen = elastic.Listen("a", 0, None)
@@ -337,6 +338,10 @@ def test_a_clock_that_fails_ends_all_waits(caplog: pytest.LogCaptureFixture) -> 
         with pytest.raises(StoppingError, match=r"has failed.*no time"):
             reader.result(5)
         assert "the clock of the elastic job" in caplog.text
+        ended = actions[-1]
+        assert isinstance(ended, Ended), "who has started the job is told, too"
+        assert "no time" in ended.text
+        assert ended.failure is not None
     finally:
         epochs.close("the test is over")
 

@@ -21,7 +21,9 @@ def placement(
 ) -> Placement:
     """A place in an epoch whose members are processes of one host, numbered from ``pid``."""
     topology = Topology.local(size, pid=pid)
-    return Placement(rank, topology, root, everyone, epoch == 0 if fresh is None else fresh)
+    is_first = epoch == 0 if fresh is None else fresh
+    new = frozenset(range(size)) if is_first else frozenset[int]()
+    return Placement(rank, topology, root, everyone, new)
 
 
 @dataclass

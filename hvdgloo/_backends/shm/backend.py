@@ -117,7 +117,7 @@ class ShmBackend:
             arena=arena_bytes(size) if arena is None else arena // PAGE * PAGE,
             direct_from=direct_from if size <= MOST_RANKS else None,
             pipes=not system.has_strong_order() if pipes is None else pipes,
-            cancelled=cancelled or (lambda: False),
+            cancelled=cancelled,
         ).meet()
         self._segment, self._signals = met.segment, met.signals
         self.is_direct = met.pids is not None

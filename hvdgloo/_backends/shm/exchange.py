@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hvdgloo._backends.base import RendezvousStore, peek
+from hvdgloo._backends.base import RendezvousStore, get_all, peek
 from hvdgloo._backends.shm import segment as layout
 from hvdgloo._backends.shm import system
 from hvdgloo._backends.shm.segment import Segment
@@ -38,7 +38,7 @@ from hvdgloo._backends.shm.system import Unsupported
 from hvdgloo._net import abstract
 from hvdgloo._net.cancelling import TURN
 from hvdgloo._net.handshake import CANCELLED, Handshake, receive_exactly
-from hvdgloo.errors import AuthenticationError, BackendError, ConnectError, RendezvousTimeoutError
+from hvdgloo.errors import AuthenticationError, BackendError, ConnectError
 
 _MESSAGE_SECONDS = 5.0
 """How long a message may take that has begun."""
@@ -81,7 +81,7 @@ class SegmentExchange:
         arena: bytes per rank for tensors that live in the segment; rank 0's word counts.
         direct_from: bytes of a payload that is read in place, None for none; rank 0's word counts, as for ``pipes``.
         pipes: True if numbers travel through pipes.
-        cancelled: asked now and then whether to give up.
+        cancelled: asked now and then whether to give up, if that may be.
     """
 
     def __init__(
@@ -98,12 +98,12 @@ class SegmentExchange:
         arena: int,
         direct_from: int | None,
         pipes: bool,
-        cancelled: Callable[[], bool],
+        cancelled: Callable[[], bool] | None,
     ) -> None:
         self._store, self._key, self._barred_key = store, f"{prefix}shm", f"{prefix}shm/barred"
         self._rank, self._size = rank, size
         self._handshake, self._describe = handshake, describe
-        self._timeout, self._cancelled = timeout, cancelled
+        self._timeout, self._may_cancel, self._cancelled = timeout, cancelled, cancelled or _never
         self._settings: dict[str, Any] = {
             "limit": limit,
             "arena": arena,
@@ -343,16 +343,7 @@ class SegmentExchange:
                 raise self._lost(rank, f"it said nothing for {self._timeout:g} s")
 
     def _read_store(self) -> bytes:
-        deadline = time.monotonic() + self._timeout
-        while True:
-            left = deadline - time.monotonic()
-            try:
-                return self._store.get_many([self._key], timeout=max(0.0, min(2 * TURN, left)))[0]
-            except RendezvousTimeoutError:
-                if left <= 2 * TURN:
-                    raise
-            if self._cancelled():
-                raise BackendError(CANCELLED)
+        return get_all(self._store, [self._key], self._timeout, self._may_cancel)[0]
 
     def _lost(self, rank: int, why: str) -> ConnectError:
         return ConnectError(
@@ -373,6 +364,10 @@ class SegmentExchange:
         for descriptor in self._opened:
             os.close(descriptor)
         self._opened.clear()
+
+
+def _never() -> bool:
+    return False
 
 
 class _Glance:
