@@ -50,6 +50,10 @@ GRAPH: dict[str, set[str]] = {
     "hvdgloo.tensorflow.keras": {"_collectives", "_training", "keras", "tensorflow"},
     "hvdgloo.keras": {"_collectives", "_job", "_platform", "_training", "elastic", "numpy", "tensorflow", "torch"},
     "hvdgloo.as_horovod": set(),
+    # On Spark.
+    "hvdgloo.spark.data": {"_platform"},
+    "hvdgloo.spark.common": {"spark.data"},
+    "hvdgloo.spark": set(),
     # The launcher, and its agents on the hosts.
     "hvdgloo.runner.protocol": {"_net", "rendezvous"},
     "hvdgloo.runner.network": {"_net", "rendezvous"},
