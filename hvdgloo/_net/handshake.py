@@ -13,8 +13,7 @@ certificate, too::
     coordinator  -> member        its clock, and settings that shape plans: the first message
 
 Below, the coordinator is the rank that listens, be it rank 0 or a leader. It serves all visitors on one thread, as they
-speak. A visitor that says nothing costs the others nothing: it has a few seconds, and when there are too many, or no
-descriptors are left, the one that has been silent longest is sent away.
+speak (``hvdgloo._net.visitors``).
 """
 
 from __future__ import annotations
@@ -39,6 +38,7 @@ from hvdgloo._net.cancelling import TURN
 from hvdgloo._net.descriptors import OUT_OF_DESCRIPTORS, reserve_descriptors
 from hvdgloo._net.frame_mac import FrameMac
 from hvdgloo._net.tls import Tls, shake_hands
+from hvdgloo._net.visitors import PAUSE, Steps, Visitors, received, sent
 from hvdgloo.errors import AuthenticationError, BackendError, ConfigError, ConnectError
 
 if TYPE_CHECKING:
@@ -50,18 +50,12 @@ _HELLO = struct.Struct("!8sIII16s")
 _MAGIC = b"hvdgloo2"
 _NONCE_BYTES = 16
 _MAC_BYTES = 32
-_PAUSE = 0.02
-"""Seconds until the next attempt to accept where not even one more descriptor can be had, or to connect where nobody
-listens yet."""
 _MAX_ANSWER = 1 << 20
 
 CANCELLED = "the job ended while its ranks were being connected"
 
 Cancelled: TypeAlias = Callable[[], bool]
 """Polled during a wait; returns whether to give up."""
-
-_Wanted = Generator[int, None, None]
-"""A conversation with a visitor, which yields the selector's events that it waits for."""
 
 
 @dataclass(frozen=True)
@@ -272,7 +266,7 @@ class Handshake:
                     # Nobody listens there yet.
                     if not isinstance(error, ConnectionRefusedError) or time.monotonic() >= deadline:
                         raise
-                    time.sleep(_PAUSE)
+                    time.sleep(PAUSE)
             if not abstract.lets_in(sock):
                 raise AuthenticationError("it belongs to another user")
             return self.introduce(sock, rank, deadline, cancelled=cancelled)
@@ -352,13 +346,13 @@ class Handshake:
             channel = door.tls.fingerprint
             while not shake_hands(cast("TlsConnection", sock)):
                 yield selectors.EVENT_READ
-        hello = yield from _received(sock, _HELLO.size)
+        hello = yield from received(sock, _HELLO.size)
         magic, epoch, generation, rank, nonce = _HELLO.unpack(hello)
         if (magic, epoch, generation) != (_MAGIC, self._epoch, self._generation) or rank not in door.ranks:
             raise AuthenticationError("it is not part of this job")
         mine = os.urandom(_NONCE_BYTES)
-        yield from _sent(sock, mine + self._mac(b"coordinator", rank, nonce, mine, channel))
-        proof = yield from _received(sock, _MAC_BYTES)
+        yield from sent(sock, mine + self._mac(b"coordinator", rank, nonce, mine, channel))
+        proof = yield from received(sock, _MAC_BYTES)
         if not hmac.compare_digest(proof, self._mac(b"member", rank, nonce, mine, channel)):
             raise AuthenticationError("it does not know this job's secret")
         down, up = self._frame_macs(rank, nonce, mine, channel)
@@ -442,54 +436,11 @@ def _send_at_once(sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-def _received(sock: socket.socket, count: int) -> Generator[int, None, bytes]:
-    """``count`` bytes from a non-blocking socket. Raises EOFError and OSError as ``receive_exactly`` does."""
-    data = b""
-    while len(data) < count:
-        try:
-            piece = sock.recv(count - len(data))
-        except BlockingIOError:
-            yield selectors.EVENT_READ
-            continue
-        if not piece:
-            raise EOFError("the connection was closed during the handshake")
-        data += piece
-    return data
-
-
-def _sent(sock: socket.socket, data: bytes | bytearray) -> Generator[int, None, None]:
-    """Send all of it through a non-blocking socket."""
-    while data:
-        try:
-            data = data[sock.send(data) :]
-        except BlockingIOError:
-            yield selectors.EVENT_WRITE
-
-
 def _name(listener: socket.socket) -> str:
     if listener.family == socket.AF_UNIX:
         return "a socket of its host"
     host, port = listener.getsockname()[:2]
     return f"{host} port {port}"
-
-
-@dataclass
-class _Visitor:
-    """A connection whose handshake is under way.
-
-    Attributes:
-        steps: the rest of it.
-        deadline: when it must have ended.
-        since: when it came.
-        silent: it has said nothing of use yet.
-    """
-
-    sock: socket.socket
-    peer: object
-    steps: _Wanted
-    since: float
-    deadline: float
-    silent: bool = True
 
 
 @dataclass(frozen=True)
@@ -511,7 +462,6 @@ class _Reception:
     Attributes:
         members: connections of those who have proved to be members, by rank. Closed on leaving, if that is by an
             exception.
-        exhausted: no connection could be accepted when that was last tried, for want of descriptors.
     """
 
     def __init__(
@@ -522,15 +472,21 @@ class _Reception:
         deadline: float,
     ) -> None:
         self.members: dict[int, Link] = {}
-        self.exhausted = False
         self._doors = doors
         self._handshake = handshake
         self._settings = settings
-        self._deadline = deadline
-        self._visitors: dict[socket.socket, _Visitor] = {}  # the first to come first
-        self._most = handshake.most_visitors
-        self._listens = False
         self._selector = selectors.DefaultSelector()
+        self._visitors = Visitors(
+            self._selector,
+            doors,
+            self._converse,
+            self._refused,
+            patience=handshake.proof_timeout,
+            most=handshake.most_visitors,
+            grace=handshake.grace,
+            deadline=deadline,
+            wrapped=self._wrapped,
+        )
 
     @property
     def missing(self) -> list[int]:
@@ -542,105 +498,40 @@ class _Reception:
             if rank not in self.members or self.members[rank].sock in self._visitors
         ]
 
+    @property
+    def exhausted(self) -> bool:
+        """No connection could be accepted when that was last tried, for want of descriptors."""
+        return self._visitors.exhausted
+
     def serve(self, patience: float) -> None:
         """Let visitors in and hear them, waiting up to ``patience`` seconds for one to come or speak."""
         now = time.monotonic()
-        for visitor in list(self._visitors.values()):
-            if now >= visitor.deadline:
-                self._refuse(visitor, TimeoutError("timed out"))
-        self._listen(len(self._visitors) < self._most or self._superfluous(now) is not None)
-        for key, _ in self._selector.select(max(0.0, min(patience, self._next_change(now) - now))):
-            if key.data is None:
-                self._accept(cast("socket.socket", key.fileobj), time.monotonic())
-            elif key.data.sock in self._visitors:
-                key.data.silent = False
-                self._hear(key.data)
+        self._visitors.keep_time(now)
+        for key, _ in self._selector.select(max(0.0, min(patience, self._visitors.next - now))):
+            key.data()
 
-    def _next_change(self, now: float) -> float:
-        """When a visitor's time is over, or may be."""
-        changes = [visitor.deadline for visitor in self._visitors.values()]
-        if not self._listens:
-            changes += [visitor.since + self._handshake.grace for visitor in self._visitors.values()]
-        return min(changes, default=float("inf"))
+    def _wrapped(self, sock: socket.socket, listener: socket.socket) -> socket.socket:
+        tls = self._doors[listener].tls
+        return sock if tls is None else tls.accepted(sock)
 
-    def _listen(self, wanted: bool) -> None:
-        for listener in self._doors if wanted != self._listens else ():
-            if wanted:
-                self._selector.register(listener, selectors.EVENT_READ)
-            else:
-                self._selector.unregister(listener)
-        self._listens = wanted
-
-    def _superfluous(self, now: float) -> _Visitor | None:
-        """Who must go if another one is to come: the silent one that came first, if there is one."""
-        had_time = [visitor for visitor in self._visitors.values() if now - visitor.since >= self._handshake.grace]
-        return next((visitor for visitor in had_time if visitor.silent), had_time[0] if had_time else None)
-
-    def _accept(self, listener: socket.socket, now: float) -> None:
-        if len(self._visitors) >= self._most:
-            leaver = self._superfluous(now)
-            if leaver is None:
-                return
-            self._refuse(leaver, TimeoutError("others came, and it had said nothing for the longest time"))
-        try:
-            sock, peer = listener.accept()
-        except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                self.exhausted = True
-                self._most = max(1, len(self._visitors))  # there is no room for more until somebody leaves
-                if not self._visitors:
-                    time.sleep(_PAUSE)  # nobody here can go, and nobody waits for this thread
-            return  # or the visitor has left
-        self.exhausted = False
-        self._most = max(self._most, len(self._visitors) + 1)
-        sock.setblocking(False)
-        door = self._doors[listener]
-        if door.tls is not None:
-            try:
-                sock = door.tls.accepted(sock)
-            except OSError:
-                sock.close()
-                return
-        deadline = min(self._deadline, now + self._handshake.proof_timeout)
-        visitor = self._visitors[sock] = _Visitor(sock, peer, self._converse(sock, door), now, deadline)
-        self._selector.register(sock, selectors.EVENT_READ, visitor)
-        self._hear(visitor)
-
-    def _converse(self, sock: socket.socket, door: _Door) -> _Wanted:
-        rank, link = yield from self._handshake.admit(sock, door)
+    def _converse(self, sock: socket.socket, listener: socket.socket) -> Steps:
+        rank, link = yield from self._handshake.admit(sock, self._doors[listener])
         if self.members.setdefault(rank, link) is not link:
             raise AuthenticationError(f"rank {rank} is already connected")
         answer = _ANSWER.frame(_Answer(time.time(), self._settings))
-        yield from _sent(sock, answer + link.sending.tag(memoryview(answer)[framing.HEAD :]))
+        yield from sent(sock, answer + link.sending.tag(memoryview(answer)[framing.HEAD :]))
 
-    def _hear(self, visitor: _Visitor) -> None:
-        """Go on with a visitor until it must be waited for again."""
-        try:
-            self._selector.modify(visitor.sock, next(visitor.steps), visitor)
-        except StopIteration:
-            self._take_leave(visitor)
-        except (OSError, EOFError, AuthenticationError) as error:
-            self._refuse(visitor, error)
-
-    def _refuse(self, visitor: _Visitor, error: Exception) -> None:
-        self._take_leave(visitor)
-        logger.info("refused a %s from %s: %s", self._handshake.purpose, visitor.peer, error)
+    def _refused(self, sock: socket.socket, peer: object, error: Exception) -> bool:
+        logger.info("refused a %s from %s: %s", self._handshake.purpose, peer, error)
         # A member that broke off after its proof is kept: the next reader of its connection learns that it is lost.
-        if all(link.sock is not visitor.sock for link in self.members.values()):
-            visitor.sock.close()
-
-    def _take_leave(self, visitor: _Visitor) -> None:
-        self._selector.unregister(visitor.sock)
-        del self._visitors[visitor.sock]
+        return all(link.sock is not sock for link in self.members.values())
 
     def __enter__(self) -> _Reception:
-        for listener in self._doors:
-            listener.setblocking(False)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._selector.close()
         strangers = set(self._visitors) - {link.sock for link in self.members.values()}
+        self._selector.close()
         for sock in strangers if kind is None else strangers | {link.sock for link in self.members.values()}:
             sock.close()
         if kind is None:
