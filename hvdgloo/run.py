@@ -8,27 +8,24 @@ from __future__ import annotations
 
 import math
 import os
-import pickle
 import shlex
-import signal
 import sys
-import tempfile
 import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO, Any, SupportsFloat, SupportsIndex, TypeVar
+from typing import Any, SupportsFloat, SupportsIndex, TypeVar
 
 from hvdgloo._job import excepthook
 from hvdgloo.config import without_place
-from hvdgloo.errors import ConfigError, JobFailedError, LaunchError, RemoteTraceback
+from hvdgloo.errors import ConfigError, LaunchError
 from hvdgloo.rendezvous._auth import generate_secret
+from hvdgloo.runner.conclusion import ResultFiles, conclude
 from hvdgloo.runner.elastic.options import ElasticOptions
 from hvdgloo.runner.job.assembly import assemble
 from hvdgloo.runner.job.environment import working_directory
 from hvdgloo.runner.job.host_sources import take_inventory
 from hvdgloo.runner.job.spec import Discovery, Reach
 from hvdgloo.runner.launch import launch
-from hvdgloo.runner.report import Report
 from hvdgloo.runner.signals import LIBRARY_SIGNALS
 from hvdgloo.runner.transport.template import parse_template
 from hvdgloo.runner.worker import function_task
@@ -190,7 +187,7 @@ def run(
         elastic=options.spec(inventory, environ),
         max_restarts=_whole("max_restarts", max_restarts, 0) or 0,
     )
-    with _Results(secret) as results:
+    with ResultFiles(secret) as results:
         report = launch(
             spec,
             stdout=sys.stdout,
@@ -200,7 +197,7 @@ def run(
             signals=LIBRARY_SIGNALS,
             results=results,
         )
-        return _conclude(report, results)
+        return conclude(report, results)
 
 
 # Arguments.
@@ -292,116 +289,6 @@ def _own_interpreter() -> str:
     if not sys.executable:
         raise LaunchError("this program does not know its Python interpreter; give one: run(..., executable=...)")
     return sys.executable
-
-
-class _Results:
-    """What each worker leaves behind, by its number: in a job of a fixed size, that is its rank.
-
-    It is kept in files until the job is over: results may be too large for pipes.
-    """
-
-    def __init__(self, secret: bytes) -> None:
-        self._secret = secret
-        self._files: dict[int, IO[bytes]] = {}
-
-    def __enter__(self) -> _Results:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget what was left so far: those who left it are started again."""
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
-
-    def add(self, number: int, data: bytes) -> None:
-        if number not in self._files:
-            self._files[number] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by __exit__
-        self._files[number].write(data)
-
-    def outcome(self, report: Report, rank: int) -> function_task.TaskResult | None:
-        """What the worker that had this rank in the end has left; None if it ended before it could leave anything."""
-        name = function_task.name_of(rank, report.workers[rank] if report.workers else None)
-        file = self._files.pop(report.numbers[rank], None)
-        if file is None:
-            return None
-        with file:
-            file.seek(0)
-            return function_task.unpack_outcome(file.read(), name, self._secret)
-
-
-def _conclude(report: Report, results: _Results) -> list[Any]:
-    if report.outcome.interrupted == signal.SIGINT:
-        raise KeyboardInterrupt
-    if report.outcome.exit_code != 0:
-        raise _failure(report, results)
-    values = []
-    for slot in report.slots:
-        outcome = results.outcome(report, slot.rank)
-        if outcome is None or outcome.result is None:
-            what = outcome.text if outcome is not None else "ended by itself"
-            raise JobFailedError(
-                f"rank {slot.rank} on host {slot.hostname} {what} and left no result",
-                rank=slot.rank,
-                host=slot.hostname,
-            )
-        values.append(pickle.loads(outcome.result))  # noqa: S301 - part of what was sealed
-    return values
-
-
-def _failure(report: Report, results: _Results) -> BaseException:
-    """The exception that represents the job's failure: the first failed worker's own, if it left one."""
-    first = report.outcome.first
-    if first is None or first.rank is None:
-        return report.error()
-    left = {}
-    for rank, status in report.outcome.statuses.items():
-        outcome = results.outcome(report, rank) if status else None
-        if outcome is not None:
-            left[rank] = outcome
-    chosen = left.get(first.rank)
-    rank = first.rank
-    if chosen is not None and chosen.secondary:
-        # This rank only noticed the failure of another, before that one had ended.
-        causes = [other for other, outcome in left.items() if outcome.traceback and not outcome.secondary]
-        rank = causes[0] if causes else rank
-        chosen = left[rank]
-    if chosen is None:
-        return report.error()
-    host = next(slot.hostname for slot in report.slots if slot.rank == rank)
-    return _exception(chosen, rank, host) or JobFailedError(
-        f"rank {rank} on host {host} {'raised ' if chosen.traceback else ''}{chosen.text}"
-        + (f"\n\n{chosen.traceback}" if chosen.traceback else ""),
-        rank=rank,
-        host=host,
-        exit_code=report.outcome.exit_code,
-        last_lines=report.last_lines,
-    )
-
-
-def _exception(outcome: function_task.TaskResult, rank: int, host: str) -> BaseException | None:
-    if outcome.exception is None:
-        return None
-    try:
-        error = pickle.loads(outcome.exception)  # noqa: S301 - part of what was sealed
-    except Exception:  # noqa: BLE001 - a class that only the worker can import; only its text is left
-        return None
-    error.__cause__ = RemoteTraceback(
-        f"raised by rank {rank} on host {host}\n\n{outcome.traceback}",
-        rank=rank,
-        host=host,
-        traceback=outcome.traceback,
-    )
-    for name, value in (("rank", rank), ("host", host)):
-        if not hasattr(error, name):  # an hvdgloo error may have a rank of its own: the one that was lost
-            try:
-                setattr(error, name, value)
-            except AttributeError:
-                pass  # a class with __slots__
-    assert isinstance(error, BaseException)
-    return error
 
 
 class RunModule(types.ModuleType):

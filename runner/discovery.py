@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hvdgloo._net import ports
 from hvdgloo.errors import ConfigError, LaunchError
@@ -50,7 +50,7 @@ def probe_timeout(connect_timeout: float) -> float:
     return min(_MOST, max(_LEAST, connect_timeout / 10))
 
 
-def discover(supervisor: Supervisor, spec: LaunchSpec, hellos: Sequence[Hello]) -> DiscoveredNetwork:
+def discover(supervisor: Supervisor, spec: LaunchSpec) -> DiscoveredNetwork:
     """Find out at which address each host is reached.
 
     Raises:
@@ -59,15 +59,26 @@ def discover(supervisor: Supervisor, spec: LaunchSpec, hellos: Sequence[Hello]) 
         ConfigError: no port of the range is free.
         JobFailedError: a signal came first.
     """
-    if len(hellos) == 1 or all(is_here(hello) for hello in hellos):
-        return _alone(supervisor, spec, hellos)
-    supervisor.probing()
-    network = _Discovery(supervisor, spec, hellos).run()
-    supervisor.probed([f"reached at {address}" for address in network.placement.addresses])
-    return network
+    links = supervisor.links
+    first: dict[str, Link] = {}
+    for link in links:
+        first.setdefault(link.host.machine, link)
+    # Of several agents on one machine, one speaks for all.
+    spokesmen = list(first.values())
+    alone = len(spokesmen) == 1 or all(is_here(_hello(link)) for link in spokesmen)
+    if alone:
+        network = _alone(supervisor, spec, spokesmen)
+    else:
+        supervisor.probing()
+        network = _Discovery(supervisor, spec, spokesmen).run()
+    found = dict(zip(first, network.placement.addresses, strict=True))
+    addresses = tuple(found[link.host.machine] for link in links)
+    if not alone:
+        supervisor.probed([f"reached at {address}" for address in addresses])
+    return replace(network, placement=replace(network.placement, addresses=addresses))
 
 
-def explore(supervisor: Supervisor, spec: LaunchSpec, hellos: Sequence[Hello]) -> Reports:
+def explore(supervisor: Supervisor, spec: LaunchSpec) -> Reports:
     """Everything that can be found out about which hosts reach which, for ``hvdgloo-run doctor``.
 
     Raises:
@@ -75,7 +86,7 @@ def explore(supervisor: Supervisor, spec: LaunchSpec, hellos: Sequence[Hello]) -
         JobFailedError: a signal came first.
     """
     supervisor.probing()
-    return _Discovery(supervisor, spec, hellos).collect(everything=True)
+    return _Discovery(supervisor, spec, supervisor.links).collect(everything=True)
 
 
 def is_here(hello: Hello) -> bool:
@@ -86,29 +97,40 @@ def is_here(hello: Hello) -> bool:
     return hello.identity == host_identity() and ports.is_held(hello.port)
 
 
-def _alone(supervisor: Supervisor, spec: LaunchSpec, hellos: Sequence[Hello]) -> DiscoveredNetwork:
+def _alone(supervisor: Supervisor, spec: LaunchSpec, links: Sequence[Link]) -> DiscoveredNetwork:
     """A job on one host, or on several names of this one."""
-    server = Server.LAUNCHER if is_here(hellos[0]) else Server.FIRST_HOST
-    address, port = LOOPBACK, hellos[0].port
+    first = _hello(links[0])
+    server = Server.LAUNCHER if is_here(first) else Server.FIRST_HOST
+    address, port = LOOPBACK, first.port
     if spec.network.nics or spec.network.port_range:
-        discovery = _Discovery(supervisor, spec, hellos)
+        discovery = _Discovery(supervisor, spec, links)
         discovery.survey(listen=False)
         port = discovery.master_port
         if spec.network.nics:
             address = discovery.wanted_alone()
-    return DiscoveredNetwork(Placement((address,) * len(hellos), server, address.address), port)
+    return DiscoveredNetwork(Placement((address,) * len(links), server, address.address), port)
+
+
+def _hello(link: Link) -> Hello:
+    assert link.hello is not None, "addresses are looked for when all agents have come up"
+    return link.hello
 
 
 class _Discovery:
-    """One job's discovery."""
+    """One job's discovery.
 
-    def __init__(self, supervisor: Supervisor, spec: LaunchSpec, hellos: Sequence[Hello]) -> None:
+    Args:
+        links: of the agents that report and try.
+    """
+
+    def __init__(self, supervisor: Supervisor, spec: LaunchSpec, links: Sequence[Link]) -> None:
         self._supervisor = supervisor
+        self._links = links
         self._network = spec.network
-        self._names = [link.host.name for link in supervisor.links]
+        self._names = [link.host.name for link in links]
         settings = spec.nics
         self._rules = [settings.rules(name) for name in self._names]
-        here = [rules for rules, hello in zip(self._rules, hellos, strict=True) if is_here(hello)]
+        here = [rules for rules, link in zip(self._rules, links, strict=True) if is_here(_hello(link))]
         self._launcher_rules = here[0] if here else interfaces.InterfaceFilter(settings.general)
         self._key = probe.probe_key(spec.secret)
         self._surveyed: dict[int, Surveyed] = {}
@@ -143,7 +165,7 @@ class _Discovery:
             self._probe(reports, listener, everything)
         finally:
             listener.close()
-            for link in self._supervisor.links:
+            for link in self._links:
                 link.channel.send(ProbesEnd())
         return reports
 
@@ -154,7 +176,7 @@ class _Discovery:
             LaunchError: one does not, or has no usable address.
             ConfigError: the first host has no port for ``MASTER_PORT``.
         """
-        for number, (link, rules) in enumerate(zip(self._supervisor.links, self._rules, strict=True)):
+        for number, (link, rules) in enumerate(zip(self._links, self._rules, strict=True)):
             link.channel.send(Survey(number, self._key, rules.items, listen, self._network.port_range))
         # Nothing is probed yet: a living agent answers at once, unless its host is overloaded.
         timeout = self._network.connect_timeout
@@ -207,7 +229,7 @@ class _Discovery:
         for source, target, address in addressing.tried(reports):
             listening = listener.ports if target == LAUNCHER else self._surveyed[target].ports
             tries[source].append(ProbeTarget(target, address.address, listening[address.address]))
-        for link, targets in zip(self._supervisor.links, tries, strict=True):
+        for link, targets in zip(self._links, tries, strict=True):
             link.channel.send(Probe([(t.host, t.address, t.port) for t in targets], timeout))
         expected = sum(len(targets) for targets in tries)
         # The agents end their probes in time; only an overloaded one takes longer to say so.
@@ -232,9 +254,9 @@ class _Discovery:
             raise LaunchError(f"the agent on {', '.join(lost)} was lost while addresses were tried")
 
     def _on_surveyed(self, link: Link, frame: Surveyed) -> None:
-        self._surveyed[self._supervisor.links.index(link)] = frame
+        self._surveyed[self._links.index(link)] = frame
 
     def _on_probed(self, link: Link, frame: Probed) -> None:
-        source = self._supervisor.links.index(link)
+        source = self._links.index(link)
         for (host, address, _), (own, who, detail, outcome) in frame.answers:
             self._answers[source, host, address] = Answer(ProbeResult(outcome), own, who, detail)

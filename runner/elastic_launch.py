@@ -38,7 +38,7 @@ from hvdgloo.runner.protocol.frames import Spawn
 from hvdgloo.runner.provisions import advice_for, base_environment, check_traces, command_on, required_on
 from hvdgloo.runner.rendezvous_host import InLauncher
 from hvdgloo.runner.report import Report
-from hvdgloo.runner.signals import ENDING, passed_on
+from hvdgloo.runner.signals import ENDING, Outside, nobody, passed_on
 from hvdgloo.runner.supervise.elastic import ElasticSupervisor, Visit
 from hvdgloo.runner.supervise.host_state import HostState
 from hvdgloo.runner.transport.base import Spawner
@@ -58,6 +58,7 @@ def launch_elastic(
     results: Results | None,
     spawner: Spawner | None,
     fork: bool,
+    outside: Outside | None = None,
 ) -> Report:
     """Run an elastic job; see ``launch``.
 
@@ -90,7 +91,8 @@ def launch_elastic(
         )
         supervisor.on_start = display.close
         console.on_broken = partial(supervisor.interrupt, signal.SIGPIPE)
-        with passed_on(signals, supervisor.interrupt) as signal_came, supervisor, display:
+        notes = (outside or nobody)(supervisor.fail_soon)
+        with passed_on(signals, supervisor.interrupt) as signal_came, supervisor, display, notes:
             driver = ElasticDriver(
                 elastic.rules,
                 manager,
@@ -312,6 +314,7 @@ def _slots(roster: Roster) -> tuple[Slot, ...]:
             local_size=place.local_size,
             cross_rank=place.cross_rank,
             cross_size=place.cross_size,
+            agent=seat.host,
         )
         for rank, (seat, place) in enumerate(zip(roster.seats, found, strict=True))
     )

@@ -7,6 +7,7 @@ import secrets
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -30,7 +31,7 @@ from hvdgloo.runner.protocol.frames import CHUNK, Hello, Spawn
 from hvdgloo.runner.provisions import advice_for, base_environment, check_traces, command_on, required_on
 from hvdgloo.runner.rendezvous_host import RendezvousHost, open_rendezvous
 from hvdgloo.runner.report import Report, Restart, history
-from hvdgloo.runner.signals import COMMAND_LINE_SIGNALS, Interrupts, passed_on
+from hvdgloo.runner.signals import COMMAND_LINE_SIGNALS, Interrupts, Outside, nobody, passed_on
 from hvdgloo.runner.supervise.init_watch import InitWatch
 from hvdgloo.runner.supervise.startup import check_machines
 from hvdgloo.runner.supervise.supervisor import Supervisor, host_states
@@ -49,6 +50,7 @@ def launch(
     results: Results | None = None,
     spawner: Spawner | None = None,
     fork: bool = False,
+    outside: Outside | None = None,
 ) -> Report:
     """Run the job that ``spec`` describes, and return when nothing of it is left.
 
@@ -61,6 +63,7 @@ def launch(
         spawner: how agents are started; by default chosen from the hosts. One that is given here may start several on
             one machine.
         fork: this process exists for this job alone, and has loaded nothing that a fork might break.
+        outside: given something to call when another system, in which agents live, says that the job cannot go on.
 
     Raises:
         ConfigError, LaunchError: it could not be started. Nothing is left running.
@@ -82,6 +85,7 @@ def launch(
             results=results,
             spawner=spawner,
             fork=fork,
+            outside=outside,
         )
     attempt = partial(
         _attempt,
@@ -92,6 +96,7 @@ def launch(
         results=results,
         spawner=spawner,
         fork=fork,
+        outside=outside or nobody,
     )
     restarts: list[Restart] = []
     failed = ""
@@ -132,6 +137,7 @@ def _attempt(
     results: Results | None,
     spawner: Spawner | None,
     fork: bool,
+    outside: Outside,
 ) -> Report:
     """Start all workers, and wait for their end. What is not described here is as for ``launch``.
 
@@ -160,20 +166,24 @@ def _attempt(
         observer = Observer(console, display, results)
         supervisor = Supervisor(spec, spawner, states, job_id, observer)
         console.on_broken = partial(supervisor.interrupt, signal.SIGPIPE)
-        with interrupts.passed_to(supervisor.interrupt), supervisor:
+        with interrupts.passed_to(supervisor.interrupt), supervisor, outside(supervisor.fail_soon):
             with display:
                 hellos = supervisor.gather(partial(required_on, spec, spawner))
                 if not trusted:
                     check_machines(hosts, hellos, spec.reach)
                 slots = place(hosts, hellos, spec)
-                hosts, hellos = supervisor.keep(_hosts_in_use(slots))
+                hosts, hellos = supervisor.keep(_hosts_in_use(hosts, slots))
                 expect(console, spec, len(slots), again=number > 0)
                 _say_crowded(console, hosts, hellos)
-                network = discover(supervisor, spec, hellos)
+                network = discover(supervisor, spec)
             _say_server(console, spec, hosts, network.placement)
             with open_rendezvous(supervisor, spec, hosts, network.placement) as rendezvous:
                 addresses = network.placement.addresses
-                env = [_host_environment(spec, spawner, *each) for each in zip(hosts, hellos, addresses, strict=True)]
+                sizes = {slot.host: slot.local_size for slot in slots}
+                env = [
+                    _host_environment(spec, spawner, *each, sizes[number])
+                    for number, each in enumerate(zip(hosts, hellos, addresses, strict=True))
+                ]
                 commands = [command_on(spec, spawner, host) for host in hosts]
                 workers = _spawns(
                     spec, slots, commands, job_id, rendezvous.endpoint, addresses, network.master_port, number
@@ -199,7 +209,7 @@ def _report(
     outcome: JobOutcome,
     console: Console,
 ) -> Report:
-    outcome.first = blame(outcome, {slot.rank: slot.hostname for slot in slots}, console.cause)
+    outcome.first = blame(outcome, {slot.rank: slot.agent for slot in slots}, console.cause)
     first = outcome.first
     report = Report(outcome, slots, numbers=tuple(range(len(slots))))
     if first is None:
@@ -215,19 +225,18 @@ def _report(
     )
 
 
-def _hosts_in_use(slots: Sequence[Slot]) -> tuple[HostEntry, ...]:
+def _hosts_in_use(hosts: Sequence[HostEntry], slots: Sequence[Slot]) -> tuple[HostEntry, ...]:
     """The hosts that have ranks, with as many slots as are used."""
-    used: dict[int, HostEntry] = {}
-    for slot in slots:
-        used[slot.host] = HostEntry(slot.hostname, slot.local_size)
-    return tuple(used[index] for index in sorted(used))
+    used = Counter(slot.agent for slot in slots)
+    return tuple(replace(host, slots=used[host.name]) for host in hosts if used[host.name])
 
 
 def _host_environment(
-    spec: LaunchSpec, spawner: Spawner, host: HostEntry, hello: Hello, address: Address
+    spec: LaunchSpec, spawner: Spawner, host: HostEntry, hello: Hello, address: Address, local_size: int
 ) -> dict[str, str]:
     environ = base_environment(spec, spawner, host)
-    threads = thread_defaults(hello.cores, host.slots or 1, environ, machine_cores=hello.machine_cores)
+    there = {**environ, **dict.fromkeys(host.premises.limits if host.premises is not None else (), "")}
+    threads = thread_defaults(hello.cores, local_size, there, machine_cores=hello.machine_cores)
     rules = spec.nics.rules(host.name)
     return {**interface_variables(address, chosen=bool(rules.items)), **environ, **threads}
 
@@ -292,7 +301,7 @@ def _say_threads(console: Console, spec: LaunchSpec, env: Sequence[Mapping[str, 
 
 
 def _init_watch(spec: LaunchSpec, slots: Sequence[Slot], rendezvous: RendezvousHost) -> InitWatch:
-    hosts = {slot.rank: slot.hostname for slot in slots}
+    hosts = {slot.rank: slot.agent for slot in slots}
     return InitWatch(rendezvous.arrivals, rendezvous.ask, hosts, timeout=spec.start_timeout, verbose=spec.verbose)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -19,6 +20,8 @@ def required_on(spec: LaunchSpec, spawner: Spawner, host: HostEntry) -> Require:
     """What must be on a host before workers start."""
     if spawner.is_local(host):
         return Require(spec.cwd)  # the rest has been checked here
+    if host.premises is not None:
+        return Require(host.premises.cwd, outputs=_traces(spec, host))  # what runs there has brought the agent
     files, programs = needs(command_on(spec, spawner, host), spec.reach.python)
     environ = base_environment(spec, spawner, host)
     return Require(spec.cwd, files, programs, environ.get("PATH", ""), _traces(spec, host))
@@ -42,6 +45,8 @@ def _traces(spec: LaunchSpec, host: HostEntry) -> Sequence[str]:
 
 def command_on(spec: LaunchSpec, spawner: Spawner, host: HostEntry) -> tuple[str, ...]:
     """What workers on a host execute."""
+    if host.premises is not None:
+        return host.premises.command
     return spec.command if spec.remote_command is None or spawner.is_local(host) else spec.remote_command
 
 
@@ -58,4 +63,10 @@ def base_environment(spec: LaunchSpec, spawner: Spawner, host: HostEntry) -> Map
     """Those of the user's variables that are sent to a host."""
     if spawner.is_local(host):
         return spec.environ
-    return for_other_hosts(spec.environ, spec.exported, export_all=spec.export_all)
+    sent = for_other_hosts(spec.environ, spec.exported, export_all=spec.export_all)
+    own = host.premises
+    if own is None:
+        return sent
+    if "PYTHONPATH" in sent:
+        sent["PYTHONPATH"] = os.pathsep.join(filter(None, (own.path, sent["PYTHONPATH"])))
+    return {name: value for name, value in sent.items() if name not in own.kept}

@@ -6,6 +6,7 @@ import select
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
@@ -66,7 +67,10 @@ def open_rendezvous(
         MissingDependencyError: the launcher's server cannot make a certificate.
         LaunchError: the server beside the agent cannot be started.
     """
-    places = [(host.name, host.slots or 0) for host in hosts]
+    slots = Counter[tuple[str, str]]()
+    for host in hosts:
+        slots[host.machine, host.hostname] += host.slots or 0
+    places = [(hostname, count) for (_, hostname), count in slots.items()]
     if placement.server is Server.LAUNCHER:
         server = RendezvousServer(
             secret=spec.secret,

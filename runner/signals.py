@@ -5,8 +5,11 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
+from typing import TypeAlias
+
+from hvdgloo.runner.job.outcome import Failure
 
 COMMAND_LINE_SIGNALS = (
     signal.SIGINT,
@@ -58,6 +61,17 @@ def passed_on(signals: Sequence[signal.Signals], note: Callable[[int], None]) ->
         ending = signals is COMMAND_LINE_SIGNALS and not ENDING.isdisjoint(came)
         for signum, old in previous.items():
             signal.signal(signum, signal.SIG_IGN if ending else old)  # type: ignore[arg-type]
+
+
+Outside: TypeAlias = Callable[[Callable[[Failure], None]], AbstractContextManager[None]]
+"""Given what is to be called, from any thread, when another system in which agents live says that the job cannot go on;
+it is as long as the context lasts.
+"""
+
+
+def nobody(note: Callable[[Failure], None]) -> AbstractContextManager[None]:
+    """Agents live in no other system."""
+    return nullcontext()
 
 
 class Interrupts:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import selectors
 import signal
 import socket
@@ -84,6 +85,9 @@ DRAIN_TIME = 2.0
 """Seconds to wait for the end of a pipe whose writers are all dead; longer only if a process outside the job holds it
 open."""
 
+TASK_ENDED = "its task has ended"
+"""Why an agent that was brought by somebody's task ends its workers."""
+
 REPEATED = 1.0
 """Seconds in which another SIGTERM is the same request: one that is sent to a process group also reaches the watchdog,
 which passes it on."""
@@ -100,10 +104,12 @@ class Agent:
         channel: to the launcher.
         mark: shared with the watchdog, which finds the agent's id in it.
         environ: the agent's own environment, for finding GPUs.
+        lifeline: a descriptor whose end means that whoever has brought the agent has ended; None if nobody has.
     """
 
-    def __init__(self, channel: Channel, mark: Mark, environ: dict[str, str]) -> None:
+    def __init__(self, channel: Channel, mark: Mark, environ: dict[str, str], lifeline: int | None = None) -> None:
         self._channel = channel
+        self._lifeline = lifeline
         self._mark = mark
         self._environ = environ
         self._watchdog_pid = os.getppid()
@@ -151,6 +157,8 @@ class Agent:
         """Serve until the job is over on this host."""
         self._watch_signals()
         self._selector.register(self._channel.receive_fd, selectors.EVENT_READ, self._on_readable)
+        if self._lifeline is not None:
+            self._selector.register(self._lifeline, selectors.EVENT_READ, self._on_lifeline)
         self._channel.send(self._hello())
         while not self._over():
             self._turn(self._patience())
@@ -219,12 +227,22 @@ class Agent:
     def _on_deadly_signal(self, signum: int, _frame: FrameType | None) -> None:
         orphaned = os.getppid() != self._watchdog_pid
         now = time.monotonic()
-        if signum == signal.SIGTERM and self._start is not None and self._start.elastic and not orphaned:
+        by_others = not orphaned and not ended(self._lifeline)
+        if signum == signal.SIGTERM and self._start is not None and self._start.elastic and by_others:
             if self._left_at is None:
                 self._left_at = now
             if now - self._left_at <= REPEATED:
                 return
-        self._die("its watchdog was killed" if orphaned else f"it received {signal.Signals(signum).name}")
+        if ended(self._lifeline):
+            self._die(TASK_ENDED)  # which is why the system has sent this signal
+        else:
+            self._die("its watchdog was killed" if orphaned else f"it received {signal.Signals(signum).name}")
+
+    def _on_lifeline(self) -> None:
+        assert self._lifeline is not None
+        self._selector.unregister(self._lifeline)
+        self._lifeline = None
+        self._die(TASK_ENDED)
 
     # Frames.
 
@@ -506,11 +524,36 @@ def _ignore(_signum: int, _frame: FrameType | None) -> None:
     """A handler that does nothing, so that the signal still wakes the selector."""
 
 
+def ended(lifeline: int | None) -> bool:
+    """Whether the other end of a pipe, to which nothing is ever written, has been closed."""
+    return lifeline is not None and bool(select.select([lifeline], [], [], 0.0)[0])
+
+
 def main(preamble: bytes = PREAMBLE) -> int:
-    """Be the watchdog, and fork the agent proper.
+    """Be an agent whose stream are the standard input and output.
 
     Args:
         preamble: empty if the importer of this module has written it already.
+    """
+
+    def serve(mark: Mark) -> None:
+        # Nothing else must reach the stream by accident: descriptors 0 and 1 become /dev/null and standard error.
+        receive, send = os.dup(0), os.dup(1)
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        os.close(null)
+        os.dup2(2, 1)
+        channel = Channel(receive, send)
+        channel.send_bytes(preamble)
+        Agent(channel, mark, dict(os.environ)).run()
+
+    return watched(serve)
+
+
+def watched(serve: Callable[[Mark], None]) -> int:
+    """Be the watchdog, and fork the agent proper, which calls ``serve``.
+
+    Raises LaunchError there, to end with a line that says why.
     """
     mark = Mark()
     reaper.take_name(PROCESS_NAME)
@@ -526,16 +569,8 @@ def main(preamble: bytes = PREAMBLE) -> int:
     if os.getppid() != parent:
         return 1
     reaper.become_subreaper()
-    # Nothing else must reach the stream by accident: descriptors 0 and 1 become /dev/null and standard error.
-    receive, send = os.dup(0), os.dup(1)
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
-    os.dup2(2, 1)
     try:
-        channel = Channel(receive, send)
-        channel.send_bytes(preamble)
-        Agent(channel, mark, dict(os.environ)).run()
+        serve(mark)
     except LaunchError as error:
         sys.stderr.write(f"agent: {error}\n")
         return 1

@@ -160,7 +160,7 @@ def _try_addresses(supervisor: Supervisor, spec: LaunchSpec, round_: _Round) -> 
     if len(able) < 2 or not all(able):
         return
     try:
-        reports = explore(supervisor, spec, [link.hello for link in links if link.hello is not None])
+        reports = explore(supervisor, spec)
     except JobFailedError:
         raise
     except (LaunchError, ConfigError) as error:

@@ -227,7 +227,7 @@ def place(hosts: Sequence[HostEntry], hellos: Sequence[Hello], spec: LaunchSpec)
     cores = {host.name: hello.cores for host, hello in zip(known, hellos, strict=True)}
     for slot in slots:
         if slot.local_rank == 0:
-            check_load(slot.hostname, slot.local_size, cores[slot.hostname])
+            check_load(slot.hostname, slot.local_size, cores[slot.agent])
     return slots
 
 

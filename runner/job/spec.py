@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -23,17 +24,54 @@ _NO_PREFIX = "--no-prefix is for the output of a single rank; show only one, wit
 
 
 @dataclass(frozen=True)
+class Premises:
+    """What an agent that has come by itself has of its own. Several of them may be on one machine.
+
+    Attributes:
+        hostname: of the machine, as it is shown.
+        machine: equal for agents whose workers form one host of the job.
+        cwd: working directory of its workers.
+        command: what runs a function there.
+        path: its PYTHONPATH, which comes before the one that the launcher gives.
+        kept: names of variables that keep the value that they have there, whatever the launcher gives.
+        limits: names of those set there that say how many threads to use. The launcher adds none where there are any.
+        index: of the task that has brought it.
+    """
+
+    hostname: str
+    machine: str
+    cwd: str
+    command: tuple[str, ...] = field(repr=False)
+    path: str = field(default="", repr=False)
+    kept: frozenset[str] = field(default=frozenset(), repr=False)
+    limits: frozenset[str] = field(default=frozenset(), repr=False)
+    index: int = 0
+
+
+@dataclass(frozen=True)
 class HostEntry:
     """A host as the user gave it, and how many workers it may run.
 
     Attributes:
         slots: None if the host itself decides: one for each of its GPUs, else one.
         user: to log in as; empty if none was given.
+        premises: of an agent that has come by itself. Agents of one machine follow each other.
     """
 
     name: str
     slots: int | None = None
     user: str = ""
+    premises: Premises | None = None
+
+    @property
+    def machine(self) -> str:
+        """Equal for entries whose workers form one host of the job."""
+        return self.name if self.premises is None else self.premises.machine
+
+    @property
+    def hostname(self) -> str:
+        """The name of that host of the job."""
+        return self.name if self.premises is None else self.premises.hostname
 
     def __str__(self) -> str:
         return self.name if self.slots is None else f"{self.name}:{self.slots}"
@@ -111,7 +149,15 @@ class ElasticSpec:
 
 @dataclass(frozen=True)
 class Slot:
-    """One worker's place. ``host`` is an index into the hosts that take part; the rest is as in ``hvd.*``."""
+    """One worker's place.
+
+    Attributes:
+        host: an index into the entries that take part, each of which has an agent.
+        hostname: of the host of the job that it is on, which may have several agents.
+        agent: the name of its entry, by which messages call it.
+
+    The rest is as in ``hvd.*``.
+    """
 
     rank: int
     size: int
@@ -121,6 +167,7 @@ class Slot:
     local_size: int
     cross_rank: int
     cross_size: int
+    agent: str
 
 
 @dataclass(frozen=True)
@@ -234,6 +281,10 @@ class LaunchSpec:
         if not self.prefix and shown > 1:
             raise ConfigError(_NO_PREFIX)
 
+    def directory_on(self, host: HostEntry) -> str:
+        """The working directory of the workers on a host."""
+        return self.cwd if host.premises is None else host.premises.cwd
+
     @property
     def grace_after_failure(self) -> float:
         return GRACE_AFTER_FAILURE if self.grace_period is None else self.grace_period
@@ -253,20 +304,28 @@ def assign(hosts: Sequence[HostEntry], np: int) -> tuple[Slot, ...]:
         the slots in order of ranks. Hosts without a rank take no part, and are not counted in indices.
     """
     spots = topology.fill([host.name for host in hosts], [host.slots or 0 for host in hosts], np)
-    taking_part = {host: index for index, host in enumerate(dict.fromkeys(host for host, _ in spots))}
-    places = topology.places([(taking_part[host], local) for host, local in spots])
+    taking_part = {entry: index for index, entry in enumerate(dict.fromkeys(entry for entry, _ in spots))}
+    machines = {name: index for index, name in enumerate(dict.fromkeys(hosts[entry].machine for entry, _ in spots))}
+    taken = Counter[str]()
+    on_machines = []
+    for entry, _ in spots:
+        machine = hosts[entry].machine
+        on_machines.append((machines[machine], taken[machine]))
+        taken[machine] += 1
+    places = topology.places(on_machines)
     return tuple(
         Slot(
             rank=rank,
             size=np,
-            host=place.host,
-            hostname=hosts[host].name,
+            host=taking_part[entry],
+            hostname=hosts[entry].hostname,
             local_rank=place.local_rank,
             local_size=place.local_size,
             cross_rank=place.cross_rank,
             cross_size=place.cross_size,
+            agent=hosts[entry].name,
         )
-        for rank, (place, (host, _)) in enumerate(zip(places, spots, strict=True))
+        for rank, (place, (entry, _)) in enumerate(zip(places, spots, strict=True))
     )
 
 

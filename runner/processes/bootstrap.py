@@ -16,6 +16,7 @@ from typing import IO, NoReturn
 import hvdgloo
 from hvdgloo.errors import LaunchError
 from hvdgloo.runner.processes.worker import group_exists
+from hvdgloo.runner.protocol.channel import Channel
 from hvdgloo.runner.protocol.frames import PREAMBLE
 from hvdgloo.version import __version__
 
@@ -107,6 +108,10 @@ class PipedProcess(subprocess.Popen[bytes]):
             start_new_session=True,
             preexec_fn=instead,
         )
+
+    def channel(self) -> Channel:
+        """Frames over these streams, which a login shell's greeting may precede."""
+        return Channel(self.stdout.fileno(), self.stdin.fileno(), preamble=PREAMBLE)
 
 
 class CommandStream(PipedProcess):

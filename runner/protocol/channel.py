@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections import deque
 
+from hvdgloo._net.framing import Mac
 from hvdgloo.runner.protocol.frames import Beat, Decoder, Frame, Noise, encode
 
 _READ = 256 * 1024
@@ -17,16 +18,20 @@ _READ = 256 * 1024
 class Channel:
     """Frames over ``receive`` and ``send``, which become non-blocking.
 
+    Args:
+        preamble: what precedes the first frame that arrives.
+        mac: checks the tags that follow frames that arrive; None if none follow.
+
     Attributes:
         ended: whether everything that the other side ever sent has been received.
         broken: whether the other side has stopped reading; what is sent is dropped.
         pending: bytes that wait to be written.
     """
 
-    def __init__(self, receive: int, send: int, *, preamble: bytes = b"") -> None:
+    def __init__(self, receive: int, send: int, *, preamble: bytes = b"", mac: Mac | None = None) -> None:
         self.receive_fd = receive
         self.send_fd = send
-        self.decoder = Decoder(preamble)
+        self.decoder = Decoder(preamble, mac)
         self.ended = False
         self.broken = False
         self.pending = 0

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias, Union
 import msgspec
 
 from hvdgloo._net import codec
-from hvdgloo._net.framing import FrameDecoder
+from hvdgloo._net.framing import FrameDecoder, Mac
 from hvdgloo.errors import LaunchError
 from hvdgloo.rendezvous._beside import FromServer, ServerRequest
 
@@ -456,12 +456,14 @@ class Decoder:
 
     Args:
         preamble: what precedes the first frame; empty if frames follow at once.
+        mac: checks the tags that follow frames; None if none follow.
     """
 
-    def __init__(self, preamble: bytes = b"") -> None:
+    def __init__(self, preamble: bytes = b"", mac: Mac | None = None) -> None:
         self._preamble = preamble
         self._buffer = bytearray()  # until the preamble has been seen
-        self._frames = FrameDecoder(MAX_FRAME, "a frame")
+        self._sealed = mac is not None
+        self._frames = FrameDecoder(MAX_FRAME, "a frame", mac)
 
     @property
     def opened(self) -> bool:
@@ -492,6 +494,8 @@ class Decoder:
         try:
             bodies = self._frames.feed(data)
         except ValueError as error:
+            if self._sealed:
+                raise LaunchError(str(error)) from error
             raise LaunchError(
                 "the stream between launcher and agent contains something that is not a frame; "
                 "does anything in the remote shell's start-up files write to standard output in the background?"

@@ -7,8 +7,7 @@ import subprocess
 from collections import deque
 
 from hvdgloo.runner.job.spec import HostEntry
-from hvdgloo.runner.protocol.channel import Channel
-from hvdgloo.runner.protocol.frames import CHUNK, LAST_WORDS, PREAMBLE, Hello
+from hvdgloo.runner.protocol.frames import CHUNK, LAST_WORDS, Hello
 from hvdgloo.runner.supervise.host_state import HostState
 from hvdgloo.runner.transport.base import AgentStream
 
@@ -36,7 +35,7 @@ class Link:
         self.state = state
         self.stream = stream
         self._patience = patience
-        self.channel = Channel(stream.stdout.fileno(), stream.stdin.fileno(), preamble=PREAMBLE)
+        self.channel = stream.channel()
         self.hello: Hello | None = None
         self.workers: list[int] = []
         self.owed: dict[int, int] = {}

@@ -298,7 +298,7 @@ class Agents:
                 self._greeted(link, item)
         elif isinstance(item, Lacking):
             if host.accepts(host_state.Checked):
-                self._checked(link, preflight_failure(item, self._spec.cwd))
+                self._checked(link, preflight_failure(item, self._spec.directory_on(link.host)))
         elif isinstance(item, Cleared):
             if item.left:
                 self._job.notice(_describe_left(link.host, item.left))

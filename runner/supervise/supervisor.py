@@ -244,7 +244,7 @@ class Supervisor:
             Start(
                 self.id_for(link),
                 env,
-                self._spec.cwd,
+                self._spec.directory_on(link.host),
                 self._spec.heartbeat_timeout,
                 self._spec.grace_after_failure,
                 inherit=not self._spawner.is_local(link.host),

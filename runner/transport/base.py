@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import IO, Protocol
 
 from hvdgloo.runner.job.spec import HostEntry
+from hvdgloo.runner.protocol.channel import Channel
 from hvdgloo.runner.transport.failures import Diagnosis, Ending
 
 
@@ -18,6 +19,9 @@ class AgentStream(Protocol):
     stdin: IO[bytes]
     stdout: IO[bytes]
     stderr: IO[bytes]
+
+    def channel(self) -> Channel:
+        """Frames over these streams. To be called once."""
 
     def poll(self) -> int | None:
         """The command's exit status; None while it runs."""

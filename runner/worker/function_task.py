@@ -22,6 +22,7 @@ import hvdgloo
 from hvdgloo.config import Config
 from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.rendezvous._auth import seal, unseal
+from hvdgloo.rendezvous._identity import host_identity
 
 _FUNCTION = "function of run()"
 _READ = 4 * 1024 * 1024
@@ -48,22 +49,30 @@ class TaskResult:
     secondary: bool = False
 
 
-def command(python: str) -> tuple[str, ...]:
-    """The argv of a task, to which the agent adds two descriptors.
+def command(python: str, module: str = __name__) -> tuple[str, ...]:
+    """The argv of a task, to which the agent adds two descriptors; or of another module of ours that has a ``main``.
 
     Not ``-m``: that would put the current folder, and a json.py in it, first, and ``multiprocessing`` would take this
     module for the user's main program.
     """
     root = os.path.dirname(os.path.dirname(os.path.abspath(hvdgloo.__file__)))
-    program = (
-        "import sys; sys.path[:1] = []; sys.path.append(sys.argv.pop(1)); "
-        "import hvdgloo.runner.worker.function_task as t; t.main()"
-    )
+    program = f"import sys; sys.path[:1] = []; sys.path.append(sys.argv.pop(1)); import {module} as t; t.main()"
     return (python, "-c", program, root)
 
 
-def pack_function(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], secret: bytes) -> bytes:
+def pack_function(
+    func: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    secret: bytes,
+    *,
+    paths_of_their_own: bool = False,
+) -> bytes:
     """A sealed call.
+
+    Args:
+        paths_of_their_own: workers look for modules where their own environment says; only those on this machine look
+            in the caller's folders, too, after their own.
 
     Raises:
         InvalidArgumentError: the function or an argument cannot be pickled.
@@ -76,10 +85,11 @@ def pack_function(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
             "open files, locks and connections must be created inside the function"
         ) from error
     # The folders of the function's modules must be known before it is unpickled.
-    return seal(secret, pickle.dumps((_version(), _installation(), list(sys.path), call)), _FUNCTION)
+    machine = host_identity() if paths_of_their_own else None
+    return seal(secret, pickle.dumps((python_version(), _installation(), list(sys.path), machine, call)), _FUNCTION)
 
 
-def _version() -> str:
+def python_version() -> str:
     """The version of Python: functions can be unpickled only by the same one, as bytecode differs between versions."""
     return "{}.{}".format(*sys.version_info)
 
@@ -87,7 +97,7 @@ def _version() -> str:
 def _installation() -> list[str]:
     """Folders that belong to this Python itself rather than to the programs that it runs."""
     paths = [sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    archive = os.path.join(os.path.dirname(paths[0]), f"python{_version().replace('.', '')}.zip")
+    archive = os.path.join(os.path.dirname(paths[0]), f"python{python_version().replace('.', '')}.zip")
     return sorted({*paths, archive, *site.getsitepackages(), site.getusersitepackages()})
 
 
@@ -104,8 +114,23 @@ def adopt_path(
     """
     if list(own) == list(installation):
         return list(path)
-    kept = [entry for entry in path if not any(_is_below(entry, folder) for folder in installation)]
+    kept = beyond_installation(path, installation)
     return kept + [entry for entry in here if entry not in kept]
+
+
+def follow_path(path: Sequence[str], installation: Sequence[str], *, here: Sequence[str]) -> list[str]:
+    """The same for workers that have a path of their own, ``here``: the caller's folders come last."""
+    return [*here, *(entry for entry in beyond_installation(path, installation) if entry not in here)]
+
+
+def beyond_installation(path: Sequence[str], installation: Sequence[str] | None = None) -> list[str]:
+    """What of a ``sys.path`` does not belong to Python itself and its packages.
+
+    Args:
+        installation: their folders; by default this interpreter's.
+    """
+    folders = _installation() if installation is None else installation
+    return [entry for entry in path if not any(_is_below(entry, folder) for folder in folders)]
 
 
 def _is_below(path: str, folder: str) -> bool:
@@ -143,9 +168,12 @@ def main() -> None:
     assert config.secret is not None, "the launcher sets it"
     payload = unseal(config.secret, _read(function_fd), _FUNCTION)
     os.close(function_fd)
-    version, installation, path, call = pickle.loads(payload)  # noqa: S301 - the seal was checked
-    sys.path[:] = adopt_path(path, installation, own=_installation(), here=sys.path)
-    outcome, status = _call(call) if version == _version() else _wrong_version(version)
+    version, installation, path, machine, call = pickle.loads(payload)  # noqa: S301 - the seal was checked
+    if machine is None:
+        sys.path[:] = adopt_path(path, installation, own=_installation(), here=sys.path)
+    elif machine == host_identity():
+        sys.path[:] = follow_path(path, installation, here=sys.path)
+    outcome, status = _call(call) if version == python_version() else _wrong_version(version)
     name = name_of(config.rank, config.worker)
     _write(outcome_fd, seal(config.secret, pickle.dumps(outcome), f"outcome of {name}"))
     sys.exit(status)
@@ -153,7 +181,7 @@ def main() -> None:
 
 def _wrong_version(version: str) -> tuple[TaskResult, int]:
     text = (
-        f"has Python {_version()} and cannot read a function of Python {version}; use the same one on all hosts "
+        f"has Python {python_version()} and cannot read a function of Python {version}; use the same one on all hosts "
         "(remote_python=, executable=)"
     )
     sys.stderr.write(f"this worker {text}\n")

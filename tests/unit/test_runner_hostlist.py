@@ -232,7 +232,7 @@ def test_pain_28_threads_follow_the_host_s_own_machine_and_not_the_launcher_s(
 ) -> None:
     host = HostEntry("a", 1)
     hello = Hello(1, "", "a", "identity", 1, cores, 0, 20000, machine)
-    environ = _host_environment(spec(1), LocalSpawner(), host, hello, Address("eth0", "10.0.0.1", 24))
+    environ = _host_environment(spec(1), LocalSpawner(), host, hello, Address("eth0", "10.0.0.1", 24), 1)
     assert environ.get("OMP_NUM_THREADS") == threads
 
 
@@ -245,7 +245,7 @@ def test_nccl_is_told_an_interface_where_nics_chooses_one(nics: tuple[str, ...],
     hosts = (HostEntry("a", 1), HostEntry("b", 1))
     both = replace(spec(2), hosts=hosts, network=NetworkOptions(nics))
     hello = Hello(1, "", "a", "identity", 1, 4, 0, 20000, 4)
-    environ = _host_environment(both, LocalSpawner(), hosts[0], hello, Address("eth0", "10.0.0.1", 24))
+    environ = _host_environment(both, LocalSpawner(), hosts[0], hello, Address("eth0", "10.0.0.1", 24), 1)
     assert environ.get("NCCL_SOCKET_IFNAME") == told
     assert environ["GLOO_SOCKET_IFNAME"] == "eth0"
 

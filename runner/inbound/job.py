@@ -1,0 +1,140 @@
+"""A function on agents that have come by themselves: the same as ``hvdgloo.run.run`` does on hosts that it reaches."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TextIO
+
+from hvdgloo._job import excepthook
+from hvdgloo.config import without_place
+from hvdgloo.runner.conclusion import ResultFiles, conclude
+from hvdgloo.runner.inbound.reception import Reception
+from hvdgloo.runner.inbound.stream import InboundStream
+from hvdgloo.runner.job.assembly import assemble
+from hvdgloo.runner.job.environment import is_setting, working_directory
+from hvdgloo.runner.job.host_sources import Inventory
+from hvdgloo.runner.job.outcome import Failure
+from hvdgloo.runner.job.spec import HostEntry, Reach
+from hvdgloo.runner.launch import launch
+from hvdgloo.runner.report import Report
+from hvdgloo.runner.signals import LIBRARY_SIGNALS
+from hvdgloo.runner.transport.failures import Cause, Diagnosis, Ending
+from hvdgloo.runner.worker import function_task
+
+_REASON_TIME = 3.0
+"""Seconds that the other system has to say why it has lost an agent."""
+
+
+class InboundSpawner:
+    """Takes agents that have come, instead of starting any."""
+
+    def __init__(self, reception: Reception) -> None:
+        self._reception = reception
+
+    def start(self, host: HostEntry) -> InboundStream:
+        assert host.premises is not None
+        return self._reception.hand_over(host.premises.index)
+
+    def is_local(self, host: HostEntry) -> bool:
+        return False
+
+    def diagnose(self, host: HostEntry, ending: Ending) -> Diagnosis:
+        return Diagnosis(Cause.OTHER, self._reception.reason or "its task has ended")
+
+
+def run_function(
+    reception: Reception,
+    func: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    env: Mapping[str, str] | None = None,
+    verbose: bool = False,
+    stdout: TextIO | None = None,
+    stderr: TextIO | None = None,
+    output_directory: str | None = None,
+    timestamps: bool = False,
+    grace_period: float | None = None,
+    nics: Sequence[str] = (),
+    start_timeout: float | None = None,
+) -> list[Any]:
+    """Call ``func(*args, **kwargs)`` in a worker process beside each task that has come, and wait for all of them.
+
+    Workers have the environment, the working directory and the module path of their task, and in addition ``env``, and
+    this process's settings of hvdgloo.
+
+    Args:
+        reception: whose ``gather`` has returned.
+        env: variables for all workers.
+        verbose: say what is being done.
+        stdout, stderr: for what workers print, each line with its rank; by default this process's.
+        output_directory: also receives what each rank prints.
+        timestamps: begin every line with the time.
+        grace_period: seconds between asking workers to end and killing them.
+        nics: which addresses hosts use for each other, as for ``--nics``.
+        start_timeout: seconds that ``hvd.init()`` waits for others.
+
+    Returns:
+        the results in the order of ranks.
+
+    Raises:
+        LaunchError, JobFailedError, KeyboardInterrupt, Exception: as ``hvdgloo.run.run`` does.
+    """
+    excepthook.install()
+    given = dict(env or {})
+    environ = without_place({**{name: value for name, value in os.environ.items() if is_setting(name)}, **given})
+    hosts = reception.hosts()
+    secret = reception.secret
+    spec = assemble(
+        Inventory(hosts, len(hosts)),
+        environ,
+        Reach(),
+        command=function_task.command(sys.executable),
+        remote_command=None,
+        cwd=working_directory(os.environ),
+        secret=secret,
+        function=function_task.pack_function(func, args, kwargs or {}, secret, paths_of_their_own=True),
+        nics=tuple(nics),
+        exported=given,
+        start_timeout=start_timeout,
+        grace_period=grace_period,
+        output_directory=output_directory,
+        timestamps=timestamps,
+        verbose=verbose,
+        elastic=None,
+        max_restarts=0,
+    )
+    spec = replace(spec, export_all=False)
+    with ResultFiles(secret) as results:
+        report = launch(
+            spec,
+            stdout=stdout or sys.stdout,
+            stderr=stderr or sys.stderr,
+            quiet=not verbose,
+            signals=LIBRARY_SIGNALS,
+            results=results,
+            spawner=InboundSpawner(reception),
+            outside=reception.passed_to,
+        )
+        return conclude(explained(report, reception), results)
+
+
+def explained(report: Report, reception: Reception) -> Report:
+    """The report with what the other system says about an agent that was lost, or about a worker that was killed."""
+    first = report.outcome.first
+    if first is None or not _from_outside(first):
+        return report
+    why = reception.await_reason(_REASON_TIME)
+    if not why or why in first.reason:
+        return report
+    report.outcome.first = replace(first, reason=f"{first.reason}: {why}")
+    return report
+
+
+def _from_outside(failure: Failure) -> bool:
+    """Whether something other than the worker itself may have brought it about."""
+    return failure.rank is None or failure.signal in (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)

@@ -1,0 +1,418 @@
+"""The launcher's listener for agents that come by themselves, and the list of those that have come."""
+
+from __future__ import annotations
+
+import logging
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import msgspec
+
+from hvdgloo._net import ports
+from hvdgloo._net.descriptors import OUT_OF_DESCRIPTORS, reserve_descriptors
+from hvdgloo._net.event_loop import EventLoop
+from hvdgloo._net.visitors import Steps, Visitors
+from hvdgloo.errors import AuthenticationError, LaunchError, UnusableHostsError
+from hvdgloo.rendezvous._auth import generate_secret
+from hvdgloo.runner.inbound.meeting import Answer, Arrival, Keys, Meeting
+from hvdgloo.runner.inbound.stream import InboundStream
+from hvdgloo.runner.inbound.task import Invitation
+from hvdgloo.runner.job.outcome import Failure
+from hvdgloo.runner.job.spec import HostEntry, Premises
+from hvdgloo.runner.network import interfaces
+from hvdgloo.runner.network.interfaces import InterfaceFilter
+from hvdgloo.runner.worker.function_task import python_version
+from hvdgloo.version import __version__
+
+logger = logging.getLogger(__name__)
+
+MOST_VISITORS = 256
+"""Connections that have proved nothing yet and are heard at a time."""
+
+_PATIENCE, _GRACE = 5.0, 1.0  # seconds that a visitor has for its proof; at the least, however many are waiting
+_SETTLE = 5.0
+"""Seconds for others to come, once one has come that cannot be used: so that one report has all of them."""
+
+_TURN = 0.2  # seconds between two calls of what the waiting thread has to look after
+_SHOWN = 16  # tasks that an error lists
+
+
+@dataclass(eq=False)
+class _Guest:
+    """A task that has come, and whose agent waits for the beginning.
+
+    Attributes:
+        unusable: why it cannot take part; empty if it can.
+        here: it has been told that it is in, and its connection is watched.
+        taken: the job has its connection now.
+    """
+
+    arrival: Arrival
+    sock: socket.socket
+    keys: Keys
+    unusable: str = ""
+    here: bool = False
+    taken: bool = False
+
+
+class Reception:
+    """Listens for agents that other systems' tasks bring. A context manager: it listens until it is left.
+
+    Args:
+        count: tasks that are expected; their indices are 0 to count - 1.
+        what: the tasks in messages, in the plural: ``Spark tasks``.
+        addresses: at which tasks reach this machine, best first: addresses of its own, or names that lead to it from
+            where the tasks are. By default all of its own.
+        port_range: first and last port that may be used; None for any.
+        start_timeout: seconds that all have for coming.
+
+    Attributes:
+        secret: of the job.
+        invitation: what each task must be told.
+
+    Raises:
+        ConfigError: on entering: no port is free, or this process may not have as many connections.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        *,
+        what: str = "tasks",
+        addresses: Sequence[str] = (),
+        port_range: tuple[int, int] | None = None,
+        start_timeout: float = 120.0,
+    ) -> None:
+        self.secret = generate_secret()
+        self.start_timeout = start_timeout
+        self._count = count
+        self._what = what
+        self._addresses = addresses
+        self._port_range = port_range
+        self._guests: dict[int, _Guest] = {}
+        self._gone: dict[int, str] = {}
+        self._changed = threading.Condition()  # guards what other threads read: guests, reason
+        self._reason = ""
+        self._error: BaseException | None = None
+        self._note: Callable[[Failure], None] | None = None
+        self._closed = False
+
+    def __enter__(self) -> Reception:
+        reserve_descriptors(self._count + MOST_VISITORS, "this process", f"connections of {self._what}")
+        told, at = _endpoints(self._addresses)
+        self._listeners = ports.listen(at, self._port_range)
+        port = self._listeners[0].getsockname()[1]
+        self.invitation = Invitation(tuple((address, port) for address in told), self.secret)
+        self._loop = EventLoop()
+        self._visitors = Visitors(
+            self._loop.selector,
+            self._listeners,
+            self._converse,
+            self._refused,
+            patience=_PATIENCE,
+            most=MOST_VISITORS,
+            grace=_GRACE,
+        )
+        self._thread = threading.Thread(target=self._run, name="hvdgloo-reception", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon(self._close)
+        self._thread.join()
+        self._loop.close()
+
+    # What other threads call.
+
+    @property
+    def arrived(self) -> tuple[Arrival, ...]:
+        """The tasks that are here, in order of indices."""
+        with self._changed:
+            here = [guest.arrival for guest in self._guests.values() if guest.here]
+        return tuple(sorted(here, key=lambda arrival: arrival.index))
+
+    @property
+    def reason(self) -> str:
+        """What went wrong outside; empty if nothing is known."""
+        with self._changed:
+            return self._reason
+
+    def fail(self, reason: str, error: BaseException | None = None) -> None:
+        """Something went wrong outside: the other system has lost or ended tasks. The first reason counts.
+
+        It ends the wait for tasks, or the job. Safe in any thread, at any time.
+
+        Args:
+            reason: in words that continue ``the job failed:``.
+            error: its cause, where there is one.
+        """
+        with self._changed:
+            if self._reason:
+                return
+            self._reason, self._error = reason, error
+            note = self._note
+            self._changed.notify_all()
+        if note is not None:
+            note(Failure(None, "", 1, reason))
+
+    @contextmanager
+    def passed_to(self, note: Callable[[Failure], None]) -> Iterator[None]:
+        """Pass what goes wrong outside to ``note`` for a while, and also what has gone wrong before."""
+        with self._changed:
+            self._note = note
+            reason = self._reason
+        if reason:
+            note(Failure(None, "", 1, reason))
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._note = None
+
+    def await_reason(self, seconds: float) -> str:
+        """What went wrong outside, as soon as it is known; empty if it is not within ``seconds``."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._reason, seconds)
+            return self._reason
+
+    def gather(
+        self,
+        *,
+        remedy: str = "",
+        on_arrival: Callable[[Arrival], None] | None = None,
+        poll: Callable[[], None] | None = None,
+    ) -> tuple[Arrival, ...]:
+        """Wait until all tasks have come.
+
+        Args:
+            remedy: what to do if they do not, for the error.
+            on_arrival: told of each one, in this thread.
+            poll: called a few times a second, in this thread; what it raises ends the wait.
+
+        Returns:
+            all of them, in order of indices.
+
+        Raises:
+            UnusableHostsError: some cannot be used, because they have another version of Python or of hvdgloo.
+            LaunchError: they did not come in time, or something went wrong outside.
+        """
+        deadline = time.monotonic() + self.start_timeout
+        told: set[int] = set()
+        settled: float | None = None
+        while True:
+            if poll is not None:
+                poll()
+            with self._changed:
+                if not self._reason and not self._complete:
+                    self._changed.wait(max(0.0, min(_TURN, deadline - time.monotonic())))
+                reason, error, complete = self._reason, self._error, self._complete
+                unusable = {g.arrival.label: g.unusable for g in self._guests.values() if g.unusable}
+            for arrival in self.arrived:
+                if arrival.index not in told and on_arrival is not None:
+                    on_arrival(arrival)
+                told.add(arrival.index)
+            now = time.monotonic()
+            if unusable and settled is None:
+                settled = now + _SETTLE
+            if unusable and (complete or reason or now >= min(deadline, settled or deadline)):
+                raise _unusable(unusable, len(self.arrived), self._what)
+            if reason:
+                raise LaunchError(reason) from error
+            if complete:
+                return self.arrived
+            if now >= deadline:
+                raise LaunchError(self._describe_missing(remedy))
+
+    def hosts(self) -> tuple[HostEntry, ...]:
+        """An entry for each agent that is here, in order of ranks: those of one machine follow each other, and machines
+        come in the order of their first tasks.
+        """
+        return entries(self.arrived)
+
+    def hand_over(self, index: int) -> InboundStream:
+        """The connection of an agent that is here; its agent begins.
+
+        Raises:
+            LaunchError: it has gone again, or the job has it already.
+        """
+        done = threading.Event()
+        found: list[_Guest] = []
+
+        def take() -> None:
+            guest = self._guests.get(index)
+            if guest is not None and guest.here and not guest.taken:
+                self._loop.selector.unregister(guest.sock)
+                guest.taken = True
+                found.append(guest)
+            done.set()
+
+        self._loop.call_soon(take)
+        done.wait()
+        if not found:
+            raise LaunchError("its task has ended, and only another one could bring another agent")
+        guest = found[0]
+        return InboundStream(guest.sock, guest.keys, self.secret, lambda: self.reason)
+
+    @property
+    def _complete(self) -> bool:
+        return sum(guest.here for guest in self._guests.values()) == self._count
+
+    def _describe_missing(self, remedy: str) -> str:
+        here = self.arrived
+        came = "; ".join(f"task {a.index}: {a.label} from {a.address}" for a in here[:_SHOWN])
+        if len(here) > _SHOWN:
+            came += f"; and {len(here) - _SHOWN} more"
+        missing = sorted(set(range(self._count)) - {arrival.index for arrival in here})
+        shown = ", ".join(map(str, missing[:_SHOWN])) + (", ..." if len(missing) > _SHOWN else "")
+        with self._changed:
+            gone = "; ".join(f"task {index} came and {why}" for index, why in self._gone.items() if index in missing)
+        parts = [
+            f"Timed out waiting for {self._what} to start: {len(here)} of {self._count} came within "
+            f"{self.start_timeout:g} s" + (f" ({came})" if came else ""),
+            f"missing: task{'s' if len(missing) > 1 else ''} {shown}" + (f" ({gone})" if gone else ""),
+        ]
+        if self._visitors.exhausted:
+            parts.append(OUT_OF_DESCRIPTORS)
+        return "; ".join(parts) + (f". {remedy}" if remedy else "")
+
+    # The thread.
+
+    def _run(self) -> None:
+        while not self._closed:
+            now = time.monotonic()
+            self._visitors.keep_time(now)
+            self._loop.turn(min(self._visitors.next, now + 60.0))
+
+    def _close(self) -> None:
+        self._closed = True
+        strangers = list(self._visitors)
+        self._visitors.close()
+        for sock in (*self._listeners, *strangers):
+            sock.close()
+        for guest in self._guests.values():
+            if not guest.taken:
+                guest.sock.close()
+
+    def _converse(self, sock: socket.socket, listener: socket.socket) -> Steps:
+        meeting = Meeting(self.secret)
+        arrival = yield from meeting.admit(sock)
+        arrival = msgspec.structs.replace(arrival, address=sock.getpeername()[0])
+        refused = self._why_not(arrival)
+        if refused:
+            yield from meeting.answer(sock, Answer(refused))
+            raise AuthenticationError(refused)
+        guest = _Guest(arrival, sock, meeting.keys(), _why_unusable(arrival))
+        with self._changed:
+            self._guests[arrival.index] = guest
+        yield from meeting.answer(sock, Answer())
+        self._loop.call_soon(partial(self._watch, guest))
+
+    def _why_not(self, arrival: Arrival) -> str:
+        """Why a task that knows the secret is refused; empty if it is not."""
+        index = arrival.index
+        if not 0 <= index < self._count:
+            return f"task {index} has no place in a job of {self._count} {self._what}"
+        there = self._guests.get(index)
+        if there is None:
+            return ""
+        again = f" (attempt {arrival.attempt})" if arrival.attempt else ""
+        return (
+            f"task {index}{again} came a second time, from {arrival.label}, while {there.arrival.label} takes part in "
+            "the job as this task: there are never two of one rank"
+        )
+
+    def _watch(self, guest: _Guest) -> None:
+        """A task has been told that it is in: nothing comes from it until the beginning, except its end."""
+        if self._closed or self._guests.get(guest.arrival.index) is not guest:
+            return
+        self._loop.selector.register(guest.sock, selectors.EVENT_READ, partial(self._on_left, guest))
+        with self._changed:
+            guest.here = True
+            self._gone.pop(guest.arrival.index, None)
+            self._changed.notify_all()
+        logger.info("%s has come from %s", guest.arrival.label, guest.arrival.address)
+
+    def _on_left(self, guest: _Guest) -> None:
+        if guest.taken:
+            return  # while this event was pending
+        self._loop.selector.unregister(guest.sock)
+        guest.sock.close()
+        self._forget(guest, f"has gone again ({guest.arrival.label})")
+
+    def _refused(self, sock: socket.socket, peer: object, error: Exception) -> bool:
+        logger.info("refused a connection from %s: %s", peer, error)
+        for guest in list(self._guests.values()):
+            if guest.sock is sock:
+                self._forget(guest, "was lost at once")
+        return True
+
+    def _forget(self, guest: _Guest, why: str) -> None:
+        with self._changed:
+            del self._guests[guest.arrival.index]
+            self._gone[guest.arrival.index] = why
+            self._changed.notify_all()
+
+
+def entries(arrivals: Sequence[Arrival]) -> tuple[HostEntry, ...]:
+    """See ``Reception.hosts``."""
+    machines: dict[str, list[Arrival]] = {}
+    for arrival in arrivals:
+        machines.setdefault(arrival.machine, []).append(arrival)
+    labels = [arrival.label for arrival in arrivals]
+    names: list[str] = []  # of machines: two containers may have one
+    found = []
+    for key, same in machines.items():
+        host = same[0].host
+        names.append(host)
+        hostname = host if names.count(host) == 1 else f"{host}-{names.count(host)}"
+        for arrival in same:
+            label = arrival.label
+            if labels.count(label) > 1:
+                label = f"{arrival.host} ({arrival.name}, task {arrival.index})"
+            premises = Premises(
+                hostname, key, arrival.cwd, arrival.command, arrival.path, arrival.kept, arrival.limits, arrival.index
+            )
+            found.append(HostEntry(label, 1, premises=premises))
+    return tuple(found)
+
+
+def _why_unusable(arrival: Arrival) -> str:
+    if arrival.version != __version__:
+        return f"it has hvdgloo {arrival.version}, the launcher has {__version__}"
+    if arrival.python != python_version():
+        return f"it has Python {arrival.python}, the launcher has {python_version()}"
+    return ""
+
+
+def _unusable(reasons: dict[str, str], came: int, what: str) -> UnusableHostsError:
+    lines = [f"{len(reasons)} of the {came} {what} that came cannot be used:"]
+    lines += [f"  {label}: {reason}" for label, reason in reasons.items()]
+    lines.append("functions and results can be exchanged only between the same versions; install these everywhere")
+    return UnusableHostsError("\n".join(lines), hosts=reasons)
+
+
+def _endpoints(wanted: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Addresses that tasks are told, and those to listen at."""
+    addresses = interfaces.own_addresses()
+    own = [address.address for address in interfaces.candidates(addresses, InterfaceFilter())]
+    loopback = [address.address for address in addresses if address.loopback]
+    if not wanted:
+        everywhere = [*own, *loopback]
+        return everywhere, everywhere
+    at: list[str] = []
+    for name in wanted:
+        try:
+            found = [str(info[4][0]) for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
+        except OSError:
+            found = []  # known only where the tasks are
+        mine = [address for address in found if address in own or address in loopback]
+        if not mine:
+            return list(wanted), [*own, *loopback]  # something between them and us leads here
+        at += mine
+    return list(wanted), list(dict.fromkeys(at))

@@ -1,0 +1,62 @@
+"""Frames over a TCP connection: each carries a tag, and none carries the job's secret.
+
+The tag covers the frame and its number, under a key of this direction of this connection (``hvdgloo._net.frame_mac``):
+frames cannot be forged, changed, repeated, left out or moved. What is in them can be read on the way, so the launcher
+leaves out the secret, and what would give it away; the agent, which has the secret from elsewhere, puts it in again.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from hvdgloo._net.frame_mac import FrameMac
+from hvdgloo._net.framing import HEAD
+from hvdgloo.runner.network.probe import probe_key
+from hvdgloo.runner.protocol.channel import Channel
+from hvdgloo.runner.protocol.frames import Frame, Noise, Serve, Spawn, Start, Survey, encode
+
+SECRET = "HVDGLOO_SECRET"
+
+
+class SealedChannel(Channel):
+    """A ``Channel`` over a socket.
+
+    Args:
+        descriptor: of the socket.
+        sending, receiving: keys of the two directions.
+        secret: of the job.
+    """
+
+    def __init__(self, descriptor: int, *, sending: bytes, receiving: bytes, secret: bytes) -> None:
+        super().__init__(descriptor, descriptor, mac=FrameMac(receiving))
+        self._mac = FrameMac(sending)
+        self._secret = secret
+
+    def send(self, frame: Frame) -> None:
+        data = encode(withheld(frame))
+        self.send_bytes(data + self._mac.tag(memoryview(data)[HEAD:]))
+
+    def receive(self) -> list[Frame | Noise]:
+        return [item if isinstance(item, Noise) else restored(item, self._secret) for item in super().receive()]
+
+
+def withheld(frame: Frame) -> Frame:
+    """A frame without the secret and without keys that follow from it."""
+    if isinstance(frame, (Start, Spawn)):
+        return msgspec.structs.replace(frame, env={k: v for k, v in frame.env.items() if k != SECRET})
+    if isinstance(frame, Survey):
+        return msgspec.structs.replace(frame, key=b"")
+    if isinstance(frame, Serve):
+        return msgspec.structs.replace(frame, request=msgspec.structs.replace(frame.request, secret=b""))
+    return frame
+
+
+def restored(frame: Frame, secret: bytes) -> Frame:
+    """The frame as it was before ``withheld``."""
+    if isinstance(frame, Spawn):
+        return msgspec.structs.replace(frame, env={**frame.env, SECRET: secret.hex()})
+    if isinstance(frame, Survey):
+        return msgspec.structs.replace(frame, key=probe_key(secret))
+    if isinstance(frame, Serve):
+        return msgspec.structs.replace(frame, request=msgspec.structs.replace(frame.request, secret=secret))
+    return frame

@@ -1,0 +1,245 @@
+"""What a process that another system has started calls to bring an agent: ``bring_agent``.
+
+The agent is a child of this process, in a session of its own. No code of the user's runs in this process itself: it may
+have run other tasks before, and may run others afterwards.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import selectors
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from hvdgloo.config import without_place
+from hvdgloo.errors import AuthenticationError, LaunchError
+from hvdgloo.rendezvous._identity import host_identity
+from hvdgloo.runner.inbound.meeting import Arrival, Bootstrap, Meeting
+from hvdgloo.runner.job.command import THREAD_VARIABLES
+from hvdgloo.runner.worker import function_task
+from hvdgloo.version import __version__
+
+_HANDSHAKE = 10.0
+"""Seconds for a handshake, which takes two round trips."""
+
+_STAGGER = 0.2
+"""Seconds after which another address is tried, too."""
+
+_PAUSE = 0.3
+"""Seconds until the next attempt where the listener is overrun."""
+
+_OVERRUN = (errno.ECONNRESET, errno.EPIPE, errno.ECONNABORTED)
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """What a task must be told to bring an agent. It can be pickled; whoever can read it can take part in the job.
+
+    Attributes:
+        endpoints: addresses and ports at which the launcher listens, best first.
+        secret: of the job.
+    """
+
+    endpoints: tuple[tuple[str, int], ...]
+    secret: bytes = field(repr=False)
+
+
+def bring_agent(
+    invitation: Invitation,
+    index: int,
+    *,
+    name: str = "",
+    host: str | None = None,
+    machine: str | None = None,
+    cwd: str | None = None,
+    env: Mapping[str, str] | None = None,
+    path: Sequence[str] | None = None,
+    attempt: int = 0,
+    connect_timeout: float = 30.0,
+) -> int:
+    """Bring an agent to the launcher, and wait for its end.
+
+    The thread that calls this must live until it returns: on Linux, the agent ends with that thread.
+
+    Args:
+        index: which of the job's tasks this is.
+        name: shown with the host in messages: ``executor 3``.
+        host: name of this machine; by default its own.
+        machine: equal for tasks whose workers are to form one host of the job, with shared memory; by default tasks of
+            one machine that are in the same container.
+        cwd: working directory of the workers; by default this process's.
+        env: variables for the workers, in addition to this process's own. They hold, whatever the launcher gives.
+        path: where workers look for modules; by default where this process does.
+        attempt: how often this task was tried before, for messages.
+        connect_timeout: seconds for reaching the launcher.
+
+    Returns:
+        the exit status of the agent; 0 unless it was killed.
+
+    Raises:
+        LaunchError: the launcher cannot be reached, does not know the secret, or refuses this task; the text says why.
+    """
+    own = {} if env is None else dict(env)
+    environ = {**without_place(os.environ), **own}
+    search_path = _search_path(sys.path if path is None else path)
+    arrival = Arrival(
+        index,
+        __version__,
+        function_task.python_version(),
+        host=host or socket.gethostname(),
+        name=name,
+        machine=machine or f"{host_identity()} {os.environ.get('CONTAINER_ID', '')}",
+        cwd=cwd or os.getcwd(),
+        command=function_task.command(sys.executable),
+        path=search_path,
+        kept=frozenset(own),
+        limits=frozenset(name for name in THREAD_VARIABLES if name in environ),
+        pid=os.getpid(),
+        attempt=attempt,
+    )
+    meeting = Meeting(invitation.secret)
+    sock = _connect(invitation, meeting, arrival, time.monotonic() + connect_timeout)
+    with sock:
+        sock.settimeout(None)
+        environ["PYTHONPATH"] = search_path
+        agent = _start(sock, meeting, invitation.secret, environ)
+    # Only the agent has the connection now, so that its end is the stream's.
+    with agent:
+        return agent.wait()
+
+
+def _search_path(path: Sequence[str]) -> str:
+    """What of ``sys.path`` workers would not have without being told; its "" means this process's folder."""
+    return os.pathsep.join(os.path.abspath(entry) for entry in function_task.beyond_installation(path))
+
+
+def _start(sock: socket.socket, meeting: Meeting, secret: bytes, environ: Mapping[str, str]) -> _Agent:
+    keys = meeting.keys()
+    bootstrap = Bootstrap(secret, keys.down, keys.up, sock.fileno(), os.getpid(), environ)
+    # In "/" and without the task's path: the agent must not import a json.py from there.
+    bare = {name: value for name, value in environ.items() if name != "PYTHONPATH"}
+    return _Agent(function_task.command(sys.executable, "hvdgloo.runner.inbound.agent"), bare, bootstrap)
+
+
+class _Agent:
+    """An agent as a child process, which ends with this object."""
+
+    def __init__(self, argv: Sequence[str], environ: Mapping[str, str], bootstrap: Bootstrap) -> None:
+        try:
+            self._process = subprocess.Popen(
+                argv,
+                env=environ,
+                cwd="/",
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                bufsize=0,
+                start_new_session=True,
+                pass_fds=(bootstrap.socket,),
+            )
+        except OSError as error:
+            raise LaunchError(f"no agent could be started with {sys.executable}: {error}") from error
+        assert self._process.stdin is not None
+        self._lifeline = self._process.stdin
+        self._lifeline.write(bootstrap.encode())
+
+    def wait(self) -> int:
+        return self._process.wait()
+
+    def __enter__(self) -> _Agent:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # Also where this thread is interrupted: the agent sees the end of the pipe, and ends what it has started.
+        self._lifeline.close()
+        self._process.wait()
+
+
+# Reaching the launcher.
+
+
+def _connect(invitation: Invitation, meeting: Meeting, arrival: Arrival, deadline: float) -> socket.socket:
+    """A connection to the launcher, which has accepted this task.
+
+    Raises:
+        LaunchError: none of its addresses leads to it, or it refuses this task.
+    """
+    while True:
+        reasons: dict[tuple[str, int], str] = {}
+        overrun = False
+        for endpoint, sock in _connections(invitation.endpoints, deadline, reasons):
+            try:
+                answer = meeting.introduce(sock, arrival, min(deadline, time.monotonic() + _HANDSHAKE))
+            except (OSError, EOFError, ValueError, AuthenticationError) as error:
+                sock.close()
+                reasons[endpoint] = str(error) or type(error).__name__
+                # Where too many connect at once, those that it has not heard yet are sent away.
+                overrun |= isinstance(error, EOFError) or getattr(error, "errno", None) in _OVERRUN
+                continue
+            if answer.refused:
+                sock.close()
+                raise LaunchError(answer.refused)
+            return sock
+        if not overrun or time.monotonic() + _PAUSE >= deadline:
+            tried = "; ".join(f"{host} port {port}: {reason}" for (host, port), reason in reasons.items())
+            raise LaunchError(
+                f"the launcher cannot be reached from {arrival.host} ({tried}). Does its machine accept connections "
+                "from here (firewall, network of the container), and does the job still run?"
+            )
+        time.sleep(_PAUSE)
+
+
+def _connections(
+    endpoints: Sequence[tuple[str, int]], deadline: float, reasons: dict[tuple[str, int], str]
+) -> Iterator[tuple[tuple[str, int], socket.socket]]:
+    """Connected, blocking sockets, in the order in which connections come about; several addresses are tried at a time.
+
+    Args:
+        reasons: receives why an endpoint is not among them.
+    """
+    waiting = list(endpoints)
+    with selectors.DefaultSelector() as selector:
+        try:
+            while waiting or selector.get_map():
+                now = time.monotonic()
+                if now >= deadline:
+                    return
+                if waiting:
+                    _begin(waiting.pop(0), selector, reasons)
+                for key, _ in selector.select(min(_STAGGER if waiting else deadline - now, deadline - now)):
+                    sock = key.fileobj
+                    assert isinstance(sock, socket.socket)
+                    selector.unregister(sock)
+                    code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                    if code:
+                        sock.close()
+                        reasons[key.data] = os.strerror(code)
+                        continue
+                    sock.setblocking(True)
+                    yield key.data, sock
+        finally:
+            for key in list(selector.get_map().values()):
+                reasons.setdefault(key.data, "timed out")
+                assert isinstance(key.fileobj, socket.socket)
+                key.fileobj.close()
+
+
+def _begin(endpoint: tuple[str, int], selector: selectors.BaseSelector, reasons: dict[tuple[str, int], str]) -> None:
+    """Have a connection come about."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(*endpoint, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind, protocol)
+    except OSError as error:
+        reasons[endpoint] = error.strerror or str(error)
+        return
+    sock.setblocking(False)
+    code = sock.connect_ex(address)
+    if code not in (0, errno.EINPROGRESS):
+        sock.close()
+        reasons[endpoint] = os.strerror(code)
+        return
+    selector.register(sock, selectors.EVENT_WRITE, endpoint)
