@@ -96,23 +96,33 @@ def _failure(report: Report, results: ResultFiles) -> BaseException:
     if chosen is None:
         return report.error()
     host = next(slot.agent for slot in report.slots if slot.rank == rank)
-    return _exception(chosen, rank, host) or JobFailedError(
-        f"rank {rank} on host {host} {'raised ' if chosen.traceback else ''}{chosen.text}"
-        + (f"\n\n{chosen.traceback}" if chosen.traceback else ""),
-        rank=rank,
-        host=host,
-        exit_code=report.outcome.exit_code,
-        last_lines=report.last_lines,
-    )
+    return exception_of(chosen, rank, host, exit_code=report.outcome.exit_code, last_lines=report.last_lines)
 
 
-def _exception(outcome: function_task.TaskResult, rank: int, host: str) -> BaseException | None:
-    if outcome.exception is None:
-        return None
-    try:
-        error = pickle.loads(outcome.exception)  # noqa: S301 - part of what was sealed
-    except Exception:  # noqa: BLE001 - a class that only the worker can import; only its text is left
-        return None
+def exception_of(
+    outcome: function_task.TaskResult,
+    rank: int,
+    host: str,
+    *,
+    exit_code: int = 1,
+    last_lines: tuple[str, ...] = (),
+) -> BaseException:
+    """What a function has raised on a rank, with a ``RemoteTraceback`` as its cause.
+
+    Args:
+        outcome: what the rank has left.
+        exit_code, last_lines: for a JobFailedError in place of an exception that did not survive pickling.
+    """
+    error = _unpickled(outcome)
+    if error is None:
+        return JobFailedError(
+            f"rank {rank} on host {host} {'raised ' if outcome.traceback else ''}{outcome.text}"
+            + (f"\n\n{outcome.traceback}" if outcome.traceback else ""),
+            rank=rank,
+            host=host,
+            exit_code=exit_code,
+            last_lines=last_lines,
+        )
     error.__cause__ = RemoteTraceback(
         f"raised by rank {rank} on host {host}\n\n{outcome.traceback}",
         rank=rank,
@@ -125,5 +135,15 @@ def _exception(outcome: function_task.TaskResult, rank: int, host: str) -> BaseE
                 setattr(error, name, value)
             except AttributeError:
                 pass  # a class with __slots__
+    return error
+
+
+def _unpickled(outcome: function_task.TaskResult) -> BaseException | None:
+    if outcome.exception is None:
+        return None
+    try:
+        error = pickle.loads(outcome.exception)  # noqa: S301 - part of what was sealed
+    except Exception:  # noqa: BLE001 - a class that only the worker can import; only its text is left
+        return None
     assert isinstance(error, BaseException)
     return error

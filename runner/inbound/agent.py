@@ -38,9 +38,9 @@ def _run() -> int:
 
     def serve(mark: Mark) -> None:
         _await_beginning(bootstrap)
-        channel = SealedChannel(
-            bootstrap.socket, sending=bootstrap.up, receiving=bootstrap.down, secret=bootstrap.secret
-        )
+        sock = bootstrap.socket
+        keys = {"sending": bootstrap.up, "receiving": bootstrap.down}
+        channel = SealedChannel(sock, os.dup(sock), **keys, secret=bootstrap.secret)
         Agent(channel, mark, dict(bootstrap.environ), _LIFELINE).run()
 
     return watched(serve)

@@ -25,8 +25,10 @@ from hvdgloo.runner.signals import LIBRARY_SIGNALS
 from hvdgloo.runner.transport.failures import Cause, Diagnosis, Ending
 from hvdgloo.runner.worker import function_task
 
-_REASON_TIME = 3.0
-"""Seconds that the other system has to say why it has lost an agent."""
+_REASON_TIME, _KILL_TIME = 3.0, 0.5
+"""Seconds that the other system has to say why it has lost an agent; and that it was the one who killed a worker, which
+in most cases it was not.
+"""
 
 
 class InboundSpawner:
@@ -128,7 +130,7 @@ def explained(report: Report, reception: Reception) -> Report:
     first = report.outcome.first
     if first is None or not _from_outside(first):
         return report
-    why = reception.await_reason(_REASON_TIME)
+    why = reception.await_reason(_REASON_TIME if first.rank is None else _KILL_TIME)
     if not why or why in first.reason:
         return report
     report.outcome.first = replace(first, reason=f"{first.reason}: {why}")

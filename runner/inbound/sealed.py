@@ -22,13 +22,13 @@ class SealedChannel(Channel):
     """A ``Channel`` over a socket.
 
     Args:
-        descriptor: of the socket.
+        receive, send: descriptors of the socket. They differ: each is registered with a selector for its direction.
         sending, receiving: keys of the two directions.
         secret: of the job.
     """
 
-    def __init__(self, descriptor: int, *, sending: bytes, receiving: bytes, secret: bytes) -> None:
-        super().__init__(descriptor, descriptor, mac=FrameMac(receiving))
+    def __init__(self, receive: int, send: int, *, sending: bytes, receiving: bytes, secret: bytes) -> None:
+        super().__init__(receive, send, mac=FrameMac(receiving))
         self._mac = FrameMac(sending)
         self._secret = secret
 

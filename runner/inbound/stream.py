@@ -43,8 +43,8 @@ class InboundStream:
 
     def channel(self) -> Channel:
         """Frames, which begin now: the agent waits for the first one."""
-        keys = self._keys
-        channel = SealedChannel(self._sock.fileno(), sending=keys.down, receiving=keys.up, secret=self._secret)
+        receive, send = self.stdout.fileno(), self.stdin.fileno()
+        channel = SealedChannel(receive, send, sending=self._keys.down, receiving=self._keys.up, secret=self._secret)
         channel.send(Beat())
         return channel
 

@@ -13,8 +13,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ParamSpec
 
 from hvdgloo.config import without_place
 from hvdgloo.errors import AuthenticationError, LaunchError
@@ -33,6 +34,8 @@ _STAGGER = 0.2
 _PAUSE = 0.3
 """Seconds until the next attempt where the listener is overrun."""
 
+P = ParamSpec("P")
+
 _OVERRUN = (errno.ECONNRESET, errno.EPIPE, errno.ECONNABORTED)
 
 
@@ -49,7 +52,7 @@ class Invitation:
     secret: bytes = field(repr=False)
 
 
-def bring_agent(
+def start_agent(
     invitation: Invitation,
     index: int,
     *,
@@ -59,12 +62,13 @@ def bring_agent(
     cwd: str | None = None,
     env: Mapping[str, str] | None = None,
     path: Sequence[str] | None = None,
+    executable: str | None = None,
     attempt: int = 0,
     connect_timeout: float = 30.0,
-) -> int:
-    """Bring an agent to the launcher, and wait for its end.
+) -> BroughtAgent:
+    """Connect to the launcher, and start an agent once the launcher has let this task in.
 
-    The thread that calls this must live until it returns: on Linux, the agent ends with that thread.
+    The thread that calls this must live as long as the agent: on Linux, the agent ends with that thread.
 
     Args:
         index: which of the job's tasks this is.
@@ -75,11 +79,9 @@ def bring_agent(
         cwd: working directory of the workers; by default this process's.
         env: variables for the workers, in addition to this process's own. They hold, whatever the launcher gives.
         path: where workers look for modules; by default where this process does.
+        executable: the Python interpreter of the workers; by default this process's.
         attempt: how often this task was tried before, for messages.
         connect_timeout: seconds for reaching the launcher.
-
-    Returns:
-        the exit status of the agent; 0 unless it was killed.
 
     Raises:
         LaunchError: the launcher cannot be reached, does not know the secret, or refuses this task; the text says why.
@@ -95,7 +97,7 @@ def bring_agent(
         name=name,
         machine=machine or f"{host_identity()} {os.environ.get('CONTAINER_ID', '')}",
         cwd=cwd or os.getcwd(),
-        command=function_task.command(sys.executable),
+        command=function_task.command(executable or sys.executable),
         path=search_path,
         kept=frozenset(own),
         limits=frozenset(name for name in THREAD_VARIABLES if name in environ),
@@ -104,13 +106,9 @@ def bring_agent(
     )
     meeting = Meeting(invitation.secret)
     sock = _connect(invitation, meeting, arrival, time.monotonic() + connect_timeout)
-    with sock:
+    with sock:  # then only the agent has the connection, so that its end is the stream's
         sock.settimeout(None)
-        environ["PYTHONPATH"] = search_path
-        agent = _start(sock, meeting, invitation.secret, environ)
-    # Only the agent has the connection now, so that its end is the stream's.
-    with agent:
-        return agent.wait()
+        return _start(sock, meeting, invitation.secret, {**environ, "PYTHONPATH": search_path})
 
 
 def _search_path(path: Sequence[str]) -> str:
@@ -118,16 +116,32 @@ def _search_path(path: Sequence[str]) -> str:
     return os.pathsep.join(os.path.abspath(entry) for entry in function_task.beyond_installation(path))
 
 
-def _start(sock: socket.socket, meeting: Meeting, secret: bytes, environ: Mapping[str, str]) -> _Agent:
+def _start(sock: socket.socket, meeting: Meeting, secret: bytes, environ: Mapping[str, str]) -> BroughtAgent:
     keys = meeting.keys()
     bootstrap = Bootstrap(secret, keys.down, keys.up, sock.fileno(), os.getpid(), environ)
     # In "/" and without the task's path: the agent must not import a json.py from there.
     bare = {name: value for name, value in environ.items() if name != "PYTHONPATH"}
-    return _Agent(function_task.command(sys.executable, "hvdgloo.runner.inbound.agent"), bare, bootstrap)
+    return BroughtAgent(function_task.command(sys.executable, "hvdgloo.runner.inbound.agent"), bare, bootstrap)
 
 
-class _Agent:
-    """An agent as a child process, which ends with this object."""
+def _and_wait(start: Callable[P, BroughtAgent]) -> Callable[P, int]:
+    def bring(*args: P.args, **kwargs: P.kwargs) -> int:
+        with start(*args, **kwargs) as agent:
+            return agent.wait()
+
+    return bring
+
+
+bring_agent = _and_wait(start_agent)
+"""As ``start_agent``, and then wait for the agent's end. Returns its exit status: 0 unless it was killed."""
+
+
+class BroughtAgent:
+    """An agent as a child process. A context manager: the agent ends when it is left, and so do its workers.
+
+    Raises:
+        LaunchError: at construction, if it cannot be started.
+    """
 
     def __init__(self, argv: Sequence[str], environ: Mapping[str, str], bootstrap: Bootstrap) -> None:
         try:
@@ -147,15 +161,28 @@ class _Agent:
         self._lifeline = self._process.stdin
         self._lifeline.write(bootstrap.encode())
 
-    def wait(self) -> int:
-        return self._process.wait()
+    def poll(self) -> int | None:
+        """Its exit status; None while it runs."""
+        return self._process.poll()
 
-    def __enter__(self) -> _Agent:
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end, and return its exit status.
+
+        Raises:
+            subprocess.TimeoutExpired: it has not ended within ``timeout`` seconds.
+        """
+        return self._process.wait(timeout)
+
+    def terminate(self) -> None:
+        """Have it end its workers, and itself. Returns at once."""
+        self._lifeline.close()
+
+    def __enter__(self) -> BroughtAgent:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Also where this thread is interrupted: the agent sees the end of the pipe, and ends what it has started.
-        self._lifeline.close()
+        # Also where this thread is interrupted.
+        self.terminate()
         self._process.wait()
 
 

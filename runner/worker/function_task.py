@@ -197,7 +197,7 @@ def _call(call: bytes) -> tuple[TaskResult, int | str | None]:
             text=f"called sys.exit({'' if error.code is None else repr(error.code)})", exited=True
         ), error.code
     except BaseException as error:  # noqa: BLE001 - whatever it is, the caller of run() must see it
-        return _failed(error), 1
+        return failed(error), 1
     try:
         return TaskResult(result=cloudpickle.dumps(result)), 0
     except Exception as error:  # noqa: BLE001 - objects raise what they like when they are pickled
@@ -206,7 +206,8 @@ def _call(call: bytes) -> tuple[TaskResult, int | str | None]:
         return TaskResult(text=text), 1
 
 
-def _failed(error: BaseException) -> TaskResult:
+def failed(error: BaseException) -> TaskResult:
+    """What a rank leaves whose function has raised; the traceback is printed."""
     from hvdgloo._job.excepthook import HINT, from_outside
     from hvdgloo.errors import HorovodInternalError
 

@@ -24,6 +24,8 @@ READS_ENVIRONMENT = {
     "hvdgloo.spark.common.store": "DATABRICKS_RUNTIME_VERSION is Databricks', which makes DBFS a local folder",
     "hvdgloo.tensorflow._waiting": "TF_NUM_INTEROP_THREADS is TensorFlow's, which does not tell what it makes of it",
     "hvdgloo.run": "workers get this process's environment, and the variables that run(env=...) adds",
+    "hvdgloo.runner.inbound.job": "workers get this process's settings",
+    "hvdgloo.runner.inbound.task": "workers get the environment of the task that brings their agent",
     "hvdgloo.runner.cli.main": "workers get this process's environment, and the variables that flags and files set",
     "hvdgloo.runner.agent.agent": "CUDA_VISIBLE_DEVICES says how many GPUs the host offers",
     "hvdgloo.runner.transport.local": "a local agent gets the launcher's environment",
@@ -45,8 +47,8 @@ UNPICKLES = {
         "hvdgloo.runner.worker.function_task",
         "_pickled",
     ): "made by this process, to see whether it can be read back",
-    ("hvdgloo.run", "_conclude"): "part of what unpack_outcome() unsealed",
-    ("hvdgloo.run", "_exception"): "part of what unpack_outcome() unsealed",
+    ("hvdgloo.runner.conclusion", "conclude"): "part of what unpack_outcome() unsealed",
+    ("hvdgloo.runner.conclusion", "_unpickled"): "part of what unpack_outcome() unsealed",
 }
 
 _ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv"}
