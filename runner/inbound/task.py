@@ -237,6 +237,8 @@ def _connections(
                     return
                 if waiting:
                     _begin(waiting.pop(0), selector, reasons)
+                if not selector.get_map():
+                    continue
                 for key, _ in selector.select(min(_STAGGER if waiting else deadline - now, deadline - now)):
                     sock = key.fileobj
                     assert isinstance(sock, socket.socket)

@@ -1,0 +1,104 @@
+"""Tasks of another system, as threads of this process or as processes, that bring agents to a ``Reception``."""
+
+from __future__ import annotations
+
+import base64
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from hvdgloo.runner.inbound.meeting import Answer, Arrival, Meeting
+from hvdgloo.runner.inbound.reception import Reception
+from hvdgloo.runner.inbound.task import Invitation, bring_agent
+from hvdgloo.runner.worker.function_task import python_version
+from hvdgloo.version import __version__
+
+PATIENCE = 60.0
+"""Seconds after which a test that waits has failed."""
+
+_TASK = (
+    "import base64, pickle, sys; from hvdgloo.runner.inbound.task import bring_agent; "
+    "invitation, index, options = pickle.loads(base64.b64decode(sys.stdin.readline())); "
+    "sys.exit(bring_agent(invitation, index, **options))"
+)
+
+
+class Tasks:
+    """One thread for each task.
+
+    Attributes:
+        ended: by index, what ``bring_agent`` has returned or raised.
+    """
+
+    def __init__(self, invitation: Invitation, options: Sequence[dict[str, Any]]) -> None:
+        self.ended: dict[int, int | Exception] = {}
+        self._threads = [
+            threading.Thread(target=self._bring, args=(invitation, index, each), daemon=True)
+            for index, each in enumerate(options)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _bring(self, invitation: Invitation, index: int, options: dict[str, Any]) -> None:
+        try:
+            self.ended[index] = bring_agent(invitation, index, **options)
+        except Exception as error:
+            self.ended[index] = error
+
+    def join(self) -> dict[int, int | Exception]:
+        """What became of them, once all have ended."""
+        for thread in self._threads:
+            thread.join(PATIENCE)
+        assert len(self.ended) == len(self._threads), f"only these tasks ended: {self.ended}"
+        return self.ended
+
+
+@contextmanager
+def gathered(*options: dict[str, Any], **settings: Any) -> Iterator[tuple[Reception, Tasks]]:
+    """As many tasks, all of which have come."""
+    with Reception(len(options), addresses=["127.0.0.1"], **settings) as reception:
+        tasks = Tasks(reception.invitation, options)
+        reception.gather()
+        yield reception, tasks
+    tasks.join()
+
+
+def process(invitation: Invitation, index: int, **options: Any) -> subprocess.Popen[bytes]:
+    """A task that is a process of its own, which can be killed."""
+    task = subprocess.Popen([sys.executable, "-c", _TASK], stdin=subprocess.PIPE, start_new_session=True)
+    assert task.stdin is not None
+    task.stdin.write(base64.b64encode(pickle.dumps((invitation, index, options))) + b"\n")
+    task.stdin.flush()
+    return task
+
+
+def arrival(index: int, **fields: Any) -> Arrival:
+    """A task as it introduces itself."""
+    usual = {"host": "h1", "machine": "m1", "cwd": os.getcwd(), "version": __version__, "python": python_version()}
+    return Arrival(index, **{**usual, **fields})
+
+
+def visit(reception: Reception, who: Arrival, secret: bytes | None = None) -> tuple[socket.socket, Answer]:
+    """A task that comes, without an agent."""
+    sock = socket.create_connection(reception.invitation.endpoints[0], timeout=PATIENCE)
+    try:
+        meeting = Meeting(reception.secret if secret is None else secret)
+        return sock, meeting.introduce(sock, who, time.monotonic() + PATIENCE)
+    except BaseException:
+        sock.close()
+        raise
+
+
+def eventually(true: Callable[[], bool]) -> None:
+    """Wait until something is true."""
+    deadline = time.monotonic() + PATIENCE
+    while not true():
+        assert time.monotonic() < deadline, "it did not become true"
+        time.sleep(0.01)

@@ -1,0 +1,293 @@
+"""Attacks on the way by which agents come by themselves: the handshake, and the frames after it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from hvdgloo._net import framing
+from hvdgloo.errors import AuthenticationError, LaunchError
+from hvdgloo.rendezvous._auth import generate_secret
+from hvdgloo.rendezvous._beside import ServerRequest
+from hvdgloo.runner.inbound import reception as module
+from hvdgloo.runner.inbound.meeting import _HELLO, MAGIC, Answer, Keys, Meeting
+from hvdgloo.runner.inbound.reception import Reception
+from hvdgloo.runner.inbound.sealed import SealedChannel
+from hvdgloo.runner.network.probe import probe_key
+from hvdgloo.runner.protocol.frames import Beat, Frame, Noise, Serve, Signal, Spawn, Start, Survey
+from tests.support.inbound import PATIENCE, arrival, eventually, visit
+
+
+@pytest.fixture
+def reception() -> Iterator[Reception]:
+    with Reception(2, addresses=["127.0.0.1"]) as listening:
+        yield listening
+
+
+def connected(reception: Reception) -> socket.socket:
+    return socket.create_connection(reception.invitation.endpoints[0], timeout=PATIENCE)
+
+
+def rest(sock: socket.socket) -> bytes:
+    """Everything until the other side closes."""
+    data = b""
+    try:
+        while piece := sock.recv(4096):
+            data += piece
+    except ConnectionResetError:
+        pass
+    return data
+
+
+def exactly(sock: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        piece = sock.recv(count - len(data))
+        assert piece, "it was closed"
+        data += piece
+    return data
+
+
+def begun(sock: socket.socket, nonce: bytes) -> tuple[bytes, bytes]:
+    """The launcher's nonce and proof for this one."""
+    sock.sendall(_HELLO.pack(MAGIC, nonce))
+    return exactly(sock, 32), exactly(sock, 32)
+
+
+def test_a_task_that_knows_the_secret_is_let_in(reception: Reception) -> None:
+    sock, answer = visit(reception, arrival(1, name="executor 7"))
+    assert answer.refused == ""
+    eventually(lambda: [each.label for each in reception.arrived] == ["h1 (executor 7)"])
+    assert reception.arrived[0].address == "127.0.0.1"
+    sock.close()
+
+
+def test_a_task_with_another_secret_is_told_nothing_and_believes_nothing(reception: Reception) -> None:
+    with pytest.raises(AuthenticationError, match="does not know this job's secret"):
+        visit(reception, arrival(0), generate_secret())
+    assert reception.arrived == ()
+
+
+def test_whoever_cannot_prove_the_secret_is_sent_away(reception: Reception) -> None:
+    """Also if it goes on after a proof that it cannot check."""
+    with connected(reception) as sock:
+        begun(sock, os.urandom(32))
+        sock.sendall(os.urandom(32) + framing.head(2) + b"{}" + bytes(framing.TAG))
+        assert rest(sock) == b""
+    assert reception.arrived == ()
+
+
+def test_the_launcher_s_own_proof_is_no_proof_of_a_task(reception: Reception) -> None:
+    with connected(reception) as sock:
+        _, proof = begun(sock, os.urandom(32))
+        sock.sendall(proof)
+        assert rest(sock) == b""
+    assert reception.arrived == ()
+
+
+def test_what_was_recorded_is_worthless_in_another_connection(reception: Reception) -> None:
+    said: list[bytes] = []
+
+    class Recorded(socket.socket):
+        def sendall(self, data: Any, flags: int = 0) -> None:
+            said.append(bytes(data))
+            super().sendall(data, flags)
+
+    with Recorded() as sock:
+        sock.settimeout(PATIENCE)
+        sock.connect(reception.invitation.endpoints[0])
+        answer = Meeting(reception.secret).introduce(sock, arrival(0), time.monotonic() + PATIENCE)
+        assert answer == Answer()
+    eventually(lambda: reception.arrived == ())
+    with connected(reception) as sock:
+        sock.sendall(b"".join(said))
+        assert len(rest(sock)) <= 64
+    assert reception.arrived == ()
+
+
+@pytest.mark.parametrize("purpose", ["answer", "frames to the agent"])
+def test_a_tag_under_another_key_is_refused(reception: Reception, purpose: str) -> None:
+    class Confused(Meeting):
+        def _message(self, _: str, value: Any) -> bytes:
+            return super()._message(purpose, value)
+
+    with connected(reception) as sock, pytest.raises((EOFError, ConnectionResetError)):
+        Confused(reception.secret).introduce(sock, arrival(0), time.monotonic() + PATIENCE)
+    assert reception.arrived == ()
+
+
+def test_a_changed_introduction_is_refused(reception: Reception) -> None:
+    class Changed(Meeting):
+        def _message(self, purpose: str, value: Any) -> bytes:
+            return super()._message(purpose, value).replace(b'"index":0', b'"index":1')
+
+    with connected(reception) as sock, pytest.raises((EOFError, ConnectionResetError)):
+        Changed(reception.secret).introduce(sock, arrival(0), time.monotonic() + PATIENCE)
+    assert reception.arrived == ()
+
+
+def test_a_length_is_not_believed(reception: Reception) -> None:
+    meeting = Meeting(reception.secret)
+    with connected(reception) as sock:
+        mine = os.urandom(32)
+        theirs, _ = begun(sock, mine)
+        meeting._nonces = mine + theirs
+        sock.sendall(meeting._mac("task") + struct.pack("!I", 1 << 30))
+        assert rest(sock) == b""
+
+
+def test_a_message_that_was_cut_short_is_no_arrival(reception: Reception) -> None:
+    class Short(Meeting):
+        def _message(self, purpose: str, value: Any) -> bytes:
+            return super()._message(purpose, value)[:-1]
+
+    with connected(reception) as sock:
+        sock.settimeout(0.2)
+        with pytest.raises(OSError, match="timed out"):
+            Short(reception.secret).introduce(sock, arrival(0), time.monotonic() + 0.2)
+        assert reception.arrived == ()
+        sock.shutdown(socket.SHUT_WR)
+        sock.settimeout(PATIENCE)
+        assert rest(sock) == b""
+    assert reception.arrived == ()
+
+
+@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\nHost: h\r\n\r\n", bytes(40), MAGIC])
+def test_silence_and_noise_delay_nobody(monkeypatch: pytest.MonkeyPatch, said: bytes) -> None:
+    """As many strangers as there are places, and more."""
+    monkeypatch.setattr(module, "MOST_VISITORS", 4)
+    monkeypatch.setattr(module, "_GRACE", 0.01)
+    with Reception(1, addresses=["127.0.0.1"]) as reception:
+        strangers = [connected(reception) for _ in range(12)]
+        for stranger in strangers:
+            stranger.sendall(said)
+        sock, answer = visit(reception, arrival(0))
+        assert answer.refused == ""
+        for each in (*strangers, sock):
+            each.close()
+
+
+def test_strangers_have_a_limited_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_PATIENCE", 0.1)
+    with Reception(1, addresses=["127.0.0.1"]) as reception, connected(reception) as sock:
+        assert rest(sock) == b""
+
+
+def test_a_launcher_without_the_secret_learns_nothing_of_the_task() -> None:
+    """What a task says before the launcher's proof is its nonce."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        task = socket.create_connection(listener.getsockname(), timeout=PATIENCE)
+        accepted, _ = listener.accept()
+        accepted.settimeout(PATIENCE)
+        accepted.sendall(os.urandom(64))
+        with pytest.raises(AuthenticationError):
+            Meeting(generate_secret()).introduce(task, arrival(0), time.monotonic() + PATIENCE)
+        task.close()
+        assert len(rest(accepted)) == _HELLO.size
+        accepted.close()
+
+
+# Frames.
+
+
+SECRET = generate_secret()
+KEYS = Keys(bytes(range(32)), bytes(range(32, 64)))
+
+
+def channels() -> tuple[SealedChannel, socket.socket, SealedChannel]:
+    """A launcher's end, the wire behind it, and an agent's end that reads what is put into ``wire``."""
+    ours, theirs = socket.socketpair()
+    wire, far = socket.socketpair()
+    launcher = SealedChannel(os.dup(ours.fileno()), ours.detach(), sending=KEYS.down, receiving=KEYS.up, secret=SECRET)
+    agent = SealedChannel(os.dup(far.fileno()), far.detach(), sending=KEYS.up, receiving=KEYS.down, secret=SECRET)
+    _WIRES.append((theirs, wire))
+    return launcher, theirs, agent
+
+
+_WIRES: list[tuple[socket.socket, socket.socket]] = []
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    yield
+    for pair in _WIRES:
+        for sock in pair:
+            sock.close()
+    _WIRES.clear()
+
+
+def sent(launcher: SealedChannel, heard: socket.socket, *frames: Frame) -> list[bytes]:
+    found = []
+    for frame in frames:
+        launcher.send(frame)
+        found.append(heard.recv(1 << 16))
+    return found
+
+
+def read(agent: SealedChannel, data: bytes) -> list[Frame | Noise]:
+    _WIRES[-1][1].sendall(data)
+    return agent.receive()
+
+
+def close(*ends: SealedChannel) -> None:
+    for end in ends:
+        os.close(end.receive_fd)
+        os.close(end.send_fd)
+
+
+def test_frames_arrive_as_they_were_sent() -> None:
+    launcher, heard, agent = channels()
+    frames = [Signal(10), Beat(), Signal(12)]
+    assert read(agent, b"".join(sent(launcher, heard, *frames))) == frames
+    close(launcher, agent)
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        lambda one, two: two + one,
+        lambda one, two: one + one,
+        lambda one, two: two,
+        lambda one, two: one[:6] + bytes([one[6] ^ 1]) + one[7:],
+        lambda one, two: one[:-1] + bytes([one[-1] ^ 1]),
+        lambda one, two: one[:-16] + two[-16:],
+    ],
+    ids=["reordered", "repeated", "left out", "changed", "another tag", "the next one's tag"],
+)
+def test_no_frame_can_be_tampered_with(attack: Any) -> None:
+    launcher, heard, agent = channels()
+    one, two = sent(launcher, heard, Signal(10), Signal(12))
+    with pytest.raises(LaunchError, match="wrong signature"):
+        read(agent, attack(one, two))
+    close(launcher, agent)
+
+
+def test_a_frame_cannot_be_sent_back() -> None:
+    launcher, heard, agent = channels()
+    (frame,) = sent(launcher, heard, Beat())
+    heard.sendall(frame)
+    with pytest.raises(LaunchError, match="wrong signature"):
+        launcher.receive()
+    close(launcher, agent)
+
+
+def test_neither_the_secret_nor_what_follows_from_it_is_sent_and_the_agent_has_both() -> None:
+    launcher, heard, agent = channels()
+    env = {"HVDGLOO_SECRET": SECRET.hex(), "A": "1"}
+    frames = [
+        Start("id", {"A": "1"}, "/", 5.0, 3.0),
+        Spawn(0, ["true"], env),
+        Survey(0, probe_key(SECRET), [], True, None),
+        Serve("id", ServerRequest(SECRET, [("h1", 1)], ["127.0.0.1"], None, 1.0)),
+    ]
+    wire = b"".join(sent(launcher, heard, *frames))
+    assert read(agent, wire) == frames
+    for hidden in (SECRET, SECRET.hex().encode(), probe_key(SECRET)):
+        assert hidden not in wire
+    close(launcher, agent)

@@ -1,0 +1,215 @@
+"""Waiting for agents that come by themselves: who has come, who is missing, what went wrong outside."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from hvdgloo.errors import LaunchError, UnusableHostsError
+from hvdgloo.runner.inbound import reception as module
+from hvdgloo.runner.inbound import task
+from hvdgloo.runner.inbound.meeting import Arrival
+from hvdgloo.runner.inbound.reception import Reception, entries
+from hvdgloo.runner.inbound.task import Invitation, bring_agent
+from hvdgloo.runner.job.spec import assign
+from tests.support.inbound import PATIENCE, arrival, eventually, visit
+
+
+@pytest.fixture
+def comers() -> Iterator[list[socket.socket]]:
+    """Connections of tasks, to be closed."""
+    socks: list[socket.socket] = []
+    yield socks
+    for sock in socks:
+        sock.close()
+
+
+def come(reception: Reception, comers: list[socket.socket], *who: Arrival) -> list[str]:
+    """These tasks come; returns why they are refused."""
+    reasons = []
+    for each in who:
+        sock, answer = visit(reception, each)
+        comers.append(sock)
+        reasons.append(answer.refused)
+    return reasons
+
+
+def test_all_have_come(comers: list[socket.socket]) -> None:
+    told: list[int] = []
+    with Reception(2, addresses=["127.0.0.1"]) as reception:
+        come(reception, comers, arrival(1), arrival(0))
+        found = reception.gather(on_arrival=lambda each: told.append(each.index))
+    assert [each.index for each in found] == [0, 1]
+    assert sorted(told) == [0, 1]
+
+
+def test_a_timeout_says_who_came_from_where_and_what_to_do(comers: list[socket.socket]) -> None:
+    with Reception(3, what="Spark tasks", addresses=["127.0.0.1"], start_timeout=0.3) as reception:
+        come(reception, comers, arrival(1, name="executor 4"))
+        with pytest.raises(LaunchError) as caught:
+            reception.gather(remedy="Give the cluster more slots")
+    assert str(caught.value) == (
+        "Timed out waiting for Spark tasks to start: 1 of 3 came within 0.3 s (task 1: h1 (executor 4) from "
+        "127.0.0.1); missing: tasks 0, 2. Give the cluster more slots"
+    )
+
+
+def test_one_that_left_again_is_missing_and_another_attempt_may_come(comers: list[socket.socket]) -> None:
+    with Reception(1, addresses=["127.0.0.1"], start_timeout=0.3) as reception:
+        come(reception, comers, arrival(0))
+        eventually(lambda: len(reception.arrived) == 1)
+        comers[0].close()
+        eventually(lambda: reception.arrived == ())
+        with pytest.raises(LaunchError, match=r"0 of 1 came.*missing: task 0 \(task 0 came and has gone again \(h1 "):
+            reception.gather()
+        assert come(reception, comers, arrival(0, attempt=1)) == [""]
+        assert [each.attempt for each in reception.gather()] == [1]
+
+
+def test_never_two_for_one_rank(comers: list[socket.socket]) -> None:
+    with Reception(2, addresses=["127.0.0.1"]) as reception:
+        first, second = come(reception, comers, arrival(0, name="executor 1"), arrival(0, name="executor 2", attempt=1))
+        assert first == ""
+        assert second == (
+            "task 0 (attempt 1) came a second time, from h1 (executor 2), while h1 (executor 1) takes part in the job "
+            "as this task: there are never two of one rank"
+        )
+        eventually(lambda: [each.name for each in reception.arrived] == ["executor 1"])
+
+
+@pytest.mark.parametrize("index", [2, -1])
+def test_there_is_no_place_for_more_tasks(comers: list[socket.socket], index: int) -> None:
+    with Reception(2, what="Ray actors", addresses=["127.0.0.1"]) as reception:
+        assert come(reception, comers, arrival(index)) == [f"task {index} has no place in a job of 2 Ray actors"]
+
+
+def test_other_versions_are_reported_all_together(comers: list[socket.socket]) -> None:
+    with Reception(3, what="Spark tasks", addresses=["127.0.0.1"]) as reception:
+        come(reception, comers, arrival(0, python="3.9"), arrival(1), arrival(2, version="0.0.1", name="executor 2"))
+        with pytest.raises(UnusableHostsError) as caught:
+            reception.gather()
+    assert set(caught.value.hosts) == {"h1 (task 0)", "h1 (executor 2)"}
+    assert "2 of the 3 Spark tasks that came cannot be used" in str(caught.value)
+    assert "Python 3.9" in str(caught.value)
+    assert "hvdgloo 0.0.1" in str(caught.value)
+
+
+def test_those_who_are_late_are_not_waited_for_longer_than_a_moment(
+    monkeypatch: pytest.MonkeyPatch, comers: list[socket.socket]
+) -> None:
+    monkeypatch.setattr(module, "_SETTLE", 0.1)
+    with Reception(2, addresses=["127.0.0.1"], start_timeout=PATIENCE) as reception:
+        come(reception, comers, arrival(0, python="3.9"))
+        with pytest.raises(UnusableHostsError):
+            reception.gather()
+
+
+def test_what_goes_wrong_outside_ends_the_wait() -> None:
+    cause = ValueError("Py4J")
+    with Reception(1, addresses=["127.0.0.1"], start_timeout=PATIENCE) as reception:
+        timer = threading.Timer(0.05, reception.fail, ["the Spark job was cancelled", cause])
+        timer.start()
+        with pytest.raises(LaunchError, match=r"^the Spark job was cancelled$") as caught:
+            reception.gather()
+        timer.join()
+        reception.fail("later")
+        assert reception.reason == "the Spark job was cancelled"
+    assert caught.value.__cause__ is cause
+
+
+def test_the_waiting_thread_may_give_up() -> None:
+    def poll() -> None:
+        raise KeyboardInterrupt
+
+    with Reception(1, addresses=["127.0.0.1"]) as reception, pytest.raises(KeyboardInterrupt):
+        reception.gather(poll=poll)
+
+
+def test_what_went_wrong_before_is_passed_on_later() -> None:
+    with Reception(1, addresses=["127.0.0.1"]) as reception:
+        reception.fail("executor 3 was lost")
+        heard: list[str] = []
+        with reception.passed_to(lambda failure: heard.append(failure.reason)):
+            assert heard == ["executor 3 was lost"]
+
+
+# Hosts of the job.
+
+
+def test_agents_of_one_machine_are_one_host_of_the_job() -> None:
+    came = [
+        arrival(0, machine="a", host="h1", name="executor 1"),
+        arrival(1, machine="b", host="h2", name="executor 2"),
+        arrival(2, machine="a", host="h1", name="executor 3"),
+        arrival(3, machine="b", host="h2", name="executor 2"),
+    ]
+    hosts = entries(came)
+    assert [host.name for host in hosts] == [
+        "h1 (executor 1)",
+        "h1 (executor 3)",
+        "h2 (executor 2, task 1)",
+        "h2 (executor 2, task 3)",
+    ]
+    slots = assign(hosts, 4)
+    assert [slot.hostname for slot in slots] == ["h1", "h1", "h2", "h2"]
+    assert [slot.host for slot in slots] == [0, 1, 2, 3]  # each has an agent of its own
+    assert [(slot.local_rank, slot.local_size) for slot in slots] == [(0, 2), (1, 2), (0, 2), (1, 2)]
+    assert [(slot.cross_rank, slot.cross_size) for slot in slots] == [(0, 2), (0, 2), (1, 2), (1, 2)]
+
+
+def test_two_containers_with_one_name_are_told_apart() -> None:
+    hosts = entries([arrival(0, machine="a"), arrival(1, machine="b")])
+    assert [host.hostname for host in hosts] == ["h1", "h1-2"]
+
+
+# The task's side.
+
+
+def test_a_task_goes_on_to_the_address_that_leads_to_the_launcher() -> None:
+    """A closed port, a listener that is something else, a name that nobody knows; then the launcher."""
+    with socket.create_server(("127.0.0.1", 0)) as other, Reception(1, addresses=["127.0.0.1"]) as reception:
+        threading.Thread(target=lambda: other.accept()[0].close(), daemon=True).start()
+        closed = ("127.0.0.1", 1)
+        endpoints = (closed, ("name.invalid", 1), other.getsockname(), *reception.invitation.endpoints)
+        invitation = Invitation(endpoints, reception.secret)
+        bringing = threading.Thread(target=bring_agent, args=(invitation, 0), daemon=True)
+        bringing.start()
+        assert len(reception.gather()) == 1
+    bringing.join(PATIENCE)
+    assert not bringing.is_alive()
+
+
+def test_a_launcher_that_is_gone_is_an_error_with_every_address() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        endpoint = listener.getsockname()
+    invitation = Invitation((endpoint, ("name.invalid", 5)), b"secret" * 6)
+    with pytest.raises(LaunchError) as caught:
+        bring_agent(invitation, 0)
+    assert f"127.0.0.1 port {endpoint[1]}: Connection refused" in str(caught.value)
+    assert "name.invalid port 5: " in str(caught.value)
+
+
+def test_a_task_that_was_sent_away_in_a_crowd_tries_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(task, "_PAUSE", 0.01)
+    with Reception(1, addresses=["127.0.0.1"]) as reception:
+        real = Reception._converse
+        crowded = iter([True, True])
+
+        def converse(self: Reception, sock: socket.socket, listener: socket.socket) -> module.Steps:
+            if next(crowded, False):
+                raise EOFError("sent away")
+            yield from real(self, sock, listener)
+
+        monkeypatch.setattr(reception._visitors, "_converse", lambda *each: converse(reception, *each))
+        bringing = threading.Thread(target=bring_agent, args=(reception.invitation, 0), daemon=True)
+        bringing.start()
+        assert len(reception.gather()) == 1
+    bringing.join(PATIENCE)
+    assert not bringing.is_alive()
+
+
+def test_an_invitation_shows_no_secret() -> None:
+    assert "secret" not in repr(Invitation((("h", 1),), b"secret"))
