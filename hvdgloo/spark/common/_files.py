@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from hvdgloo.errors import StoreError
-from hvdgloo.spark.data import ParquetBatches, open_filesystem
+from hvdgloo.spark.data import ParquetBatches
+from hvdgloo.spark.data._filesystems import open_filesystem
 
 if TYPE_CHECKING:
     from pyarrow.fs import FileSystem

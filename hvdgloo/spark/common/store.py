@@ -27,7 +27,8 @@ from urllib.parse import urlsplit
 
 from hvdgloo.errors import ConfigError, StoreError
 from hvdgloo.spark.common._files import Files
-from hvdgloo.spark.data import ParquetBatches, local_url
+from hvdgloo.spark.data import ParquetBatches
+from hvdgloo.spark.data._filesystems import local_url
 
 if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
@@ -97,19 +98,11 @@ class RemoteStore:
             StoreError: it does not: the store is local to the driver's machine.
         """
         for path, token in self.probes.items():
-            try:
-                seen = self.files.read(path)
-            except StoreError as error:
-                if self.files.exists(path):
-                    raise
-                seen, cause = b"", error
-            else:
-                cause = None
-            if seen != token.encode():
+            if not self.files.exists(path) or self.files.read(path) != token.encode():
                 raise StoreError(
                     f"{path.rpartition('/')[0]} is not the same folder here as on the driver's machine: a store has to "
                     f"be on a file system that the driver and all executors share (NFS, HDFS, S3, ...)"
-                ) from cause
+                )
 
 
 class Store:
@@ -441,8 +434,9 @@ class HDFSStore(AbstractFilesystemStore):
             "kerb_ticket": kerb_ticket,
             "extra_conf": dict(extra_conf or {}),
         }
-        options = {**kwargs.pop("storage_options", {}), **{key: value for key, value in settings.items() if value}}
-        super().__init__(prefix_path, *args, storage_options=options, **kwargs)
+        given_options = kwargs.pop("storage_options", None) or {}
+        kwargs["storage_options"] = given_options | {key: value for key, value in settings.items() if value}
+        super().__init__(prefix_path, *args, **kwargs)
 
     @classmethod
     def matches(cls, path: str) -> bool:

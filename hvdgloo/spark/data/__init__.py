@@ -4,7 +4,6 @@ Needs pyarrow (and pandas for a ``transformation_fn``), neither Spark nor a fram
 read what Spark has written.
 """
 
-from hvdgloo.spark.data._filesystems import local_url, open_filesystem
 from hvdgloo.spark.data._reader import ParquetBatches
 
-__all__ = ["ParquetBatches", "local_url", "open_filesystem"]
+__all__ = ["ParquetBatches"]

@@ -259,9 +259,8 @@ class Dense:
         self._filled += len(values)
 
     def take(self, rows: Indices | slice) -> Array:
-        if isinstance(rows, slice):
-            return self._rows[rows].copy()
-        return self._rows.take(rows, axis=0)
+        taken: Array = self._rows[rows].copy() if isinstance(rows, slice) else self._rows.take(rows, axis=0)
+        return taken
 
 
 class Sparse:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdgloo.errors import DataError, StoreError
+from hvdgloo.spark.data._columns import CSR, Array, convert
 from hvdgloo.spark.data._filesystems import Options, open_filesystem
 
 if TYPE_CHECKING:
@@ -111,6 +113,16 @@ class Dataset:
     def total_rows(self) -> int:
         return int(self.rows.sum())
 
+    @property
+    def row_bytes(self) -> float:
+        """Bytes of a row on average, before compression."""
+        total: int = sum(
+            footer.row_group(index).total_byte_size
+            for footer in self.footers.values()
+            for index in range(footer.num_row_groups)
+        )
+        return total / max(self.total_rows, 1)
+
     def check_columns(self, columns: Sequence[str]) -> None:
         """Raises:
         DataError: there is no such column.
@@ -121,9 +133,16 @@ class Dataset:
                 f"{self.url} has no column {', '.join(map(repr, unknown))}; it has {', '.join(self.schema.names)}"
             )
 
+    def sample(self, columns: Sequence[str], rows: int) -> dict[str, Array | CSR]:
+        """The first rows, ``rows`` at most."""
+        group = next(group for group in self.groups if group.rows)
+        with contextlib.closing(self.read(group, columns, rows, use_threads=False)) as chunks:
+            chunk = next(chunks)
+        return {name: convert(name, chunk.column(name)) for name in columns}
+
     def read(
         self, group: RowGroup, columns: Sequence[str], chunk: int, *, use_threads: bool = True
-    ) -> Iterator[pa.RecordBatch]:
+    ) -> Generator[pa.RecordBatch, None, None]:
         """The rows of a row group, ``chunk`` rows at a time."""
         from pyarrow.parquet import ParquetFile
 

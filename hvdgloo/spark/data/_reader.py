@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -172,14 +172,10 @@ class ParquetBatches:
 
     def _sample(self) -> tuple[dict[str, Array | CSR], int]:
         """Some rows as batches have them, and how many bytes a row has at most."""
-        group = next(group for group in self._dataset.groups if group.rows)
-        with contextlib.closing(self._dataset.read(group, self._columns, _SAMPLE, use_threads=False)) as chunks:
-            chunk = next(chunks)
-        read = {name: convert(name, chunk.column(name)) for name in self._columns}
-        sample = self._transformation(read)
+        sample = self._transformation(self._dataset.sample(self._columns, _SAMPLE))
         if not sample:
             raise DataError(f"no column of {self._dataset.url} is left to read")
-        rows = chunk.num_rows
+        rows = len(next(iter(sample.values())))
         row_bytes = -(-sum(_nbytes(values) for values in sample.values()) // rows)
         return sample, max(row_bytes, 1)
 
@@ -228,7 +224,7 @@ class ParquetBatches:
             yield {name: column.take(chosen) for name, column in window.items()}
             begin += size
 
-    def _fill(self, order: Any, sizes: Sequence[int]) -> Iterator[Window]:
+    def _fill(self, order: Any, sizes: Sequence[int]) -> Generator[Window, None, None]:
         """Windows of these numbers of rows, from this rank's cut of the row groups in this order."""
         chunks = self._chunks(pieces(self._dataset.rows, order, self._rank, self._size))
         rest: dict[str, Array | CSR] = {}

@@ -74,14 +74,10 @@ class Transformation:
         absent = [name for name in self._edited if name not in changed.columns and name not in self._removed]
         if absent:
             raise DataError(f"transformation_fn returns no column {', '.join(map(repr, absent))}")
-        return {
-            name: self._array(name, changed[name], dense.get(name))
-            for name in changed.columns
-            if name not in self._removed
-        }
+        return {name: self._array(name, changed[name]) for name in changed.columns if name not in self._removed}
 
-    def _array(self, name: str, series: pd.Series[Any], before: Array | None) -> Array:
-        values = series.to_numpy()
+    def _array(self, name: str, series: pd.Series[Any]) -> Array:
+        values: Array = series.to_numpy()
         if values.dtype == object and not isinstance(values[0], (bytes, str)):
             rows = [np.asarray(value) for value in values]
             for row in rows:
@@ -92,7 +88,7 @@ class Transformation:
             dtype, shape = self._edited[name]
             wanted = tuple(-1 if length is None else length for length in shape)
             try:
-                return values.reshape(len(values), *wanted).astype(dtype, copy=False)
+                values = values.reshape(len(values), *wanted).astype(dtype, copy=False)
             except (TypeError, ValueError) as error:
                 raise DataError(
                     f"transformation_fn's column {name!r} has rows of shape {values.shape[1:]} and type "

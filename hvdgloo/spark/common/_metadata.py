@@ -1,0 +1,203 @@
+"""What is known of a data set's columns: from footers and a few rows, and as JSON beside the data."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from hvdgloo.errors import StoreError
+from hvdgloo.spark.common import constants
+from hvdgloo.spark.common._files import Files
+from hvdgloo.spark.data import _columns
+from hvdgloo.spark.data._dataset import Dataset
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+Metadata = dict[str, dict[str, Any]]
+
+_SAMPLE = 64
+"""Rows from which a column's shape is taken. Every rank checks all others as it reads them."""
+
+
+def describe(
+    dataset: Dataset, columns: Sequence[str], *, compress_sparse: bool = False, max_sizes: dict[str, int] | None = None
+) -> Metadata:
+    """The metadata of these columns.
+
+    Args:
+        max_sizes: the largest number of entries of a row, where that is known.
+
+    Raises:
+        DataError: an unknown column, one that is no number, or one with nulls.
+    """
+    dataset.check_columns(columns)
+    for name in columns:
+        _columns.check_type(name, dataset.schema.field(name).type)
+    for name, count in null_counts(dataset, columns).items():
+        raise _columns.nulls(name, count)
+    sample = dataset.sample(columns, _SAMPLE)
+    return {
+        name: _column(dataset, name, sample[name], compress_sparse, (max_sizes or {}).get(name)) for name in columns
+    }
+
+
+def _column(dataset: Dataset, name: str, sample: Any, compress_sparse: bool, max_size: int | None) -> dict[str, Any]:
+    kind = dataset.schema.field(name).type
+    sparse_only = _columns.is_vector(kind) and not _holds_dense_vectors(dataset, name)
+    shape: int | None = 1
+    if isinstance(sample, _columns.CSR):
+        shape = sample.width
+    elif sample.ndim > 1:
+        shape = functools.reduce(lambda a, b: a * b, sample.shape[1:], 1)
+    elif _columns.is_binary(kind):
+        shape = None
+    if sparse_only and compress_sparse:
+        form = constants.CUSTOM_SPARSE
+    elif _columns.is_vector(kind) or _columns.is_list(kind):
+        form = constants.ARRAY
+    else:
+        form = constants.NOCHANGE
+    return {
+        "spark_data_type": _spark_type(_spark_name(kind, sparse_only)),
+        "is_sparse_vector_only": sparse_only,
+        "shape": shape,
+        "intermediate_format": form,
+        "max_size": shape if max_size is None else max_size,
+    }
+
+
+def _leaves(dataset: Dataset, name: str) -> list[tuple[int, str]]:
+    """Parquet's columns of a column: their numbers, and their paths behind its name."""
+    schema = next(iter(dataset.footers.values())).schema
+    found = []
+    for index in range(len(schema)):
+        path = schema.column(index).path
+        if path == name or path.startswith(f"{name}."):
+            found.append((index, path[len(name) + 1 :]))
+    return found
+
+
+def _statistics(dataset: Dataset, leaf: int) -> Iterable[Any]:
+    """Statistics of a Parquet column in each row group that has rows; None where the writer left them out."""
+    for footer in dataset.footers.values():
+        for index in range(footer.num_row_groups):
+            group = footer.row_group(index)
+            if group.num_rows:
+                yield group.column(leaf).statistics
+
+
+def null_counts(dataset: Dataset, columns: Sequence[str]) -> dict[str, int]:
+    """Columns that have nulls, or arrays with nulls, according to the footers; and how many at least.
+
+    An array's empty rows are among them: Parquet counts what has no value.
+    """
+    found = {}
+    for name in columns:
+        kind = dataset.schema.field(name).type
+        for leaf, path in _leaves(dataset, name):
+            # A dense vector has no size and no indices.
+            if _columns.is_vector(kind) and path != "type":
+                continue
+            count = sum(
+                statistics.null_count
+                for statistics in _statistics(dataset, leaf)
+                if statistics is not None and statistics.has_null_count
+            )
+            if count:
+                found[name] = count
+    return found
+
+
+def _holds_dense_vectors(dataset: Dataset, name: str) -> bool:
+    leaf = next(leaf for leaf, path in _leaves(dataset, name) if path == "type")
+    return any(
+        statistics is None or not statistics.has_min_max or statistics.max != 0
+        for statistics in _statistics(dataset, leaf)
+    )
+
+
+def _spark_name(kind: pa.DataType, sparse_only: bool) -> str:
+    import pyarrow as pa
+
+    if _columns.is_vector(kind):
+        return "SparseVector" if sparse_only else "DenseVector"
+    if _columns.is_list(kind):
+        return "ArrayType"
+    if _columns.is_binary(kind):
+        return "BinaryType"
+    if pa.types.is_decimal(kind):
+        return "DecimalType"
+    names = {
+        pa.bool_(): "BooleanType",
+        pa.int8(): "ByteType",
+        pa.int16(): "ShortType",
+        pa.uint8(): "ShortType",
+        pa.int32(): "IntegerType",
+        pa.uint16(): "IntegerType",
+        pa.float16(): "FloatType",
+        pa.float32(): "FloatType",
+        pa.float64(): "DoubleType",
+    }
+    return names.get(kind, "LongType")
+
+
+def spark_type_of(kind: Any, entry: dict[str, Any]) -> Any:
+    """Spark's class for a column of this type of Spark's."""
+    from pyspark.ml.linalg import VectorUDT
+
+    if isinstance(kind, VectorUDT):
+        return _spark_type("SparseVector" if entry["is_sparse_vector_only"] else "DenseVector")
+    return type(kind)
+
+
+def _spark_type(name: str) -> Any:
+    """Spark's class of this name."""
+    if name in ("SparseVector", "DenseVector"):
+        from pyspark.ml import linalg
+
+        return getattr(linalg, name)
+    from pyspark.sql import types
+
+    return getattr(types, name)
+
+
+def metadata_to_json(metadata: Metadata) -> str:
+    """Metadata as text; types of Spark are their names in it."""
+    named = {
+        name: {**entry, "spark_data_type": getattr(entry["spark_data_type"], "__name__", entry["spark_data_type"])}
+        for name, entry in metadata.items()
+    }
+    return json.dumps(named)
+
+
+def metadata_from_json(text: str) -> Metadata:
+    """The metadata of ``metadata_to_json``."""
+    return {
+        name: {**entry, "spark_data_type": _spark_type(entry["spark_data_type"])}
+        for name, entry in json.loads(text).items()
+    }
+
+
+def save(files: Files, url: str, train_rows: int, val_rows: int, row_bytes: float, metadata: Metadata) -> None:
+    """Writes the description of a data set beside it."""
+    content = {
+        "version": 1,
+        "train_rows": train_rows,
+        "val_rows": val_rows,
+        "row_bytes": row_bytes,
+        "columns": json.loads(metadata_to_json(metadata)),
+    }
+    files.write(url, json.dumps(content, indent=1).encode())
+
+
+def saved(files: Files, url: str, train_rows: int, val_rows: int) -> Metadata:
+    """The columns of which ``save`` wrote a description; none if that is of other data, or cannot be read."""
+    with contextlib.suppress(StoreError, ValueError, KeyError, TypeError, AttributeError):
+        content = json.loads(files.read(url))
+        if (content["version"], content["train_rows"], content["val_rows"]) == (1, train_rows, val_rows):
+            return metadata_from_json(json.dumps(content["columns"]))
+    return {}

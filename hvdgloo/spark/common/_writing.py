@@ -1,0 +1,251 @@
+"""From a DataFrame to Parquet in a store. Spark's JVM does it: no row passes through Python."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import secrets
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from hvdgloo.errors import ConfigError, DataError, StoreError
+from hvdgloo.spark.common._files import Files
+from hvdgloo.spark.data import _columns
+from hvdgloo.spark.data._filesystems import scheme_of
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column, DataFrame
+
+_ROW_GROUP = 16 << 20
+"""Bytes of a row group: readers hold whole ones, and shuffle among them."""
+
+_FILE_ERRORS = re.compile(
+    r"(java\.io\.(IO|FileNotFound|UncheckedIO)Exception|java\.nio\.file\.\w+|java\.net\.\w+Exception|"
+    r"org\.apache\.hadoop\.\w[\w.]*Exception|java\.lang\.ClassNotFoundException: Class org\.apache\.hadoop\.fs)[^\n]*"
+)
+"""What file systems of Hadoop raise. All else is the DataFrame's own fault, and raised as Spark raises it."""
+
+_MANY = 1 << 30
+
+_LENGTHS = 4
+"""How many different lengths of a ragged column are told."""
+
+_SPLIT = "hvdgloo_split"
+"""The column that says on which side of the validation split a row is; the name of folders only."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is to be written.
+
+    Attributes:
+        columns: names.
+        train, val: URLs.
+        validation: the fraction of rows, or the name of a column that says of each row whether it is for validation.
+        seed: of the fraction's choice.
+        partitions: how many files at most, and tasks that write them.
+        ranks: that will read.
+    """
+
+    columns: Sequence[str]
+    train: str
+    val: str
+    validation: float | str | None
+    seed: int
+    partitions: int
+    ranks: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """Attributes:
+    rows: on both sides.
+    values: the largest number of values in a row of each column of arrays or vectors.
+    """
+
+    rows: int
+    values: dict[str, int]
+
+
+def write(df: DataFrame, plan: Plan, files: Files) -> Written:
+    """Writes the rows and looks at them on the way; ``df`` is evaluated once.
+
+    Raises:
+        DataError: rows of a column differ in length, or the validation column has nulls.
+    """
+    from pyspark.sql import Observation
+    from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
+
+    kinds = {field.name: field.dataType for field in df.schema.fields}
+    selected = [column(name) for name in plan.columns]
+    if plan.validation is not None:
+        selected.append(_side(plan.validation, kinds, plan.seed).alias(_SPLIT))
+    sizes = {name: sizes for name in plan.columns if (sizes := _sizes(name, kinds[name])) is not None}
+    metrics = [F.count(F.lit(1)).alias("rows")]
+    for number, (length, values) in enumerate(sizes.values()):
+        metrics += [
+            F.min(length).alias(f"shortest{number}"),
+            F.max(length).alias(f"longest{number}"),
+            F.max(values).alias(f"values{number}"),
+        ]
+    if plan.validation is not None:
+        metrics.append(F.sum(column(_SPLIT).isNull().cast("long")).alias("unsaid"))
+    observation = Observation()
+    rows = _spread(df.select(*selected).observe(observation, *metrics), df, plan)
+    _write(rows, plan, files)
+
+    seen = observation.get
+    if seen.get("unsaid"):
+        raise DataError(
+            f"validation column {plan.validation!r} is null in {seen['unsaid']} rows: say of each row whether it "
+            f"is for validation"
+        )
+    for number, name in enumerate(sizes):
+        if seen[f"shortest{number}"] != seen[f"longest{number}"]:
+            raise _ragged(df, plan, files, name, kinds[name])
+    return Written(seen["rows"], {name: seen[f"values{number}"] or 0 for number, name in enumerate(sizes)})
+
+
+def column(name: str) -> Column:
+    """A column by its name, in which a dot is only a dot."""
+    from pyspark.sql import functions as F  # noqa: N812
+
+    return F.col(f"`{name.replace('`', '``')}`")
+
+
+def _side(validation: float | str, kinds: dict[str, Any], seed: int) -> Column:
+    """True for rows that are for validation."""
+    from pyspark.sql import functions as F  # noqa: N812
+    from pyspark.sql.types import BooleanType
+
+    if not isinstance(validation, str):
+        return F.rand(seed) < validation
+    if isinstance(kinds[validation], BooleanType):
+        return column(validation)
+    return column(validation) > 0
+
+
+def _sizes(name: str, kind: Any) -> tuple[Column, Column] | None:
+    """The length of a column's rows, and how many values are kept of each; None for columns of scalars."""
+    from pyspark.ml.linalg import VectorUDT
+    from pyspark.sql import functions as F  # noqa: N812
+    from pyspark.sql.types import ArrayType
+
+    if isinstance(kind, ArrayType):
+        return F.size(column(name)), F.size(column(name))
+    if not isinstance(kind, VectorUDT):
+        return None
+    if not hasattr(F, "unwrap_udt"):
+        from pyspark.ml.functions import vector_to_array
+
+        length = F.size(vector_to_array(column(name)))
+        return length, length
+    parts = F.unwrap_udt(column(name))
+    values = F.size(parts["values"])
+    return F.coalesce(parts["size"], values), values
+
+
+def _ragged(df: DataFrame, plan: Plan, files: Files, name: str, kind: Any) -> DataError:
+    """Which lengths there are, and how often."""
+    sizes = _sizes(name, kind)
+    assert sizes is not None
+    counts = (
+        _read(df, plan, files)
+        .groupBy(sizes[0].alias("length"))
+        .count()
+        .orderBy("count", ascending=False)
+        .take(_LENGTHS)
+    )
+    told = ", ".join(f"{length} elements in {count} {'row' if count == 1 else 'rows'}" for length, count in counts)
+    return DataError(
+        f"column {name!r} has rows of different lengths ({told}): all rows of a column need the same number of "
+        f"elements (pad them, or cut them)"
+    )
+
+
+def nulls(df: DataFrame, plan: Plan, files: Files, name: str) -> DataError:
+    """In how many of the written rows this column, of which footers say that values are absent, is null."""
+    from pyspark.sql import functions as F  # noqa: N812
+    from pyspark.sql.types import ArrayType
+
+    condition = column(name).isNull()
+    if isinstance(df.schema[name].dataType, ArrayType):
+        condition |= F.exists(column(name), lambda element: element.isNull())
+    count = _read(df, plan, files).where(condition).count()
+    return _columns.nulls(name, count) if count else DataError(f"column {name!r} has arrays without elements")
+
+
+def _read(df: DataFrame, plan: Plan, files: Files) -> DataFrame:
+    """What was written, on both sides. ``df`` is not evaluated again."""
+    written = [spark_url(df, url) for url in (plan.train, plan.val) if files.exists(url)]
+    return df.sparkSession.read.parquet(*written)
+
+
+def _spread(rows: DataFrame, df: DataFrame, plan: Plan) -> DataFrame:
+    """As many files as were asked for at most; rows are only moved if there would be fewer than ranks."""
+    if _partitions(df) < plan.ranks:
+        return rows.repartition(plan.ranks)
+    return rows.coalesce(plan.partitions)
+
+
+def _partitions(df: DataFrame) -> int:
+    """How many there are. Asking an adaptive plan would run its shuffles: it is taken for enough of them."""
+    executed: Any = df._jdf.queryExecution().executedPlan()
+    if executed.getClass().getSimpleName() == "AdaptiveSparkPlanExec":
+        return _MANY
+    count: int = df.rdd.getNumPartitions()
+    return count
+
+
+def _write(rows: DataFrame, plan: Plan, files: Files) -> None:
+    for url in (plan.train, plan.val):
+        files.delete(url)
+    if plan.validation is None:
+        _save(rows, plan.train)
+        return
+    # Both sides are written at once and then put in their places. Two writes would evaluate the DataFrame twice, and
+    # rows of one that is not deterministic would be on both sides, or on neither.
+    together = f"{plan.train}.{secrets.token_hex(4)}.part"
+    try:
+        _save(rows, together, _SPLIT)
+        for value, url in (("false", plan.train), ("true", plan.val)):
+            folder = f"{together}/{_SPLIT}={value}"
+            if files.exists(folder):
+                files.move(folder, url)
+    finally:
+        files.delete(together)
+
+
+def _save(rows: DataFrame, url: str, *partition: str) -> None:
+    from py4j.protocol import Py4JJavaError
+
+    writer = rows.write.mode("overwrite").option("parquet.block.size", _ROW_GROUP).partitionBy(*partition)
+    try:
+        writer.parquet(spark_url(rows, url))
+    except Py4JJavaError as error:
+        reason = _reason(error.java_exception)
+        if reason is None:
+            raise
+        raise StoreError(f"Spark cannot write to {url}: {reason}") from error
+
+
+def _reason(error: Any) -> str | None:
+    """What a file system of Hadoop said, among an error of the JVM and its causes; None if none did."""
+    while error is not None:
+        found = _FILE_ERRORS.search(str(error.toString()))
+        if found is not None:
+            return found[0]
+        error = error.getCause()
+    return None
+
+
+def spark_url(df: DataFrame, url: str) -> str:
+    """A URL as Spark knows it: Hadoop's file system for S3 is ``s3a``, if none was configured for ``s3``."""
+    scheme = scheme_of(url)
+    if scheme == "memory":
+        raise ConfigError(f"{url} is in the memory of this process, where Spark cannot write: use another store")
+    if scheme == "s3":
+        hadoop: Any = df.sparkSession._jsc.hadoopConfiguration()
+        if not hadoop.get("fs.s3.impl"):
+            return "s3a" + url.removeprefix("s3")
+    return url

@@ -1,0 +1,408 @@
+"""Preparing data for the estimators: checks, the data set in the store, and what is known of it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from hvdgloo.errors import ConfigError, DataError, StoreError
+from hvdgloo.rendezvous import host_identity
+from hvdgloo.spark.common import _metadata, _writing
+from hvdgloo.spark.common._metadata import Metadata, metadata_from_json, metadata_to_json
+from hvdgloo.spark.common.cache import Properties, TrainingDataCache
+from hvdgloo.spark.common.store import Store, is_databricks
+from hvdgloo.spark.data._dataset import Dataset
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+    from pyspark.sql.types import StructType
+
+__all__ = [
+    "check_dataset",
+    "check_shape_compatibility",
+    "check_validation",
+    "clear_training_cache",
+    "data_type_to_str",
+    "get_dataset_properties",
+    "get_output_cols",
+    "get_simple_meta_from_parquet",
+    "get_spark_df_output_schema",
+    "host_hash",
+    "is_databricks",
+    "metadata_from_json",
+    "metadata_to_json",
+    "prepare_data",
+    "to_list",
+]
+
+logger = logging.getLogger(__name__)
+
+_cache = TrainingDataCache()
+
+
+@contextlib.contextmanager
+def prepare_data(
+    num_processes: int,
+    store: Store,
+    df: DataFrame,
+    label_columns: Sequence[str],
+    feature_columns: Sequence[str],
+    validation: float | str | None = None,
+    sample_weight_col: str | None = None,
+    compress_sparse: bool = False,
+    partitions_per_process: int = 10,
+    verbose: int = 0,
+    *,
+    seed: int | None = None,
+) -> Iterator[int]:
+    """Writes a DataFrame to the store as Parquet, unless this very DataFrame was written there before.
+
+    Spark writes the columns as they are, vectors too. The DataFrame is evaluated once, for training and validation
+    rows together.
+
+    Args:
+        num_processes: ranks that are going to read.
+        validation: the fraction of rows to validate on, chosen at random; or a column that is true, or above 0, in
+            those rows.
+        compress_sparse: say in the metadata that columns of sparse vectors are sparse. What is sparse in the DataFrame
+            is in the store and in the readers' memory in any case.
+        partitions_per_process: files for each rank at most.
+        verbose: above 1, tell how many rows there are.
+        seed: of the choice of validation rows.
+
+    Yields:
+        The data set's number, for ``store.get_train_data_path`` and ``get_dataset_properties``. While the context lasts
+        no other data set gets the number.
+
+    Raises:
+        DataError: the data cannot be trained on: unknown columns, strings, nulls, rows of different lengths, fewer rows
+            than ranks, nothing to validate on.
+        ConfigError: ``validation`` is of the wrong kind.
+        StoreError: the store cannot be written, or the driver does not see what executors have written.
+    """
+    if not label_columns:
+        raise ConfigError("label_cols is empty: name the columns that the model is to predict")
+    if not feature_columns:
+        raise ConfigError("feature_cols is empty: name the columns that the model is given")
+    validation = check_validation(validation, df)
+    columns = _columns(label_columns, feature_columns, sample_weight_col)
+    _check_columns(df, columns)
+    with store.probed():
+        pass
+    train, val = (store.get_full_path(path()) for path in (store.get_train_data_path, store.get_val_data_path))
+    # The DataFrame itself, not a hash of it: an id or a plan can come again for other rows.
+    key = (df, train, val, tuple(columns), validation, seed, compress_sparse, num_processes, partitions_per_process)
+
+    def write(number: int) -> Properties:
+        plan = _writing.Plan(
+            columns,
+            store.get_full_path(store.get_train_data_path(number)),
+            store.get_full_path(store.get_val_data_path(number)),
+            validation,
+            seed or 0,
+            max(1, num_processes * partitions_per_process),
+            num_processes,
+        )
+        return _written(store, df, plan, compress_sparse)
+
+    def is_there(number: int) -> bool:
+        return store.is_parquet_dataset(store.get_train_data_path(number))
+
+    with _cache.use(key, write, is_there=is_there) as number:
+        rows, val_rows, _, _ = _cache.properties(number)
+        check_dataset(num_processes, rows, val_rows, validation)
+        if verbose > 1:
+            logger.info("%d rows to train on, %d to validate on", rows, val_rows)
+        yield number
+
+
+def _written(store: Store, df: DataFrame, plan: _writing.Plan, compress_sparse: bool) -> Properties:
+    """Writes a data set and looks at what has come of it; what cannot be trained on does not stay."""
+    try:
+        written = _writing.write(df, plan, store.files)
+        return _looked_at(store, df, plan, written, compress_sparse)
+    except BaseException:
+        for url in (plan.train, plan.val):
+            with contextlib.suppress(StoreError):
+                store.files.delete(url)
+        raise
+
+
+def _looked_at(
+    store: Store, df: DataFrame, plan: _writing.Plan, written: _writing.Written, compress_sparse: bool
+) -> Properties:
+    sides = {url: _dataset(store, url) for url in (plan.train, plan.val)}
+    found = {url: dataset for url, dataset in sides.items() if dataset is not None}
+    rows = {url: found[url].total_rows if url in found else 0 for url in sides}
+    if sum(rows.values()) != written.rows:
+        raise StoreError(
+            f"Spark has written {written.rows} rows to {plan.train}, and the driver finds {sum(rows.values())} there: "
+            f"a store has to be on a file system that the driver and all executors share (NFS, HDFS, S3, ...)"
+        )
+    if not rows[plan.train]:
+        raise DataError("no rows are left to train on" if written.rows else "the DataFrame has no rows")
+    for dataset in found.values():
+        for name in _metadata.null_counts(dataset, plan.columns):
+            raise _writing.nulls(df, plan, store.files, name)
+    metadata = _metadata.describe(
+        found[plan.train], plan.columns, compress_sparse=compress_sparse, max_sizes=written.values
+    )
+    for name in plan.columns:
+        metadata[name]["spark_data_type"] = _metadata.spark_type_of(df.schema[name].dataType, metadata[name])
+    row_bytes = found[plan.train].row_bytes
+    description = store.get_data_metadata_path(plan.train)
+    _metadata.save(store.files, description, rows[plan.train], rows[plan.val], row_bytes, metadata)
+    return rows[plan.train], rows[plan.val], metadata, row_bytes
+
+
+def _dataset(store: Store, url: str) -> Dataset | None:
+    """The data set at ``url``; None if there is none."""
+    if not store.files.exists(url):
+        return None
+    try:
+        return Dataset.open(url, options=store.storage_options)
+    except DataError:
+        # Spark leaves a folder without Parquet files where there were no rows.
+        return None
+
+
+def get_dataset_properties(dataset_idx: int) -> Properties:
+    """Rows to train on, rows to validate on, metadata and bytes of a row on average of what ``prepare_data`` wrote."""
+    return _cache.properties(dataset_idx)
+
+
+def clear_training_cache() -> None:
+    """Forgets what ``prepare_data`` wrote, so that it writes anew. The files stay."""
+    _cache.clear()
+
+
+def get_simple_meta_from_parquet(
+    store: Store,
+    label_columns: Sequence[str],
+    feature_columns: Sequence[str],
+    sample_weight_col: str | None = None,
+    dataset_idx: int | None = None,
+) -> Properties:
+    """What ``get_dataset_properties`` tells, of any Parquet files at the store's paths: read from their footers.
+
+    Raises:
+        DataError: there are no rows, an unknown column, or one that is no number, or that has nulls.
+    """
+    columns = _columns(label_columns, feature_columns, sample_weight_col)
+    url = store.get_full_path(store.get_train_data_path(dataset_idx))
+    train = _dataset(store, url)
+    if train is None or not train.total_rows:
+        raise DataError(f"there are no Parquet files with rows to train on at {url}")
+    val = _dataset(store, store.get_full_path(store.get_val_data_path(dataset_idx)))
+    if val is not None and val.total_rows:
+        _metadata.describe(val, columns)
+    val_rows = 0 if val is None else val.total_rows
+    metadata = _metadata.describe(train, columns)
+    known = _metadata.saved(store.files, store.get_data_metadata_path(url), train.total_rows, val_rows)
+    metadata.update({name: known[name] for name in columns if name in known})
+    return train.total_rows, val_rows, metadata, train.row_bytes
+
+
+def check_dataset(num_processes: int, train_rows: int, val_rows: int, validation: float | str | None) -> None:
+    """Raises:
+    DataError: there are fewer rows than ranks, or none to validate on although there should be.
+    """
+    if train_rows < num_processes:
+        raise DataError(
+            f"{train_rows} rows to train on cannot be divided among {num_processes} ranks: each needs at least one"
+        )
+    if validation and val_rows < num_processes:
+        chosen = f"column {validation!r}" if isinstance(validation, str) else f"validation={validation}"
+        raise DataError(
+            f"{chosen} leaves {val_rows} rows to validate on, and {num_processes} ranks need at least one each"
+        )
+
+
+def check_validation(validation: float | str | None, df: DataFrame | None = None) -> float | str | None:
+    """The fraction or column as which ``validation`` is to be understood; None for no validation.
+
+    Raises:
+        ConfigError: it is neither a number from 0 to below 1 nor a name.
+        DataError: there is no such column in ``df``, or it holds neither booleans nor numbers.
+    """
+    if isinstance(validation, str) and (df is None or validation not in df.columns):
+        # Earlier versions of Horovod made texts of fractions.
+        with contextlib.suppress(ValueError):
+            validation = float(validation)
+    if validation is None:
+        return None
+    if isinstance(validation, str):
+        if df is not None:
+            from pyspark.sql.types import BooleanType, NumericType
+
+            _check_names(df, [validation])
+            kind = df.schema[validation].dataType
+            if not isinstance(kind, (BooleanType, NumericType)):
+                raise DataError(
+                    f"validation column {validation!r} is of type {kind.simpleString()}: it has to be a boolean, or a "
+                    f"number above 0 for rows to validate on"
+                )
+        return validation
+    if isinstance(validation, bool) or not isinstance(validation, (int, float)) or not 0 <= validation < 1:
+        raise ConfigError(
+            f"validation is {validation!r}: it has to be a fraction of the rows, from 0 to below 1, or a column's name"
+        )
+    return float(validation) or None
+
+
+def check_shape_compatibility(
+    metadata: Metadata,
+    feature_columns: Sequence[str],
+    label_columns: Sequence[str],
+    input_shapes: Sequence[Sequence[int | None]] | None = None,
+    output_shapes: Sequence[Sequence[int | None]] | None = None,
+    label_shapes: Sequence[Sequence[int | None]] | None = None,
+) -> None:
+    """Compares columns with what a model takes and gives. The first dimension of a shape is the batch's.
+
+    Raises:
+        DataError: a column's size is not that of its shape; or there are not as many shapes as columns.
+    """
+    for what, columns, shapes, whose in (
+        ("feature", feature_columns, input_shapes, "the model's input"),
+        ("label", label_columns, output_shapes, "the model's output"),
+        ("label", label_columns, label_shapes, "label_shapes"),
+    ):
+        if shapes is None:
+            continue
+        if len(shapes) != len(columns):
+            raise DataError(
+                f"there are {len(columns)} {what} columns ({', '.join(columns)}) and {len(shapes)} shapes of {whose}"
+            )
+        for index, (name, shape) in enumerate(zip(columns, shapes, strict=True)):
+            size = metadata[name]["shape"]
+            if size is not None and not _fits(size, shape):
+                raise DataError(
+                    f"{what} column {name!r} has {size} {'value' if size == 1 else 'values'} in a row, which do not "
+                    f"fit {whose} {index} of shape {tuple(shape)}"
+                )
+
+
+def _fits(size: int, shape: Sequence[int | None]) -> bool:
+    """Whether rows of so many values fit a shape, of which the first dimension is the batch's."""
+    inner = list(shape[1:])
+    fixed = math.prod(length for length in inner if length is not None and length >= 0)
+    if any(length is None or length < 0 for length in inner):
+        return size % max(fixed, 1) == 0
+    return size == fixed
+
+
+def to_list(value: Any, length: int) -> list[Any] | None:
+    """``value`` as a list of this length: one value is repeated, None stays None.
+
+    Raises:
+        ConfigError: it is a list of another length.
+    """
+    if value is None:
+        return None
+    values = list(value) if isinstance(value, (list, tuple)) else [value]
+    if len(values) == 1:
+        return values * length
+    if len(values) != length:
+        raise ConfigError(f"there are {len(values)} values where one or {length} are needed: {value!r}")
+    return values
+
+
+def get_output_cols(label_columns: Sequence[str], output_columns: Sequence[str] | None = None) -> list[str]:
+    """The columns that a model adds: those that were asked for, or ``<label>__output``.
+
+    Raises:
+        ConfigError: there are not as many as labels.
+    """
+    if not output_columns:
+        return [f"{name}__output" for name in label_columns]
+    if len(output_columns) != len(label_columns):
+        raise ConfigError(
+            f"there are {len(output_columns)} output columns ({', '.join(output_columns)}) and {len(label_columns)} "
+            f"label columns ({', '.join(label_columns)})"
+        )
+    return list(output_columns)
+
+
+def get_spark_df_output_schema(
+    input_schema: StructType, label_columns: Sequence[str], output_columns: Sequence[str], metadata: Metadata
+) -> StructType:
+    """The schema of a DataFrame to which a model has added its outputs. A column that was there is replaced.
+
+    An output has its label's type: a vector for vectors, an array of float64 for arrays. For a label that is a number
+    it is a number of the same type if the model gives one for each row (``output_shape`` in the metadata), and a
+    vector if it gives several.
+    """
+    from pyspark.sql.types import StructField, StructType
+
+    kept = [field for field in input_schema.fields if field.name not in set(output_columns)]
+    added = [
+        StructField(output, _output_type(metadata[label]), True)
+        for label, output in zip(label_columns, output_columns, strict=True)
+    ]
+    return StructType(kept + added)
+
+
+def _output_type(entry: dict[str, Any]) -> Any:
+    from pyspark.ml.linalg import DenseVector, SparseVector, VectorUDT
+    from pyspark.sql.types import ArrayType, DecimalType, DoubleType
+
+    kind = entry["spark_data_type"]
+    if kind is ArrayType:
+        return ArrayType(DoubleType())
+    if kind in (DenseVector, SparseVector, VectorUDT) or math.prod(entry.get("output_shape") or ()) != 1:
+        return VectorUDT()
+    # Decimal numbers are read as float64.
+    return DoubleType() if kind is DecimalType else kind()
+
+
+def data_type_to_str(kind: Any) -> str:
+    """A type of ``metadata`` in one word: Vector, Array, Double, Float, Int, Long, Boolean, Binary, ..."""
+    name = getattr(kind, "__name__", None) or type(kind).__name__
+    if name in ("DenseVector", "SparseVector", "VectorUDT"):
+        return "Vector"
+    name = name.removesuffix("Type")
+    return "Int" if name == "Integer" else name
+
+
+def host_hash(salt: str | None = None) -> str:
+    """Equal in processes that can share memory, and different otherwise; ``salt`` divides them further."""
+    return host_identity() if salt is None else f"{host_identity()}-{salt}"
+
+
+def _columns(labels: Sequence[str], features: Sequence[str], weights: str | None) -> list[str]:
+    """Every column that is read, once."""
+    return list(dict.fromkeys([*labels, *features, *([weights] if weights else [])]))
+
+
+def _check_names(df: DataFrame, columns: Sequence[str]) -> None:
+    unknown = [name for name in columns if name not in df.columns]
+    if unknown:
+        raise DataError(f"the DataFrame has no column {', '.join(map(repr, unknown))}; it has {', '.join(df.columns)}")
+
+
+def _check_columns(df: DataFrame, columns: Sequence[str]) -> None:
+    """What can be told from a DataFrame's schema."""
+    from pyspark.ml.linalg import VectorUDT
+    from pyspark.sql.types import ArrayType, BinaryType, BooleanType, NumericType, StringType
+
+    _check_names(df, columns)
+    for name in columns:
+        kind = df.schema[name].dataType
+        if isinstance(kind, (VectorUDT, BinaryType)):
+            continue
+        while isinstance(kind, ArrayType):
+            kind = kind.elementType
+        if isinstance(kind, StringType):
+            raise DataError(
+                f"column {name!r} holds strings, which no model takes: turn them into numbers first "
+                f"(pyspark.ml.feature.StringIndexer does that)"
+            )
+        if not isinstance(kind, (NumericType, BooleanType)):
+            raise DataError(
+                f"column {name!r} is of type {df.schema[name].dataType.simpleString()}, which no model takes: columns "
+                f"of numbers, booleans, arrays of them, vectors and binary values can be read"
+            )
