@@ -52,7 +52,7 @@ GRAPH: dict[str, set[str]] = {
     "hvdgloo.as_horovod": set(),
     # On Spark.
     "hvdgloo.spark.data": {"_platform"},
-    "hvdgloo.spark.common": {"spark.data"},
+    "hvdgloo.spark.common": {"rendezvous", "spark.data"},
     "hvdgloo.spark": set(),
     # The launcher, and its agents on the hosts.
     "hvdgloo.runner.protocol": {"_net", "rendezvous"},
