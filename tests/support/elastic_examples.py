@@ -1,0 +1,37 @@
+"""What the tests of programs that are written as Horovod's documentation teaches have in common: one of two workers is
+killed, another one takes its place, and both come to the end together."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from tests.support.elastic_launch import Job
+
+SAYING = """
+import os
+
+def say(what, step):
+    places = hvd.rank(), hvd.size(), hvd.local_rank(), step, os.getpid(), os.environ["HVDGLOO_WORKER"]
+    print(what, *places, flush=True)
+"""
+"""In front of the program, whose ``hvd`` it uses: what ``Training`` reads."""
+
+
+def lose_one_and_get_another(job: Job, victim: int, program: str, python: str, **env: str) -> None:
+    """Run a program that says ``epoch`` whenever its training function begins, and ``over`` in the end."""
+    flags = ["-np", "2", "--min-np", "1", "--failures-per-host", "99", "--as-horovod", python]
+    job.start(*flags, program=SAYING + program, env={"OMP_NUM_THREADS": "1", **env})
+    first = job.members(1, 2)
+    os.kill(first[victim].pid, signal.SIGKILL)
+    alone = job.members(1, 1)[0]
+    assert alone.pid == first[1 - victim].pid, "the survivor stays the process that it is"
+    again = job.members(2, 2)
+    assert again[0].pid == alone.pid
+    assert again[1].pid not in {each.pid for each in first}
+    assert again[0].step == again[1].step >= alone.step, "the newcomer goes on where the other one is"
+    job.finish()
+    assert job.end() == 0, job.error
+    over = job.members(1, 2, "over")
+    assert over[0].step == over[1].step > again[0].step
+    assert "Traceback" not in job.error
