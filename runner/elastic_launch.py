@@ -255,6 +255,8 @@ class _Giver:
         self._admission = admission
         self._port = port
         self._job_id = job_id
+        self._plan: Roster | None = None
+        self._slots: tuple[Slot, ...] = ()
 
     def environment(self, visit: Visit) -> Mapping[str, str]:
         """What all workers of a host find in their environment."""
@@ -267,7 +269,9 @@ class _Giver:
         """What starts a worker. Its place is the one that it will probably get."""
         reached = self._admission.reached(visit)
         host, hello = self._host(visit), visit.hello
-        slot = _slots(order.plan)[order.plan.ranks[order.worker]]
+        if order.plan is not self._plan:  # workers that are started together have one, and there may be thousands
+            self._plan, self._slots = order.plan, _slots(order.plan)
+        slot = self._slots[order.plan.ranks[order.worker]]
         environ = base_environment(self._spec, self._spawner, host)
         env = {
             **worker_environment(

@@ -82,11 +82,17 @@ class EventLoop:
         self.wake_up = WakeUp()
         self.selector.register(self.wake_up, selectors.EVENT_READ, self.wake_up.clear)
         self._notes: deque[Callable[[], None]] = deque()
+        self._urgent: deque[Callable[[], None]] = deque()
         self._writers: set[Writer] = set()
 
     def call_soon(self, action: Callable[[], None]) -> None:
         """Have the loop call a function. Safe in a signal handler and in any thread; does nothing after ``close``."""
         self._notes.append(action)
+        self.wake_up.wake()
+
+    def call_first(self, action: Callable[[], None]) -> None:
+        """As ``call_soon``, before all that was left there: of that there may be much, and it may be in vain."""
+        self._urgent.append(action)
         self.wake_up.wake()
 
     def watch_writes(self, writer: Writer, *, wanted: bool) -> None:
@@ -104,8 +110,8 @@ class EventLoop:
         """Serve what is ready; if nothing is, wait for it until a time on the monotonic clock."""
         for key, _ in self.selector.select(max(0.0, until - time.monotonic())):
             key.data()
-        while self._notes:
-            self._notes.popleft()()
+        while notes := self._urgent or self._notes:
+            notes.popleft()()
 
     def close(self) -> None:
         self.selector.close()

@@ -289,7 +289,7 @@ class Supervisor:
 
     def interrupt(self, signum: int) -> None:
         """Take note of a signal. Safe in a signal handler and in any thread."""
-        self._loop.call_soon(partial(self._signals.came, signum))
+        self._loop.call_first(partial(self._signals.came, signum))
 
     def fail_soon(self, failure: Failure) -> None:
         """Like ``fail``, from another thread."""

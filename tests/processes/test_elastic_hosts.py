@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -27,13 +28,21 @@ class Job(Training):
         self.bed = bed
         self.process: HostProcess | None = None
 
-    def start(self, *flags: str, script: bool = True, program: str = TRAIN, launcher: str = "h1") -> HostProcess:
+    def start(
+        self,
+        *flags: str,
+        script: bool = True,
+        program: str = TRAIN,
+        launcher: str = "h1",
+        env: Mapping[str, str] | None = None,
+    ) -> HostProcess:
         (self.folder / "worker.py").write_text(program)
         hosts = ["--host-discovery-script", str(self._script()), "--discovery-interval", "0.2"] if script else []
         with open(self.folder / "out", "w") as out, open(self.folder / "err", "w") as err:
             self.process = self.bed[launcher].popen(
                 [sys.executable, "-m", "hvdgloo.runner", *hosts, *flags, warm.python(), "worker.py"],
                 cwd=self.folder,
+                env=env,
                 stdout=out,
                 stderr=err,
             )
@@ -88,6 +97,7 @@ def job_on(bed: Bed, folder: Path) -> Iterator[Job]:
     finally:
         if made.process is not None:
             made.process.kill()
+        bed.unite()
         for host in bed:
             host.reconnect()
             for process in host.processes():
@@ -150,6 +160,89 @@ def test_a_host_whose_power_fails_comes_back_after_its_cooldown(job: Job) -> Non
     assert job.on(2, "h1", "h2", "h3")[:2] == first[:2]
     job.finish()
     assert job.end() == 0
+
+
+def test_two_hosts_that_are_cut_off_from_each_other_only(job: Job) -> None:
+    """Both reach the launcher, and rank 0: only connecting shows that they cannot be in one job, and one is left out."""
+    flags = ["--gloo-timeout-seconds", "3", "--connect-timeout-seconds", "3", "-H", "h1:1,h2:1,h3:1"]
+    job.start("-np", "3", "--min-np", "2", *flags, script=False)
+    first = job.on(1, "h1", "h2", "h3")
+    job.bed.part("h2", "h3")
+    two = job.members(1, 2)
+    assert two[0].pid == first[0]
+    assert two[1].pid in first[1:]
+    job.says("others have failed to connect with it 3 times")
+    job.finish()
+    assert job.end() == 0
+    assert re.search(r"host h[23] is left out: ", job.error)
+
+
+SHOWN = """
+from hvdgloo._job.process import current
+
+def say(what, step):
+    engine = current().engine
+    links = engine._control._connections.values()
+    encrypted = all(type(link._socket).__mro__[1].__name__ == "SSLSocket" for link in links)
+    assert encrypted == ("TLS" in os.environ), encrypted
+    assert engine._in_tree == ("HVDGLOO_CONTROL_TREE_RANKS" in os.environ and hvd.cross_size() > 2)
+    places = hvd.rank(), hvd.size(), hvd.local_rank(), step, os.getpid(), os.environ["HVDGLOO_WORKER"]
+    print(what, *places, flush=True)
+
+@elastic.run_fn
+def train"""
+WATCHED = TRAIN.replace("\n@elastic.run_fn\ndef train", SHOWN)
+"""Checks in every epoch how its ranks are connected."""
+
+
+def test_what_members_of_each_epoch_say_is_encrypted(job: Job) -> None:
+    flags = ["--tls", "-H", "h1:1,h2:1,h3:1", "--failures-per-host", "2", "-x", "TLS"]
+    job.start("-np", "3", "--min-np", "1", *flags, script=False, program=WATCHED, env={"TLS": "1"})
+    first = job.on(1, "h1", "h2", "h3")
+    job.worker("h1", first[0]).kill()  # the next rank 0 is on another host
+    assert job.on(2, "h2", "h3", "h1")[:2] == first[1:]
+    job.finish()
+    assert job.end() == 0, job.error
+    assert "Traceback" not in job.error
+
+
+@pytest.mark.parametrize("victim", ["the root", "a leader", "below a leader"])
+def test_in_a_tree_of_leaders_any_rank_may_die(job: Job, victim: str) -> None:
+    """Rank 0 is on h1, ranks 1 and 2 are on h2, rank 3 is on h3 and reports to rank 1. Each epoch has another tree."""
+    tree = {"HVDGLOO_CONTROL_FANIN": "1", "HVDGLOO_CONTROL_TREE_RANKS": "2"}
+    flags = ["-H", "h1:1,h2:2,h3:1", "--failures-per-host", "9"]
+    job.start("-np", "4", "--min-np", "1", *flags, script=False, program=WATCHED, env=tree)
+    first = job.on(1, "h1", "h2", "h2", "h3")
+    rank = {"the root": 0, "a leader": 1, "below a leader": 3}[victim]
+    job.worker(("h1", "h2", "h2", "h3")[rank], first[rank]).kill()
+    again = job.members(2, 4)
+    assert [worker.pid for worker in again if worker.pid in first] == [pid for pid in first if pid != first[rank]]
+    job.finish()
+    assert job.end() == 0, job.error
+    assert "Traceback" not in job.error
+
+
+def test_another_pod_of_the_same_name_has_a_clean_record(job: Job) -> None:
+    """A host is left out for twice as long each time, unless another machine or pod stands behind its name by then."""
+    pod = job.folder / "pod"
+    pod.write_text("first")
+    agent = f"nsenter --target {{host}} -n -p -m -i unshare --uts sh -c 'hostname $(cat {pod}); {{shell}}'"
+    inits = [str(job.bed[name].init) for name in ("h2", "h3")]
+    flags = ["--agent-command", agent, "-H", ",".join(f"{init}:1" for init in inits)]
+    job.start("-np", "2", "--min-np", "1", "--blacklist-cooldown-range", "1", "60", *flags, script=False)
+    times = []
+    for number, name in enumerate(["first", "second", "third"], 1):
+        there = job.on(number, *inits)
+        pod.write_text(name)
+        for process in job.agents("h3"):
+            process.kill()
+        assert job.on(number, inits[0]) == there[:1]
+        times = re.findall(rf"host {inits[1]} is left out for (\d+) s", job.error)
+        assert len(times) == number
+    job.finish()
+    assert job.end() == 0
+    # The agent that was killed last had found another pod than the one before it.
+    assert [int(seconds) >= 4 for seconds in times] == [False, True, False], times
 
 
 def test_sigterm_to_an_agent_is_a_removal(job: Job) -> None:

@@ -123,6 +123,23 @@ def test_slots_that_come_join_and_slots_that_go_leave_without_losing_a_step(job:
     assert "host localhost has only 1 slot now" in job.error or "leaves the job" in job.error
 
 
+def test_slots_of_a_host_become_more_and_then_fewer_than_at_first(job: Job) -> None:
+    flags = job.discovers("localhost:2")
+    job.start("-np", "2", "--min-np", "1", *flags)
+    first = job.members(1, 2)
+    job.discovers("localhost:4")
+    four = job.members(1, 4)
+    assert [worker.pid for worker in four[:2]] == [worker.pid for worker in first]
+    assert [worker.local_rank for worker in four] == [0, 1, 2, 3]
+    job.discovers("localhost:1")
+    (last,) = job.members(1, 1)
+    assert last.pid == first[0].pid, "the highest slots are those that go"
+    assert last.step > four[0].step
+    job.finish()
+    assert job.end() == 0
+    assert "Traceback" not in job.error
+
+
 def test_a_newcomer_that_never_gets_ready_keeps_nobody_waiting(job: Job) -> None:
     asleep = """
 hvd.init()

@@ -141,7 +141,7 @@ def train(state):
 train(state)
 np.testing.assert_allclose(float(mnist_model.optimizer.learning_rate), 0.001 * 2)
 checksum = np.array([sum(float(each.sum()) for each in mnist_model.get_weights())])
-assert len(set(hvd.allgather(checksum, name="checksum").tolist())) == 1, "all have the same model"
+assert len(set(np.asarray(hvd.allgather(checksum, name="checksum")).tolist())) == 1, "all have the same model"
 say("over", state.trained)
 """
 )

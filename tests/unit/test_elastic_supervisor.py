@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,6 +12,7 @@ import pytest
 
 from hvdgloo.rendezvous._elastic.events import Spawn
 from hvdgloo.rendezvous._elastic.roster import Roster, Seat
+from hvdgloo.runner import elastic_launch
 from hvdgloo.runner.admission import Admission, Reached, _Guest
 from hvdgloo.runner.discovery import LOOPBACK
 from hvdgloo.runner.elastic_launch import _Giver
@@ -143,3 +145,60 @@ def test_nobody_tries_a_host_that_was_let_in_without_a_network(supervisor: Elast
     assert (0, LOOPBACK.address) in tried.reports.unheard
     assert [frame.targets for frame in sent if isinstance(frame, Probe)] == [[(1, own.address, 7000)]]
     admission.close()
+
+
+SLOTS = 300
+CROWD = Roster(0, tuple(Seat(f"h1/{slot}/{slot}", "h1", slot, slot) for slot in range(SLOTS)))
+
+
+def giver(supervisor: ElasticSupervisor) -> _Giver:
+    """What makes the frames for the workers of one host, ``h1``."""
+    address = SimpleNamespace(address="10.0.0.1")
+    reached = SimpleNamespace(rendezvous="10.0.0.9", port=1, address=address)
+    admission = cast(Any, SimpleNamespace(reached=lambda _: reached))
+    spawner = cast(Any, SimpleNamespace(is_local=lambda _: True, python_for=lambda _: "python3"))
+    return _Giver(supervisor._spec, "job", supervisor, spawner, admission, 1)
+
+
+def test_the_places_of_many_workers_are_worked_out_once(
+    supervisor: ElasticSupervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop starts them all in one turn, and serves nothing else meanwhile."""
+    asked: list[int] = []
+    places = elastic_launch.places
+
+    def counted(spots: Any) -> Any:
+        asked.append(len(spots))
+        return places(spots)
+
+    monkeypatch.setattr(elastic_launch, "places", counted)
+    visit = admitted(supervisor)
+    cast(Link, visit.link).hello = cast(Any, SimpleNamespace(cores=2, machine_cores=2, port=5000))
+    made = giver(supervisor)
+    frames = [made.frame(visit, Spawn(seat.worker, "h1", seat.slot, CROWD), seat.slot) for seat in CROWD.seats]
+    assert [frame.env["HVDGLOO_RANK"] for frame in frames] == [str(rank) for rank in range(SLOTS)]
+    assert asked == [SLOTS]
+    made.frame(visit, Spawn("h1/0/1", "h1", 0, PLAN), SLOTS)
+    assert asked == [SLOTS, 1], "another plan has other places"
+
+
+def test_a_signal_comes_before_all_workers_that_are_still_to_be_started(supervisor: ElasticSupervisor) -> None:
+    visit = admitted(supervisor)
+    cast(Link, visit.link).hello = cast(Any, SimpleNamespace(cores=SLOTS, machine_cores=SLOTS, port=5000))
+    sent: list[Frame] = []
+    cast(Any, visit.link).channel = SimpleNamespace(send=sent.append)
+    asked: list[int] = []
+
+    def frame(_: Visit, order: Spawn, number: int) -> Any:
+        asked.append(number)
+        if len(asked) == 10:
+            supervisor.interrupt(signal.SIGTERM)
+        return SimpleNamespace(number=number)
+
+    supervisor.frame = frame
+    for seat in CROWD.seats:
+        supervisor.start_worker(Spawn(seat.worker, "h1", seat.slot, CROWD))
+    supervisor._loop.turn(0.0)
+    assert asked == list(range(10))
+    assert supervisor.outcome.interrupted == signal.SIGTERM
+    assert supervisor.settled

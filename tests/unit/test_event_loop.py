@@ -77,6 +77,21 @@ def test_calls_are_made_in_order_and_so_are_those_that_they_ask_for(loop: EventL
     assert called == ["first", "second", "third"]
 
 
+def test_what_is_to_come_first_does_and_keeps_its_own_order(loop: EventLoop) -> None:
+    called: list[str] = []
+
+    def first() -> None:
+        called.append("soon 1")
+        loop.call_first(lambda: called.append("first 2"))
+
+    loop.call_soon(first)
+    loop.call_soon(lambda: called.append("soon 2"))
+    loop.call_first(lambda: called.append("first 0"))
+    loop.call_first(lambda: called.append("first 1"))
+    loop.turn(0.0)
+    assert called == ["first 0", "first 1", "soon 1", "first 2", "soon 2"]
+
+
 def test_a_writer_is_served_as_long_as_that_is_wanted(loop: EventLoop) -> None:
     reading, writing = os.pipe()
 

@@ -39,7 +39,7 @@ from typing import IO, Any
 
 import psutil
 
-from tests.support.hosts.firewall import opening_connections_to
+from tests.support.hosts.firewall import everything_to, opening_connections_to
 from tests.support.hosts.plan import HostPlan, HostSpec, Nic, Plan, as_data, make_plan
 from tests.support.launching import clean_environment, wait_for
 
@@ -369,13 +369,28 @@ class Bed:
         for card in self[target].plan.cards:
             for address in card.addresses:
                 for port in (card.port for card in self[source].plan.cards):
-                    self._block(port, address, self[target].mac(card.name) if reject else None)
+                    reject_as = self[target].mac(card.name) if reject else None
+                    self._block(port, address, opening_connections_to(address), reject_as)
 
-    def _block(self, port: str, address: str, reject_as: str | None) -> None:
+    def part(self, one: str, other: str) -> None:
+        """From now on nothing passes between two hosts, in either direction; both reach all others."""
+        for source, target in ((one, other), (other, one)):
+            for address in self[target].addresses:
+                for port in (card.port for card in self[source].plan.cards):
+                    self._block(port, address, everything_to(address), None)
+
+    def unite(self) -> None:
+        """End all that ``block`` and ``part`` have begun."""
+        for host in self:
+            for port in (card.port for card in host.plan.cards):
+                if "ingress" in self._in_switches(["tc", "qdisc", "show", "dev", port]):
+                    self._in_switches(["tc", "qdisc", "del", "dev", port, "ingress"])
+
+    def _block(self, port: str, address: str, program: str, reject_as: str | None) -> None:
         self._blocks += 1
         number = self._blocks
         protocol = "ipv6" if ":" in address else "ip"
-        picked = ["protocol", protocol, "prio", str(number), "bpf", "bytecode", opening_connections_to(address)]
+        picked = ["protocol", protocol, "prio", str(number), "bpf", "bytecode", program]
         if "ingress" not in self._in_switches(["tc", "qdisc", "show", "dev", port]):
             self._in_switches(["tc", "qdisc", "add", "dev", port, "ingress"])
         # Where they lead to, nobody forwards them; or a card with the target's hardware address takes them in.

@@ -8,6 +8,7 @@ without ACK), so connections in the other direction are none of its business.
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Sequence
 
 _ACCEPT, _PICK = 0, 0xFFFFFFFF
 
@@ -30,16 +31,32 @@ def opening_connections_to(address: str) -> str:
         tests = [(_LOAD_HALF, 12, 0x86DD), (_LOAD_BYTE, 20, _TCP)]
         tests += [(_LOAD_WORD, 38 + 4 * number, word) for number, word in enumerate(words)]
         flags = [(_LOAD_BYTE, 0, 0, 54 + 13)]
-    length = 2 * len(tests) + len(flags) + 4
+    return _picking(tests, [*flags, (_AND, 0, 0, _SYN_OR_ACK), (_JUMP_EQUAL, 0, 1, _SYN)])
+
+
+def _picking(tests: Sequence[tuple[int, int, int]], last: Sequence[tuple[int, int, int, int]]) -> str:
+    """A program that picks what passes all tests.
+
+    Args:
+        tests: how to load a part of the packet, from where, and what it must be.
+        last: instructions of one more test, which skip the next instruction where it is not passed.
+    """
+    length = 2 * len(tests) + len(last) + 2
     program: list[tuple[int, int, int, int]] = []
     for load, offset, wanted in tests:
         program.append((load, 0, 0, offset))
         program.append((_JUMP_EQUAL, 0, _to_last(length, len(program)), wanted))
-    program += flags
-    program.append((_AND, 0, 0, _SYN_OR_ACK))
-    program.append((_JUMP_EQUAL, 0, 1, _SYN))
-    program += [(_RETURN, 0, 0, _PICK), (_RETURN, 0, 0, _ACCEPT)]
+    program += [*last, (_RETURN, 0, 0, _PICK), (_RETURN, 0, 0, _ACCEPT)]
     return f"{len(program)}," + ",".join(" ".join(map(str, instruction)) for instruction in program)
+
+
+def everything_to(address: str) -> str:
+    """The same for all that goes to ``address``."""
+    target = ipaddress.ip_address(address).packed
+    words = [int.from_bytes(target[at : at + 4], "big") for at in range(0, len(target), 4)]
+    kind, at = (0x0800, 30) if len(target) == 4 else (0x86DD, 38)
+    tests = [(_LOAD_HALF, 12, kind), *((_LOAD_WORD, at + 4 * number, word) for number, word in enumerate(words))]
+    return _picking(tests, [])
 
 
 def _to_last(length: int, position: int) -> int:
