@@ -1,0 +1,158 @@
+"""What Spark's Python workers do for ``transform``: Arrow batches in, Arrow batches with predictions out.
+
+A worker serves many tasks. It keeps the models that it has loaded, so that a model is loaded once in it, not once for
+each partition.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import cloudpickle
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdgloo.errors import ConfigError
+from hvdgloo.spark.data._columns import CSR, convert
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+Array = NDArray[Any]
+Apply = Callable[[list[Array]], list[Array]]
+
+_LOADED: OrderedDict[str, Apply] = OrderedDict()
+"""The models that this process has loaded, the one used last at the end."""
+
+_KEPT = 2
+"""How many of them stay: two, so that a pipeline of two models does not load them again and again."""
+
+
+class Predictor(Protocol):
+    """A model that can be sent, by cloudpickle."""
+
+    def load(self) -> Apply:
+        """Make it ready.
+
+        Returns:
+            a function from an array for each feature column, of shape (rows,) or (rows, ...), to an array for each
+            label column, of shape (rows,) or (rows, ...). What it is given has the column's own dtype, and may be read
+            only.
+        """
+
+
+def predicting(
+    spark: Any, predictor: Predictor, features: Sequence[str], kept: Sequence[str], schema: Any
+) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
+    """The function for ``DataFrame.mapInArrow``.
+
+    Args:
+        spark: the session; the model is broadcast with it.
+        features: names of the columns that the model is given.
+        kept: names of the columns that are passed on; the outputs follow them.
+        schema: Spark's, of the result.
+    """
+    # Spark's sockets carry a broadcast once to each executor, however many tasks use it.
+    model = spark.sparkContext.broadcast(cloudpickle.dumps(predictor))
+    kinds = [field.dataType.typeName() for field in schema.fields[len(kept) :]]
+    return _Map(uuid.uuid4().hex, model, tuple(features), tuple(kept), tuple(schema.names[len(kept) :]), tuple(kinds))
+
+
+class _Map:
+    def __init__(
+        self,
+        key: str,
+        model: Any,
+        features: tuple[str, ...],
+        kept: tuple[str, ...],
+        outputs: tuple[str, ...],
+        kinds: tuple[str, ...],
+    ) -> None:
+        self._key = key
+        self._model = model
+        self._features = features
+        self._kept = kept
+        self._outputs = outputs
+        self._kinds = kinds
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        import pyarrow as pa
+
+        apply = _loaded(self._key, self._model)
+        for batch in batches:
+            columns = [batch.column(name) for name in self._kept]
+            if batch.num_rows:
+                predictions = apply([_feature(name, batch.column(name)) for name in self._features])
+            else:
+                predictions = [np.empty((0,))] * len(self._outputs)
+            if len(predictions) != len(self._outputs):
+                raise ConfigError(f"the model has {len(predictions)} outputs for {len(self._outputs)} labels")
+            columns += [
+                as_arrow(name, values, kind, batch.num_rows)
+                for name, values, kind in zip(self._outputs, predictions, self._kinds, strict=True)
+            ]
+            yield pa.RecordBatch.from_arrays(columns, names=[*self._kept, *self._outputs])
+
+
+def _loaded(key: str, model: Any) -> Apply:
+    if key not in _LOADED:
+        predictor: Predictor = cloudpickle.loads(model.value)
+        _LOADED[key] = predictor.load()
+        while len(_LOADED) > _KEPT:
+            _LOADED.popitem(last=False)
+    _LOADED.move_to_end(key)
+    return _LOADED[key]
+
+
+def _feature(name: str, column: pa.Array) -> Array:
+    values = convert(name, column)
+    return values.dense(slice(None)) if isinstance(values, CSR) else values
+
+
+_INTEGERS = {"byte": "int8", "short": "int16", "integer": "int32", "long": "int64"}
+
+
+def as_arrow(name: str, values: Array, kind: str, rows: int) -> pa.Array:
+    """Predictions as a column of Spark's type.
+
+    Args:
+        name: of the column.
+        values: of shape (rows,) or (rows, ...).
+        kind: Spark's name of the type: ``vectorudt``, ``array``, or a number's.
+        rows: how many there must be.
+
+    Raises:
+        ConfigError: the model gave another number of rows, or several numbers where there is room for one.
+    """
+    import pyarrow as pa
+
+    if len(values) != rows:
+        raise ConfigError(f"the model gave {len(values)} rows of {name!r} for a batch of {rows}")
+    if kind in ("vectorudt", "array"):
+        width = values.size // rows if rows else 0
+        flat = pa.array(np.ascontiguousarray(values, dtype=np.float64).reshape(-1))
+        starts = pa.array(np.arange(rows + 1, dtype=np.int32) * width)
+        lists = pa.ListArray.from_arrays(starts, flat)
+        return lists if kind == "array" else _dense_vectors(lists)
+    if values.size != rows:
+        raise ConfigError(f"the model gave {values.shape[1:]} numbers for a row of {name!r}, which takes one")
+    flat_values = values.reshape(rows)
+    if kind in _INTEGERS:
+        return pa.array(np.rint(flat_values).astype(_INTEGERS[kind]))
+    if kind == "boolean":
+        return pa.array(np.rint(flat_values).astype(bool))
+    return pa.array(flat_values.astype(np.float32 if kind == "float" else np.float64))
+
+
+def _dense_vectors(lists: pa.ListArray) -> pa.StructArray:
+    """What Spark's vectors are in Arrow; dense ones have neither size nor indices."""
+    import pyarrow as pa
+
+    rows = len(lists)
+    return pa.StructArray.from_arrays(
+        [pa.array(np.ones(rows, np.int8)), pa.nulls(rows, pa.int32()), pa.nulls(rows, pa.list_(pa.int32())), lists],
+        names=["type", "size", "indices", "values"],
+    )

@@ -1,0 +1,260 @@
+"""What every rank of an estimator's job is told, whatever the framework: the data, how long, and where to save.
+
+The driver makes a ``Training``, and cloudpickle takes it to the ranks. Nothing here needs Spark, so that a rank does
+not spend seconds on importing it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import multiprocessing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdgloo.spark.common import _checkpoints
+from hvdgloo.spark.common._checkpoints import Checkpoint
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from hvdgloo.spark.common.store import RemoteStore
+    from hvdgloo.spark.data import ParquetBatches
+
+Array = NDArray[Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingResult:
+    """What rank 0 brings back.
+
+    Attributes:
+        history: what was measured in each epoch, as the framework has it; JSON can hold it.
+        state: the trained model, in the framework's own format.
+        outputs: the shape of each of the model's outputs, without the batch.
+    """
+
+    history: Any
+    state: bytes
+    outputs: tuple[tuple[int, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Some rows, a column each.
+
+    Attributes:
+        features, labels: arrays of shape (rows,) or (rows, ...), in the order of the columns, with the columns' own
+            dtypes; binary values are arrays of objects. They are the receiver's, to write to.
+        weights: of shape (rows,), or None without a column for them.
+    """
+
+    features: list[Array]
+    labels: list[Array]
+    weights: Array | None
+
+    def __len__(self) -> int:
+        return len(self.labels[0])
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """How data are read: the options of ``ParquetBatches`` that do not depend on the rank."""
+
+    shuffle: bool = True
+    shuffle_buffer_size: int | None = None
+    inmemory_cache_all: bool = False
+    transformation_fn: Callable[..., Any] | None = None
+    edit_fields: Sequence[Any] | None = None
+    removed_fields: Sequence[str] | None = None
+    train_workers: int = 2
+    validation_workers: int = 2
+    data_module: type[Any] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """One call of ``fit``.
+
+    Attributes:
+        run_id: names the run in the store.
+        store: the store as ranks see it.
+        checkpoint_filename: of the run's checkpoint, in the run's folder.
+        train_rows, validation_rows: of the whole data set; 0 rows to validate with mean no validation.
+        feature_cols, label_cols, sample_weight_col: columns of it.
+        batch_size, validation_batch_size: rows of a batch on each rank.
+        epochs: how many to have trained in the end, those of an earlier job of the same run included.
+        train_steps, validation_steps: of an epoch; None for as many as it takes to see each row once.
+        seed: of everything random.
+        signature: names and shapes of the model's parameters; None if it has none yet.
+        use_gpu: whether to use a GPU that the rank has.
+    """
+
+    run_id: str
+    store: RemoteStore
+    checkpoint_filename: str
+    train_rows: int
+    validation_rows: int
+    feature_cols: tuple[str, ...]
+    label_cols: tuple[str, ...]
+    sample_weight_col: str | None
+    batch_size: int
+    validation_batch_size: int
+    epochs: int
+    train_steps: int | None
+    validation_steps: int | None
+    seed: int
+    reading: Reading
+    verbose: int
+    use_gpu: bool
+    backward_passes_per_step: int
+    gradient_compression: Any
+    signature: _checkpoints.Signature | None = None
+
+    def batches(self, rank: int, size: int, *, validation: bool = False) -> Reader:
+        """A reader of this rank's part of the data; all ranks' have the same number of batches in an epoch."""
+        return Reader(self, rank, size, validation)
+
+    def resume(self, signature: _checkpoints.Signature | None = None) -> Checkpoint | None:
+        """The last whole epoch of this run; None if there is none, or the store keeps no runs.
+
+        Args:
+            signature: of the model that is to go on; by default ``self.signature``.
+
+        Raises:
+            ConfigError: the checkpoint is of another model, or the file is no checkpoint.
+        """
+        if not self.store.saving_runs:
+            return None
+        checkpoint = _checkpoints.load(self.store, self.checkpoint_filename)
+        if checkpoint is not None:
+            _checkpoints.check(checkpoint, signature or self.signature, self.run_id)
+        return checkpoint
+
+    def save(self, epoch: int, archive: bytes, history: Any, size: int) -> None:
+        """Replace the run's checkpoint by one of an epoch that has just been trained; on rank 0.
+
+        Args:
+            epoch: how many whole epochs have been trained.
+            archive: a zip archive with the model and the optimizer, in the framework's own format.
+            history: of all these epochs.
+            size: number of ranks.
+        """
+        if self.store.saving_runs:
+            checkpoint = Checkpoint(epoch, archive, history, size, self.seed, self.signature)
+            _checkpoints.save(self.store, self.checkpoint_filename, checkpoint)
+
+
+class Reader:
+    """Batches of one rank, epoch by epoch; a context manager that ends what reads them."""
+
+    def __init__(self, training: Training, rank: int, size: int, validation: bool) -> None:
+        self._training = training
+        self._rank = rank
+        self._size = size
+        self._validation = validation
+        self._rows = training.validation_rows if validation else training.train_rows
+        self._batch_size = training.validation_batch_size if validation else training.batch_size
+        self._steps = training.validation_steps if validation else training.train_steps
+        self._resources = ExitStack()
+        columns = [*training.feature_cols, *training.label_cols]
+        if training.sample_weight_col is not None:
+            columns.append(training.sample_weight_col)
+        columns = list(dict.fromkeys(columns))
+        if training.reading.data_module is None:
+            self._batches: Any = self._resources.enter_context(self._parquet(columns))
+        else:
+            module = self._resources.enter_context(self._module(training.reading.data_module, columns))
+            self._batches = module.val_data() if validation else module.train_data()
+
+    def _parquet(self, columns: list[str]) -> ParquetBatches:
+        reading, store = self._training.reading, self._training.store
+        return store.batches(
+            store.val_data_path if self._validation else store.train_data_path,
+            columns,
+            batch_size=self._batch_size,
+            rank=self._rank,
+            size=self._size,
+            shuffle=reading.shuffle and not self._validation,
+            seed=self._training.seed,
+            shuffle_buffer_size=reading.shuffle_buffer_size,
+            inmemory_cache_all=reading.inmemory_cache_all,
+            steps_per_epoch=self._steps,
+            transformation_fn=reading.transformation_fn,
+            edit_fields=reading.edit_fields,
+            removed_fields=reading.removed_fields,
+            # 0 workers meant none beside the loop; one thread reads ahead in any case.
+            num_workers=max(1, reading.validation_workers if self._validation else reading.train_workers),
+        )
+
+    def _module(self, kind: type[Any], columns: list[str]) -> Any:
+        """The user's DataModule, with the arguments that it is promised."""
+        training, reading, store = self._training, self._training.reading, self._training.store
+        return kind(
+            train_dir=store.train_data_path,
+            val_dir=store.val_data_path,
+            num_train_epochs=training.epochs,
+            has_val=training.validation_rows > 0,
+            train_batch_size=training.batch_size,
+            val_batch_size=training.validation_batch_size,
+            shuffle=reading.shuffle,
+            transform_fn=reading.transformation_fn,
+            inmemory_cache_all=reading.inmemory_cache_all,
+            cur_shard=self._rank,
+            shard_count=self._size,
+            schema_fields=columns,
+            storage_options=store.storage_options,
+            steps_per_epoch_train=training.train_steps,
+            steps_per_epoch_val=training.validation_steps,
+            verbose=training.verbose,
+            seed=training.seed,
+        )
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._resources.close()
+
+    def __len__(self) -> int:
+        """Steps of an epoch: the same on all ranks."""
+        if hasattr(self._batches, "__len__"):
+            return len(self._batches)
+        return self._steps or math.ceil(math.ceil(self._rows / self._size) / self._batch_size)
+
+    def epoch(self, number: int) -> Iterator[Batch]:
+        """The batches of an epoch, whose order depends on its number (from 0) and the seed."""
+        if hasattr(self._batches, "set_epoch"):
+            self._batches.set_epoch(number)
+        for columns in self._batches:
+            yield self._batch(columns)
+
+    def _batch(self, columns: Mapping[str, Any]) -> Batch:
+        training = self._training
+        return Batch(
+            [np.asarray(columns[name]) for name in training.feature_cols],
+            [np.asarray(columns[name]) for name in training.label_cols],
+            None if training.sample_weight_col is None else np.asarray(columns[training.sample_weight_col]),
+        )
+
+
+def on_rank(
+    store: RemoteStore, start_method: str | None, train: Callable[[], TrainingResult | None]
+) -> TrainingResult | None:
+    """What a rank does: it looks whether it shares the store with the driver, and trains.
+
+    It is given no ``Training``, so that a framework may prepare its process before it unpickles what refers to it.
+
+    Args:
+        start_method: multiprocessing's, or None for the platform's.
+    """
+    store.check()
+    if start_method is not None:
+        multiprocessing.set_start_method(start_method, force=True)
+    return train()

@@ -1,0 +1,446 @@
+"""What the estimators of all frameworks do alike, and the models that they return.
+
+``fit`` goes: what was set is checked, the DataFrame is written to the store, shapes are checked, the backend's ranks
+train, and what rank 0 brings back becomes a model. A framework's estimator fills in the hooks (``_check_model``,
+``_trainer``, ``_make_model``); what ranks run is in modules that need no Spark.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pyspark.ml import Estimator, Model
+from pyspark.sql.types import DoubleType
+
+from hvdgloo.errors import ConfigError, JobFailedError
+from hvdgloo.spark.common import constants, util
+from hvdgloo.spark.common._predicting import Predictor, predicting
+from hvdgloo.spark.common._training import Reading, Training, TrainingResult, on_rank
+from hvdgloo.spark.common.backend import Backend, SparkBackend
+from hvdgloo.spark.common.params import EstimatorParams, ModelParams
+from hvdgloo.spark.common.serialization import HorovodReadable, HorovodWritable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pyspark.sql import DataFrame
+    from pyspark.sql.types import StructType
+
+    from hvdgloo.spark.common._checkpoints import Signature
+    from hvdgloo.spark.common.store import Store
+
+__all__ = ["HorovodEstimator", "HorovodModel"]
+
+_DEFAULT_CHECKPOINT = "checkpoint"
+"""What a store calls a checkpoint where the user did not say; the framework then chooses."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ColumnShape:
+    """A column as the model meets it.
+
+    Attributes:
+        spark_type: the class of its type: pyspark's, or a vector's.
+        size: how many numbers a row has; None where only reading the data tells.
+        scalar: whether a row is a number, and no vector or array of one.
+    """
+
+    spark_type: type[Any]
+    size: int | None
+    scalar: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class DataShapes:
+    """What is known of the data before training, by column, in the estimator's order."""
+
+    features: Mapping[str, ColumnShape]
+    labels: Mapping[str, ColumnShape]
+    metadata: Mapping[str, Mapping[str, Any]]
+
+    @classmethod
+    def of(
+        cls, metadata: Mapping[str, Mapping[str, Any]], features: Sequence[str], labels: Sequence[str]
+    ) -> DataShapes:
+        def shapes(names: Sequence[str]) -> dict[str, ColumnShape]:
+            return {name: _column_shape(metadata[name]) for name in names}
+
+        return cls(shapes(features), shapes(labels), metadata)
+
+
+def _column_shape(facts: Mapping[str, Any]) -> ColumnShape:
+    return ColumnShape(facts["spark_data_type"], facts["shape"], facts["intermediate_format"] == constants.NOCHANGE)
+
+
+class HorovodEstimator(Estimator, EstimatorParams, HorovodWritable, HorovodReadable):
+    """Trains a model on a DataFrame, on several ranks: the base of ``KerasEstimator`` and ``TorchEstimator``."""
+
+    _run_prefix: ClassVar[str]
+    """Begins the name of a run that was not given one."""
+
+    _checkpoint_filename: ClassVar[str]
+
+    _not_saved: ClassVar[frozenset[str]] = frozenset({"backend", "store"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._setDefault(
+            num_proc=None,
+            model=None,
+            backend=None,
+            store=None,
+            optimizer=None,
+            loss=None,
+            metrics=[],
+            loss_weights=None,
+            sample_weight_col=None,
+            gradient_compression=None,
+            compress_sparse_cols=False,
+            feature_cols=None,
+            label_cols=None,
+            continuous_cols=None,
+            categorical_cols=None,
+            validation=None,
+            callbacks=[],
+            batch_size=32,
+            val_batch_size=None,
+            epochs=1,
+            train_steps_per_epoch=None,
+            validation_steps_per_epoch=None,
+            verbose=1,
+            shuffle=True,
+            shuffle_buffer_size=None,
+            partitions_per_process=10,
+            run_id=None,
+            transformation_fn=None,
+            transformation_edit_fields=None,
+            transformation_removed_fields=None,
+            train_reader_num_workers=2,
+            val_reader_num_workers=2,
+            reader_pool_type="thread",
+            inmemory_cache_all=False,
+            label_shapes=None,
+            random_seed=None,
+            use_gpu=True,
+            mp_start_method=None,
+            backward_passes_per_step=1,
+            data_module=None,
+            tensorflow_dataset_prefetch_buffer_size=0,
+        )
+
+    def _initialize(self, given: Mapping[str, Any]) -> None:
+        """Set what the constructor was given, and check what can be checked without data.
+
+        What is not set yet may be set later, so only contradictions are errors.
+        """
+        self._with(**{name: value for name, value in given.items() if value is not None})
+        self._check_contradictions()
+
+    # Fitting.
+
+    def fit(self, df: DataFrame, params: Any = None) -> Any:
+        """Train on a DataFrame.
+
+        It is written to the store first, as Parquet, where the ranks read it. A run whose ``run_id`` has a checkpoint
+        goes on after its last whole epoch.
+
+        Args:
+            df: rows with the columns of features and labels.
+            params: Params to change for this call, ``{estimator.epochs: 3}``; or a list of such, for a model each.
+
+        Returns:
+            the model, a ``HorovodModel``; a list of models for a list of params.
+
+        Raises:
+            ConfigError: (a ValueError) something is not set, or does not fit the other things; the text says which.
+            DataError: (a ValueError) the data cannot be trained on: columns, types, nulls, shapes, too few rows.
+            StoreError: the store cannot be written, or is not shared by driver and ranks.
+            LaunchError: ranks could not be started.
+            JobFailedError: a rank was killed; what a rank raises is raised here as it is.
+        """
+        return super().fit(df, params)
+
+    def fit_on_parquet(self, params: Mapping[Any, Any] | None = None, dataset_idx: int | None = None) -> Any:
+        """Train on Parquet files that are in the store already, at ``store.get_train_data_path(dataset_idx)``.
+
+        They may be any flat Parquet, Spark's vectors included. Validation, if ``validation`` is set, is at
+        ``store.get_val_data_path(dataset_idx)``.
+
+        Args:
+            params: Params to change for this call.
+            dataset_idx: number of the data set in the store; None for the paths without a number.
+
+        Returns and raises as ``fit``.
+        """
+        return (self.copy(params) if params else self)._fit_on_parquet(dataset_idx)
+
+    def _fit(self, df: DataFrame) -> HorovodModel:
+        self._check_settings()
+        backend = self._backend()
+        store: Store = self.getStore()
+        with util.prepare_data(
+            backend.num_processes(),
+            store,
+            df,
+            label_columns=self.getLabelCols(),
+            feature_columns=self.getFeatureCols(),
+            validation=self.getValidation(),
+            sample_weight_col=self.getSampleWeightCol(),
+            compress_sparse=self.getCompressSparseCols(),
+            partitions_per_process=self.getPartitionsPerProcess(),
+            verbose=self.getVerbose(),
+            seed=self._seed(),
+        ) as dataset_idx:
+            train_rows, validation_rows, metadata, _ = util.get_dataset_properties(dataset_idx)
+            return self._train(backend, store, dataset_idx, train_rows, validation_rows, metadata)
+
+    def _fit_on_parquet(self, dataset_idx: int | None) -> HorovodModel:
+        self._check_settings()
+        backend = self._backend()
+        store: Store = self.getStore()
+        train_rows, validation_rows, metadata, _ = util.get_simple_meta_from_parquet(
+            store,
+            label_columns=self.getLabelCols(),
+            feature_columns=self.getFeatureCols(),
+            sample_weight_col=self.getSampleWeightCol(),
+            dataset_idx=dataset_idx,
+        )
+        if self.getValidation() is None:
+            validation_rows = 0
+        util.check_dataset(backend.num_processes(), train_rows, validation_rows, self.getValidation())
+        return self._train(backend, store, dataset_idx, train_rows, validation_rows, metadata)
+
+    def _train(
+        self,
+        backend: Backend,
+        store: Store,
+        dataset_idx: int | None,
+        train_rows: int,
+        validation_rows: int,
+        metadata: Mapping[str, Mapping[str, Any]],
+    ) -> HorovodModel:
+        self._check_model(DataShapes.of(metadata, self.getFeatureCols() or [], self.getLabelCols() or []))
+        run_id = self.getRunId() or f"{self._run_prefix}_{int(time.time())}_{uuid.uuid4().hex[:6]}"
+        with store.probed():
+            training = self._training(store, run_id, dataset_idx, train_rows, validation_rows)
+            training.resume()  # a checkpoint of another model is found before ranks start
+            task = functools.partial(on_rank, training.store, self.getMpStartMethod(), self._trainer(training))
+            with _naming(run_id):
+                results = _run(backend, task, self._backend_env())
+        result = next((each for each in results if each is not None), None)
+        if result is None:
+            raise JobFailedError(f"{type(backend).__name__}.run() returned the result of no rank")
+        return self._make_model(result, run_id, _with_outputs(metadata, self.getLabelCols(), result))
+
+    def _training(
+        self, store: Store, run_id: str, dataset_idx: int | None, train_rows: int, validation_rows: int
+    ) -> Training:
+        filename = store.get_checkpoint_filename()
+        return Training(
+            run_id=run_id,
+            store=store.to_remote(run_id, dataset_idx),
+            checkpoint_filename=self._checkpoint_filename if filename == _DEFAULT_CHECKPOINT else filename,
+            train_rows=train_rows,
+            validation_rows=validation_rows,
+            feature_cols=tuple(self.getFeatureCols() or ()),
+            label_cols=tuple(self.getLabelCols() or ()),
+            sample_weight_col=self.getSampleWeightCol(),
+            batch_size=self.getBatchSize(),
+            validation_batch_size=self.getValBatchSize() or self.getBatchSize(),
+            epochs=self.getEpochs(),
+            train_steps=self.getTrainStepsPerEpoch(),
+            validation_steps=self.getValidationStepsPerEpoch(),
+            seed=self._seed(),
+            reading=Reading(
+                shuffle=self.getShuffle(),
+                shuffle_buffer_size=self.getShufflingBufferSize(),
+                inmemory_cache_all=self.getInMemoryCacheAll(),
+                transformation_fn=self.getTransformationFn(),
+                edit_fields=self.getTransformationEditFields(),
+                removed_fields=self.getTransformationRemovedFields(),
+                train_workers=self.getTrainReaderNumWorker(),
+                validation_workers=self.getValReaderNumWorker(),
+                data_module=self.getDataModule(),
+            ),
+            verbose=self.getVerbose(),
+            use_gpu=self.getUseGpu(),
+            backward_passes_per_step=self.getBackwardPassesPerStep(),
+            gradient_compression=self.getGradientCompression(),
+            signature=self._signature(),
+        )
+
+    def _seed(self) -> int:
+        # The same data in the same order unless another seed is asked for, also where a run goes on.
+        return self.getRandomSeed() or 0
+
+    def _backend(self) -> Backend:
+        return self.getBackend() or SparkBackend(self.getNumProc())
+
+    # What a framework's estimator fills in.
+
+    def _check_settings(self) -> None:
+        """Before anything is done: is all there that is needed, and does it go together?"""
+        for name, value in (("model", self.getModel()), ("store", self.getStore())):
+            if value is None:
+                raise ConfigError(f"{name} is not set: {type(self).__name__}({name}=...)")
+        for name, columns in (("feature_cols", self.getFeatureCols()), ("label_cols", self.getLabelCols())):
+            if not columns:
+                raise ConfigError(f"{name} is empty: name at least one column, {type(self).__name__}({name}=[...])")
+        self._check_contradictions()
+
+    def _check_contradictions(self) -> None:
+        """What can never go together, whatever is set later."""
+        if self.getBackend() is not None and self.getNumProc() is not None:
+            raise ConfigError(
+                "backend and num_proc exclude each other: a backend has its own number of processes, "
+                "backend=SparkBackend(num_proc=...)"
+            )
+        weights, labels = self.getLossWeights(), self.getLabelCols()
+        if weights is not None and labels is not None and len(weights) != len(labels):
+            raise ConfigError(
+                f"loss_weights has {len(weights)} numbers for {len(labels)} label_cols: give one for each"
+            )
+
+    def _check_model(self, data: DataShapes) -> None:
+        """Once the data are known, before ranks start: do model, optimizer and loss go with them?"""
+        raise NotImplementedError
+
+    def _signature(self) -> Signature | None:
+        """Names and shapes of the model's parameters; None while it has none."""
+        raise NotImplementedError
+
+    def _backend_env(self) -> dict[str, str] | None:
+        """Variables for the ranks."""
+        return None
+
+    def _trainer(self, training: Training) -> Callable[[], TrainingResult | None]:
+        """What every rank calls: a function of a module without Spark, with all that it needs; rank 0 returns a
+        result."""
+        raise NotImplementedError
+
+    def _make_model(self, result: TrainingResult, run_id: str, metadata: dict[str, dict[str, Any]]) -> HorovodModel:
+        """The trained model."""
+        raise NotImplementedError
+
+
+def _run(
+    backend: Backend, task: Callable[[], TrainingResult | None], environment: dict[str, str] | None
+) -> list[TrainingResult | None]:
+    """Call a task on all ranks; a backend that has no idea of an environment is not bothered with one."""
+    if environment and _takes(backend.run, "env"):
+        return backend.run(task, env=environment)
+    return backend.run(task)
+
+
+def _takes(function: Callable[..., Any], name: str) -> bool:
+    parameters = inspect.signature(function).parameters
+    return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+
+
+def _with_outputs(
+    metadata: Mapping[str, Mapping[str, Any]], labels: Sequence[str] | None, result: TrainingResult
+) -> dict[str, dict[str, Any]]:
+    """The metadata that a model keeps: what its outputs look like, too, so that transform need not try the model."""
+    kept = {name: dict(facts) for name, facts in metadata.items()}
+    for label, shape in zip(labels or (), result.outputs, strict=False):
+        if label in kept:
+            kept[label]["output_shape"] = list(shape)
+    return kept
+
+
+@contextmanager
+def _naming(run_id: str) -> Iterator[None]:
+    """Tell whoever reads of a failure by which name the run can go on."""
+    try:
+        yield
+    except Exception as error:
+        note = f"run_id={run_id!r}: fit() with this run_id goes on after the last whole epoch"
+        if hasattr(error, "add_note"):
+            error.add_note(note)
+        elif error.args and str(error) == error.args[0]:  # Python 3.10
+            error.args = (f"{error.args[0]}\n{note}", *error.args[1:])
+        raise
+
+
+class HorovodModel(Model, ModelParams, HorovodWritable, HorovodReadable):
+    """A trained model: it adds a column with its prediction for each label."""
+
+    _not_saved: ClassVar[frozenset[str]] = frozenset()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._setDefault(
+            history=None,
+            model=None,
+            feature_columns=None,
+            label_columns=None,
+            run_id=None,
+            outputCols=[],
+            _metadata=None,
+        )
+
+    def transform(self, df: DataFrame, params: Mapping[Any, Any] | None = None) -> DataFrame:
+        """Add the model's outputs to a DataFrame, lazily: the model runs when Spark computes the result.
+
+        Rows pass through Python in Arrow batches; each Python worker loads the model once.
+
+        A label's output is of the label's own type where it is one number (rounded for integers), an array where the
+        label is one, else a vector.
+
+        Args:
+            df: rows with the columns of features.
+            params: Params to change for this call.
+
+        Returns:
+            the DataFrame with a column for each label, ``<label>__output`` or as ``setOutputCols`` says. A column of
+            that name is replaced.
+
+        Raises:
+            ConfigError: (a ValueError) a column of features is missing, or there is another number of ``outputCols``
+                than of labels.
+        """
+        return super().transform(df, params)
+
+    def getOutputCols(self) -> list[str]:
+        """The names of the columns that ``transform`` adds."""
+        return self._value("outputCols") or util.get_output_cols(self.getLabelColumns() or [])
+
+    def _transform(self, df: DataFrame) -> DataFrame:
+        features, labels = self.getFeatureColumns() or [], self.getLabelColumns() or []
+        outputs = self.getOutputCols()
+        if len(outputs) != len(labels):
+            raise ConfigError(f"outputCols are {outputs}, but the model has {len(labels)} labels: {labels}")
+        missing = [name for name in features if name not in df.columns]
+        if missing:
+            raise ConfigError(f"the DataFrame has no column {missing[0]!r}, which the model needs; it has {df.columns}")
+        schema: StructType = util.get_spark_df_output_schema(df.schema, labels, outputs, self._described())
+        kept = [name for name in df.columns if name not in outputs]
+        # One broadcast however many tasks there are.
+        predict = predicting(df.sparkSession, self._predictor(), features, kept, schema)
+        return df.mapInArrow(predict, schema)
+
+    def _described(self) -> dict[str, dict[str, Any]]:
+        """The metadata with the outputs' shapes, which a model that was put together by hand does not have."""
+        metadata: dict[str, dict[str, Any]] = self._get_metadata() or {}
+        labels = self.getLabelColumns() or []
+        if all("output_shape" in metadata.get(label, {}) for label in labels):
+            return metadata
+        described = {name: dict(facts) for name, facts in metadata.items()}
+        for label, shape in zip(labels, self._outputs(), strict=True):
+            described.setdefault(label, {"spark_data_type": DoubleType})["output_shape"] = list(shape)
+        return described
+
+    def _predictor(self) -> Predictor:
+        """The model as Spark's Python workers are to load it."""
+        raise NotImplementedError
+
+    def _outputs(self) -> Sequence[tuple[int, ...]]:
+        """The shapes of the outputs, without the batch, found by running the model on zeros."""
+        raise NotImplementedError
