@@ -1,0 +1,146 @@
+"""Losses and metrics of several labels, as ``TorchEstimator`` combines them."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from hvdgloo.errors import ConfigError
+
+Tensor = torch.Tensor
+Loss: TypeAlias = Callable[..., Tensor]
+Metric: TypeAlias = Callable[[Tensor, Tensor], Any]
+
+
+def as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def for_each_label(name: str, given: Any, labels: Sequence[str]) -> list[Any]:
+    """One thing for all labels, or a list with one for each, as a list with one for each.
+
+    Raises:
+        ConfigError: the list is of another length, or something in it is not callable.
+    """
+    values = as_list(given)
+    if len(values) == 1:
+        values = values * len(labels)
+    if len(values) != len(labels):
+        raise ConfigError(f"{name} has {len(values)} functions for {len(labels)} label_cols: give one, or one for each")
+    for value in values:
+        if not callable(value):
+            raise ConfigError(f"{name}={given!r}: {value!r} is not a function")
+    return values
+
+
+def constructed(constructors: Sequence[Callable[..., Loss]], offered: dict[str, Any]) -> list[Loss]:
+    """What constructors of losses return, each called with those of the offered values whose names it takes."""
+    losses = []
+    for constructor in constructors:
+        losses.append(constructor(**{name: offered[name] for name in _taken(constructor) if name in offered}))
+    return losses
+
+
+def check_constructor(constructor: Callable[..., Loss], offered: Sequence[str]) -> None:
+    """Raises:
+    ConfigError: the constructor needs something that nobody offers it.
+    """
+    for name, parameter in _parameters(constructor).items():
+        variadic = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+        if parameter.default is parameter.empty and not variadic and name not in offered:
+            raise ConfigError(f"loss_constructors: {constructor!r} takes {name!r}; there is {', '.join(offered)}")
+
+
+def _taken(function: Callable[..., Any]) -> list[str]:
+    return [name for name, parameter in _parameters(function).items() if parameter.kind is not parameter.VAR_KEYWORD]
+
+
+def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    try:
+        return dict(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # builtins may have none
+        return {}
+
+
+def unreduced(loss: Loss) -> Loss:
+    """The same loss with a value for each row, so that rows can be weighted.
+
+    Raises:
+        ConfigError: it is neither a module with ``reduction`` nor a function that takes it.
+    """
+    if isinstance(getattr(loss, "reduction", None), str):
+        copied = copy.copy(loss)
+        copied.reduction = "none"  # type: ignore[attr-defined]
+        return copied
+    parameters = _parameters(loss)
+    if "reduction" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        return lambda output, label: loss(output, label, reduction="none")
+    raise ConfigError(
+        f"sample_weight_col needs a loss for each row, but the loss {loss!r} takes no reduction='none': use one of "
+        "torch.nn's, or let the function take `reduction` and hand it on"
+    )
+
+
+class TotalLoss:
+    """The sum of all labels' losses, each with its weight: what is differentiated.
+
+    With weights of rows, each row's loss is multiplied by its weight, and the mean is taken.
+    """
+
+    def __init__(self, losses: Sequence[Loss], weights: Sequence[float] | None, *, weighted_rows: bool) -> None:
+        self._losses = [unreduced(loss) for loss in losses] if weighted_rows else list(losses)
+        self._weights = list(weights) if weights is not None else [1 / len(losses)] * len(losses)
+
+    def __call__(
+        self, outputs: Sequence[Tensor], labels: Sequence[Tensor], sample_weights: Tensor | None = None
+    ) -> Tensor:
+        """Args:
+            outputs, labels: one of each for each label.
+            sample_weights: of shape (rows,).
+
+        Returns:
+            a scalar.
+        """
+        total: Tensor | float = 0.0
+        for loss, weight, output, label in zip(self._losses, self._weights, outputs, labels, strict=True):
+            value = loss(output, label)
+            if sample_weights is not None:
+                rows = sample_weights.reshape(-1, *[1] * (value.dim() - 1))
+                value = (value * rows).mean()
+            total = total + weight * value
+        assert isinstance(total, Tensor)
+        return total
+
+
+class Metrics:
+    """Groups of metrics: in each group one function for all labels, or one for each.
+
+    A value's name is ``group_<i>_<label>``.
+    """
+
+    def __init__(self, groups: Sequence[Any], labels: Sequence[str]) -> None:
+        self._groups = [for_each_label("metrics", group, labels) for group in groups]
+        self._labels = list(labels)
+
+    def __len__(self) -> int:
+        """How many values there are."""
+        return len(self._groups) * len(self._labels)
+
+    def values(self, outputs: Sequence[Tensor], labels: Sequence[Tensor]) -> list[Tensor]:
+        """A scalar for each group and label, group by group."""
+        found = []
+        for group in self._groups:
+            for metric, output, label in zip(group, outputs, labels, strict=True):
+                found.append(torch.as_tensor(metric(output, label)).detach().to(torch.float64).mean())
+        return found
+
+    def named(self, values: Sequence[float]) -> list[dict[str, float]]:
+        """A dictionary for each group, of the values in the order of ``values``."""
+        names = iter(values)
+        return [
+            {f"group_{number}_{label}": next(names) for label in self._labels} for number in range(len(self._groups))
+        ]

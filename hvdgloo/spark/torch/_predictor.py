@@ -1,0 +1,61 @@
+"""A torch model as Spark's Python workers run it. It needs torch, and no Spark."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from hvdgloo.errors import ConfigError
+from hvdgloo.spark.common._training import Array
+from hvdgloo.spark.torch._remote import outputs_of, tensors
+
+
+@dataclasses.dataclass(frozen=True)
+class TorchPredictor:
+    model: torch.nn.Module
+    input_shapes: Sequence[Sequence[int]] | None
+
+    def load(self) -> Callable[[list[Array]], list[Array]]:
+        # A task has a core of its own; with a thread for each of the machine's, tasks would be in each other's way.
+        torch.set_num_threads(1)
+        return self.apply()
+
+    def apply(self) -> Callable[[list[Array]], list[Array]]:
+        """The function as ``load`` gives it, for any process."""
+        model = self.model.eval()
+        cpu = torch.device("cpu")
+
+        def predict(columns: list[Array]) -> list[Array]:
+            with torch.inference_mode():
+                outputs: Any = model(*tensors(columns, self.input_shapes, cpu))
+            return [output.detach().to(torch.float64).numpy() for output in outputs_of(outputs)]
+
+        return predict
+
+
+def shapes_of_outputs(
+    model: torch.nn.Module, columns: dict[str, Array], input_shapes: Sequence[Sequence[int]] | None
+) -> list[tuple[int, ...]]:
+    """What a model makes of some rows: the shape of each output, without the batch.
+
+    Args:
+        model: runs in evaluation mode, and is changed: pass a copy.
+        columns: its features, by name.
+
+    Raises:
+        ConfigError: the model does not take columns of these shapes.
+    """
+    try:
+        outputs = TorchPredictor(model, input_shapes).apply()(list(columns.values()))
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        given = ", ".join(f"{name!r} of {_size(values)}" for name, values in columns.items())
+        shaped = "" if input_shapes is None else f", in input_shapes={[list(shape) for shape in input_shapes]}"
+        raise ConfigError(f"the model does not take features of these shapes: {given}{shaped}: {error}") from error
+    return [output.shape[1:] for output in outputs]
+
+
+def _size(values: Array) -> str:
+    return f"{values.size // len(values)} {'number' if values.size == len(values) else 'numbers'} a row"

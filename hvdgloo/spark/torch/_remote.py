@@ -1,0 +1,333 @@
+"""What every rank of a ``TorchEstimator`` runs. It needs torch, and no Spark."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import io
+import os
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+
+import hvdgloo.torch as hvd
+from hvdgloo.errors import ConfigError
+from hvdgloo.spark.common._training import Array, Batch, Reader, Training, TrainingResult
+from hvdgloo.spark.torch._losses import Loss, Metrics, TotalLoss, constructed
+
+Tensor = torch.Tensor
+Shapes = Sequence[Sequence[int]] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class TorchJob:
+    """What is torch's own. It is pickled as one, so that the optimizer stays the optimizer of the model's parameters.
+
+    Attributes:
+        losses: one for each label; None where ``loss_constructors`` make them.
+        metrics: groups of functions.
+        train_minibatch_fn: the user's step, or None for ours.
+    """
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    losses: Sequence[Loss] | None
+    loss_constructors: Sequence[Callable[..., Loss]] | None
+    loss_weights: Sequence[float] | None
+    metrics: Sequence[Any]
+    input_shapes: Shapes
+    label_shapes: Shapes
+    train_minibatch_fn: Callable[..., tuple[Any, Tensor]] | None
+
+
+OFFERED = ("model", "optimizer", "hvd", "feature_columns", "label_columns", "device")
+"""The names of what constructors of losses may take."""
+
+
+def train(training: Training, job: TorchJob) -> TrainingResult | None:
+    """Train from the last whole epoch on; rank 0 returns what came of it."""
+    # A backend that calls this in its own process may have an hvd of its own.
+    own = not hvd.is_initialized()
+    if own:
+        hvd.init()
+    try:
+        return _Loop(training, job, _device(training.use_gpu)).run()
+    finally:
+        if own:
+            hvd.shutdown()
+
+
+def _device(use_gpu: bool) -> torch.device:
+    if not (use_gpu and torch.cuda.is_available()):
+        return torch.device("cpu")
+    index = hvd.local_rank()
+    if os.environ.get("HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX", "0") != "1":
+        from hvdgloo.spark import task
+
+        devices = task.get_available_devices()
+        if devices:
+            index = int(devices[0])
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+class _Loop:
+    def __init__(self, training: Training, job: TorchJob, device: torch.device) -> None:
+        self._training = training
+        self._job = job
+        self._device = device
+        self._model = job.model.to(device)
+        _move(job.optimizer, device)
+        self._history: list[dict[str, Any]] = []
+        self._epoch = self._resume()
+        self._rates = [group["lr"] for group in job.optimizer.param_groups]
+        for group in job.optimizer.param_groups:
+            group["lr"] = group["lr"] * hvd.size()
+        self._optimizer = hvd.DistributedOptimizer(
+            job.optimizer,
+            named_parameters=list(self._model.named_parameters()),
+            compression=training.gradient_compression or hvd.Compression.none,
+            backward_passes_per_step=training.backward_passes_per_step,
+        )
+        losses = job.losses
+        if losses is None:
+            offered = dict(
+                zip(
+                    OFFERED,
+                    (self._model, self._optimizer, hvd, training.feature_cols, training.label_cols, device),
+                    strict=True,
+                )
+            )
+            losses = constructed(job.loss_constructors or (), offered)
+            losses = losses * len(training.label_cols) if len(losses) == 1 else losses
+        weighted = training.sample_weight_col is not None
+        self._loss = TotalLoss(losses, job.loss_weights, weighted_rows=weighted)
+        self._metrics = Metrics(job.metrics, training.label_cols)
+        self._step = _step_of(job.train_minibatch_fn)
+        self._outputs: tuple[tuple[int, ...], ...] = ()
+
+    def _resume(self) -> int:
+        """Take up the last whole epoch, from rank 0's checkpoint; returns the number of the next one."""
+        checkpoint = hvd.broadcast_object(self._training.resume() if hvd.rank() == 0 else None, root_rank=0)
+        if checkpoint is None:
+            return 0
+        state = torch.load(io.BytesIO(checkpoint.archive), map_location=self._device, weights_only=True)
+        self._model.load_state_dict(state["model"])
+        self._job.optimizer.load_state_dict(state["optimizer"])
+        self._history = checkpoint.history
+        if hvd.rank() == 0 and self._training.verbose:
+            print(f"run {self._training.run_id!r} goes on after epoch {checkpoint.epoch}", flush=True)  # noqa: T201
+        return int(checkpoint.epoch)
+
+    def run(self) -> TrainingResult | None:
+        training, rank, size = self._training, hvd.rank(), hvd.size()
+        validation: Any = nullcontext()
+        if training.validation_rows:
+            validation = training.batches(rank, size, validation=True)
+        with training.batches(rank, size) as batches, validation as validation_batches, _own_random_numbers():
+            for epoch in range(self._epoch, training.epochs):
+                record: dict[str, Any] = {"epoch": epoch, "train": self._train(batches, epoch)}
+                if validation_batches is not None:
+                    record["validation"] = self._validate(validation_batches)
+                self._history.append(record)
+                if rank == 0:
+                    training.save(epoch + 1, self._state(), self._history, size)
+                    self._report(record)
+            if not self._outputs:
+                self._look(batches)
+        return TrainingResult(self._history, self._state(), self._outputs) if rank == 0 else None
+
+    def _train(self, batches: Reader, epoch: int) -> dict[str, Any]:
+        # Random numbers depend on the epoch, not on what was before: a run that goes on draws what it would have drawn.
+        seed = np.random.SeedSequence([self._training.seed, epoch, hvd.rank()]).generate_state(1, np.uint64)
+        torch.manual_seed(int(seed[0]))
+        self._model.train()
+        total = _Total(len(self._metrics), self._device)
+        number = -1
+        for number, batch in enumerate(batches.epoch(epoch)):
+            inputs, labels, weights = self._tensors(batch)
+            outputs, loss = self._step(
+                self._model,
+                self._optimizer,
+                self._transform,
+                self._loss,
+                inputs,
+                labels,
+                weights,
+                self._training.backward_passes_per_step,
+                number,
+            )
+            self._count(total, len(batch), outputs, labels, loss)
+        if self._step is train_minibatch and (number + 1) % self._training.backward_passes_per_step:
+            self._optimizer.step()  # on what the last batches have added up, fewer than make a step
+        return self._averaged(total)
+
+    def _validate(self, batches: Reader) -> dict[str, Any]:
+        self._model.eval()
+        total = _Total(len(self._metrics), self._device)
+        with torch.no_grad():
+            for batch in batches.epoch(0):
+                inputs, labels, weights = self._tensors(batch)
+                outputs, reshaped = self._transform(self._model(*inputs), labels)
+                self._count(total, len(batch), outputs, labels, self._loss(outputs, reshaped, weights))
+        return self._averaged(total)
+
+    def _count(self, total: _Total, rows: int, outputs: Any, labels: Sequence[Tensor], loss: Tensor) -> None:
+        with torch.no_grad():
+            outputs, reshaped = self._transform(outputs, labels)
+            if not self._outputs:
+                self._outputs = tuple(tuple(output.shape[1:]) for output in outputs)
+            total.add(rows, [loss.detach().to(torch.float64), *self._metrics.values(outputs, reshaped)])
+
+    def _averaged(self, total: _Total) -> dict[str, Any]:
+        """Means over the rows of all ranks."""
+        loss, *metrics = total.mean()
+        return {"loss": loss, "all_metrics": self._metrics.named(metrics)}
+
+    def _tensors(self, batch: Batch) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
+        job = self._job
+        inputs = tensors(batch.features, job.input_shapes, self._device)
+        labels = tensors(batch.labels, job.label_shapes, self._device)
+        weights = None if batch.weights is None else tensor(batch.weights).to(self._device)
+        return inputs, labels, weights
+
+    def _transform(self, outputs: Any, labels: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Outputs as a list, and labels in the outputs' shapes where that is a matter of axes of length 1 only."""
+        listed = outputs_of(outputs)
+        if len(listed) != len(labels):
+            raise ConfigError(f"the model has {len(listed)} outputs for {len(labels)} label_cols")
+        if self._job.label_shapes is not None:
+            return listed, list(labels)
+        return listed, [
+            label.reshape(output.shape) if label.shape != output.shape and label.numel() == output.numel() else label
+            for output, label in zip(listed, labels, strict=True)
+        ]
+
+    def _look(self, batches: Reader) -> None:
+        """Learn the shapes of the outputs of a run that has nothing left to train."""
+        self._model.eval()
+        with torch.no_grad():
+            inputs, _, _ = self._tensors(next(batches.epoch(0)))
+            self._outputs = tuple(tuple(each.shape[1:]) for each in outputs_of(self._model(*inputs)))
+
+    def _state(self) -> bytes:
+        """Model and optimizer, with the learning rates of one rank, as ``torch.load(weights_only=True)`` reads them."""
+        optimizer = self._job.optimizer.state_dict()
+        for group, own, rate in zip(
+            optimizer["param_groups"], self._job.optimizer.param_groups, self._rates, strict=True
+        ):
+            # A rate that nobody has changed is given back to the last digit.
+            group["lr"] = rate if own["lr"] == rate * hvd.size() else own["lr"] / hvd.size()
+        buffer = io.BytesIO()
+        torch.save({"model": self._model.state_dict(), "optimizer": optimizer}, buffer)
+        return buffer.getvalue()
+
+    def _report(self, record: dict[str, Any]) -> None:
+        if self._training.verbose:
+            text = f"epoch {record['epoch'] + 1}/{self._training.epochs}: loss {record['train']['loss']:.4g}"
+            if "validation" in record:
+                text += f", of validation {record['validation']['loss']:.4g}"
+            print(text, flush=True)  # noqa: T201
+
+
+class _Total:
+    """Sums over batches, weighted by their rows. They stay on the device until the epoch's end."""
+
+    def __init__(self, metrics: int, device: torch.device) -> None:
+        self._sums = torch.zeros(2 + metrics, dtype=torch.float64, device=device)
+
+    def add(self, rows: int, values: Sequence[Tensor]) -> None:
+        self._sums[0] += rows
+        self._sums[1:] += rows * torch.stack([value.to(self._sums.device) for value in values])
+
+    def mean(self) -> list[float]:
+        rows, *sums = hvd.allreduce(self._sums, op=hvd.Sum, name="estimator.mean").tolist()
+        return [each / rows for each in sums]
+
+
+def train_minibatch(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    transform_outputs: Callable[[Any, Sequence[Tensor]], tuple[list[Tensor], list[Tensor]]],
+    loss_fn: TotalLoss,
+    inputs: Sequence[Tensor],
+    labels: Sequence[Tensor],
+    sample_weights: Tensor | None,
+    backward_passes_per_step: int = 1,
+    batch_idx: int = 0,
+) -> tuple[list[Tensor], Tensor]:
+    """One batch: what a ``train_minibatch_fn`` does that is not given."""
+    if batch_idx % backward_passes_per_step == 0:
+        optimizer.zero_grad()
+    outputs, labels = transform_outputs(model(*inputs), labels)
+    loss = loss_fn(outputs, labels, sample_weights)
+    (loss / backward_passes_per_step).backward()  # type: ignore[no-untyped-call]
+    if (batch_idx + 1) % backward_passes_per_step == 0:
+        optimizer.step()
+    return outputs, loss
+
+
+_SHORT = 7
+"""Arguments of a ``train_minibatch_fn`` of Horovod's first versions: the last two came later."""
+
+
+def _step_of(function: Callable[..., Any] | None) -> Callable[..., tuple[Any, Tensor]]:
+    if function is None:
+        return train_minibatch
+    if takes(function) == _SHORT:
+        return lambda *arguments: function(*arguments[:_SHORT])
+    return function
+
+
+def takes(function: Callable[..., Any]) -> int | None:
+    """How many of a step's arguments a function takes, 7 or 9; None if it cannot be called with either.
+
+    What has a default is not an argument of a step, unless it has the name of one: it may be the function's own affair.
+    """
+    signature = inspect.signature(function)
+    parameters = signature.parameters.values()
+    variadic = any(each.kind is each.VAR_POSITIONAL for each in parameters)
+    named = "backward_passes_per_step" in signature.parameters
+    required = sum(each.default is each.empty for each in parameters if each.kind is not each.VAR_KEYWORD)
+    number = _SHORT + 2 if variadic or named or required > _SHORT else _SHORT
+    try:
+        signature.bind(*[None] * number)
+    except TypeError:
+        return None
+    return number
+
+
+def tensor(values: Array) -> Tensor:
+    """Numbers as float32, as Horovod gives them to models; labels for indexing are made ``long()`` by losses."""
+    return torch.from_numpy(values.astype(np.float32, copy=not values.flags.writeable))
+
+
+def tensors(columns: Sequence[Array], shapes: Shapes, device: torch.device) -> list[Tensor]:
+    """Columns as tensors, in the shapes that were asked for; -1, or no size at all, is the batch's."""
+    found = []
+    for number, values in enumerate(columns):
+        value = tensor(values).to(device)
+        if shapes is not None:
+            shape = list(shapes[number])
+            value = value.reshape(shape if -1 in shape else [len(values), *shape])
+        found.append(value)
+    return found
+
+
+def outputs_of(outputs: Any) -> list[Tensor]:
+    return list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
+
+
+def _move(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Take the state of an optimizer that has been used before to the device; parameters move in place."""
+    if optimizer.state:
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
+def _own_random_numbers() -> Any:
+    """Where a backend trains in the caller's process, its random numbers go on afterwards as if nothing had been."""
+    devices: Iterable[int] = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
+    return torch.random.fork_rng(devices=devices)
