@@ -163,7 +163,7 @@ def test_a_host_whose_power_fails_comes_back_after_its_cooldown(job: Job) -> Non
 
 
 def test_two_hosts_that_are_cut_off_from_each_other_only(job: Job) -> None:
-    """Both reach the launcher, and rank 0: only connecting shows that they cannot be in one job, and one is left out."""
+    """Both reach the launcher, and rank 0: connecting shows that they cannot both stay: one is left out."""
     flags = ["--gloo-timeout-seconds", "3", "--connect-timeout-seconds", "3", "-H", "h1:1,h2:1,h3:1"]
     job.start("-np", "3", "--min-np", "2", *flags, script=False)
     first = job.on(1, "h1", "h2", "h3")
