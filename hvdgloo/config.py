@@ -24,7 +24,8 @@ _FALSE = frozenset({"0", "false", "no", "off", ""})
 GLOO_PROVIDERS = ("torch", "pygloo")
 """The packages that provide Gloo, the preferred one first."""
 _TOLD = frozenset(
-    f"HVDGLOO_{name}" for name in ("SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "RESTART")
+    f"HVDGLOO_{name}"
+    for name in ("SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "RESTART", "SPARK_DEVICES")
 )
 """Variables by which a launcher tells the user's program its place in the job; no setting reads them."""
 _NOT_OURS = re.compile(r"HVDGLOO_(TEST_\w+|\w+_SERVICE_(HOST|PORT\w*)|\w+_PORT_[0-9]+_\w+)=.*|\w+_PORT=[a-z]+://.*")
@@ -376,6 +377,15 @@ class Config:
         parse=_number(positive=True),
         help="how long hvd.init() waits for the next worker; the others may still be importing their frameworks, one "
         "after the other where there are more workers than cores",
+    )
+    spark_start_timeout: float = _setting(
+        600.0,
+        env="HVDGLOO_SPARK_START_TIMEOUT",
+        fallback=("HOROVOD_SPARK_START_TIMEOUT",),
+        unit="seconds",
+        parse=_number(positive=True),
+        help="how long hvdgloo.spark.run waits for its tasks to start: a busy cluster gives executors late. "
+        "start_timeout= overrides it",
     )
     operation_timeout: float = _setting(
         30.0,

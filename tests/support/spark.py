@@ -36,6 +36,8 @@ _SETTINGS = {
     "spark.driver.memory": "1g",
     "spark.executor.memory": "700m",
     "spark.sql.shuffle.partitions": "2",
+    # What Spark would collect at most: results are not to go that way.
+    "spark.driver.maxResultSize": "16m",
     # The JVM's compiler threads take from two cores more than they give in so short a life.
     "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
     "spark.executor.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",

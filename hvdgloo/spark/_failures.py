@@ -1,0 +1,84 @@
+"""Spark's own words about a job that failed, in those of a message: one line, without frames of the JVM."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+STOPPED = "the Spark session was stopped"
+CANCELLED = "the Spark job was cancelled"
+
+_EXECUTOR = re.compile(r"ExecutorLostFailure \(executor (\S+) exited[^)]*\)(?: Reason: ([^\n]*))?")
+_CODE = re.compile(r"[Cc]ommand exited with code (\d+)")
+_PYTHON = re.compile(r"PythonException: (.*?)(?:\n\s*\n\s*at |\n\tat |\Z)", re.DOTALL)
+_ERROR_LINE = re.compile(r"^[A-Za-z_][\w.]*(?:Error|Exception|Interrupt)\b.*", re.MULTILINE)
+_FRAME = re.compile(r"^\s*(?:at |\.\.\. \d+ more|Caused by: )")
+
+
+def explain(text: str) -> str:
+    """Why Spark ended a job.
+
+    Args:
+        text: of the exception that pyspark raised.
+    """
+    for explanation in _EXPLANATIONS:
+        if reason := explanation(text):
+            return reason
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not _FRAME.match(line)]
+    return f"the Spark job failed: {lines[0]}" if lines else "the Spark job failed"
+
+
+def _stopped(text: str) -> str:
+    return STOPPED if "SparkContext was shut down" in text or "SparkContext is stopped" in text else ""
+
+
+def _cancelled(text: str) -> str:
+    return CANCELLED if re.search(r"[Jj]ob \d+ (?:was )?cancelled|SPARK_JOB_CANCELLED", text) else ""
+
+
+def _executor_lost(text: str) -> str:
+    found = _EXECUTOR.search(text)
+    if not found:
+        return ""
+    executor, why = found[1], (found[2] or "").strip().rstrip(".")
+    code = _CODE.search(why)
+    if code and int(code[1]) > 128:
+        why = f"exit code {code[1]}: signal {int(code[1]) - 128}"
+    elif code:
+        why = f"exit code {code[1]}"
+    return f"Spark lost executor {executor}" + (f" ({why})" if why else "")
+
+
+def _wrong_python(text: str) -> str:
+    if "PYTHON_VERSION_MISMATCH" not in text and "different version" not in text:
+        return ""
+    found = re.search(r"[Pp]ython in worker(?: has different version:?|.*?) \(?'?(\d+[., ]+\d+)", text)
+    there = f" ({re.sub('[ ,]+', '.', found[1]).replace('..', '.')})" if found else ""
+    return (
+        f"executors have another version of Python{there} than the driver; have PYSPARK_PYTHON, or "
+        "spark.pyspark.python, name the same version on all hosts"
+    )
+
+
+def _python_worker(text: str) -> str:
+    if "Python worker exited unexpectedly" in text or "Python worker failed to connect back" in text:
+        return "a Python worker of Spark was killed or has crashed"
+    found = _PYTHON.search(text)
+    errors = _ERROR_LINE.findall(found[1]) if found else []
+    return errors[-1].strip().removeprefix("hvdgloo.errors.LaunchError: ") if errors else ""
+
+
+def _no_barrier(text: str) -> str:
+    if "SPARK-24942" in text or "dynamic resource allocation" in text:
+        return "Spark refuses a barrier stage under dynamic allocation; give barrier=False"
+    return ""
+
+
+_EXPLANATIONS: tuple[Callable[[str], str], ...] = (
+    _stopped,
+    _cancelled,
+    _wrong_python,
+    _no_barrier,
+    _executor_lost,
+    _python_worker,
+)

@@ -1,0 +1,129 @@
+"""What an estimator trains on: Spark's executors, processes of this host, or anything else that can call a function.
+
+An estimator asks for two things only, so a Backend of one's own is a class with two methods::
+
+    class InPlace(Backend):
+        def run(self, fn, args=(), kwargs=None, env=None):
+            return [fn(*args, **(kwargs or {}))]
+
+        def num_processes(self):
+            return 1
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import hvdgloo.run as _run
+from hvdgloo.errors import ConfigError
+from hvdgloo.runner.job.environment import is_host_specific
+from hvdgloo.spark import _session
+
+__all__ = ["Backend", "LocalBackend", "SparkBackend", "default_num_proc"]
+
+T = TypeVar("T")
+
+
+def default_num_proc() -> int:
+    """How many processes there are by default: as many as Spark runs tasks at once, ``defaultParallelism``.
+
+    Raises:
+        LaunchError: there is no active SparkContext.
+        MissingDependencyError: pyspark is not installed.
+    """
+    return int(_session.active().default_parallelism)
+
+
+class Backend(ABC):
+    """Calls a function in all processes of a job."""
+
+    @abstractmethod
+    def run(
+        self,
+        fn: Callable[..., T],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> list[T]:
+        """Call ``fn(*args, **kwargs)`` in each process, and return the results in the order of ranks.
+
+        Args:
+            env: variables to set for the processes.
+        """
+
+    @abstractmethod
+    def num_processes(self) -> int:
+        """How many processes ``run`` calls the function in."""
+
+
+class LocalBackend(Backend):
+    """Trains in processes of this host, the driver's: Spark only prepares the data.
+
+    For a driver with the GPUs, and for trying things out: it starts no Spark job.
+
+    Args:
+        num_proc: number of processes.
+        env: variables to set for them, beside those of this process.
+        kwargs: further arguments of ``hvdgloo.run.run``, for example ``verbose=True``.
+    """
+
+    def __init__(self, num_proc: int = 1, env: Mapping[str, str] | None = None, **kwargs: Any) -> None:
+        self._num_proc = _checked(num_proc, "LocalBackend")
+        self._env = dict(env or {})
+        self._kwargs = kwargs
+
+    def run(
+        self,
+        fn: Callable[..., T],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> list[T]:
+        variables = {**self._env, **(env or {})}
+        return _run.run(fn, args, kwargs, num_proc=self._num_proc, env=variables, **self._kwargs)
+
+    def num_processes(self) -> int:
+        return self._num_proc
+
+
+class SparkBackend(Backend):
+    """Trains in tasks of Spark.
+
+    Args:
+        num_proc: number of processes; by default ``default_num_proc()``, now.
+        env: the processes' variables beside those of their executors; by default the driver's, except for those that
+            describe its host, and the GPUs that it may see.
+        kwargs: further arguments of ``hvdgloo.spark.run``, for example ``stdout``, ``verbose`` or ``nics``.
+    """
+
+    def __init__(self, num_proc: int | None = None, env: Mapping[str, str] | None = None, **kwargs: Any) -> None:
+        self._num_proc = default_num_proc() if num_proc is None else _checked(num_proc, "SparkBackend")
+        self._env = env
+        self._kwargs = kwargs
+
+    def run(
+        self,
+        fn: Callable[..., T],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> list[T]:
+        # Imported when it is called: whoever only trains on this host needs no Spark.
+        from hvdgloo.spark._run import run
+
+        own = {name: value for name, value in os.environ.items() if not is_host_specific(name)}
+        variables = {**(own if self._env is None else self._env), **(env or {})}
+        variables.pop("CUDA_VISIBLE_DEVICES", None)  # Spark has given each task its devices
+        return run(fn, args, kwargs, num_proc=self._num_proc, env=variables, **self._kwargs)
+
+    def num_processes(self) -> int:
+        return self._num_proc
+
+
+def _checked(num_proc: int, name: str) -> int:
+    if not isinstance(num_proc, int) or num_proc < 1:
+        raise ConfigError(f"{name}(num_proc={num_proc!r}): give a whole number of processes, at least 1")
+    return num_proc
