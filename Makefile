@@ -131,7 +131,7 @@ test-spark:
 	$(MAKE) test-ray
 
 test-with-spark: $(READY_SPARK)
-	$(VENV_SPARK)/bin/python -m pytest $(TESTS_SPARK)
+	$(VENV_SPARK)/bin/python -m pytest -n $(WORKERS) --dist loadfile $(TESTS_SPARK)
 
 test-ray: $(READY_SPARK)
 	$(VENV_SPARK)/bin/python -m pytest $(TESTS_RAY)

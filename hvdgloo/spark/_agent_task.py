@@ -10,10 +10,23 @@ import pickle
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from hvdgloo.runner.inbound.reception import Invitation
+from hvdgloo.runner.inbound.task import Invitation
 from hvdgloo.version import __version__
 
 Task = Callable[[int, Iterable[Any]], Iterator[Any]]
+
+
+def lists() -> Any:
+    """How Spark adds lists up, for an accumulator. A class of its own, so that it needs no hvdgloo where it is read."""
+
+    class Lists:
+        def zero(self, value: list[Any]) -> list[Any]:
+            return []
+
+        def addInPlace(self, value1: list[Any], value2: list[Any]) -> list[Any]:  # noqa: N802 - Spark's name
+            return value1 + value2
+
+    return Lists()
 
 
 def make_task(invitation: Invitation, python_path: str, executable: str | None, lacking: Any) -> Task:

@@ -1,7 +1,7 @@
 """``hvdgloo.spark.run``: a function in processes beside Spark's tasks, and its results.
 
-A Spark job brings an agent for each task; from there on it is a job of the launcher's. Spark decides where tasks run and
-how long they live; ranks, output, results and failures are as in ``hvdgloo.run.run``.
+A Spark job brings an agent for each task; from there on it is a job of the launcher's. Spark decides where tasks run,
+and how long they live; ranks, output, results and failures are as in ``hvdgloo.run.run``.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from typing import Any, SupportsFloat, TextIO, TypeVar
 
 from hvdgloo._job import excepthook
 from hvdgloo.config import Config, without_place
-from hvdgloo.errors import ConfigError, JobFailedError, LaunchError, UnusableHostsError
+from hvdgloo.errors import ConfigError, UnusableHostsError
 from hvdgloo.runner.inbound.job import run_function
-from hvdgloo.runner.inbound.reception import Arrival, Reception
+from hvdgloo.runner.inbound.meeting import Arrival
+from hvdgloo.runner.inbound.reception import Reception
 from hvdgloo.spark import _failures
-from hvdgloo.spark._agent_task import make_task
+from hvdgloo.spark._agent_task import lists, make_task
 from hvdgloo.spark._session import Session, active
 
 T = TypeVar("T")
@@ -101,9 +102,12 @@ def run(
     say = _Speaker(stderr, verbose)
     deadline = time.monotonic() + timeout
     job.check_slots(deadline, say)
-    with Reception(
-        job.size, what="Spark tasks", addresses=[session.driver] if session.driver else (), start_timeout=timeout
-    ) as reception, job.running(reception, python_path, executable):
+    with (
+        Reception(
+            job.size, what="Spark tasks", addresses=[session.driver] if session.driver else (), start_timeout=timeout
+        ) as reception,
+        job.running(reception, python_path, executable),
+    ):
         arrivals = reception.gather(remedy=job.remedy, poll=job.check_executors)
         say.started(arrivals)
         return run_function(
@@ -179,7 +183,9 @@ class _Job:
         soon = time.monotonic() + _SOON_S
         while (free := slots - session.busy()) < self.size:
             if time.monotonic() > soon:
-                say.line(f"waiting for Spark's other tasks: {self.size} slots are needed, and {free} of {slots} are free")
+                say.line(
+                    f"waiting for Spark's other tasks: {self.size} slots are needed, and {free} of {slots} are free"
+                )
                 return
             time.sleep(0.05)
 
@@ -194,16 +200,9 @@ class _Job:
     @contextmanager
     def running(self, reception: Reception, python_path: str, executable: str | None) -> Iterator[None]:
         """The tasks run while this lasts; afterwards nothing of the job is left."""
-        from pyspark import AccumulatorParam, InheritableThread
+        from pyspark import InheritableThread
 
-        class Lists(AccumulatorParam[list[Any]]):
-            def zero(self, value: list[Any]) -> list[Any]:
-                return []
-
-            def addInPlace(self, value1: list[Any], value2: list[Any]) -> list[Any]:  # noqa: N802 - Spark's name
-                return value1 + value2
-
-        self._lacking = self._context.accumulator([], Lists())
+        self._lacking = self._context.accumulator([], lists())
         task = make_task(reception.invitation, python_path, executable, self._lacking)
 
         def job() -> None:
@@ -212,7 +211,8 @@ class _Job:
                 tasks = self._context.range(0, self.size, numSlices=self.size)
                 (tasks.barrier() if self._barrier else tasks).mapPartitionsWithIndex(task).collect()
             except Exception as error:  # noqa: BLE001 - whatever Spark and its JVM raise, it is why tasks are gone
-                reception.fail(_failures.explain(str(error)))
+                stopped = self._session.is_stopped
+                reception.fail(_failures.STOPPED if stopped else _failures.explain(str(error)))
 
         # It has the caller's scheduler pool and job tags.
         thread = InheritableThread(target=job, name="hvdgloo-spark-job", daemon=True)
@@ -242,17 +242,17 @@ class _Job:
         Raises:
             UnusableHostsError: of some, and others have had the time to say the same.
         """
-        lacking = dict((index, (host, what)) for index, host, what in self._lacking.value)
+        lacking = {f"{host} (task {index})": what for index, host, what in sorted(self._lacking.value)}
         if not lacking:
             return
         now = time.monotonic()
         self._lacking_since = self._lacking_since or now
         if len(lacking) == self.size or now - self._lacking_since > _OTHERS_S:
-            lines = "\n".join(f"  {host} (task {index}): {what}" for index, (host, what) in sorted(lacking.items()))
+            lines = "\n".join(f"  {label}: {what}" for label, what in lacking.items())
             raise UnusableHostsError(
                 f"{len(lacking)} of {self.size} Spark tasks cannot start a rank:\n{lines}\nInstall the same version of "
                 "hvdgloo for the executors' Python (PYSPARK_PYTHON), or send an environment with it (--archives)",
-                hosts={host: what for host, what in lacking.values()},
+                hosts=lacking,
             )
 
 
@@ -272,7 +272,9 @@ class _Speaker:
     def started(self, arrivals: Sequence[Arrival]) -> None:
         hosts = sorted({arrival.host for arrival in arrivals})
         shown = ", ".join(hosts[:8]) + (", ..." if len(hosts) > 8 else "")
-        self.line(f"{len(arrivals)} tasks have started on {len(hosts)} {'host' if len(hosts) == 1 else 'hosts'}: {shown}")
+        self.line(
+            f"{len(arrivals)} tasks have started on {len(hosts)} {'host' if len(hosts) == 1 else 'hosts'}: {shown}"
+        )
         if self._verbose > 1:
             for arrival in arrivals:
                 self.line(f"  task {arrival.index}: {arrival.label}, from {arrival.address}, process {arrival.pid}")

@@ -40,6 +40,10 @@ class Session:
         return self.setting("spark.driver.host")
 
     @property
+    def is_stopped(self) -> bool:
+        return is_stopped(self.context)
+
+    @property
     def is_local(self) -> bool:
         """Whether tasks run in the driver's own JVM."""
         return bool(self._scala.isLocal())
@@ -70,7 +74,7 @@ class Session:
         if self.is_local or self._all_are_here():
             return True
         patience = self._scala.conf().getTimeAsSeconds("spark.scheduler.maxRegisteredResourcesWaitingTime", "30s")
-        return time.time() - max(self.context.startTime, self._last_loss()) / 1000 > float(patience)
+        return time.time() - max(int(self.context.startTime), self._last_loss()) / 1000 > float(patience)
 
     def _all_are_here(self) -> bool:
         """Whether a number of executors was asked for, and is there."""
@@ -93,6 +97,11 @@ class Session:
             return "Spark has no executors yet"
         executors = "the driver itself" if self.is_local else f"{self._executors()} executors"
         return f"Spark has {self.slots()} task slots ({executors}), {self.busy()} in use"
+
+
+def is_stopped(context: Any) -> bool:
+    """Whether a SparkContext has ended. One that was stopped from the JVM's side may still be the active one here."""
+    return context._jsc is None or bool(context._jsc.sc().isStopped())
 
 
 def active(spark: Any = None) -> Session:
@@ -122,8 +131,7 @@ def active(spark: Any = None) -> Session:
         context = spark if isinstance(spark, SparkContext) else getattr(spark, "sparkContext", None)
         if not isinstance(context, SparkContext):
             raise ConfigError(f"spark={spark!r}: give a SparkSession")
-    # A context that was stopped from the JVM's side is still the active one here.
-    if context is None or context._jsc is None or context._jsc.sc().isStopped():
+    if context is None or is_stopped(context):
         raise LaunchError(_NO_SESSION)
     return Session(context)
 

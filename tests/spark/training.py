@@ -1,0 +1,45 @@
+"""What the tests of failures train: until somebody ends it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+LONG_S = 240.0
+"""Nobody waits for so long: whoever got its end instead of the failure's cause would exceed its deadline."""
+
+
+def train(marks: Path, fate: str = "") -> int:
+    """Reduce until ``marks/end`` is there. Rank 1 meets its fate after the first steps.
+
+    Each rank leaves a file with its process's id when it begins: ``<rank>-<pid>``.
+    """
+    import numpy as np
+
+    import hvdgloo.numpy as hvd
+
+    hvd.init()
+    rank = hvd.rank()
+    (marks / f"{rank}-{os.getpid()}").touch()
+    began = time.monotonic()
+    step = 0
+    while time.monotonic() - began < LONG_S:
+        over = hvd.allreduce(np.array([float((marks / "end").exists())]), name="over", op=hvd.Sum)
+        if over[0]:
+            return rank
+        step += 1
+        if rank == 1 and step == 3:
+            meet(fate)
+        time.sleep(0.02)
+    return -1
+
+
+def meet(fate: str) -> None:
+    if fate == "raises":
+        raise ValueError("a batch that is no good")
+    if fate == "is killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fate == "exits":
+        os._exit(7)
