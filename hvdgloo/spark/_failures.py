@@ -12,6 +12,8 @@ _EXECUTOR = re.compile(r"ExecutorLostFailure \(executor (\S+) exited[^)]*\)(?: R
 _CODE = re.compile(r"[Cc]ommand exited with code (\d+)")
 _PYTHON = re.compile(r"PythonException: (.*?)(?:\n\s*\n\s*at |\n\tat |\Z)", re.DOTALL)
 _ERROR_LINE = re.compile(r"^[A-Za-z_][\w.]*(?:Error|Exception|Interrupt)\b.*", re.MULTILINE)
+_NO_START = re.compile(r"Error from python worker:\n(.*?)\n\s*PYTHONPATH was:", re.DOTALL)
+_FRAMEWORK_S = re.compile(r"^An error occurred while calling|Job aborted due to|^org.apache.spark.SparkException: *$")
 _FRAME = re.compile(r"^\s*(?:at |\.\.\. \d+ more|Caused by: )")
 
 
@@ -24,8 +26,22 @@ def explain(text: str) -> str:
     for explanation in _EXPLANATIONS:
         if reason := explanation(text):
             return reason
-    lines = [line.strip() for line in text.splitlines() if line.strip() and not _FRAME.match(line)]
-    return f"the Spark job failed: {lines[0]}" if lines else "the Spark job failed"
+    lines = [line.strip().removeprefix(": ") for line in text.splitlines() if line.strip() and not _FRAME.match(line)]
+    told = [line for line in lines if not _FRAMEWORK_S.search(line)] or lines
+    return f"the Spark job failed: {told[0]}" if told else "the Spark job failed"
+
+
+def wrong_python(text: str) -> dict[str, str]:
+    """Executors whose Python is of another version than the driver's, with what is wrong; none if that was not it.
+
+    Spark compares the versions before it reads the task, and ends the job at the first one that differs.
+    """
+    if "PYTHON_VERSION_MISMATCH" not in text:
+        return {}
+    found = re.search(r"worker has different version:? (\d+\.\d+) than that in driver:? (\d+\.\d+)", text)
+    where = re.search(r"\((\S+) executor (\S+)\)", text)
+    label = f"{where[1]} (executor {where[2]})" if where else "an executor"
+    return {label: f"it has Python {found[1]}, the driver has {found[2]}" if found else "it has another Python"}
 
 
 def _stopped(text: str) -> str:
@@ -49,20 +65,11 @@ def _executor_lost(text: str) -> str:
     return f"Spark lost executor {executor}" + (f" ({why})" if why else "")
 
 
-def _wrong_python(text: str) -> str:
-    if "PYTHON_VERSION_MISMATCH" not in text and "different version" not in text:
-        return ""
-    found = re.search(r"[Pp]ython in worker(?: has different version:?|.*?) \(?'?(\d+[., ]+\d+)", text)
-    there = f" ({re.sub('[ ,]+', '.', found[1]).replace('..', '.')})" if found else ""
-    return (
-        f"executors have another version of Python{there} than the driver; have PYSPARK_PYTHON, or "
-        "spark.pyspark.python, name the same version on all hosts"
-    )
-
-
 def _python_worker(text: str) -> str:
     if "Python worker exited unexpectedly" in text or "Python worker failed to connect back" in text:
         return "a Python worker of Spark was killed or has crashed"
+    if found := _NO_START.search(text):
+        return f"Spark's Python did not start on an executor: {found[1].strip().splitlines()[-1].strip()}"
     found = _PYTHON.search(text)
     errors = _ERROR_LINE.findall(found[1]) if found else []
     return errors[-1].strip().removeprefix("hvdgloo.errors.LaunchError: ") if errors else ""
@@ -77,7 +84,6 @@ def _no_barrier(text: str) -> str:
 _EXPLANATIONS: tuple[Callable[[str], str], ...] = (
     _stopped,
     _cancelled,
-    _wrong_python,
     _no_barrier,
     _executor_lost,
     _python_worker,

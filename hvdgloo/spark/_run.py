@@ -152,6 +152,7 @@ class _Job:
         self._group = f"hvdgloo-{uuid.uuid4()}"
         self._lacking: Any = None
         self._lacking_since: float | None = None
+        self._wrong_python: dict[str, str] = {}
         if not barrier and session.is_set("spark.speculation"):
             raise ConfigError(
                 "spark.speculation=true starts tasks a second time, and no rank may be: set it to false, or use a "
@@ -211,8 +212,10 @@ class _Job:
                 tasks = self._context.range(0, self.size, numSlices=self.size)
                 (tasks.barrier() if self._barrier else tasks).mapPartitionsWithIndex(task).collect()
             except Exception as error:  # noqa: BLE001 - whatever Spark and its JVM raise, it is why tasks are gone
-                stopped = self._session.is_stopped
-                reception.fail(_failures.STOPPED if stopped else _failures.explain(str(error)))
+                self._wrong_python = _failures.wrong_python(str(error))
+                if not self._wrong_python:
+                    stopped = self._session.is_stopped
+                    reception.fail(_failures.STOPPED if stopped else _failures.explain(str(error)))
 
         # It has the caller's scheduler pool and job tags.
         thread = InheritableThread(target=job, name="hvdgloo-spark-job", daemon=True)
@@ -242,18 +245,28 @@ class _Job:
         Raises:
             UnusableHostsError: of some, and others have had the time to say the same.
         """
+        if self._wrong_python:
+            raise self._unusable(
+                self._wrong_python,
+                "Have PYSPARK_PYTHON, or spark.pyspark.python, name the same version of Python on all hosts",
+            )
         lacking = {f"{host} (task {index})": what for index, host, what in sorted(self._lacking.value)}
         if not lacking:
             return
         now = time.monotonic()
         self._lacking_since = self._lacking_since or now
         if len(lacking) == self.size or now - self._lacking_since > _OTHERS_S:
-            lines = "\n".join(f"  {label}: {what}" for label, what in lacking.items())
-            raise UnusableHostsError(
-                f"{len(lacking)} of {self.size} Spark tasks cannot start a rank:\n{lines}\nInstall the same version of "
-                "hvdgloo for the executors' Python (PYSPARK_PYTHON), or send an environment with it (--archives)",
-                hosts=lacking,
+            raise self._unusable(
+                lacking,
+                "Install the same version of hvdgloo for the executors' Python (PYSPARK_PYTHON), or send an "
+                "environment that has it (--archives)",
             )
+
+    def _unusable(self, reasons: Mapping[str, str], remedy: str) -> UnusableHostsError:
+        lines = "\n".join(f"  {label}: {what}" for label, what in reasons.items())
+        return UnusableHostsError(
+            f"{len(reasons)} of {self.size} Spark tasks cannot start a rank:\n{lines}\n{remedy}", hosts=reasons
+        )
 
 
 class _Speaker:

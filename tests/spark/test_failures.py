@@ -200,18 +200,33 @@ class Nothing:
             raise ModuleNotFoundError("No module named 'hvdgloo'", name="hvdgloo")
 sys.meta_path.insert(0, Nothing)
 """
+ANOTHER_PYTHON = """
+import collections, sys
+Version = collections.namedtuple("Version", "major minor micro releaselevel serial")
+sys.version_info = Version(3, 99, 0, "final", 0)
+"""
 
 
-def test_executors_without_hvdgloo_are_all_named(cluster: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(WITHOUT_HVDGLOO)
+@pytest.mark.parametrize(
+    ("custom", "count", "what"),
+    [
+        pytest.param(WITHOUT_HVDGLOO, 2, "has no hvdgloo (the driver has hvdgloo ", id="without-hvdgloo"),
+        pytest.param(ANOTHER_PYTHON, 1, "it has Python 3.99, the driver has 3.", id="another-python"),
+    ],
+)
+def test_executors_that_cannot_be_used_are_named(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, custom: str, count: int, what: str
+) -> None:
+    """Spark itself compares versions of Python, and names the first executor that differs."""
+    (tmp_path / "sitecustomize.py").write_text(custom)
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nPYTHONPATH="{tmp_path}:$PYTHONPATH" exec "{sys.executable}" "$@"\n')
     python.chmod(0o755)
     monkeypatch.setattr(cluster.sparkContext, "pythonExec", str(python))
-    with pytest.raises(UnusableHostsError, match="2 of 2 Spark tasks cannot start a rank") as caught:
+    with pytest.raises(UnusableHostsError, match=f"{count} of 2 Spark tasks cannot start a rank") as caught:
         hvdgloo.spark.run(os.getpid, num_proc=2, verbose=0)
-    assert len(caught.value.hosts) == 2
-    assert all("has no hvdgloo (the driver has hvdgloo " in what for what in caught.value.hosts.values())
+    assert len(caught.value.hosts) == count
+    assert all(what in each for each in caught.value.hosts.values())
     monkeypatch.undo()
     _runs_the_next_job(cluster)
 
