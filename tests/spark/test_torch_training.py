@@ -333,6 +333,25 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_last_one(store: Store, m
     assert [each["epoch"] for each in result.history] == [0, 1, 2]
 
 
+def test_losses_and_metrics_are_logged_for_tensorboard(store: Store) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    estimators.write(store, estimators.linear(20, seed=1), validation=True)
+    net = model()
+    metrics = [torch.nn.functional.l1_loss]
+    logged = estimators.training(store, ROWS, validation_rows=20)
+    result = train(logged, job(net, torch.optim.SGD(net.parameters(), lr=LR), metrics=metrics))
+    assert result is not None
+    logs = Path(store.get_full_path(store.get_logs_path("run") or "").removeprefix("file://"))
+    for part in ("train", "validation"):
+        events = EventAccumulator(str(logs / part))
+        events.Reload()
+        losses = [event.value for event in events.Scalars("loss")]
+        assert losses == pytest.approx([record[part]["loss"] for record in result.history])
+        assert len(events.Scalars("group_0_label")) == 2
+
+
 def test_a_run_that_is_complete_is_not_trained_again(store: Store) -> None:
     whole = estimators.training(store, ROWS)
     net = model()

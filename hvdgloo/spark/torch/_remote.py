@@ -6,8 +6,8 @@ import dataclasses
 import inspect
 import io
 import os
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ import torch
 
 import hvdgloo.torch as hvd
 from hvdgloo.errors import ConfigError
+from hvdgloo.spark.common._logs import ScalarLogs, are_possible
 from hvdgloo.spark.common._training import Array, Batch, Reader, Training, TrainingResult
 from hvdgloo.spark.torch._losses import Loss, Metrics, TotalLoss, constructed
 
@@ -127,7 +128,11 @@ class _Loop:
         validation: Any = nullcontext()
         if training.validation_rows:
             validation = training.batches(rank, size, validation=True)
-        with training.batches(rank, size) as batches, validation as validation_batches, _own_random_numbers():
+        with ExitStack() as stack:
+            batches = stack.enter_context(training.batches(rank, size))
+            validation_batches = stack.enter_context(validation)
+            logs = stack.enter_context(_Logs(training)) if rank == 0 and training.store.saving_runs else None
+            stack.enter_context(_own_random_numbers())
             for epoch in range(self._epoch, training.epochs):
                 record: dict[str, Any] = {"epoch": epoch, "train": self._train(batches, epoch)}
                 if validation_batches is not None:
@@ -136,6 +141,8 @@ class _Loop:
                 if rank == 0:
                     training.save(epoch + 1, self._state(), self._history, size)
                     self._report(record)
+                if logs is not None:
+                    logs.write(record)
             if not self._outputs:
                 self._look(batches)
         return TrainingResult(self._history, self._state(), self._outputs) if rank == 0 else None
@@ -231,6 +238,38 @@ class _Loop:
             if "validation" in record:
                 text += f", of validation {record['validation']['loss']:.4g}"
             print(text, flush=True)  # noqa: T201
+
+
+class _Logs:
+    """What was measured, for TensorBoard, in the run's folder of the store; nothing if TensorBoard is not installed."""
+
+    def __init__(self, training: Training) -> None:
+        self._store = training.store
+        self._stack = ExitStack()
+        self._logs: dict[str, ScalarLogs] = {}
+
+    def __enter__(self) -> _Logs:
+        if are_possible():
+            self._folder = self._stack.enter_context(self._store.get_local_output_dir())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Add an epoch's values, and bring the files to the store."""
+        if not are_possible():
+            return
+        for part in ("train", "validation"):
+            if part not in record:
+                continue
+            if part not in self._logs:
+                folder = os.path.join(self._folder, self._store.logs_subdir, part)
+                self._logs[part] = self._stack.enter_context(ScalarLogs(folder))
+            measured = record[part]
+            values = {name: value for group in measured["all_metrics"] for name, value in group.items()}
+            self._logs[part].write(record["epoch"], {"loss": measured["loss"], **values})
+        self._store.sync(self._folder)
 
 
 class _Total:
