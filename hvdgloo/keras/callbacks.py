@@ -90,8 +90,13 @@ class BroadcastGlobalVariablesCallback(ForTfKeras, keras.callbacks.Callback):  #
         return self._shared(weights)
 
     def _state(self) -> list[Any]:
-        state = getattr(getattr(self.model, "optimizer", None), "variables", ())
-        return self._shared(state() if callable(state) else state)  # it is callable in tf_keras
+        optimizer = getattr(self.model, "optimizer", None)
+        state = getattr(optimizer, "variables", ())
+        # What has added up since the last step is of a rank's own batches.
+        sums = getattr(getattr(optimizer, "inner_optimizer", optimizer), "_accumulated_gradients", ())
+        own = {id(variable) for variable in sums}
+        # In tf_keras, what has the variables can be called.
+        return self._shared([each for each in (state() if callable(state) else state) if id(each) not in own])
 
     def _shared(self, variables: Sequence[Any]) -> list[Any]:
         return [variable for variable in variables if id(variable) not in self._local]
