@@ -1,0 +1,154 @@
+"""What the estimator adds to a rank's ``fit``: a checkpoint after each epoch, and the learning rate that it records.
+
+Imports Keras: see ``_library``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvdgloo.keras.callbacks import ForTfKeras
+from hvdgloo.spark.keras._library import Library
+from hvdgloo.spark.keras._models import archive_of, array_of
+
+__all__ = ["EpochEnded", "EpochEnds", "History", "LearningRate", "Unscaled"]
+
+History = dict[str, list[Any]]
+"""What was measured, by name: a value for each epoch."""
+
+EpochEnded = Callable[[int, bytes], None]
+
+
+class LearningRate:
+    """An optimizer's learning rate, multiplied from now on by the number of ranks.
+
+    All ranks together take batches that are larger by this factor. What is stored must not contain it: another run may
+    have another number of ranks.
+
+    Args:
+        optimizer: of either library; its rate is a number or a schedule.
+        factor: the number of ranks.
+    """
+
+    def __init__(self, library: Library, optimizer: Any, factor: int) -> None:
+        self._optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+        self._factor = factor
+        rate = getattr(self._optimizer, "_learning_rate", None)
+        rate = self._optimizer.learning_rate if rate is None else rate
+        self._is_schedule = callable(rate)
+        self._plain = rate if self._is_schedule else self._value()
+        self._scaled = _scaled(library, rate, factor) if self._is_schedule else self._plain * factor
+        self._optimizer.learning_rate = self._scaled
+        if not self._is_schedule:
+            self._scaled = self._value()  # as the optimizer's precision has it
+
+    @contextmanager
+    def unscaled(self) -> Iterator[None]:
+        """While the optimizer is stored: it has the rate of one process."""
+        now = self._scaled if self._is_schedule else self._value()
+        # What no callback has changed is restored exactly.
+        plain = self._plain if self._is_schedule or now == self._scaled else now / self._factor
+        self._optimizer.learning_rate = plain
+        try:
+            yield
+        finally:
+            self._optimizer.learning_rate = now
+
+    def _value(self) -> float:
+        return float(array_of(self._optimizer.learning_rate))
+
+
+def _scaled(library: Library, schedule: Any, factor: int) -> Any:
+    base = library.module.optimizers.schedules.LearningRateSchedule
+    if not isinstance(schedule, base):
+        return lambda: schedule() * factor
+
+    class Scaled(base):  # type: ignore[misc, valid-type]
+        """A schedule times the number of ranks; never stored."""
+
+        def __call__(self, step: Any) -> Any:
+            return schedule(step) * factor
+
+        def get_config(self) -> dict[str, Any]:
+            return dict(schedule.get_config())
+
+    return Scaled()
+
+
+class EpochEnds(ForTfKeras, keras.callbacks.Callback):  # type: ignore[misc]
+    """Keeps the history, and reports each epoch. On the first rank only.
+
+    Args:
+        history: what epochs before this run have left; added to.
+        ended: called with the number of whole epochs and the model's archive; None if nobody wants them.
+    """
+
+    def __init__(self, rate: LearningRate, history: History, ended: EpochEnded | None) -> None:
+        super().__init__()
+        self._rate, self._history, self._ended = rate, history, ended
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Called by Keras."""
+        for name, value in (logs or {}).items():
+            self._history.setdefault(name, []).append(np.asarray(value).tolist())
+        if self._ended is not None:
+            with self._rate.unscaled():
+                archive = archive_of(self.model)
+            self._ended(epoch + 1, archive)
+
+
+class Unscaled(ForTfKeras, keras.callbacks.Callback):  # type: ignore[misc]
+    """Calls another callback, which stores the model, while the model has the learning rate of one process.
+
+    Args:
+        inner: the user's ``checkpoint_callback``.
+    """
+
+    def __init__(self, rate: LearningRate, inner: Any) -> None:
+        super().__init__()
+        self._rate, self._inner = rate, inner
+        self._by_batch = getattr(inner, "save_freq", "epoch") != "epoch"
+
+    def set_params(self, params: Any) -> None:
+        """Called by Keras."""
+        super().set_params(params)
+        self._inner.set_params(params)
+
+    def set_model(self, model: Any) -> None:
+        """Called by Keras."""
+        super().set_model(model)
+        self._inner.set_model(model)
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Called by Keras."""
+        self._inner.on_train_begin(logs)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Called by Keras."""
+        with self._rate.unscaled():
+            self._inner.on_train_end(logs)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Called by Keras."""
+        self._inner.on_epoch_begin(epoch, logs)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Called by Keras."""
+        with self._rate.unscaled():
+            self._inner.on_epoch_end(epoch, logs)
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Called by Keras."""
+        self._inner.on_train_batch_begin(batch, logs)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Called by Keras."""
+        if not self._by_batch:
+            return
+        with self._rate.unscaled():
+            self._inner.on_train_batch_end(batch, logs)

@@ -1,0 +1,189 @@
+"""How the columns of a batch become what a model takes, and what its outputs are compared with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdgloo.errors import ConfigError
+
+Array = NDArray[Any]
+Shape = tuple[int | None, ...]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """An input or an output of a model.
+
+    Args:
+        name: for messages; and its key, where the model takes a dictionary.
+        shape: without the batch, None for a length that is free; None if the model does not say.
+        dtype: of numpy's names; None if the model does not say.
+        is_given: the shape is not the model's: the user said so.
+    """
+
+    name: str
+    shape: Shape | None
+    dtype: str | None
+    is_given: bool = False
+
+
+@dataclass(frozen=True)
+class Side:
+    """The inputs, or the outputs, of a model, in the order of the columns that belong to them.
+
+    Args:
+        slots: one for each column.
+        keyed: whether the model has a dictionary of them.
+    """
+
+    slots: tuple[Slot, ...]
+    keyed: bool
+
+    def structure(self, arrays: Sequence[Array]) -> Any:
+        """One array as it is, several as a tuple or a dictionary."""
+        if self.keyed:
+            return {slot.name: array for slot, array in zip(self.slots, arrays, strict=True)}
+        return arrays[0] if len(arrays) == 1 else tuple(arrays)
+
+    def arrays(self, structure: Any) -> list[Any]:
+        """The inverse of ``structure``, of what a model returns."""
+        if isinstance(structure, Mapping):
+            return [structure[slot.name] for slot in self.slots]
+        return list(structure) if isinstance(structure, (list, tuple)) else [structure]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How columns become inputs and targets.
+
+    Args:
+        inputs: of the feature columns.
+        targets: of the label columns; their shapes are those that labels are given where they fit.
+        floatx: the type of floating-point numbers that the library computes with.
+    """
+
+    inputs: Side
+    targets: Side
+    floatx: str
+
+    def features(self, columns: Sequence[Array]) -> Any:
+        """Inputs of a batch; columns have shape (rows,) or (rows, ...), inputs that of the model."""
+        return self.inputs.structure(
+            [
+                _reshaped(column, slot.shape).astype(slot.dtype or self.floatx, copy=False)
+                for column, slot in zip(columns, self.inputs.slots, strict=True)
+            ]
+        )
+
+    def labels(self, columns: Sequence[Array]) -> Any:
+        """Targets of a batch. A label that is not as large as the output (a class beside scores) keeps its shape."""
+        return self.targets.structure(
+            [
+                (_reshaped(column, slot.shape) if _fits(column, slot.shape) else column).astype(self.floatx, copy=False)
+                for column, slot in zip(columns, self.targets.slots, strict=True)
+            ]
+        )
+
+
+def layout_of(
+    model: Any,
+    floatx: str,
+    feature_cols: Sequence[str],
+    label_cols: Sequence[str],
+    label_shapes: Sequence[Sequence[int]] | None,
+) -> Layout:
+    """The layout of a model.
+
+    Args:
+        label_shapes: of each label, with or without a first -1 for the batch; None for those of the outputs.
+
+    Raises:
+        ConfigError: (a ValueError) there are more or fewer columns than inputs or outputs, or than ``label_shapes``.
+    """
+    inputs = _side(model, "input", "feature_cols", feature_cols)
+    outputs = _side(model, "output", "label_cols", label_cols)
+    if label_shapes is not None:
+        if len(label_shapes) != len(label_cols):
+            raise ConfigError(
+                f"label_shapes has {len(label_shapes)} shapes, and label_cols {len(label_cols)} columns; give one for "
+                "each"
+            )
+        slots = [
+            Slot(slot.name, tuple(shape[1:] if shape[:1] == [-1] else shape), slot.dtype, is_given=True)
+            for slot, shape in zip(outputs.slots, map(list, label_shapes), strict=True)
+        ]
+        outputs = Side(tuple(slots), outputs.keyed)
+    return Layout(inputs, outputs, floatx)
+
+
+def check_shapes(
+    layout: Layout, sizes: Mapping[str, int | None], feature_cols: Sequence[str], label_cols: Sequence[str]
+) -> None:
+    """Check that columns fit the inputs and, where the user gives shapes of labels, these.
+
+    Args:
+        sizes: how many numbers a row has, by column; None, or no entry, if that is not known.
+
+    Raises:
+        ConfigError: (a ValueError) naming a column, its size and the input's.
+    """
+    for name, slot in zip(feature_cols, layout.inputs.slots, strict=True):
+        _check_size(name, sizes.get(name), slot.shape, f"input {slot.name!r} of the model takes")
+    for name, slot in zip(label_cols, layout.targets.slots, strict=True):
+        if slot.is_given:
+            _check_size(name, sizes.get(name), slot.shape, "label_shapes says")
+
+
+def _check_size(name: str, size: int | None, shape: Shape | None, whose: str) -> None:
+    if shape is None or size is None:
+        return
+    known = math.prod(length for length in shape if length is not None)
+    if known != size if None not in shape else not known or size % known:
+        spelled = ", ".join("any" if length is None else str(length) for length in shape)
+        raise ConfigError(
+            f"column {name!r} has {size} number{'s' * (size != 1)} in a row, and {whose} ({spelled}), which is {known}"
+            f"{' times any number' if None in shape else ''}"
+        )
+
+
+def _side(model: Any, what: str, argument: str, columns: Sequence[str]) -> Side:
+    try:
+        structure = getattr(model, what)
+    except (AttributeError, ValueError):  # a model that is a class of the user's, or that is not built
+        structure = None
+    keyed = isinstance(structure, Mapping)
+    if structure is None:
+        return Side(tuple(Slot(name, None, None) for name in columns), keyed=False)
+    if isinstance(structure, Mapping):
+        order = columns if set(columns) == set(structure) else list(structure)
+        named = [(key, structure[key]) for key in order]
+    else:
+        tensors = structure if isinstance(structure, (list, tuple)) else [structure]
+        named = [(tensor.name, tensor) for tensor in tensors]
+    if len(named) != len(columns):
+        raise ConfigError(
+            f"{argument} has {len(columns)} columns, {', '.join(columns)}, and the model {len(named)} {what}s, "
+            f"{', '.join(name for name, _ in named)}; give one column for each"
+        )
+    return Side(tuple(Slot(name, tuple(tensor.shape[1:]), _dtype(tensor)) for name, tensor in named), keyed)
+
+
+def _dtype(tensor: Any) -> str | None:
+    name = str(getattr(tensor.dtype, "name", tensor.dtype))
+    return name if name in np.sctypeDict else None  # bfloat16 is not, and Keras casts to it
+
+
+def _reshaped(column: Array, shape: Shape | None) -> Array:
+    if shape is None or shape.count(None) > 1:
+        return column
+    return column.reshape(len(column), *(-1 if size is None else size for size in shape))
+
+
+def _fits(column: Array, shape: Shape | None) -> bool:
+    return shape is not None and None not in shape and column[0].size == math.prod(map(int, shape))  # type: ignore[arg-type]

@@ -1,0 +1,336 @@
+"""Models, and what they are compiled with, as bytes and values that travel between processes.
+
+A model travels and is stored as a ``.keras`` archive, which either library reads back whole. What it is compiled with
+travels as classes and their configurations: a loss may be a function, which an archive can only name.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import tempfile
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvdgloo.errors import ConfigError
+from hvdgloo.spark.keras._library import Library, library_of
+
+logger = logging.getLogger(__name__)
+
+_HDF5 = b"\x89HDF"
+_NUMBERED = re.compile(r"_\d+(?=/|$)")
+_KEPT = ("jit_compile", "run_eagerly", "steps_per_execution", "weighted_metrics")
+"""What a compiled model keeps when it is given another optimizer, loss or metrics."""
+
+
+# Models.
+
+
+def archive_of(model: Any) -> bytes:
+    """A model, and its optimizer's state if it is compiled, as the bytes of a ``.keras`` file.
+
+    Raises:
+        ConfigError: (a ValueError) the library cannot save it.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "model.keras")
+        try:
+            model.save(path)
+        except (TypeError, ValueError, NotImplementedError) as error:
+            raise ConfigError(
+                f"{model.name} cannot be saved, and is sent to the ranks as it would be saved: {error}"
+            ) from error
+        return path.read_bytes()
+
+
+def model_of(library: Library, data: bytes, custom_objects: Mapping[str, Any]) -> Any:
+    """The model of a ``.keras`` or ``.h5`` file's bytes, not compiled, and from a source that is trusted.
+
+    Raises:
+        ConfigError: (a ValueError) the library cannot read it.
+    """
+    return _loaded(library, data, custom_objects, compile=False, trusted=True)
+
+
+def loaded_model(library: Library, data: bytes, custom_objects: Mapping[str, Any], *, trusted: bool) -> Any:
+    """The same, compiled as it was saved if that is possible.
+
+    Args:
+        trusted: whether functions in it may be unmarshalled, which a ``Lambda`` needs.
+    """
+    try:
+        return _loaded(library, data, custom_objects, compile=True, trusted=trusted)
+    except ConfigError:
+        model = _loaded(library, data, custom_objects, compile=False, trusted=trusted)
+    logger.warning(
+        "%s is not compiled: what it was compiled with is not known here; name it in custom_objects=", model.name
+    )
+    return model
+
+
+def _loaded(library: Library, data: bytes, custom_objects: Mapping[str, Any], *, compile: bool, trusted: bool) -> Any:
+    ending = ".h5" if data.startswith(_HDF5) else ".keras"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, f"model{ending}")
+        path.write_bytes(data)
+        try:
+            return library.module.models.load_model(
+                path, custom_objects=dict(custom_objects), compile=compile, safe_mode=not trusted
+            )
+        except (TypeError, ValueError, OSError) as error:
+            raise ConfigError(
+                f"this is not a model that {library.title} can load: {error}; if it has classes or functions of its "
+                "own, name them in custom_objects="
+            ) from error
+
+
+def build(model: Any, sizes: Sequence[int | None]) -> None:
+    """Build a model that does not know its inputs' shapes yet.
+
+    Args:
+        sizes: how many numbers a row of each feature has; None if that is not known.
+
+    Raises:
+        ConfigError: (a ValueError) this is not enough to build it.
+    """
+    if model.built:
+        return
+    if len(sizes) == 1 and sizes[0] is not None:
+        try:
+            model.build((None, sizes[0]))
+        except (TypeError, ValueError, NotImplementedError) as error:
+            raise ConfigError(f"{model.name} cannot be built for rows of {sizes[0]} numbers: {error}") from error
+    if not model.built:
+        raise ConfigError(f"{model.name} is not built: begin it with keras.Input, or call it on some rows")
+
+
+def load_state(model: Any, data: bytes) -> None:
+    """Give a compiled model the weights and the optimizer's state of an archive of the same model.
+
+    Gradients that had only been added up are left out where the two add up over different numbers of steps.
+    """
+    own = model.optimizer
+    passes = getattr(own, "gradient_accumulation_steps", None)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "model.keras")
+        path.write_bytes(data)
+        saved = _optimizer_config(path).get("gradient_accumulation_steps")
+        if saved == passes:
+            model.load_weights(path)
+            return
+        # Keras would leave all of the state out, because there are more or fewer variables.
+        plain = next(base for base in type(own).__mro__ if "_hvd_options" not in vars(base))
+        other = plain.from_config({**own.get_config(), "gradient_accumulation_steps": saved})
+        other.build(model.trainable_variables)
+        model.optimizer = other
+        try:
+            model.load_weights(path)
+        finally:
+            model.optimizer = own
+    for variable, source in zip(variables_of(own), variables_of(other), strict=True):
+        variable.assign(array_of(source))
+
+
+def signature_of(model: Any) -> list[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of a model's weights, without the numbers that Keras adds to the names of a second layer."""
+    return [
+        (_NUMBERED.sub("", getattr(weight, "path", weight.name)).partition(":")[0], tuple(weight.shape))
+        for weight in model.weights
+    ]
+
+
+def registered_objects(library: Library) -> dict[str, Any]:
+    """What the program has registered with the library, by the names that archives use."""
+    known = library.module.saving.get_custom_objects()
+    return {
+        name: value
+        for name, value in known.items()
+        if getattr(value, "__module__", "").partition(".")[0] not in ("keras", "tf_keras", "hvdgloo")
+    }
+
+
+# What they are compiled with.
+
+
+@dataclass(frozen=True)
+class Part:
+    """An optimizer, a loss or a metric: its class, and the configuration that makes another one."""
+
+    kind: type
+    config: Mapping[str, Any]
+
+    def make(self) -> Any:
+        """A new one."""
+        return self.kind.from_config(dict(self.config))  # type: ignore[attr-defined]
+
+
+def is_part(value: Any) -> bool:
+    """Whether it is an object that its class can make again from its configuration."""
+    return not isinstance(value, type) and hasattr(value, "get_config") and hasattr(value, "from_config")
+
+
+def parts_of(value: Any) -> Any:
+    """A structure of losses or metrics with ``Part`` in place of the library's objects; names and functions stay."""
+    if isinstance(value, Mapping):
+        return {name: parts_of(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [parts_of(each) for each in value]
+    if is_part(value):
+        return Part(type(value), value.get_config())
+    return value
+
+
+def made_of(value: Any) -> Any:
+    """The inverse of ``parts_of``, with new objects."""
+    if isinstance(value, Part):
+        return value.make()
+    if isinstance(value, dict):
+        return {name: made_of(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [made_of(each) for each in value]
+    return value
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """The arguments of ``compile``, and the state that the optimizer has.
+
+    Args:
+        optimizer: what makes it.
+        state: the values of its variables; empty if it has none yet.
+        loss, loss_weights, metrics: as ``compile`` takes them, with ``Part`` for objects of the library.
+        options: other arguments of ``compile``.
+    """
+
+    optimizer: Part
+    state: tuple[np.ndarray[Any, Any], ...]
+    loss: Any
+    loss_weights: Any
+    metrics: Any
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def compile(self, library: Library, model: Any, custom_objects: Mapping[str, Any], wrap: Any = None) -> None:
+        """Compile a built model, with an optimizer that has its state.
+
+        Args:
+            wrap: a function of the optimizer that returns the one to be used.
+        """
+        with library.module.saving.custom_object_scope(dict(custom_objects)):
+            optimizer = self.optimizer.make()
+            model.compile(
+                optimizer=optimizer if wrap is None else wrap(optimizer),
+                loss=made_of(self.loss),
+                loss_weights=self.loss_weights,
+                metrics=made_of(self.metrics),
+                **{name: made_of(value) for name, value in self.options.items()},
+            )
+        build_optimizer(model)
+        if self.state:
+            for variable, value in zip(variables_of(model.optimizer), self.state, strict=True):
+                variable.assign(value)
+
+
+def compilation_of(
+    library: Library,
+    model: Any,
+    optimizer: Any = None,
+    loss: Any = None,
+    loss_weights: Sequence[float] | None = None,
+    metrics: Any = None,
+) -> Compilation:
+    """What a model is to be compiled with: what is given, and for the rest what it has been compiled with.
+
+    Args:
+        optimizer: an object, a name or a configuration, as ``compile`` takes it.
+        loss, metrics: as ``compile`` takes them; None or empty for the model's own.
+
+    Raises:
+        ConfigError: (a ValueError) neither gives an optimizer or a loss; the optimizer is of another library, has been
+            distributed already, or is unknown.
+    """
+    own: dict[str, Any] = dict(model.get_compile_config() or {}) if _is_compiled(model) else {}
+    chosen = optimizer if optimizer is not None else getattr(model, "optimizer", None) if own else None
+    if chosen is None:
+        raise ConfigError("no optimizer: give optimizer=, or a model that has been compiled with one")
+    if isinstance(chosen, (str, dict)):
+        try:
+            chosen = library.module.optimizers.get(chosen)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"optimizer={optimizer!r} is none that {library.title} knows: {error}") from error
+    _check_optimizer(library, chosen)
+    has_loss = loss is not None and not (isinstance(loss, (list, dict)) and not loss)
+    chosen_loss = loss if has_loss else getattr(model, "loss", None) if own else None
+    if chosen_loss is None:
+        raise ConfigError("no loss: give loss=, or a model that has been compiled with one")
+    if not has_loss and loss_weights is None:
+        loss_weights = own.get("loss_weights")
+    options = {name: _plain(library, own[name]) for name in _KEPT if own.get(name) is not None}
+    return Compilation(
+        optimizer=Part(type(chosen), chosen.get_config()),
+        state=tuple(np.asarray(array_of(variable)) for variable in variables_of(chosen)) if _has_state(chosen) else (),
+        loss=parts_of(chosen_loss),
+        loss_weights=loss_weights,
+        metrics=parts_of(metrics) if metrics else _plain(library, own.get("metrics")),
+        options=options,
+    )
+
+
+def variables_of(optimizer: Any) -> list[Any]:
+    """An optimizer's variables, its learning rate among them, without those in which gradients add up."""
+    variables = getattr(optimizer, "variables", ())
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    sums = {id(variable) for variable in getattr(inner, "_accumulated_gradients", ())}
+    # Those of tf_keras are a list that can be called.
+    return [each for each in (variables() if callable(variables) else variables) if id(each) not in sums]
+
+
+def array_of(variable: Any) -> np.ndarray[Any, Any]:
+    """The value of a variable of either library."""
+    from hvdgloo.keras._functions import array_of as value
+
+    return value(variable)
+
+
+def build_optimizer(model: Any) -> None:
+    """Give a compiled model's optimizer the variables that it otherwise gets with its first step."""
+    optimizer = model.optimizer
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    if hasattr(optimizer, "build"):
+        optimizer.build(model.trainable_variables)
+    else:  # tf_keras.optimizers.legacy
+        inner._create_all_weights(model.trainable_variables)
+
+
+def _optimizer_config(path: Path) -> Any:
+    with zipfile.ZipFile(path) as file:
+        config = json.loads(file.read("config.json"))
+    return (((config.get("compile_config") or {}).get("optimizer") or {}).get("config")) or {}
+
+
+def _is_compiled(model: Any) -> bool:
+    return bool(getattr(model, "compiled", False) or getattr(model, "_is_compiled", False))
+
+
+def _has_state(optimizer: Any) -> bool:
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    return bool(getattr(inner, "built", getattr(inner, "_built", False)))
+
+
+def _check_optimizer(library: Library, optimizer: Any) -> None:
+    owner = library_of(optimizer)
+    if owner is None or owner.name != library.name or not hasattr(optimizer, "apply_gradients"):
+        what = type(optimizer).__name__ if owner is None else f"{type(optimizer).__name__} of {owner.title}"
+        raise ConfigError(f"the model is one of {library.title}, and optimizer= is {what}; use one of the same library")
+    if hasattr(getattr(optimizer, "inner_optimizer", optimizer), "_hvd"):
+        raise ConfigError("optimizer= has been distributed already; give the plain one, which every rank distributes")
+
+
+def _plain(library: Library, config: Any) -> Any:
+    """What is in a compile configuration, with ``Part`` for objects."""
+    return parts_of(library.module.saving.deserialize_keras_object(config, safe_mode=False))

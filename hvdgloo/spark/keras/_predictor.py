@@ -1,0 +1,54 @@
+"""A Keras model as Spark's Python workers load it for ``transform``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdgloo.spark.keras._layout import Layout
+from hvdgloo.spark.keras._library import Library
+from hvdgloo.spark.keras._models import model_of
+
+Array = NDArray[Any]
+
+_ROWS = 1024
+"""Rows that go through the model at once: an Arrow batch has ten times as many, too many for a large model."""
+
+
+@dataclass(frozen=True)
+class KerasPredictor:
+    """A model that can be sent.
+
+    Args:
+        library: to be used before ``packed`` is unpickled, which may import it.
+        archive: the model.
+        packed: by cloudpickle, what names in the archive stand for, and a ``Layout``.
+    """
+
+    library: Library
+    archive: bytes
+    packed: bytes
+
+    def load(self) -> Callable[[list[Array]], list[Array]]:
+        """A function from columns to columns, of shapes (rows,) or (rows, ...)."""
+        self.library.use()
+        custom_objects, layout = cloudpickle.loads(self.packed)
+        return applying(model_of(self.library, self.archive, custom_objects), layout)
+
+
+def applying(model: Any, layout: Layout) -> Callable[[list[Array]], list[Array]]:
+    """The function from columns to columns that a model is."""
+
+    def apply(columns: list[Array]) -> list[Array]:
+        parts = []
+        for begin in range(0, len(columns[0]), _ROWS):
+            inputs = layout.features([column[begin : begin + _ROWS] for column in columns])
+            parts.append([np.asarray(array) for array in layout.targets.arrays(model.predict_on_batch(inputs))])
+        return [np.concatenate(arrays) for arrays in zip(*parts, strict=True)]
+
+    return apply

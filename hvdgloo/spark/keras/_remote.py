@@ -1,0 +1,193 @@
+"""What each rank of a KerasEstimator's job does. Imports Keras only once it is known which one, and on which backend."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+
+import hvdgloo.numpy
+from hvdgloo.spark.common import _logs
+from hvdgloo.spark.common._training import Batch, Reader, Training, TrainingResult
+from hvdgloo.spark.keras._layout import Layout
+from hvdgloo.spark.keras._library import Library
+from hvdgloo.spark.keras._models import Compilation, archive_of, load_state, model_of
+from hvdgloo.spark.keras._run_files import RunFiles
+
+if TYPE_CHECKING:
+    from hvdgloo.spark.keras._callbacks import EpochEnded, History
+
+__all__ = ["Job", "train"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What ranks need beside what every estimator's ranks need.
+
+    Args:
+        model: its archive; it is built.
+        compilation: what it is compiled with.
+        layout: how columns become inputs and targets.
+        custom_objects: what names in the archive stand for.
+        callbacks, checkpoint_callback: the user's.
+    """
+
+    model: bytes
+    compilation: Compilation
+    layout: Layout
+    custom_objects: Mapping[str, Any]
+    callbacks: Sequence[Any]
+    checkpoint_callback: Any
+
+
+def train(library: Library, packed: bytes, training: Training) -> TrainingResult | None:
+    """Train on one rank; the first one returns what came of it.
+
+    Args:
+        library: to be used before ``packed`` is unpickled, which imports it.
+        packed: a ``Job``, by cloudpickle.
+    """
+    hvdgloo.numpy.init()
+    _choose_gpu(training.use_gpu, hvdgloo.numpy.local_rank())
+    library.use()
+    job: Job = cloudpickle.loads(packed)
+    library.module.backend.set_floatx(job.layout.floatx)
+    return _Rank(library, job, training).train()
+
+
+def _choose_gpu(use_gpu: bool, local_rank: int) -> None:
+    """Show this process one GPU, or none. No backend looks for them before it is imported, or at least used."""
+    known = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not use_gpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
+    elif known is None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(local_rank)
+    elif local_rank < len(devices := known.split(",")) > 1:
+        os.environ["CUDA_VISIBLE_DEVICES"] = devices[local_rank]
+
+
+class _Rank:
+    def __init__(self, library: Library, job: Job, training: Training) -> None:
+        self.library, self.job, self.training = library, job, training
+        self.rank, self.size = hvdgloo.numpy.rank(), hvdgloo.numpy.size()
+
+    def train(self) -> TrainingResult | None:
+        # Those that import Keras.
+        from hvdgloo.keras.callbacks import BroadcastGlobalVariablesCallback, MetricAverageCallback
+        from hvdgloo.spark.keras._callbacks import EpochEnds, LearningRate, Unscaled
+        from hvdgloo.spark.keras._feeding import FollowEpochs, feed_of
+
+        job, training = self.job, self.training
+        self.library.module.utils.set_random_seed(training.seed + self.rank)  # of dropout; weights are broadcast
+        model = model_of(self.library, job.model, job.custom_objects)
+        job.compilation.compile(self.library, model, job.custom_objects, wrap=self._distributed)
+        checkpoint = training.resume() if self.rank == 0 else None
+        if checkpoint is not None:
+            load_state(model, checkpoint.archive)
+        done, history = hvdgloo.numpy.broadcast_object(
+            (checkpoint.epoch, checkpoint.history) if checkpoint is not None else (0, {})
+        )
+        rate = LearningRate(self.library, model.optimizer, self.size)
+        with ExitStack() as stack:
+            batches = stack.enter_context(training.batches(self.rank, self.size))
+            feed = feed_of(self.library, len(batches), self._reading(batches), done)
+            validation_feed = None
+            if training.validation_rows:
+                validation = stack.enter_context(training.batches(self.rank, self.size, validation=True))
+                validation_feed = feed_of(self.library, len(validation), self._reading(validation), 0)
+            files = stack.enter_context(RunFiles(training)) if self.rank == 0 and training.store.saving_runs else None
+            callbacks = [
+                FollowEpochs(feed),
+                BroadcastGlobalVariablesCallback(0),
+                MetricAverageCallback(),
+                *self._users_callbacks(files),
+            ]
+            saved = None
+            if files is not None and job.checkpoint_callback is not None:
+                saved = files.keep(job.checkpoint_callback, history)
+                callbacks.append(Unscaled(rate, job.checkpoint_callback))
+            if self.rank == 0:
+                callbacks.append(EpochEnds(rate, history, self._epoch_ended(history, files)))
+            if done < training.epochs:
+                model.fit(
+                    feed,
+                    initial_epoch=done,
+                    epochs=training.epochs,
+                    validation_data=validation_feed,
+                    callbacks=callbacks,
+                    shuffle=False,
+                    # A progress bar is unreadable among the lines of other ranks.
+                    verbose=2 if self.rank == 0 and training.verbose else 0,
+                )
+            if self.rank:
+                return None
+            outputs = self._outputs(model, batches)
+            best = None if files is None or saved is None else files.saved(saved)
+            if best is not None and zipfile.is_zipfile(io.BytesIO(best)):
+                return TrainingResult(history, best, outputs)
+            if best is not None:
+                load_state(model, best)
+            with rate.unscaled():
+                return TrainingResult(history, archive_of(model), outputs)
+
+    def _distributed(self, optimizer: Any) -> Any:
+        from hvdgloo.keras import Compression, DistributedOptimizer
+
+        return DistributedOptimizer(
+            optimizer,
+            compression=self.training.gradient_compression or Compression.none,
+            backward_passes_per_step=self.training.backward_passes_per_step,
+            average_aggregated_gradients=True,
+        )
+
+    def _users_callbacks(self, files: RunFiles | None) -> list[Any]:
+        """The user's callbacks. TensorBoard is for the first rank alone, and writes into the run's folder."""
+        kind = self.library.module.callbacks.TensorBoard
+        kept = []
+        for callback in self.job.callbacks:
+            if isinstance(callback, kind):
+                if self.rank:
+                    continue
+                if not _logs.are_possible():
+                    logger.warning("TensorBoard is not installed, so its callback is left out: pip install tensorboard")
+                    continue
+                if files is not None:
+                    callback.log_dir = files.logs
+            kept.append(callback)
+        return kept
+
+    def _epoch_ended(self, history: History, files: RunFiles | None) -> EpochEnded | None:
+        if files is None:
+            return None
+        has_own = any(isinstance(each, self.library.module.callbacks.TensorBoard) for each in self.job.callbacks)
+
+        def ended(epochs: int, archive: bytes) -> None:
+            self.training.save(epochs, archive, history, self.size)
+            if not has_own:
+                files.write_logs(epochs - 1, {name: values[-1] for name, values in history.items()})
+            files.sync()
+
+        return ended
+
+    def _reading(self, reader: Reader) -> Callable[[int], Iterator[Any]]:
+        return lambda epoch: (self._arranged(batch) for batch in reader.epoch(epoch))
+
+    def _arranged(self, batch: Batch) -> tuple[Any, ...]:
+        layout = self.job.layout
+        arranged = layout.features(batch.features), layout.labels(batch.labels)
+        return arranged if batch.weights is None else (*arranged, batch.weights.astype(layout.floatx, copy=False))
+
+    def _outputs(self, model: Any, reader: Reader) -> tuple[tuple[int, ...], ...]:
+        """The shape of each output without the batch, as the model has it for some rows."""
+        batch = next(reader.epoch(0))
+        predicted = model.predict_on_batch(self.job.layout.features([column[:1] for column in batch.features]))
+        return tuple(tuple(array.shape[1:]) for array in self.job.layout.targets.arrays(predicted))
