@@ -115,12 +115,9 @@ def library_of_model(model: Any) -> Library:
     library = library_of(model)
     if library is None or not isinstance(model, library.module.Model):
         kind = type(model)
+        is_torch = any(base.__module__.startswith("torch.") for base in kind.__mro__)
         raise ConfigError(
             f"model= is {kind.__module__}.{kind.__qualname__}, not a model of Keras 3 or tf_keras"
-            + (
-                "; TorchEstimator trains it"
-                if any(base.__module__.startswith("torch.") for base in kind.__mro__)
-                else ""
-            )
+            f"{'; TorchEstimator trains it' if is_torch else ''}"
         )
     return library

@@ -110,6 +110,14 @@ def build(model: Any, sizes: Sequence[int | None]) -> None:
         raise ConfigError(f"{model.name} is not built: begin it with keras.Input, or call it on some rows")
 
 
+def load_weights(model: Any, data: bytes) -> None:
+    """Give a compiled model what a file of the same model's weights has, the bytes of a ``.weights.h5`` file."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "model.weights.h5")
+        path.write_bytes(data)
+        model.load_weights(path)
+
+
 def load_state(model: Any, data: bytes) -> None:
     """Give a compiled model the weights and the optimizer's state of an archive of the same model.
 

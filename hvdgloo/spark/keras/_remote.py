@@ -1,10 +1,14 @@
-"""What each rank of a KerasEstimator's job does. Imports Keras only once it is known which one, and on which backend."""
+"""What each rank of a KerasEstimator's job does.
+
+Keras is imported only when it is known which one, and on which backend.
+"""
 
 from __future__ import annotations
 
 import io
 import logging
 import os
+import sys
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -14,17 +18,20 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 
 import hvdgloo.numpy
+from hvdgloo.spark import task
 from hvdgloo.spark.common import _logs
 from hvdgloo.spark.common._training import Batch, Reader, Training, TrainingResult
 from hvdgloo.spark.keras._layout import Layout
 from hvdgloo.spark.keras._library import Library
-from hvdgloo.spark.keras._models import Compilation, archive_of, load_state, model_of
+from hvdgloo.spark.keras._models import Compilation, archive_of, load_state, load_weights, model_of
 from hvdgloo.spark.keras._run_files import RunFiles
 
 if TYPE_CHECKING:
     from hvdgloo.spark.keras._callbacks import EpochEnded, History
 
 __all__ = ["Job", "train"]
+
+_GPUS = "CUDA_VISIBLE_DEVICES"
 
 logger = logging.getLogger(__name__)
 
@@ -56,23 +63,33 @@ def train(library: Library, packed: bytes, training: Training) -> TrainingResult
         library: to be used before ``packed`` is unpickled, which imports it.
         packed: a ``Job``, by cloudpickle.
     """
-    hvdgloo.numpy.init()
-    _choose_gpu(training.use_gpu, hvdgloo.numpy.local_rank())
-    library.use()
-    job: Job = cloudpickle.loads(packed)
-    library.module.backend.set_floatx(job.layout.floatx)
-    return _Rank(library, job, training).train()
+    # A backend that calls this in its own process may have an hvd of its own.
+    own = not hvdgloo.numpy.is_initialized()
+    if own:
+        hvdgloo.numpy.init()
+    try:
+        if library.name not in sys.modules:
+            _choose_gpu(training.use_gpu, hvdgloo.numpy.local_rank())
+        library.use()
+        job: Job = cloudpickle.loads(packed)
+        library.module.backend.set_floatx(job.layout.floatx)
+        return _Rank(library, job, training).train()
+    finally:
+        if own:
+            hvdgloo.numpy.shutdown()
 
 
 def _choose_gpu(use_gpu: bool, local_rank: int) -> None:
-    """Show this process one GPU, or none. No backend looks for them before it is imported, or at least used."""
-    known = os.environ.get("CUDA_VISIBLE_DEVICES")
+    """Show this process one GPU, or none, before a backend looks for them."""
     if not use_gpu:
-        os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
-    elif known is None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(local_rank)
-    elif local_rank < len(devices := known.split(",")) > 1:
-        os.environ["CUDA_VISIBLE_DEVICES"] = devices[local_rank]
+        os.environ[_GPUS] = "-1"
+        return
+    given = [] if os.environ.get("HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX") == "1" else task.get_available_devices()
+    index = int(given[0]) if given else local_rank
+    visible = os.environ.get(_GPUS)
+    names = [str(number) for number in range(index + 1)] if visible is None else visible.split(",")
+    if index < len(names):
+        os.environ[_GPUS] = names[index]
 
 
 class _Rank:
@@ -134,9 +151,9 @@ class _Rank:
             best = None if files is None or saved is None else files.saved(saved)
             if best is not None and zipfile.is_zipfile(io.BytesIO(best)):
                 return TrainingResult(history, best, outputs)
-            if best is not None:
-                load_state(model, best)
             with rate.unscaled():
+                if best is not None:
+                    load_weights(model, best)
                 return TrainingResult(history, archive_of(model), outputs)
 
     def _distributed(self, optimizer: Any) -> Any:

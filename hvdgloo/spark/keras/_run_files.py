@@ -1,4 +1,4 @@
-"""Files beside the checkpoint that the first rank leaves in a run's folder: logs, and what the user's callback saves."""
+"""What the first rank leaves in a run's folder beside the checkpoint: logs, and what the user's callback saves."""
 
 from __future__ import annotations
 
