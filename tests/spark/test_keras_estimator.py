@@ -1,0 +1,333 @@
+"""KerasEstimator and KerasModel on a Spark session. What ranks do on each backend is in ``test_keras_training.py``."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pyspark.ml import Pipeline, PipelineModel
+from pyspark.ml.linalg import Vectors
+
+from hvdgloo.errors import ConfigError
+from hvdgloo.spark.common.backend import LocalBackend
+from hvdgloo.spark.common.store import Store
+from hvdgloo.spark.keras import KerasEstimator, KerasModel
+from tests.support import estimators
+from tests.support.estimators import InPlace
+
+if "keras" not in sys.modules:
+    os.environ["KERAS_BACKEND"] = "torch"  # the one that is imported fastest
+import keras
+
+ROWS = 96
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras about numpy
+
+
+@pytest.fixture(scope="module")
+def df(spark: Any) -> Any:
+    """``y`` is what a linear function makes of the vector ``x``; ``a`` and ``b`` are the numbers in it."""
+    data = estimators.linear(ROWS, width=2)
+    rows = [
+        (index, Vectors.dense(x), *map(float, x), float(y), index % 4)
+        for index, (x, y) in enumerate(zip(data["features"], data["label"], strict=True))
+    ]
+    frame = spark.createDataFrame(rows, ["id", "x", "a", "b", "y", "kind"]).repartition(2).cache()
+    assert frame.count() == ROWS
+    return frame
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store.create(str(tmp_path / "store"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def without_tensorflow() -> Iterator[None]:
+    """Keras would import it in passing when it first saves something."""
+    patch = pytest.MonkeyPatch()
+    if "tensorflow" not in sys.modules:
+        patch.setitem(sys.modules, "tensorflow", None)
+        keras.saving.serialize_keras_object(keras.layers.Dense(1))
+        patch.undo()
+    yield
+
+
+def net(inputs: int = 2, outputs: int = 1, **named: Any) -> Any:
+    keras.utils.set_random_seed(5)
+    layers = [keras.Input((inputs,)), keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(outputs)]
+    return keras.Sequential(layers, **named)
+
+
+def estimator(store: Store | None, **changes: Any) -> KerasEstimator:
+    arguments = {
+        "model": net(),
+        "backend": InPlace(),
+        "store": store,
+        "optimizer": keras.optimizers.Adam(0.05),
+        "loss": "mse",
+        "feature_cols": ["x"],
+        "label_cols": ["y"],
+        "batch_size": 16,
+        "epochs": 2,
+        "verbose": 0,
+        **changes,
+    }
+    return KerasEstimator(**{name: value for name, value in arguments.items() if value is not None})
+
+
+def test_fit_trains_on_ranks_of_this_host_and_transform_predicts(df: Any, store: Store) -> None:
+    """With processes that are started for it; all else here is on one rank in this process."""
+    fitting = estimator(
+        store,
+        backend=LocalBackend(2),
+        epochs=15,
+        validation=0.25,
+        metrics=["mae"],
+        gradient_compression=None,
+        backend_env={"OF_THE_RANKS": "3"},
+        callbacks=[NeedsTheEnvironment()],
+    )
+    model = fitting.fit(df)
+    history = model.getHistory()
+    assert set(history) == {"loss", "mae", "val_loss", "val_mae"}
+    assert history["loss"][-1] < history["loss"][0] / 5
+    assert float(model.getModel().optimizer.learning_rate) == np.float32(0.05)
+    rows = model.transform(df).orderBy("id").collect()
+    assert rows[0].__fields__ == ["id", "x", "a", "b", "y", "kind", "y__output"]
+    inputs = np.stack([row.x.toArray() for row in rows])
+    expected = model.getModel().predict(inputs, verbose=0).reshape(-1)
+    np.testing.assert_allclose([row.y__output for row in rows], expected, rtol=1e-5)
+
+
+class NeedsTheEnvironment(keras.callbacks.Callback):
+    def on_train_begin(self, logs: Any = None) -> None:
+        assert os.environ["OF_THE_RANKS"] == "3"
+
+
+def test_the_model_that_was_given_stays_as_it_was(df: Any, store: Store) -> None:
+    fitting = estimator(store)
+    model = fitting.fit(df)
+    for given, before, after in zip(
+        fitting.getModel().get_weights(), net().get_weights(), model.getModel().get_weights(), strict=True
+    ):
+        np.testing.assert_array_equal(given, before)
+        assert not np.array_equal(given, after)
+    assert not fitting.getOptimizer().built
+
+
+def test_a_run_goes_on_by_its_name_with_its_history(df: Any, store: Store) -> None:
+    first = estimator(store, run_id="mine", epochs=1).fit(df)
+    second = estimator(store, run_id="mine", epochs=2, model=net(name="again")).fit(df)
+    assert second.getHistory()["loss"][:1] == first.getHistory()["loss"]
+    whole = estimator(store, epochs=2).fit(df)
+    for ours, theirs in zip(second.getModel().get_weights(), whole.getModel().get_weights(), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
+    assert estimator(store, run_id="mine", epochs=2).fit(df).getHistory() == second.getHistory()
+    with pytest.raises(ConfigError, match="the checkpoint of run 'mine' is of another model: .*'.*kernel'.*shape"):
+        estimator(store, run_id="mine", model=wider()).fit(df)
+
+
+def wider() -> Any:
+    layers = [keras.Input((2,)), keras.layers.Dense(9), keras.layers.Dense(1)]
+    return keras.Sequential(layers)
+
+
+def test_a_compiled_model_needs_neither_optimizer_nor_loss(df: Any, store: Store) -> None:
+    model = net()
+    model.compile(keras.optimizers.Adam(0.05), "mse", metrics=["mae"])
+    fitting = estimator(store, model=model)
+    for param in (fitting.optimizer, fitting.loss):
+        fitting.clear(param)
+    trained = fitting.fit(df)
+    given = estimator(store, metrics=["mae"]).fit(df)
+    assert trained.getHistory() == given.getHistory()
+    assert type(trained.getModel().optimizer) is keras.optimizers.Adam
+
+
+def test_models_that_keras_builds_from_the_data(df: Any, store: Store) -> None:
+    class Own(keras.Model):
+        def __init__(self, **named: Any) -> None:
+            super().__init__(**named)
+            self.layer = keras.layers.Dense(1)
+
+        def build(self, shape: Any) -> None:
+            self.layer.build(shape)
+
+        def call(self, inputs: Any) -> Any:
+            return self.layer(inputs)
+
+    for model, names in ((keras.Sequential([keras.layers.Dense(1)]), {}), (Own(), {"Own": Own})):
+        trained = estimator(store, model=model, custom_objects=names, epochs=1).fit(df)
+        assert [weight.shape for weight in trained.getModel().weights] == [(2, 1), (1,)]
+        assert len(trained.transform(df.where("id < 3")).collect()) == 3
+    with pytest.raises(ConfigError, match="is not built: begin it with keras.Input"):
+        estimator(store, model=keras.Sequential([keras.layers.Dense(1)]), feature_cols=["a", "b"]).fit(df)
+
+
+def test_data_are_transformed_weighted_and_kept_in_memory(df: Any, store: Store) -> None:
+    def doubled(frame: Any) -> Any:
+        frame["y"] = 2 * frame["y"]
+        return frame
+
+    plain = estimator(store, sample_weight_col="b").fit(df.selectExpr("x", "2 * y as y", "abs(b) as b"))
+    seen = estimator(
+        store,
+        sample_weight_col="b",
+        transformation_fn=doubled,
+        transformation_edit_fields=[("y", np.float64, (), False)],
+        inmemory_cache_all=True,
+        shuffle=False,
+        epochs=1,
+    ).fit(df.selectExpr("x", "y", "abs(b) as b"))
+    assert seen.getHistory()["loss"][0] == pytest.approx(plain.getHistory()["loss"][0], rel=0.2)
+
+
+def test_dictionaries_of_inputs_go_by_name(df: Any, store: Store) -> None:
+    inputs = {"b": keras.Input((1,), name="b"), "a": keras.Input((1,), name="a")}
+    joined = keras.layers.Concatenate()([inputs["a"], keras.layers.Rescaling(0.0)(inputs["b"])])
+    model = keras.Model(inputs, keras.layers.Dense(1, kernel_initializer="ones")(joined))
+    trained = KerasModel(model=model, feature_columns=["b", "a"], label_columns=["y"])
+    rows = trained.transform(df.where("id < 5")).collect()
+    np.testing.assert_allclose([row.y__output for row in rows], [[row.a] for row in rows], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": None}, "model is not set"),
+        ({"model": object()}, "model= is builtins.object, not a model of Keras 3 or tf_keras"),
+        ({"optimizer": None}, "no optimizer: give optimizer="),
+        ({"optimizer": "nonsense"}, "optimizer='nonsense' is none that Keras 3 on torch knows"),
+        ({"optimizer": object()}, "the model is one of Keras 3 on torch, and optimizer= is object"),
+        ({"loss": None}, "no loss: give loss="),
+        ({"feature_cols": ["x", "a"]}, r"feature_cols has 2 columns, x, a, and the model 1 inputs"),
+        ({"label_cols": ["y", "a"]}, r"label_cols has 2 columns, y, a, and the model 1 outputs"),
+        ({"model": 3}, r"column 'x' has 2 numbers in a row, and input '.*' of the model takes \(3\), which is 3"),
+        ({"label_shapes": [[-1, 2]]}, r"column 'y' has 1 number in a row, and label_shapes says \(2\), which is 2"),
+        ({"label_shapes": [[-1], [-1]]}, "label_shapes has 2 shapes, and label_cols 1 columns"),
+    ],
+)
+def test_mistakes_are_found_before_training(df: Any, store: Store, changes: dict[str, Any], message: str) -> None:
+    if isinstance(changes.get("model"), int):
+        changes = {"model": net(changes["model"])}
+    with pytest.raises(ConfigError, match=message):
+        estimator(store, backend=Unused(), **changes).fit(df)
+
+
+class Unused(InPlace):
+    def run(self, *arguments: Any, **named: Any) -> list[Any]:
+        raise AssertionError("nothing is to be trained")
+
+
+def test_a_model_of_torch_is_sent_to_the_other_estimator(df: Any, store: Store) -> None:
+    import torch
+
+    with pytest.raises(ConfigError, match=r"Linear, not a model of Keras 3 or tf_keras; TorchEstimator trains it"):
+        estimator(store, model=torch.nn.Linear(2, 1)).fit(df)
+
+
+def test_a_distributed_optimizer_is_refused(df: Any, store: Store) -> None:
+    import hvdgloo.keras as hvd
+
+    with pytest.raises(ConfigError, match="has been distributed already; give the plain one"):
+        estimator(store, optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD())).fit(df)
+
+
+def test_every_argument_is_a_param_with_its_methods(store: Store) -> None:
+    fitting = estimator(store)
+    spelled = {"shuffle_buffer_size": "ShufflingBufferSize", "inmemory_cache_all": "InMemoryCacheAll"}
+    spelled |= {f"{kind}_reader_num_workers": f"{kind.title()}ReaderNumWorker" for kind in ("train", "val")}
+    names = [name for name in inspect.signature(KerasEstimator.__init__).parameters if name != "self"]
+    assert len(names) == 45
+    for name in names:
+        title = spelled.get(name) or "".join(part.title() for part in name.split("_"))
+        value = getattr(fitting, f"get{title}")()
+        assert getattr(fitting, f"set{title}")(value) is fitting
+        assert getattr(fitting, f"get{title}")() == value
+        assert fitting.hasParam(name)
+    assert fitting.getBackendEnv() == {"LIBHDFS_OPTS": "-Xms2048m -Xmx2048m"}
+    assert fitting.get_model_shapes() == ([(None, 2)], [(None, 1)])
+    assert fitting.get_model_class() is KerasModel
+
+
+# Saving and loading.
+
+
+def files(path: Path) -> set[str]:
+    return {file.name for file in (path / "params").iterdir() if not file.name.startswith(".")}
+
+
+def test_estimators_and_models_are_saved_in_kerass_own_formats(df: Any, store: Store, tmp_path: Path) -> None:
+    fitting = estimator(store, loss=[keras.losses.Huber(0.5)], metrics=["mae", keras.metrics.MeanSquaredError()])
+    fitting.save(str(tmp_path / "estimator"))
+    assert not [name for name in files(tmp_path / "estimator") if name.endswith(".pkl")]
+    loaded = KerasEstimator.load(str(tmp_path / "estimator"), trusted=False)
+    assert loaded.getBackend() is None
+    assert loaded.getOptimizer().get_config() == fitting.getOptimizer().get_config()
+    first = fitting.fit(df)
+    second = loaded.setBackend(InPlace()).setStore(store).fit(df)
+    assert second.getHistory() == first.getHistory()
+    assert set(first.getHistory()) == {"loss", "mae", "mean_squared_error"}
+
+    first.save(str(tmp_path / "model"))
+    assert not [name for name in files(tmp_path / "model") if name.endswith(".pkl")]
+    model = KerasModel.load(str(tmp_path / "model"), trusted=False)
+    assert model.getHistory() == first.getHistory()
+    assert float(model.getModel().optimizer.learning_rate) == np.float32(0.05)
+    assert int(model.getModel().optimizer.iterations) == int(first.getModel().optimizer.iterations) > 0
+    rows = df.where("id < 5")
+    assert model.transform(rows).collect() == first.transform(rows).collect()
+
+
+def test_what_is_the_users_own_is_pickled_and_refused_if_not_trusted(df: Any, store: Store, tmp_path: Path) -> None:
+    class Doubled(keras.layers.Dense):
+        def call(self, inputs: Any) -> Any:
+            return 2 * super().call(inputs)
+
+    model = keras.Sequential([keras.Input((2,)), Doubled(1)])
+    fitting = estimator(
+        store,
+        model=model,
+        custom_objects={"Doubled": Doubled},
+        loss=lambda truth, predicted: (truth - predicted) ** 2,
+        epochs=1,
+    )
+    path = str(tmp_path / "estimator")
+    fitting.save(path)
+    with pytest.raises(ConfigError, match="custom_objects, loss would be unpickled"):
+        KerasEstimator.load(path, trusted=False)
+    again = KerasEstimator.load(path).setStore(store).setBackend(InPlace())
+    trained = again.fit(df)
+    assert trained.getHistory() == fitting.fit(df).getHistory()
+    given = KerasEstimator.load(path, trusted=False, custom_objects={"Doubled": Doubled}, loss="mse")
+    assert given.getModel().layers[-1].__class__ is Doubled
+
+    path = str(tmp_path / "model")
+    trained.save(path)
+    assert KerasModel.load(path).transform(df.limit(1)).columns[-1] == "y__output"
+
+
+def test_pipelines_are_saved_with_their_estimators_and_models(df: Any, store: Store, tmp_path: Path) -> None:
+    Pipeline(stages=[estimator(store, epochs=1)]).save(str(tmp_path / "pipeline"))
+    (stage,) = Pipeline.load(str(tmp_path / "pipeline")).getStages()
+    fitted = Pipeline(stages=[stage.setStore(store).setBackend(InPlace())]).fit(df)
+    fitted.save(str(tmp_path / "fitted"))
+    (model,) = PipelineModel.load(str(tmp_path / "fitted")).stages
+    assert isinstance(model, KerasModel)
+    assert model.getHistory() == fitted.stages[0].getHistory()
+
+
+def test_the_checkpoint_is_a_file_that_keras_reads(df: Any, store: Store) -> None:
+    model = estimator(store, run_id="mine").fit(df)
+    folder = store.get_localized_path(store.get_checkpoint_path("mine"))
+    read = keras.models.load_model(Path(folder, "checkpoint.keras"))
+    for ours, theirs in zip(read.get_weights(), model.getModel().get_weights(), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert json.dumps(model.getHistory())
