@@ -19,6 +19,7 @@ from hvdgloo.runner.elastic_launch import _Giver
 from hvdgloo.runner.job.spec import HostEntry, LaunchSpec
 from hvdgloo.runner.network.interfaces import Address
 from hvdgloo.runner.protocol.frames import Frame, Probe, Surveyed
+from hvdgloo.runner.protocol.channel import Channel
 from hvdgloo.runner.supervise import host_state
 from hvdgloo.runner.supervise.agent_link import Link
 from hvdgloo.runner.supervise.elastic import ElasticSupervisor, Visit
@@ -44,6 +45,9 @@ class Command:
             open(os.devnull, mode)  # noqa: SIM115 - closed with the link
             for mode in ("wb", "rb", "rb")
         )
+
+    def channel(self) -> Channel:
+        return Channel(self.stdout.fileno(), self.stdin.fileno())
 
     def poll(self) -> int | None:
         return -9 if self.kills and self.ends else None
