@@ -18,8 +18,8 @@ from hvdgloo.runner.discovery import LOOPBACK
 from hvdgloo.runner.elastic_launch import _Giver
 from hvdgloo.runner.job.spec import HostEntry, LaunchSpec
 from hvdgloo.runner.network.interfaces import Address
-from hvdgloo.runner.protocol.frames import Frame, Probe, Surveyed
 from hvdgloo.runner.protocol.channel import Channel
+from hvdgloo.runner.protocol.frames import Frame, Probe, Surveyed
 from hvdgloo.runner.supervise import host_state
 from hvdgloo.runner.supervise.agent_link import Link
 from hvdgloo.runner.supervise.elastic import ElasticSupervisor, Visit

@@ -44,7 +44,7 @@ def test_a_function_of_another_python_is_refused_in_a_line(
 ) -> None:
     """Pain 19: bytecode of another version fails in ways that nobody understands."""
     with monkeypatch.context() as patch:
-        patch.setattr(function_task, "_version", lambda: version)
+        patch.setattr(function_task, "python_version", lambda: version)
         (tmp_path / "function").write_bytes(function_task.pack_function(int, (), {}, SECRET))
     with open(tmp_path / "function", "rb") as function, open(tmp_path / "outcome", "wb") as outcome:
         done = subprocess.run(
