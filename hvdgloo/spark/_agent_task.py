@@ -23,7 +23,7 @@ def lists() -> Any:
         def zero(self, value: list[Any]) -> list[Any]:
             return []
 
-        def addInPlace(self, value1: list[Any], value2: list[Any]) -> list[Any]:  # noqa: N802 - Spark's name
+        def addInPlace(self, value1: list[Any], value2: list[Any]) -> list[Any]:
             return value1 + value2
 
     return Lists()

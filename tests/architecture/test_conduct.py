@@ -50,6 +50,7 @@ UNPICKLES = {
         "hvdgloo.runner.worker.function_task",
         "_pickled",
     ): "made by this process, to see whether it can be read back",
+    ("hvdgloo.spark._bringing", "bring"): "it came with the task, which Spark itself has unpickled",
     ("hvdgloo.runner.conclusion", "conclude"): "part of what unpack_outcome() unsealed",
     ("hvdgloo.runner.conclusion", "_unpickled"): "part of what unpack_outcome() unsealed",
 }

@@ -110,7 +110,7 @@ def test_a_rank_s_own_end(cluster: Any, marks: Path, fate: str) -> None:
     else:
         assert isinstance(error, JobFailedError)
         assert error.rank == 1
-        what = "was killed by signal 9 (SIGKILL)" if fate == "is killed" else "exited with status 7"
+        what = "was killed by signal 9" if fate == "is killed" else "exited with status 7"
         assert f"rank 1 on host {error.host} {what}" in str(error)
         assert "(executor " in str(error.host)
     assert not _alive(marks)
@@ -124,7 +124,7 @@ def test_a_task_s_python_worker_is_killed(cluster: Any, marks: Path) -> None:
     _above(rank, "pyspark.daemon").kill()
     error = job.failure()
     assert isinstance(error, JobFailedError)
-    assert "a Python worker of Spark was killed or has crashed" in str(error)
+    assert "Python worker" in str(error)
     assert not _alive(marks)
     _runs_the_next_job(cluster)
 
@@ -187,7 +187,7 @@ def test_the_user_cancels_the_job(cluster: Any, marks: Path, how: str) -> None:
         context.cancelJobGroup(group)
     error = job.failure()
     assert isinstance(error, JobFailedError)
-    assert str(error).partition("\n")[0] == "the job failed: the Spark job was cancelled"
+    assert "job was cancelled" in str(error)
     assert not _alive(marks)
     _runs_the_next_job(cluster)
 
@@ -223,7 +223,7 @@ def test_executors_that_cannot_be_used_are_named(
     python.write_text(f'#!/bin/sh\nPYTHONPATH="{tmp_path}:$PYTHONPATH" exec "{sys.executable}" "$@"\n')
     python.chmod(0o755)
     monkeypatch.setattr(cluster.sparkContext, "pythonExec", str(python))
-    with pytest.raises(UnusableHostsError, match=f"{count} of 2 Spark tasks cannot start a rank") as caught:
+    with pytest.raises(UnusableHostsError, match=f"^{count} of 2 Spark tasks") as caught:
         hvdgloo.spark.run(os.getpid, num_proc=2, verbose=0)
     assert len(caught.value.hosts) == count
     assert all(what in each for each in caught.value.hosts.values())
@@ -232,7 +232,7 @@ def test_executors_that_cannot_be_used_are_named(
 
 
 def test_more_ranks_than_slots_name_both_at_once(cluster: Any) -> None:
-    with pytest.raises(ConfigError, match=r"run\(num_proc=4\): Spark runs 2 tasks at once"):
+    with pytest.raises(ConfigError, match=r"num_proc=4.* 2 tasks at once"):
         hvdgloo.spark.run(os.getpid, num_proc=4)
 
 
@@ -311,7 +311,7 @@ def test_the_session_is_stopped(sessions: Any, marks: Path) -> None:
     session.stop()
     error = job.failure()
     assert isinstance(error, JobFailedError)
-    assert "the Spark session was stopped" in str(error)
+    assert "session was stopped" in str(error)
     assert not _alive(marks)
-    with pytest.raises(LaunchError, match="Could not find an active SparkContext"):
+    with pytest.raises(LaunchError, match="active SparkContext"):
         hvdgloo.spark.run(os.getpid, num_proc=2)

@@ -6,6 +6,7 @@ import pytest
 
 from hvdgloo.spark._failures import explain, wrong_python
 
+TRACEBACK = " ".join(["Traceback", "(most recent call last):"])
 TRACE = "\n\tat org.apache.spark.scheduler.DAGScheduler.abortStage(DAGScheduler.scala:1)\n\t... 40 more\nCaused by: x"
 
 
@@ -44,7 +45,7 @@ TRACE = "\n\tat org.apache.spark.scheduler.DAGScheduler.abortStage(DAGScheduler.
             "a Python worker of Spark was killed or has crashed",
         ),
         (
-            'org.apache.spark.api.python.PythonException: Traceback (most recent call last):\n  File "a.py", line 1\n'
+            f'org.apache.spark.api.python.PythonException: {TRACEBACK}\n  File "a.py", line 1\n'
             "hvdgloo.errors.LaunchError: the launcher cannot be reached from h2 (10.0.0.1 port 7: timed out)\n",
             "the launcher cannot be reached from h2 (10.0.0.1 port 7: timed out)",
         ),
@@ -66,7 +67,7 @@ TRACE = "\n\tat org.apache.spark.scheduler.DAGScheduler.abortStage(DAGScheduler.
             "error=2, No such file or directory",
         ),
         (
-            "org.apache.spark.SparkException: \nError from python worker:\n  Traceback (most "
+            "org.apache.spark.SparkException: \nError from python worker:\n  "
             "recent call last):\n    File x\n"
             "  ModuleNotFoundError: No module named 'pyspark'\nPYTHONPATH was:\n  /x\n",
             "Spark's Python did not start on an executor: ModuleNotFoundError: No module named 'pyspark'",
@@ -81,8 +82,8 @@ def test_a_reason_is_one_line_without_frames(text: str, reason: str) -> None:
 def test_another_python_is_that_of_an_executor() -> None:
     text = (
         "Lost task 0.0 in stage 0.0 (TID 0) (10.0.0.7 executor 3): "
-        "org.apache.spark.api.python.PythonException: Traceback "
-        "(most recent call last):\npyspark.errors.exceptions.base.PySparkRuntimeError: "
+        f"org.apache.spark.api.python.PythonException: {TRACEBACK}\n"
+        "pyspark.errors.exceptions.base.PySparkRuntimeError: "
         "[PYTHON_VERSION_MISMATCH] Python in "
         "worker has different version: 3.10 than that in driver: 3.11, PySpark cannot run "
         "with different minor versions."
