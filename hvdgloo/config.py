@@ -354,7 +354,8 @@ class Config:
         yaml="as_horovod",
         parse=_boolean,
         help="have `import horovod.torch`, and Horovod's other modules, import hvdgloo's, so that a program written "
-        "for Horovod runs unchanged; only in programs that hvdgloo-run starts",
+        "for Horovod runs unchanged; in programs that hvdgloo-run starts, or hvdgloo.spark.run "
+        "(docs/migrating.md says how drivers of Spark are started)",
     )
 
     # How long things may take: three different questions, three settings.

@@ -21,6 +21,7 @@ READS_ENVIRONMENT = {
     "hvdgloo._job.environment": "a program finds its place there, which changes while it runs",
     "hvdgloo._job.access": "NCCL_SOCKET_IFNAME is NCCL's, which hvdgloo-run sets for its workers, too",
     "hvdgloo.common.util": "env() sets variables for programs, and puts them back",
+    "hvdgloo.as_horovod.__main__": "the program gets this process's environment",
     "hvdgloo.spark._bringing": "what a Spark task has in its environment is its worker's, too",
     "hvdgloo.spark.common.backend": "SparkBackend gives workers the driver's environment, as Horovod's does",
     "hvdgloo.spark.task": "a worker finds there what Spark has given to its task",

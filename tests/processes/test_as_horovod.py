@@ -167,3 +167,21 @@ def test_commands_that_are_modules_run_under_horovods_name(module: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "hvdgloo-run" in done.stdout
+
+
+def test_a_driver_that_is_started_by_plain_python_imports_horovod(tmp_path: Path) -> None:
+    program = tmp_path / "driver.py"
+    program.write_text("import sys, horovod.spark\nsys.stdout.write(f'{horovod.spark.__name__} {sys.argv[1:]}')")
+    command = [sys.executable, "-m", "hvdgloo.as_horovod"]
+    ran = subprocess.run([*command, str(program), "--rows", "5"], capture_output=True, text=True, timeout=60)
+    assert ran.stdout == "hvdgloo.spark ['--rows', '5']", ran.stderr
+    folder = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
+    assert folder.split(os.pathsep)[0] == str(Path(as_horovod.__file__).parent)
+    ran = subprocess.run(
+        [sys.executable, str(program)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": folder},
+    )
+    assert ran.stdout == "hvdgloo.spark []", ran.stderr

@@ -9,6 +9,7 @@ import re
 import stat
 import sys
 import threading
+import types
 from pathlib import Path
 from typing import Any
 
@@ -233,6 +234,26 @@ def test_a_spark_backend_gives_the_driver_s_environment_without_its_gpus(
     assert backend.num_processes() == 2
     assert backend.run(look, env={"OF_THE_CALL": "2"}) == [["1", "2", None]] * 2
     assert SparkBackend(1, env={"OF_THE_CALL": "3"}, verbose=0).run(look) == [[None, "3", None]]
+
+
+def _horovod() -> str:
+    import horovod.numpy as hvd
+
+    hvd.init()
+    return str(hvd.__name__)
+
+
+@pytest.mark.parametrize("by", ["variable", "module"])
+def test_workers_import_horovod_where_the_driver_does(spark: Any, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
+    with pytest.raises(ModuleNotFoundError, match="horovod"):
+        hvdgloo.spark.run(_horovod, num_proc=1, verbose=0, stderr=io.StringIO())
+    if by == "variable":
+        monkeypatch.setenv("HVDGLOO_AS_HOROVOD", "1")
+    else:
+        stand_in = types.ModuleType("horovod")
+        monkeypatch.setattr(stand_in, "stands_in_for", "Horovod", raising=False)
+        monkeypatch.setitem(sys.modules, "horovod", stand_in)
+    assert hvdgloo.spark.run(_horovod, num_proc=1, verbose=0) == ["hvdgloo.numpy"]
 
 
 def test_the_session_may_be_given(spark: Any) -> None:

@@ -67,8 +67,7 @@ TRACE = "\n\tat org.apache.spark.scheduler.DAGScheduler.abortStage(DAGScheduler.
             "error=2, No such file or directory",
         ),
         (
-            "org.apache.spark.SparkException: \nError from python worker:\n  "
-            "recent call last):\n    File x\n"
+            "org.apache.spark.SparkException: \nError from python worker:\n    File x\n"
             "  ModuleNotFoundError: No module named 'pyspark'\nPYTHONPATH was:\n  /x\n",
             "Spark's Python did not start on an executor: ModuleNotFoundError: No module named 'pyspark'",
         ),
@@ -81,12 +80,9 @@ def test_a_reason_is_one_line_without_frames(text: str, reason: str) -> None:
 
 def test_another_python_is_that_of_an_executor() -> None:
     text = (
-        "Lost task 0.0 in stage 0.0 (TID 0) (10.0.0.7 executor 3): "
-        f"org.apache.spark.api.python.PythonException: {TRACEBACK}\n"
-        "pyspark.errors.exceptions.base.PySparkRuntimeError: "
-        "[PYTHON_VERSION_MISMATCH] Python in "
-        "worker has different version: 3.10 than that in driver: 3.11, PySpark cannot run "
-        "with different minor versions."
+        f"Lost task 0.0 in stage 0.0 (TID 0) (10.0.0.7 executor 3): {TRACEBACK}\n"
+        "pyspark.errors.exceptions.base.PySparkRuntimeError: [PYTHON_VERSION_MISMATCH] Python in worker has different "
+        "version: 3.10 than that in driver: 3.11, PySpark cannot run with different minor versions."
     )
     assert wrong_python(text) == {"10.0.0.7 (executor 3)": "it has Python 3.10, the driver has 3.11"}
     assert wrong_python("[PYTHON_VERSION_MISMATCH]") == {"an executor": "it has another Python"}
