@@ -234,7 +234,7 @@ def check_validation(validation: float | str | None, df: DataFrame | None = None
             validation = float(validation)
     if validation is None:
         return None
-    if isinstance(validation, str):
+    if isinstance(validation, str) and validation:
         if df is not None:
             from pyspark.sql.types import BooleanType, NumericType
 

@@ -48,8 +48,10 @@ def pieces(rows: NDArray[np.int64], order: NDArray[np.int64], rank: int, size: i
         order: indices of row groups, in the order of the line.
     """
     ends = np.cumsum(rows[order])
-    low, high = bounds(int(ends[-1]) if len(ends) else 0, rank, size)
-    found = []
+    low, high = bounds(int(rows.sum()), rank, size)
+    found: list[Piece] = []
+    if low == high:
+        return found
     # The first row group that ends behind the cut's beginning, and so on to the one that holds its end.
     for position in range(int(np.searchsorted(ends, low, side="right")), len(order)):
         group = int(order[position])
