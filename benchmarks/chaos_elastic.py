@@ -1,11 +1,13 @@
 """Elastic jobs whose workers are killed, stopped, removed and added at random moments: each trains to its end.
 
 Each trial starts a job of four workers on this machine, lists other numbers of slots for it, and has accidents: a
-worker, rank 0 or two workers at once are killed, or one is stopped, so that only silence tells of it. The job must then
-have made every step exactly once, in all members of its last epoch; or say in a sentence why it could not go on. No
-process of it may be left.
+worker, rank 0 or two workers at once are killed, or one is stopped, so that only silence tells of it. Every third trial
+is one on three hosts (the tests' bed of network namespaces; Linux, root; left out elsewhere): there, workers and agents
+are killed, a host is cut off for a while, or two hosts from each other only. The job must then have made every step
+exactly once, in all members of its last epoch; or say in a sentence why it could not go on. No process of it may be
+left.
 
-    python benchmarks/chaos_elastic.py [--trials 100] [--seed 1]
+    python benchmarks/chaos_elastic.py [--trials 100] [--seed 1] [--first 1] [--no-hosts]
 
 Prints a line for each trial and a table of all, and ends with status 1 if one was not as it should be.
 """
@@ -22,12 +24,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.support.elastic_program import Said, Training
+from tests.support.hosts import Bed, Host, HostProcess, available
+from tests.support.hosts_job import is_agent
 from tests.support.launching import Launcher, launcher_in, wait_for
 
 SLOTS = 4
@@ -35,7 +42,17 @@ STEPS = 400
 LIMIT = 60.0
 """Seconds that a trial may take; without accidents it takes three."""
 
+HOSTS = ("h1", "h2", "h3")
+
 FLAGS = ("--failures-per-host", "99", "--discovery-interval", "0.1", "--grace-period", "2", "--elastic-timeout", "20")
+
+HOSTS_FLAGS = (
+    *("--blacklist-cooldown-range", "1", "2", "--heartbeat-timeout", "2", "--connect-timeout-seconds", "3"),
+    *("--discovery-interval", "0.1", "--grace-period", "2", "--elastic-timeout", "20", "--start-timeout", "20"),
+)
+
+ENVIRONMENT = {"HVDGLOO_OPERATION_TIMEOUT": "2", "HVDGLOO_INLINE_THRESHOLD": "0", "OMP_NUM_THREADS": "1"}
+"""Tiny tensors take the way of large ones, too, and no operation may take long."""
 
 PROGRAM = f"""
 import os, time
@@ -143,6 +160,64 @@ class Accidents:
         return f"{signal.Signals(signum).name} to rank {' and '.join(str(worker.rank) for worker in workers)}"
 
 
+class HostAccidents:
+    """What may happen to a job on several hosts.
+
+    Args:
+        bed: of ``HOSTS``.
+    """
+
+    def __init__(self, bed: Bed, chance: random.Random) -> None:
+        self._bed = bed
+        self._chance = chance
+
+    def have_one(self) -> str:
+        """One accident; what cuts networks ends with it."""
+        kinds = [self.kill_worker, self.kill_worker, self.kill_agent, self.cut, self.cut, self.part]
+        return self._chance.choice(kinds)()
+
+    def kill_worker(self) -> str:
+        host = self._any()
+        return self._kill(host, [process for process in host.processes() if _is_worker(process)], "a worker")
+
+    def kill_agent(self) -> str:
+        host = self._any()
+        return self._kill(host, [process for process in host.processes() if is_agent(process)][-1:], "the agent")
+
+    def cut(self) -> str:
+        """A host is cut off, and then it is not."""
+        host, seconds = self._any(), self._chance.uniform(0.2, 4.0)
+        host.cut()
+        time.sleep(seconds)
+        host.reconnect()
+        return f"{host.name} was cut off for {seconds:.1f} s"
+
+    def part(self) -> str:
+        """Two hosts do not reach each other for a while."""
+        one, other = self._chance.sample(HOSTS, 2)
+        seconds = self._chance.uniform(0.2, 4.0)
+        self._bed.part(one, other)
+        time.sleep(seconds)
+        self._bed.unite()
+        return f"{one} and {other} were cut off from each other for {seconds:.1f} s"
+
+    def _any(self) -> Host:
+        return self._bed[self._chance.choice(HOSTS)]
+
+    @staticmethod
+    def _kill(host: Host, processes: list[psutil.Process], what: str) -> str:
+        for process in processes[:1]:
+            host.kill(process)
+        return f"{what} on {host.name} was killed" if processes else f"{host.name} has nothing to kill"
+
+
+def _is_worker(process: psutil.Process) -> bool:
+    try:
+        return "worker.py" in process.cmdline() and "hvdgloo.runner" not in process.cmdline()
+    except psutil.Error:
+        return False  # it has ended just now
+
+
 def list_slots(folder: Path, slots: int) -> None:
     """What the discovery script prints from now on."""
     (folder / "hosts.new").write_text(f"localhost:{slots}\n")
@@ -180,6 +255,52 @@ def one_trial(number: int, folder: Path, chance: random.Random) -> Trial:
         return Trial(number, tuple(happened), status, took, problem, lines[-1])
 
 
+def one_trial_on_hosts(number: int, folder: Path, chance: random.Random, bed: Bed) -> Trial:
+    """As ``one_trial``, on the hosts of a bed, whose networks are whole again afterwards."""
+    folder.mkdir(parents=True, exist_ok=True)
+    training = Training(folder)
+    process = _start_on_hosts(bed, folder)
+    started = time.monotonic()
+    accidents, happened = HostAccidents(bed, chance), []
+    try:
+        if chance.random() < 0.8:
+            wait_for(lambda: training.said or process.poll() is not None, LIMIT, "training")
+        for _ in range(chance.randint(1, 3)):
+            time.sleep(chance.uniform(0.0, 1.5))
+            if process.poll() is not None:
+                break
+            began = time.monotonic() - started
+            happened.append(f"{began:.2f} s: {accidents.have_one()}")
+        try:
+            status: int | None = process.wait(LIMIT)
+        except subprocess.TimeoutExpired:
+            status = None
+        took = time.monotonic() - started
+        problem = _problem(training, status)
+        try:
+            wait_for(lambda: all(host.is_empty() for host in bed), 20.0, "the end of all processes of the job")
+        except AssertionError as error:
+            problem = problem or str(error)
+    finally:
+        process.kill()
+        for host in bed:
+            for left in host.processes():
+                host.kill(left)
+    lines = training.error.strip().splitlines() or [""]
+    return Trial(number, tuple(happened), status, took, problem, lines[-1])
+
+
+def _start_on_hosts(bed: Bed, folder: Path) -> HostProcess:
+    (folder / "worker.py").write_text(PROGRAM)
+    script = folder / "hosts.sh"
+    script.write_text(f"#!/bin/sh\nprintf '%s:1\\n' {' '.join(HOSTS)}\n")
+    script.chmod(0o755)
+    sizes = ("-np", "1", "--min-np", "1", "--host-discovery-script", str(script))
+    command = [sys.executable, "-m", "hvdgloo.runner", *sizes, *HOSTS_FLAGS, sys.executable, "worker.py"]
+    with open(folder / "out", "w") as out, open(folder / "err", "w") as err:
+        return bed[HOSTS[0]].popen(command, cwd=folder, env=ENVIRONMENT, stdout=out, stderr=err)
+
+
 def _start(launcher: Launcher) -> subprocess.Popen[bytes]:
     folder = launcher.folder
     list_slots(folder, SLOTS)
@@ -189,9 +310,8 @@ def _start(launcher: Launcher) -> subprocess.Popen[bytes]:
     launcher.script(PROGRAM)
     sizes = ("-np", "1", "--min-np", "1", "--max-np", str(SLOTS))
     with open(folder / "out", "wb") as out, open(folder / "err", "wb") as err:
-        environment = {"HVDGLOO_OPERATION_TIMEOUT": "2", "OMP_NUM_THREADS": "1"}
         flags = ("--host-discovery-script", str(script))
-        return launcher.start(*sizes, *flags, *FLAGS, "worker.py", stdout=out, stderr=err, env=environment)
+        return launcher.start(*sizes, *flags, *FLAGS, "worker.py", stdout=out, stderr=err, env=ENVIRONMENT)
 
 
 def _problem(training: Training, status: int | None) -> str:
@@ -209,12 +329,18 @@ def _problem(training: Training, status: int | None) -> str:
     return ""
 
 
-def run(trials: int, seed: int, report: Callable[[str], None]) -> list[Trial]:
-    """All trials, each with a seed of its own that follows from ``seed``."""
+def run(numbers: range, seed: int, report: Callable[[str], None], *, hosts: bool) -> list[Trial]:
+    """The trials of these numbers, each with a seed of its own that follows from ``seed``."""
     done: list[Trial] = []
-    with tempfile.TemporaryDirectory() as folder:
-        for number in range(1, trials + 1):
-            done.append(one_trial(number, Path(folder) / str(number), random.Random(f"{seed}.{number}")))
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        bed = stack.enter_context(Bed(HOSTS)) if hosts else None
+        for number in numbers:
+            chance = random.Random(f"{seed}.{number}")
+            if bed is not None and number % 3 == 0:
+                done.append(one_trial_on_hosts(number, folder / str(number), chance, bed))
+            else:
+                done.append(one_trial(number, folder / str(number), chance))
             report(done[-1].line())
     return done
 
@@ -235,8 +361,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--trials", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--first", type=int, default=1, help="the number of the first one (default: 1)")
+    parser.add_argument("--no-hosts", action="store_true", help="none of the trials on several hosts")
     arguments = parser.parse_args()
-    trials = run(arguments.trials, arguments.seed, lambda line: print(line, flush=True))
+    missing = "they are not wanted" if arguments.no_hosts else available()
+    if missing:
+        print(f"without the trials on several hosts: {missing}")
+    numbers = range(arguments.first, arguments.first + arguments.trials)
+    trials = run(numbers, arguments.seed, lambda line: print(line, flush=True), hosts=not missing)
     print(table(trials))
     return 0 if not any(trial.problem for trial in trials) else 1
 

@@ -1,13 +1,16 @@
-"""Trials of benchmarks/chaos_elastic.py: workers that are killed, stopped, removed and added at random moments."""
+"""Trials of benchmarks/chaos_elastic.py: at random moments workers are killed, stopped, removed and added, and hosts
+are cut off."""
 
 from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks.chaos_elastic import one_trial
+from benchmarks.chaos_elastic import one_trial, one_trial_on_hosts
+from tests.support.hosts import Bed
 
 
 @pytest.mark.timeout(150)  # mostly a tenth of it
@@ -17,3 +20,25 @@ def test_a_job_trains_to_its_end_whatever_happens_to_its_workers(tmp_path: Path,
     trial = one_trial(3, tmp_path / "job", random.Random(seed))
     assert not trial.problem, trial.line()
     assert any("SIGKILL" in accident for accident in trial.accidents), trial.line()
+
+
+@pytest.mark.timeout(150)  # mostly a tenth of it
+def test_a_job_trains_to_its_end_whatever_happens_to_its_networks(tmp_path: Path, bed: Bed) -> None:
+    class Chance(random.Random):
+        """Two hosts are cut off from each other, and then one from both others."""
+
+        happens = iter(["part", "cut"])
+
+        def choice(self, choices: Any) -> Any:
+            if isinstance(choices[0], str):
+                return "h2"
+            name = next(self.happens)
+            return next(kind for kind in choices if kind.__name__ == name)
+
+        def randint(self, least: int, most: int) -> int:
+            return 2
+
+    trial = one_trial_on_hosts(3, tmp_path / "job", Chance(1), bed)
+    assert not trial.problem, trial.line()
+    assert ["cut off from each other" in accident for accident in trial.accidents] == [True, False], trial.line()
+    assert trial.status == 0, trial.said
