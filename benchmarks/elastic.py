@@ -1,7 +1,7 @@
 """What it costs that workers come and go: gaps in the survivors' training, commits, and what elastic jobs pay without.
 
-    python benchmarks/elastic.py [--rows killed,torchrun,joined,commit,check,step,idle,hosts] [--rounds 10] [--ranks 4]
-        [--json FILE]
+    python benchmarks/elastic.py [--rows killed,torchrun,joined,commit,overlap,tensorflow,check,step,idle,hosts]
+        [--rounds 10] [--ranks 4] [--torchrun-timeout 60] [--json FILE]
 
 - **killed**: a rank, rank 0, and two ranks at once are killed (SIGKILL) by turns, and a second one 50 ms after the
   first. The gap is the time from a survivor's last step before to its first one after, the longest of all survivors.
@@ -11,6 +11,9 @@
   first one; interleaved with *killed*, if both are asked for.
 - **joined**: a discovery script goes from two slots to four; once more with workers that take 10 s to start.
 - **commit**: a state of 102 MB in 161 tensors (ResNet-50's parameters) is committed, in one process.
+- **overlap**: the same behind 50 ms of computing on the other core (``overlap=True``): what it costs the training
+  thread, in ``commit()`` and in the next ``step()``.
+- **tensorflow**: the same variables of TensorFlow's; where that is installed, and only if it is asked for.
 - **check**: ``check_host_updates()`` against an allreduce of 4 bytes, by turns in one job.
 - **step**: steps without commits in an elastic job and in a fixed one, by turns; processor time of idle workers.
 - **idle**: one of 32 workers is killed, which do next to nothing (numpy).
@@ -344,7 +347,7 @@ def killed(where: Path, ranks: int, rounds: int) -> Generator[dict[str, float], 
             yield measured
 
 
-def torchrun(where: Path, ranks: int, timeout: float = 60.0) -> dict[str, float]:
+def torchrun(where: Path, ranks: int, timeout: float) -> dict[str, float]:
     """One kill in a job of its own; the timeout if it does not come back."""
     memory = Path("/dev/shm") if os.path.isdir("/dev/shm") else where
     folder, script = folder_for(memory, "torchrun", THEIRS)
@@ -428,6 +431,68 @@ def commit(rounds: int) -> dict[str, float]:
                 times[way].append((time.perf_counter() - begin) * 1e3)
             if way == "deepcopy":
                 state.commit()
+    return {way: statistics.median(values) for way, values in times.items()}
+
+
+def overlap(rounds: int) -> dict[str, float]:
+    """Of the same, behind the next step's computing; milliseconds."""
+    import torch
+
+    import hvdgloo.torch as hvd
+
+    torch.set_num_threads(1)
+    hvd.init()
+    model = torch.nn.ParameterList(torch.nn.Parameter(torch.randn(size)) for size in _resnet50())
+    optimizer = torch.optim.SGD(model, lr=1e-3)
+    for parameter in model:
+        parameter.grad = torch.ones_like(parameter)
+    state = hvd.elastic.TorchState(model, optimizer, step=0, overlap=True)
+    matrix = torch.randn(512, 512)
+
+    def timed(action: Callable[[], Any]) -> float:
+        begin = time.perf_counter()
+        action()
+        return (time.perf_counter() - begin) * 1e3
+
+    def compute() -> None:
+        begin = time.perf_counter()
+        while time.perf_counter() - begin < 0.05:
+            torch.mm(matrix, matrix)
+
+    plain, committed, waited = [], [], []
+    for turn in range(rounds + 2):
+        compute()
+        step = timed(optimizer.step)
+        commit = timed(state.commit)
+        compute()
+        after = timed(optimizer.step)
+        if turn >= 2:
+            plain.append(step)
+            committed.append(commit)
+            waited.append(after - step)
+    figures = {"step": plain, "commit": committed, "wait": waited}
+    return {name: statistics.median(values) for name, values in figures.items()}
+
+
+def tensorflow(rounds: int) -> dict[str, float]:
+    """Of TensorFlow's variables of these sizes; milliseconds."""
+    import tensorflow as tf
+
+    import hvdgloo.tensorflow as hvd
+
+    hvd.init()
+    variables = [tf.Variable(tf.random.normal([size])) for size in _resnet50()]
+    state = hvd.elastic.TensorFlowState(variables, step=0)
+    ways = {"copies": lambda: [variable.numpy().copy() for variable in variables], "commit": state.commit}
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    for turn in range(rounds + 2):
+        for way, action in ways.items():
+            for variable in variables:
+                variable.assign_add(tf.ones_like(variable))
+            begin = time.perf_counter()
+            action()
+            if turn >= 2:
+                times[way].append((time.perf_counter() - begin) * 1e3)
     return {way: statistics.median(values) for way, values in times.items()}
 
 
@@ -532,11 +597,13 @@ def medians(figures: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def main() -> None:
-    rows = ("killed", "torchrun", "joined", "commit", "check", "step", "idle", "hosts")
+    usual = ("killed", "torchrun", "joined", "commit", "overlap", "check", "step", "idle", "hosts")
+    rows = (*usual, "tensorflow")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", default=",".join(rows), help="which ones (default: all)")
+    parser.add_argument("--rows", default=",".join(usual), help="which ones (default: all of torch's)")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--ranks", type=int, default=4, help="of killed, torchrun, check and step (default: 4)")
+    parser.add_argument("--torchrun-timeout", type=float, default=60.0, metavar="S", help="for it to come back")
     parser.add_argument("--json", metavar="FILE")
     given = parser.parse_args()
     chosen = given.rows.split(",")
@@ -558,7 +625,7 @@ def main() -> None:
                 if measuring is not None:
                     ours.append(next(measuring))
                 if "torchrun" in chosen:
-                    theirs.append(torchrun(where, given.ranks))
+                    theirs.append(torchrun(where, given.ranks, given.torchrun_timeout))
             if measuring is not None:
                 measuring.close()
                 tell("killed", ours, ", ".join(f"{w} {{{w.replace(' ', '_')}:.3f}} s" for w in ours[0]))
@@ -577,6 +644,11 @@ def main() -> None:
                 "{commit:.1f} ms (target: 15), deepcopy {deepcopy:.1f}, nothing changed {unchanged:.2f} (target: 1), "
                 "restore {restore:.2f} (target: 1)",
             )
+        if "overlap" in chosen:
+            text = "{commit:.2f} ms, and {wait:.2f} ms more in the next step (target: 2), which takes {step:.1f} ms"
+            tell("overlap", [overlap(given.rounds)], text)
+        if "tensorflow" in chosen:
+            tell("tensorflow", [tensorflow(given.rounds)], "{commit:.1f} ms, copies {copies:.1f} ms")
         if "check" in chosen:
             figures = [check(where, given.ranks) for _ in range(min(3, given.rounds))]
             tell("check", figures, "{check:.0f} us, an allreduce of 4 bytes {allreduce:.0f} us (target: 1.5 x)")
