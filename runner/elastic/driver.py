@@ -93,7 +93,8 @@ class ElasticDriver:
         discovery: what lists hosts; a manager of it if that has been asked already.
         starter: what starts and ends workers.
         tell: receives lines for the user; called on any thread.
-        placed: receives each roster as soon as its members are told their ranks; called on the thread of ``run``.
+        placed: receives each roster before its members are told their ranks, so that what they write then is taken for
+            theirs. Called on any thread, under a lock: it must only take note.
         interval: seconds between two questions to the discovery.
         hang_time: seconds after which the user is told that it does not answer.
 
@@ -117,7 +118,7 @@ class ElasticDriver:
         hang_time: float = HANG_TIME,
     ) -> None:
         self._actions: queue.SimpleQueue[Action | None] = queue.SimpleQueue()
-        self.epochs = ElasticEpochs(rules, act=self._actions.put)
+        self.epochs = ElasticEpochs(rules, act=self._act)
         self.changes: list[tuple[float, Changed]] = []
         self._manager = discovery if isinstance(discovery, HostManager) else HostManager(discovery)
         self._starter = starter
@@ -161,8 +162,6 @@ class ElasticDriver:
                     self._starter.stop(worker, reason)
                 case Tell(text):
                     self._tell(text)
-                case Formed(roster):
-                    self._placed(roster)
                 case Changed() as change:
                     if self.changes:
                         self._tell(describe_change(change, self.changes[-1][1]))
@@ -207,6 +206,12 @@ class ElasticDriver:
             if self._found.get(host) != slots:
                 self._found[host] = slots
                 self._feed_hosts()
+
+    def _act(self, action: Action) -> None:
+        if isinstance(action, Formed):
+            self._placed(action.roster)
+        else:
+            self._actions.put(action)
 
     def _list(self, hosts: Sequence[tuple[str, int | None]]) -> None:
         self._starter.listed(hosts)

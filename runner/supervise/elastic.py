@@ -166,7 +166,7 @@ class ElasticSupervisor(Supervisor):
 
     def placed(self, roster: Roster) -> None:
         """These are the workers' ranks now."""
-        self._loop.call_soon(partial(self._on_placed, roster))
+        self._loop.call_first(partial(self._on_placed, roster))
 
     def tell_soon(self, text: str) -> None:
         """Tell the user what has become of workers and hosts, unless the job is over."""

@@ -13,6 +13,7 @@ import pytest
 from hvdgloo.errors import LaunchError
 from hvdgloo.rendezvous import RendezvousServer
 from hvdgloo.rendezvous._elastic.events import Rules, Spawn
+from hvdgloo.rendezvous._elastic.roster import Roster
 from hvdgloo.runner.elastic.discovery import DiscoveryError, FixedHosts, HostDiscoveryScript
 from hvdgloo.runner.elastic.driver import ElasticDriver, ElasticOutcome
 from tests.support.elastic_clients import Workers
@@ -101,6 +102,25 @@ def test_a_worker_fails_is_started_again_and_all_finish() -> None:
         "rank 0 on host h1 (process 2) was killed by signal 9 (SIGKILL)",
         "a new worker was ready",
     ]
+
+
+def test_a_roster_is_known_before_its_members_are_told_their_ranks() -> None:
+    """What they write from then on must not have the rank that they had before."""
+    happened: list[int] = []
+    starter = Starter()
+
+    def placed(roster: Roster) -> None:
+        assert not driver.epochs._answers
+        happened.append(roster.epoch)
+
+    driver = ElasticDriver(
+        Rules(size=1, smallest=1), FixedHosts({"h1": 1}), starter, tell=lambda _: None, placed=placed, interval=60.0
+    )
+    with driver, RendezvousServer(secret=SECRET, elastic=driver.epochs) as server, ExitStack() as stack:
+        spawn = driver._next_action()  # nobody does what the job decides, so that nothing else can be in time
+        assert isinstance(spawn, Spawn)
+        Workers(server.endpoint, stack).place(spawn.worker)
+        assert happened == [0]
 
 
 def test_hosts_come_and_go() -> None:

@@ -186,11 +186,12 @@ def test_the_places_of_many_workers_are_worked_out_once(
     assert asked == [SLOTS, 1], "another plan has other places"
 
 
-def test_a_signal_comes_before_all_workers_that_are_still_to_be_started(supervisor: ElasticSupervisor) -> None:
+def test_a_signal_comes_before_all_workers_that_are_still_to_be_started(
+    supervisor: ElasticSupervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     visit = admitted(supervisor)
     cast(Link, visit.link).hello = cast(Any, SimpleNamespace(cores=SLOTS, machine_cores=SLOTS, port=5000))
-    sent: list[Frame] = []
-    cast(Any, visit.link).channel = SimpleNamespace(send=sent.append)
+    monkeypatch.setattr(cast(Link, visit.link).channel, "send", lambda _: None)
     asked: list[int] = []
 
     def frame(_: Visit, order: Spawn, number: int) -> Any:
