@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support import warm
 from tests.support.elastic_launch import Job
 from tests.support.elastic_program import DEADLINE, TRAIN
 from tests.support.launching import launcher_in, wait_for
@@ -18,12 +19,12 @@ from tests.support.launching import launcher_in, wait_for
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Job]:
     with launcher_in(tmp_path) as launcher:
-        yield Job(launcher)
+        yield Job(launcher, warm.python(*warm.NUMPY))
 
 
 @pytest.mark.parametrize("victims", [[1], [0], [0, 2]], ids=["one", "rank 0", "two at once"])
 def test_killed_workers_are_survived_and_their_slots_started_again(job: Job, victims: list[int]) -> None:
-    job.start("-np", "3", "--min-np", "1", "--failures-per-host", "99")
+    job.start("-np", "3", "--min-np", "1", "--failures-per-host", "99", fresh=victims == [0])
     first = job.members(1, 3)
     for victim in victims:
         os.kill(first[victim].pid, signal.SIGKILL)
@@ -70,7 +71,7 @@ def test_an_error_of_the_program_ends_the_job_with_its_last_lines(job: Job) -> N
 
 
 def test_ctrl_c_ends_an_elastic_job_with_130(job: Job) -> None:
-    process = job.start("-np", "2", "--min-np", "1", "--failures-per-host", "99")
+    process = job.start("-np", "2", "--min-np", "1", "--failures-per-host", "99", fresh=True)
     job.members(1, 2)
     process.send_signal(signal.SIGINT)
     assert job.end() in (130, -signal.SIGINT)
@@ -79,7 +80,7 @@ def test_ctrl_c_ends_an_elastic_job_with_130(job: Job) -> None:
 
 
 def test_the_launcher_s_death_ends_an_elastic_job(job: Job) -> None:
-    process = job.start("-np", "2", "--min-np", "1", "--failures-per-host", "99")
+    process = job.start("-np", "2", "--min-np", "1", "--failures-per-host", "99", fresh=True)
     job.members(1, 2)
     process.kill()
     assert job.end() == -signal.SIGKILL
@@ -87,7 +88,7 @@ def test_the_launcher_s_death_ends_an_elastic_job(job: Job) -> None:
 
 def test_a_killed_agent_takes_its_host(job: Job) -> None:
     """The watchdog ends the workers; no other host is there, so that the job ends, too."""
-    process = job.start("-np", "2", "--min-np", "1", "--failures-per-host", "1")
+    process = job.start("-np", "2", "--min-np", "1", "--failures-per-host", "1", fresh=True)
     job.members(1, 2)
     _, agent = job.launcher.agents(process)
     agent.kill()
@@ -205,7 +206,7 @@ def test_files_and_lines_have_the_ranks_that_workers_have_at_that_time(job: Job)
 def test_a_stopped_worker_is_ended_by_its_agent_once_others_have_lost_it(job: Job) -> None:
     """SIGSTOP: its connections stay open. The operation's time-out makes the others give it up."""
     flags = ["-np", "2", "--min-np", "1", "--failures-per-host", "99"]
-    job.start(*flags, env={"HVDGLOO_OPERATION_TIMEOUT": "3"})
+    job.start(*flags, env={"HVDGLOO_OPERATION_TIMEOUT": "3"}, fresh=True)
     first = job.members(1, 2)
     os.kill(first[1].pid, signal.SIGSTOP)
     try:

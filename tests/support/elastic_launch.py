@@ -9,20 +9,31 @@ from tests.support.launching import Launcher
 
 
 class Job(Training):
-    """An elastic job of ``TRAIN``, or of another program."""
+    """An elastic job of ``TRAIN``, or of another program.
 
-    def __init__(self, launcher: Launcher) -> None:
+    Args:
+        python: the workers' interpreter, such as ``warm.python`` gives; by default one of their own.
+    """
+
+    def __init__(self, launcher: Launcher, python: str = "") -> None:
         super().__init__(launcher.folder)
         self.launcher = launcher
+        self._python = [python] if python else []
         self.process: subprocess.Popen[bytes] | None = None
 
-    def start(self, *flags: str, program: str = TRAIN, env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
-        """Args:
-        flags: what comes before the program; an interpreter is the last of them.
+    def start(
+        self, *flags: str, program: str = TRAIN, env: dict[str, str] | None = None, fresh: bool = False
+    ) -> subprocess.Popen[bytes]:
+        """Launch.
+
+        Args:
+            flags: what comes before the program; an interpreter may be the last of them.
+            fresh: each worker has an interpreter of its own all the same: for tests of signals, orphans and sweeps.
         """
         self.launcher.script(program)
+        python = [] if fresh else self._python
         with open(self.folder / "out", "wb") as out, open(self.folder / "err", "wb") as err:
-            self.process = self.launcher.start(*flags, "worker.py", stdout=out, stderr=err, env=env)
+            self.process = self.launcher.start(*flags, *python, "worker.py", stdout=out, stderr=err, env=env)
         return self.process
 
     def discovers(self, *lines: str) -> list[str]:

@@ -10,6 +10,7 @@ where start-up, sessions, orphans, sweeps, signals from outside or the environme
     Process(["-c", code], env=..., stdout=file, ...)       # instead of subprocess.Popen([sys.executable, "-c", code])
     python()                                               # a command that stands in for sys.executable
     python("hvdgloo.tensorflow")                           # one that has imported this instead of torch
+    python(*NUMPY)                                         # one for workers of one host that use numpy only
 """
 
 from __future__ import annotations
@@ -42,6 +43,11 @@ TORCH = ("torch.distributed", "hvdgloo._backends.gloo", "hvdgloo.torch", "torch.
 
 TENSORFLOW = ("hvdgloo.tensorflow",)
 """What a worker that uses TensorFlow imports, with Keras on it."""
+
+
+NUMPY = ("hvdgloo.elastic",)
+"""What a worker imports that uses numpy on one host. A fork of this small process takes half of what one with torch
+does; but where hosts exchange data, each would have to import torch for its Gloo."""
 
 
 def _usual() -> tuple[str, ...]:
