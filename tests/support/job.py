@@ -31,11 +31,12 @@ class Ended:
 def _start(
     arguments: Sequence[str], env: Mapping[str, str], out: IO[bytes], err: IO[bytes], python: str | None
 ) -> subprocess.Popen[bytes] | warm.Process:
-    """An interpreter in a session of its own."""
+    """An interpreter in a session of its own. Without a ``python`` it is a warm one; not every program needs torch."""
     with open(os.devnull, "rb") as null:
         if python is None and sys.platform == "linux":
             fds = {"stdin": null.fileno(), "stdout": out.fileno(), "stderr": err.fileno()}
-            return warm.Process(arguments, env=env, **fds)
+            torch = "torch" in arguments[-1] or env.get("HVDGLOO_CPU_OPERATIONS") == "gloo"
+            return warm.Process(arguments, env=env, modules=() if torch else warm.NUMPY, **fds)
         return subprocess.Popen(
             [python or sys.executable, *arguments], env=env, stdin=null, stdout=out, stderr=err, start_new_session=True
         )
@@ -49,7 +50,7 @@ class Job:
         folder: for the workers' output; they find its path in ``JOB_FOLDER``.
         fresh: in interpreters of their own, where those of ``tests.support.warm`` would do otherwise: for tests of an
             interpreter's start and end, and of what is not to be imported.
-        python: an interpreter, such as ``warm.python`` gives, instead of that for torch.
+        python: an interpreter, such as ``warm.python`` gives, instead of that for torch or numpy.
         elastic: the workers get their ranks from it, and ``add`` starts more.
         environ: further variables.
     """

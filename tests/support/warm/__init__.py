@@ -139,6 +139,7 @@ class Process:
     Args:
         arguments: what follows ``python`` on a command line.
         env: the whole environment.
+        modules: as for ``python``.
         stdin, stdout, stderr: descriptors; whoever opened them closes them.
     """
 
@@ -151,12 +152,13 @@ class Process:
         stdout: int,
         stderr: int,
         cwd: Path | None = None,
+        modules: Sequence[str] = (),
     ) -> None:
         self.args = list(arguments)
         self.returncode: int | None = None
         self._connection = socket.socket(socket.AF_UNIX)
         self._connection.settimeout(30)
-        self._connection.connect(str(_folder() / "socket"))
+        self._connection.connect(str(_folder(*modules) / "socket"))
         with ExitStack() as opened:
             fds = [stdin, stdout, stderr]
             for path in (str(cwd or "."), *(f"/proc/self/ns/{name}" for name in _NAMESPACES)):
