@@ -7,14 +7,14 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from hvdgloo._job import excepthook
 from hvdgloo._job.context import Context
 from hvdgloo._job.logging import configure_logging
 from hvdgloo._platform.imports import collector_paused
 from hvdgloo.config import Config, unknown_variables
-from hvdgloo.errors import DismissedError, InvalidArgumentError, NotInitializedError
+from hvdgloo.errors import ConfigError, DismissedError, InvalidArgumentError, NotInitializedError
 
 if TYPE_CHECKING:
     from hvdgloo._job.elastic import Membership
@@ -41,10 +41,12 @@ def init(
         the Context; the same one while initialized.
 
     Raises:
+        ConfigError: the environment names another job than the one that this process belongs to.
         whatever ``join`` and ``prepare`` raise.
     """
     global _current, _owner
     with _lock:
+        _refuse_another_job()
         if _current is None:
             with collector_paused():
                 from hvdgloo._job.join import connected, join  # imports the engine, the rendezvous and the data planes
@@ -73,6 +75,24 @@ def init(
                 raise
             _current = context
         return _current
+
+
+def _refuse_another_job() -> None:
+    """Raise where a process that is used again, as Spark's and Ray's are, would have the last job's ranks."""
+    if _current is None and _membership is None:
+        return
+    joined = _current.config if _current is not None else cast("Membership", _membership).config
+    named = Config.from_env(only={"rendezvous", "job_id"})
+    if named.rendezvous is None:
+        return
+    other_job = named.job_id and joined.job_id and named.job_id != joined.job_id
+    if named.rendezvous != joined.rendezvous or other_job:
+        past = f"the job at {joined.rendezvous}" if joined.rendezvous is not None else "a job of its own"
+        raise ConfigError(
+            f"hvd.init(): this process still belongs to {past}, but its environment (HVDGLOO_RENDEZVOUS) now names "
+            f"another job, at {named.rendezvous}. Call hvd.shutdown() where the first one ends, or start a process for "
+            "each job (on Spark, hvdgloo.spark.run does; else set spark.python.worker.reuse to false)"
+        )
 
 
 def _begin(
