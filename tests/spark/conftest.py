@@ -76,7 +76,7 @@ def cluster(sessions: support.Sessions) -> Any:
 
 @pytest.fixture(scope="module")
 def standalone(sessions: support.Sessions, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A SparkSession on a master and two workers that run as they do on a cluster."""
+    """A SparkSession on a master and two workers that run as they do on a cluster, with a GPU each."""
     with support.Standalone(2, tmp_path_factory.mktemp("standalone")) as running:
-        yield sessions.get(running.master)
+        yield sessions.get(running.master, running.settings)
         sessions.stop()

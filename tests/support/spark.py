@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 
@@ -131,9 +131,17 @@ def spark_home(folder: Path) -> Path:
 class Standalone:
     """A master and workers of Spark's own cluster manager, started as its scripts start them.
 
+    Each worker offers a core and a GPU, whose address is the worker's number.
+
     Attributes:
         master: its URL.
+        settings: of a session whose tasks take a GPU each.
     """
+
+    settings: ClassVar[Mapping[str, str]] = {
+        "spark.executor.resource.gpu.amount": "1",
+        "spark.task.resource.gpu.amount": "1",
+    }
 
     def __init__(self, workers: int, folder: Path) -> None:
         self._folder = folder
@@ -148,6 +156,12 @@ class Standalone:
             "SPARK_DAEMON_JAVA_OPTS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
         }
         self._environ.pop("SPARK_NO_DAEMONIZE", None)
+        gpus = folder / "gpus"
+        gpus.write_text("""#!/bin/sh\nprintf '{"name": "gpu", "addresses": ["%s"]}' "$NUMBER_OF_WORKER"\n""")
+        gpus.chmod(0o755)
+        self._environ["SPARK_WORKER_OPTS"] = (
+            f"-Dspark.worker.resource.gpu.amount=1 -Dspark.worker.resource.gpu.discoveryScript={gpus}"
+        )
         port = _free_port()
         self.master = f"spark://127.0.0.1:{port}"
         self._started: list[tuple[str, int]] = []
@@ -175,8 +189,9 @@ class Standalone:
     def _daemon(self, action: str, name: str, number: int, arguments: Sequence[str] = ()) -> None:
         script = self._home / "sbin/spark-daemon.sh"
         command = ["bash", str(script), action, f"org.apache.spark.deploy.{name}", str(number), *arguments]
+        environ = {**self._environ, "NUMBER_OF_WORKER": str(number)}
         subprocess.run(
-            command, env=self._environ, check=True, timeout=STARTUP_S, stdin=subprocess.DEVNULL, capture_output=True
+            command, env=environ, check=True, timeout=STARTUP_S, stdin=subprocess.DEVNULL, capture_output=True
         )
 
     def close(self) -> None:
