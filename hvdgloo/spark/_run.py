@@ -175,11 +175,11 @@ class _Job:
             time.sleep(0.1)
             slots = session.slots()
         if slots < self.size:
+            tasks = "task" if slots == 1 else "tasks"
             raise ConfigError(
-                f"run(num_proc={self.size}): Spark runs {slots} {'task' if slots == 1 else 'tasks'} at once; give "
-                f"num_proc={slots or 1} or fewer, or the application more executors or cores "
-                "(spark.executor.instances, spark.executor.cores, spark.cores.max, local[N]; each task takes "
-                "spark.task.cpus of them, and its GPUs)"
+                f"run(num_proc={self.size}): Spark runs {slots} {tasks} at once; give num_proc={slots or 1} or fewer, or "
+                "the application more executors or cores (spark.executor.instances, spark.executor.cores, "
+                "spark.cores.max, local[N]; each task takes spark.task.cpus of them, and its GPUs)"
             )
         soon = time.monotonic() + _SOON_S
         while (free := slots - session.busy()) < self.size:

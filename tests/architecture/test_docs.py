@@ -27,6 +27,7 @@ from tests.support.pages import ROOT, generated
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 OTHER_OPTIONS = {
     "--agents",
+    "--archives",
     "--epochs",
     "--field-selector",
     "--from-literal",
@@ -46,6 +47,7 @@ OTHER_OPTIONS = {
     "--only",
     "--processes",
     "--processor",
+    "--py-files",
     "--ranks",
     "--rate",
     "--rounds",
@@ -68,6 +70,11 @@ OTHER_OPTIONS = {
     "--wait",
 }
 """Options in examples that belong to other programs."""
+OF_SPARK_S_TASKS = {
+    "HOROVOD_SPARK_PYTHONPATH",
+    "HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX",
+    "HOROVOD_SPARK_WORK_DIR",
+}
 EXTRAS = ("torch", "tensorflow", "keras", "mxnet", "pygloo", "spark", "ray")
 FRAMEWORKS = ("torch", "tensorflow", "keras", "mxnet", "pygloo", "pyspark", "pyarrow", "fsspec", "ray")
 """What extras bring."""
@@ -117,7 +124,7 @@ def test_configuration_shows_every_name_of_a_setting(name: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=_ids)
 def test_variables_that_are_named_exist(page: Path) -> None:
-    known = {*environment_names(), *_worker_variables(), *WITHOUT_EFFECT}
+    known = {*environment_names(), *_worker_variables(), *WITHOUT_EFFECT, *OF_SPARK_S_TASKS}
     named = set(re.findall(r"\b(?:HVDGLOO|HOROVOD)_[A-Z][A-Z_]*[A-Z]\b", page.read_text(encoding="utf-8")))
     assert named - known == set()
 
