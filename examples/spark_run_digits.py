@@ -70,7 +70,7 @@ def train(epochs: int, batch_size: int, lr: float) -> tuple[float, list[float]]:
     losses = []
     for epoch in range(epochs):
         total = torch.zeros(())
-        batches = own[torch.randperm(len(own))].split(batch_size)
+        batches = own[torch.randperm(len(own))].split(batch_size)  # type: ignore[no-untyped-call]
         for batch in batches:
             optimizer.zero_grad()
             loss = functional.cross_entropy(model(images[batch]), digits[batch])

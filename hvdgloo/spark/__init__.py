@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hvdgloo.spark import task
-    from hvdgloo.spark._run import run
+    from hvdgloo.spark._run import run, run_elastic
 
-__all__ = ["run", "task"]
+__all__ = ["run", "run_elastic", "task"]
 
 # Ranks that estimators have started import modules below this package, and need none of the launcher's.
-_FROM = {"run": "hvdgloo.spark._run"}
+_FROM = {"run": "hvdgloo.spark._run", "run_elastic": "hvdgloo.spark._run"}
 _MODULES = ("task",)
 
 

@@ -14,7 +14,7 @@ import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, SupportsFloat, TextIO, TypeVar
+from typing import Any, NoReturn, SupportsFloat, TextIO, TypeVar
 
 from hvdgloo._job import excepthook
 from hvdgloo.config import Config, without_place
@@ -124,6 +124,18 @@ def run(
         )
 
 
+def run_elastic(*args: Any, **kwargs: Any) -> NoReturn:
+    """Horovod's way to train on executors that come and go.
+
+    Raises:
+        ConfigError: always.
+    """
+    raise ConfigError(
+        "hvdgloo.spark.run_elastic(): a job on Spark has a fixed number of ranks; call hvdgloo.spark.run(), which "
+        "raises an error if a rank is lost, and have the function begin with its last checkpoint"
+    )
+
+
 def number_of_tasks(session: Session, num_proc: int | None) -> int:
     """How many tasks to start.
 
@@ -177,8 +189,8 @@ class _Job:
         if slots < self.size:
             tasks = "task" if slots == 1 else "tasks"
             raise ConfigError(
-                f"run(num_proc={self.size}): Spark runs {slots} {tasks} at once; give num_proc={slots or 1} or fewer, or "
-                "the application more executors or cores (spark.executor.instances, spark.executor.cores, "
+                f"run(num_proc={self.size}): Spark runs {slots} {tasks} at once; give num_proc={slots or 1} or fewer, "
+                "or the application more executors or cores (spark.executor.instances, spark.executor.cores, "
                 "spark.cores.max, local[N]; each task takes spark.task.cpus of them, and its GPUs)"
             )
         soon = time.monotonic() + _SOON_S

@@ -181,7 +181,7 @@ EXPORTS = {
     "hvdgloo.tensorflow.keras.elastic": KERAS_ELASTIC,
     "hvdgloo.data": {"AsyncDataLoaderMixin", "BaseDataLoader"},
     "hvdgloo.run": {"run"},
-    "hvdgloo.spark": {"run", "task"},
+    "hvdgloo.spark": {"run", "run_elastic", "task"},
     "hvdgloo.spark.task": {"get_available_devices"},
     "hvdgloo.spark.common.backend": {"Backend", "LocalBackend", "SparkBackend", "default_num_proc"},
     "hvdgloo.spark.data": {"ParquetBatches"},

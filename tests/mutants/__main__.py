@@ -43,6 +43,7 @@ class Environment:
 ENVIRONMENTS = {
     "tensorflow": Environment(".venv-tf", {"HVDGLOO_TEST_FRONTENDS": "tensorflow"}),
     "mxnet": Environment(".venv-mxnet", {"HVDGLOO_TEST_FRONTENDS": "mxnet"}),
+    "spark": Environment(".venv-spark", {"HVDGLOO_TEST_REQUIRE_SPARK": "1"}),
     "pygloo": Environment(
         ".venv-pygloo", {"HVDGLOO_TEST_FRONTENDS": "numpy", "HVDGLOO_TEST_BACKENDS": "gloo,hierarchical"}
     ),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import io
 import os
+import pickle
 import re
+import socket
 import stat
 import sys
 import threading
@@ -17,6 +19,7 @@ import pytest
 
 import hvdgloo.spark
 from hvdgloo.errors import ConfigError, InvalidArgumentError, LaunchError, RemoteTraceback
+from hvdgloo.runner.inbound.task import Invitation
 from hvdgloo.spark import _agent_task, _bringing
 from hvdgloo.spark.common.backend import SparkBackend, default_num_proc
 
@@ -142,6 +145,24 @@ def test_more_processes_than_slots_are_refused_before_a_job_is_submitted(spark: 
 
 def test_without_a_barrier_tasks_start_as_they_come(spark: Any) -> None:
     assert [place[:2] for place in hvdgloo.spark.run(_sum_of, (1.0,), num_proc=2, barrier=False)] == [(0, 2), (1, 2)]
+
+
+def test_a_second_attempt_of_a_task_reaches_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    class SecondAttempt:
+        def attemptNumber(self) -> int:  # noqa: N802 - Spark's name
+            return 1
+
+        def resources(self) -> dict[str, Any]:
+            return {}
+
+    monkeypatch.setattr("pyspark.TaskContext.get", SecondAttempt)
+    with socket.create_server(("127.0.0.1", 0)) as driver:
+        driver.settimeout(0)
+        invitation = Invitation((driver.getsockname()[:2],), b"secret")
+        with pytest.raises(LaunchError, match="attempt 1 of task 0"):
+            _bringing.bring(pickle.dumps(invitation), 0, "", None)
+        with pytest.raises(BlockingIOError):
+            driver.accept()
 
 
 @pytest.mark.parametrize("barrier", [True, False])
@@ -286,6 +307,11 @@ def test_a_session_of_spark_connect_is_refused(spark: Any) -> None:
     session = type("SparkSession", (), {"__module__": "pyspark.sql.connect.session"})()
     with pytest.raises(ConfigError, match="a session of Spark Connect, which has no SparkContext"):
         hvdgloo.spark.run(_sum_of, (1.0,), spark=session)
+
+
+def test_an_elastic_job_is_refused_in_a_sentence() -> None:
+    with pytest.raises(ConfigError, match="a job on Spark has a fixed number of ranks"):
+        hvdgloo.spark.run_elastic(_sum_of, (1.0,), num_proc=2, min_num_proc=1)
 
 
 def test_without_a_session(spark: Any, sessions: Any) -> None:
