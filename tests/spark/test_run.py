@@ -254,7 +254,8 @@ def test_a_spark_backend_gives_the_driver_s_environment_without_its_gpus(
     backend = SparkBackend(verbose=0)
     assert backend.num_processes() == 2
     assert backend.run(look, env={"OF_THE_CALL": "2"}) == [["1", "2", None]] * 2
-    assert SparkBackend(1, env={"OF_THE_CALL": "3"}, verbose=0).run(look) == [[None, "3", None]]
+    backend = SparkBackend(1, env={"OF_THE_CALL": "3", "CUDA_VISIBLE_DEVICES": "5"}, verbose=0)
+    assert backend.run(look) == [[None, "3", None]]
 
 
 def _horovod() -> str:
