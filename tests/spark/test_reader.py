@@ -6,6 +6,7 @@ import gc
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from hvdgloo.errors import ConfigError, DataError, StoreError
-from hvdgloo.spark.data import ParquetBatches
+from hvdgloo.spark.data import ParquetBatches, _reader
+from hvdgloo.spark.data._columns import Dense
 from hvdgloo.spark.data._plan import batch_sizes, bounds, order_of_groups, pieces, windows
 
 SLOW = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -79,7 +81,9 @@ def test_ranks_cut_the_line_of_rows_evenly_and_leave_none_out(
 
 
 @settings(deadline=None)
-@given(total=st.integers(1, 3000), size=st.integers(1, 17), batch_size=st.integers(1, 70), window=st.integers(0, 200))
+@given(total=st.integers(1, 300), size=st.integers(1, 9), batch_size=st.integers(1, 20), window=st.integers(0, 60))
+@example(total=5, size=2, batch_size=2, window=2)
+@example(total=5, size=2, batch_size=1, window=1)
 def test_all_ranks_take_equally_many_steps_with_something_in_each(
     total: int, size: int, batch_size: int, window: int
 ) -> None:
@@ -464,6 +468,23 @@ def test_an_error_in_the_thread_is_raised_in_the_loop(tmp_path: Path) -> None:
         list(reader)
     assert calls[-1].startswith("hvdgloo-reader")
     assert not _reading()
+
+
+def test_there_are_never_three_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: weakref.WeakSet[Dense] = weakref.WeakSet()
+    most = []
+
+    class Counted(Dense):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            alive.add(self)
+            most.append(len(alive))
+
+    monkeypatch.setattr(_reader, "Dense", Counted)
+    reader = ParquetBatches(written(tmp_path, [[10] * 8]), batch_size=5, shuffle_buffer_size=10)
+    assert len(ids(reader)) == 16
+    assert len(most) == 8
+    assert max(most) == 2
 
 
 MEMORY = """
