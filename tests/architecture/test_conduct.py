@@ -22,6 +22,7 @@ READS_ENVIRONMENT = {
     "hvdgloo._job.access": "NCCL_SOCKET_IFNAME is NCCL's, which hvdgloo-run sets for its workers, too",
     "hvdgloo.common.util": "env() sets variables for programs, and puts them back",
     "hvdgloo.as_horovod.__main__": "the program gets this process's environment",
+    "hvdgloo.ray._worker": "where its actor listens was told to this worker alone, and must not reach its children",
     "hvdgloo.spark._bringing": "what a Spark task has in its environment is its worker's, too",
     "hvdgloo.spark.common.backend": "SparkBackend gives workers the driver's environment, as Horovod's does",
     "hvdgloo.spark.task": "a worker finds there what Spark has given to its task",
@@ -54,6 +55,9 @@ UNPICKLES = {
     ("hvdgloo.spark._bringing", "bring"): "it came with the task, which Spark itself has unpickled",
     ("hvdgloo.runner.conclusion", "conclude"): "part of what unpack_outcome() unsealed",
     ("hvdgloo.runner.conclusion", "_unpickled"): "part of what unpack_outcome() unsealed",
+    ("hvdgloo.ray._actor", "WorkerActor.call"): "from this actor's worker, by a socket whose ends prove their user",
+    ("hvdgloo.ray._actor", "_loaded"): "what a worker has returned, which Ray brings as it brings all objects",
+    ("hvdgloo.ray._worker", "_call"): "from this worker's actor, by a socket whose ends prove their user",
 }
 
 _ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv"}

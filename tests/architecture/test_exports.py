@@ -134,6 +134,9 @@ FRAMEWORK = {
 
 EXPORTS = {
     "hvdgloo": {"__version__"},
+    "hvdgloo.ray": {"ElasticRayExecutor", "RayExecutor"},
+    "hvdgloo.ray.elastic": {"ElasticRayExecutor"},
+    "hvdgloo.ray.runner": {"RayExecutor"},
     "hvdgloo.numpy": EVERY_FRONTEND,
     "hvdgloo.torch": EVERY_FRONTEND
     | {

@@ -144,6 +144,8 @@ GRAPH: dict[str, set[str]] = {
         "runner.transport",
         "runner.worker",
     },
+    # Leaves: other systems that start workers.
+    "hvdgloo.ray": {"_job", "config", "runner", "runner.inbound", "runner.worker"},
 }
 """The graph between sub-packages, from the ground up: each part, and the parts that it imports (without "hvdgloo.").
 
@@ -168,12 +170,12 @@ _INNER = {
 }
 """Packages that are parts of another one's story."""
 
-LEAVES = {"run"}
+LEAVES = {"ray", "run"}
 """Parts that no module of ours imports, save for the package's own attribute, and ``_ON_TOP``."""
 
 _ON_TOP = {"hvdgloo.spark.common.backend"}  # LocalBackend is hvdgloo.run.run
 
-FRAMEWORKS = frozenset({"torch", "tensorflow", "mxnet", "keras", "jax"})
+FRAMEWORKS = frozenset({"torch", "tensorflow", "mxnet", "keras", "jax", "ray"})
 
 FRAMEWORK_EXCEPTIONS = {
     ("hvdgloo.keras._on_jax", "jax"): "Keras on JAX",

@@ -1,0 +1,175 @@
+"""Where Ray has room for the workers: a placement group of our own, or the one that the caller is in."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hvdgloo.errors import ConfigError, LaunchError
+from hvdgloo.ray._settings import Demand, counted
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """Room for all workers.
+
+    Attributes:
+        group: Ray's placement group.
+        bundles: for each worker, the bundle that its actor is to be in; -1 for whichever has room.
+        ours: whether it was made here, and is to be given back.
+    """
+
+    group: Any
+    bundles: tuple[int, ...]
+    ours: bool
+
+    def release(self) -> None:
+        """Give it back, if it was made here."""
+        if self.ours:
+            from ray.util.placement_group import remove_placement_group
+
+            remove_placement_group(self.group)
+
+
+def reserve(demand: Demand, *, timeout: float, use_current: bool) -> Reservation:
+    """Room for all workers, before anything of theirs is started.
+
+    Args:
+        timeout: seconds to wait for it.
+        use_current: take it from the placement group that this process is in, if it is in one.
+
+    Raises:
+        ConfigError: it can never be there.
+        LaunchError: it was not there in time.
+    """
+    import ray
+
+    current = ray.util.get_current_placement_group() if use_current else None
+    if current is not None:
+        return Reservation(current, _bundles_of(current, demand), ours=False)
+    lack = lacking(demand, node_resources(ray.nodes()))
+    if lack and not _may_grow():
+        raise ConfigError(lack)
+    group = ray.util.placement_group(demand.bundles, strategy=demand.strategy)
+    try:
+        if not group.wait(timeout):
+            raise LaunchError(
+                f"Ray's cluster had no room within {timeout:g} s for {lack or _taken(demand)}. "
+                "Wait for other jobs to end, add nodes, or ask for less; "
+                "create_settings(placement_group_timeout_s=...) waits longer"
+            )
+    except BaseException:
+        ray.util.remove_placement_group(group)
+        raise
+    if demand.hosts is None:
+        return Reservation(group, tuple(range(demand.workers)), ours=True)
+    return Reservation(group, tuple(n // demand.workers_per_host for n in range(demand.workers)), ours=True)
+
+
+def node_resources(nodes: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
+    """What each living node has, of what ``ray.nodes()`` returns."""
+    return [dict(node["Resources"]) for node in nodes if node["Alive"]]
+
+
+def lacking(demand: Demand, nodes: Sequence[Mapping[str, float]]) -> str:
+    """Why these nodes can never hold the workers, even if nobody else uses them; empty if they can.
+
+    Args:
+        nodes: the resources of each.
+    """
+    for name, amount in demand.each.items():
+        there = sum(node.get(name, 0) for node in nodes)
+        needed = demand.workers * amount
+        if there < needed:
+            return f"{demand}: that is {counted(needed, name)} in all; {_has(name, nodes)}"
+    bundle = demand.bundles[0]
+    roomy = sum(_fits(bundle, node) for node in nodes)
+    if demand.hosts is None:
+        places = sum(_places(bundle, node) for node in nodes)
+        if places < demand.workers:
+            shown = "; ".join(_has(name, nodes) for name in demand.each)
+            return f"{demand}: there is room on the nodes for {places}; {shown}"
+    elif roomy < demand.hosts:
+        shown = " and ".join(counted(amount, name) for name, amount in bundle.items())
+        return (
+            f"{demand}: that is {shown} on each, which {roomy} of {counted(len(nodes), 'node')} can give; "
+            + "; ".join(_has(name, nodes) for name in demand.each)
+        )
+    return ""
+
+
+def _places(bundle: Mapping[str, float], node: Mapping[str, float]) -> int:
+    return int(min(node.get(name, 0) // amount for name, amount in bundle.items()))
+
+
+def _fits(bundle: Mapping[str, float], node: Mapping[str, float]) -> bool:
+    return _places(bundle, node) > 0
+
+
+def _has(name: str, nodes: Sequence[Mapping[str, float]]) -> str:
+    amounts = [node.get(name, 0) for node in nodes]
+    each = f" ({', '.join(f'{amount:g}' for amount in amounts)})" if len(nodes) > 1 else ""
+    return f"the cluster has {counted(sum(amounts), name)} on {counted(len(nodes), 'node')}{each}"
+
+
+def _taken(demand: Demand) -> str:
+    """How much of what is needed is free now."""
+    import ray
+
+    free, there = ray.available_resources(), ray.cluster_resources()
+    return f"{demand}: " + "; ".join(
+        f"{counted(demand.workers * amount, name)} needed, {free.get(name, 0):g} of {there.get(name, 0):g} free"
+        for name, amount in demand.each.items()
+    )
+
+
+def _may_grow() -> bool:
+    """Whether an autoscaler may add nodes, so that what is not there now may come."""
+    try:
+        from ray._private.state import state
+
+        config = state.get_cluster_config()
+    except Exception:  # noqa: BLE001 - not part of Ray's public interface; then we wait, and say the same afterwards
+        return True
+    if config is None:
+        return False
+    return any(group.max_count == -1 or group.max_count > group.min_count for group in config.node_group_configs)
+
+
+def _bundles_of(group: Any, demand: Demand) -> tuple[int, ...]:
+    """Where in the caller's placement group workers can be.
+
+    Raises:
+        ConfigError: they do not fit, even if nothing else is in it.
+    """
+    places = {index: _places(demand.each, bundle) for index, bundle in enumerate(group.bundle_specs)}
+    if demand.hosts is None:
+        if sum(places.values()) < demand.workers:
+            raise ConfigError(
+                f"{demand}: the placement group that this program is in has room for {sum(places.values())} (its "
+                f"bundles are {group.bundle_specs}); make it larger, or let the executor make its own: "
+                "RayExecutor(..., use_current_placement_group=False)"
+            )
+        return (-1,) * demand.workers
+    import ray
+
+    nodes = ray.util.placement_group_table(group)["bundles_to_node_id"]
+    chosen: list[int] = []
+    left = Counter(dict.fromkeys(nodes.values(), demand.workers_per_host))
+    by_node: dict[str, list[int]] = {}
+    for index, count in sorted(places.items()):
+        node = nodes[index]
+        taken = min(count, left[node])
+        left[node] -= taken
+        by_node.setdefault(node, []).extend([index] * taken)
+    full = [node for node, missing in left.items() if not missing]
+    if len(full) < (demand.hosts or 0):
+        raise ConfigError(
+            f"{demand} do not fit into the placement group that this program is in, which has room for so many on "
+            f"{len(full)} nodes; let the executor make its own: RayExecutor(..., use_current_placement_group=False)"
+        )
+    for node in full[: demand.hosts]:
+        chosen += by_node[node]
+    return tuple(chosen)

@@ -1,0 +1,105 @@
+"""What tests have workers call. Workers import this module, so it imports nothing that takes time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+import hvdgloo.numpy as hvd
+
+FOREVER = 600.0
+
+
+class Counter:
+    """Keeps a number, and knows where it is."""
+
+    def __init__(self, start: int, *, step: int = 1) -> None:
+        hvd.init()
+        self.value = start + hvd.rank()
+        self.step = step
+
+    def count(self) -> int:
+        self.value += self.step
+        return self.value
+
+
+class Broken:
+    """Cannot be made on rank 1."""
+
+    def __init__(self) -> None:
+        hvd.init()
+        if hvd.rank() == 1:
+            raise ValueError("this cannot be made")
+
+
+def places() -> tuple[int, ...]:
+    hvd.init()
+    return hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()
+
+
+def total(value: float) -> Any:
+    hvd.init()
+    return hvd.allreduce(np.full(3, value * (hvd.rank() + 1)), op=hvd.Sum)
+
+
+def shares_memory() -> bool:
+    """Whether ranks of this host have a segment of memory in common."""
+    total(1.0)
+    with open("/proc/self/maps") as maps:
+        return "hvdgloo" in maps.read()
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def greet(word: str) -> None:
+    hvd.init()
+    _say(f"{word} from {hvd.rank()}")
+
+
+def surroundings() -> dict[str, str]:
+    return {**os.environ, "cwd": os.getcwd(), "pid": str(os.getpid())}
+
+
+def fail(rank: int | None = None) -> int:
+    hvd.init()
+    if rank in (None, hvd.rank()):
+        raise KeyError("no such thing")
+    return hvd.rank()
+
+
+def fail_while_others_wait() -> None:
+    hvd.init()
+    if hvd.rank() == 1:
+        raise KeyError("no such thing")
+    total(1.0)
+
+
+def leave() -> None:
+    hvd.init()
+    if hvd.rank() == 1:
+        raise SystemExit(3)
+
+
+def hang(started: str) -> None:
+    """Never return; make a file once all ranks are here."""
+    total(1.0)
+    _say("hanging")
+    with open(f"{started}.{hvd.rank()}", "w"):
+        pass
+    time.sleep(FOREVER)
+
+
+def kill(rank: int) -> None:
+    total(1.0)
+    if hvd.rank() == rank:
+        _say("about to end")
+        os.kill(os.getpid(), signal.SIGKILL)
+    total(1.0)

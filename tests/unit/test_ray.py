@@ -1,0 +1,208 @@
+"""What ``hvdgloo.ray`` decides by itself, without Ray: arguments, room in a cluster, order, and messages."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvdgloo.errors import ConfigError
+from hvdgloo.ray import RayExecutor, _calls
+from hvdgloo.ray._actor import Place
+from hvdgloo.ray._placement import lacking, node_resources
+from hvdgloo.ray._settings import Demand, create_settings, demand
+from hvdgloo.ray._workers import by_node, visible_gpus, words
+
+
+def _demand(**given: Any) -> Demand:
+    arguments: dict[str, Any] = {
+        "num_workers": None,
+        "num_hosts": None,
+        "num_workers_per_host": 1,
+        "cpus_per_worker": 1,
+        "gpus_per_worker": None,
+        "use_gpu": False,
+    }
+    return demand(**{**arguments, **given})
+
+
+def test_workers_are_packed_and_hosts_spread() -> None:
+    packed = _demand(num_workers=3, cpus_per_worker=2)
+    assert (packed.strategy, packed.bundles) == ("PACK", [{"CPU": 2}] * 3)
+    spread = _demand(num_hosts=2, num_workers_per_host=4, use_gpu=True)
+    assert (spread.strategy, spread.bundles) == ("STRICT_SPREAD", [{"CPU": 4, "GPU": 4}] * 2)
+    assert str(spread) == "8 workers on 2 nodes with 1 CPU and 1 GPU each"
+    assert str(_demand(num_workers=1, use_gpu=True, gpus_per_worker=2)) == "1 worker with 1 CPU and 2 GPUs"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_workers": 2, "num_hosts": 2}, r"num_workers=2, num_hosts=2\): give one of them"),
+        ({}, "how many workers"),
+        ({"num_workers": 0}, r"num_workers=0\): it must be at least 1"),
+        ({"num_workers": "2"}, r"num_workers='2'\): it is not a whole number"),
+        ({"num_workers": True}, "it is not a whole number"),
+        ({"num_hosts": 1, "num_workers_per_host": 0}, r"num_workers_per_host=0\)"),
+        ({"num_workers": 1, "cpus_per_worker": 0.5}, r"cpus_per_worker=0\.5\)"),
+        ({"num_workers": 1, "gpus_per_worker": 2}, "only with use_gpu=True"),
+        ({"num_workers": 1, "gpus_per_worker": 0, "use_gpu": True}, r"gpus_per_worker=0\): it must be at least 1"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments: Mapping[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        RayExecutor(None, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"timeout_s": -1}, "timeout_s=-1"),
+        ({"placement_group_timeout_s": float("inf")}, "placement_group_timeout_s=inf"),
+        ({"timeout_s": "30"}, r"timeout_s='30'\): give a time in seconds"),
+        ({"nics": "eth0"}, r"nics='eth0'\): give a list of names"),
+    ],
+)
+def test_wrong_settings_are_refused(arguments: Mapping[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        create_settings(**arguments)
+
+
+def test_settings_of_horovods_without_meaning_are_said_to_be() -> None:
+    with pytest.warns(UserWarning, match="ssh_str=.* has no effect"):
+        create_settings(ssh_str="key")
+
+
+def test_the_first_argument_is_settings() -> None:
+    with pytest.raises(ConfigError, match=r"settings=4\).*num_workers="):
+        RayExecutor(4)  # type: ignore[arg-type]
+
+
+def test_old_names_are_understood() -> None:
+    with (
+        pytest.warns(DeprecationWarning, match="num_slots=.*num_workers_per_host"),
+        pytest.raises(ConfigError) as caught,
+    ):
+        RayExecutor(None, num_hosts=1, num_slots=0)
+    assert "num_workers_per_host=0" in str(caught.value)
+    with pytest.warns(DeprecationWarning, match="cpus_per_slot"), pytest.raises(ConfigError, match="contradict"):
+        RayExecutor(None, num_workers=1, cpus_per_worker=2, cpus_per_slot=3)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "nodes", "message"),
+    [
+        ({"num_workers": 4}, [2, 2], ""),
+        (
+            {"num_workers": 5},
+            [2, 2],
+            "5 workers with 1 CPU each: that is 5 CPUs in all; the cluster has 4 CPUs on 2 nodes",
+        ),
+        ({"num_workers": 2, "cpus_per_worker": 2}, [3, 1], "there is room on the nodes for 1"),
+        ({"num_workers": 2, "cpus_per_worker": 2}, [4, 1], ""),
+        ({"num_hosts": 2, "num_workers_per_host": 2}, [4, 1], "that is 2 CPUs on each, which 1 of 2 nodes can give"),
+        ({"num_hosts": 2, "num_workers_per_host": 2}, [2, 2, 0], ""),
+        ({"num_workers": 1, "use_gpu": True}, [4], "that is 1 GPU in all; the cluster has 0 GPUs on 1 node"),
+    ],
+)
+def test_what_a_cluster_lacks(wanted: Mapping[str, Any], nodes: list[int], message: str) -> None:
+    said = lacking(_demand(**wanted), [{"CPU": cpus} for cpus in nodes])
+    assert message in said
+    assert bool(message) == bool(said)
+
+
+def test_dead_nodes_have_nothing() -> None:
+    nodes = [{"Alive": True, "Resources": {"CPU": 2.0}}, {"Alive": False, "Resources": {"CPU": 8.0}}]
+    assert node_resources(nodes) == [{"CPU": 2.0}]
+
+
+def _place(node: str, *gpus: str) -> Place:
+    return Place(node, "10.0.0.1", "h", gpus)
+
+
+def test_actors_of_a_node_follow_each_other() -> None:
+    assert by_node([_place("b"), _place("a"), _place("b"), _place("a"), _place("c")]) == [0, 2, 1, 3, 4]
+
+
+def test_workers_of_a_node_see_the_gpus_of_all_of_them() -> None:
+    assert visible_gpus([_place("b", "0"), _place("a"), _place("b", "3", "1")]) == {
+        "b": {"CUDA_VISIBLE_DEVICES": "0,3,1"},
+        "a": {},
+    }
+
+
+def test_rays_advice_is_left_out() -> None:
+    said = (
+        "The actor died.\n\tactor_id: 1\nThe actor is dead because its worker process has died. Some common causes ..."
+    )
+    assert words(RuntimeError(said)) == "The actor is dead because its worker process has died."
+    assert words(RuntimeError()) == "RuntimeError"
+
+
+def _connected() -> tuple[_calls.Connection, _calls.Connection]:
+    listener = _calls.Listener()
+    ends: list[_calls.Connection] = []
+    thread = threading.Thread(target=lambda: ends.append(listener.accept()))
+    thread.start()
+    worker = _calls.connect(listener.name)
+    thread.join(30)
+    listener.close()
+    return ends[0], worker
+
+
+def test_messages_arrive_whole_whatever_their_size() -> None:
+    actor, worker = _connected()
+    big = np.arange(3_000_000, dtype=np.float64)
+    with actor, worker:
+        thread = threading.Thread(target=actor.send, args=([b"", b"few", big.data, b""],))
+        thread.start()
+        received = worker.receive()
+        thread.join(30)
+        assert received is not None
+        assert [len(part) for part in received] == [0, 3, big.nbytes, 0]
+        np.testing.assert_array_equal(np.frombuffer(received[2]), big)
+        worker.send([])
+        assert actor.receive() == []
+
+
+@pytest.mark.parametrize("end", [lambda actor: actor.close(), lambda actor: actor._socket.sendall(b"\0\0\0\1\0")])
+def test_the_end_of_a_connection_is_the_end_of_messages(end: Callable[[_calls.Connection], None]) -> None:
+    actor, worker = _connected()
+    with actor, worker:
+        end(actor)
+        actor.close()
+        assert worker.receive() is None
+
+
+def test_other_users_are_not_talked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    actor, worker = _connected()
+    with actor, worker:
+        assert worker.peer_is_ours()
+        monkeypatch.setattr("os.geteuid", lambda: 12345)
+        assert not worker.peer_is_ours()
+
+
+def test_a_listener_that_is_closed_lets_go_of_who_waits() -> None:
+    listener = _calls.Listener()
+    ended = threading.Event()
+
+    def wait() -> None:
+        with pytest.raises(OSError, match=r"Invalid argument|Bad file"):
+            listener.accept()
+        ended.set()
+
+    threading.Thread(target=wait, daemon=True).start()
+    listener.close()
+    assert ended.wait(30)
+    with socket.socket(socket.AF_UNIX) as probe, pytest.raises(ConnectionRefusedError):
+        probe.connect(f"\0{listener.name}")
+
+
+def test_without_ray_the_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "ray", None)
+    with pytest.raises(ImportError, match=r"pip install 'hvdgloo\[ray\]'"):
+        RayExecutor(None, num_workers=1)
