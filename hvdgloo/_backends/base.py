@@ -207,13 +207,14 @@ def peek(store: RendezvousStore, key: str) -> bytes:
         return b""
 
 
-def gloo_unconnected(rank: int, address: str, reason: str) -> ConnectError:
+def gloo_unconnected(rank: int, address: str, reason: str, missing: Sequence[int] = ()) -> ConnectError:
     """The error of a rank whose Gloo group, whichever package carries it, could not be connected."""
     return ConnectError(
         f"rank {rank} could not connect its Gloo group from {address}: {reason}. Gloo listens on a port that the "
         "system chooses, on that address; check that the other hosts reach it (firewall, wrong network interface)",
         rank=rank,
         address=address,
+        missing=missing,
     )
 
 

@@ -28,6 +28,7 @@ from datetime import timedelta
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -239,6 +240,8 @@ class GlooBackend(ProcessGroupBackend):
         self._butterfly: Butterfly | None = None
         self._all_connected = False
         self._listeners: frozenset[tuple[str, int]] = frozenset()
+        self._missing: Sequence[int] = ()  # those of whom nothing was heard in the last try
+        self._received: dict[int, npt.NDArray[np.uint8]] = {}  # proofs, which are zeros until they come
         deadline = time.monotonic() + connect_timeout
         try:
             problem = self._try(store, prefix, address, deadline, last=False)
@@ -252,7 +255,7 @@ class GlooBackend(ProcessGroupBackend):
             raise
         except RuntimeError as error:
             self.close()
-            raise gloo_unconnected(rank, address, first_line(error)) from error
+            raise gloo_unconnected(rank, address, first_line(error), self._missing) from error
         self._group._set_default_timeout(_LONGEST_OPERATION)
         self._keep_sockets_to_this_process()
 
@@ -266,6 +269,7 @@ class GlooBackend(ProcessGroupBackend):
             why it cannot be used, the same on all ranks; empty if it can.
         """
         left = (deadline - time.monotonic()) / (1 if last else 2)
+        self._missing, self._received = (), {}
         options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
         options._timeout = timedelta(seconds=left)
@@ -287,6 +291,7 @@ class GlooBackend(ProcessGroupBackend):
             self._connect(peers, left if last else left / 2, lambda: peek(store, f"{prefix}failed").decode())
             problem = ""
         except RuntimeError as error:
+            self._missing = [peer for peer, proof in self._received.items() if not proof.any()]
             self.abandon()
             if self._cancelled():
                 raise
@@ -371,7 +376,7 @@ class GlooBackend(ProcessGroupBackend):
         wire, new = self._wire, sorted(set(peers) - self._met)
         assert wire is not None
         sent = {peer: np.frombuffer(bytearray(self._proof(self._rank, peer)), np.uint8) for peer in new}
-        received = {peer: np.zeros(_PROOF_BYTES, np.uint8) for peer in new}
+        received = self._received = {peer: np.zeros(_PROOF_BYTES, np.uint8) for peer in new}
         begun = [wire.receive(received[peer], peer) for peer in new]
         begun += [wire.send(sent[peer], peer) for peer in new]
         for each in begun:

@@ -3,6 +3,7 @@ and Gloo alone where memory cannot be shared."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -106,7 +107,7 @@ class Planes:
         self._require_gloo(members, reason)
         layout = layout_of([self._topology.workers[member].host for member in members], place)
         if wanted == "gloo" or layout is None or not self._decided["hierarchical_thresholds"][0]:
-            return self._gloo(prefix, place, len(members), cancelled)
+            return self._gloo(prefix, place, members, cancelled)
         return self._hierarchy(prefix, members, layout, cancelled)
 
     def open_device(
@@ -165,13 +166,14 @@ class Planes:
             f"to provide it (--gloo-provider); {without}{how_to_have(provider, self._config.gloo_provider)}"
         )
 
-    def _gloo(self, prefix: str, place: int, size: int, cancelled: Callable[[], bool] | None) -> Backend:
+    def _gloo(self, prefix: str, place: int, members: Sequence[int], cancelled: Callable[[], bool] | None) -> Backend:
+        size = len(members)
         provider, timeout = self._decided["gloo_provider"], self._config.connect_timeout
         secret = self._config.secret or b""
         try:
             return gloo_backend(provider, self._store, prefix, place, size, self._address, timeout, cancelled, secret)
         except ConnectError as error:  # which numbers the members
-            error.rank = self._rank
+            error.rank, error.missing = self._rank, tuple([members[place] for place in error.missing])
             raise
 
     def _hierarchy(
@@ -182,7 +184,7 @@ class Planes:
 
         begin = sum(layout.sizes[: layout.host])
         here = members[begin : begin + layout.sizes[layout.host]]
-        open_flat = partial(self._gloo, prefix, layout.rank, layout.size)
+        open_flat = partial(self._gloo, prefix, layout.rank, members)
         reason = ""
         with ExitStack() as undo:
             local: Backend | None = None
@@ -196,7 +198,9 @@ class Planes:
             with self._failure_told(told, layout):
                 if layout.place < layout.owners:
                     across = f"{prefix}across{layout.place}/"
-                    cross = self._gloo(across, layout.host, len(layout.sizes), cancelled)
+                    first = itertools.accumulate(layout.sizes[:-1], initial=0)
+                    there = [members[rank + layout.place] for rank in first]
+                    cross = self._gloo(across, layout.host, there, cancelled)
                     undo.callback(cross.close)
                 all_share = self._all_share(told, here[0], layout, cross, possible, cancelled)
             if all_share:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -289,3 +290,24 @@ def test_a_reset_limit_ends_the_job(job: Job) -> None:
     os.kill(job.members(1, 2)[1].pid, signal.SIGKILL)
     assert job.end() == 128 + signal.SIGKILL, "the status of the failure that was not survived"
     assert "which exceeds --reset-limit 0" in job.error
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a process a host name of its own")
+def test_another_pod_of_the_same_name_has_a_clean_record(job: Job) -> None:
+    """A host is left out for twice as long each time, unless another machine or pod stands behind its name by then."""
+    pod = job.folder / "pod"
+    pod.write_text("first")
+    agent = f"unshare --uts sh -c 'hostname $(cat {pod})-$0; exec {{shell}}' {{host}}"
+    flags = ["-H", "a:1,b:1", "--agent-command", agent, "--blacklist-cooldown-range", "1", "60"]
+    job.start("-np", "2", "--min-np", "1", *flags)
+    for number, name in enumerate(["first", "second", "third"], 1):
+        there = {member.worker.partition("/")[0]: member for member in job.members(number, 2)}
+        pod.write_text(name)
+        psutil.Process(there["b"].pid).parent().kill()
+        (alone,) = job.members(number, 1)
+        assert alone.pid == there["a"].pid
+    job.finish()
+    assert job.end() == 0
+    # The agent that was killed last was that of another pod than the one before it.
+    times = [int(seconds) for seconds in re.findall(r"host b is left out for (\d+) s", job.error)]
+    assert [seconds >= 4 for seconds in times] == [False, True, False], job.error

@@ -97,7 +97,10 @@ class Training:
             complete = [group for group in groups if len(group) == size]
             return [complete[number - 1][rank] for rank in range(size)] if len(complete) >= number else None
 
-        return wait_for(found, DEADLINE, f"epoch {number} of {size} workers: {self.error}")
+        try:
+            return wait_for(found, DEADLINE, f"epoch {number} of {size} workers")
+        except AssertionError as late:
+            raise AssertionError(f"{late}: {self.said}, {self.error}") from None
 
     def says(self, text: str) -> None:
         """Wait until the launcher has said this."""
