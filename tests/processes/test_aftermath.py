@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import warm
 from tests.support.frameworks import need_installed
 from tests.support.launching import Launcher, launcher_in
 
@@ -64,7 +65,7 @@ hvd.allreduce(np.ones(3 + hvd.rank()), name="uneven")
 
 
 def test_the_summary_has_the_error_and_the_program_s_own_line(launcher: Launcher) -> None:
-    done = launcher.run("-np", "2", launcher.script(MISMATCH), timeout=50)
+    done = launcher.run("-np", "2", warm.python(*warm.NUMPY), launcher.script(MISMATCH), timeout=50)
     assert done.returncode == 1
     _, _, summary = done.stderr.partition("hvdgloo-run: Its last lines were:\n")
     assert 'hvd.allreduce(np.ones(3 + hvd.rank()), name="uneven")' in summary, done.stderr
@@ -85,7 +86,7 @@ hvd.allreduce(np.ones(3), name="once.more")
 
 def test_the_summary_of_a_stall_names_the_tensor_and_who_is_missing(launcher: Launcher) -> None:
     times = ("--stall-check-warning-time-seconds", "0.2", "--stall-check-shutdown-time-seconds", "0.4")
-    done = launcher.run("-np", "2", *times, launcher.script(STALL), timeout=50)
+    done = launcher.run("-np", "2", *times, warm.python(*warm.NUMPY), launcher.script(STALL), timeout=50)
     assert done.returncode == 1
     _, _, summary = done.stderr.partition("hvdgloo-run: Its last lines were:\n")
     last = next((line for line in summary.splitlines() if "hvdgloo.errors.StallError: " in line), "")

@@ -326,9 +326,10 @@ def test_thread_affinity(launcher: Launcher) -> None:
         hvd.barrier()  # the other rank's end would end the threads of this one
         """
     )
-    done = launcher.run("-np", "2", "--thread-affinity", f"{core},{core}", script, timeout=50)
+    python = warm.python(*warm.NUMPY)
+    done = launcher.run("-np", "2", "--thread-affinity", f"{core},{core}", python, script, timeout=50)
     assert sorted(done.stdout.splitlines()) == [f"[{rank}]<stdout>:[[{core}], [{core}]]" for rank in range(2)]
-    done = launcher.run("-np", "1", "--thread-affinity", "4711", script, timeout=50)
+    done = launcher.run("-np", "1", "--thread-affinity", "4711", python, script, timeout=50)
     assert "HVDGLOO_THREAD_AFFINITY: core 4711 cannot be used" in done.stderr
     assert done.returncode == 0
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import warm
 from tests.support.launching import Launcher, launcher_in
 
 # Rank 0 tells what it waited for, how long, and with which error the wait ended.
@@ -97,7 +98,7 @@ def run(launcher: Launcher, how: str, body: str, times: dict[str, float]) -> sub
             arguments += [flag, f"{seconds:g}"]
         else:
             environ[(horovod if how == "Horovod's variable" and horovod else variable)] = f"{seconds:g}"
-    return launcher.run(*arguments, "-np", "2", "worker.py", env=environ, timeout=40)
+    return launcher.run(*arguments, "-np", "2", warm.python(*warm.NUMPY), "worker.py", env=environ, timeout=40)
 
 
 def waited(done: subprocess.CompletedProcess[str]) -> tuple[float, str, str]:

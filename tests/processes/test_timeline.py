@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import warm
 from tests.support.launching import launcher_in
 
 BUSY = """
@@ -57,7 +58,8 @@ def test_horovods_flags_and_every_ranks_file(tmp_path: Path) -> None:
             hvd.allreduce(np.ones(100_000), name="x")
             """
         )
-        done = launcher.run("-np", "2", "--timeline-filename", "trace.{rank}.json", "--timeline-mark-cycles", script)
+        flags = ("--timeline-filename", "trace.{rank}.json", "--timeline-mark-cycles")
+        done = launcher.run("-np", "2", *flags, warm.python(*warm.NUMPY), script)
     assert done.returncode == 0, done.stderr
     for rank in range(2):
         names = {event["name"] for event in json.loads((tmp_path / f"trace.{rank}.json").read_text())}
