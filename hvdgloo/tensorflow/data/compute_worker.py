@@ -36,10 +36,7 @@ def main(dispatchers: int, dispatcher_side: str, configfile: str, timeout: float
         DataServiceError: as for ``compute_worker_fn``.
     """
     job = process.init()
-    if dispatchers < 1 or job.size % dispatchers:
-        raise ConfigError(
-            f"the compute job has {job.size} processes, which cannot be divided evenly among {dispatchers} dispatchers"
-        )
+    workers = workers_per_dispatcher(job.size, dispatchers)
     # Each process derives the key from the job's secret, so that it does not cross the network.
     key = derive(job.secret, "tf.data service") if job.secret is not None else generate_secret()
     with ExitStack() as stack:
@@ -54,7 +51,7 @@ def main(dispatchers: int, dispatcher_side: str, configfile: str, timeout: float
             )
             endpoints = stack.enter_context(registry).endpoints
         endpoints = broadcast_object(endpoints)
-        config = TfDataServiceConfig(dispatchers, job.size // dispatchers, dispatcher_side, endpoints, key, timeout)
+        config = TfDataServiceConfig(dispatchers, workers, dispatcher_side, endpoints, key, timeout)
         if job.rank == 0:
             config.write(configfile)
             stack.callback(Path(configfile).unlink, missing_ok=True)
@@ -62,9 +59,23 @@ def main(dispatchers: int, dispatcher_side: str, configfile: str, timeout: float
         barrier()  # the registry ends when all know that the service has
 
 
-def _arguments() -> argparse.Namespace:
+def workers_per_dispatcher(processes: int, dispatchers: int) -> int:
+    """How many processes of the compute job each dispatcher has.
+
+    Raises:
+        ConfigError: (a ValueError) they cannot be divided evenly.
+    """
+    if dispatchers < 1 or processes % dispatchers:
+        raise ConfigError(
+            f"the compute job has {processes} processes, which cannot be divided evenly among {dispatchers} dispatchers"
+        )
+    return processes // dispatchers
+
+
+def parse_arguments(prog: str) -> argparse.Namespace:
+    """The command line's, for a program that is started by ``prog``."""
     parser = argparse.ArgumentParser(
-        prog="hvdgloo-run -np N -- python -m hvdgloo.tensorflow.data.compute_worker",
+        prog=prog,
         description="The compute job of a tf.data service: prepares datasets for a training job.",
     )
     parser.add_argument("configfile", help="file to which the service's configuration is written for the training job")
@@ -85,7 +96,7 @@ def _arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    arguments = _arguments()
+    arguments = parse_arguments("hvdgloo-run -np N -- python -m hvdgloo.tensorflow.data.compute_worker")
     try:
         main(arguments.dispatchers, arguments.dispatcher_side, arguments.configfile, arguments.timeout)
     except (ConfigError, DataServiceError) as error:

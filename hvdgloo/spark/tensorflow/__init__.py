@@ -1,0 +1,1 @@
+"""What TensorFlow's part of hvdgloo has for Spark: ``compute_worker``."""
