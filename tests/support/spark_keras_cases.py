@@ -35,8 +35,6 @@ from hvdgloo.spark.keras._models import Compilation, archive_of, compilation_of,
 NAME = sys.argv[1]
 LIBRARY = Library("tf_keras", "tensorflow") if NAME == "tf_keras" else Library("keras", NAME)
 FOLDER = Path(sys.argv[2])
-if LIBRARY.backend != "tensorflow":
-    sys.modules["tensorflow"] = None  # type: ignore[assignment] # Keras would import it in passing, and needs it not
 LIBRARY.use()
 keras = LIBRARY.module
 STORE = LocalStore(str(FOLDER / "store"))
@@ -180,6 +178,13 @@ def equal_to_one_process(optimizer: Any, run_id: str, passes: int = 1, **changed
         given = type(trained.optimizer)
         assert given.__name__ == type(optimizer).__name__
         assert float(trained.optimizer.learning_rate) == float(optimizer.learning_rate)
+
+
+@case
+def tensorflow_is_only_imported_where_it_is_the_backend() -> None:
+    data = archive_of(dense())
+    model_of(LIBRARY, data, {})
+    assert ("tensorflow" in sys.modules) == (LIBRARY.backend == "tensorflow")
 
 
 @case

@@ -80,7 +80,7 @@ def _scaled(library: Library, schedule: Any, factor: int) -> Any:
     return Scaled()
 
 
-class EpochEnds(ForTfKeras, keras.callbacks.Callback):  # type: ignore[misc]
+class EpochEnds(ForTfKeras, keras.callbacks.Callback):
     """Keeps the history, and reports each epoch. On the first rank only.
 
     Args:
@@ -102,7 +102,7 @@ class EpochEnds(ForTfKeras, keras.callbacks.Callback):  # type: ignore[misc]
             self._ended(epoch + 1, archive)
 
 
-class Unscaled(ForTfKeras, keras.callbacks.Callback):  # type: ignore[misc]
+class Unscaled(ForTfKeras, keras.callbacks.Callback):
     """Calls another callback, which stores the model, while the model has the learning rate of one process.
 
     Args:

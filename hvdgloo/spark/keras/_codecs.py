@@ -6,7 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from hvdgloo.spark.common.serialization import Codec, Files
+from hvdgloo.errors import ConfigError
+from hvdgloo.spark.common.serialization import Codec, Files, Refused
 from hvdgloo.spark.keras._library import Library, library_of, library_of_model
 from hvdgloo.spark.keras._models import archive_of, is_part, loaded_model
 
@@ -32,7 +33,12 @@ class _Model(Codec):
 
     def decode(self, files: Files, loaded: Mapping[str, Any], *, trusted: bool) -> Any:
         library = Library.here(json.loads(files["json"])["library"])
-        return loaded_model(library, files["keras"], loaded.get("custom_objects") or {}, trusted=trusted)
+        try:
+            return loaded_model(library, files["keras"], loaded.get("custom_objects") or {}, trusted=trusted)
+        except ConfigError:
+            if trusted:
+                raise
+            raise Refused from None  # a Lambda; or it has classes that are in custom_objects, which are refused as well
 
 
 class _Objects(Codec):

@@ -36,7 +36,7 @@ def feed_of(library: Library, steps: int, batches: Callable[[int], Iterator[Any]
     """
     base: Any = library.module.utils.Sequence if library.name == "tf_keras" else library.module.utils.PyDataset
 
-    class Batches(base):  # type: ignore[misc]
+    class Batches(base):
         def __init__(self) -> None:
             super().__init__()
             self.epoch = epoch
@@ -59,7 +59,7 @@ def feed_of(library: Library, steps: int, batches: Callable[[int], Iterator[Any]
     return feed
 
 
-class FollowEpochs(ForTfKeras, keras.callbacks.Callback):  # type: ignore[misc]
+class FollowEpochs(ForTfKeras, keras.callbacks.Callback):
     """Has a feed give the batches of the epoch that begins."""
 
     def __init__(self, feed: Feed) -> None:

@@ -155,8 +155,8 @@ def _check_size(name: str, size: int | None, shape: Shape | None, whose: str) ->
 def _side(model: Any, what: str, argument: str, columns: Sequence[str]) -> Side:
     try:
         structure = getattr(model, what)
-    except (AttributeError, ValueError):  # a model that is a class of the user's, or that is not built
-        structure = None
+    except (AttributeError, ValueError):  # a Sequential; a model that is a class of the user's, or that is not built
+        structure = getattr(model, f"{what}s", None)
     keyed = isinstance(structure, Mapping)
     if structure is None:
         return Side(tuple(Slot(name, None, None) for name in columns), keyed=False)

@@ -71,10 +71,12 @@ class Library:
             ConfigError: (a ValueError) this process has already imported Keras with another backend.
             MissingDependencyError: the library or its backend is not installed here.
         """
-        if "keras" not in sys.modules:
+        is_first = "keras" not in sys.modules
+        if is_first:
             os.environ.update(self.environment)
         try:
-            backend = importlib.import_module("keras").backend.backend()
+            keras = importlib.import_module("keras")
+            backend = keras.backend.backend()
             importlib.import_module(self.name)
         except ModuleNotFoundError as error:
             raise MissingDependencyError(
@@ -85,6 +87,23 @@ class Library:
                 f"the model is one of {self.title}, and this process has imported Keras on {backend}; set "
                 f"KERAS_BACKEND={self.backend}"
             )
+        if is_first and backend != "tensorflow":
+            _look_for_tensorflow(keras)
+
+
+def _look_for_tensorflow(keras: Any) -> None:
+    """Have Keras find out that it need not expect tensors of TensorFlow.
+
+    It does so when it first saves or loads something, by importing TensorFlow if it is installed: seconds, and hundreds
+    of MB, in every rank and Python worker that has another backend. What imports it afterwards gets it as ever.
+    """
+    if "tensorflow" in sys.modules:
+        return
+    sys.modules["tensorflow"] = None  # type: ignore[assignment] # which makes an import of it fail
+    try:
+        keras.saving.serialize_keras_object(keras.layers.Flatten())
+    finally:
+        del sys.modules["tensorflow"]
 
 
 def library_of(value: Any) -> Library | None:

@@ -146,10 +146,15 @@ def load_state(model: Any, data: bytes) -> None:
 
 
 def signature_of(model: Any) -> list[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of a model's weights, without the numbers that Keras adds to the names of a second layer."""
+    """Names and shapes of a model's weights, without its own name and the numbers that tell its layers apart.
+
+    Keras counts the layers of a kind in a process: the same program, run again in a notebook, has others.
+    """
+    names = [getattr(weight, "path", weight.name).partition(":")[0] for weight in model.weights]
+    own = f"{model.name}/"
     return [
-        (_NUMBERED.sub("", getattr(weight, "path", weight.name)).partition(":")[0], tuple(weight.shape))
-        for weight in model.weights
+        (_NUMBERED.sub("", name.removeprefix(own)), tuple(weight.shape))
+        for name, weight in zip(names, model.weights, strict=True)
     ]
 
 
@@ -175,7 +180,8 @@ class Part:
 
     def make(self) -> Any:
         """A new one."""
-        return self.kind.from_config(dict(self.config))  # type: ignore[attr-defined]
+        kind: Any = self.kind
+        return kind.from_config(dict(self.config))
 
 
 def is_part(value: Any) -> bool:

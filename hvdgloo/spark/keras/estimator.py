@@ -34,7 +34,7 @@ from hvdgloo.spark.keras._remote import Job, train
 __all__ = ["KerasEstimator", "KerasModel"]
 
 
-class KerasEstimator(HorovodEstimator):  # type: ignore[misc]
+class KerasEstimator(HorovodEstimator):
     """Trains a Keras model on a DataFrame, on several ranks.
 
     ::
@@ -82,7 +82,7 @@ class KerasEstimator(HorovodEstimator):  # type: ignore[misc]
     checkpoint_callback = parameter("checkpoint_callback", "saves the model that fit() returns, beside the checkpoints")
     backend_env = parameter("backend_env", "variables for the ranks")
 
-    @keyword_only  # type: ignore[untyped-decorator]
+    @keyword_only
     def __init__(
         self,
         *,
@@ -245,7 +245,7 @@ class KerasEstimator(HorovodEstimator):  # type: ignore[misc]
         )
 
 
-class KerasModel(HorovodModel):  # type: ignore[misc]
+class KerasModel(HorovodModel):
     """A trained Keras model: ``transform`` adds a column with its output for each label.
 
     ``getModel()`` is the model itself, compiled with the optimizer that it was trained with; ``getHistory()`` a list of
@@ -263,7 +263,7 @@ class KerasModel(HorovodModel):  # type: ignore[misc]
     custom_objects = parameter("custom_objects", "classes and functions that the model's configuration names")
     _floatx = parameter("_floatx", "the type of floating-point numbers")
 
-    @keyword_only  # type: ignore[untyped-decorator]
+    @keyword_only
     def __init__(
         self,
         *,
