@@ -188,6 +188,7 @@ EXPORTS = {
     "hvdgloo.spark.task": {"get_available_devices"},
     "hvdgloo.spark.common.backend": {"Backend", "LocalBackend", "SparkBackend", "default_num_proc"},
     "hvdgloo.spark.data": {"ParquetBatches"},
+    "hvdgloo.spark.keras": {"KerasEstimator", "KerasModel"},
     "hvdgloo.spark.common.util": {
         "check_dataset",
         "check_shape_compatibility",
@@ -297,6 +298,9 @@ PUBLIC_MODULES = {
     "hvdgloo.spark.common.constants",
     "hvdgloo.spark.common.datamodule",
     "hvdgloo.spark.common.store",
+    "hvdgloo.spark.keras.estimator",
+    "hvdgloo.spark.tensorflow",
+    "hvdgloo.spark.tensorflow.compute_worker",
     "hvdgloo.tensorflow.compression",
     "hvdgloo.tensorflow.data.compute_service",
     "hvdgloo.tensorflow.data.compute_worker",

@@ -54,6 +54,8 @@ GRAPH: dict[str, set[str]] = {
     "hvdgloo.spark.data": {"_platform"},
     "hvdgloo.spark": {"_job", "config", "runner.inbound"},
     "hvdgloo.spark.common": {"rendezvous", "run", "runner.job", "spark", "spark.data"},
+    "hvdgloo.spark.keras": {"keras", "numpy", "spark", "spark.common"},
+    "hvdgloo.spark.tensorflow": {"rendezvous", "runner.network", "spark", "spark.common", "tensorflow.data"},
     # The launcher, and its agents on the hosts.
     "hvdgloo.runner.protocol": {"_net", "rendezvous"},
     "hvdgloo.runner.network": {"_net", "rendezvous"},
@@ -180,6 +182,8 @@ FRAMEWORKS = frozenset({"torch", "tensorflow", "mxnet", "keras", "jax", "ray"})
 FRAMEWORK_EXCEPTIONS = {
     ("hvdgloo.keras._on_jax", "jax"): "Keras on JAX",
     ("hvdgloo.keras._on_torch", "torch"): "Keras on torch",
+    ("hvdgloo.spark.keras._callbacks", "keras"): "ranks import it once it is known which Keras is meant",
+    ("hvdgloo.spark.keras._feeding", "keras"): "ranks import it once it is known which Keras is meant",
     ("hvdgloo.runner.cli.build_report", "torch"): "--check-build asks torch whether it was built with NCCL",
 }
 

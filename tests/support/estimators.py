@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bz2
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -79,3 +80,17 @@ def linear(rows: int, width: int = 6, seed: int = 0) -> dict[str, Array]:
     features = rng.normal(size=(rows, width))
     label = features @ rng.normal(size=width) + 0.1 * rng.normal(size=rows)
     return {"features": features, "label": label}
+
+
+def write_mnist(path: Path, rows: int) -> None:
+    """scikit-learn's digits, enlarged to MNIST's 28 x 28 pixels, as the file that Horovod's examples download."""
+    from sklearn.datasets import load_digits
+
+    images, digits = load_digits(return_X_y=True)
+    large = np.kron(images[:rows].reshape(-1, 8, 8) / 16, np.ones((3, 3)))
+    large = np.pad(large, ((0, 0), (2, 2), (2, 2))).reshape(-1, 784)
+    lines = []
+    for image, digit in zip(large, digits, strict=False):
+        pixels = " ".join(f"{index + 1}:{image[index]:.3f}" for index in np.flatnonzero(image))
+        lines.append(f"{digit} {pixels}\n")
+    path.write_bytes(bz2.compress("".join(lines).encode()))

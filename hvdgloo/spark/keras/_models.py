@@ -10,6 +10,7 @@ import json
 import logging
 import re
 import tempfile
+import warnings
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,7 +42,10 @@ def archive_of(model: Any) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "model.keras")
         try:
-            model.save(path)
+            with warnings.catch_warnings():
+                # A loss may well be one: it does not travel in the archive.
+                warnings.filterwarnings("ignore", "The object being serialized includes a `lambda`")
+                model.save(path)
         except (TypeError, ValueError, NotImplementedError) as error:
             raise ConfigError(
                 f"{model.name} cannot be saved, and is sent to the ranks as it would be saved: {error}"
