@@ -85,6 +85,12 @@ def count() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
+def choose(index: int) -> torch.device:
+    """Make a GPU the one that is meant where a program names none."""
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
 def identity(device: torch.device) -> str:
     """What tells a GPU from all others of the job."""
     properties = torch.cuda.get_device_properties(device)

@@ -16,3 +16,14 @@ def get_available_devices() -> list[str]:
     in a process that no task has started, there are none.
     """
     return [address for address in os.environ.get(DEVICES, "").split(",") if address]
+
+
+def gpu_index(local_rank: int) -> int:
+    """Which of the GPUs that it sees a rank is to use: its task's, else that of its place on its host.
+
+    ``HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX=1`` passes over what Spark says.
+    """
+    if os.environ.get("HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX") == "1":
+        return local_rank
+    devices = get_available_devices()
+    return int(devices[0]) if devices else local_rank

@@ -39,7 +39,10 @@ READS_ENVIRONMENT = {
     "hvdgloo.runner.transport.select": "srun gets the launcher's environment",
 }
 
-PRINTS = {"hvdgloo.keras.callbacks": "verbose=1 of the warm-up, beside Keras's own progress"}
+PRINTS = {
+    "hvdgloo.keras.callbacks": "verbose=1 of the warm-up, beside Keras's own progress",
+    "hvdgloo.spark.torch._remote": "verbose=1 of an estimator: a line for each epoch, as Keras has one",
+}
 
 UNPICKLES = {
     (
@@ -57,6 +60,12 @@ UNPICKLES = {
     ("hvdgloo.spark.keras._remote", "train"): "part of what function_task unsealed, or what a user's backend has sent",
     ("hvdgloo.spark.keras._predictor", "load"): "part of what Spark itself has unpickled",
     ("hvdgloo.spark._bringing", "bring"): "it came with the task, which Spark itself has unpickled",
+    ("hvdgloo.spark.common._predicting", "_loaded"): "broadcast by Spark, which has unpickled this very function",
+    ("hvdgloo.spark.common.serialization", "Codec.decode"): "where load() was not told trusted=False",
+    ("hvdgloo.spark.torch._codecs", "OptimizerCodec.decode"): "where load() was not told trusted=False",
+    ("hvdgloo.spark.torch._codecs", "_read"): "tensors and plain values only: weights_only=True",
+    ("hvdgloo.spark.torch._remote", "_Loop._resume"): "tensors and plain values only: weights_only=True",
+    ("hvdgloo.spark.torch.estimator", "TorchEstimator._make_model"): "tensors and plain values: weights_only=True",
     ("hvdgloo.runner.conclusion", "conclude"): "part of what unpack_outcome() unsealed",
     ("hvdgloo.runner.conclusion", "_unpickled"): "part of what unpack_outcome() unsealed",
     ("hvdgloo.ray._actor", "WorkerActor.call"): "from this actor's worker, by a socket whose ends prove their user",

@@ -130,6 +130,7 @@ FRAMEWORK = {
     "hvdgloo.keras": "keras",
     "hvdgloo.mxnet": "mxnet",
     "hvdgloo.torch": "torch",
+    "hvdgloo.spark.torch": "pyspark",
 }
 
 EXPORTS = {
@@ -189,6 +190,7 @@ EXPORTS = {
     "hvdgloo.spark.common.backend": {"Backend", "LocalBackend", "SparkBackend", "default_num_proc"},
     "hvdgloo.spark.data": {"ParquetBatches"},
     "hvdgloo.spark.keras": {"KerasEstimator", "KerasModel"},
+    "hvdgloo.spark.torch": {"TorchEstimator", "TorchModel"},
     "hvdgloo.spark.common.util": {
         "check_dataset",
         "check_shape_compatibility",
@@ -297,10 +299,14 @@ PUBLIC_MODULES = {
     "hvdgloo.spark.common.cache",
     "hvdgloo.spark.common.constants",
     "hvdgloo.spark.common.datamodule",
+    "hvdgloo.spark.common.estimator",
+    "hvdgloo.spark.common.params",
+    "hvdgloo.spark.common.serialization",
     "hvdgloo.spark.common.store",
     "hvdgloo.spark.keras.estimator",
     "hvdgloo.spark.tensorflow",
     "hvdgloo.spark.tensorflow.compute_worker",
+    "hvdgloo.spark.torch.estimator",
     "hvdgloo.tensorflow.compression",
     "hvdgloo.tensorflow.data.compute_service",
     "hvdgloo.tensorflow.data.compute_worker",

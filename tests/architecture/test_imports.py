@@ -53,6 +53,7 @@ GRAPH: dict[str, set[str]] = {
     # On Spark.
     "hvdgloo.spark.data": {"_platform"},
     "hvdgloo.spark": {"_job", "config", "runner.inbound"},
+    "hvdgloo.spark.torch": {"_backends", "spark", "spark.common", "torch"},
     "hvdgloo.spark.common": {"rendezvous", "run", "runner.job", "spark", "spark.data"},
     "hvdgloo.spark.keras": {"keras", "numpy", "spark", "spark.common"},
     "hvdgloo.spark.tensorflow": {"rendezvous", "runner.network", "spark", "spark.common", "tensorflow.data"},
@@ -184,6 +185,10 @@ FRAMEWORK_EXCEPTIONS = {
     ("hvdgloo.keras._on_torch", "torch"): "Keras on torch",
     ("hvdgloo.spark.keras._callbacks", "keras"): "ranks import it once it is known which Keras is meant",
     ("hvdgloo.spark.keras._feeding", "keras"): "ranks import it once it is known which Keras is meant",
+    **{
+        (f"hvdgloo.spark.torch.{name}", "torch"): "torch's estimator"
+        for name in ("_codecs", "_losses", "_predictor", "_remote", "estimator")
+    },
     ("hvdgloo.runner.cli.build_report", "torch"): "--check-build asks torch whether it was built with NCCL",
 }
 

@@ -100,7 +100,7 @@ def _member(archive: zipfile.ZipFile) -> str:
 
 
 def _path(store: RemoteStore, name: str) -> str:
-    return posixpath.join(store.checkpoint_path, name)
+    return posixpath.join(store.checkpoint_path or store.run_path, name)
 
 
 def check(checkpoint: Checkpoint, signature: Signature | None, run_id: str) -> None:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
     from hvdgloo.spark.common._checkpoints import Signature
+    from hvdgloo.spark.common._metadata import Metadata
     from hvdgloo.spark.common.store import Store
 
 __all__ = ["HorovodEstimator", "HorovodModel"]
@@ -63,12 +64,10 @@ class DataShapes:
 
     features: Mapping[str, ColumnShape]
     labels: Mapping[str, ColumnShape]
-    metadata: Mapping[str, Mapping[str, Any]]
+    metadata: Metadata
 
     @classmethod
-    def of(
-        cls, metadata: Mapping[str, Mapping[str, Any]], features: Sequence[str], labels: Sequence[str]
-    ) -> DataShapes:
+    def of(cls, metadata: Metadata, features: Sequence[str], labels: Sequence[str]) -> DataShapes:
         def shapes(names: Sequence[str]) -> dict[str, ColumnShape]:
             return {name: _column_shape(metadata[name]) for name in names}
 
@@ -184,17 +183,17 @@ class HorovodEstimator(Estimator, EstimatorParams, HorovodWritable, HorovodReada
     def _fit(self, df: DataFrame) -> HorovodModel:
         self._check_settings()
         backend = self._backend()
-        store: Store = self.getStore()
+        store, features, labels = self._needed()
         with util.prepare_data(
             backend.num_processes(),
             store,
             df,
-            label_columns=self.getLabelCols(),
-            feature_columns=self.getFeatureCols(),
+            label_columns=labels,
+            feature_columns=features,
             validation=self.getValidation(),
             sample_weight_col=self.getSampleWeightCol(),
             compress_sparse=self.getCompressSparseCols(),
-            partitions_per_process=self.getPartitionsPerProcess(),
+            partitions_per_process=self.getPartitionsPerProcess() or 1,
             verbose=self.getVerbose(),
             seed=self._seed(),
         ) as dataset_idx:
@@ -204,11 +203,11 @@ class HorovodEstimator(Estimator, EstimatorParams, HorovodWritable, HorovodReada
     def _fit_on_parquet(self, dataset_idx: int | None) -> HorovodModel:
         self._check_settings()
         backend = self._backend()
-        store: Store = self.getStore()
+        store, features, labels = self._needed()
         train_rows, validation_rows, metadata, _ = util.get_simple_meta_from_parquet(
             store,
-            label_columns=self.getLabelCols(),
-            feature_columns=self.getFeatureCols(),
+            label_columns=labels,
+            feature_columns=features,
             sample_weight_col=self.getSampleWeightCol(),
             dataset_idx=dataset_idx,
         )
@@ -224,7 +223,7 @@ class HorovodEstimator(Estimator, EstimatorParams, HorovodWritable, HorovodReada
         dataset_idx: int | None,
         train_rows: int,
         validation_rows: int,
-        metadata: Mapping[str, Mapping[str, Any]],
+        metadata: Metadata,
     ) -> HorovodModel:
         self._check_model(DataShapes.of(metadata, self.getFeatureCols() or [], self.getLabelCols() or []))
         run_id = self.getRunId() or f"{self._run_prefix}_{int(time.time())}_{uuid.uuid4().hex[:6]}"
@@ -287,13 +286,23 @@ class HorovodEstimator(Estimator, EstimatorParams, HorovodWritable, HorovodReada
 
     def _check_settings(self) -> None:
         """Before anything is done: is all there that is needed, and does it go together?"""
-        for name, value in (("model", self.getModel()), ("store", self.getStore())):
-            if value is None:
-                raise ConfigError(f"{name} is not set: {type(self).__name__}({name}=...)")
-        for name, columns in (("feature_cols", self.getFeatureCols()), ("label_cols", self.getLabelCols())):
+        if self.getModel() is None:
+            raise self._missing("model")
+        self._needed()
+        self._check_contradictions()
+
+    def _needed(self) -> tuple[Store, list[str], list[str]]:
+        """Store, features and labels, without which nothing is trained."""
+        store, features, labels = self.getStore(), self.getFeatureCols(), self.getLabelCols()
+        if store is None:
+            raise self._missing("store")
+        for name, columns in (("feature_cols", features), ("label_cols", labels)):
             if not columns:
                 raise ConfigError(f"{name} is empty: name at least one column, {type(self).__name__}({name}=[...])")
-        self._check_contradictions()
+        return store, features or [], labels or []
+
+    def _missing(self, name: str) -> ConfigError:
+        return ConfigError(f"{name} is not set: {type(self).__name__}({name}=...)")
 
     def _check_contradictions(self) -> None:
         """What can never go together, whatever is set later."""
@@ -345,7 +354,7 @@ def _takes(function: Callable[..., Any], name: str) -> bool:
 
 
 def _with_outputs(
-    metadata: Mapping[str, Mapping[str, Any]], labels: Sequence[str] | None, result: TrainingResult
+    metadata: Metadata, labels: Sequence[str] | None, result: TrainingResult
 ) -> dict[str, dict[str, Any]]:
     """The metadata that a model keeps: what its outputs look like, too, so that transform need not try the model."""
     kept = {name: dict(facts) for name, facts in metadata.items()}

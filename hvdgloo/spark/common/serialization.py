@@ -24,7 +24,7 @@ import cloudpickle
 from pyspark.ml.util import DefaultParamsWriter, MLReadable, MLReader, MLWritable, MLWriter
 
 from hvdgloo.errors import ConfigError
-from hvdgloo.spark.common import util
+from hvdgloo.spark.common._metadata import metadata_from_json, metadata_to_json
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -73,10 +73,10 @@ class _Metadata(Codec):
     """What is known of columns: it refers to types of pyspark's by name."""
 
     def encode(self, value: Any, instance: Any) -> Files:
-        return {"json": util.metadata_to_json(value).encode()}
+        return {"json": metadata_to_json(value).encode()}
 
     def decode(self, files: Files, loaded: Mapping[str, Any], *, trusted: bool) -> Any:
-        return util.metadata_from_json(files["json"].decode())
+        return metadata_from_json(files["json"].decode())
 
 
 _CLOUDPICKLE = Codec()

@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import io
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
@@ -14,9 +14,11 @@ import numpy as np
 import torch
 
 import hvdgloo.torch as hvd
+from hvdgloo._backends import gpu
 from hvdgloo.errors import ConfigError
 from hvdgloo.spark.common._logs import ScalarLogs, are_possible
 from hvdgloo.spark.common._training import Array, Batch, Reader, Training, TrainingResult
+from hvdgloo.spark.task import gpu_index
 from hvdgloo.spark.torch._losses import Loss, Metrics, TotalLoss, constructed
 
 Tensor = torch.Tensor
@@ -62,17 +64,7 @@ def train(training: Training, job: TorchJob) -> TrainingResult | None:
 
 
 def _device(use_gpu: bool) -> torch.device:
-    if not (use_gpu and torch.cuda.is_available()):
-        return torch.device("cpu")
-    index = hvd.local_rank()
-    if os.environ.get("HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX", "0") != "1":
-        from hvdgloo.spark import task
-
-        devices = task.get_available_devices()
-        if devices:
-            index = int(devices[0])
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
+    return gpu.choose(gpu_index(hvd.local_rank())) if use_gpu and gpu.count() else torch.device("cpu")
 
 
 class _Loop:
@@ -368,5 +360,4 @@ def _move(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
 
 def _own_random_numbers() -> Any:
     """Where a backend trains in the caller's process, its random numbers go on afterwards as if nothing had been."""
-    devices: Iterable[int] = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
-    return torch.random.fork_rng(devices=devices)
+    return torch.random.fork_rng(devices=range(gpu.count()))

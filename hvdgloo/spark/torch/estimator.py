@@ -228,8 +228,8 @@ class TorchEstimator(HorovodEstimator):
             return  # what the model is given is known when the data are read
         util.check_shape_compatibility(
             data.metadata,
-            self.getFeatureCols(),
-            self.getLabelCols(),
+            list(data.features),
+            list(data.labels),
             input_shapes=self.getInputShapes(),
             label_shapes=self.getLabelShapes(),
         )
