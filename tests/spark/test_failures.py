@@ -4,8 +4,10 @@ and the session runs the next job. Two executors are processes of their own, wit
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -24,7 +26,7 @@ from tests.spark.training import LONG_S, train
 from tests.support.launching import wait_for
 from tests.support.pages import ROOT
 
-SOON_S = 30.0
+SOON_S = 60.0
 """In which the cause must be there, and nothing else. On a quiet machine it takes a second or two; without the cause it
 would take until the training's own end."""
 assert SOON_S < LONG_S / 4
@@ -124,7 +126,7 @@ def test_a_task_s_python_worker_is_killed(cluster: Any, marks: Path) -> None:
     _above(rank, "pyspark.daemon").kill()
     error = job.failure()
     assert isinstance(error, JobFailedError)
-    assert "Python worker" in str(error)
+    assert re.search("Python worker|task has ended", str(error))  # the first, unless Spark is slow to say so
     assert not _alive(marks)
     _runs_the_next_job(cluster)
 
@@ -146,7 +148,8 @@ def test_an_executor_is_killed(cluster: Any, marks: Path) -> None:
     executor.kill()
     error = job.failure()
     assert isinstance(error, JobFailedError)
-    assert f"Spark lost executor {name} (exit code 137: signal 9)" in str(error)
+    # The first, unless Spark is slow to say so.
+    assert re.search(rf"Spark lost executor {name} \(|\(executor {name}\) .*task has ended", str(error))
     assert not _alive(marks)
     _runs_the_next_job(cluster)  # on an executor that takes its place
 
@@ -157,16 +160,17 @@ def test_a_host_falls_silent(cluster: Any, marks: Path) -> None:
     rank = job.begun()[0]
     agent = rank.parent()
     assert agent is not None
-    for process in (agent, *agent.parents()[:1], rank):
-        if "pyspark.daemon" not in process.cmdline():
-            process.suspend()
+    watching = [parent for parent in agent.parents()[:1] if "pyspark.daemon" not in parent.cmdline()]
+    silent = [*watching, agent, rank]
+    for process in silent:
+        process.suspend()
     try:
         error = job.failure()
         assert isinstance(error, JobFailedError)
         assert "executor " in str(error)
     finally:
-        for process in (agent, rank):
-            if process.is_running():
+        for process in silent:
+            with contextlib.suppress(psutil.NoSuchProcess):
                 process.resume()
     wait_for(lambda: not _alive(marks), SOON_S)
     _runs_the_next_job(cluster)
