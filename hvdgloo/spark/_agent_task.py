@@ -29,7 +29,7 @@ def lists() -> Any:
     return Lists()
 
 
-def make_task(invitation: Invitation, python_path: str, executable: str | None, lacking: Any) -> Task:
+def make_task(invitation: Invitation, python_path: str, executable: str | None, lacking: Any, *, again: bool) -> Task:
     """The function of ``mapPartitionsWithIndex``.
 
     It needs nothing from outside, so that an executor without hvdgloo can run it, and say so.
@@ -39,6 +39,7 @@ def make_task(invitation: Invitation, python_path: str, executable: str | None, 
         python_path: folders that the caller wants workers to import from first, as in PYTHONPATH.
         executable: the workers' Python; by default the one that runs the task.
         lacking: an accumulator for what executors lack: ``[(index, host, sentence)]``.
+        again: whether a task that Spark tries again brings another agent.
     """
     packed = pickle.dumps(invitation)
     expected = __version__
@@ -54,6 +55,6 @@ def make_task(invitation: Invitation, python_path: str, executable: str | None, 
             what = f"{sys.executable} has no {missing} (the driver has hvdgloo {expected})"
             lacking.add([(index, socket.gethostname(), what)])
             return
-        yield _bringing.bring(packed, index, python_path, executable)
+        yield _bringing.bring(packed, index, python_path, executable, again=again)
 
     return task

@@ -13,7 +13,7 @@ from hvdgloo.runner.inbound.task import bring_agent
 from hvdgloo.spark import task
 
 
-def bring(packed: bytes, index: int, python_path: str, executable: str | None) -> int:
+def bring(packed: bytes, index: int, python_path: str, executable: str | None, *, again: bool) -> int:
     """Bring an agent to the driver, and return when it has ended: 0 if the driver wanted that.
 
     Raises:
@@ -24,7 +24,7 @@ def bring(packed: bytes, index: int, python_path: str, executable: str | None) -
     context = TaskContext.get()
     assert context is not None, "Spark runs this in a task"
     attempt = context.attemptNumber()
-    if attempt:
+    if attempt and not again:
         raise LaunchError(
             f"this is attempt {attempt} of task {index}, and the first one has brought a rank already: none is "
             "started twice"
@@ -37,6 +37,7 @@ def bring(packed: bytes, index: int, python_path: str, executable: str | None) -
         name=_executor(),
         env={"HOROVOD_SPARK_WORK_DIR": os.getcwd(), task.DEVICES: ",".join(gpus.addresses if gpus is not None else ())},
         path=[*filter(None, first), *sys.path],
+        attempt=attempt,
         executable=executable,
     )
 

@@ -14,12 +14,13 @@ import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn, SupportsFloat, TextIO, TypeVar
+from functools import partial
+from typing import Any, SupportsFloat, TextIO, TypeVar
 
 from hvdgloo._job import excepthook
 from hvdgloo.config import Config, without_place
 from hvdgloo.errors import ConfigError, UnusableHostsError
-from hvdgloo.runner.inbound.job import run_function
+from hvdgloo.runner.inbound.job import run_elastic_function, run_function
 from hvdgloo.runner.inbound.meeting import Arrival
 from hvdgloo.runner.inbound.reception import Reception
 from hvdgloo.spark import _failures
@@ -31,6 +32,7 @@ T = TypeVar("T")
 _END_S = 5.0
 """Seconds in which the Spark job ends by itself once its agents have; then it is cancelled."""
 _CANCELLED_S = 20.0
+"""Seconds for Spark to end a job that was cancelled."""
 _SOON_S = 1.0
 """Seconds after which waiting for slots is worth a line: tasks that have just ended may still be counted."""
 _OTHERS_S = 3.0
@@ -91,49 +93,141 @@ def run(
         Exception: what ``fn`` raised on the first rank where it failed; its cause is a ``RemoteTraceback``.
     """
     excepthook.install()  # what is wrong with an argument is shown without frames of ours
-    if not callable(fn):
-        raise ConfigError(f"run(): the first argument is a function, not {fn!r}; its arguments follow it, in args=")
-    _judge_controllers(use_gloo, use_mpi, extra_mpi_args)
+    _judge_controllers(use_mpi, extra_mpi_args)
     session = active(spark)
-    job = _Job(session, number_of_tasks(session, num_proc), barrier=barrier and not session.grows)
-    timeout = _start_timeout(start_timeout)
+    size = number_of_tasks(session, num_proc)
+    return _call(
+        _Job(session, size, barrier=barrier and not session.grows),
+        run_function,
+        (fn, args, kwargs),
+        start_timeout=_start_timeout(start_timeout),
+        env=env,
+        stdout=stdout,
+        stderr=stderr,
+        verbose=verbose,
+        nics=nics,
+        timestamps=prefix_output_with_timestamp,
+        executable=executable,
+    )
+
+
+def run_elastic(
+    fn: Callable[..., T],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    num_proc: int | None = None,
+    min_num_proc: int | None = None,
+    max_num_proc: int | None = None,
+    start_timeout: float | None = None,
+    elastic_timeout: float | None = None,
+    reset_limit: int | None = None,
+    env: Mapping[str, str] | None = None,
+    stdout: TextIO | None = None,
+    stderr: TextIO | None = None,
+    verbose: int = 1,
+    nics: str | Iterable[str] | None = None,
+    prefix_output_with_timestamp: bool = False,
+    min_np: int | None = None,
+    max_np: int | None = None,
+    *,
+    executable: str | None = None,
+    spark: Any = None,
+) -> list[T]:
+    """As ``run``, on executors that may come and go: ``fn`` trains in ``hvd.elastic.run``.
+
+    Tasks are those of an ordinary stage, which Spark starts as it has room for them. A task that is lost takes only its
+    own rank with it, and Spark tries it again (``spark.task.maxFailures`` times): its rank is a newcomer.
+
+    Args:
+        num_proc: number of ranks that a start waits for; by default ``spark.sparkContext.defaultParallelism``.
+        min_num_proc: the fewest ranks with which training goes on; by default ``num_proc``.
+        max_num_proc: the most; by default ``num_proc``. So many tasks are started.
+        elastic_timeout: seconds to wait for enough ranks; by default HVDGLOO_ELASTIC_TIMEOUT, else 600.
+        reset_limit: how often ranks may form anew.
+        min_np, max_np: old names of ``min_num_proc`` and ``max_num_proc``; they give a warning.
+
+    Returns:
+        the results of the ranks that were there at the end, in their order.
+
+    Raises:
+        ConfigError, LaunchError, JobFailedError, Exception: as ``run`` does.
+    """
+    excepthook.install()
+    least = _old_name(min_num_proc, "min_np", min_np, "min_num_proc")
+    most = _old_name(max_num_proc, "max_np", max_np, "max_num_proc")
+    session = active(spark)
+    size = number_of_tasks(session, num_proc if num_proc is not None or least is None else least)
+    if most is not None and most < size:
+        raise ConfigError(f"run_elastic(): max_num_proc={most} is less than num_proc={size}")
+    elastic = {
+        "np": size,
+        "min_np": size if least is None else least,
+        "max_np": size if most is None else most,
+        "reset_limit": reset_limit,
+        "elastic_timeout": elastic_timeout,
+    }
+    return _call(
+        _Job(session, most or size, barrier=False, least=size),
+        partial(run_elastic_function, **elastic),
+        (fn, args, kwargs),
+        start_timeout=_start_timeout(start_timeout),
+        env=env,
+        stdout=stdout,
+        stderr=stderr,
+        verbose=verbose,
+        nics=nics,
+        timestamps=prefix_output_with_timestamp,
+        executable=executable,
+    )
+
+
+def _call(
+    job: _Job,
+    run_on: Callable[..., list[T]],
+    call: tuple[Callable[..., T], Sequence[Any], Mapping[str, Any] | None],
+    *,
+    start_timeout: float,
+    env: Mapping[str, str] | None,
+    stdout: TextIO | None,
+    stderr: TextIO | None,
+    verbose: int,
+    nics: str | Iterable[str] | None,
+    timestamps: bool,
+    executable: str | None,
+) -> list[T]:
+    """Have tasks started, and a function called beside them. Arguments are as for ``run``.
+
+    Args:
+        run_on: calls it on the agents of a reception.
+        call: the function and its arguments.
+    """
+    if not callable(call[0]):
+        raise ConfigError(
+            f"run(): the first argument is a function, not {call[0]!r}; its arguments follow it, in args="
+        )
     variables = _variables(env)
     python_path = variables.pop("PYTHONPATH", "")
     say = _Speaker(stderr, verbose)
-    deadline = time.monotonic() + timeout
-    job.check_slots(deadline, say)
-    with (
-        Reception(
-            job.size, what="Spark tasks", addresses=[session.driver] if session.driver else (), start_timeout=timeout
-        ) as reception,
-        job.running(reception, python_path, executable),
-    ):
-        arrivals = reception.gather(remedy=job.remedy, poll=job.check_executors)
-        say.started(arrivals)
-        return run_function(
+    job.check_slots(time.monotonic() + start_timeout, say)
+    reception = Reception(
+        None if job.least is not None else job.size,
+        what="Spark tasks",
+        addresses=job.addresses,
+        port_range=Config.from_env().port_range,
+        start_timeout=start_timeout,
+    )
+    with reception, job.running(reception, python_path, executable):
+        say.started(reception.gather(remedy=job.remedy, poll=job.check_executors, least=job.least))
+        return run_on(
             reception,
-            fn,
-            args,
-            kwargs,
+            *call,
             env=variables,
             verbose=verbose > 1,
             stdout=stdout,
             stderr=stderr,
-            timestamps=prefix_output_with_timestamp,
+            timestamps=timestamps,
             nics=_names(nics),
         )
-
-
-def run_elastic(*args: Any, **kwargs: Any) -> NoReturn:
-    """Horovod's way to train on executors that come and go.
-
-    Raises:
-        ConfigError: always.
-    """
-    raise ConfigError(
-        "hvdgloo.spark.run_elastic(): a job on Spark has a fixed number of ranks; call hvdgloo.spark.run(), which "
-        "raises an error if a rank is lost, and have the function begin with its last checkpoint"
-    )
 
 
 def number_of_tasks(session: Session, num_proc: int | None) -> int:
@@ -154,12 +248,15 @@ class _Job:
     Args:
         size: number of its tasks.
         barrier: whether they start all at once.
+        least: how many are needed for a start where tasks may come and go; None where all are.
     """
 
-    def __init__(self, session: Session, size: int, *, barrier: bool) -> None:
+    def __init__(self, session: Session, size: int, *, barrier: bool, least: int | None = None) -> None:
         self._session = session
         self._context = session.context
         self.size = size
+        self.least = least
+        self.addresses = [session.driver] if session.driver else []
         self._barrier = barrier
         self._group = f"hvdgloo-{uuid.uuid4()}"
         self._lacking: Any = None
@@ -182,23 +279,22 @@ class _Job:
         session = self._session
         if session.grows:
             return
+        needed = self.size if self.least is None else self.least
         slots = session.slots()
-        while slots < self.size and not session.settled() and time.monotonic() < deadline:
+        while slots < needed and not session.settled() and time.monotonic() < deadline:
             time.sleep(0.1)
             slots = session.slots()
-        if slots < self.size:
+        if slots < needed:
             tasks = "task" if slots == 1 else "tasks"
             raise ConfigError(
-                f"run(num_proc={self.size}): Spark runs {slots} {tasks} at once; give num_proc={slots or 1} or fewer, "
+                f"run(num_proc={needed}): Spark runs {slots} {tasks} at once; give num_proc={slots or 1} or fewer, "
                 "or the application more executors or cores (spark.executor.instances, spark.executor.cores, "
                 "spark.cores.max, local[N]; each task takes spark.task.cpus of them, and its GPUs)"
             )
         soon = time.monotonic() + _SOON_S
-        while (free := slots - session.busy()) < self.size:
+        while (free := slots - session.busy()) < needed:
             if time.monotonic() > soon:
-                say.line(
-                    f"waiting for Spark's other tasks: {self.size} slots are needed, and {free} of {slots} are free"
-                )
+                say.line(f"waiting for Spark's other tasks: {needed} slots are needed, and {free} of {slots} are free")
                 return
             time.sleep(0.05)
 
@@ -216,7 +312,7 @@ class _Job:
         from pyspark import InheritableThread
 
         self._lacking = self._context.accumulator([], lists())
-        task = make_task(reception.invitation, python_path, executable, self._lacking)
+        task = make_task(reception.invitation, python_path, executable, self._lacking, again=self.least is not None)
 
         def job() -> None:
             try:
@@ -237,7 +333,7 @@ class _Job:
             yield
             clean = True
         finally:
-            if clean:
+            if clean and self.least is None:  # else tasks may wait for slots that they will not get
                 thread.join(_END_S)
             self._cancel(thread)
 
@@ -308,11 +404,18 @@ class _Speaker:
 # Arguments.
 
 
-def _judge_controllers(use_gloo: bool | None, use_mpi: bool | None, extra_mpi_args: str | None) -> None:
+def _judge_controllers(use_mpi: bool | None, extra_mpi_args: str | None) -> None:
     if use_mpi:
         raise ConfigError("run(use_mpi=True): there is no MPI here; leave it out")
     if extra_mpi_args:
         warnings.warn("run(extra_mpi_args=...) has no effect: there is no MPI here", stacklevel=3)
+
+
+def _old_name(value: int | None, old_name: str, old: int | None, name: str) -> int | None:
+    if old is None:
+        return value
+    warnings.warn(f"run_elastic({old_name}=...) is an old name; write {name}=", DeprecationWarning, stacklevel=3)
+    return old if value is None else value
 
 
 def _start_timeout(value: float | None) -> float:

@@ -101,7 +101,10 @@ class Session:
 
 def is_stopped(context: Any) -> bool:
     """Whether a SparkContext has ended. One that was stopped from the JVM's side may still be the active one here."""
-    return context._jsc is None or bool(context._jsc.sc().isStopped())
+    try:
+        return context._jsc is None or bool(context._jsc.sc().isStopped())
+    except Exception:  # noqa: BLE001 - py4j's errors: the JVM is gone, and the context with it
+        return True
 
 
 def active(spark: Any = None) -> Session:

@@ -163,7 +163,7 @@ def test_a_second_attempt_of_a_task_reaches_nobody(monkeypatch: pytest.MonkeyPat
         driver.settimeout(0)
         invitation = Invitation((driver.getsockname()[:2],), b"secret")
         with pytest.raises(LaunchError, match="attempt 1 of task 0"):
-            _bringing.bring(pickle.dumps(invitation), 0, "", None)
+            _bringing.bring(pickle.dumps(invitation), 0, "", None, again=False)
         with pytest.raises(BlockingIOError):
             driver.accept()
 
@@ -311,11 +311,6 @@ def test_a_session_of_spark_connect_is_refused(spark: Any) -> None:
     session = type("SparkSession", (), {"__module__": "pyspark.sql.connect.session"})()
     with pytest.raises(ConfigError, match="a session of Spark Connect, which has no SparkContext"):
         hvdgloo.spark.run(_sum_of, (1.0,), spark=session)
-
-
-def test_an_elastic_job_is_refused_in_a_sentence() -> None:
-    with pytest.raises(ConfigError, match="a job on Spark has a fixed number of ranks"):
-        hvdgloo.spark.run_elastic(_sum_of, (1.0,), num_proc=2, min_num_proc=1)
 
 
 def test_without_a_session(spark: Any, sessions: Any) -> None:

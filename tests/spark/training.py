@@ -43,3 +43,27 @@ def meet(fate: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if fate == "exits":
         os._exit(7)
+
+
+def train_elastic(marks: Path) -> tuple[int, int]:
+    """The same where ranks come and go. Each leaves ``size<n>-<pid>`` when so many are together."""
+    import numpy as np
+
+    import hvdgloo.numpy as hvd
+    from hvdgloo.common.elastic import ObjectState, run_fn
+
+    hvd.init()
+
+    def loop(state: ObjectState) -> tuple[int, int]:
+        (marks / f"size{hvd.size()}-{os.getpid()}").touch()
+        began = time.monotonic()
+        while time.monotonic() - began < LONG_S:
+            over = hvd.allreduce(np.array([float((marks / "end").exists())]), name="over", op=hvd.Sum)
+            if over[0]:
+                return hvd.rank(), hvd.size()
+            state.commit()
+            time.sleep(0.02)
+        return -1, -1
+
+    found: tuple[int, int] = run_fn(loop)(ObjectState(hvd.broadcast_object, hvd.rank))
+    return found
