@@ -90,7 +90,7 @@ class Trial:
         accidents: in words, each with the seconds since the start.
         took: seconds until the launcher ended.
         problem: why it was not as it should be; empty if it was.
-        said: the launcher's last line.
+        said: the sentence with which the launcher gave the job up; empty if it did not.
     """
 
     number: int
@@ -103,7 +103,8 @@ class Trial:
     def line(self) -> str:
         verdict = "ok " if not self.problem else "BAD"
         text = f"{self.number:4} {verdict} {self.took:5.1f} s, status {self.status}: {'; '.join(self.accidents)}"
-        return text if not self.problem else f"{text}\n     {self.problem}"
+        more = self.problem or self.said
+        return f"{text}\n     {more}" if more else text
 
 
 class Accidents:
@@ -251,8 +252,7 @@ def one_trial(number: int, folder: Path, chance: random.Random) -> Trial:
             launcher.assert_nothing_left()
         except AssertionError as error:
             problem = problem or str(error)
-        lines = training.error.strip().splitlines() or [""]
-        return Trial(number, tuple(happened), status, took, problem, lines[-1])
+        return Trial(number, tuple(happened), status, took, problem, _sentence(training))
 
 
 def one_trial_on_hosts(number: int, folder: Path, chance: random.Random, bed: Bed) -> Trial:
@@ -286,8 +286,7 @@ def one_trial_on_hosts(number: int, folder: Path, chance: random.Random, bed: Be
         for host in bed:
             for left in host.processes():
                 host.kill(left)
-    lines = training.error.strip().splitlines() or [""]
-    return Trial(number, tuple(happened), status, took, problem, lines[-1])
+    return Trial(number, tuple(happened), status, took, problem, _sentence(training))
 
 
 def _start_on_hosts(bed: Bed, folder: Path) -> HostProcess:
@@ -314,16 +313,19 @@ def _start(launcher: Launcher) -> subprocess.Popen[bytes]:
         return launcher.start(*sizes, *flags, *FLAGS, "worker.py", stdout=out, stderr=err, env=ENVIRONMENT)
 
 
+def _sentence(training: Training) -> str:
+    return next((line for line in training.error.splitlines() if "the job failed: " in line), "")
+
+
 def _problem(training: Training, status: int | None) -> str:
     """Why a job that has ended with this status has not ended as it should; empty if it has."""
     if status is None:
         return f"it has not ended within {LIMIT:g} s: {training.error[-2000:]}"
     over = [worker for worker in training.said if worker.what == "over"]
     if status != 0:
-        sentences = [line for line in training.error.splitlines() if "the job failed: " in line]
         # Who is killed after the first has come to its end cannot be replaced.
         all_over = bool(over) and len(over) == over[0].size
-        return "" if sentences and not all_over else f"status {status}: {training.error[-2000:]}"
+        return "" if _sentence(training) and not all_over else f"status {status}: {training.error[-2000:]}"
     if not over or len(over) != over[0].size or {worker.step for worker in over} != {STEPS}:
         return f"these have come to the end: {over}"
     return ""

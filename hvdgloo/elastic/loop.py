@@ -144,7 +144,9 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
 def _forget_where(error: BaseException | None) -> None:
     """An error has been survived: where it was raised no longer matters, and would keep alive what the function worked
     on. The engine that it ended has it, too, and would be kept alive by itself."""
-    while error is not None:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:  # whoever raises may have made a circle of causes
+        seen.add(id(error))
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
 

@@ -148,6 +148,14 @@ def test_a_failure_in_any_part_of_a_turn_leads_to_the_next(context: Context) -> 
     assert [str(asked.error) for asked in job.asked] == ["in sync", "in restore", "in callback"]
 
 
+def test_causes_in_a_circle_hold_up_nothing(job: FakeJob, state: Recorded) -> None:
+    """A program may raise an error from one that was raised from it."""
+    errors = [BackendError("one"), BackendError("another")]
+    errors[0].__cause__, errors[1].__cause__ = errors[1], errors[0]
+    assert Loop(job, state).run(raising(errors[0], None)) == "trained"
+    assert all(error.__traceback__ is None for error in errors)
+
+
 def test_an_update_loses_no_step(context: Context, job: FakeJob) -> None:
     """Horovod's plain attributes go back to the last commit, and its model does not (#3399, #3143)."""
     state = Recorded(context, job.log, step=0)
