@@ -11,7 +11,7 @@ import secrets
 import signal
 import socket
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -35,7 +35,7 @@ from hvdgloo.runner.job.outcome import Failure
 from hvdgloo.runner.job.spec import Discovery, ElasticSpec, HostEntry, LaunchSpec, Slot
 from hvdgloo.runner.observer import Observer, Results, expect, open_console
 from hvdgloo.runner.protocol.frames import Spawn
-from hvdgloo.runner.provisions import advice_for, base_environment, check_traces, command_on, required_on
+from hvdgloo.runner.provisions import advice_for, base_environment, check_traces, command_on, limits_there, required_on
 from hvdgloo.runner.rendezvous_host import InLauncher
 from hvdgloo.runner.report import Report
 from hvdgloo.runner.signals import ENDING, Outside, nobody, passed_on
@@ -72,6 +72,7 @@ def launch_elastic(
         make_directory(spec.output_directory)
     check_traces(spec, chosen, spec.hosts)
     manager = _asked(elastic.discovery, signals)
+    entry = elastic.entry or partial(host_entry, slots=None)
     job_id = secrets.token_hex(16)
     ranks: dict[int, int] = {}
     with open_console(spec, stdout, stderr, quiet, news, rank_of=lambda number: ranks.get(number, number)) as console:
@@ -85,7 +86,7 @@ def launch_elastic(
             hosts,
             job_id,
             observer,
-            entry=lambda name: host_entry(name, None),
+            entry=entry,
             required=partial(required_on, spec, chosen),
             ranks=ranks,
         )
@@ -100,13 +101,19 @@ def launch_elastic(
                 tell=supervisor.tell_soon,
                 placed=supervisor.placed,
                 interval=elastic.interval,
+                machine=lambda name: _machine(entry(name)),
             )
             supervisor.driver = driver
             with _course(spec, elastic, job_id, supervisor, driver, chosen) as course:
                 supervisor.supervise()
             console.finish()
             console.drain(signal_came)
-        return _report(spec, chosen, supervisor, driver, course.outcome, console)
+        return _report(spec, chosen, supervisor, driver, course.outcome, console, entry)
+
+
+def _machine(host: HostEntry) -> str:
+    """The machine that an agent which has come by itself shares with others; empty for a host that was named."""
+    return "" if host.premises is None else host.premises.hostname
 
 
 def _asked(discovery: Discovery, signals: Sequence[signal.Signals]) -> HostManager:
@@ -283,7 +290,9 @@ class _Giver:
                 address=reached.address.address,
                 master=self._master(order.plan),
             ),
-            **thread_defaults(hello.cores, slot.local_size, environ, machine_cores=hello.machine_cores),
+            **thread_defaults(
+                hello.cores, slot.local_size, limits_there(host, environ), machine_cores=hello.machine_cores
+            ),
             "HVDGLOO_ELASTIC": "1",
             "HOROVOD_ELASTIC": "1",
             "HVDGLOO_WORKER": order.worker,
@@ -307,13 +316,13 @@ class _Giver:
 def _slots(roster: Roster) -> tuple[Slot, ...]:
     """The places of an epoch's members, by rank."""
     numbers = {name: number for number, (name, _) in enumerate(roster.slots)}
-    found = places([(numbers[seat.host], seat.local_rank) for seat in roster.seats])
+    found = places([(numbers[seat.home], seat.local_rank) for seat in roster.seats])
     return tuple(
         Slot(
             rank=rank,
             size=roster.size,
             host=place.host,
-            hostname=seat.host,
+            hostname=seat.home,
             local_rank=place.local_rank,
             local_size=place.local_size,
             cross_rank=place.cross_rank,
@@ -331,6 +340,7 @@ def _report(
     driver: ElasticDriver,
     outcome: ElasticOutcome | None,
     console: Console,
+    entry: Callable[[str], HostEntry],
 ) -> Report:
     # Workers that do not call hvd.init() come to no epoch, and yet end well.
     last = driver.changes[-1][1].roster if driver.changes else driver.epochs.roster
@@ -356,7 +366,6 @@ def _report(
     return replace(
         report,
         last_lines=console.tail(number),
-        advice=advise_on_signal(first.reason)
-        or advice_for(spec, spawner, host_entry(first.host, None), console.cause(number)),
+        advice=advise_on_signal(first.reason) or advice_for(spec, spawner, entry(first.host), console.cause(number)),
         in_sight=console.in_sight(number),
     )

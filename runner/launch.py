@@ -28,7 +28,7 @@ from hvdgloo.runner.network.addressing import Placement, Server
 from hvdgloo.runner.network.interfaces import Address
 from hvdgloo.runner.observer import Observer, Results, expect, open_console
 from hvdgloo.runner.protocol.frames import CHUNK, Hello, Spawn
-from hvdgloo.runner.provisions import advice_for, base_environment, check_traces, command_on, required_on
+from hvdgloo.runner.provisions import advice_for, base_environment, check_traces, command_on, limits_there, required_on
 from hvdgloo.runner.rendezvous_host import RendezvousHost, open_rendezvous
 from hvdgloo.runner.report import Report, Restart, history
 from hvdgloo.runner.signals import COMMAND_LINE_SIGNALS, Interrupts, Outside, nobody, passed_on
@@ -235,8 +235,7 @@ def _host_environment(
     spec: LaunchSpec, spawner: Spawner, host: HostEntry, hello: Hello, address: Address, local_size: int
 ) -> dict[str, str]:
     environ = base_environment(spec, spawner, host)
-    there = {**environ, **dict.fromkeys(host.premises.limits if host.premises is not None else (), "")}
-    threads = thread_defaults(hello.cores, local_size, there, machine_cores=hello.machine_cores)
+    threads = thread_defaults(hello.cores, local_size, limits_there(host, environ), machine_cores=hello.machine_cores)
     rules = spec.nics.rules(host.name)
     return {**interface_variables(address, chosen=bool(rules.items)), **environ, **threads}
 

@@ -70,3 +70,8 @@ def base_environment(spec: LaunchSpec, spawner: Spawner, host: HostEntry) -> Map
     if "PYTHONPATH" in sent:
         sent["PYTHONPATH"] = os.pathsep.join(filter(None, (own.path, sent["PYTHONPATH"])))
     return {name: value for name, value in sent.items() if name not in own.kept}
+
+
+def limits_there(host: HostEntry, environ: Mapping[str, str]) -> Mapping[str, str]:
+    """An environment that is sent to a host, and in it what limits threads there in any case: by name only."""
+    return environ if host.premises is None else {**environ, **dict.fromkeys(host.premises.limits, "")}

@@ -61,7 +61,9 @@ class Crew:
     def create(self, host: str, slot: int) -> Worker:
         """A worker that is about to be started."""
         self._numbers += 1
-        worker = Worker(f"{host}/{slot}/{self._numbers}", host, slot, (self.hosts.order(host), slot), host_name=host)
+        place = (self.hosts.order(host), slot)
+        machine = self.hosts.machine(host)
+        worker = Worker(f"{host}/{slot}/{self._numbers}", host, slot, place, machine, host_name=host)
         self.workers[worker.id] = worker
         return worker
 

@@ -95,9 +95,13 @@ class Event:
 
 @dataclass(frozen=True)
 class HostsListed(Event):
-    """These hosts can be used from now on, and no others: (name, slots), in the order in which they are filled."""
+    """These hosts can be used from now on, and no others: (name, slots), in the order in which they are filled.
+
+    Some may be parts of machines, which form one host of an epoch each: (name, machine).
+    """
 
     hosts: tuple[tuple[str, int], ...]
+    machines: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -64,9 +64,19 @@ class Hosts:
         self._cooldown = cooldown
         self._chance = chance
         self._hosts: dict[str, _Host] = {}
+        self._machines: dict[str, str] = {}
 
-    def update(self, hosts: Iterable[tuple[str, int]]) -> None:
-        """From now on there are these hosts, and no others. One that is missing is forgotten, and so is its record."""
+    def machine(self, name: str) -> str:
+        """The machine that a host is a part of; empty if it is none by itself."""
+        return self._machines.get(name, "")
+
+    def update(self, hosts: Iterable[tuple[str, int]], machines: Mapping[str, str] | None = None) -> None:
+        """From now on there are these hosts, and no others. One that is missing is forgotten, and so is its record.
+
+        Args:
+            machines: of those that are parts of one: name to machine.
+        """
+        self._machines = dict(machines or {})
         before, self._hosts = self._hosts, {}
         for order, (name, slots) in enumerate(hosts):
             host = self._hosts[name] = before.get(name) or _Host(slots, order)

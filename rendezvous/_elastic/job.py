@@ -220,8 +220,8 @@ class ElasticJob:
                 self._gone(event)
             case HostLost():
                 self._host_lost(event)
-            case HostsListed(hosts):
-                self._crew.hosts.update(hosts)
+            case HostsListed(hosts, machines):
+                self._crew.hosts.update(hosts, dict(machines))
                 if self.phase is P.WAITING and self.rules.launched:
                     self._say_at = min(self._say_at, now + SAY_SOON)
             case Identified(host, identity):
@@ -604,7 +604,7 @@ class ElasticJob:
     def _leave_one_out(self) -> None:
         """The same workers have failed to connect several times: without one of their hosts, the others may."""
         self._tries.clear()
-        order = [host for host, _ in self.roster.slots]
+        order = list(dict.fromkeys(seat.host for seat in self.roster.seats))
         accused = max(
             self._accusations.items(),
             key=lambda item: (item[1], order.index(item[0]) if item[0] in order else -1),

@@ -27,6 +27,7 @@ class Candidate:
         place: newcomers are in ascending order of this.
         serial, digest: of its newest commit.
         host_name: the host's name in messages.
+        machine: several hosts that have the same one form one host of the epoch; empty for a host by itself.
     """
 
     worker: str
@@ -37,17 +38,26 @@ class Candidate:
     serial: int = NO_STATE
     digest: str = ""
     host_name: str = ""
+    machine: str = ""
 
 
 @dataclass(frozen=True)
 class Seat:
-    """A member of an epoch; its rank is its index in ``Roster.seats``. ``host_name`` is the host's in messages."""
+    """A member of an epoch; its rank is its index in ``Roster.seats``. ``host_name`` is the host's in messages, and
+    ``machine`` as in ``Candidate``.
+    """
 
     worker: str
     host: str
     slot: int
     local_rank: int
     host_name: str = ""
+    machine: str = ""
+
+    @property
+    def home(self) -> str:
+        """The host of the epoch that it is on."""
+        return self.machine or self.host
 
 
 @dataclass(frozen=True)
@@ -82,7 +92,7 @@ class Roster:
         """Hosts in order of their ranks, and the number of members on each."""
         counts: dict[str, int] = {}
         for seat in self.seats:
-            counts[seat.host] = counts.get(seat.host, 0) + 1
+            counts[seat.home] = counts.get(seat.home, 0) + 1
         return tuple(counts.items())
 
 
@@ -99,11 +109,11 @@ def choose(epoch: int, candidates: Sequence[Candidate], largest: int | None = No
     chosen = (old + new)[:largest]
     by_host: dict[str, list[Candidate]] = {}
     for candidate in chosen:
-        by_host.setdefault(candidate.host, []).append(candidate)
+        by_host.setdefault(candidate.machine or candidate.host, []).append(candidate)
     seats = []
     for members in by_host.values():
         local_ranks = {c.worker: local for local, c in enumerate(sorted(members, key=lambda c: c.slot))}
-        seats += [Seat(c.worker, c.host, c.slot, local_ranks[c.worker], c.host_name) for c in members]
+        seats += [Seat(c.worker, c.host, c.slot, local_ranks[c.worker], c.host_name, c.machine) for c in members]
     known = {c.worker: c for c in chosen}
     root, everyone = _newest([known[seat.worker] for seat in seats])
     return Roster(epoch, tuple(seats), root, everyone, frozenset(c.worker for c in chosen if c.rank is None))

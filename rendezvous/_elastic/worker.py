@@ -53,6 +53,7 @@ class Worker:
     host: str
     slot: int
     place: tuple[int, int]
+    machine: str = ""
     stage: Stage = Stage.STARTING
     rank: int | None = None
     epoch: int = -1
@@ -86,4 +87,6 @@ class Worker:
 
     def candidate(self) -> Candidate:
         serial = NO_STATE if self.fresh else self.serial
-        return Candidate(self.id, self.host, self.slot, self.rank, self.place, serial, self.digest, self.host_name)
+        return Candidate(
+            self.id, self.host, self.slot, self.rank, self.place, serial, self.digest, self.host_name, self.machine
+        )

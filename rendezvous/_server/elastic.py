@@ -402,7 +402,7 @@ class ElasticEpochs:
         numbers = {name: number for number, (name, _) in enumerate(roster.slots)}
         hosts = []
         for name, _ in roster.slots:
-            here = [info for seat, info in zip(roster.seats, infos, strict=True) if seat.host == name]
+            here = [info for seat, info in zip(roster.seats, infos, strict=True) if seat.home == name]
             identities = {info.host_identity for info in here}
             hosts.append(
                 Host(
@@ -413,7 +413,7 @@ class ElasticEpochs:
                 )
             )
         workers = [
-            Worker(rank, numbers[seat.host], seat.local_rank, info.pid, info.address, info.port)
+            Worker(rank, numbers[seat.home], seat.local_rank, info.pid, info.address, info.port)
             for rank, (seat, info) in enumerate(zip(roster.seats, infos, strict=True))
         ]
         return Topology(roster.epoch, tuple(hosts), tuple(workers), *control_tree(infos))
@@ -433,5 +433,5 @@ def _process(info: WorkerInfo) -> tuple[str, int]:
 def _alone(worker: str, plan: Roster) -> elastic.Alone:
     numbers = {name: number for number, (name, _) in enumerate(plan.slots)}
     rank = plan.ranks[worker]
-    place = places([(numbers[seat.host], seat.local_rank) for seat in plan.seats])[rank]
+    place = places([(numbers[seat.home], seat.local_rank) for seat in plan.seats])[rank]
     return elastic.Alone(rank, plan.size, place.local_rank, place.local_size, place.cross_rank, place.cross_size)

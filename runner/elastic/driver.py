@@ -96,6 +96,7 @@ class ElasticDriver:
         placed: receives each roster before its members are told their ranks, so that what they write then is taken for
             theirs. Called on any thread, under a lock: it must only take note.
         interval: seconds between two questions to the discovery.
+        machine: of which a host is a part; empty for one by itself.
         hang_time: seconds after which the user is told that it does not answer.
 
     Attributes:
@@ -115,6 +116,7 @@ class ElasticDriver:
         tell: Callable[[str], None],
         placed: Callable[[Roster], None] = lambda roster: None,
         interval: float = 1.0,
+        machine: Callable[[str], str] = lambda name: "",
         hang_time: float = HANG_TIME,
     ) -> None:
         self._actions: queue.SimpleQueue[Action | None] = queue.SimpleQueue()
@@ -124,6 +126,7 @@ class ElasticDriver:
         self._starter = starter
         self._tell = tell
         self._placed = placed
+        self._machine = machine
         self._began = time.monotonic()
         self._running: set[str] = set()
         self._lock = threading.Lock()  # what was listed last, and what was found out about it
@@ -225,7 +228,8 @@ class ElasticDriver:
         # At first it is waited for all: the job starts on all the slots that there are, or says that they are too few.
         self._began_with_hosts = self._began_with_hosts or len(known) == len(hosts)
         if self._began_with_hosts:
-            self.epochs.feed(HostsListed(known))
+            machines = tuple((name, machine) for name, _ in known if (machine := self._machine(name)))
+            self.epochs.feed(HostsListed(known, machines))
 
     def _next_action(self) -> Action | None:
         while True:

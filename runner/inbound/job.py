@@ -12,13 +12,14 @@ from typing import Any, TextIO
 from hvdgloo._job import excepthook
 from hvdgloo.config import without_place
 from hvdgloo.runner.conclusion import ResultFiles, conclude
+from hvdgloo.runner.elastic.options import FAILURES_ON_ONE_HOST, ElasticOptions
 from hvdgloo.runner.inbound.reception import Reception
 from hvdgloo.runner.inbound.stream import InboundStream
 from hvdgloo.runner.job.assembly import assemble
 from hvdgloo.runner.job.environment import is_setting, working_directory
 from hvdgloo.runner.job.host_sources import Inventory
 from hvdgloo.runner.job.outcome import Failure
-from hvdgloo.runner.job.spec import HostEntry, Reach
+from hvdgloo.runner.job.spec import ElasticSpec, HostEntry, Reach
 from hvdgloo.runner.launch import launch
 from hvdgloo.runner.report import Report
 from hvdgloo.runner.signals import LIBRARY_SIGNALS
@@ -31,6 +32,10 @@ in most cases it was not.
 """
 
 
+_INTERVAL = 0.5
+"""Seconds between two looks at which agents are here."""
+
+
 class InboundSpawner:
     """Takes agents that have come, instead of starting any."""
 
@@ -39,7 +44,7 @@ class InboundSpawner:
 
     def start(self, host: HostEntry) -> InboundStream:
         assert host.premises is not None
-        return self._reception.hand_over(host.premises.index)
+        return self._reception.hand_over(host.premises.key)
 
     def is_local(self, host: HostEntry) -> bool:
         return False
@@ -63,6 +68,7 @@ def run_function(
     grace_period: float | None = None,
     nics: Sequence[str] = (),
     start_timeout: float | None = None,
+    elastic: ElasticSpec | None = None,
 ) -> list[Any]:
     """Call ``func(*args, **kwargs)`` in a worker process beside each task that has come, and wait for all of them.
 
@@ -79,21 +85,21 @@ def run_function(
         grace_period: seconds between asking workers to end and killing them.
         nics: which addresses hosts use for each other, as for ``--nics``.
         start_timeout: seconds that ``hvd.init()`` waits for others.
+        elastic: how the number of workers may change, see ``run_elastic_function``; None if it is fixed.
 
     Returns:
-        the results in the order of ranks.
+        the results in the order of ranks; in an elastic job, of those workers that were there at the end.
 
     Raises:
         LaunchError, JobFailedError, KeyboardInterrupt, Exception: as ``hvdgloo.run.run`` does.
     """
     excepthook.install()
     given = dict(env or {})
-    environ = without_place({**{name: value for name, value in os.environ.items() if is_setting(name)}, **given})
-    hosts = reception.hosts()
+    hosts = () if elastic is not None else reception.hosts()
     secret = reception.secret
     spec = assemble(
-        Inventory(hosts, len(hosts)),
-        environ,
+        Inventory(hosts, len(hosts) or None),
+        _environment(given),
         Reach(),
         command=function_task.command(sys.executable),
         remote_command=None,
@@ -102,15 +108,14 @@ def run_function(
         function=function_task.pack_function(func, args, kwargs or {}, secret, paths_of_their_own=True),
         nics=tuple(nics),
         exported=given,
+        export_all=False,
         start_timeout=start_timeout,
         grace_period=grace_period,
         output_directory=output_directory,
         timestamps=timestamps,
         verbose=verbose,
-        elastic=None,
-        max_restarts=0,
+        elastic=elastic,
     )
-    spec = replace(spec, export_all=False)
     with ResultFiles(secret) as results:
         report = launch(
             spec,
@@ -123,6 +128,57 @@ def run_function(
             outside=reception.passed_to,
         )
         return conclude(explained(report, reception), results)
+
+
+def run_elastic_function(
+    reception: Reception,
+    func: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    np: int,
+    min_np: int | None = None,
+    max_np: int | None = None,
+    reset_limit: int | None = None,
+    elastic_timeout: float | None = None,
+    failures_per_agent: int = FAILURES_ON_ONE_HOST,
+    env: Mapping[str, str] | None = None,
+    **options: Any,
+) -> list[Any]:
+    """As ``run_function``, for a reception at which tasks may come and go (``count=None``): an agent that comes is
+    another slot, and one that is lost takes only its own worker with it. Agents of one machine form one host.
+
+    Args:
+        np: the agents that a start waits for.
+        min_np, max_np: the fewest and the most workers; by default ``np``, and no limit.
+        reset_limit: how often workers may form anew.
+        elastic_timeout: seconds to wait for enough agents; by default 600.
+        failures_per_agent: the failure of a worker at which no other one is started beside its task.
+        options: as for ``run_function``.
+
+    Raises:
+        ConfigError: numbers that contradict each other.
+        LaunchError, JobFailedError, KeyboardInterrupt, Exception: as ``run_function`` does.
+    """
+    asked = ElasticOptions(
+        min_np=min_np,
+        max_np=max_np,
+        discovery=reception,
+        reset_limit=reset_limit,
+        elastic_timeout=elastic_timeout,
+        failures_per_host=failures_per_agent,
+        interval=_INTERVAL,
+    )
+    elastic = asked.spec(Inventory((), asked.size(np)), _environment(env or {}))
+    assert elastic is not None, "a discovery makes it elastic"
+    return run_function(
+        reception, func, args, kwargs, env=env, elastic=replace(elastic, entry=reception.entry), **options
+    )
+
+
+def _environment(given: Mapping[str, str]) -> dict[str, str]:
+    """What is sent to tasks: this process's settings, and what was given for them."""
+    return without_place({**{name: value for name, value in os.environ.items() if is_setting(name)}, **given})
 
 
 def explained(report: Report, reception: Reception) -> Report:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import re
 import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import msgspec
@@ -42,21 +44,28 @@ _SETTLE = 5.0
 _TURN = 0.2  # seconds between two calls of what the waiting thread has to look after
 _SHOWN = 16  # tasks that an error lists
 
+_UNUSUAL = re.compile(r"[\s:,@\[\]/#]+")
+"""What cannot be in the name of a host."""
+
 
 @dataclass(eq=False)
 class _Guest:
     """A task that has come, and whose agent waits for the beginning.
 
     Attributes:
+        key: by which the job asks for its connection.
+        elastic_name: by which an elastic job knows it, once it has asked.
         unusable: why it cannot take part; empty if it can.
         here: it has been told that it is in, and its connection is watched.
         taken: the job has its connection now.
     """
 
+    key: int
     arrival: Arrival
     sock: socket.socket
     keys: Keys
     unusable: str = ""
+    elastic_name: str = ""
     here: bool = False
     taken: bool = False
 
@@ -65,7 +74,8 @@ class Reception:
     """Listens for agents that other systems' tasks bring. A context manager: it listens until it is left.
 
     Args:
-        count: tasks that are expected; their indices are 0 to count - 1.
+        count: tasks that are expected; their indices are 0 to count - 1. None for an elastic job: tasks may come and go
+            as long as it runs, and a task that was lost may come again.
         what: the tasks in messages, in the plural: ``Spark tasks``.
         addresses: at which tasks reach this machine, best first: addresses of its own, or names that lead to it from
             where the tasks are. By default all of its own.
@@ -82,7 +92,7 @@ class Reception:
 
     def __init__(
         self,
-        count: int,
+        count: int | None,
         *,
         what: str = "tasks",
         addresses: Sequence[str] = (),
@@ -95,7 +105,9 @@ class Reception:
         self._what = what
         self._addresses = addresses
         self._port_range = port_range
-        self._guests: dict[int, _Guest] = {}
+        self._guests: dict[int, _Guest] = {}  # by index; by a number of their own if tasks may come again
+        self._numbers = itertools.count()
+        self._entries: dict[str, HostEntry] = {}
         self._gone: dict[int, str] = {}
         self._changed = threading.Condition()  # guards what other threads read: guests, reason
         self._reason = ""
@@ -104,7 +116,7 @@ class Reception:
         self._closed = False
 
     def __enter__(self) -> Reception:
-        reserve_descriptors(self._count + MOST_VISITORS, "this process", f"connections of {self._what}")
+        reserve_descriptors((self._count or 0) + MOST_VISITORS, "this process", f"connections of {self._what}")
         told, at = _endpoints(self._addresses)
         self._listeners = ports.listen(at, self._port_range)
         port = self._listeners[0].getsockname()[1]
@@ -184,6 +196,7 @@ class Reception:
     def gather(
         self,
         *,
+        least: int | None = None,
         remedy: str = "",
         on_arrival: Callable[[Arrival], None] | None = None,
         poll: Callable[[], None] | None = None,
@@ -191,6 +204,7 @@ class Reception:
         """Wait until all tasks have come.
 
         Args:
+            least: the number of tasks to wait for, if not all; needed where tasks come and go.
             remedy: what to do if they do not, for the error.
             on_arrival: told of each one, in this thread.
             poll: called a few times a second, in this thread; what it raises ends the wait.
@@ -202,6 +216,8 @@ class Reception:
             UnusableHostsError: some cannot be used, because they have another version of Python or of hvdgloo.
             LaunchError: they did not come in time, or something went wrong outside.
         """
+        wanted = self._count if least is None else least
+        assert wanted is not None, "an elastic job needs a least number of tasks"
         deadline = time.monotonic() + self.start_timeout
         told: set[int] = set()
         settled: float | None = None
@@ -209,9 +225,9 @@ class Reception:
             if poll is not None:
                 poll()
             with self._changed:
-                if not self._reason and not self._complete:
+                if not self._reason and not self._complete(wanted):
                     self._changed.wait(max(0.0, min(_TURN, deadline - time.monotonic())))
-                reason, error, complete = self._reason, self._error, self._complete
+                reason, error, complete = self._reason, self._error, self._complete(wanted)
                 unusable = {g.arrival.label: g.unusable for g in self._guests.values() if g.unusable}
             for arrival in self.arrived:
                 if arrival.index not in told and on_arrival is not None:
@@ -227,7 +243,7 @@ class Reception:
             if complete:
                 return self.arrived
             if now >= deadline:
-                raise LaunchError(self._describe_missing(remedy))
+                raise LaunchError(self._describe_missing(wanted, remedy))
 
     def hosts(self) -> tuple[HostEntry, ...]:
         """An entry for each agent that is here, in order of ranks: those of one machine follow each other, and machines
@@ -235,8 +251,11 @@ class Reception:
         """
         return entries(self.arrived)
 
-    def hand_over(self, index: int) -> InboundStream:
+    def hand_over(self, key: int) -> InboundStream:
         """The connection of an agent that is here; its agent begins.
+
+        Args:
+            key: see ``Premises``.
 
         Raises:
             LaunchError: it has gone again, or the job has it already.
@@ -245,7 +264,7 @@ class Reception:
         found: list[_Guest] = []
 
         def take() -> None:
-            guest = self._guests.get(index)
+            guest = self._guests.get(key)
             if guest is not None and guest.here and not guest.taken:
                 self._loop.selector.unregister(guest.sock)
                 guest.taken = True
@@ -257,26 +276,53 @@ class Reception:
         if not found:
             raise LaunchError("its task has ended, and only another one could bring another agent")
         guest = found[0]
-        return InboundStream(guest.sock, guest.keys, self.secret, lambda: self.reason)
+        return InboundStream(guest.sock, guest.keys, self.secret, lambda: self.reason, partial(self._ended, guest))
 
-    @property
-    def _complete(self) -> bool:
-        return sum(guest.here for guest in self._guests.values()) == self._count
+    def find_available_hosts_and_slots(self) -> Mapping[str, int | None]:
+        """The agents that are here, for an elastic job: each is a host with one slot; see ``entry``."""
+        with self._changed:
+            here = [guest for guest in self._guests.values() if guest.here and not guest.unusable]
+            for guest in here:
+                if not guest.elastic_name:
+                    self._name(guest)
+            return {guest.elastic_name: 1 for guest in here}
 
-    def _describe_missing(self, remedy: str) -> str:
+    def entry(self, name: str) -> HostEntry:
+        """What a name that ``find_available_hosts_and_slots`` has ever returned stands for."""
+        return self._entries[name]
+
+    def _name(self, guest: _Guest) -> None:
+        """Give an agent a name that no other one ever has, in a form that may be the name of a host."""
+        arrival = guest.arrival
+        plain = _UNUSUAL.sub("-", f"{arrival.host}({arrival.name or f'task {arrival.index}'})")
+        guest.elastic_name = plain if plain not in self._entries else f"{plain}#{guest.key}"
+        (found,) = entries([arrival])
+        hostnames = {each.machine: each.hostname for each in self._entries.values()}
+        taken = set(hostnames.values()) - {hostnames.get(arrival.machine)}
+        numbered = (arrival.host if n == 1 else f"{arrival.host}-{n}" for n in itertools.count(1))
+        hostname = hostnames.get(arrival.machine) or next(each for each in numbered if each not in taken)
+        assert found.premises is not None
+        premises = replace(found.premises, hostname=hostname, key=guest.key)
+        self._entries[guest.elastic_name] = HostEntry(guest.elastic_name, 1, premises=premises)
+
+    def _complete(self, wanted: int) -> bool:
+        return sum(guest.here for guest in self._guests.values()) >= wanted
+
+    def _describe_missing(self, wanted: int, remedy: str) -> str:
         here = self.arrived
         came = "; ".join(f"task {a.index}: {a.label} from {a.address}" for a in here[:_SHOWN])
         if len(here) > _SHOWN:
             came += f"; and {len(here) - _SHOWN} more"
-        missing = sorted(set(range(self._count)) - {arrival.index for arrival in here})
+        missing = sorted(set(range(self._count or 0)) - {arrival.index for arrival in here})
         shown = ", ".join(map(str, missing[:_SHOWN])) + (", ..." if len(missing) > _SHOWN else "")
         with self._changed:
             gone = "; ".join(f"task {index} came and {why}" for index, why in self._gone.items() if index in missing)
         parts = [
-            f"Timed out waiting for {self._what} to start: {len(here)} of {self._count} came within "
+            f"Timed out waiting for {self._what} to start: {len(here)} of {wanted} came within "
             f"{self.start_timeout:g} s" + (f" ({came})" if came else ""),
-            f"missing: task{'s' if len(missing) > 1 else ''} {shown}" + (f" ({gone})" if gone else ""),
         ]
+        if missing:
+            parts.append(f"missing: task{'s' if len(missing) > 1 else ''} {shown}" + (f" ({gone})" if gone else ""))
         if self._visitors.exhausted:
             parts.append(OUT_OF_DESCRIPTORS)
         return "; ".join(parts) + (f". {remedy}" if remedy else "")
@@ -307,15 +353,18 @@ class Reception:
         if refused:
             yield from meeting.answer(sock, Answer(refused))
             raise AuthenticationError(refused)
-        guest = _Guest(arrival, sock, meeting.keys(), _why_unusable(arrival))
+        key = arrival.index if self._count is not None else next(self._numbers)
+        guest = _Guest(key, arrival, sock, meeting.keys(), _why_unusable(arrival))
         with self._changed:
-            self._guests[arrival.index] = guest
+            self._guests[key] = guest
         yield from meeting.answer(sock, Answer())
         self._loop.call_soon(partial(self._watch, guest))
 
     def _why_not(self, arrival: Arrival) -> str:
         """Why a task that knows the secret is refused; empty if it is not."""
         index = arrival.index
+        if self._count is None:
+            return ""  # which task it is does not say which rank
         if not 0 <= index < self._count:
             return f"task {index} has no place in a job of {self._count} {self._what}"
         there = self._guests.get(index)
@@ -329,7 +378,7 @@ class Reception:
 
     def _watch(self, guest: _Guest) -> None:
         """A task has been told that it is in: nothing comes from it until the beginning, except its end."""
-        if self._closed or self._guests.get(guest.arrival.index) is not guest:
+        if self._closed or self._guests.get(guest.key) is not guest:
             return
         self._loop.selector.register(guest.sock, selectors.EVENT_READ, partial(self._on_left, guest))
         with self._changed:
@@ -345,6 +394,11 @@ class Reception:
         guest.sock.close()
         self._forget(guest, f"has gone again ({guest.arrival.label})")
 
+    def _ended(self, guest: _Guest) -> None:
+        """The job has closed an agent's connection."""
+        if self._count is None:
+            self._forget(guest, "has ended")
+
     def _refused(self, sock: socket.socket, peer: object, error: Exception) -> bool:
         logger.info("refused a connection from %s: %s", peer, error)
         for guest in list(self._guests.values()):
@@ -354,7 +408,8 @@ class Reception:
 
     def _forget(self, guest: _Guest, why: str) -> None:
         with self._changed:
-            del self._guests[guest.arrival.index]
+            if self._guests.pop(guest.key, None) is None:
+                return
             self._gone[guest.arrival.index] = why
             self._changed.notify_all()
 

@@ -25,9 +25,13 @@ class InboundStream:
         keys: of its frames.
         secret: of the job.
         why: what is known from outside of the agent's end; empty if nothing is.
+        closed: called when the connection is closed here.
     """
 
-    def __init__(self, sock: socket.socket, keys: Keys, secret: bytes, why: Callable[[], str]) -> None:
+    def __init__(
+        self, sock: socket.socket, keys: Keys, secret: bytes, why: Callable[[], str], closed: Callable[[], None]
+    ) -> None:
+        self._closed = closed
         self._sock = sock
         self._keys = keys
         self._secret = secret
@@ -93,3 +97,4 @@ class InboundStream:
             pass
         self._sock.close()
         os.close(self._writing)
+        self._closed()

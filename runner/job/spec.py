@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -35,7 +35,7 @@ class Premises:
         path: its PYTHONPATH, which comes before the one that the launcher gives.
         kept: names of variables that keep the value that they have there, whatever the launcher gives.
         limits: names of those set there that say how many threads to use. The launcher adds none where there are any.
-        index: of the task that has brought it.
+        key: by which its connection is asked for.
     """
 
     hostname: str
@@ -45,7 +45,7 @@ class Premises:
     path: str = field(default="", repr=False)
     kept: frozenset[str] = field(default=frozenset(), repr=False)
     limits: frozenset[str] = field(default=frozenset(), repr=False)
-    index: int = 0
+    key: int = 0
 
 
 @dataclass(frozen=True)
@@ -140,11 +140,13 @@ class ElasticSpec:
         rules: sizes, limits and times.
         discovery: lists the hosts. Where the user has named them, it always gives the same answer.
         interval: seconds between two questions to it.
+        entry: what a name of a host means; None where it is as the user would write it.
     """
 
     rules: Rules
     discovery: Discovery
     interval: float = 1.0
+    entry: Callable[[str], HostEntry] | None = None
 
 
 @dataclass(frozen=True)

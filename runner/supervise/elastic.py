@@ -319,7 +319,7 @@ class ElasticSupervisor(Supervisor):
         """Several names of one machine are taken for several hosts, with a notice."""
         other = self._machines.setdefault(visit.hello.identity, visit.name)
         if other != visit.name and other in self._listed and not self._told_of_machines:
-            if self._spec.reach.agent_command:
+            if self._spec.reach.agent_command or visit.state is None or visit.state.host.premises is not None:
                 return  # several containers look like one machine
             self._told_of_machines = True
             self.notice(

@@ -106,6 +106,7 @@ GRAPH: dict[str, set[str]] = {
         "rendezvous",
         "runner",
         "runner.agent",
+        "runner.elastic",
         "runner.job",
         "runner.network",
         "runner.processes",

@@ -1,0 +1,98 @@
+"""Elastic jobs on agents that come by themselves: a task that comes is a slot, one that goes takes only its own worker."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvdgloo.runner.inbound.job import run_elastic_function
+from hvdgloo.runner.inbound.reception import Reception
+from tests.support.inbound import PATIENCE, eventually, process
+from tests.support.launching import clean_environment
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="tasks end with a signal")
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in set(os.environ) - set(clean_environment()):
+        monkeypatch.delenv(name)
+
+
+def training(folder: Path) -> Callable[[], Any]:
+    """A function that trains until a file says that it is over, and writes down each epoch."""
+
+    def work() -> Any:
+        import numpy as np
+
+        import hvdgloo.numpy as hvd
+        from hvdgloo.common.elastic import ObjectState, run_fn
+
+        hvd.init()
+
+        def train(state: ObjectState) -> tuple[int, int, int, int, str]:
+            place = hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), os.environ["MINE"]
+            (folder / f"size{hvd.size()}rank{hvd.rank()}").write_text(repr(place))
+            over = False
+            while not over:
+                over = bool(hvd.allreduce(np.array([(folder / "over").exists()], np.int32), op=hvd.Min, name="end")[0])
+                state.commit()
+            return place
+
+        return run_fn(train)(ObjectState(hvd.broadcast_object, hvd.rank))
+
+    return work
+
+
+def formed(folder: Path, size: int) -> None:
+    """Wait for an epoch of this size."""
+    eventually(lambda: all((folder / f"size{size}rank{rank}").exists() for rank in range(size)))
+
+
+def test_tasks_come_and_go_while_the_job_runs(tmp_path: Path) -> None:
+    results: list[Any] = []
+    tasks = {}
+    with Reception(None, what="Spark tasks", addresses=["127.0.0.1"], start_timeout=PATIENCE) as reception:
+
+        def come(index: int) -> None:
+            name = f"executor {index}"
+            tasks[index] = process(reception.invitation, index, name=name, env={"MINE": name})
+
+        def run() -> None:
+            options = {"np": 2, "min_np": 1, "stdout": io.StringIO(), "stderr": errors}
+            results.append(run_elastic_function(reception, training(tmp_path), **options))
+
+        errors = io.StringIO()
+        come(0)
+        come(1)
+        reception.gather(least=2)
+        job = threading.Thread(target=run, daemon=True)
+        job.start()
+        formed(tmp_path, 2)
+        come(2)  # one more
+        formed(tmp_path, 3)
+        tasks[1].kill()
+        (tmp_path / "size2rank0").unlink()
+        (tmp_path / "size2rank1").unlink()
+        formed(tmp_path, 2)  # the others go on
+        come(1)  # the task is tried again, under its number
+        (tmp_path / "size3rank2").unlink()
+        eventually(lambda: (tmp_path / "size3rank2").exists())
+        (tmp_path / "over").touch()
+        job.join(PATIENCE)
+        assert results, errors.getvalue()
+    # All are on one machine: ranks of one host, each with its own task's environment.
+    names = [name for *_, name in results[0]]
+    assert [place[:4] for place in results[0]] == [(rank, 3, rank, 3) for rank in range(3)], errors.getvalue()
+    assert sorted(names) == ["executor 0", "executor 1", "executor 2"]
+    for task in tasks.values():
+        task.wait(PATIENCE)
+        assert task.stdin is not None
+        task.stdin.close()
