@@ -225,6 +225,8 @@ class Agent:
             signal.signal(signum, self._on_deadly_signal)
 
     def _on_deadly_signal(self, signum: int, _frame: FrameType | None) -> None:
+        if self._order_to_die:
+            return
         orphaned = os.getppid() != self._watchdog_pid
         now = time.monotonic()
         by_others = not orphaned and not ended(self._lifeline)

@@ -1,4 +1,4 @@
-"""Elastic jobs on agents that come by themselves: a task that comes is a slot, one that goes takes only its own worker."""
+"""Elastic jobs on agents that come by themselves: each is a slot, and one that goes takes only its own worker."""
 
 from __future__ import annotations
 
@@ -65,9 +65,15 @@ def test_tasks_come_and_go_while_the_job_runs(tmp_path: Path) -> None:
             name = f"executor {index}"
             tasks[index] = process(reception.invitation, index, name=name, env={"MINE": name})
 
+        def end(index: int) -> None:
+            task = tasks.pop(index)
+            task.wait(PATIENCE)
+            assert task.stdin is not None
+            task.stdin.close()
+
         def run() -> None:
-            options = {"np": 2, "min_np": 1, "stdout": io.StringIO(), "stderr": errors}
-            results.append(run_elastic_function(reception, training(tmp_path), **options))
+            train = training(tmp_path)
+            results.append(run_elastic_function(reception, train, np=2, min_np=1, stdout=io.StringIO(), stderr=errors))
 
         errors = io.StringIO()
         come(0)
@@ -78,12 +84,13 @@ def test_tasks_come_and_go_while_the_job_runs(tmp_path: Path) -> None:
         formed(tmp_path, 2)
         come(2)  # one more
         formed(tmp_path, 3)
-        tasks[1].kill()
         (tmp_path / "size2rank0").unlink()
         (tmp_path / "size2rank1").unlink()
+        tasks[1].kill()
         formed(tmp_path, 2)  # the others go on
-        come(1)  # the task is tried again, under its number
+        end(1)
         (tmp_path / "size3rank2").unlink()
+        come(1)  # the task is tried again, under its number
         eventually(lambda: (tmp_path / "size3rank2").exists())
         (tmp_path / "over").touch()
         job.join(PATIENCE)
@@ -92,7 +99,7 @@ def test_tasks_come_and_go_while_the_job_runs(tmp_path: Path) -> None:
     names = [name for *_, name in results[0]]
     assert [place[:4] for place in results[0]] == [(rank, 3, rank, 3) for rank in range(3)], errors.getvalue()
     assert sorted(names) == ["executor 0", "executor 1", "executor 2"]
-    for task in tasks.values():
-        task.wait(PATIENCE)
-        assert task.stdin is not None
-        task.stdin.close()
+    assert "its agent ended its workers, because its task has ended; 2 of 3 workers went on" in errors.getvalue()
+    assert "is to be given back" not in errors.getvalue()
+    for index in list(tasks):
+        end(index)
