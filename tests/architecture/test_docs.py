@@ -59,6 +59,7 @@ OTHER_OPTIONS = {
     "--tf",
     "--trials",
     "--validate",
+    "--address",
     "--array",
     "--for",
     "--kill-on-bad-exit",
@@ -68,6 +69,7 @@ OTHER_OPTIONS = {
     "--scale",
     "--signal",
     "--wait",
+    "--workers",
 }
 """Options in examples that belong to other programs."""
 OF_SPARK_S_TASKS = {

@@ -42,7 +42,7 @@ assert sys.modules["horovod.common.exceptions"] is hvdgloo.common.exceptions
 assert horovod.run is hvdgloo.run and callable(horovod.run)
 assert importlib.util.find_spec("horovod.torch").name == "horovod.torch"
 assert pickle.loads(pickle.dumps(process_sets.ProcessSet)) is process_sets.ProcessSet
-for missing in ("horovod.ray", "horovod.torch.nothing"):
+for missing in ("horovod.nothing", "horovod.torch.nothing"):
     try:
         importlib.import_module(missing)
     except ModuleNotFoundError as error:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +17,8 @@ import pytest
 from hvdgloo.errors import ConfigError, InvalidArgumentError, JobFailedError, RemoteTraceback
 from hvdgloo.ray import RayExecutor
 from tests.ray import functions
-from tests.support.ray import Running, await_true
+from tests.support.pages import ROOT
+from tests.support.ray import PATIENCE_S, Running, await_true
 
 
 @pytest.fixture(scope="module")
@@ -144,3 +148,40 @@ def test_wrong_calls_are_refused(executor: RayExecutor) -> None:
         executor.execute(print, callbacks=[print])
     with pytest.raises(ConfigError, match="list of arguments"):
         executor.run(print, "ab")
+
+
+def test_processes_of_rays_own_can_meet_at_a_rendezvous(cluster: Running) -> None:
+    """What docs/ray.md says of Ray Train, whose workers are such processes."""
+    import ray
+
+    from hvdgloo.rendezvous import RendezvousServer, generate_secret
+
+    def loop(place: dict[str, str], rank: int) -> tuple[int, ...]:
+        os.environ.update(place, HVDGLOO_RANK=str(rank))
+        return functions.places()
+
+    secret = generate_secret()
+    with RendezvousServer(size=2, secret=secret, bind=(ray.util.get_node_ip_address(),)) as server:
+        place = {"HVDGLOO_RENDEZVOUS": server.endpoint, "HVDGLOO_SECRET": secret.hex()}
+        task = ray.remote(num_cpus=1, max_calls=1)(loop)
+        joined = [task.remote(place, rank) for rank in range(2)]
+        assert ray.get(joined, timeout=PATIENCE_S) == [(0, 2, 0, 2, 0, 1), (1, 2, 1, 2, 0, 1)]
+
+
+def test_the_example_learns(cluster: Running) -> None:
+    import ray
+
+    done = subprocess.run(
+        [sys.executable, "examples/ray_torch_digits.py", "--address", ray.get_runtime_context().gcs_address],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode == 0, done.stderr
+    found = re.search(
+        r"test accuracy averaged over 2 ranks: ([\d.]+)%\nall ranks hold identical parameters", done.stdout
+    )
+    assert found is not None, done.stdout
+    assert float(found[1]) >= 96.0
