@@ -303,6 +303,7 @@ PUBLIC_MODULES = {
     "hvdgloo.spark.common.params",
     "hvdgloo.spark.common.serialization",
     "hvdgloo.spark.common.store",
+    "hvdgloo.spark.keras",
     "hvdgloo.spark.keras.estimator",
     "hvdgloo.spark.tensorflow",
     "hvdgloo.spark.tensorflow.compute_worker",

@@ -185,6 +185,7 @@ FRAMEWORK_EXCEPTIONS = {
     ("hvdgloo.keras._on_jax", "jax"): "Keras on JAX",
     ("hvdgloo.keras._on_torch", "torch"): "Keras on torch",
     ("hvdgloo.spark.keras._callbacks", "keras"): "ranks import it once it is known which Keras is meant",
+    ("hvdgloo.spark.keras._library", "keras"): "which Keras is meant, and on which backend",
     ("hvdgloo.spark.keras._feeding", "keras"): "ranks import it once it is known which Keras is meant",
     **{
         (f"hvdgloo.spark.torch.{name}", "torch"): "torch's estimator"

@@ -14,11 +14,12 @@ import pytest
 from pyspark.ml import Pipeline, PipelineModel
 from pyspark.ml.linalg import Vectors
 
-from hvdgloo.errors import ConfigError
+from hvdgloo.errors import ConfigError, MissingDependencyError
 from hvdgloo.spark.common.backend import LocalBackend
 from hvdgloo.spark.common.store import Store
 from hvdgloo.spark.keras import KerasEstimator, KerasModel
 from hvdgloo.spark.keras._library import Library
+from hvdgloo.spark.keras._remote import _choose_gpu
 from tests.support import estimators
 from tests.support.estimators import InPlace
 
@@ -227,6 +228,45 @@ def test_a_distributed_optimizer_is_refused(df: Any, store: Store) -> None:
 
     with pytest.raises(ConfigError, match="has been distributed already; give the plain one"):
         estimator(store, optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD())).fit(df)
+
+
+def test_a_process_has_one_keras() -> None:
+    here = Library.here("keras")
+    other = Library("keras", "jax" if here.backend != "jax" else "torch")
+    with pytest.raises(ConfigError, match=f"this process has imported Keras on {here.backend}; set KERAS_BACKEND="):
+        other.use()
+
+
+def test_a_keras_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tf_keras", None)
+    with pytest.raises(MissingDependencyError, match="this belongs to tf_keras"):
+        Library.here("tf_keras")
+    with pytest.raises(MissingDependencyError, match="the model is one of tf_keras, and tf_keras is not installed"):
+        Library("tf_keras", "tensorflow").use()
+
+
+@pytest.mark.parametrize(
+    ("variables", "use_gpu", "local_rank", "visible"),
+    [
+        ({}, True, 1, "1"),
+        ({"CUDA_VISIBLE_DEVICES": "4,6"}, True, 1, "6"),
+        ({"CUDA_VISIBLE_DEVICES": "4"}, True, 1, "4"),
+        ({"CUDA_VISIBLE_DEVICES": "4"}, False, 0, "-1"),
+        ({"HVDGLOO_SPARK_DEVICES": "3"}, True, 0, "3"),
+        ({"HVDGLOO_SPARK_DEVICES": "3", "HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX": "1"}, True, 2, "2"),
+    ],
+)
+def test_a_rank_sees_the_gpu_of_its_task_or_of_its_local_rank(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], use_gpu: bool, local_rank: int, visible: str
+) -> None:
+    for name in ("CUDA_VISIBLE_DEVICES", "HVDGLOO_SPARK_DEVICES", "HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # so that it is put back as it was
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    _choose_gpu(use_gpu, local_rank)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == visible
 
 
 def test_every_argument_is_a_param_with_its_methods(store: Store) -> None:

@@ -96,7 +96,7 @@ def test_spark_s_tasks_prepare_the_data_of_a_training_job(tmp_path: Path) -> Non
     file, env = tmp_path / "service.json", environment(horovod=False)
     options = "--master local[2] --conf spark.driver.host=127.0.0.1 --conf spark.ui.enabled=false pyspark-shell"
     compute = subprocess.Popen(
-        [sys.executable, "-m", "hvdgloo.spark.tensorflow.compute_worker", str(file), "--dispatchers", "1"],
+        [sys.executable, "-m", "hvdgloo.spark.tensorflow.compute_worker", str(file), "--dispatchers", "2"],
         env={**env, "PYSPARK_SUBMIT_ARGS": options}, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         text=True,
     )  # fmt: skip
@@ -120,6 +120,6 @@ def test_tasks_that_cannot_be_divided_among_dispatchers_are_refused(spark: Any, 
     pytest.importorskip("tensorflow")
     from hvdgloo.spark.tensorflow.compute_worker import main
 
-    with pytest.raises(ConfigError, match="2 processes, which cannot be divided evenly among 3 dispatchers"):
+    with pytest.raises(ConfigError, match=r"has 2 processes, .* 3 dispatchers"):
         main(3, "compute", str(tmp_path / "service.json"), 60)
     assert not (tmp_path / "service.json").exists()

@@ -9,6 +9,7 @@ what they have with training in one process on the concatenated batches.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import os
 import sys
@@ -219,6 +220,10 @@ def a_run_goes_on_as_if_it_had_not_been_interrupted() -> None:
         for name, values in whole[0].history.items():
             np.testing.assert_allclose(rest[0].history[name], values, rtol=1e-5)
             assert len(values) == 4
+        if importlib.util.find_spec("tensorboard") is not None:
+            folder = Path(STORE.get_localized_path(STORE.get_run_path("parts")))
+            logs = [path.relative_to(folder).parts[:2] for path in folder.rglob("events.out.tfevents.*")]
+            assert sorted(logs) == sorted(2 * [("logs", "train"), ("logs", "validation")])  # of both jobs
 
 
 def read_checkpoint(run_id: str, names: Any = None) -> Any:
