@@ -159,7 +159,7 @@ def run_elastic(
     size = number_of_tasks(session, num_proc if num_proc is not None or least is None else least)
     if most is not None and most < size:
         raise ConfigError(f"run_elastic(): max_num_proc={most} is less than num_proc={size}")
-    elastic = {
+    elastic: dict[str, Any] = {
         "np": size,
         "min_np": size if least is None else least,
         "max_np": size if most is None else most,
