@@ -9,7 +9,6 @@ batches come out of it.
 
 from __future__ import annotations
 
-import resource
 import statistics
 import subprocess
 import sys
@@ -138,11 +137,16 @@ def _grown(folder: str) -> int:
     from hvdgloo.spark.data import ParquetBatches
 
     reader = ParquetBatches(folder, batch_size=256, shuffle_buffer_size=_WINDOW // (8 * (_WIDTH + 2)))
-    with open("/proc/self/statm", encoding="ascii") as file:
-        start = int(file.read().split()[1]) * resource.getpagesize()
+    start = _memory("VmRSS")
     for _ in reader:
         pass
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - start
+    return _memory("VmHWM") - start
+
+
+def _memory(name: str) -> int:
+    """Bytes. getrusage() would count what the parent had when it started this process."""
+    with open("/proc/self/status", encoding="ascii") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(f"{name}:"))
 
 
 ROWS = {"write": measure_write, "read": measure_read, "memory": measure_memory}
