@@ -20,7 +20,7 @@ import hmac
 import os
 import socket
 import struct
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -109,9 +109,11 @@ class Meeting:
 
     Args:
         secret: of the job.
+        random: so many random bytes.
     """
 
-    def __init__(self, secret: bytes) -> None:
+    def __init__(self, secret: bytes, random: Callable[[int], bytes] = os.urandom) -> None:
+        self._random = random
         self._key = derive(secret, "agents that come by themselves")
         self._nonces = b""
 
@@ -129,7 +131,7 @@ class Meeting:
             ValueError: the answer cannot be read.
         """
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        mine = os.urandom(_NONCE)
+        mine = self._random(_NONCE)
         sock.sendall(_HELLO.pack(MAGIC, mine))
         self._nonces = mine + receive_exactly(sock, _NONCE, deadline)
         proof = receive_exactly(sock, _PROOF, deadline)
@@ -154,7 +156,7 @@ class Meeting:
         magic, theirs = _HELLO.unpack((yield from received(sock, _HELLO.size)))
         if magic != MAGIC:
             raise AuthenticationError("it is no agent's task")
-        mine = os.urandom(_NONCE)
+        mine = self._random(_NONCE)
         self._nonces = theirs + mine
         yield from sent(sock, mine + self._mac("launcher"))
         proof = yield from received(sock, _PROOF)

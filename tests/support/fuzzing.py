@@ -18,14 +18,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from random import Random
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from hvdgloo._engine import messages
 from hvdgloo._net import handshake
 from hvdgloo.config import Config, settings, unknown_variables
-from hvdgloo.errors import ConfigError, HvdglooError, LaunchError
+from hvdgloo.errors import AuthenticationError, ConfigError, HvdglooError, LaunchError
 from hvdgloo.rendezvous import RendezvousServer, _beside
 from hvdgloo.rendezvous._elastic import wire as elastic
 from hvdgloo.rendezvous._elastic.events import Gone, Rules
@@ -35,6 +36,8 @@ from hvdgloo.rendezvous._server.pauses import Steps
 from hvdgloo.runner.cli import config_file
 from hvdgloo.runner.cli.flags import build_parser
 from hvdgloo.runner.cli.main import command_line, split_all
+from hvdgloo.runner.inbound import meeting
+from hvdgloo.runner.inbound.meeting import Arrival, Meeting
 from hvdgloo.runner.job import hostlist
 from hvdgloo.runner.network import probe
 from hvdgloo.runner.protocol import frames
@@ -256,6 +259,65 @@ def _read_probe(given: tuple[bytes, bytes]) -> None:
     verdict = probe.judge(_PROBE_KEY, _NONCE, _TARGET, reply, "10.0.0.2")
     if reply != probe.answer(_PROBE_KEY, real, 1, "10.0.0.1"):
         assert verdict.outcome is probe.ProbeResult.STRANGER
+
+
+# Agents that come by themselves.
+
+
+class _Said:
+    """A socket on which one side has said all that it will ever say."""
+
+    def __init__(self, data: bytes) -> None:
+        self.heard = b""
+        self._rest = data
+
+    def setsockopt(self, *_: int) -> None: ...
+
+    def settimeout(self, _: float) -> None: ...
+
+    def recv(self, count: int) -> bytes:
+        piece, self._rest = self._rest[:count], self._rest[count:]
+        return piece
+
+    def send(self, data: bytes) -> int:
+        self.heard += data
+        return len(data)
+
+    def sendall(self, data: bytes) -> None:
+        self.heard += data
+
+
+def _meet(data: bytes) -> tuple[Arrival | None, bytes]:
+    """What a launcher makes of a task that says this, and what it answers."""
+    sock = _Said(data)
+    steps = Meeting(SECRET, bytes).admit(cast("socket.socket", sock))
+    try:
+        next(steps)
+    except StopIteration as done:
+        return cast("Arrival", done.value), sock.heard
+    except (AuthenticationError, EOFError):
+        pass
+    return None, sock.heard
+
+
+@cache
+def _good_arrival() -> bytes:
+    told = _meet(meeting.MAGIC + bytes(32))[1]
+    sock = _Said(told)
+    with contextlib.suppress(EOFError):
+        Meeting(SECRET, bytes).introduce(cast("socket.socket", sock), Arrival(3, "1.0", "3.11"), float("inf"))
+    return sock.heard
+
+
+def _arrival(random: Random) -> bytes:
+    return mutated(random, _good_arrival())
+
+
+def _read_arrival(given: bytes) -> None:
+    good = _good_arrival()
+    came, told = _meet(given)
+    assert (came is not None) == given.startswith(good), "only who knows the secret is let in"
+    assert len(told) in (0, 64), "a stranger is told a number and a proof, and no more"
 
 
 # Hosts.
@@ -584,6 +646,7 @@ TARGETS: dict[str, Target] = {
     "frames": Target(_stream_of_frames, lambda: nullcontext(_read_frames), 8000),
     "control": Target(_control_message, lambda: nullcontext(_read_control_message), 20000),
     "probes": Target(_probe, lambda: nullcontext(_read_probe), 10000),
+    "arrivals": Target(_arrival, lambda: nullcontext(_read_arrival), 4000),
     "hosts": Target(_hosts, _reading_hosts, 800),
     "yaml": Target(_yaml, _reading_yaml, 100),
     "commands": Target(_command_line, lambda: nullcontext(_read_command_line), 60),
