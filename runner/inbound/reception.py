@@ -272,7 +272,8 @@ class Reception:
             done.set()
 
         self._loop.call_soon(take)
-        done.wait()
+        while not done.wait(_TURN) and self._thread.is_alive():
+            pass  # nobody is there any more once the reception has been left
         if not found:
             raise LaunchError("its task has ended, and only another one could bring another agent")
         guest = found[0]
