@@ -186,6 +186,7 @@ def test_a_launcher_without_the_secret_learns_nothing_of_the_task() -> None:
         accepted, _ = listener.accept()
         accepted.settimeout(PATIENCE)
         accepted.sendall(os.urandom(64))
+        accepted.shutdown(socket.SHUT_WR)
         with pytest.raises(AuthenticationError):
             Meeting(generate_secret()).introduce(task, arrival(0), time.monotonic() + PATIENCE)
         task.close()
