@@ -83,6 +83,9 @@ def test_a_worker_is_killed_in_the_middle_of_a_commit_or_a_sync(job: Job, where:
     again = together(job, int(died.read_text()))
     survivors = {line.pid for line in first} - {int(died.read_text()), first[2].pid if "saving" not in where else 0}
     assert {line.pid for line in again} > survivors
+    if "saving" in where:
+        for pid in survivors:
+            assert [line.step for line in job.said if line.pid == pid][1] == 20, "who could commit the step has it"
     job.finish()
     assert job.end() == 0
     over = [line for line in job.said if line.what == "over"]
