@@ -57,14 +57,15 @@ def test_survivors_tell_for_how_long_they_had_waited_for_the_lost_one() -> None:
     with ElasticJob(2) as job:
         job.epochs._act = lambda action: changes.append(action) if isinstance(action, Changed) else None
         survivor, victim = job.start(2)
+        began = time.monotonic()
         went_on = Task(survivor.survive)
         until(lambda: "in total" in python_stacks(), "the survivor to be in an allreduce")
-        began = time.monotonic()
-        until(lambda: time.monotonic() - began > 1.0, "time to pass")
+        waits = time.monotonic()
+        until(lambda: time.monotonic() - waits > 2.0, "time to pass")
         victim.die()
         went_on.result(30)
-        waited = time.monotonic() - began
-    assert 1.0 < changes[-1].stood <= waited + 1.0
+        # That the victim is gone is noticed half a second after its death.
+        assert 1.0 < changes[-1].stood <= time.monotonic() - began
 
 
 def test_newcomers_work_alone_until_they_are_let_in() -> None:
