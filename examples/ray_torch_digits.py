@@ -63,7 +63,7 @@ class Training:
         images, digits = self.train_set
         # Ranks' parts may differ by one image; all take as many steps as the smallest.
         steps = int(hvd.allreduce(torch.tensor(len(images) // self.batch_size), name="steps", op=hvd.Min))
-        for batch in torch.randperm(len(images))[: steps * self.batch_size].split(self.batch_size):
+        for batch in torch.randperm(len(images))[: steps * self.batch_size].view(steps, self.batch_size):
             self.optimizer.zero_grad()
             loss = functional.cross_entropy(self.model(images[batch]), digits[batch])
             loss.backward()  # type: ignore[no-untyped-call]
