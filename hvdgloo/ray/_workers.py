@@ -294,7 +294,8 @@ class Workers:
             if error is not None:
                 first = not call.failures
                 call.failures[rank] = cause if isinstance(cause, BaseException) else error
-            over = call.left == 0 and call in self._calls
+            # Where Ray has lost or cancelled it, all workers are ended, and only then is the call over.
+            over = call.left == 0 and call in self._calls and not any(map(_from_ray, call.failures.values()))
             if over:
                 self._calls.discard(call)
         if isinstance(error, ray.exceptions.TaskCancelledError):
@@ -324,7 +325,7 @@ class Workers:
         )
 
     def _conclude(self, call: Call) -> None:
-        own = {rank: error for rank, error in call.failures.items() if not _is_echo(error)}
+        own = {rank: error for rank, error in call.failures.items() if not (_is_echo(error) or _from_ray(error))}
         if own:
             call.error = own[min(own)]
         elif self._failure is not None:
@@ -419,6 +420,13 @@ def _is_echo(error: BaseException) -> bool:
     from hvdgloo.errors import HorovodInternalError
 
     return isinstance(error, JobFailedError | HorovodInternalError)
+
+
+def _from_ray(error: BaseException) -> bool:
+    """Whether it is Ray's, about the actor or the call, and not the function's."""
+    import ray
+
+    return isinstance(error, ray.exceptions.RayActorError | ray.exceptions.TaskCancelledError)
 
 
 def _kill(actors: Sequence[Any]) -> None:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,22 @@ def test_an_actor_that_is_killed(executor: RayExecutor, cluster: Running, tmp_pa
     cluster.await_gone_workers()
     with pytest.raises(JobFailedError, match=r"the workers have ended: .*The actor is dead because its worker process"):
         executor.run(functions.places)
+
+
+def test_run_says_that_the_only_actor_was_killed(cluster: Running, tmp_path: Path) -> None:
+    def kill_when_started() -> None:
+        await_true(lambda: list(tmp_path.glob("started.*")))
+        os.kill(cluster.actor(), signal.SIGKILL)
+
+    with RayExecutor(num_workers=1) as executor, ThreadPoolExecutor(1) as beside:
+        executor.start()
+        killing = beside.submit(kill_when_started)
+        with pytest.raises(
+            JobFailedError, match=r"Ray node .*: the actor of rank 0 has ended: The actor is dead because"
+        ):
+            executor.run(functions.hang, [str(tmp_path / "started")])
+        killing.result(PATIENCE_S)
+    cluster.await_gone()
 
 
 def test_an_actor_that_is_killed_between_calls(executor: RayExecutor, cluster: Running) -> None:
