@@ -137,7 +137,7 @@ def load_state(model: Any, data: bytes) -> None:
             model.load_weights(path)
             return
         # Keras would leave all of the state out, because there are more or fewer variables.
-        plain = next(base for base in type(own).__mro__ if "_hvd_options" not in vars(base))
+        plain: Any = next(base for base in type(own).__mro__ if "_hvd_options" not in vars(base))
         other = plain.from_config({**own.get_config(), "gradient_accumulation_steps": saved})
         other.build(model.trainable_variables)
         model.optimizer = other
