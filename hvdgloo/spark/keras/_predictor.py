@@ -35,7 +35,12 @@ class KerasPredictor:
     packed: bytes
 
     def load(self) -> Callable[[list[Array]], list[Array]]:
-        """A function from columns to columns, of shapes (rows,) or (rows, ...)."""
+        """A function from columns to columns, of shapes (rows,) or (rows, ...).
+
+        Raises:
+            ConfigError: (a ValueError) this process has imported Keras on another backend, or the model cannot be read.
+            MissingDependencyError: the library or its backend is not installed here.
+        """
         self.library.use()
         custom_objects, layout = cloudpickle.loads(self.packed)
         return applying(model_of(self.library, self.archive, custom_objects), layout)
