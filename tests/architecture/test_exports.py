@@ -296,6 +296,7 @@ PUBLIC_MODULES = {
     "hvdgloo.mxnet.compression",
     "hvdgloo.mxnet.functions",
     "hvdgloo.mxnet.mpi_ops",
+    "hvdgloo.spark.common",
     "hvdgloo.spark.common.cache",
     "hvdgloo.spark.common.constants",
     "hvdgloo.spark.common.datamodule",
