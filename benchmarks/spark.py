@@ -1,9 +1,12 @@
 """What training beside Spark costs, as ratios and differences of one run.
 
-    python benchmarks/spark.py [--rows run] [--rounds 7] [--master local[2]] [--json FILE]
+    python benchmarks/spark.py [--rows run,transform,epoch] [--rounds 7] [--master local[2]] [--json FILE]
 
 - **run**: ``hvdgloo.spark.run`` of two ranks in a warm session against ``hvdgloo.run.run``, by turns: a function that
   calls ``hvd.init()`` of hvdgloo.numpy and returns its rank. The first call of each is not counted.
+- **transform**: rows of 64 doubles through a small torch model in a TorchModel, against row by row in an RDD.
+- **epoch**: an epoch of TorchEstimator on two ranks, 100,000 rows of 64 doubles through the same small model in batches
+  of 256, against the same loop on tensors in memory under ``hvdgloo.run.run``, by turns.
 
 Figures are medians. It needs pyspark and Java; ``local-cluster[2,1,1024]`` as ``--master`` has executors of its own.
 """
@@ -24,6 +27,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import hvdgloo.run
 import hvdgloo.spark
+from benchmarks.spark_torch import measure_epoch, measure_transform
 from tests.support.spark import LOCAL, Sessions
 
 Row = Callable[[Any, int], dict[str, float]]
@@ -54,7 +58,7 @@ def measure_run(_: Any, rounds: int) -> dict[str, float]:
     return found
 
 
-ROWS: dict[str, Row] = {"run": measure_run}
+ROWS: dict[str, Row] = {"run": measure_run, "transform": measure_transform, "epoch": measure_epoch}
 
 
 def main() -> None:

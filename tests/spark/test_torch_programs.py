@@ -5,18 +5,16 @@ They run in this process, so that they find the session that is there.
 
 from __future__ import annotations
 
-import bz2
 import re
 import runpy
 import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from pyspark.sql import SparkSession
-from sklearn.datasets import load_digits
 
+from tests.support import estimators
 from tests.support.pages import ROOT
 
 
@@ -44,15 +42,7 @@ def test_horovod_s_program_runs_unchanged(
     program: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of scikit-learn's digits, enlarged to MNIST's size: nothing is downloaded."""
-    images, digits = load_digits(return_X_y=True)
-    large = np.kron(images.reshape(-1, 8, 8) / 16, np.ones((3, 3)))
-    large = np.pad(large, ((0, 0), (2, 2), (2, 2))).reshape(-1, 784)
-    lines = []
-    for image, digit in zip(large[:600], digits, strict=False):
-        pixels = " ".join(f"{index + 1}:{image[index]:.3f}" for index in np.flatnonzero(image))
-        lines.append(f"{digit} {pixels}\n")
-    (tmp_path / "mnist.bz2").write_bytes(bz2.compress("".join(lines).encode()))
-
+    estimators.write_mnist(tmp_path / "mnist.bz2", 600)
     monkeypatch.syspath_prepend(str(ROOT / "hvdgloo/as_horovod"))
     before = set(sys.modules)
     try:
