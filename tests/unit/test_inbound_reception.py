@@ -49,6 +49,7 @@ def test_all_have_come(comers: list[socket.socket]) -> None:
 def test_a_timeout_says_who_came_from_where_and_what_to_do(comers: list[socket.socket]) -> None:
     with Reception(3, what="Spark tasks", addresses=["127.0.0.1"], start_timeout=0.3) as reception:
         come(reception, comers, arrival(1, name="executor 4"))
+        eventually(lambda: len(reception.arrived) == 1)
         with pytest.raises(LaunchError) as caught:
             reception.gather(remedy="Give the cluster more slots")
     assert str(caught.value) == (
@@ -65,6 +66,7 @@ def test_one_that_left_again_is_missing_and_another_attempt_may_come(comers: lis
         eventually(lambda: reception.arrived == ())
         with pytest.raises(LaunchError, match=r"0 of 1 came.*missing: task 0 \(task 0 came and has gone again \(h1 "):
             reception.gather()
+        reception.start_timeout = PATIENCE
         assert come(reception, comers, arrival(0, attempt=1)) == [""]
         assert [each.attempt for each in reception.gather()] == [1]
 
