@@ -20,6 +20,7 @@ from hvdgloo._net import ports
 from hvdgloo._net.descriptors import OUT_OF_DESCRIPTORS, reserve_descriptors
 from hvdgloo._net.event_loop import EventLoop
 from hvdgloo._net.visitors import Steps, Visitors
+from hvdgloo.config import Config
 from hvdgloo.errors import AuthenticationError, LaunchError, UnusableHostsError
 from hvdgloo.rendezvous._auth import generate_secret
 from hvdgloo.runner.inbound.meeting import Answer, Arrival, Keys, Meeting
@@ -79,7 +80,7 @@ class Reception:
         what: the tasks in messages, in the plural: ``Spark tasks``.
         addresses: at which tasks reach this machine, best first: addresses of its own, or names that lead to it from
             where the tasks are. By default all of its own.
-        port_range: first and last port that may be used; None for any.
+        port_range: first and last port that may be used; None for the setting, which is any by default.
         start_timeout: seconds that all have for coming.
 
     Attributes:
@@ -118,7 +119,8 @@ class Reception:
     def __enter__(self) -> Reception:
         reserve_descriptors((self._count or 0) + MOST_VISITORS, "this process", f"connections of {self._what}")
         told, at = _endpoints(self._addresses)
-        self._listeners = ports.listen(at, self._port_range)
+        port_range = self._port_range or Config.from_env(only={"port_range"}).port_range
+        self._listeners = ports.listen(at, port_range)
         port = self._listeners[0].getsockname()[1]
         self.invitation = Invitation(tuple((address, port) for address in told), self.secret)
         self._loop = EventLoop()

@@ -138,6 +138,15 @@ def test_what_went_wrong_before_is_passed_on_later() -> None:
             assert heard == ["executor 3 was lost"]
 
 
+def test_it_listens_in_the_range_that_a_firewall_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    monkeypatch.setenv("HVDGLOO_PORT_RANGE", f"{port}-{port + 20}")
+    with Reception(1, addresses=["127.0.0.1"]) as reception:
+        ((_, found),) = reception.invitation.endpoints
+    assert port <= found <= port + 20
+
+
 # Hosts of the job.
 
 
