@@ -75,6 +75,30 @@ class CallFailed(Exception):  # noqa: N818 - it becomes the user's own exception
         return exception_of, self._outcome
 
 
+def own_place() -> Place:
+    """Where the actor is that this process is."""
+    import ray
+
+    context = ray.get_runtime_context()
+    gpus = tuple(context.get_accelerator_ids().get("GPU", ()))
+    return Place(context.get_node_id(), ray.util.get_node_ip_address(), socket.gethostname(), gpus)
+
+
+def bring_agent_of(
+    invitation: Invitation, index: int, place: Place | None = None, env: Mapping[str, str] | None = None
+) -> int:
+    """Bring the agent of the actor that this process is; see ``bring_agent``."""
+    place = place or own_place()
+    return bring_agent(
+        invitation,
+        index,
+        name=place.node_name,
+        host=place.address,
+        machine=place.node,
+        env={**(env or {}), **_ray_address()},
+    )
+
+
 class WorkerActor:
     """What ``ray.remote`` makes an actor of. All of its methods share one event loop.
 
@@ -94,11 +118,7 @@ class WorkerActor:
 
     async def place(self) -> Place:
         """Where this actor is."""
-        import ray
-
-        context = ray.get_runtime_context()
-        gpus = tuple(context.get_accelerator_ids().get("GPU", ()))
-        return Place(context.get_node_id(), ray.util.get_node_ip_address(), socket.gethostname(), gpus)
+        return own_place()
 
     async def bring(self, invitation: Invitation, index: int, place: Place, env: Mapping[str, str]) -> int:
         """Bring the agent, and wait until its worker has connected.
@@ -121,14 +141,7 @@ class WorkerActor:
 
         def bring() -> None:
             try:
-                status = bring_agent(
-                    invitation,
-                    index,
-                    name=place.node_name,
-                    host=place.address,
-                    machine=place.node,
-                    env={**env, **_ray_address(), _calls.VARIABLE: listener.name},
-                )
+                status = bring_agent_of(invitation, index, place, {**env, _calls.VARIABLE: listener.name})
             except BaseException as error:  # noqa: BLE001 - raised again where it is awaited
                 loop.call_soon_threadsafe(ended.set_exception, error)
             else:

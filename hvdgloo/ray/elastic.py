@@ -1,25 +1,325 @@
-"""Elastic jobs on Ray."""
+"""``ElasticRayExecutor``: a job whose workers come and go with the nodes of a Ray cluster."""
 
 from __future__ import annotations
 
-from typing import NoReturn
+import itertools
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Any, NoReturn, TypeVar
 
+from hvdgloo.config import Config
 from hvdgloo.errors import ConfigError
+from hvdgloo.ray import _settings
+from hvdgloo.ray._actor import bring_agent_of
+from hvdgloo.ray._cluster import check_ray
+from hvdgloo.ray._settings import Settings
+from hvdgloo.runner.inbound.job import run_elastic_function
+from hvdgloo.runner.inbound.reception import Reception
+from hvdgloo.runner.inbound.task import Invitation
 
-__all__ = ["ElasticRayExecutor"]
+__all__ = ["ElasticRayExecutor", "RayHostDiscovery"]
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+_INTERVAL = 1.0
+"""Seconds between two looks at the cluster."""
+
+_PAUSES = (1.0, 30.0)
+"""Shortest and longest time in seconds until an actor that has ended is followed by another; it doubles."""
 
 
 def refuse_elastic() -> NoReturn:
-    """Say that there are no elastic jobs on Ray.
+    """Say what elastic jobs need.
 
     Raises:
         ConfigError: always.
     """
-    raise ConfigError("elastic jobs are not supported on Ray; use RayExecutor with num_workers=, or hvdgloo-run")
+    raise ConfigError(
+        "RayExecutor() has a fixed number of workers: leave out min_workers=, max_workers=, reset_limit= and "
+        "elastic_timeout=, or use ElasticRayExecutor"
+    )
+
+
+class RayHostDiscovery:
+    """Lists the nodes of the cluster that this program has joined, and how many workers each has room for.
+
+    Args:
+        use_gpu: workers have GPUs.
+        cpus_per_slot, gpus_per_slot: what each worker needs.
+    """
+
+    def __init__(self, use_gpu: bool = False, cpus_per_slot: int = 1, gpus_per_slot: int = 1) -> None:
+        self.use_gpu = use_gpu
+        self.cpus_per_slot = _settings.whole("cpus_per_slot", cpus_per_slot)
+        self.gpus_per_slot = _settings.whole("gpus_per_slot", gpus_per_slot)
+
+    def find_available_hosts_and_slots(self) -> dict[str, int]:
+        """Addresses of the nodes that are up, and the workers that each has room for if nobody else uses it."""
+        import ray
+
+        found: Counter[str] = Counter()
+        for node in ray.nodes():
+            if node["Alive"]:
+                found[node["NodeManagerAddress"]] += self.slots(node["Resources"])
+        return {address: slots for address, slots in found.items() if slots}
+
+    def slots(self, resources: Mapping[str, float]) -> int:
+        """The workers that a node with these resources has room for."""
+        slots = resources.get("CPU", 0) // self.cpus_per_slot
+        if self.use_gpu:
+            slots = min(slots, resources.get("GPU", 0) // self.gpus_per_slot)
+        return int(slots)
+
+
+@dataclass
+class ElasticSettings(Settings):
+    """Settings of an ``ElasticRayExecutor``; see ``create_settings`` there.
+
+    Attributes:
+        min_num_proc, max_num_proc: the fewest and the most workers; None for no limit.
+        reset_limit: how often the workers may form anew.
+        elastic_timeout: seconds to wait for enough workers.
+        discovery: an object with ``find_available_hosts_and_slots()``, which returns addresses of nodes and slots.
+    """
+
+    min_num_proc: int = 1
+    max_num_proc: int | None = None
+    reset_limit: int | None = None
+    elastic_timeout: float = 600.0
+    discovery: Any = None
 
 
 class ElasticRayExecutor:
-    """Refused: see ``refuse_elastic``."""
+    """Runs a function on workers that come and go with the nodes of a Ray cluster.
 
-    def __init__(self, *_: object, **__: object) -> None:
-        refuse_elastic()
+    Args:
+        settings: from ``create_settings``.
+        use_gpu, cpus_per_slot, gpus_per_slot: what Ray reserves for each worker.
+        env_vars: variables for the workers.
+        override_discovery: let a ``RayHostDiscovery`` list the nodes, whatever ``settings.discovery`` is.
+
+    Raises:
+        ConfigError: (a ValueError) an argument cannot be used; Ray is not initialized.
+        MissingDependencyError: (an ImportError) Ray is not installed.
+    """
+
+    @staticmethod
+    def create_settings(
+        min_num_proc: int = 1,
+        max_num_proc: int | None = None,
+        reset_limit: int | None = None,
+        elastic_timeout: float = 600.0,
+        timeout_s: float | None = None,
+        ssh_identity_file: str | None = None,
+        nics: Collection[str] | None = None,
+        **others: Any,
+    ) -> ElasticSettings:
+        """Settings for an ``ElasticRayExecutor``.
+
+        Args:
+            min_num_proc, max_num_proc: the fewest and the most workers; by default 1, and no limit.
+            reset_limit: how often the workers may form anew.
+            elastic_timeout: seconds to wait for enough workers.
+            timeout_s, ssh_identity_file, nics, others: as for ``RayExecutor.create_settings``.
+
+        Raises:
+            ConfigError: a value cannot be used.
+        """
+        base = _settings.create_settings(timeout_s, ssh_identity_file, nics=nics, **others)
+        least = _settings.whole("min_num_proc", min_num_proc)
+        most = None if max_num_proc is None else _settings.whole("max_num_proc", max_num_proc, least)
+        return ElasticSettings(
+            **vars(base),
+            min_num_proc=least,
+            max_num_proc=most,
+            reset_limit=reset_limit,
+            elastic_timeout=elastic_timeout,
+        )
+
+    def __init__(
+        self,
+        settings: ElasticSettings,
+        use_gpu: bool = False,
+        cpus_per_slot: int = 1,
+        gpus_per_slot: int | None = None,
+        env_vars: Mapping[str, str] | None = None,
+        override_discovery: bool = True,
+    ) -> None:
+        if not isinstance(settings, ElasticSettings):
+            raise ConfigError(
+                f"ElasticRayExecutor(settings={settings!r}): give what ElasticRayExecutor.create_settings() returns"
+            )
+        settings.check()
+        gpus = _settings.gpus_of(use_gpu, gpus_per_slot, "gpus_per_slot")
+        self._room = RayHostDiscovery(use_gpu, cpus_per_slot, gpus or 1)
+        self._discovery = self._room if override_discovery or settings.discovery is None else settings.discovery
+        if not callable(getattr(self._discovery, "find_available_hosts_and_slots", None)):
+            raise ConfigError(f"settings.discovery={self._discovery!r} has no method find_available_hosts_and_slots()")
+        self._settings = settings
+        self._env = _settings.variables(env_vars, "ElasticRayExecutor(env_vars=...)")
+        check_ray()
+
+    def start(self) -> None:
+        """Nothing: workers are started by ``run``. Programs of Horovod's call this."""
+
+    def run(self, worker_fn: Callable[[], T], callbacks: Sequence[Callable[..., Any]] | None = None) -> list[T]:
+        """Call ``worker_fn()``, which trains in ``hvd.elastic.run``, on workers on all nodes that there are.
+
+        Args:
+            callbacks: refused, unless empty: the launcher's lines say who comes and goes.
+
+        Returns:
+            the results of those workers that were there at the end, in the order of their ranks.
+
+        Raises:
+            LaunchError: there were not enough workers in time.
+            JobFailedError: the job could not survive a failure.
+            Exception: the one that ``worker_fn`` raised, as for ``hvdgloo.run.run``.
+        """
+        import ray
+
+        if callbacks:
+            raise ConfigError("run(callbacks=...) is not supported: what workers print appears here")
+        settings = self._settings
+        start_timeout = Config.from_env().start_timeout if settings.timeout_s is None else settings.timeout_s
+        with (
+            Reception(
+                None,
+                what="Ray actors",
+                addresses=[ray.util.get_node_ip_address()],
+                start_timeout=max(start_timeout, settings.elastic_timeout),
+            ) as reception,
+            _Actors(reception.invitation, self._discovery, self._room, settings.max_num_proc),
+        ):
+            reception.gather(least=settings.min_num_proc, remedy="`ray status` shows what the cluster has")
+            return run_elastic_function(
+                reception,
+                worker_fn,
+                np=settings.min_num_proc,
+                min_np=settings.min_num_proc,
+                max_np=settings.max_num_proc,
+                reset_limit=settings.reset_limit,
+                elastic_timeout=settings.elastic_timeout,
+                env=self._env,
+                verbose=settings.verbose,
+                output_directory=settings.output_filename,
+                timestamps=settings.prefix_output_with_timestamp,
+                grace_period=settings.grace_period,
+                nics=tuple(settings.nics),
+                start_timeout=start_timeout,
+            )
+
+
+@dataclass
+class _Node:
+    """What is done on one node.
+
+    Attributes:
+        actors: those that live, by their numbers.
+        pause: seconds until an actor that ends is followed by another.
+        again_at: when that may be, on the monotonic clock.
+    """
+
+    actors: dict[int, Any] = field(default_factory=dict)
+    pause: float = _PAUSES[0]
+    again_at: float = 0.0
+
+
+class _Actors:
+    """Keeps as many actors on each node as its discovery lists slots, for as long as the context lasts."""
+
+    def __init__(self, invitation: Invitation, discovery: Any, room: RayHostDiscovery, most: int | None) -> None:
+        self._invitation = invitation
+        self._discovery = discovery
+        self._room = room
+        self._most = most
+        self._nodes: dict[str, _Node] = {}
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hvdgloo-ray-actors", daemon=True)
+
+    def __enter__(self) -> _Actors:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        import ray
+
+        self._over.set()
+        self._thread.join()
+        if ray.is_initialized():
+            for node in self._nodes.values():
+                for actor in node.actors.values():
+                    ray.kill(actor)
+
+    def _run(self) -> None:
+        while not self._over.is_set():
+            try:
+                self._adjust()
+            except Exception:  # a node that is just going, or the user's discovery: there is another look
+                logger.warning("the nodes of Ray's cluster could not be looked at", exc_info=True)
+            self._over.wait(_INTERVAL)
+
+    def _adjust(self) -> None:
+        import ray
+
+        wanted = dict(self._discovery.find_available_hosts_and_slots())
+        for listed in ray.nodes():
+            address, node_id = listed["NodeManagerAddress"], listed["NodeID"]
+            slots = min(wanted.get(address, 0), self._room.slots(listed["Resources"])) if listed["Alive"] else 0
+            wanted[address] = wanted.get(address, 0) - slots
+            node = self._nodes.setdefault(node_id, _Node())
+            with self._lock:
+                surplus = list(node.actors.items())[slots:]
+                for number, _ in surplus:
+                    del node.actors[number]
+            for _, actor in surplus:
+                ray.kill(actor)
+            while len(node.actors) < slots and monotonic() >= node.again_at and not self._full():
+                self._start(node_id, node)
+
+    def _full(self) -> bool:
+        return self._most is not None and sum(len(node.actors) for node in self._nodes.values()) >= self._most
+
+    def _start(self, node_id: str, node: _Node) -> None:
+        import ray
+
+        room = self._room
+        number = next(self._numbers)
+        actor = (
+            ray.remote(AgentActor)
+            .options(
+                num_cpus=room.cpus_per_slot,
+                num_gpus=room.gpus_per_slot if room.use_gpu else 0,
+                scheduling_strategy=ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id, soft=False),
+            )
+            .remote()
+        )
+        with self._lock:
+            node.actors[number] = actor
+        ended = actor.bring.remote(self._invitation, number)
+        ended.future().add_done_callback(lambda future: self._ended(node, number, future))
+
+    def _ended(self, node: _Node, number: int, future: Future[Any]) -> None:
+        with self._lock:
+            if node.actors.pop(number, None) is None:
+                return
+            node.again_at = monotonic() + node.pause
+            node.pause = min(2 * node.pause, _PAUSES[1])
+        logger.info("an actor has ended: %s", future.exception() or "its agent was not needed any longer")
+
+
+class AgentActor:
+    """What ``ray.remote`` makes an actor of: it brings the agent of one worker."""
+
+    def bring(self, invitation: Invitation, index: int) -> int:
+        """Returns when the agent has ended."""
+        return bring_agent_of(invitation, index)

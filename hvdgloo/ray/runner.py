@@ -7,8 +7,9 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from hvdgloo._job import excepthook
-from hvdgloo.errors import ConfigError, MissingDependencyError
+from hvdgloo.errors import ConfigError
 from hvdgloo.ray import _settings
+from hvdgloo.ray._cluster import check_ray
 from hvdgloo.ray._settings import Settings
 from hvdgloo.ray._worker import Kind
 from hvdgloo.ray._workers import Call, Workers
@@ -37,8 +38,8 @@ class RayExecutor:
         use_gpu: reserve GPUs, too; a worker sees those of all workers of its node, and ``hvd.local_rank()`` chooses.
         use_current_placement_group: if this program runs in a placement group (in Ray Tune, for example), take the
             workers' resources from it.
-        min_workers, max_workers, reset_limit, cooldown_range, elastic_timeout, override_discovery: for a job whose size
-            may change; see ``ElasticRayExecutor``.
+        min_workers, max_workers, reset_limit, cooldown_range, elastic_timeout, override_discovery: refused, or without
+            effect: a job whose size may change is ``ElasticRayExecutor``'s.
         num_slots, cpus_per_slot, gpus_per_slot: old names of ``num_workers_per_host``, ``cpus_per_worker`` and
             ``gpus_per_worker``; they give a warning.
 
@@ -257,29 +258,6 @@ def judged(settings: Any) -> Settings:
         )
     settings.check()
     return settings
-
-
-def check_ray() -> None:
-    """Whether there is a cluster that can be used.
-
-    Raises:
-        MissingDependencyError: Ray is not installed.
-        ConfigError: this program has not joined a cluster, or only by Ray Client.
-    """
-    try:
-        import ray
-    except ImportError as error:
-        raise MissingDependencyError("hvdgloo.ray needs Ray: pip install 'hvdgloo[ray]'") from error
-    if ray.util.client.ray.is_connected():
-        raise ConfigError(
-            "RayExecutor does not work through Ray Client (ray.init('ray://...')), as workers could not reach this "
-            "program: run it in the cluster, for example by `ray job submit`, or in a task or actor"
-        )
-    if not ray.is_initialized():
-        raise ConfigError(
-            "Ray is not initialized: call ray.init() before making a RayExecutor (ray.init(address='auto') joins a "
-            "cluster that runs already)"
-        )
 
 
 def _arguments(

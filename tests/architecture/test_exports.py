@@ -136,7 +136,7 @@ FRAMEWORK = {
 EXPORTS = {
     "hvdgloo": {"__version__"},
     "hvdgloo.ray": {"ElasticRayExecutor", "RayExecutor"},
-    "hvdgloo.ray.elastic": {"ElasticRayExecutor"},
+    "hvdgloo.ray.elastic": {"ElasticRayExecutor", "RayHostDiscovery"},
     "hvdgloo.ray.runner": {"RayExecutor"},
     "hvdgloo.numpy": EVERY_FRONTEND,
     "hvdgloo.torch": EVERY_FRONTEND

@@ -103,3 +103,22 @@ def kill(rank: int) -> None:
         _say("about to end")
         os.kill(os.getpid(), signal.SIGKILL)
     total(1.0)
+
+
+def grow() -> int:
+    """Train until there are two workers; ask for the second one after the first step."""
+    hvd.init()
+    folder = os.environ["FOLDER"]
+
+    @hvd.elastic.run
+    def train(state: Any) -> int:
+        while hvd.size() < 2:
+            state.step += 1
+            with open(f"{folder}/more", "w"):
+                pass
+            time.sleep(0.05)  # a step
+            state.commit()
+        return hvd.size()
+
+    result: int = train(hvd.elastic.ObjectState(hvd.broadcast_object, hvd.rank, step=0))
+    return result

@@ -1,0 +1,28 @@
+"""The cluster that this program has joined."""
+
+from __future__ import annotations
+
+from hvdgloo.errors import ConfigError, MissingDependencyError
+
+
+def check_ray() -> None:
+    """Whether there is a cluster that can be used.
+
+    Raises:
+        MissingDependencyError: Ray is not installed.
+        ConfigError: this program has not joined a cluster, or only by Ray Client.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise MissingDependencyError("hvdgloo.ray needs Ray: pip install 'hvdgloo[ray]'") from error
+    if ray.util.client.ray.is_connected():
+        raise ConfigError(
+            "RayExecutor does not work through Ray Client (ray.init('ray://...')), as workers could not reach this "
+            "program: run it in the cluster, for example by `ray job submit`, or in a task or actor"
+        )
+    if not ray.is_initialized():
+        raise ConfigError(
+            "Ray is not initialized: call ray.init() before making a RayExecutor (ray.init(address='auto') joins a "
+            "cluster that runs already)"
+        )

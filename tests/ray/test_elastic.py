@@ -1,0 +1,50 @@
+"""Elastic jobs on a cluster of two nodes, of which one goes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvdgloo.errors import ConfigError
+from hvdgloo.ray import ElasticRayExecutor, RayExecutor
+from hvdgloo.ray.elastic import RayHostDiscovery
+from tests.ray import functions
+from tests.support.ray import Running
+
+
+class Some(RayHostDiscovery):
+    """Lists one slot of the address until it is told to list two."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+
+    def find_available_hosts_and_slots(self) -> dict[str, int]:
+        (address,) = super().find_available_hosts_and_slots()
+        return {address: 2 if (self._folder / "more").exists() else 1}
+
+
+def test_wrong_arguments_are_refused(nodes: Running) -> None:
+    with pytest.raises(ConfigError, match="use ElasticRayExecutor"):
+        RayExecutor(None, min_workers=1)
+    with pytest.raises(ConfigError, match=r"max_num_proc=1\): it must be at least 2"):
+        ElasticRayExecutor.create_settings(min_num_proc=2, max_num_proc=1)
+    with pytest.raises(ConfigError, match=r"what ElasticRayExecutor\.create_settings"):
+        ElasticRayExecutor(RayExecutor.create_settings())  # type: ignore[arg-type]
+
+
+def test_nodes_are_listed_with_their_slots(nodes: Running) -> None:
+    assert list(RayHostDiscovery().find_available_hosts_and_slots().values()) == [4]
+    assert list(RayHostDiscovery(cpus_per_slot=2).find_available_hosts_and_slots().values()) == [2]
+    assert RayHostDiscovery(use_gpu=True).find_available_hosts_and_slots() == {}
+
+
+def test_workers_come_while_others_train(nodes: Running, tmp_path: Path) -> None:
+    settings: Any = ElasticRayExecutor.create_settings(min_num_proc=1, max_num_proc=2, elastic_timeout=120)
+    settings.discovery = Some(tmp_path)
+    executor = ElasticRayExecutor(settings, env_vars={"FOLDER": str(tmp_path)}, override_discovery=False)
+    executor.start()
+    assert executor.run(functions.grow) == [2, 2]
+    nodes.await_gone()
