@@ -58,7 +58,7 @@ UNPICKLES = {
         "_pickled",
     ): "made by this process, to see whether it can be read back",
     ("hvdgloo.spark.keras._remote", "train"): "part of what function_task unsealed, or what a user's backend has sent",
-    ("hvdgloo.spark.keras._predictor", "load"): "part of what Spark itself has unpickled",
+    ("hvdgloo.spark.keras._predictor", "KerasPredictor.load"): "part of what Spark itself has unpickled",
     ("hvdgloo.spark._bringing", "bring"): "it came with the task, which Spark itself has unpickled",
     ("hvdgloo.spark.common._predicting", "_loaded"): "broadcast by Spark, which has unpickled this very function",
     ("hvdgloo.spark.common.serialization", "Codec.decode"): "where load() was not told trusted=False",

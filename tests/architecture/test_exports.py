@@ -130,6 +130,7 @@ FRAMEWORK = {
     "hvdgloo.keras": "keras",
     "hvdgloo.mxnet": "mxnet",
     "hvdgloo.torch": "torch",
+    "hvdgloo.spark.keras": "pyspark",
     "hvdgloo.spark.torch": "pyspark",
 }
 
