@@ -14,6 +14,7 @@ from pathlib import Path
 from hvdgloo.errors import HvdglooError
 from hvdgloo.rendezvous import RendezvousServer, generate_secret
 from hvdgloo.runner.network import interfaces
+from hvdgloo.runner.network.interfaces import InterfaceFilter
 from hvdgloo.spark._run import run
 from hvdgloo.spark.common.backend import default_num_proc
 from hvdgloo.tensorflow.data.compute_service import TfDataServiceConfig, compute_worker_fn
@@ -44,8 +45,9 @@ def main(dispatchers: int, dispatcher_side: str, configfile: str, timeout: float
     with ExitStack() as stack:
         Path(configfile).unlink(missing_ok=True)  # of a service that was killed
         # Executors and the training job may be anywhere: whoever comes tries one address after the other.
-        own = [address.address for address in interfaces.own_addresses()]
-        registry = stack.enter_context(RendezvousServer(secret=key, size=size, bind=own))
+        addresses = interfaces.own_addresses()
+        own = [*interfaces.candidates(addresses, InterfaceFilter()), *(each for each in addresses if each.loopback)]
+        registry = stack.enter_context(RendezvousServer(secret=key, size=size, bind=[each.address for each in own]))
         config = TfDataServiceConfig(dispatchers, each, dispatcher_side, registry.endpoints, key, timeout)
         config.write(configfile)
         stack.callback(Path(configfile).unlink, missing_ok=True)
