@@ -132,9 +132,11 @@ def load_state(model: Any, data: bytes) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "model.keras")
         path.write_bytes(data)
-        saved = _optimizer_config(path).get("gradient_accumulation_steps")
+        config = _optimizer_config(path)
+        saved = config.get("gradient_accumulation_steps")
         if saved == passes:
             model.load_weights(path)
+            _set_rate(own, config.get("learning_rate"))
             return
         # Keras would leave all of the state out, because there are more or fewer variables.
         plain: Any = next(base for base in type(own).__mro__ if "_hvd_options" not in vars(base))
@@ -323,6 +325,12 @@ def build_optimizer(model: Any) -> None:
         optimizer.build(model.trainable_variables)
     else:  # tf_keras.optimizers.legacy
         inner._create_all_weights(model.trainable_variables)
+
+
+def _set_rate(optimizer: Any, rate: Any) -> None:
+    """Set the learning rate, which is no part of the state that tf_keras stores, unless either is a schedule."""
+    if isinstance(rate, (int, float)) and not callable(getattr(optimizer, "_learning_rate", None)):
+        optimizer.learning_rate = rate
 
 
 def _optimizer_config(path: Path) -> Any:
