@@ -1,12 +1,13 @@
 """What training beside Spark costs, as ratios and differences of one run.
 
-    python benchmarks/spark.py [--rows run,transform,epoch] [--rounds 7] [--master local[2]] [--json FILE]
+    python benchmarks/spark.py [--rows run,transform,epoch,write,read,memory] [--rounds 7] [--master local[2]] [--json FILE]
 
 - **run**: ``hvdgloo.spark.run`` of two ranks in a warm session against ``hvdgloo.run.run``, by turns: a function that
   calls ``hvd.init()`` of hvdgloo.numpy and returns its rank. The first call of each is not counted.
 - **transform**: rows of 64 doubles through a small torch model in a TorchModel, against row by row in an RDD.
 - **epoch**: an epoch of TorchEstimator on two ranks, 100,000 rows of 64 doubles through the same small model in batches
   of 256, against the same loop on tensors in memory under ``hvdgloo.run.run``, by turns.
+- **write**, **read**, **memory**: data on their way to the ranks; see ``spark_data.py`` beside this file.
 
 Figures are medians. It needs pyspark and Java; ``local-cluster[2,1,1024]`` as ``--master`` has executors of its own.
 """
@@ -25,9 +26,11 @@ from typing import Any
 # As a program, this file's folder is the first place where modules are looked for, and pyspark would not be there.
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
+import spark_data
+import spark_torch
+
 import hvdgloo.run
 import hvdgloo.spark
-from benchmarks.spark_torch import measure_epoch, measure_transform
 from tests.support.spark import LOCAL, Sessions
 
 Row = Callable[[Any, int], dict[str, float]]
@@ -58,7 +61,7 @@ def measure_run(_: Any, rounds: int) -> dict[str, float]:
     return found
 
 
-ROWS: dict[str, Row] = {"run": measure_run, "transform": measure_transform, "epoch": measure_epoch}
+ROWS: dict[str, Row] = {"run": measure_run, **spark_data.ROWS, **spark_torch.ROWS}
 
 
 def main() -> None:
