@@ -1,6 +1,7 @@
 """What training beside Spark costs, as ratios and differences of one run.
 
-    python benchmarks/spark.py [--rows run,transform,epoch,write,read,memory] [--rounds 7] [--master local[2]] [--json FILE]
+    python benchmarks/spark.py [--rows run,transform,epoch,write,read,memory] [--rounds 7] [--master local[2]]
+        [--json FILE]
 
 - **run**: ``hvdgloo.spark.run`` of two ranks in a warm session against ``hvdgloo.run.run``, by turns: a function that
   calls ``hvd.init()`` of hvdgloo.numpy and returns its rank. The first call of each is not counted.

@@ -142,7 +142,7 @@ def _epochs(training: Any, rounds: int) -> tuple[list[float], list[float]]:
         for _ in range(_EPOCHS):
             order = torch.randperm(len(features))
             total = torch.zeros((), dtype=torch.float64)
-            for rows in order.split(_BATCH):
+            for rows in torch.split(order, _BATCH):
                 distributed.zero_grad()
                 loss = _loss(model(features[rows]), labels[rows])
                 loss.backward()

@@ -24,9 +24,9 @@ class InPlace(Backend):
     It knows nothing of an environment, as backends need not.
     """
 
-    def run(
+    def run(  # type: ignore[override]
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> list[Any]:  # type: ignore[override]
+    ) -> list[Any]:
         return [fn(*args, **(kwargs or {}))]
 
     def num_processes(self) -> int:

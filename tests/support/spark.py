@@ -96,7 +96,7 @@ class Sessions:
     def close(self) -> None:
         """Nothing is left after this: no JVM, no file."""
         self.stop()
-        pyspark = sys.modules.get("pyspark")
+        pyspark: Any = sys.modules.get("pyspark")
         gateway = pyspark and pyspark.SparkContext._gateway
         if gateway:
             gateway.shutdown()
