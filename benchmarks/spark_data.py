@@ -123,8 +123,9 @@ def measure_read(_: Any, rounds: int) -> dict[str, float]:
 def measure_memory(_: Any, rounds: int) -> dict[str, float]:
     del rounds
     with _vectors(10 * _WINDOW // (8 * (_WIDTH + 2)), 30_000) as folder:
-        command = [sys.executable, __file__, folder]
-        grown = int(subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=100).stdout)
+        command = [sys.executable, "-m", "benchmarks.spark_data", folder]
+        root = Path(__file__).parents[1]
+        grown = int(subprocess.run(command, cwd=root, stdout=subprocess.PIPE, check=True, timeout=100).stdout)
     return {
         "window, MB": _WINDOW / 2**20,
         "grown by, MB": grown / 2**20,
