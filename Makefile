@@ -250,7 +250,7 @@ $(READY_SPARK): $(READY)
 	rm -rf $(VENV_SPARK)
 	$(PYTHON) -m venv $(VENV_SPARK)
 	$(call SHARE,$(VENV_SPARK))
-	$(INSTALL) $(VENV_SPARK)/bin/python "Spark, Ray, TensorFlow, Keras and JAX (1.2 GB to fetch)" \
+	$(INSTALL) $(VENV_SPARK)/bin/python "Spark, Ray, TensorFlow, Keras and JAX (1200 MB to fetch)" \
 	    $(SPARK) $(RAY) $(TENSORFLOW)
 	$(INSTALL) $(VENV_SPARK)/bin/python "tf_keras (2 MB to fetch)" --no-deps $(TF_KERAS)
 	$(INSTALL) $(VENV_SPARK)/bin/python "hvdgloo" --editable . --no-deps

@@ -53,6 +53,9 @@ class Simulated:
     def count(self) -> int:
         return self.machine.count
 
+    def choose(self, index: int) -> torch.device:
+        return torch.device("cuda", index)  # nothing is ever made here without a GPU's being named
+
     def identity(self, device: torch.device) -> str:
         return f"simulated GPU {device.index} of rank {self.machine.rank}"
 
