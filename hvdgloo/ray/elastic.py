@@ -255,10 +255,11 @@ class _Actors:
 
         self._over.set()
         self._thread.join()
+        with self._lock:  # actors that end meanwhile take themselves out, on a thread of Ray's
+            actors = [actor for node in self._nodes.values() for actor in node.actors.values()]
         if ray.is_initialized():
-            for node in self._nodes.values():
-                for actor in node.actors.values():
-                    ray.kill(actor)
+            for actor in actors:
+                ray.kill(actor)
 
     def _run(self) -> None:
         while not self._over.is_set():

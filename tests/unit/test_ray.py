@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import socket
+import sys
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +18,9 @@ from hvdgloo.ray import RayExecutor, _calls
 from hvdgloo.ray._actor import Place
 from hvdgloo.ray._placement import lacking, node_resources
 from hvdgloo.ray._settings import Demand, create_settings, demand
-from hvdgloo.ray._workers import by_node, visible_gpus, words
+from hvdgloo.ray._workers import Call, Workers, by_node, visible_gpus, words
+from hvdgloo.ray.elastic import RayHostDiscovery, _Actors
+from hvdgloo.runner.inbound.task import Invitation
 
 
 def _demand(**given: Any) -> Demand:
@@ -206,3 +211,63 @@ def test_without_ray_the_package_says_what_to_install(monkeypatch: pytest.Monkey
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
     with pytest.raises(ImportError, match=r"pip install 'hvdgloo\[ray\]'"):
         RayExecutor(None, num_workers=1)
+
+
+class _Ray:
+    """What ``hvdgloo.ray`` uses of Ray: remembers the actors that it was asked for, by node, and those it has killed."""
+
+    def __init__(self, *nodes: str) -> None:
+        self.listed = [
+            {"Alive": True, "NodeID": node, "NodeManagerAddress": node, "Resources": {"CPU": 1.0}} for node in nodes
+        ]
+        self.begun: list[SimpleNamespace] = []
+        self.killed: list[Any] = []
+        self.util = SimpleNamespace(
+            scheduling_strategies=SimpleNamespace(NodeAffinitySchedulingStrategy=lambda node, soft: node)
+        )
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return self.listed
+
+    def kill(self, actor: Any) -> None:
+        self.killed.append(actor)
+        actor.ended.set_exception(RuntimeError("it was killed"))
+
+    def remote(self, _: type) -> Any:
+        return SimpleNamespace(
+            options=lambda scheduling_strategy, **_: SimpleNamespace(remote=lambda: self._actor(scheduling_strategy))
+        )
+
+    def _actor(self, node: str) -> SimpleNamespace:
+        actor = SimpleNamespace(node=node, up=Future(), ended=Future())
+        actor.there = SimpleNamespace(remote=lambda: SimpleNamespace(future=lambda: actor.up))
+        actor.bring = SimpleNamespace(remote=lambda *_: SimpleNamespace(future=lambda: actor.ended))
+        self.begun.append(actor)
+        return actor
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> _Ray:
+    """Two nodes with room for one worker each."""
+    made = _Ray("a", "b")
+    monkeypatch.setitem(sys.modules, "ray", made)
+    return made
+
+
+def _actors(discovery: Any = None, most: int | None = None) -> _Actors:
+    room = RayHostDiscovery()
+    return _Actors(Invitation((), b""), discovery or room, room, most)
+
+
+def test_actors_are_all_killed_at_the_end_while_some_end_by_themselves(ray: _Ray) -> None:
+    ray.listed = ray.listed[:1]
+    ray.listed[0]["Resources"] = {"CPU": 3.0}
+    actors = _actors()
+    actors._adjust()
+    begun = list(ray.begun)
+    with actors:  # each one that is killed calls back at once, as Ray does on a thread of its own
+        pass
+    assert set(map(id, begun)) <= set(map(id, ray.killed))
