@@ -208,9 +208,12 @@ class Workers:
             calls = list(self._calls)
             self._calls.clear()
         reason = str(failure) if failure is not None else "the workers have ended"
-        _unless_over(lambda: [actor.over.remote(reason) for actor in self.actors])()
-        for call in calls:
-            self._conclude(call)
+        try:
+            # Before calls are over: then whoever waits for one can fetch the errors that this leaves in its references.
+            _unless_over(lambda: [actor.over.remote(reason) for actor in self.actors])()
+        finally:
+            for call in calls:
+                self._conclude(call)
 
     def fail(self, reason: str, error: BaseException | None = None) -> None:
         """End all workers, for this reason; returns at once."""
