@@ -223,7 +223,9 @@ class Workers:
     def close(self, reason: str = "the executor was shut down") -> None:
         """End all workers, and give everything back. Further calls have no effect."""
         atexit.unregister(self.close)
-        if self._job.ident is not None:
+        with self._exit:  # whatever happens meanwhile: Ctrl-C may be pressed again while workers have time to end
+            if self._job.ident is None:
+                return
             with self._lock:
                 busy = bool(self._calls)
             if not busy:
@@ -232,7 +234,6 @@ class Workers:
             if self._job.is_alive():
                 self.fail(reason)
                 self._job.join((self._settings.grace_period or _GRACE) + _SURE_END)
-        self._exit.close()
 
     # Calls.
 

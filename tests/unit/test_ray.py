@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdgloo.errors import ConfigError
+from hvdgloo.errors import ConfigError, JobFailedError
 from hvdgloo.ray import RayExecutor, _calls
 from hvdgloo.ray._actor import Place
 from hvdgloo.ray._placement import lacking, node_resources
@@ -271,3 +271,35 @@ def test_actors_are_all_killed_at_the_end_while_some_end_by_themselves(ray: _Ray
     with actors:  # each one that is killed calls back at once, as Ray does on a thread of its own
         pass
     assert set(map(id, begun)) <= set(map(id, ray.killed))
+
+
+def _workers(*actors: Any) -> Workers:
+    workers = Workers(_demand(num_workers=1), create_settings(), {})
+    workers.actors = list(actors)
+    return workers
+
+
+def _unreachable(*_: object) -> None:
+    raise RuntimeError("Ray cannot be reached")
+
+
+def test_everything_is_given_back_if_ctrl_c_is_pressed_again(ray: _Ray) -> None:
+    def join(_: float) -> None:
+        raise KeyboardInterrupt
+
+    workers, given_back = _workers(), threading.Event()
+    workers._exit.callback(given_back.set)
+    workers._job = SimpleNamespace(ident=1, join=join, is_alive=lambda: True)  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        workers.close("Ctrl-C was pressed")
+    assert given_back.is_set()
+
+
+def test_calls_are_over_even_if_actors_cannot_be_told(ray: _Ray) -> None:
+    workers = _workers(SimpleNamespace(over=SimpleNamespace(remote=_unreachable)))
+    call = Call([None])
+    workers._calls.add(call)
+    with pytest.raises(RuntimeError, match="cannot be reached"):
+        workers._over(None)
+    assert call.done.is_set()
+    assert isinstance(call.error, JobFailedError)
