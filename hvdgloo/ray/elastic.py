@@ -32,7 +32,15 @@ _INTERVAL = 1.0
 """Seconds between two looks at the cluster."""
 
 _PAUSES = (1.0, 30.0)
-"""Shortest and longest time in seconds until an actor that has ended is followed by another; it doubles."""
+"""Shortest and longest time in seconds until an actor that has ended is followed by another; it doubles, until
+one has lived for the longest.
+"""
+
+_PENDING = 10.0
+"""Seconds that Ray has for starting an actor, until another node that has room may get one instead."""
+
+_LOOK_END = 5.0
+"""Seconds that a look at the cluster has to end in when the job is over: a user's discovery may take any time."""
 
 
 def refuse_elastic() -> NoReturn:
@@ -218,18 +226,38 @@ class ElasticRayExecutor:
 
 
 @dataclass
+class _Kept:
+    """An actor.
+
+    Attributes:
+        handle: Ray's.
+        asked_at: when Ray was asked for it, on the monotonic clock.
+        up_at: when it came up; None if Ray has not started it yet.
+    """
+
+    handle: Any
+    asked_at: float
+    up_at: float | None = None
+
+
+@dataclass
 class _Node:
     """What is done on one node.
 
     Attributes:
-        actors: those that live, by their numbers.
+        actors: those that live, or that Ray has been asked for, by their numbers.
         pause: seconds until an actor that ends is followed by another.
         again_at: when that may be, on the monotonic clock.
     """
 
-    actors: dict[int, Any] = field(default_factory=dict)
+    actors: dict[int, _Kept] = field(default_factory=dict)
     pause: float = _PAUSES[0]
     again_at: float = 0.0
+
+    def put_off(self) -> None:
+        """One was lost, or not started: the next one has to wait."""
+        self.again_at = monotonic() + self.pause
+        self.pause = min(2 * self.pause, _PAUSES[1])
 
 
 class _Actors:
@@ -254,12 +282,14 @@ class _Actors:
         import ray
 
         self._over.set()
-        self._thread.join()
-        with self._lock:  # actors that end meanwhile take themselves out, on a thread of Ray's
-            actors = [actor for node in self._nodes.values() for actor in node.actors.values()]
-        if ray.is_initialized():
-            for actor in actors:
-                ray.kill(actor)
+        try:
+            self._thread.join(_LOOK_END)
+        finally:
+            with self._lock:  # actors that end meanwhile take themselves out, on a thread of Ray's
+                handles = [kept.handle for node in self._nodes.values() for kept in node.actors.values()]
+            if ray.is_initialized():
+                for handle in handles:
+                    ray.kill(handle)
 
     def _run(self) -> None:
         while not self._over.is_set():
@@ -273,22 +303,46 @@ class _Actors:
         import ray
 
         wanted = dict(self._discovery.find_available_hosts_and_slots())
+        if self._over.is_set():
+            return  # nobody has waited for this
         for listed in ray.nodes():
             address, node_id = listed["NodeManagerAddress"], listed["NodeID"]
             slots = min(wanted.get(address, 0), self._room.slots(listed["Resources"])) if listed["Alive"] else 0
             wanted[address] = wanted.get(address, 0) - slots
-            node = self._nodes.setdefault(node_id, _Node())
             with self._lock:
+                node = self._nodes.setdefault(node_id, _Node())
                 surplus = list(node.actors.items())[slots:]
                 for number, _ in surplus:
                     del node.actors[number]
-            for _, actor in surplus:
-                ray.kill(actor)
-            while len(node.actors) < slots and monotonic() >= node.again_at and not self._full():
+            for _, kept in surplus:
+                ray.kill(kept.handle)
+            while len(node.actors) < slots and monotonic() >= node.again_at and self._has_room_beside(node):
                 self._start(node_id, node)
 
-    def _full(self) -> bool:
-        return self._most is not None and sum(len(node.actors) for node in self._nodes.values()) >= self._most
+    def _has_room_beside(self, node: _Node) -> bool:
+        """Whether ``node`` may have one more: if there are enough, in place of one that waits for a busy node."""
+        import ray
+
+        if self._most is None or sum(len(each.actors) for each in self._nodes.values()) < self._most:
+            return True
+        late = monotonic() - _PENDING
+        with self._lock:
+            found = next(
+                (
+                    (other, number)
+                    for other in self._nodes.values()
+                    for number, kept in other.actors.items()
+                    if other is not node and kept.up_at is None and kept.asked_at <= late
+                ),
+                None,
+            )
+            if found is None:
+                return False
+            other, number = found
+            kept = other.actors.pop(number)
+            other.put_off()
+        ray.kill(kept.handle)
+        return True
 
     def _start(self, node_id: str, node: _Node) -> None:
         import ray
@@ -304,22 +358,39 @@ class _Actors:
             )
             .remote()
         )
+        kept = _Kept(actor, monotonic())
         with self._lock:
-            node.actors[number] = actor
+            over = self._over.is_set()
+            if not over:
+                node.actors[number] = kept
+        if over:
+            ray.kill(actor)
+            return
+        actor.there.remote().future().add_done_callback(lambda future: self._is_up(kept, future))
         ended = actor.bring.remote(self._invitation, number)
         ended.future().add_done_callback(lambda future: self._ended(node, number, future))
 
+    def _is_up(self, kept: _Kept, future: Future[Any]) -> None:
+        if future.exception() is None:
+            with self._lock:
+                kept.up_at = monotonic()
+
     def _ended(self, node: _Node, number: int, future: Future[Any]) -> None:
         with self._lock:
-            if node.actors.pop(number, None) is None:
+            kept = node.actors.pop(number, None)
+            if kept is None:
                 return
-            node.again_at = monotonic() + node.pause
-            node.pause = min(2 * node.pause, _PAUSES[1])
+            if kept.up_at is not None and monotonic() - kept.up_at >= _PAUSES[1]:
+                node.pause = _PAUSES[0]
+            node.put_off()
         logger.info("an actor has ended: %s", future.exception() or "its agent was not needed any longer")
 
 
 class AgentActor:
-    """What ``ray.remote`` makes an actor of: it brings the agent of one worker."""
+    """What ``ray.remote`` makes an actor of: it brings the agent of one worker. It has one method at a time."""
+
+    def there(self) -> None:
+        """Returns when Ray has started it."""
 
     def bring(self, invitation: Invitation, index: int) -> int:
         """Returns when the agent has ended."""

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from time import monotonic
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from hvdgloo.errors import ConfigError, JobFailedError
-from hvdgloo.ray import RayExecutor, _calls
+from hvdgloo.ray import RayExecutor, _calls, elastic
 from hvdgloo.ray._actor import Place
 from hvdgloo.ray._placement import lacking, node_resources
 from hvdgloo.ray._settings import Demand, create_settings, demand
@@ -214,7 +215,7 @@ def test_without_ray_the_package_says_what_to_install(monkeypatch: pytest.Monkey
 
 
 class _Ray:
-    """What ``hvdgloo.ray`` uses of Ray: remembers the actors that it was asked for, by node, and those it has killed."""
+    """What ``hvdgloo.ray`` uses of Ray; remembers the actors that it was asked for, and those that it has killed."""
 
     def __init__(self, *nodes: str) -> None:
         self.listed = [
@@ -303,3 +304,50 @@ def test_calls_are_over_even_if_actors_cannot_be_told(ray: _Ray) -> None:
         workers._over(None)
     assert call.done.is_set()
     assert isinstance(call.error, JobFailedError)
+
+
+def test_a_free_node_gets_what_a_busy_one_cannot_start(ray: _Ray, monkeypatch: pytest.MonkeyPatch) -> None:
+    actors = _actors(most=1)
+    actors._adjust()
+    actors._adjust()
+    (waiting,) = ray.begun
+    assert waiting.node == "a", "Ray still has time to start it"
+    monkeypatch.setattr(elastic, "_PENDING", 0.0)
+    actors._adjust()
+    assert [each.node for each in ray.begun] == ["a", "b"]
+    assert ray.killed == [waiting], "there are never more than the job may have"
+    ray.begun[1].up.set_result(None)
+    monkeypatch.setattr(elastic, "_PAUSES", (0.0, 0.0))
+    actors._nodes["a"].again_at = 0.0
+    actors._adjust()
+    assert len(ray.begun) == 2, "an actor that is up stays"
+
+
+def test_the_pause_after_an_actor_grows_until_one_has_lived(ray: _Ray) -> None:
+    actors = _actors()
+    node = elastic._Node()
+    ended: Future[int] = Future()
+    ended.set_result(0)
+    for up_at, pause in ((None, 2.0), (monotonic(), 4.0), (monotonic() - 1000.0, 2.0)):
+        node.actors[0] = elastic._Kept(SimpleNamespace(), monotonic(), up_at)
+        actors._ended(node, 0, ended)
+        assert node.pause == pause
+
+
+def test_a_discovery_that_blocks_does_not_keep_a_job_that_is_over(ray: _Ray, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, go_on = threading.Event(), threading.Event()
+
+    def block() -> dict[str, int]:
+        asked.set()
+        assert go_on.wait(60)
+        return {"a": 1, "b": 1}
+
+    monkeypatch.setattr(elastic, "_LOOK_END", 0.05)
+    actors = _actors(SimpleNamespace(find_available_hosts_and_slots=block))
+    with actors:
+        assert asked.wait(60)
+    assert actors._thread.is_alive()
+    go_on.set()
+    actors._thread.join(60)
+    assert not actors._thread.is_alive()
+    assert ray.begun == [], "whatever it returns then, nothing is started"
