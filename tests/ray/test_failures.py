@@ -193,6 +193,7 @@ def test_a_cluster_that_is_busy(cluster: Running) -> None:
 
     group = ray.util.placement_group([{"CPU": 3}])
     assert group.wait(PATIENCE_S)
+    await_true(lambda: ray.available_resources().get("CPU") == 1.0)  # which takes note of it later
     try:
         executor = RayExecutor(RayExecutor.create_settings(placement_group_timeout_s=0.5), num_workers=2)
         with pytest.raises(

@@ -9,11 +9,12 @@ import pytest
 from hvdgloo.errors import ConfigError, JobFailedError
 from hvdgloo.ray import RayExecutor
 from tests.ray import functions
-from tests.support.ray import Running, await_true
+from tests.support.ray import PATIENCE_S, Running, await_true
 
 
 def test_each_node_is_a_host_with_as_many_workers(nodes: Running) -> None:
-    with RayExecutor(num_hosts=2, num_workers_per_host=2) as executor:
+    settings = RayExecutor.create_settings(grace_period=60.0)  # as the others end the calls, too, that one fails in
+    with RayExecutor(settings, num_hosts=2, num_workers_per_host=2) as executor:
         executor.start()
         places = executor.run(functions.places)
         homes = []
@@ -61,7 +62,7 @@ def test_a_node_that_goes(nodes: Running, tmp_path: Path) -> None:
     nodes.cluster.remove_node(gone, allow_graceful=False)
     for reference in begun:
         with pytest.raises((JobFailedError, ray.exceptions.RayActorError)):
-            ray.get(reference, timeout=60)
+            ray.get(reference, timeout=PATIENCE_S)
     with pytest.raises(JobFailedError, match=f"the workers have ended: .*Ray node {gone.node_id[:8]}"):
         executor.run(functions.places)
     executor.shutdown()
