@@ -105,6 +105,32 @@ def kill(rank: int) -> None:
     total(1.0)
 
 
+def outlive() -> tuple[int, list[int]]:
+    """Train until those who were the first two are no longer the ones who train.
+
+    Returns:
+        this process's id, and those of the first two.
+    """
+    hvd.init()
+    folder = os.environ["FOLDER"]
+
+    @hvd.elastic.run
+    def train(state: Any) -> list[int]:
+        while True:
+            here = hvd.allgather_object(os.getpid())
+            if not state.first:
+                state.first = here if len(here) == 2 else []
+            elif here == state.first:
+                with open(f"{folder}/two", "w"):  # both have committed it
+                    pass
+            else:
+                return list(state.first)
+            state.commit()
+            time.sleep(0.05)  # a step
+
+    return os.getpid(), train(hvd.elastic.ObjectState(hvd.broadcast_object, hvd.rank, first=[]))
+
+
 def grow() -> int:
     """Train until there are two workers; ask for the second one after the first step."""
     hvd.init()

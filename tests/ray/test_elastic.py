@@ -1,7 +1,10 @@
-"""Elastic jobs on a cluster of two nodes, of which one goes."""
+"""Elastic jobs on a cluster of two nodes: workers that come, and one that is lost."""
 
 from __future__ import annotations
 
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ from hvdgloo.errors import ConfigError
 from hvdgloo.ray import ElasticRayExecutor, RayExecutor
 from hvdgloo.ray.elastic import RayHostDiscovery
 from tests.ray import functions
-from tests.support.ray import Running
+from tests.support.ray import PATIENCE_S, Running, await_true
 
 
 class Some(RayHostDiscovery):
@@ -47,4 +50,24 @@ def test_workers_come_while_others_train(nodes: Running, tmp_path: Path) -> None
     executor = ElasticRayExecutor(settings, env_vars={"FOLDER": str(tmp_path)}, override_discovery=False)
     executor.start()
     assert executor.run(functions.grow) == [2, 2]
+    nodes.await_gone()
+
+
+def test_the_others_go_on_when_an_actor_is_killed(nodes: Running, tmp_path: Path) -> None:
+    (tmp_path / "more").touch()
+
+    def kill_when_two_train() -> None:
+        await_true((tmp_path / "two").exists)
+        os.kill(nodes.actor(), signal.SIGKILL)
+
+    settings: Any = ElasticRayExecutor.create_settings(min_num_proc=1, max_num_proc=2, elastic_timeout=120)
+    settings.discovery = Some(tmp_path)
+    executor = ElasticRayExecutor(settings, env_vars={"FOLDER": str(tmp_path)}, override_discovery=False)
+    with ThreadPoolExecutor(1) as beside:
+        killing = beside.submit(kill_when_two_train)
+        results = executor.run(functions.outlive)
+        killing.result(PATIENCE_S)
+    first = results[0][1]
+    assert all(result[1] == first for result in results), "who comes later gets the state of the one that stayed"
+    assert len({pid for pid, _ in results} & set(first)) == 1, "one of the first two has gone on"
     nodes.await_gone()

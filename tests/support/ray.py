@@ -15,12 +15,13 @@ import psutil
 STARTUP_S = 300.0
 """What may take a while on a busy machine with cold disks."""
 
-GONE_S = 30.0
+GONE_S = 120.0
 """Within which everything that was ended is gone."""
 
 PATIENCE_S = 240.0
 """For what a test awaits: below the time that it has."""
 
+_ACTORS = ("WorkerActor", "AgentActor")
 _MARK = "HVDGLOO_TEST_RAY"
 _STORE = 100 * 1024 * 1024
 
@@ -39,7 +40,7 @@ class Running:
 
     def actor(self) -> int:
         """The process of one of the actors."""
-        return next(pid for pid, line in self.processes() if line.startswith("ray::WorkerActor"))
+        return next(pid for pid, line in self.processes() if line.startswith(tuple(f"ray::{name}" for name in _ACTORS)))
 
     def processes(self) -> list[tuple[int, str]]:
         """Agents, workers and their actors: process ids and command lines."""
@@ -51,7 +52,7 @@ class Running:
                 line = " ".join(process.cmdline())
             except psutil.Error:
                 continue  # it has ended, or is another user's
-            if "hvdgloo.runner" in line or "WorkerActor" in line:
+            if any(name in line for name in ("hvdgloo.runner", *_ACTORS)):
                 found.append((process.pid, line))
         return found
 
