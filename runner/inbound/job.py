@@ -11,6 +11,7 @@ from typing import Any, TextIO
 
 from hvdgloo._job import excepthook
 from hvdgloo.config import without_place
+from hvdgloo.errors import LaunchError
 from hvdgloo.runner.conclusion import ResultFiles, conclude
 from hvdgloo.runner.elastic.options import FAILURES_ON_ONE_HOST, ElasticOptions
 from hvdgloo.runner.inbound.reception import Reception
@@ -95,7 +96,7 @@ def run_function(
     """
     excepthook.install()
     given = dict(env or {})
-    hosts = () if elastic is not None else reception.hosts()
+    hosts = () if elastic is not None else _hosts(reception)
     secret = reception.secret
     spec = assemble(
         Inventory(hosts, len(hosts) or None),
@@ -174,6 +175,14 @@ def run_elastic_function(
     return run_function(
         reception, func, args, kwargs, env=env, elastic=replace(elastic, entry=reception.entry), **options
     )
+
+
+def _hosts(reception: Reception) -> tuple[HostEntry, ...]:
+    """All tasks that ``gather`` has returned. One that has gone since then is missed: nobody asked for a smaller job."""
+    try:
+        return reception.hosts()
+    except LaunchError as error:
+        raise LaunchError(reception.await_reason(_REASON_TIME) or str(error)) from None
 
 
 def _environment(given: Mapping[str, str]) -> dict[str, str]:

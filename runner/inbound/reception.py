@@ -250,8 +250,15 @@ class Reception:
     def hosts(self) -> tuple[HostEntry, ...]:
         """An entry for each agent that is here, in order of ranks: those of one machine follow each other, and machines
         come in the order of their first tasks.
+
+        Raises:
+            LaunchError: a task that had come has gone again, and the job would be smaller than it was to be.
         """
-        return entries(self.arrived)
+        with self._changed:
+            arrived, gone = self.arrived, self._describe_gone()
+        if self._count is not None and len(arrived) < self._count:
+            raise LaunchError(gone)
+        return entries(arrived)
 
     def hand_over(self, key: int) -> InboundStream:
         """The connection of an agent that is here; its agent begins.
@@ -319,7 +326,7 @@ class Reception:
         missing = sorted(set(range(self._count or 0)) - {arrival.index for arrival in here})
         shown = ", ".join(map(str, missing[:_SHOWN])) + (", ..." if len(missing) > _SHOWN else "")
         with self._changed:
-            gone = "; ".join(f"task {index} came and {why}" for index, why in self._gone.items() if index in missing)
+            gone = self._describe_gone()
         parts = [
             f"Timed out waiting for {self._what} to start: {len(here)} of {wanted} came within "
             f"{self.start_timeout:g} s" + (f" ({came})" if came else ""),
@@ -329,6 +336,10 @@ class Reception:
         if self._visitors.exhausted:
             parts.append(OUT_OF_DESCRIPTORS)
         return "; ".join(parts) + (f". {remedy}" if remedy else "")
+
+    def _describe_gone(self) -> str:
+        """Tasks that came and are not here now."""
+        return "; ".join(f"task {index} came and {why}" for index, why in self._gone.items())
 
     # The thread.
 

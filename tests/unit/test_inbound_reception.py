@@ -11,6 +11,7 @@ import pytest
 from hvdgloo.errors import LaunchError, UnusableHostsError
 from hvdgloo.runner.inbound import reception as module
 from hvdgloo.runner.inbound import task
+from hvdgloo.runner.inbound.job import run_function
 from hvdgloo.runner.inbound.meeting import Arrival
 from hvdgloo.runner.inbound.reception import Reception, entries
 from hvdgloo.runner.inbound.task import Invitation, bring_agent
@@ -69,6 +70,22 @@ def test_one_that_left_again_is_missing_and_another_attempt_may_come(comers: lis
         reception.start_timeout = PATIENCE
         assert come(reception, comers, arrival(0, attempt=1)) == [""]
         assert [each.attempt for each in reception.gather()] == [1]
+
+
+def test_a_job_does_not_begin_without_one_that_left_after_all_had_come(
+    monkeypatch: pytest.MonkeyPatch, comers: list[socket.socket]
+) -> None:
+    monkeypatch.setattr("hvdgloo.runner.inbound.job._REASON_TIME", 0.1)
+    with Reception(2, addresses=["127.0.0.1"], start_timeout=PATIENCE) as reception:
+        come(reception, comers, arrival(0), arrival(1))
+        reception.gather()
+        comers[1].close()
+        eventually(lambda: len(reception.arrived) == 1)
+        with pytest.raises(LaunchError, match=r"^task 1 came and has gone again \(h1 \(task 1\)\)$"):
+            run_function(reception, len)
+        reception.fail("Spark lost executor 1")
+        with pytest.raises(LaunchError, match=r"^Spark lost executor 1$"):
+            run_function(reception, len)
 
 
 def test_never_two_for_one_rank(comers: list[socket.socket]) -> None:
