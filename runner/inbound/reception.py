@@ -384,15 +384,26 @@ class Reception:
         there = self._guests.get(index)
         if there is None:
             return ""
+        if not there.taken and _attempt(there.arrival) == _attempt(arrival):
+            self._replace(there)
+            return ""
         again = f" (attempt {arrival.attempt})" if arrival.attempt else ""
         return (
             f"task {index}{again} came a second time, from {arrival.label}, while {there.arrival.label} takes part in "
             "the job as this task: there are never two of one rank"
         )
 
+    def _replace(self, guest: _Guest) -> None:
+        """A task has given this connection up, since it did not hear in time that it was let in, and comes again."""
+        if guest.here:
+            self._on_left(guest)
+        else:
+            self._forget(guest, "was lost at once")
+
     def _watch(self, guest: _Guest) -> None:
         """A task has been told that it is in: nothing comes from it until the beginning, except its end."""
         if self._closed or self._guests.get(guest.key) is not guest:
+            guest.sock.close()
             return
         self._loop.selector.register(guest.sock, selectors.EVENT_READ, partial(self._on_left, guest))
         with self._changed:
@@ -449,6 +460,11 @@ def entries(arrivals: Sequence[Arrival]) -> tuple[HostEntry, ...]:
             )
             found.append(HostEntry(label, 1, premises=premises))
     return tuple(found)
+
+
+def _attempt(arrival: Arrival) -> tuple[str, int, int]:
+    """Which process of which attempt a task is brought by."""
+    return arrival.host, arrival.pid, arrival.attempt
 
 
 def _why_unusable(arrival: Arrival) -> str:

@@ -204,8 +204,8 @@ def _connect(invitation: Invitation, meeting: Meeting, arrival: Arrival, deadlin
             except (OSError, EOFError, ValueError, AuthenticationError) as error:
                 sock.close()
                 reasons[endpoint] = str(error) or type(error).__name__
-                # Where too many connect at once, those that it has not heard yet are sent away.
-                overrun |= isinstance(error, EOFError) or getattr(error, "errno", None) in _OVERRUN
+                # Where too many connect at once, those that it has not heard yet are sent away, or wait for too long.
+                overrun |= isinstance(error, (EOFError, TimeoutError)) or getattr(error, "errno", None) in _OVERRUN
                 continue
             if answer.refused:
                 sock.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -12,7 +13,7 @@ from hvdgloo.errors import LaunchError, UnusableHostsError
 from hvdgloo.runner.inbound import reception as module
 from hvdgloo.runner.inbound import task
 from hvdgloo.runner.inbound.job import run_function
-from hvdgloo.runner.inbound.meeting import Arrival
+from hvdgloo.runner.inbound.meeting import Answer, Arrival
 from hvdgloo.runner.inbound.reception import Reception, entries
 from hvdgloo.runner.inbound.task import Invitation, bring_agent
 from hvdgloo.runner.job.spec import assign
@@ -97,6 +98,34 @@ def test_never_two_for_one_rank(comers: list[socket.socket]) -> None:
             "as this task: there are never two of one rank"
         )
         eventually(lambda: [each.name for each in reception.arrived] == ["executor 1"])
+
+
+def test_a_task_that_did_not_hear_in_time_comes_again(comers: list[socket.socket]) -> None:
+    with Reception(1, addresses=["127.0.0.1"], start_timeout=PATIENCE) as reception:
+        assert come(reception, comers, arrival(0, pid=7)) == [""]
+        reception.gather()
+        assert come(reception, comers, arrival(0, pid=7)) == [""]
+        assert comers[0].recv(1) == b""  # the launcher has let go of the first connection
+        assert len(reception.gather()) == 1
+        (again,) = come(reception, comers, arrival(0, pid=8))
+        assert "came a second time" in again
+
+
+def test_a_handshake_that_takes_too_long_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(task, "_PAUSE", 0.01)
+    introduce, late = task.Meeting.introduce, iter([True])
+
+    def slow(self: task.Meeting, sock: socket.socket, who: Arrival, deadline: float) -> Answer:
+        answer = introduce(self, sock, who, deadline)
+        if next(late, False):
+            raise TimeoutError("timed out")
+        return answer
+
+    monkeypatch.setattr(task.Meeting, "introduce", slow)
+    with Reception(1, addresses=["127.0.0.1"], start_timeout=PATIENCE) as reception:
+        sock = task._connect(reception.invitation, task.Meeting(reception.secret), arrival(0), time.monotonic() + PATIENCE)
+        with sock:
+            assert len(reception.gather()) == 1
 
 
 @pytest.mark.parametrize("index", [2, -1])
