@@ -159,7 +159,14 @@ class BroughtAgent:
             raise LaunchError(f"no agent could be started with {sys.executable}: {error}") from error
         assert self._process.stdin is not None
         self._lifeline = self._process.stdin
-        self._lifeline.write(bootstrap.encode())
+        try:
+            self._lifeline.write(bootstrap.encode())
+        except OSError as error:
+            self._lifeline.close()
+            status = self._process.wait()
+            raise LaunchError(
+                f"the agent that was started with {sys.executable} ended at once, with status {status}"
+            ) from error
 
     def poll(self) -> int | None:
         """Its exit status; None while it runs."""

@@ -13,7 +13,7 @@ from hvdgloo.errors import LaunchError, UnusableHostsError
 from hvdgloo.runner.inbound import reception as module
 from hvdgloo.runner.inbound import task
 from hvdgloo.runner.inbound.job import run_function
-from hvdgloo.runner.inbound.meeting import Answer, Arrival
+from hvdgloo.runner.inbound.meeting import Answer, Arrival, Bootstrap
 from hvdgloo.runner.inbound.reception import Reception, entries
 from hvdgloo.runner.inbound.task import Invitation, bring_agent
 from hvdgloo.runner.job.spec import assign
@@ -266,6 +266,13 @@ def test_a_task_that_was_sent_away_in_a_crowd_tries_again(monkeypatch: pytest.Mo
         assert len(reception.gather()) == 1
     bringing.join(PATIENCE)
     assert not bringing.is_alive()
+
+
+def test_an_agent_that_ends_before_it_is_told_anything_is_an_error() -> None:
+    with socket.socket() as sock:
+        told = Bootstrap(b"secret", b"", b"", sock.fileno(), 1, {"LONG": "x" * 1_000_000})  # more than a pipe holds
+        with pytest.raises(LaunchError, match="ended at once, with status 3$"):
+            task.BroughtAgent(["sh", "-c", "exit 3"], {}, told)
 
 
 def test_an_invitation_shows_no_secret() -> None:
