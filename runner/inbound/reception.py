@@ -344,10 +344,15 @@ class Reception:
     # The thread.
 
     def _run(self) -> None:
-        while not self._closed:
-            now = time.monotonic()
-            self._visitors.keep_time(now)
-            self._loop.turn(min(self._visitors.next, now + 60.0))
+        try:
+            while not self._closed:
+                now = time.monotonic()
+                self._visitors.keep_time(now)
+                self._loop.turn(min(self._visitors.next, now + 60.0))
+        except Exception as error:
+            logger.exception("listening for %s has failed", self._what)
+            self.fail(f"listening for {self._what} has failed: {error!r}", error)
+            self._close()
 
     def _close(self) -> None:
         self._closed = True

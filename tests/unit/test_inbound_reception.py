@@ -168,6 +168,18 @@ def test_what_goes_wrong_outside_ends_the_wait() -> None:
     assert caught.value.__cause__ is cause
 
 
+def test_a_fault_while_listening_ends_the_wait(monkeypatch: pytest.MonkeyPatch, comers: list[socket.socket]) -> None:
+    def fault(*_: object) -> None:
+        raise RuntimeError("a fault")
+
+    with Reception(2, what="tasks", addresses=["127.0.0.1"], start_timeout=PATIENCE) as reception:
+        monkeypatch.setattr(reception, "_watch", fault)
+        come(reception, comers, arrival(0))
+        with pytest.raises(LaunchError, match=r"^listening for tasks has failed: RuntimeError\('a fault'\)$"):
+            reception.gather()
+        assert comers[0].recv(1) == b""
+
+
 def test_the_waiting_thread_may_give_up() -> None:
     def poll() -> None:
         raise KeyboardInterrupt
