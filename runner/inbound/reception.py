@@ -115,6 +115,7 @@ class Reception:
         self._error: BaseException | None = None
         self._note: Callable[[Failure], None] | None = None
         self._closed = False
+        self._begun = False  # all that were waited for have come
 
     def __enter__(self) -> Reception:
         reserve_descriptors((self._count or 0) + MOST_VISITORS, "this process", f"connections of {self._what}")
@@ -243,6 +244,7 @@ class Reception:
             if reason:
                 raise LaunchError(reason) from error
             if complete:
+                self._begun = True
                 return self.arrived
             if now >= deadline:
                 raise LaunchError(self._describe_missing(wanted, remedy))
@@ -383,7 +385,9 @@ class Reception:
         """Why a task that knows the secret is refused; empty if it is not."""
         index = arrival.index
         if self._count is None:
-            return ""  # which task it is does not say which rank
+            # Which task it is does not say which rank. An unusable one is reported while all are waited for; later
+            # nobody would hear of it, and it would only keep a place from another.
+            return _why_unusable(arrival) if self._begun else ""
         if not 0 <= index < self._count:
             return f"task {index} has no place in a job of {self._count} {self._what}"
         there = self._guests.get(index)

@@ -145,6 +145,15 @@ def test_other_versions_are_reported_all_together(comers: list[socket.socket]) -
     assert "hvdgloo 0.0.1" in str(caught.value)
 
 
+def test_a_newcomer_that_cannot_be_used_is_sent_away(comers: list[socket.socket]) -> None:
+    with Reception(None, addresses=["127.0.0.1"], start_timeout=PATIENCE) as reception:
+        come(reception, comers, arrival(0))
+        reception.gather(least=1)
+        (refused,) = come(reception, comers, arrival(1, python="3.9"))
+        assert refused.startswith("it has Python 3.9, the launcher has ")
+        assert come(reception, comers, arrival(1)) == [""]
+
+
 def test_those_who_are_late_are_not_waited_for_longer_than_a_moment(
     monkeypatch: pytest.MonkeyPatch, comers: list[socket.socket]
 ) -> None:
