@@ -20,7 +20,7 @@ from hvdgloo.runner.inbound.task import Invitation, bring_agent
 from hvdgloo.runner.worker.function_task import python_version
 from hvdgloo.version import __version__
 
-PATIENCE = 60.0
+PATIENCE = 120.0
 """Seconds after which a test that waits has failed."""
 
 _TASK = (

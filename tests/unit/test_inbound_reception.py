@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -246,6 +247,20 @@ def test_two_containers_with_one_name_are_told_apart() -> None:
 # The task's side.
 
 
+@pytest.fixture
+def nobody_knows_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``name.invalid`` is unknown at once, also where nobody answers questions about names."""
+    real = socket.getaddrinfo
+
+    def look_up(host: str, *rest: Any, **options: Any) -> Any:
+        if host == "name.invalid":
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return real(host, *rest, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+
+
+@pytest.mark.usefixtures("nobody_knows_the_name")
 def test_a_task_goes_on_to_the_address_that_leads_to_the_launcher() -> None:
     """A closed port, a listener that is something else, a name that nobody knows; then the launcher."""
     with socket.create_server(("127.0.0.1", 0)) as other, Reception(1, addresses=["127.0.0.1"]) as reception:
@@ -260,6 +275,7 @@ def test_a_task_goes_on_to_the_address_that_leads_to_the_launcher() -> None:
     assert not bringing.is_alive()
 
 
+@pytest.mark.usefixtures("nobody_knows_the_name")
 def test_a_launcher_that_is_gone_is_an_error_with_every_address() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         endpoint = listener.getsockname()
