@@ -178,7 +178,7 @@ def run_elastic_function(
 
 
 def _hosts(reception: Reception) -> tuple[HostEntry, ...]:
-    """All tasks that ``gather`` has returned. One that has gone since then is missed: nobody asked for a smaller job."""
+    """All tasks that ``gather`` has returned, or an error: without one that has gone since then the job is smaller."""
     try:
         return reception.hosts()
     except LaunchError as error:

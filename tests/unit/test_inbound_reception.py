@@ -124,7 +124,9 @@ def test_a_handshake_that_takes_too_long_is_tried_again(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(task.Meeting, "introduce", slow)
     with Reception(1, addresses=["127.0.0.1"], start_timeout=PATIENCE) as reception:
-        sock = task._connect(reception.invitation, task.Meeting(reception.secret), arrival(0), time.monotonic() + PATIENCE)
+        sock = task._connect(
+            reception.invitation, task.Meeting(reception.secret), arrival(0), time.monotonic() + PATIENCE
+        )
         with sock:
             assert len(reception.gather()) == 1
 
@@ -308,7 +310,7 @@ def test_a_task_that_was_sent_away_in_a_crowd_tries_again(monkeypatch: pytest.Mo
 def test_an_agent_that_ends_before_it_is_told_anything_is_an_error() -> None:
     with socket.socket() as sock:
         told = Bootstrap(b"secret", b"", b"", sock.fileno(), 1, {"LONG": "x" * 1_000_000})  # more than a pipe holds
-        with pytest.raises(LaunchError, match="ended at once, with status 3$"):
+        with pytest.raises(LaunchError, match=r"ended at once, with status 3$"):
             task.BroughtAgent(["sh", "-c", "exit 3"], {}, told)
 
 
