@@ -54,7 +54,8 @@ def make_task(invitation: Invitation, python_path: str, executable: str | None, 
             missing = error.name or "hvdgloo"
             what = f"{sys.executable} has no {missing} (the driver has hvdgloo {expected})"
             lacking.add([(index, socket.gethostname(), what)])
-            return
-        yield _bringing.bring(packed, index, python_path, executable, again=again)
+        else:
+            _bringing.bring(packed, index, python_path, executable, again=again)
+        return iter(())
 
     return task

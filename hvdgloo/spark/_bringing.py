@@ -13,11 +13,12 @@ from hvdgloo.runner.inbound.task import bring_agent
 from hvdgloo.spark import task
 
 
-def bring(packed: bytes, index: int, python_path: str, executable: str | None, *, again: bool) -> int:
-    """Bring an agent to the driver, and return when it has ended: 0 if the driver wanted that.
+def bring(packed: bytes, index: int, python_path: str, executable: str | None, *, again: bool) -> None:
+    """Bring an agent to the driver, and return when it has ended as the driver wanted.
 
     Raises:
-        LaunchError: this is a second attempt of its task, or the driver was not reached.
+        LaunchError: this is a second attempt of its task, the driver was not reached, or the agent was killed. Spark
+            tries the task again, where it may.
     """
     from pyspark import TaskContext
 
@@ -31,7 +32,7 @@ def bring(packed: bytes, index: int, python_path: str, executable: str | None, *
         )
     gpus = context.resources().get("gpu")
     first = [*python_path.split(os.pathsep), *os.environ.get("HOROVOD_SPARK_PYTHONPATH", "").split(os.pathsep)]
-    return bring_agent(
+    status = bring_agent(
         pickle.loads(packed),  # noqa: S301 - it came with the task, which Spark has unpickled
         index,
         name=_executor(),
@@ -40,6 +41,8 @@ def bring(packed: bytes, index: int, python_path: str, executable: str | None, *
         attempt=attempt,
         executable=executable,
     )
+    if status:
+        raise LaunchError(f"the agent of task {index} ended with status {status}")
 
 
 def _executor() -> str:

@@ -150,15 +150,32 @@ def test_without_a_barrier_tasks_start_as_they_come(spark: Any) -> None:
     assert [place[:2] for place in hvdgloo.spark.run(_sum_of, (1.0,), num_proc=2, barrier=False)] == [(0, 2), (1, 2)]
 
 
+class _Attempt:
+    """A task's context."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def attemptNumber(self) -> int:  # noqa: N802 - Spark's name
+        return self._number
+
+    def resources(self) -> dict[str, Any]:
+        return {}
+
+
+def test_a_task_whose_agent_was_killed_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that Spark tries it again where ranks may come and go, and says so where they may not."""
+    statuses = iter([0, 137])
+    monkeypatch.setattr("pyspark.TaskContext.get", lambda: _Attempt(0))
+    monkeypatch.setattr(_bringing, "bring_agent", lambda *_, **__: next(statuses))
+    invitation = pickle.dumps(Invitation((), b"secret"))
+    _bringing.bring(invitation, 1, "", None, again=True)
+    with pytest.raises(LaunchError, match=r"^the agent of task 1 ended with status 137$"):
+        _bringing.bring(invitation, 1, "", None, again=True)
+
+
 def test_a_second_attempt_of_a_task_reaches_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    class SecondAttempt:
-        def attemptNumber(self) -> int:  # noqa: N802 - Spark's name
-            return 1
-
-        def resources(self) -> dict[str, Any]:
-            return {}
-
-    monkeypatch.setattr("pyspark.TaskContext.get", SecondAttempt)
+    monkeypatch.setattr("pyspark.TaskContext.get", lambda: _Attempt(1))
     with socket.create_server(("127.0.0.1", 0)) as driver:
         driver.settimeout(0)
         invitation = Invitation((driver.getsockname()[:2],), b"secret")
