@@ -31,6 +31,8 @@ T = TypeVar("T")
 
 _END_S = 5.0
 """Seconds in which the Spark job ends by itself once its agents have; then it is cancelled."""
+_OVER_S = 30.0
+"""Seconds that the driver has to see that all its agents have ended, before the end of their tasks is a failure."""
 _CANCELLED_S = 20.0
 """Seconds for Spark to end a job that was cancelled."""
 _SOON_S = 1.0
@@ -321,10 +323,12 @@ class _Job:
                 (tasks.barrier() if self._barrier else tasks).mapPartitionsWithIndex(task).collect()
             except Exception as error:  # noqa: BLE001 - whatever Spark and its JVM raise, it is why tasks are gone
                 self._wrong_python = _failures.wrong_python(str(error))
-                if not self._wrong_python:
-                    stopped = self._session.is_stopped
-                    reception.fail(_failures.STOPPED if stopped else _failures.explain(str(error)))
+                reception.fail(self._why(str(error)))
+            else:
+                if not over.wait(_OVER_S):
+                    reception.fail("all Spark tasks have ended")
 
+        over = threading.Event()
         # It has the caller's scheduler pool and job tags.
         thread = InheritableThread(target=job, name="hvdgloo-spark-job", daemon=True)
         thread.start()
@@ -333,9 +337,20 @@ class _Job:
             yield
             clean = True
         finally:
+            over.set()
             if clean and self.least is None:  # else tasks may wait for slots that they will not get
                 thread.join(_END_S)
             self._cancel(thread)
+
+    def _why(self, text: str) -> str:
+        """Why Spark's job has failed, in words that continue ``the job failed:``.
+
+        Args:
+            text: of the exception that pyspark raised.
+        """
+        if self._wrong_python:
+            return "; ".join(f"{label} cannot be used: {what}" for label, what in self._wrong_python.items())
+        return _failures.STOPPED if self._session.is_stopped else _failures.explain(text)
 
     def _cancel(self, thread: threading.Thread) -> None:
         """End what still runs. Its agents have been told to end."""

@@ -210,7 +210,8 @@ class Reception:
             least: the number of tasks to wait for, if not all; needed where tasks come and go.
             remedy: what to do if they do not, for the error.
             on_arrival: told of each one, in this thread.
-            poll: called a few times a second, in this thread; what it raises ends the wait.
+            poll: called a few times a second, and before an error about what went wrong outside, in this thread; what
+                it raises ends the wait.
 
         Returns:
             all of them, in order of indices.
@@ -242,6 +243,8 @@ class Reception:
             if unusable and (complete or reason or now >= min(deadline, settled or deadline)):
                 raise _unusable(unusable, len(self.arrived), self._what)
             if reason:
+                if poll is not None:
+                    poll()  # it may know more since
                 raise LaunchError(reason) from error
             if complete:
                 self._begun = True

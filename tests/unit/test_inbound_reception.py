@@ -200,6 +200,19 @@ def test_the_waiting_thread_may_give_up() -> None:
         reception.gather(poll=poll)
 
 
+def test_the_waiting_thread_may_know_more_of_what_goes_wrong_outside() -> None:
+    with Reception(1, addresses=["127.0.0.1"], start_timeout=PATIENCE) as reception:
+        calls = iter([None])
+
+        def poll() -> None:
+            if next(calls, "again") == "again":
+                raise LookupError("executors lack hvdgloo")
+            reception.fail("all Spark tasks have ended")
+
+        with pytest.raises(LookupError):
+            reception.gather(poll=poll)
+
+
 def test_what_went_wrong_before_is_passed_on_later() -> None:
     with Reception(1, addresses=["127.0.0.1"]) as reception:
         reception.fail("executor 3 was lost")
