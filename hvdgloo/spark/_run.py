@@ -35,6 +35,8 @@ _OVER_S = 30.0
 """Seconds that the driver has to see that all its agents have ended, before the end of their tasks is a failure."""
 _CANCELLED_S = 20.0
 """Seconds for Spark to end a job that was cancelled."""
+_CANCEL_AGAIN_S = 0.5
+"""Seconds after which it is cancelled once more."""
 _SOON_S = 1.0
 """Seconds after which waiting for slots is worth a line: tasks that have just ended may still be counted."""
 _OTHERS_S = 3.0
@@ -353,14 +355,17 @@ class _Job:
         return _failures.STOPPED if self._session.is_stopped else _failures.explain(text)
 
     def _cancel(self, thread: threading.Thread) -> None:
-        """End what still runs. Its agents have been told to end."""
-        if not thread.is_alive():
-            return
-        try:
-            self._context.cancelJobGroup(self._group)
-        except Exception:  # noqa: BLE001 - the session was stopped, and the job with it
-            pass
-        thread.join(_CANCELLED_S)
+        """End what still runs. Its agents have been told to end.
+
+        More than once: a job that has not been submitted yet is not cancelled.
+        """
+        deadline = time.monotonic() + _CANCELLED_S
+        while thread.is_alive() and time.monotonic() < deadline:
+            try:
+                self._context.cancelJobGroup(self._group)
+            except Exception:  # noqa: BLE001 - the session was stopped, and the job with it
+                pass
+            thread.join(_CANCEL_AGAIN_S)
 
     def check_executors(self) -> None:
         """Look at what executors lack.
