@@ -14,6 +14,7 @@ _PYTHON = re.compile(r"PythonException: (.*?)(?:\n\s*\n\s*at |\n\tat |\Z)", re.D
 _ERROR_LINE = re.compile(r"^[A-Za-z_][\w.]*(?:Error|Exception|Interrupt)\b.*", re.MULTILINE)
 _NO_START = re.compile(r"Error from python worker:\n(.*?)\n\s*PYTHONPATH was:", re.DOTALL)
 _FRAMEWORK_S = re.compile(r"^An error occurred while calling|Job aborted due to|^org.apache.spark.SparkException: *$")
+_AGAIN = re.compile(r"this is attempt \d+ of task (\d+), and the first one has brought a rank already")
 _FRAME = re.compile(r"^\s*(?:at |\.\.\. \d+ more|Caused by: )")
 
 
@@ -42,6 +43,14 @@ def wrong_python(text: str) -> dict[str, str]:
     where = re.search(r"\((\S+) executor (\S+)\)", text)
     label = f"{where[1]} (executor {where[2]})" if where else "an executor"
     return {label: f"it has Python {found[1]}, the driver has {found[2]}" if found else "it has another Python"}
+
+
+def refused_again(text: str) -> int | None:
+    """The task that Spark has tried again in vain, where that is all that it says: of several failures of a task, it
+    reports the last. None if it says more.
+    """
+    found = _AGAIN.search(text)
+    return int(found[1]) if found else None
 
 
 def _stopped(text: str) -> str:

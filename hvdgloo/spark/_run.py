@@ -352,7 +352,11 @@ class _Job:
         """
         if self._wrong_python:
             return "; ".join(f"{label} cannot be used: {what}" for label, what in self._wrong_python.items())
-        return _failures.STOPPED if self._session.is_stopped else _failures.explain(text)
+        if self._session.is_stopped:
+            return _failures.STOPPED
+        again = _failures.refused_again(text)
+        first = self._session.first_error(self._group, again) if again is not None else ""
+        return _failures.explain(first or text)
 
     def _cancel(self, thread: threading.Thread) -> None:
         """End what still runs. Its agents have been told to end.

@@ -15,6 +15,9 @@ _CONNECT = (
     "remote(...)"
 )
 
+_ALL = 2**31 - 1
+"""More tasks than a stage has."""
+
 
 class Session:
     """A SparkContext, and what a job of ours has to know about it."""
@@ -87,6 +90,23 @@ class Session:
         known = self._scala.statusStore().executorList(False)
         removed = [known.apply(index).removeTime() for index in range(known.size())]
         return max((int(each.get().getTime()) for each in removed if each.isDefined()), default=0)
+
+    def first_error(self, group: str, index: int) -> str:
+        """What Spark knows about the failure of a task's first attempt; empty if it knows nothing.
+
+        Args:
+            group: of the job.
+            index: of the task in a stage of its.
+        """
+        store = self._scala.statusStore()
+        for job in self._scala.statusTracker().getJobIdsForGroup(group):
+            stages = store.job(job).stageIds()
+            for stage in (stages.apply(place) for place in range(stages.size())):
+                attempts = store.taskList(stage, 0, _ALL)
+                for attempt in (attempts.apply(place) for place in range(attempts.size())):
+                    if (attempt.index(), attempt.attempt()) == (index, 0) and attempt.errorMessage().isDefined():
+                        return str(attempt.errorMessage().get())
+        return ""
 
     def _executors(self) -> int:
         return len(self._scala.statusTracker().getExecutorInfos()) - 1  # one of them is the driver

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hvdgloo.spark._failures import explain, wrong_python
+from hvdgloo.spark._failures import explain, refused_again, wrong_python
 
 TRACEBACK = " ".join(["Traceback", "(most recent call last):"])
 TRACE = "\n\tat org.apache.spark.scheduler.DAGScheduler.abortStage(DAGScheduler.scala:1)\n\t... 40 more\nCaused by: x"
@@ -76,6 +76,12 @@ TRACE = "\n\tat org.apache.spark.scheduler.DAGScheduler.abortStage(DAGScheduler.
 )
 def test_a_reason_is_one_line_without_frames(text: str, reason: str) -> None:
     assert explain(text + TRACE if text else text) == reason
+
+
+def test_a_second_attempt_is_not_why_the_first_one_failed() -> None:
+    text = "LaunchError: this is attempt 3 of task 1, and the first one has brought a rank already: none is started twice"
+    assert refused_again(text) == 1
+    assert refused_again("ExecutorLostFailure (executor 2 exited caused by one of the running tasks)") is None
 
 
 def test_another_python_is_that_of_an_executor() -> None:
