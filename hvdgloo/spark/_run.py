@@ -355,7 +355,10 @@ class _Job:
         if self._session.is_stopped:
             return _failures.STOPPED
         again = _failures.refused_again(text)
-        first = self._session.first_error(self._group, again) if again is not None else ""
+        try:
+            first = self._session.first_error(self._group, again) if again is not None else ""
+        except Exception:  # noqa: BLE001 - py4j's errors: Spark has forgotten the job, or has just been stopped
+            first = ""
         return _failures.explain(first or text)
 
     def _cancel(self, thread: threading.Thread) -> None:

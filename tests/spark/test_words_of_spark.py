@@ -79,7 +79,9 @@ def test_a_reason_is_one_line_without_frames(text: str, reason: str) -> None:
 
 
 def test_a_second_attempt_is_not_why_the_first_one_failed() -> None:
-    text = "LaunchError: this is attempt 3 of task 1, and the first one has brought a rank already: none is started twice"
+    text = (
+        "LaunchError: this is attempt 3 of task 1, and the first one has brought a rank already: none is started twice"
+    )
     assert refused_again(text) == 1
     assert refused_again("ExecutorLostFailure (executor 2 exited caused by one of the running tasks)") is None
 
