@@ -7,6 +7,7 @@ and how long they live; ranks, output, results and failures are as in ``hvdgloo.
 from __future__ import annotations
 
 import math
+import signal
 import sys
 import threading
 import time
@@ -222,16 +223,38 @@ def _call(
     )
     with reception, job.running(reception, python_path, executable):
         say.started(reception.gather(remedy=job.remedy, poll=job.check_executors, least=job.least))
-        return run_on(
-            reception,
-            *call,
-            env=variables,
-            verbose=verbose > 1,
-            stdout=stdout,
-            stderr=stderr,
-            timestamps=timestamps,
-            nics=_names(nics),
-        )
+        with _interrupts_for_ranks():
+            return run_on(
+                reception,
+                *call,
+                env=variables,
+                verbose=verbose > 1,
+                stdout=stdout,
+                stderr=stderr,
+                timestamps=timestamps,
+                nics=_names(nics),
+            )
+
+
+@contextmanager
+def _interrupts_for_ranks() -> Iterator[None]:
+    """Ctrl-C reaches ranks first while this lasts, and gives them time to end.
+
+    pyspark's handler would cancel all jobs at once, and tasks end with their ranks. One of the caller's own stays.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not _is_of_pyspark(handler):
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
+def _is_of_pyspark(handler: object) -> bool:
+    return str(getattr(handler, "__module__", "")).startswith("pyspark.")
 
 
 def number_of_tasks(session: Session, num_proc: int | None) -> int:

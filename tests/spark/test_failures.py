@@ -252,10 +252,17 @@ from tests.support import spark as support
 from tests.spark.training import train
 import hvdgloo.spark
 
+def until_told(marks):
+    try:
+        return train(marks)
+    except KeyboardInterrupt:
+        (marks / "told").touch()
+        raise
+
 marks = Path(sys.argv[1])
 session = support.Sessions().get(support.CLUSTER)
 try:
-    hvdgloo.spark.run(train, (marks / "first",), num_proc=2)
+    hvdgloo.spark.run(until_told, (marks / "first",), num_proc=2)
 except KeyboardInterrupt:
     (marks / "interrupted").touch()
 print(len(hvdgloo.spark.run(os.getpid, num_proc=2)), flush=True)
@@ -285,6 +292,7 @@ def test_the_driver_is_interrupted_and_then_killed(cluster: Any, tmp_path: Path,
         driver.send_signal(signal.SIGINT)
         _wait(driver, (tmp_path / "interrupted").exists, said)
         assert not _alive(tmp_path / "first")
+        assert (tmp_path / "first" / "told").exists()  # ranks had the time to end by themselves
         _wait(driver, (tmp_path / "next").exists, said)
         _wait_for_ranks(driver, tmp_path / "second", said)
         started = psutil.Process(driver.pid).children(recursive=True)

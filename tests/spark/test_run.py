@@ -7,6 +7,7 @@ import io
 import os
 import pickle
 import re
+import signal
 import socket
 import stat
 import sys
@@ -20,7 +21,7 @@ import pytest
 import hvdgloo.spark
 from hvdgloo.errors import ConfigError, InvalidArgumentError, LaunchError, RemoteTraceback
 from hvdgloo.runner.inbound.task import Invitation
-from hvdgloo.spark import _agent_task, _bringing
+from hvdgloo.spark import _agent_task, _bringing, _run
 from hvdgloo.spark.common.backend import SparkBackend, default_num_proc
 from tests.support.launching import wait_for
 
@@ -130,6 +131,23 @@ def test_user_code_never_runs_in_spark_s_python_workers(spark: Any) -> None:
     assert not {pid for _, pid, _ in results} & set(workers)
     assert {pid for _, _, parents in results for pid in parents} & set(workers)  # the same ones are used again
     assert not any(workers.values())
+
+
+def test_ctrl_c_is_for_ranks_while_they_run_and_for_pyspark_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_pyspark(signum: int, frame: object) -> None: ...
+
+    def of_the_caller(signum: int, frame: object) -> None: ...
+
+    monkeypatch.setattr(of_pyspark, "__module__", "pyspark.core.context")
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        for handler, during in ((of_pyspark, signal.default_int_handler), (of_the_caller, of_the_caller)):
+            signal.signal(signal.SIGINT, handler)
+            with _run._interrupts_for_ranks():
+                assert signal.getsignal(signal.SIGINT) is during
+            assert signal.getsignal(signal.SIGINT) is handler
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("module", [_agent_task, _bringing])
