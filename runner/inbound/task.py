@@ -160,7 +160,9 @@ class BroughtAgent:
         assert self._process.stdin is not None
         self._lifeline = self._process.stdin
         try:
-            self._lifeline.write(bootstrap.encode())
+            left = memoryview(bootstrap.encode())
+            while left:  # a pipe whose reader goes meanwhile has taken a part of it
+                left = left[self._lifeline.write(left) :]
         except OSError as error:
             self._lifeline.close()
             status = self._process.wait()
