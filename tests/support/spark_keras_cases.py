@@ -27,8 +27,10 @@ import pyarrow.parquet as pq
 
 import hvdgloo.numpy as hvd
 from hvdgloo.spark.common._training import Reading, Training
+from hvdgloo.spark.common.serialization import Refused
 from hvdgloo.spark.common.store import LocalStore
 from hvdgloo.spark.keras import _remote as remote
+from hvdgloo.spark.keras._codecs import OF_MODELS
 from hvdgloo.spark.keras._layout import layout_of
 from hvdgloo.spark.keras._library import Library
 from hvdgloo.spark.keras._models import Compilation, archive_of, compilation_of, load_state, model_of, signature_of
@@ -376,6 +378,24 @@ def rows_that_do_not_divide_evenly_and_steps_that_are_given() -> None:
     if fitted is not None:
         assert int(np.asarray(fitted[1].optimizer.iterations)) == -(-(ROWS // hvd.size()) // 7)
     equal_to_one_process(keras.optimizers.SGD(0.02), "steps", train_steps=2, epochs=3)
+
+
+@case
+def only_archives_are_read_from_a_source_that_is_not_trusted() -> None:
+    """Of a file in HDF5's format, tf_keras unmarshals functions even where it is asked not to."""
+    file = FOLDER / f"model.{hvd.rank()}.h5"
+    marking = keras.layers.Lambda(lambda x: (__import__("os").environ.update(MARK="1"), x)[1], output_shape=(4,))
+    keras.Sequential([keras.layers.Input((4,)), marking]).save(file)
+    os.environ.pop("MARK", None)
+    saved = {"keras": file.read_bytes(), "json": json.dumps({"library": LIBRARY.name}).encode()}
+    try:
+        OF_MODELS["model"].decode(saved, {}, trusted=False)
+    except Refused:
+        assert "MARK" not in os.environ
+    else:
+        raise AssertionError("it was loaded")
+    OF_MODELS["model"].decode(saved, {}, trusted=True).predict_on_batch(X[:2])  # Keras 3 calls it only now
+    assert os.environ.pop("MARK") == "1"
 
 
 def main() -> None:

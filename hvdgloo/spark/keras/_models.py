@@ -6,6 +6,7 @@ travels as classes and their configurations: a loss may be a function, which an 
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import re
@@ -67,7 +68,14 @@ def loaded_model(library: Library, data: bytes, custom_objects: Mapping[str, Any
 
     Args:
         trusted: whether functions in it may be unmarshalled, which a ``Lambda`` needs.
+
+    Raises:
+        ConfigError: (a ValueError) the library cannot read it; it is not trusted, and has such functions or is not a
+            ``.keras`` archive.
     """
+    if not trusted and (data.startswith(_HDF5) or not zipfile.is_zipfile(io.BytesIO(data))):
+        # In its older formats tf_keras unmarshals functions whatever safe_mode says.
+        raise ConfigError("this is not a .keras archive, and other files of models are read only if they are trusted")
     try:
         return _loaded(library, data, custom_objects, compile=True, trusted=trusted)
     except ConfigError:
