@@ -228,6 +228,25 @@ def a_run_goes_on_as_if_it_had_not_been_interrupted() -> None:
             assert sorted(logs) == sorted(2 * [("logs", "train"), ("logs", "validation")])  # of both jobs
 
 
+class RanksAreAlike(keras.callbacks.Callback):  # type: ignore[misc, name-defined]
+    """Compares what all ranks have, after every epoch."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        mine = [np.asarray(self.model.optimizer.learning_rate), *self.model.get_weights()]
+        for others in hvd.allgather_object(mine):
+            assert_close(others, mine, 0)
+
+
+@case
+def all_ranks_go_on_with_the_rate_of_the_checkpoint() -> None:
+    slower = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 4)
+    compilation = compilation_of(LIBRARY, dense(), keras.optimizers.SGD(0.02), "mse")
+    fit(dense(), compilation, training("slower", epochs=1), callbacks=[slower, RanksAreAlike()])
+    fitted = fit(dense(), compilation, training("slower", epochs=2), callbacks=[RanksAreAlike()])
+    if fitted is not None:
+        np.testing.assert_allclose(float(np.asarray(fitted[1].optimizer.learning_rate)), 0.02 / 4, rtol=1e-6)
+
+
 def read_checkpoint(run_id: str, names: Any = None) -> Any:
     """The run's checkpoint, as a program without hvdgloo reads it."""
     path = Path(STORE.get_localized_path(STORE.get_checkpoint_path(run_id)), "checkpoint.keras")

@@ -144,7 +144,7 @@ def load_state(model: Any, data: bytes) -> None:
         saved = config.get("gradient_accumulation_steps")
         if saved == passes:
             model.load_weights(path)
-            _set_rate(own, config.get("learning_rate"))
+            set_rate(own, config.get("learning_rate"))
             return
         # Keras would leave all of the state out, because there are more or fewer variables.
         plain: Any = next(base for base in type(own).__mro__ if "_hvd_options" not in vars(base))
@@ -325,6 +325,23 @@ def array_of(variable: Any) -> np.ndarray[Any, Any]:
     return value(variable)
 
 
+def rate_of(optimizer: Any) -> float | None:
+    """An optimizer's learning rate; None if it is a schedule."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    return None if _has_schedule(inner) else float(array_of(inner.learning_rate))
+
+
+def set_rate(optimizer: Any, rate: Any) -> None:
+    """Set the learning rate, which is no part of the state that tf_keras stores, unless either is a schedule."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    if isinstance(rate, (int, float)) and not _has_schedule(inner):
+        inner.learning_rate = rate
+
+
+def _has_schedule(optimizer: Any) -> bool:
+    return callable(getattr(optimizer, "_learning_rate", None)) or callable(optimizer.learning_rate)
+
+
 def build_optimizer(model: Any) -> None:
     """Give a compiled model's optimizer the variables that it otherwise gets with its first step."""
     optimizer = model.optimizer
@@ -333,12 +350,6 @@ def build_optimizer(model: Any) -> None:
         optimizer.build(model.trainable_variables)
     else:  # tf_keras.optimizers.legacy
         inner._create_all_weights(model.trainable_variables)
-
-
-def _set_rate(optimizer: Any, rate: Any) -> None:
-    """Set the learning rate, which is no part of the state that tf_keras stores, unless either is a schedule."""
-    if isinstance(rate, (int, float)) and not callable(getattr(optimizer, "_learning_rate", None)):
-        optimizer.learning_rate = rate
 
 
 def _optimizer_config(path: Path) -> Any:

@@ -23,7 +23,15 @@ from hvdgloo.spark.common import _logs
 from hvdgloo.spark.common._training import Batch, Reader, Training, TrainingResult
 from hvdgloo.spark.keras._layout import Layout
 from hvdgloo.spark.keras._library import Library
-from hvdgloo.spark.keras._models import Compilation, archive_of, load_state, load_weights, model_of
+from hvdgloo.spark.keras._models import (
+    Compilation,
+    archive_of,
+    load_state,
+    load_weights,
+    model_of,
+    rate_of,
+    set_rate,
+)
 from hvdgloo.spark.keras._run_files import RunFiles
 
 if TYPE_CHECKING:
@@ -110,9 +118,10 @@ class _Rank:
         checkpoint = training.resume() if self.rank == 0 else None
         if checkpoint is not None:
             load_state(model, checkpoint.archive)
-        done, history = hvdgloo.numpy.broadcast_object(
-            (checkpoint.epoch, checkpoint.history) if checkpoint is not None else (0, {})
-        )
+        # The rate as well: it is none of the variables of tf_keras's optimizers, which are broadcast.
+        resumed = (checkpoint.epoch, checkpoint.history) if checkpoint is not None else (0, {})
+        done, history, plain_rate = hvdgloo.numpy.broadcast_object((*resumed, rate_of(model.optimizer)))
+        set_rate(model.optimizer, plain_rate)
         rate = LearningRate(self.library, model.optimizer, self.size)
         with ExitStack() as stack:
             batches = stack.enter_context(training.batches(self.rank, self.size))
