@@ -50,7 +50,11 @@ CLASSES = Y.argmax(axis=1)
 WEIGHTS = RNG.uniform(0.5, 2, size=ROWS)
 
 
-TRACED = {"adam_is_equal_to_one_process", "a_run_goes_on_as_if_it_had_not_been_interrupted"}
+TRACED = {
+    "adam_is_equal_to_one_process",
+    "a_run_goes_on_as_if_it_had_not_been_interrupted",
+    "dropout_goes_on_as_if_it_had_not_been_interrupted",
+}
 """Cases that run in TensorFlow's functions, as users' programs do: tracing them takes most of the time."""
 
 
@@ -245,6 +249,22 @@ def all_ranks_go_on_with_the_rate_of_the_checkpoint() -> None:
     fitted = fit(dense(), compilation, training("slower", epochs=2), callbacks=[RanksAreAlike()])
     if fitted is not None:
         np.testing.assert_allclose(float(np.asarray(fitted[1].optimizer.learning_rate)), 0.02 / 4, rtol=1e-6)
+
+
+@case
+def dropout_goes_on_as_if_it_had_not_been_interrupted() -> None:
+    def dropping() -> Any:
+        keras.utils.set_random_seed(1)
+        layers = [keras.layers.Dense(8), keras.layers.Dropout(0.5), keras.layers.Dropout(0.2), keras.layers.Dense(3)]
+        return keras.Sequential([keras.layers.Input((4,)), *layers])
+
+    compilation = compilation_of(LIBRARY, dropping(), keras.optimizers.SGD(0.02), "mse")
+    whole = fit(dropping(), compilation, training("dropping", epochs=2))
+    fit(dropping(), compilation, training("dropped", epochs=1))
+    rest = fit(dropping(), compilation, training("dropped", epochs=2))
+    if whole is not None and rest is not None:
+        assert_close(whole[1].get_weights(), rest[1].get_weights(), 1e-6)
+        assert "rng_type" not in str(rest[1].get_config())  # which is how tf_keras would name other generators
 
 
 def read_checkpoint(run_id: str, names: Any = None) -> Any:

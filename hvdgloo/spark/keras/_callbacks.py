@@ -5,7 +5,7 @@ Imports Keras: see ``_library``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ from hvdgloo.keras.callbacks import ForTfKeras
 from hvdgloo.spark.keras._library import Library
 from hvdgloo.spark.keras._models import archive_of, array_of
 
-__all__ = ["EpochEnded", "EpochEnds", "History", "LearningRate", "Unscaled"]
+__all__ = ["EpochEnded", "EpochEnds", "History", "LearningRate", "Seeds", "Unscaled"]
 
 History = dict[str, list[Any]]
 """What was measured, by name: a value for each epoch."""
@@ -78,6 +78,63 @@ def _scaled(library: Library, schedule: Any, factor: int) -> Any:
             return dict(schedule.get_config())
 
     return Scaled()
+
+
+class Seeds(ForTfKeras, keras.callbacks.Callback):
+    """Begins each epoch with random numbers of its own, so that a run that goes on drops what it would have dropped.
+
+    Args:
+        seed: of the training; not below 0.
+        rank: each has other numbers.
+    """
+
+    def __init__(self, library: Library, seed: int, rank: int) -> None:
+        super().__init__()
+        self._library, self._seed, self._rank = library, seed, rank
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Called by Keras."""
+        set_seeds(self._library, self.model, [self._seed, epoch, self._rank])
+
+
+def set_seeds(library: Library, model: Any, entropy: Sequence[int]) -> None:
+    """Set the seeds of Python, numpy and the backend, and those of each of a model's layers.
+
+    Args:
+        entropy: numbers that are not below 0; others give other seeds.
+    """
+    generators = _stateful_generators(model) if library.name == "tf_keras" else _seed_states(model)
+    own, *each = (np.random.SeedSequence(entropy).generate_state(1 + len(generators)) >> 1).tolist()
+    library.module.utils.set_random_seed(own)
+    for generator, seed in zip(generators, each, strict=True):
+        if library.name == "tf_keras":
+            generator.reset_from_seed(seed)
+        else:
+            generator.assign(np.array([seed, 0], generator.dtype))
+
+
+def _seed_states(model: Any) -> list[Any]:
+    """The variables of Keras's SeedGenerators, which are not among a model's weights."""
+    return [variable for variable in model.variables if variable.name == "seed_generator_state"]
+
+
+def _stateful_generators(model: Any) -> list[Any]:
+    """TensorFlow's generators in a model of tf_keras.
+
+    Layers have them if they are asked to. Otherwise random numbers follow from how often a traced function has been
+    called, which nothing sets back.
+    """
+    found = []
+    for layer in model.submodules:
+        numbers = getattr(layer, "_random_generator", None)
+        if numbers is None or numbers._rng_type == numbers.RNG_STATELESS:
+            continue
+        if numbers._rng_type != numbers.RNG_STATEFUL:
+            # The type itself stays as it is: a layer's configuration has it, and goes into archives.
+            numbers.RNG_STATEFUL, numbers._built = numbers._rng_type, False
+        numbers._maybe_init()
+        found.append(numbers._generator)
+    return found
 
 
 class EpochEnds(ForTfKeras, keras.callbacks.Callback):

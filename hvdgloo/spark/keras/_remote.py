@@ -108,11 +108,12 @@ class _Rank:
     def train(self) -> TrainingResult | None:
         # Those that import Keras.
         from hvdgloo.keras.callbacks import BroadcastGlobalVariablesCallback, MetricAverageCallback
-        from hvdgloo.spark.keras._callbacks import EpochEnds, LearningRate, Unscaled
+        from hvdgloo.spark.keras._callbacks import EpochEnds, LearningRate, Seeds, Unscaled
         from hvdgloo.spark.keras._feeding import FollowEpochs, feed_of
 
         job, training = self.job, self.training
-        self.library.module.utils.set_random_seed(training.seed + self.rank)  # of dropout; weights are broadcast
+        # Of what is random before the first epoch; weights are broadcast.
+        self.library.module.utils.set_random_seed(training.seed + self.rank)
         model = model_of(self.library, job.model, job.custom_objects)
         job.compilation.compile(self.library, model, job.custom_objects, wrap=self._distributed)
         checkpoint = training.resume() if self.rank == 0 else None
@@ -133,6 +134,7 @@ class _Rank:
             files = stack.enter_context(RunFiles(training)) if self.rank == 0 and training.store.saving_runs else None
             callbacks = [
                 FollowEpochs(feed),
+                Seeds(self.library, training.seed, self.rank),
                 BroadcastGlobalVariablesCallback(0),
                 MetricAverageCallback(),
                 *self._users_callbacks(files),
