@@ -20,6 +20,7 @@ from hvdgloo.spark.common.store import Store
 from hvdgloo.spark.keras import KerasEstimator, KerasModel
 from hvdgloo.spark.keras._library import Library
 from hvdgloo.spark.keras._remote import _choose_gpu
+from hvdgloo.spark.keras._run_files import RunFiles
 from tests.support import estimators
 from tests.support.estimators import InPlace
 
@@ -351,6 +352,14 @@ def test_pipelines_are_saved_with_their_estimators_and_models(df: Any, store: St
     (model,) = PipelineModel.load(str(tmp_path / "fitted")).stages
     assert isinstance(model, KerasModel)
     assert model.getHistory() == fitted.stages[0].getHistory()
+
+
+def test_what_a_callback_saves_has_one_name(store: Store) -> None:
+    with RunFiles(estimators.training(store, ROWS)) as files:
+        for given, name in (("some/kept.keras", "kept.keras"), ("some/{epoch}-{val_loss:.2f}.keras", "best.keras")):
+            callback = keras.callbacks.ModelCheckpoint(given)
+            assert files.keep(callback, {}) == name
+            assert callback.filepath == os.path.join(files.folder, name)
 
 
 def test_the_checkpoint_is_a_file_that_keras_reads(df: Any, store: Store) -> None:

@@ -74,6 +74,9 @@ class RunFiles:
         """
         ending = ".weights.h5" if getattr(callback, "save_weights_only", False) else ".keras"
         name = os.path.basename(getattr(callback, "filepath", None) or f"best{ending}")
+        if "{" in name:
+            # Keras would fill in the epoch or a metric, and what is returned is looked for under one name.
+            name = f"best{ending}"
         if name == self._training.checkpoint_filename:
             name = f"best_{name}"
         callback.filepath = os.path.join(self.folder, name)
