@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 
 import hvdgloo.numpy
-from hvdgloo.spark import task
 from hvdgloo.spark.common import _logs
 from hvdgloo.spark.common._training import Batch, Reader, Training, TrainingResult
 from hvdgloo.spark.keras._layout import Layout
@@ -33,6 +32,7 @@ from hvdgloo.spark.keras._models import (
     set_rate,
 )
 from hvdgloo.spark.keras._run_files import RunFiles
+from hvdgloo.spark.task import gpu_index
 
 if TYPE_CHECKING:
     from hvdgloo.spark.keras._callbacks import EpochEnded, History
@@ -92,8 +92,7 @@ def _choose_gpu(use_gpu: bool, local_rank: int) -> None:
     if not use_gpu:
         os.environ[_GPUS] = "-1"
         return
-    given = [] if os.environ.get("HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX") == "1" else task.get_available_devices()
-    index = int(given[0]) if given else local_rank
+    index = gpu_index(local_rank)
     visible = os.environ.get(_GPUS)
     names = [str(number) for number in range(index + 1)] if visible is None else visible.split(",")
     if index < len(names):
