@@ -21,7 +21,7 @@ if support.missing():
     collect_ignore_glob = ["test_*.py"]
 
 _HERE = Path(__file__).parent
-_PATIENCE_S = 2 * support.STARTUP_S
+_PATIENCE_S = 4 * support.STARTUP_S
 _NOT_OURS = (
     # pyspark leaves sockets to its JVM, and pipes to its workers, to the collector.
     "ignore::ResourceWarning",

@@ -61,8 +61,8 @@ def test_horovod_s_program_runs_unchanged(tmp_path: Path) -> None:
             "--num-proc", "2", "--batch-size", "32", "--epochs", "2", "--work-dir", str(tmp_path / "work"),
             "--data-dir", str(tmp_path),
         ],
-        env=environment(horovod=True), cwd=tmp_path, capture_output=True, text=True, timeout=support.STARTUP_S,
-        check=False,
+        env=environment(horovod=True), cwd=tmp_path, capture_output=True, text=True,
+        timeout=2 * support.STARTUP_S, check=False,
     )  # fmt: skip
     found = re.search(r"Test accuracy: ([0-9.]+)", done.stdout)
     assert found, done.stdout + done.stderr
@@ -96,7 +96,8 @@ def test_spark_s_tasks_prepare_the_data_of_a_training_job(tmp_path: Path) -> Non
     file, env = tmp_path / "service.json", environment(horovod=False)
     options = "--master local[2] --conf spark.driver.host=127.0.0.1 --conf spark.ui.enabled=false pyspark-shell"
     compute = subprocess.Popen(
-        [sys.executable, "-m", "hvdgloo.spark.tensorflow.compute_worker", str(file), "--dispatchers", "2"],
+        [sys.executable, "-m", "hvdgloo.spark.tensorflow.compute_worker", str(file), "--dispatchers", "2",
+         "--timeout", str(support.STARTUP_S)],
         env={**env, "PYSPARK_SUBMIT_ARGS": options}, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         text=True,
     )  # fmt: skip
