@@ -390,12 +390,8 @@ def test_a_file_on_hdfs_is_the_old_or_the_new_one_wherever_its_writer_ends(
 
 
 def test_every_rank_finds_the_drivers_probe_where_the_store_is_shared(store: Store) -> None:
-    with store.probed():
-        remote = pickle.loads(pickle.dumps(store.to_remote("r", 0)))
-        remote.check()
-        with store.probed():
-            # Another estimator on the same store.
-            assert len(store.to_remote("r", 0).probes) == 2
+    with store.probed() as probes:
+        remote = pickle.loads(pickle.dumps(store.to_remote("r", 0, probes=probes)))
         remote.check()
     assert store.files.names(store.prefix_path) == []
     assert store.to_remote("r", 0).probes == {}
@@ -403,10 +399,19 @@ def test_every_rank_finds_the_drivers_probe_where_the_store_is_shared(store: Sto
         remote.check()
 
 
+def test_a_probe_belongs_to_one_of_several_trainings_on_a_store(store: Store) -> None:
+    first, second = store.probed(), store.probed()
+    first.__enter__()
+    with second as probes:
+        remote = store.to_remote("r", 0, probes=probes)
+        first.__exit__(None, None, None)
+        remote.check()
+
+
 def test_every_folder_of_a_store_is_probed(tmp_path: Path) -> None:
     store = LocalStore(f"{tmp_path}/a", train_path=f"{tmp_path}/b/train", runs_path=f"{tmp_path}/c/runs")
-    with store.probed():
-        folders = {path.rpartition("/")[0] for path in store.to_remote("r").probes}
+    with store.probed() as probes:
+        folders = {path.rpartition("/")[0] for path in probes}
     assert folders == {f"file://{tmp_path}/{name}" for name in "abc"}
 
 

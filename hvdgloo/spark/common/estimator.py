@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from hvdgloo.spark.common._checkpoints import Signature
     from hvdgloo.spark.common._metadata import Metadata
-    from hvdgloo.spark.common.store import Store
+    from hvdgloo.spark.common.store import RemoteStore, Store
 
 __all__ = ["HorovodEstimator", "HorovodModel"]
 
@@ -227,8 +227,9 @@ class HorovodEstimator(Estimator, EstimatorParams, HorovodWritable, HorovodReada
     ) -> HorovodModel:
         self._check_model(DataShapes.of(metadata, self.getFeatureCols() or [], self.getLabelCols() or []))
         run_id = self.getRunId() or f"{self._run_prefix}_{int(time.time())}_{uuid.uuid4().hex[:6]}"
-        with store.probed():
-            training = self._training(store, run_id, dataset_idx, train_rows, validation_rows)
+        with store.probed() as probes:
+            remote = store.to_remote(run_id, dataset_idx, probes=probes)
+            training = self._training(remote, run_id, train_rows, validation_rows)
             training.resume()  # a checkpoint of another model is found before ranks start
             task = functools.partial(on_rank, training.store, self.getMpStartMethod(), self._trainer(training))
             with _naming(run_id):
@@ -238,13 +239,11 @@ class HorovodEstimator(Estimator, EstimatorParams, HorovodWritable, HorovodReada
             raise JobFailedError(f"{type(backend).__name__}.run() returned the result of no rank")
         return self._make_model(result, run_id, _with_outputs(metadata, self.getLabelCols(), result))
 
-    def _training(
-        self, store: Store, run_id: str, dataset_idx: int | None, train_rows: int, validation_rows: int
-    ) -> Training:
-        filename = store.get_checkpoint_filename()
+    def _training(self, store: RemoteStore, run_id: str, train_rows: int, validation_rows: int) -> Training:
+        filename = store.checkpoint_filename
         return Training(
             run_id=run_id,
-            store=store.to_remote(run_id, dataset_idx),
+            store=store,
             checkpoint_filename=self._checkpoint_filename if filename == _DEFAULT_CHECKPOINT else filename,
             train_rows=train_rows,
             validation_rows=validation_rows,

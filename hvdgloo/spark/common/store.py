@@ -108,9 +108,6 @@ class RemoteStore:
 class Store:
     """A place for a training's data and results. ``Store.create`` finds the class for a path."""
 
-    def __init__(self) -> None:
-        self._probes: dict[str, str] = {}
-
     @staticmethod
     def create(prefix_path: str, *args: Any, **kwargs: Any) -> Store:
         """The store for this path: DBFSLocalStore for DBFS on Databricks, HDFSStore for ``hdfs://``, else a
@@ -247,8 +244,14 @@ class Store:
         """A function that copies what is in a local folder into the run's folder."""
         return functools.partial(_sync, self.files, self.get_full_path(self.get_run_path(run_id)))
 
-    def to_remote(self, run_id: str, dataset_idx: int | None = None) -> RemoteStore:
-        """What ranks need of this store."""
+    def to_remote(
+        self, run_id: str, dataset_idx: int | None = None, *, probes: Mapping[str, str] | None = None
+    ) -> RemoteStore:
+        """What ranks need of this store.
+
+        Args:
+            probes: what ``probed`` gave, for ``RemoteStore.check`` to look for.
+        """
 
         def full(path: str) -> str:
             return self.get_full_path(path)
@@ -268,12 +271,15 @@ class Store:
             get_local_output_dir=self.get_local_output_dir_fn(run_id),
             sync=self.sync_fn(run_id),
             files=self.files,
-            probes=dict(self._probes),
+            probes=dict(probes or {}),
         )
 
     @contextlib.contextmanager
-    def probed(self) -> Iterator[None]:
+    def probed(self) -> Iterator[dict[str, str]]:
         """While this lasts the store holds small files that ``RemoteStore.check`` looks for on every rank.
+
+        Yields:
+            what is in them, by their URLs; for ``to_remote``.
 
         Raises:
             StoreError: the store cannot be written.
@@ -294,11 +300,9 @@ class Store:
                     raise StoreError(
                         f"the store at {path.rpartition('/')[0]} cannot be written by the driver: {error.__cause__}"
                     ) from error
-            self._probes.update(probes)
-            yield
+            yield probes
         finally:
             for path in probes:
-                self._probes.pop(path, None)
                 with contextlib.suppress(StoreError):
                     self.files.delete(path)
 
@@ -325,7 +329,6 @@ class AbstractFilesystemStore(Store):
         storage_options: Mapping[str, Any] | None = None,
         checkpoint_filename: str | None = None,
     ) -> None:
-        super().__init__()
         self._storage_options = dict(storage_options or {})
         self._prefix_path = self.get_full_path(prefix_path).rstrip("/")
         self._train_path = self._below(train_path, "intermediate_train_data")
