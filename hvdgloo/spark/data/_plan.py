@@ -63,6 +63,10 @@ def pieces(rows: NDArray[np.int64], order: NDArray[np.int64], rank: int, size: i
     return found
 
 
+_ENOUGH = 2
+"""Rows over which something of a batch can be normalized."""
+
+
 def steps(total: int, size: int, batch_size: int) -> int:
     """Batches of one pass over the data, the same number on every rank."""
     if batch_size == 1:
@@ -75,7 +79,8 @@ def steps(total: int, size: int, batch_size: int) -> int:
 def batch_sizes(total: int, rank: int, size: int, batch_size: int) -> list[int]:
     """Rows of each batch of one pass on this rank: full ones, and a short one at the end. None is empty.
 
-    Where a rank has one row fewer than others and its last batch would be empty, the last full one is divided.
+    Where the short one would have no row, or a single one, the batches before it give up a row each, or two, so that
+    it has two: layers that normalize over a batch refuse a single row. Where there is no way, it has one.
 
     Raises:
         DataError: there are fewer rows than ranks.
@@ -86,6 +91,13 @@ def batch_sizes(total: int, rank: int, size: int, batch_size: int) -> list[int]:
     count = steps(total, size, batch_size)
     sizes = [batch_size] * (count - 1)
     last = high - low - sum(sizes)
+    if batch_size > _ENOUGH:
+        for index in reversed(range(len(sizes))):
+            if last >= _ENOUGH:
+                break
+            given = min(_ENOUGH - last, batch_size - _ENOUGH)
+            sizes[index] -= given
+            last += given
     if last == 0:
         sizes[-1] -= 1
         last = 1
