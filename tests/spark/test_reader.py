@@ -328,6 +328,16 @@ def test_files_of_other_programs_are_passed_over(tmp_path: Path) -> None:
     assert sum(map(len, ids(ParquetBatches(f"{path}/part-000.parquet")))) == 10
 
 
+def test_files_may_differ_in_whether_values_can_be_null(tmp_path: Path) -> None:
+    for number, nullable in enumerate((True, False)):
+        elements = pa.list_(pa.field("element", pa.float64(), nullable))
+        schema = pa.schema([pa.field("x", pa.int64(), nullable), pa.field("a", elements, nullable)])
+        pq.write_table(pa.table({"x": [number], "a": [[1.0, 2.0]]}, schema=schema), tmp_path / f"{number}.parquet")
+    (batch,) = ParquetBatches(str(tmp_path), shuffle=False)
+    assert batch["x"].tolist() == [0, 1]
+    assert batch["a"].shape == (2, 2)
+
+
 def test_what_is_no_data_set_is_named(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=f"no data set at {tmp_path}/none"):
         ParquetBatches(f"{tmp_path}/none")
@@ -434,6 +444,20 @@ def test_a_transformation_that_returns_something_else_is_told(
     path = written(tmp_path, [[10]])
     with pytest.raises(DataError, match=message):
         ParquetBatches(path, transformation_fn=function, edit_fields=fields)
+
+
+def test_a_transformation_s_numbers_are_not_cut_to_the_type_of_its_first_rows(tmp_path: Path) -> None:
+    def halved(frame: Any) -> Any:
+        numbers = frame["id"]
+        return frame.assign(x=numbers / 2 if numbers.max() >= 100 else numbers)
+
+    path = written(tmp_path, [[100], [10]])
+    with pytest.raises(DataError, match=r"'x' of type int64 for some rows and float64 for others.*edit_fields"):
+        list(ParquetBatches(path, transformation_fn=halved, shuffle=False))
+    reader = ParquetBatches(
+        path, transformation_fn=halved, shuffle=False, edit_fields=[("x", np.float32, (), False)], batch_size=110
+    )
+    assert next(iter(reader))["x"][-1] == 109 / 2
 
 
 # --- threads and memory

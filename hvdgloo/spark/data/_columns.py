@@ -255,6 +255,12 @@ class Dense:
             values = values.dense(slice(None))
         if values.shape[1:] != self._rows.shape[1:]:
             raise misfit(self._name, values.shape[1:], self._rows.shape[1:])
+        # Only a transformation can give several types. The first rows' may not hold the others' numbers.
+        if not np.can_cast(values.dtype, self._rows.dtype, "same_kind"):
+            raise DataError(
+                f"transformation_fn returns column {self._name!r} of type {self._rows.dtype} for some rows and "
+                f"{values.dtype} for others: say in transformation_edit_fields of which type it is"
+            )
         self._rows[self._filled : self._filled + len(values)] = values
         self._filled += len(values)
 

@@ -7,13 +7,13 @@ import dataclasses
 import functools
 from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hvdgloo.errors import DataError, StoreError
-from hvdgloo.spark.data._columns import CSR, Array, convert
+from hvdgloo.spark.data._columns import CSR, Array, convert, is_list
 from hvdgloo.spark.data._filesystems import Options, open_filesystem
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class Dataset:
         schemas = {path: footer.schema.to_arrow_schema() for path, footer in footers.items()}
         first, schema = next(iter(schemas.items()))
         for path, other in schemas.items():
-            if not other.equals(schema):
+            if _kinds(other) != _kinds(schema):
                 raise DataError(f"files of {url} differ in their columns: {_difference(first, schema, path, other)}")
         return cls(url, filesystem, footers, schema)
 
@@ -176,9 +176,26 @@ def list_files(filesystem: FileSystem, path: str, url: str) -> list[str]:
     )
 
 
+def _kinds(schema: pa.Schema) -> list[tuple[str, Any]]:
+    return [(field.name, _kind(field.type)) for field in schema]
+
+
+def _kind(kind: pa.DataType | None) -> Any:
+    """What has to be the same in all files of a type; programs differ in whether they call values nullable."""
+    import pyarrow as pa
+
+    if kind is None:
+        return None
+    if is_list(kind):
+        return type(kind), _kind(kind.value_type)
+    if pa.types.is_struct(kind):
+        return [(field.name, _kind(field.type)) for field in kind]
+    return kind
+
+
 def _difference(first: str, schema: pa.Schema, path: str, other: pa.Schema) -> str:
     for name in dict.fromkeys([*schema.names, *other.names]):
-        kinds = [str(one.field(name).type) if name in one.names else "absent" for one in (schema, other)]
-        if kinds[0] != kinds[1]:
-            return f"{name!r} is {kinds[0]} in {first}, {kinds[1]} in {path}"
+        one, two = (each.field(name).type if name in each.names else None for each in (schema, other))
+        if _kind(one) != _kind(two):
+            return f"{name!r} is {one or 'absent'} in {first}, {two or 'absent'} in {path}"
     return f"{first} and {path} have them in different orders"
