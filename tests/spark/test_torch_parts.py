@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import io
+from types import SimpleNamespace
 from typing import Any
 
+import cloudpickle
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from torch.nn import functional
 
 from hvdgloo.errors import ConfigError
-from hvdgloo.spark.common._predicting import as_arrow
+from hvdgloo.spark.common._predicting import _Map, as_arrow
 from hvdgloo.spark.common.serialization import Refused
 from hvdgloo.spark.torch._codecs import ModuleCodec, OptimizerCodec
 from hvdgloo.spark.torch._losses import TotalLoss, constructed
@@ -167,3 +170,28 @@ def test_outputs_that_do_not_fit_their_column_are_named() -> None:
 @pytest.mark.parametrize("kind", ["vectorudt", "array", "double", "long", "boolean"])
 def test_no_rows_are_a_column_of_no_rows(kind: str) -> None:
     assert len(as_arrow("p", np.zeros((0, 2)), kind, 0)) == 0
+
+
+@pytest.mark.parametrize(("kind", "bits"), [("byte", 8), ("short", 16), ("integer", 32), ("long", 64)])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_whole_numbers_are_rounded_and_end_at_the_ends_of_their_type(kind: str, bits: int, dtype: Any) -> None:
+    values = np.array([-1e30, -2.6, 1.4, 1e30], dtype)
+    assert as_arrow("p", values, kind, 4).to_pylist() == [-(2 ** (bits - 1)), -3, 1, 2 ** (bits - 1) - 1]
+
+
+def test_a_truth_is_what_is_above_a_half() -> None:
+    values = np.array([-3.0, 0.4, 0.6, 7.0])
+    assert as_arrow("p", values, "boolean", 4).to_pylist() == [False, False, True, True]
+
+
+def test_a_model_is_not_given_a_whole_arrow_batch_at_once() -> None:
+    class Doubling:
+        def load(self) -> Any:
+            return lambda columns: [2 * columns[0], np.full(len(columns[0]), len(columns[0]))]
+
+    model = SimpleNamespace(value=cloudpickle.dumps(Doubling()))
+    doubling = _Map("a test's", model, ("x",), ("x",), ("p", "rows"), ("double", "long"))
+    batch = pa.record_batch({"x": pa.array(np.arange(2500.0))})
+    (result,) = doubling(iter([batch]))
+    assert result.column("p").to_pylist() == (2 * np.arange(2500.0)).tolist()
+    assert result.column("rows").to_pylist() == [1024] * 2048 + [452] * 452

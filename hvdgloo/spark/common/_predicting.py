@@ -31,6 +31,10 @@ _KEPT = 2
 """How many of them stay: two, so that a pipeline of two models does not load them again and again."""
 
 
+_ROWS = 1024
+"""Rows that go through a model at once: an Arrow batch has ten times as many, too many for a large model."""
+
+
 class Predictor(Protocol):
     """A model that can be sent, by cloudpickle."""
 
@@ -84,10 +88,7 @@ class _Map:
         apply = _loaded(self._key, self._model)
         for batch in batches:
             columns = [batch.column(name) for name in self._kept]
-            if batch.num_rows:
-                predictions = apply([_feature(name, batch.column(name)) for name in self._features])
-            else:
-                predictions = [np.empty((0,))] * len(self._outputs)
+            predictions = self._predictions(apply, batch)
             if len(predictions) != len(self._outputs):
                 raise ConfigError(f"the model has {len(predictions)} outputs for {len(self._outputs)} labels")
             columns += [
@@ -95,6 +96,16 @@ class _Map:
                 for name, values, kind in zip(self._outputs, predictions, self._kinds, strict=True)
             ]
             yield pa.RecordBatch.from_arrays(columns, names=[*self._kept, *self._outputs])
+
+    def _predictions(self, apply: Apply, batch: pa.RecordBatch) -> list[Array]:
+        """The model's outputs for all rows, a part of them after the other."""
+        if not batch.num_rows:
+            return [np.empty((0,))] * len(self._outputs)
+        parts = []
+        for begin in range(0, batch.num_rows, _ROWS):
+            rows = batch.slice(begin, _ROWS)
+            parts.append(apply([_feature(name, rows.column(name)) for name in self._features]))
+        return [np.concatenate(arrays) for arrays in zip(*parts, strict=True)]
 
 
 def _loaded(key: str, model: Any) -> Apply:
@@ -141,10 +152,22 @@ def as_arrow(name: str, values: Array, kind: str, rows: int) -> pa.Array:
         raise ConfigError(f"the model gave {values.shape[1:]} numbers for a row of {name!r}, which takes one")
     flat_values = values.reshape(rows)
     if kind in _INTEGERS:
-        return pa.array(np.rint(flat_values).astype(_INTEGERS[kind]))
+        return pa.array(_whole(flat_values, np.dtype(_INTEGERS[kind])))
     if kind == "boolean":
-        return pa.array(np.rint(flat_values).astype(bool))
+        return pa.array(flat_values > 0.5)
     return pa.array(flat_values.astype(np.float32 if kind == "float" else np.float64))
+
+
+def _whole(values: Array, dtype: np.dtype[Any]) -> Array:
+    """Numbers rounded to integers; those that the type does not reach become its least or its greatest."""
+    rounded = np.rint(values.astype(np.float64))
+    with np.errstate(invalid="ignore"):
+        whole = rounded.astype(dtype)
+    limits = np.iinfo(dtype)
+    # Not clipped before the cast: float64 has no 2**63 - 1.
+    whole[rounded >= limits.max] = limits.max
+    whole[rounded <= limits.min] = limits.min
+    return whole
 
 
 def _dense_vectors(lists: pa.ListArray) -> pa.StructArray:

@@ -399,8 +399,8 @@ class HorovodModel(Model, ModelParams, HorovodWritable, HorovodReadable):
 
         Rows pass through Python in Arrow batches; each Python worker loads the model once.
 
-        A label's output is of the label's own type where it is one number (rounded for integers), an array where the
-        label is one, else a vector.
+        A label's output is of the label's own type where it is one number (rounded for integers, and kept within their
+        range; for booleans, whether it is above 0.5), an array where the label is one, else a vector.
 
         Args:
             df: rows with the columns of features.

@@ -16,9 +16,6 @@ from hvdgloo.spark.keras._models import model_of
 
 Array = NDArray[Any]
 
-_ROWS = 1024
-"""Rows that go through the model at once: an Arrow batch has ten times as many, too many for a large model."""
-
 
 @dataclass(frozen=True)
 class KerasPredictor:
@@ -50,10 +47,7 @@ def applying(model: Any, layout: Layout) -> Callable[[list[Array]], list[Array]]
     """The function from columns to columns that a model is."""
 
     def apply(columns: list[Array]) -> list[Array]:
-        parts = []
-        for begin in range(0, len(columns[0]), _ROWS):
-            inputs = layout.features([column[begin : begin + _ROWS] for column in columns])
-            parts.append([np.asarray(array) for array in layout.targets.arrays(model.predict_on_batch(inputs))])
-        return [np.concatenate(arrays) for arrays in zip(*parts, strict=True)]
+        outputs = model.predict_on_batch(layout.features(columns))
+        return [np.asarray(array) for array in layout.targets.arrays(outputs)]
 
     return apply
