@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import io
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ import torch
 import hvdgloo.run
 import hvdgloo.torch as hvd
 from hvdgloo.errors import ConfigError
-from hvdgloo.spark.common._training import Training, TrainingResult
+from hvdgloo.spark.common._training import Reading, Training, TrainingResult
+from hvdgloo.spark.common.datamodule import DataModule
 from hvdgloo.spark.common.store import Store
 from hvdgloo.spark.torch._remote import TorchJob, train, train_minibatch
 from tests.support import estimators
@@ -243,6 +245,39 @@ def test_an_epoch_has_as_many_steps_as_were_asked_for(store: Store, steps: int) 
     )
     assert len(seen) == steps
     assert min(seen) > 0
+
+
+class Endless(DataModule):
+    """Batches of four rows, and no end of them; none to validate on."""
+
+    def train_data(self) -> Any:
+        return itertools.repeat({"features": np.ones((4, 6)), "label": np.ones(4)})
+
+    def val_data(self) -> None:
+        return None
+
+
+class Short(Endless):
+    def train_data(self) -> Any:
+        return itertools.islice(super().train_data(), 2)
+
+
+@pytest.mark.parametrize(("steps", "expected"), [(3, 3), (None, 7)])
+def test_a_data_module_is_held_to_the_steps_of_an_epoch(store: Store, steps: int | None, expected: int) -> None:
+    with estimators.training(store, ROWS, train_steps=steps, reading=Reading(data_module=Endless)).batches(
+        0, 1
+    ) as reader:
+        assert len(reader) == expected
+        assert [len(batch) for batch in reader.epoch(0)] == [4] * expected
+
+
+def test_a_data_module_that_does_not_give_what_it_should_is_told(store: Store) -> None:
+    short = estimators.training(store, ROWS, train_steps=3, reading=Reading(data_module=Short))
+    with short.batches(0, 1) as reader, pytest.raises(ConfigError, match="data_module gave 2 batches of an epoch of 3"):
+        list(reader.epoch(0))
+    none = estimators.training(store, ROWS, validation_rows=5, reading=Reading(data_module=Endless))
+    with pytest.raises(ConfigError, match=r"Endless\.val_data\(\) returned None"):
+        none.batches(0, 1, validation=True)
 
 
 def test_inputs_and_labels_get_the_shapes_that_were_asked_for(store: Store) -> None:

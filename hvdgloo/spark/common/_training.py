@@ -7,6 +7,7 @@ not spend seconds on importing it.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import multiprocessing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdgloo.errors import ConfigError
 from hvdgloo.spark.common import _checkpoints
 from hvdgloo.spark.common._checkpoints import Checkpoint
 
@@ -169,7 +171,11 @@ class Reader:
             self._batches: Any = self._resources.enter_context(self._parquet(columns))
         else:
             module = self._resources.enter_context(self._module(training.reading.data_module, columns))
-            self._batches = module.val_data() if validation else module.train_data()
+            method = module.val_data if validation else module.train_data
+            self._batches = method()
+            if self._batches is None:
+                self._resources.close()
+                raise ConfigError(f"{type(module).__name__}.{method.__name__}() returned None instead of batches")
 
     def _parquet(self, columns: list[str]) -> ParquetBatches:
         reading, store = self._training.reading, self._training.store
@@ -224,16 +230,28 @@ class Reader:
 
     def __len__(self) -> int:
         """Steps of an epoch: the same on all ranks."""
+        if self._steps:
+            return self._steps
         if hasattr(self._batches, "__len__"):
             return len(self._batches)
-        return self._steps or math.ceil(math.ceil(self._rows / self._size) / self._batch_size)
+        return math.ceil(math.ceil(self._rows / self._size) / self._batch_size)
 
     def epoch(self, number: int) -> Iterator[Batch]:
-        """The batches of an epoch, whose order depends on its number (from 0) and the seed."""
+        """The batches of an epoch, whose order depends on its number (from 0) and the seed.
+
+        Raises:
+            ConfigError: a ``data_module`` gives fewer than the steps that were asked for.
+        """
         if hasattr(self._batches, "set_epoch"):
             self._batches.set_epoch(number)
-        for columns in self._batches:
+        given = 0
+        for columns in itertools.islice(self._batches, len(self)):
             yield self._batch(columns)
+            given += 1
+        if self._steps and given < self._steps:
+            raise ConfigError(
+                f"data_module gave {given} batches of an epoch of {self._steps}: all ranks need equally many"
+            )
 
     def _batch(self, columns: Mapping[str, Any]) -> Batch:
         training = self._training
