@@ -83,6 +83,7 @@ def test_every_param_has_a_default_a_setter_and_a_getter(spark: Any, kind: Any, 
         assert get() == value
         assert instance.getOrDefault(param) == value
         getattr(instance, f"set{accessor}")(None)
+        assert get() == default
     assert {param.name for param in instance.params} - {"_metadata"} == {name for name, *_ in table}
 
 

@@ -160,9 +160,10 @@ class _Values(Params):
         return self._set(**values)
 
     def _value(self, name: str) -> Any:
-        """What was set, else the default, else None."""
+        """What was set, if that is not None, else the default, else None."""
         param = self.getParam(name)
-        return self.getOrDefault(param) if self.isDefined(param) else None
+        value = self.getOrDefault(param) if self.isDefined(param) else None
+        return self._defaultParamMap.get(param) if value is None else value
 
 
 class EstimatorParams(_Values):
