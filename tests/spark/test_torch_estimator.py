@@ -200,8 +200,9 @@ def test_fit_on_parquet_that_spark_wrote(df: Any, store: Store) -> None:
     assert len(model.getHistory()) == 2
     assert "validation" in model.getHistory()[0]
     fitting = estimator(store)
-    without = fitting.fit_on_parquet({fitting.epochs: 1})
-    assert [sorted(each) for each in without.getHistory()] == [["epoch", "train"]]
+    for nothing in ({}, {fitting.validation: 0.0}):
+        without = fitting.fit_on_parquet({fitting.epochs: 1, **nothing})
+        assert [sorted(each) for each in without.getHistory()] == [["epoch", "train"]]
     assert len(model.transform(df).where("y__output is not null").collect()) == ROWS
 
 

@@ -204,6 +204,7 @@ class HorovodEstimator(Estimator, EstimatorParams, HorovodWritable, HorovodReada
         self._check_settings()
         backend = self._backend()
         store, features, labels = self._needed()
+        validation = util.check_validation(self.getValidation())
         train_rows, validation_rows, metadata, _ = util.get_simple_meta_from_parquet(
             store,
             label_columns=labels,
@@ -211,9 +212,9 @@ class HorovodEstimator(Estimator, EstimatorParams, HorovodWritable, HorovodReada
             sample_weight_col=self.getSampleWeightCol(),
             dataset_idx=dataset_idx,
         )
-        if self.getValidation() is None:
+        if validation is None:
             validation_rows = 0
-        util.check_dataset(backend.num_processes(), train_rows, validation_rows, self.getValidation())
+        util.check_dataset(backend.num_processes(), train_rows, validation_rows, validation)
         return self._train(backend, store, dataset_idx, train_rows, validation_rows, metadata)
 
     def _train(
