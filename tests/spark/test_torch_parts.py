@@ -18,7 +18,7 @@ from hvdgloo.spark.common._predicting import _Map, as_arrow
 from hvdgloo.spark.common.serialization import Refused
 from hvdgloo.spark.torch._codecs import ModuleCodec, OptimizerCodec
 from hvdgloo.spark.torch._losses import TotalLoss, constructed
-from hvdgloo.spark.torch._remote import takes
+from hvdgloo.spark.torch._remote import like, takes
 from hvdgloo.spark.torch.estimator import TorchModel
 
 OUTPUT = torch.tensor([[1.0], [2.0], [4.0]])
@@ -155,6 +155,23 @@ def test_an_optimizer_of_the_user_s_is_over_the_loaded_model(spark: Any) -> None
     loaded = codec.decode(files, {"model": other}, trusted=True)
     assert {id(each) for each in loaded.param_groups[0]["params"]} == {id(each) for each in other.parameters()}
     assert set(loaded.state) == set(other.parameters())
+
+
+@pytest.mark.parametrize(
+    ("output", "label"),
+    [((4, 1), (4,)), ((4,), (4, 1)), ((4, 1, 3), (4, 3)), ((4, 1, 2, 3), (4, 6)), ((4, 6), (4, 2, 3)), ((), (1, 1))],
+)
+def test_a_label_gets_its_output_s_shape(output: tuple[int, ...], label: tuple[int, ...]) -> None:
+    values = torch.arange(float(torch.Size(label).numel()))
+    assert torch.equal(like(torch.zeros(output), values.reshape(label)), values.reshape(output))
+
+
+def test_a_label_is_not_reshaped_over_axes_of_its_own() -> None:
+    for output, label in (((4, 3, 2), (4, 2, 3)), ((3, 4), (4, 3)), ((8, 3), (4, 6))):
+        with pytest.raises(ConfigError, match=r"equally many values in different axes.*label_shapes"):
+            like(torch.zeros(output), torch.zeros(label))
+    classes = torch.zeros(4, 1)
+    assert like(torch.zeros(4, 3), classes) is classes
 
 
 # Outputs.

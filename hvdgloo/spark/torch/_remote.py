@@ -124,7 +124,7 @@ class _Loop:
             batches = stack.enter_context(training.batches(rank, size))
             validation_batches = stack.enter_context(validation)
             logs = stack.enter_context(_Logs(training)) if rank == 0 and training.store.saving_runs else None
-            stack.enter_context(_own_random_numbers())
+            stack.enter_context(_own_random_numbers(self._device))
             for epoch in range(self._epoch, training.epochs):
                 record: dict[str, Any] = {"epoch": epoch, "train": self._train(batches, epoch)}
                 if validation_batches is not None:
@@ -194,16 +194,13 @@ class _Loop:
         return inputs, labels, weights
 
     def _transform(self, outputs: Any, labels: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Outputs as a list, and labels in the outputs' shapes where that is a matter of axes of length 1 only."""
+        """Outputs as a list, and labels in the outputs' shapes."""
         listed = outputs_of(outputs)
         if len(listed) != len(labels):
             raise ConfigError(f"the model has {len(listed)} outputs for {len(labels)} label_cols")
         if self._job.label_shapes is not None:
             return listed, list(labels)
-        return listed, [
-            label.reshape(output.shape) if label.shape != output.shape and label.numel() == output.numel() else label
-            for output, label in zip(listed, labels, strict=True)
-        ]
+        return listed, [like(output, label) for output, label in zip(listed, labels, strict=True)]
 
     def _look(self, batches: Reader) -> None:
         """Learn the shapes of the outputs of a run that has nothing left to train."""
@@ -348,6 +345,28 @@ def tensors(columns: Sequence[Array], shapes: Shapes, device: torch.device) -> l
     return found
 
 
+def like(output: Tensor, label: Tensor) -> Tensor:
+    """A label in its output's shape: with or without axes of length 1, and in as many axes as the output if it is flat.
+
+    One with another number of values, such as the number of a class, stays as it is.
+
+    Raises:
+        ConfigError: both have axes of their own, and reshaping would put values in each other's places.
+    """
+    if label.shape == output.shape or label.numel() != output.numel():
+        return label
+    long_label, long_output = ([length for length in each.shape if length != 1] for each in (label, output))
+    flat = label.shape[:1] == output.shape[:1] and any(
+        sum(length != 1 for length in each.shape[1:]) <= 1 for each in (label, output)
+    )
+    if long_label != long_output and not flat:
+        raise ConfigError(
+            f"an output of shape {tuple(output.shape)} and its label of shape {tuple(label.shape)} have equally many "
+            f"values in different axes: say with label_shapes in which shape the label is"
+        )
+    return label.reshape(output.shape)
+
+
 def outputs_of(outputs: Any) -> list[Tensor]:
     return list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
 
@@ -358,6 +377,7 @@ def _move(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         optimizer.load_state_dict(optimizer.state_dict())
 
 
-def _own_random_numbers() -> Any:
+def _own_random_numbers(device: torch.device) -> Any:
     """Where a backend trains in the caller's process, its random numbers go on afterwards as if nothing had been."""
-    return torch.random.fork_rng(devices=range(gpu.count()))
+    # Of this rank's GPU: others are other ranks', and looking at one takes some of its memory.
+    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
