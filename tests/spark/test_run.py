@@ -39,9 +39,8 @@ def _sum_of(number: float, *, times: int = 1) -> tuple[int, int, int, int, float
 
 
 def _jobs(spark: Any) -> int:
-    """How many jobs have been submitted so far."""
-    jvm = spark.sparkContext._jvm
-    return int(spark.sparkContext._jsc.sc().statusStore().jobsList(jvm.java.util.ArrayList()).size())
+    """How many jobs have been submitted so far: what the scheduler knows, since Spark's public figures are late."""
+    return int(spark.sparkContext._jsc.sc().dagScheduler().numTotalJobs())
 
 
 def test_ranks_of_one_machine_are_one_host(spark: Any) -> None:
@@ -125,12 +124,17 @@ def test_user_code_never_runs_in_spark_s_python_workers(spark: Any) -> None:
         sys.left_by_a_rank = True  # type: ignore[attr-defined]
         return hvd.rank(), os.getpid(), [process.pid for process in psutil.Process().parents()]
 
-    results = hvdgloo.spark.run(rank, num_proc=2, verbose=0)
-    assert [rank for rank, *_ in results] == [0, 1]
-    workers = dict(spark.sparkContext.parallelize(range(2), 2).mapPartitions(tasks_worker).collect())
-    assert not {pid for _, pid, _ in results} & set(workers)
-    assert {pid for _, _, parents in results for pid in parents} & set(workers)  # the same ones are used again
-    assert not any(workers.values())
+    used_again = False
+    for _ in range(5):  # workers of tasks that end late on a busy machine are not used again
+        results = hvdgloo.spark.run(rank, num_proc=2, verbose=0)
+        assert [rank for rank, *_ in results] == [0, 1]
+        workers = dict(spark.sparkContext.parallelize(range(2), 2).mapPartitions(tasks_worker).collect())
+        assert not {pid for _, pid, _ in results} & set(workers)
+        assert not any(workers.values())
+        used_again = bool({pid for _, _, parents in results for pid in parents} & set(workers))
+        if used_again:
+            break
+    assert used_again
 
 
 def test_ctrl_c_is_for_ranks_while_they_run_and_for_pyspark_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -208,5 +209,11 @@ class Standalone:
 
 
 def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
+    """Below those that the kernel gives out by itself, so that no connection gets it before it is used."""
+    while True:
+        port = random.randrange(20_000, 32_000)
+        try:
+            socket.create_server(("127.0.0.1", port)).close()
+        except OSError:
+            continue
+        return port
