@@ -299,7 +299,7 @@ def test_another_pod_of_the_same_name_has_a_clean_record(job: Job) -> None:
     pod.write_text("first")
     agent = f"unshare --uts sh -c 'hostname $(cat {pod})-$0; exec {{shell}}' {{host}}"
     flags = ["-H", "a:1,b:1", "--agent-command", agent, "--blacklist-cooldown-range", "1", "60"]
-    job.start("-np", "2", "--min-np", "1", *flags)
+    job.start("-np", "2", "--min-np", "1", *flags, fresh=True)  # the parent of b's worker is b's agent
     for number, name in enumerate(["first", "second", "third"], 1):
         there = {member.worker.partition("/")[0]: member for member in job.members(number, 2)}
         pod.write_text(name)
