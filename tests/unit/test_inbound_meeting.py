@@ -104,6 +104,7 @@ def test_what_was_recorded_is_worthless_in_another_connection(reception: Recepti
         sock.connect(reception.invitation.endpoints[0])
         answer = Meeting(reception.secret).introduce(sock, arrival(0), time.monotonic() + PATIENCE)
         assert answer == Answer()
+        eventually(lambda: reception.arrived != ())  # else it would seem to have left before it is noted
     eventually(lambda: reception.arrived == ())
     with connected(reception) as sock:
         sock.sendall(b"".join(said))
