@@ -19,6 +19,7 @@ from hvdgloo.runner.inbound.reception import Reception
 from hvdgloo.runner.inbound.task import Invitation, bring_agent
 from hvdgloo.runner.worker.function_task import python_version
 from hvdgloo.version import __version__
+from tests.support.launching import wait_for
 
 PATIENCE = 120.0
 """Seconds after which a test that waits has failed."""
@@ -98,7 +99,4 @@ def visit(reception: Reception, who: Arrival, secret: bytes | None = None) -> tu
 
 def eventually(true: Callable[[], bool]) -> None:
     """Wait until something is true."""
-    deadline = time.monotonic() + PATIENCE
-    while not true():
-        assert time.monotonic() < deadline, "it did not become true"
-        time.sleep(0.01)
+    wait_for(true, PATIENCE)

@@ -12,6 +12,8 @@ from typing import Any
 
 import psutil
 
+from tests.support.launching import wait_for
+
 STARTUP_S = 300.0
 """What may take a while on a busy machine with cold disks."""
 
@@ -74,10 +76,7 @@ class Running:
 
 def await_true(condition: Callable[[], object]) -> None:
     """Wait until it holds."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it has not come about"
-        time.sleep(0.02)
+    wait_for(condition, PATIENCE_S)
 
 
 @contextmanager
