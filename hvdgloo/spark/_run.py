@@ -26,7 +26,7 @@ from hvdgloo.runner.inbound.meeting import Arrival
 from hvdgloo.runner.inbound.reception import Reception
 from hvdgloo.spark import _failures
 from hvdgloo.spark._agent_task import lists, make_task
-from hvdgloo.spark._session import Session, active
+from hvdgloo.spark._session import Session, active, checked_number
 
 T = TypeVar("T")
 
@@ -263,10 +263,7 @@ def number_of_tasks(session: Session, num_proc: int | None) -> int:
     Raises:
         ConfigError: ``num_proc`` is no number of processes.
     """
-    number = session.default_parallelism if num_proc is None else num_proc
-    if not isinstance(number, int) or number < 1:
-        raise ConfigError(f"run(num_proc={num_proc!r}): give a whole number of processes, at least 1")
-    return number
+    return checked_number(session.default_parallelism if num_proc is None else num_proc, "run")
 
 
 class _Job:

@@ -165,3 +165,14 @@ def _connected() -> bool:
 
     connect = sys.modules.get("pyspark.sql.connect.session")  # if nobody has imported it, there is no such session
     return connect is not None and connect.SparkSession.getActiveSession() is not None
+
+
+def checked_number(num_proc: int, call: str) -> int:
+    """A number of processes that was given to ``call``.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if not isinstance(num_proc, int) or num_proc < 1:
+        raise ConfigError(f"{call}(num_proc={num_proc!r}): give a whole number of processes, at least 1")
+    return num_proc

@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import hvdgloo.run as _run
-from hvdgloo.errors import ConfigError
 from hvdgloo.runner.job.environment import is_host_specific
 from hvdgloo.spark import _session
 
@@ -71,7 +70,7 @@ class LocalBackend(Backend):
     """
 
     def __init__(self, num_proc: int = 1, env: Mapping[str, str] | None = None, **kwargs: Any) -> None:
-        self._num_proc = _checked(num_proc, "LocalBackend")
+        self._num_proc = _session.checked_number(num_proc, "LocalBackend")
         self._env = dict(env or {})
         self._kwargs = kwargs
 
@@ -100,7 +99,7 @@ class SparkBackend(Backend):
     """
 
     def __init__(self, num_proc: int | None = None, env: Mapping[str, str] | None = None, **kwargs: Any) -> None:
-        self._num_proc = default_num_proc() if num_proc is None else _checked(num_proc, "SparkBackend")
+        self._num_proc = default_num_proc() if num_proc is None else _session.checked_number(num_proc, "SparkBackend")
         self._env = env
         self._kwargs = kwargs
 
@@ -121,9 +120,3 @@ class SparkBackend(Backend):
 
     def num_processes(self) -> int:
         return self._num_proc
-
-
-def _checked(num_proc: int, name: str) -> int:
-    if not isinstance(num_proc, int) or num_proc < 1:
-        raise ConfigError(f"{name}(num_proc={num_proc!r}): give a whole number of processes, at least 1")
-    return num_proc
