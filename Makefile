@@ -4,7 +4,8 @@
 # (setup.cfg).
 #
 # Environments: .venv has torch and numpy, and is all that `make test` needs. Each of the others is for what cannot be
-# installed in .venv as well; `make test-all` makes them and runs their tests, too.
+# installed in .venv as well; `make test-all` makes them and runs their tests, too, and `make test-spark`
+# does so for Spark and Ray.
 
 PYTHON ?= python3
 # Byte code is kept: tests start thousands of interpreters, and compiling hvdgloo costs each of them a tenth of a second.
