@@ -8,6 +8,7 @@ once all slots of its host are in use, its local rank is its slot. So it finds f
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -94,6 +95,11 @@ class Roster:
         for seat in self.seats:
             counts[seat.home] = counts.get(seat.home, 0) + 1
         return tuple(counts.items())
+
+    @cached_property
+    def workers(self) -> Counter[str]:
+        """The number of members on each host, as discoveries name them."""
+        return Counter(seat.host for seat in self.seats)
 
 
 def choose(epoch: int, candidates: Sequence[Candidate], largest: int | None = None) -> Roster:

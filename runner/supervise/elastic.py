@@ -58,6 +58,8 @@ class Visit:
         waiting: workers to be started there as soon as that is possible, with their numbers.
         leaving: it is to be given back.
         parted: it takes no further part: its agent was told to end, or was lost.
+        plan: the last one by which workers were ordered here.
+        lost: the job was told that all of them are.
         ends_by: when its command is killed if it has not ended; infinite until ``over``.
     """
 
@@ -69,6 +71,8 @@ class Visit:
     waiting: list[tuple[int, SpawnOrder]] = field(default_factory=list)
     leaving: bool = False
     parted: bool = False
+    plan: Roster | None = None
+    lost: bool = False
     ends_by: float = math.inf
 
     @property
@@ -193,16 +197,24 @@ class ElasticSupervisor(Supervisor):
         self._ranks[number] = spawn.plan.ranks[spawn.worker]
         if self.settled:
             return
+        visit = self._visits.get(spawn.host)
+        if visit is not None and visit.lost and visit.plan is spawn.plan:
+            return  # the rest of an order, whose workers the job has given up together
         visit = self._come(spawn.host)
         if visit is None:
             return
         visit.waiting.append((number, spawn))
+        visit.plan = spawn.plan
         if visit.admitted:
             self._start_waiting(visit)
 
     def _start_waiting(self, visit: Visit) -> None:
         assert visit.link is not None
-        workers = len(visit.link.workers) + len(visit.waiting)
+        if not visit.waiting:
+            return
+        # An order of thousands may not be complete yet; its plan is.
+        planned = visit.waiting[-1][1].plan.workers[visit.name]
+        workers = max(len(visit.link.workers) + len(visit.waiting), planned)
         try:
             check_load(visit.name, workers, visit.hello.cores)
         except ConfigError as error:
@@ -389,6 +401,7 @@ class ElasticSupervisor(Supervisor):
         visit.waiting.clear()
         self.door.withdraw(visit)
         if not self.settled:
+            visit.lost = True
             self.driver.host_lost(visit.name, reason)
 
     def _let_go(self, visit: Visit) -> None:
