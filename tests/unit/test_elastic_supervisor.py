@@ -189,7 +189,9 @@ def test_the_places_of_many_workers_are_worked_out_once(
 TOO_MANY = Roster(0, tuple(Seat(f"h1/{slot}/first", "h1", slot, slot) for slot in range(1000)))
 
 
-def test_a_host_is_refused_by_what_is_planned_for_it_and_once_only(supervisor: ElasticSupervisor) -> None:
+def test_a_host_is_refused_by_what_is_planned_for_it_and_once_only(
+    supervisor: ElasticSupervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The agent may have come before all orders have; those that are left are no reason to try the host again."""
     lost: list[str] = []
     supervisor.driver = cast(Any, SimpleNamespace(host_lost=lambda host, reason: lost.append(reason)))
@@ -201,7 +203,7 @@ def test_a_host_is_refused_by_what_is_planned_for_it_and_once_only(supervisor: E
     assert [reason.partition(",")[0] for reason in lost] == ["1000 processes would run on host h1"]
     assert supervisor.visit("h1") is visit
     tried_again: list[Visit] = []
-    supervisor._begin_visit = tried_again.append  # type: ignore[method-assign]
+    monkeypatch.setattr(supervisor, "_begin_visit", tried_again.append)
     supervisor.start_worker(Spawn(PLAN.seats[0].worker, "h1", 0, PLAN))
     supervisor._loop.turn(0.0)
     assert [visit.name for visit in tried_again] == ["h1"], "a later order is another attempt"
