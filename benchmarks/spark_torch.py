@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -118,8 +117,6 @@ def _epochs(training: Any, rounds: int) -> tuple[list[float], list[float]]:
     import hvdgloo.torch as hvd
     from hvdgloo.spark.torch._remote import TorchJob, train
 
-    # TensorBoard would take the tensorflow.py in this folder for the package of that name.
-    sys.path[:] = [path for path in sys.path if Path(path) != Path(__file__).parent]
     hvd.init()
     torch.set_num_threads(1)
     with training.batches(hvd.rank(), hvd.size()) as reader:

@@ -1,6 +1,6 @@
 """Training steps per second in TensorFlow: hvdgloo's tape, tf.distribute's MultiWorkerMirroredStrategy, and neither.
 
-    python benchmarks/tensorflow.py [--np 2] [--rounds 20] [--only mlp,conv] [--json FILE]
+    python benchmarks/tensorflow_steps.py [--np 2] [--rounds 20] [--only mlp,conv] [--json FILE]
 
 Two networks of Keras on made-up data, in a tf.function, one thread within operators and two across them per rank. All
 ways train copies of the same network in the same processes; a round is one step of each in turn, after a barrier. The
@@ -15,15 +15,11 @@ import contextlib
 import json
 import os
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-# This file has the name of the package that it is about: its folder must not be searched before that is imported.
-sys.path[:] = [place for place in sys.path if Path(place or ".").resolve() != Path(__file__).resolve().parent]
-
-import hvdgloo.run  # noqa: E402 - as said above
+import hvdgloo.run
 
 WAYS = ("hvdgloo", "strategy", "alone")
 

@@ -1,6 +1,6 @@
 """What a RayExecutor takes from its start to its end, against hvdgloo.run.run, and what a call of its workers takes.
 
-    python benchmarks/ray.py [--np 2] [--rounds 5] [--json FILE]
+    python benchmarks/ray_executor.py [--np 2] [--rounds 5] [--json FILE]
 
 A round is one of each in turn: ``hvdgloo.run.run``, and an executor that is started, runs the same function and is shut
 down, on a cluster of this machine whose pool has processes for its actors (**warm**) or has to start them (**cold**;
@@ -14,20 +14,17 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# This file has the name of the package that it is about: its folder must not be searched before that is imported.
-sys.path[:] = [place for place in sys.path if Path(place or ".").resolve() != Path(__file__).resolve().parent]
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
-import ray  # noqa: E402 - as said above
+import ray
 
-import hvdgloo.run  # noqa: E402 - as said above
-from hvdgloo.ray import RayExecutor  # noqa: E402 - as said above
+import hvdgloo.run
+from hvdgloo.ray import RayExecutor
 
 CALLS = 200
 
