@@ -33,7 +33,7 @@ class Job(msgspec.Struct, omit_defaults=False):
         size: number of ranks; of an elastic job, those of the present epoch.
         epoch, least, most: of an elastic job; ``most`` None if there is no limit; both None for a job of fixed size.
         versions: package to version: hvdgloo, python, torch...
-        steps: of the slowest rank.
+        steps: of the rank that has made most; newcomers of an elastic job begin at 0.
         steps_per_second, bytes_per_second: at the moment; steps of the slowest rank, bytes of all.
         step_seconds, computing, waiting, communicating: of a step at the moment, the mean of all ranks; the last three
             are shares of it.

@@ -1,0 +1,531 @@
+"""What is known of the job, and what has changed since it was last told. Not thread-safe: ``Observatory`` is."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from hvdgloo._observe.samples import HostSample, Lateness, Missing, Note, Observation, Sample
+from hvdgloo.rendezvous._observatory import stragglers, view
+from hvdgloo.rendezvous._observatory.output import Output
+from hvdgloo.rendezvous._observatory.rates import HostWindow, Rates, Window
+from hvdgloo.rendezvous._observatory.series import Recording, brief
+from hvdgloo.rendezvous._observatory.stragglers import duration
+
+_POINTS = 512
+_POINTS_OF_RANK = 256
+_POINTS_OF_HEAT = 256
+_EVENTS = 500
+_LONGEST_TEXT = 2000
+_LONGEST_MORE = 16 * 1024
+_PLANES = 64
+_LEAVERS = 64  # hosts that have left or were lost, and are still shown
+_MOST_RANKS = 65536  # in a job whose ranks nobody has placed: what a forged sample may make us believe
+_STALLED = 10.0  # seconds that others have waited for a rank, from which on it is shown as stalled
+_FORGOTTEN = 60.0  # seconds after which a straggler that was none meanwhile is news again
+
+_STATE = {name: index for index, name in enumerate(view.STATES)}
+_DOING = ("starting", "computing", "waiting", "communicating", "idle")
+
+_CURVES = ("steps_per_second", "step_seconds", "computing", "waiting", "communicating", "cpu", "memory")
+_BYTES = "bytes per second by "
+
+
+class _Host:
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.state = "up"
+        self.window: HostWindow | None = None
+
+    def show(self) -> view.Host:
+        return self.window.show(self.name, self.state) if self.window else view.Host(self.name, self.state)
+
+
+class _Rank:
+    def __init__(self, rank: int, host: str, local_rank: int, pid: int, started: float) -> None:
+        self.rank = rank
+        self.host = host
+        self.local_rank = local_rank
+        self.pid = pid
+        self.fate = ""  # "lost", "failed" or "ended"
+        self.reason = ""
+        self.window = Window()
+        self.rates = Rates()
+        self.recording: Recording[str] = Recording(started, _POINTS_OF_RANK)
+
+    def move(self, host: str, local_rank: int, pid: int) -> None:
+        """To another place, which another process fills."""
+        if (host, local_rank) != (self.host, self.local_rank):
+            self.window = Window()
+        self.host, self.local_rank, self.pid = host, local_rank, pid
+        self.fate = self.reason = ""
+
+
+class Model:
+    """The job.
+
+    Args:
+        job: its id, command and so on; changed in place.
+    """
+
+    def __init__(self, job: view.Job) -> None:
+        self.output = Output()
+        self._job = job
+        self._placed = False  # whether somebody who knows says where ranks are
+        self._hosts: dict[str, _Host] = {}
+        self._ranks: dict[int, _Rank] = {}
+        self._lateness: Lateness | None = None
+        self._lateness_of = 0  # process whose totals these are
+        self._missing: Sequence[Missing] = ()
+        self._stacks: Sequence[tuple[int, str]] = ()
+        self._settings: dict[str, Any] = {}
+        self._events: deque[view.Event] = deque(maxlen=_EVENTS)
+        self._number = 0
+        self._stragglers_known: dict[int, float] = {}
+        self._series: Recording[str] = Recording(job.started, _POINTS)
+        self._heat: Recording[int] = Recording(job.started, _POINTS_OF_HEAT, total=True, curves=_MOST_RANKS)
+        self._hot: dict[int, float] = {}  # seconds by rank since the last tick
+        self._changed = True
+        self._still = False  # nothing happens in the job: time alone changes nothing
+        self._ticked = job.started
+        # What readers have been told.
+        self._told = view.Snapshot(job=msgspec.structs.replace(job))
+        self._rows: dict[int, tuple[Any, ...]] = {}
+
+    # What comes in.
+
+    @property
+    def still(self) -> bool:
+        """Whether there is nothing to tell until something comes in."""
+        return self._still and not self._changed
+
+    def observe(self, host: str, observation: Observation, now: float) -> None:
+        if not math.isfinite(observation.at):
+            return
+        if isinstance(observation, Sample):
+            self._sample(host, observation, now)
+        elif isinstance(observation, HostSample):
+            if self._placed and host not in self._hosts:
+                return
+            known = self._host(host)
+            known.window = known.window or HostWindow()
+            known.window.put(observation)
+        else:
+            self._note(host, observation)
+        self._changed = True
+
+    def placed(self, epoch: int, seats: Iterable[tuple[int, str, int, int]]) -> None:
+        places = {rank: (host, local_rank, pid) for rank, host, local_rank, pid in seats}
+        self._placed = True
+        if epoch != self._job.epoch:
+            self._begin(epoch)
+        for rank in set(self._ranks) - set(places):
+            del self._ranks[rank]
+        for rank, (host, local_rank, pid) in sorted(places.items()):
+            self._host(host).state = "up"
+            known = self._ranks.get(rank)
+            if known is None:
+                self._ranks[rank] = _Rank(rank, host, local_rank, pid, self._job.started)
+            elif (host, local_rank, pid) != (known.host, known.local_rank, known.pid):
+                known.move(host, local_rank, pid)
+        self._job.size = len(places)
+        self._changed = True
+
+    def worker(self, rank: int, state: str, reason: str, now: float) -> None:
+        known = self._ranks.get(rank)
+        if known is None:
+            return
+        if state in ("lost", "failed", "ended"):
+            if known.fate != state and state != "ended":
+                self.event("failure", reason or f"rank {rank} ({known.host}) is {state}", rank, "", now)
+            known.fate, known.reason = state, reason[:_LONGEST_TEXT]
+            self.output.finish(rank, now)
+        else:
+            known.fate = known.reason = ""
+        self._changed = True
+
+    def host(self, name: str, state: str, now: float) -> None:
+        host = self._host(name)
+        if host.state != state:
+            host.state = state
+            text = {"up": "is back", "lost": "is lost", "left": "has left the job"}.get(state, f"is {state}")
+            self.event("host", f"host {name} {text}", -1, "", now)
+        if state == "lost":
+            for rank in self._ranks.values():
+                if rank.host == name and not rank.fate:
+                    rank.fate, rank.reason = "lost", f"host {name} is lost"
+        self._changed = True
+
+    def event(self, kind: str, text: str, rank: int, more: str, now: float) -> None:
+        self._number += 1
+        self._events.append(view.Event(self._number, now, kind, rank, text[:_LONGEST_TEXT], more[:_LONGEST_MORE]))
+        self._changed = True
+
+    def write(self, rank: int, stream: int, data: bytes, now: float) -> None:
+        self.output.write(rank, stream, data, now)
+        self._changed = True
+
+    def ended(self, exit_code: int, message: str, now: float) -> None:
+        self._job.state = "failed" if exit_code else "ended"
+        self._job.exit_code = exit_code
+        self._job.message = message[:_LONGEST_TEXT]
+        self.output.finish_all(now)
+        for rank in self._ranks.values():
+            rank.fate = rank.fate or "ended"
+        text = "the job has ended" if not exit_code else message or f"the job has failed with exit status {exit_code}"
+        self.event("state", text, -1, "", now)
+
+    # What goes out.
+
+    def samples(self) -> list[tuple[str, Sample]]:
+        """The latest sample of each rank, with its host, in the order of ranks."""
+        return [(known.host, known.window.last) for _, known in sorted(self._ranks.items()) if known.window.last]
+
+    def host_samples(self) -> dict[str, HostSample]:
+        """The latest sample of each host."""
+        return {host.name: host.window.last for host in self._hosts.values() if host.window}
+
+    def lateness(self) -> Lateness | None:
+        """Who made whom wait, as rank 0 said at last."""
+        return self._lateness
+
+    def series_of(self, rank: int) -> view.Series:
+        return _series(self._ranks[rank].recording)
+
+    def snapshot(self, now: float) -> view.Snapshot:
+        """All that readers have been told, and the curves."""
+        told = msgspec.structs.replace(
+            self._told,
+            job=msgspec.structs.replace(self._told.job, now=now),
+            series=_series(self._series),
+            heat=_heat(self._heat),
+        )
+        if self._rows:
+            told.ranks = _columns(self._rows)
+        return told
+
+    def tick(self, now: float) -> view.Update | None:
+        """Brings everything up to ``now``; what is new, or None."""
+        if self.still:
+            return None
+        self._changed = False
+        if now - self._ticked > 1.5:
+            self._series.hold(now - 1)
+            for rank in self._ranks.values():
+                rank.recording.hold(now - 1)
+        self._ticked = now
+        for rank in self._ranks.values():
+            rank.rates = Rates() if rank.fate else rank.window.rates(now)
+        planes = self._planes()
+        late = self._late(now)
+        self._sum_up()
+        self._record(now, planes)
+        self._still = self._job.steps_per_second == 0 and self._job.bytes_per_second == 0
+        return self._tell(now, planes, late)
+
+    # How samples are taken in.
+
+    def _host(self, name: str) -> _Host:
+        if name not in self._hosts:
+            self._hosts[name] = _Host(name)
+            leavers = [host.name for host in self._hosts.values() if host.state != "up"]
+            used = {rank.host for rank in self._ranks.values()}
+            for leaver in leavers[: max(0, len(leavers) - _LEAVERS)]:
+                if leaver not in used:
+                    del self._hosts[leaver]
+        return self._hosts[name]
+
+    def _begin(self, epoch: int) -> None:
+        """A new epoch of an elastic job."""
+        self._job.epoch = epoch
+        self._lateness = None
+        self._missing = ()
+        self._stragglers_known.clear()
+        for rank in self._ranks.values():
+            rank.fate = rank.reason = ""
+
+    def _sample(self, host: str, sample: Sample, now: float) -> None:
+        if not sample.rank < sample.size <= _MOST_RANKS or sample.epoch < self._job.epoch:
+            return
+        if self._placed:
+            known = self._ranks.get(sample.rank)
+            if known is None or known.host != host or sample.epoch > self._job.epoch:
+                return  # not its place, or not its place yet
+        else:
+            if sample.epoch > self._job.epoch or sample.size != self._job.size:
+                self._begin(sample.epoch)
+                self._job.size = sample.size
+                for gone in [rank for rank in self._ranks if rank >= sample.size]:
+                    del self._ranks[gone]
+            known = self._ranks.get(sample.rank)
+            self._host(host)
+            if known is None or known.host != host:
+                local_rank = sum(1 for rank in self._ranks.values() if rank.host == host and rank.rank < sample.rank)
+                known = self._ranks[sample.rank] = _Rank(sample.rank, host, local_rank, sample.pid, self._job.started)
+        if self._job.state == "starting":
+            self._job.state = "running"
+        known.window.put(sample, now)
+        if sample.rank == 0:
+            self._of_rank_0(sample, now)
+
+    def _of_rank_0(self, sample: Sample, now: float) -> None:
+        self._missing = sample.missing
+        if sample.settings is not None:
+            self._settings = sample.settings
+        if sample.lateness is not None:
+            before: dict[int, float] = {}
+            if self._lateness and self._lateness_of == sample.pid and self._lateness.rounds <= sample.lateness.rounds:
+                before = {late.rank: late.seconds for late in self._lateness.ranks}
+            for late in sample.lateness.ranks:
+                seconds = late.seconds - before.get(late.rank, 0.0)
+                if seconds > 0 and late.rank in self._ranks:
+                    self._hot[late.rank] = self._hot.get(late.rank, 0.0) + seconds
+            self._lateness, self._lateness_of = sample.lateness, sample.pid
+        if sample.stacks and sample.stacks != self._stacks:
+            for rank, text in sample.stacks:
+                if rank in self._ranks:
+                    where = f"rank {rank} ({self._ranks[rank].host})"
+                    self.event("stall", f"what {where} is doing: its Python stacks", rank, text, now)
+        self._stacks = sample.stacks
+
+    def _note(self, host: str, note: Note) -> None:
+        known = self._ranks.get(note.rank)
+        if self._placed and (known is None or known.host != host):
+            return
+        kind = note.kind if note.kind in ("warning", "stall", "stall ended", "tuning", "trace") else "warning"
+        text, _, more = note.text.partition("\n")
+        self.event(kind, text, note.rank, more, note.at)
+
+    # How a tick comes to its values.
+
+    def _planes(self) -> list[view.PlaneUse]:
+        found: dict[tuple[str, int, str, str], view.PlaneUse] = {}
+
+        def use(name: str, process_set: int, device: str, why: str) -> view.PlaneUse | None:
+            key = (name, process_set, device, why)
+            if key not in found and len(found) < _PLANES:
+                found[key] = view.PlaneUse(name, process_set, device, why[:_LONGEST_TEXT], 0, 0, 0, 0.0)
+            return found.get(key)
+
+        for rank in self._ranks.values():
+            sample = rank.window.last
+            if sample is None:
+                continue
+            own: dict[tuple[str, int], view.PlaneUse] = {}
+            for plane in sample.planes:
+                used = use(plane.name, plane.process_set, plane.device, plane.why)
+                if used:
+                    used.ranks += 1
+                    own.setdefault((plane.name, plane.process_set), used)
+            for flow in sample.flows:
+                used = own.get((flow.plane, flow.process_set))
+                if used is None:
+                    why = "small tensors travel with the negotiation" if flow.plane == "agreement" else ""
+                    used = use(flow.plane, flow.process_set, "cpu", why)
+                    if used:
+                        used.ranks += 1
+                if used:
+                    used.operations += flow.operations
+                    used.bytes += flow.bytes
+                    used.bytes_per_second += rank.rates.flows.get((flow.plane, flow.process_set), 0.0)
+        for plane in found.values():
+            plane.bytes_per_second = brief(plane.bytes_per_second)
+        return sorted(found.values(), key=lambda plane: (plane.process_set, -plane.bytes, plane.name, plane.why))
+
+    def _late(self, now: float) -> list[view.Straggler]:
+        places = {
+            rank.rank: stragglers.Place(rank.rank, rank.host, sample.gpu, rank.rates, steps=sample.steps.count > 1)
+            for rank in self._ranks.values()
+            if not rank.fate and (sample := rank.window.last)
+        }
+        hosts = {host.name: host.window.mean() for host in self._hosts.values() if host.window and host.state == "up"}
+        found = stragglers.find(self._lateness, places, hosts)
+        for straggler in found:
+            if straggler.rank not in self._stragglers_known:
+                self.event("straggler", straggler.text, straggler.rank, "", now)
+            self._stragglers_known[straggler.rank] = now
+        for rank in [rank for rank, seen in self._stragglers_known.items() if now - seen > _FORGOTTEN]:
+            del self._stragglers_known[rank]
+        return found
+
+    def _sum_up(self) -> None:
+        job = self._job
+        active = [rank for rank in self._ranks.values() if not rank.fate]
+        stepping = [rank.rates for rank in active if rank.rates.step_seconds > 0]
+        job.steps = max(
+            [job.steps, *(rank.window.last.steps.count for rank in self._ranks.values() if rank.window.last)]
+        )
+        job.steps_per_second = brief(min((rates.steps_per_second for rates in stepping), default=0.0))
+        job.bytes_per_second = brief(sum(rank.rates.bytes_per_second for rank in active))
+        total = sum(rates.step_seconds for rates in stepping)
+        job.step_seconds = brief(total / len(stepping)) if stepping else 0.0
+        job.computing = brief(sum(rates.computing for rates in stepping) / total) if total else 0.0
+        job.waiting = brief(sum(rates.waiting for rates in stepping) / total) if total else 0.0
+        job.communicating = brief(sum(rates.communicating for rates in stepping) / total) if total else 0.0
+
+    def _record(self, now: float, planes: Sequence[view.PlaneUse]) -> None:
+        job = self._job
+        cpu = memory = 0.0
+        heard = False
+        for rank in self._ranks.values():
+            sample = rank.window.last
+            if sample is None or rank.fate:
+                continue
+            heard = True
+            cpu += rank.rates.cpu
+            memory += sample.memory
+            values = _step_values(rank.rates)
+            values["cpu"] = rank.rates.cpu
+            values["memory"] = sample.memory
+            for (plane, _), rate in rank.rates.flows.items():
+                values[_BYTES + plane] = values.get(_BYTES + plane, 0.0) + rate
+            rank.recording.add(now, values)
+        if heard:
+            everybody = Rates(
+                job.steps_per_second,
+                job.step_seconds,
+                job.waiting * job.step_seconds,
+                job.communicating * job.step_seconds,
+            )
+            values = _step_values(everybody)
+            values["cpu"], values["memory"] = cpu, memory
+            for use in planes:
+                values[_BYTES + use.name] = values.get(_BYTES + use.name, 0.0) + use.bytes_per_second
+            self._series.add(now, values)
+        self._heat.add(now, self._hot)
+        self._hot = {}
+
+    # How it is told.
+
+    def _row(self, rank: _Rank, hosts: Mapping[str, int], stalled: Mapping[int, str]) -> tuple[Any, ...]:
+        """In the order of ``view.Ranks``' fields."""
+        sample = rank.window.last
+        rates = rank.rates
+        state, detail = self._doing(rank, stalled)
+        step = rates.step_seconds
+        return (
+            rank.rank,
+            hosts[rank.host],
+            rank.local_rank,
+            sample.pid if sample else rank.pid,
+            _STATE[state],
+            detail,
+            sample.steps.count if sample else 0,
+            sample.operations if sample else 0,
+            sample.bytes if sample else 0,
+            brief(step),
+            brief(rates.computing / step) if step else 0.0,
+            brief(rates.waiting / step) if step else 0.0,
+            brief(rates.communicating / step) if step else 0.0,
+            brief(rates.before_first),
+            brief(rates.bytes_per_second),
+            brief(rates.cpu),
+            sample.memory if sample else 0,
+            sample.gpu if sample else -1,
+        )
+
+    def _doing(self, rank: _Rank, stalled: Mapping[int, str]) -> tuple[str, str]:
+        """A rank's state, and what there is to say about it."""
+        if rank.fate:
+            return rank.fate, rank.reason
+        sample = rank.window.last
+        if sample is None:
+            return "starting", ""
+        if rank.rank in stalled:
+            return "stalled", stalled[rank.rank]
+        doing = sample.doing if sample.doing in _DOING else "computing"
+        if doing != "waiting" or not sample.pending:
+            return doing, ""
+        missing = next((missing for missing in self._missing if missing.name == sample.pending), None)
+        name = sample.pending[:_LONGEST_TEXT]
+        if missing is None or not missing.ranks:
+            return doing, f"waits for {name}"
+        return doing, f"waits for {self._named(missing)}: {name}"
+
+    def _named(self, missing: Missing) -> str:
+        """Ranks that are missing, in words."""
+        if missing.count > 3 or not all(rank in self._ranks for rank in missing.ranks):
+            return f"{missing.count:,} ranks" if missing.count != 1 else f"rank {missing.ranks[0]}"
+        names = [f"rank {rank} ({self._ranks[rank].host})" for rank in missing.ranks]
+        return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+    def _tell(self, now: float, planes: list[view.PlaneUse], late: list[view.Straggler]) -> view.Update:
+        job = self._job
+        job.now = now
+        told = self._told
+        names = {name: index for index, name in enumerate(self._hosts)}
+        stalled: dict[int, str] = {}
+        for missing in self._missing:
+            if missing.seconds >= _STALLED:
+                for number in missing.ranks:
+                    text = f"others have waited for {duration(int(missing.seconds))}: {missing.name[:_LONGEST_TEXT]}"
+                    stalled.setdefault(number, text)
+        rows = {number: self._row(rank, names, stalled) for number, rank in sorted(self._ranks.items())}
+        changed = {number: row for number, row in rows.items() if self._rows.get(number) != row}
+        gone = sorted(set(self._rows) - set(rows))
+        hosts = [host.show() for host in self._hosts.values()]
+        waits = list(self._lateness.waits) if self._lateness else []
+        first_new = told.events[-1].number if told.events else 0
+        update = view.Update(
+            job=msgspec.structs.replace(job),
+            hosts=hosts if hosts != told.hosts else None,
+            ranks=_columns(changed) if changed else None,
+            gone=gone or None,
+            planes=planes if planes != told.planes else None,
+            stragglers=late if late != told.stragglers else None,
+            waits=waits if waits != told.waits else None,
+            events=[event for event in self._events if event.number > first_new] or None,
+            series=_series(self._series, self._series.unread()),
+            heat=_heat(self._heat, self._heat.unread()),
+            settings=self._settings if self._settings != told.settings else None,
+            output=self.output.number if self.output.number != told.output else None,
+        )
+        self._rows = rows
+        self._told = view.Snapshot(
+            job=update.job,
+            hosts=hosts,
+            planes=planes,
+            stragglers=late,
+            waits=waits,
+            events=list(self._events),
+            settings=self._settings,
+            output=self.output.number,
+        )
+        return update
+
+
+def _step_values(rates: Rates) -> dict[str, float]:
+    """A point of each curve about steps; none where none is made now."""
+    if not rates.steps_per_second:
+        return {"steps_per_second": 0.0} if rates.step_seconds else {}
+    return {
+        "steps_per_second": rates.steps_per_second,
+        "step_seconds": rates.step_seconds,
+        "computing": rates.computing,
+        "waiting": rates.waiting,
+        "communicating": rates.communicating,
+    }
+
+
+def _columns(rows: Mapping[int, tuple[Any, ...]]) -> view.Ranks:
+    return view.Ranks(*(list(column) for column in zip(*rows.values(), strict=True)))
+
+
+def _series(recording: Recording[str], begin: int = 0) -> view.Series:
+    planes = [key.removeprefix(_BYTES) for key in recording.keys() if key.startswith(_BYTES)]
+    return view.Series(
+        at=recording.at(begin),
+        width=recording.width,
+        bytes_per_second={plane: recording.curve(_BYTES + plane, begin) for plane in planes},
+        **{name: recording.curve(name, begin) for name in _CURVES},
+    )
+
+
+def _heat(recording: Recording[int], begin: int = 0) -> view.Heat:
+    rows = {rank: recording.totals(rank, begin) for rank in sorted(recording.keys())}
+    rows = {rank: row for rank, row in rows.items() if any(row)}
+    return view.Heat(recording.at(begin), recording.width, list(rows), list(rows.values()))
