@@ -226,6 +226,14 @@ class Gone(Event):
 
 
 @dataclass(frozen=True)
+class Silent(Event):
+    """A worker does not listen to news any more, ``seconds`` after the last ones, though its process is there."""
+
+    worker: str
+    seconds: float
+
+
+@dataclass(frozen=True)
 class TimePassed(Event):
     """The job's deadline has come."""
 

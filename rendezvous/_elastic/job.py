@@ -51,6 +51,7 @@ from hvdgloo.rendezvous._elastic.events import (
     Recalled,
     Registered,
     Rules,
+    Silent,
     Spawn,
     Stop,
     Synced,
@@ -228,6 +229,8 @@ class ElasticJob:
                 self._crew.hosts.identified(host, identity)
             case Leaving():
                 self._leaving(event)
+            case Silent():
+                self._silent(event)
             case TimePassed():
                 self._end_the_late()
         before = self.phase
@@ -419,6 +422,15 @@ class ElasticJob:
         if self.phase is P.RUNNING and any(self._crew.is_member(worker) for worker in lost):
             # A host that was cut off closes no connection: without this its peers would wait for it in vain.
             self._void(f"host {event.host} was lost: {event.reason}")
+
+    def _silent(self, event: Silent) -> None:
+        """A member that hangs is lost by the others. One that has no others is ended here, if somebody wants to join."""
+        worker = self._crew.workers.get(event.worker)
+        alone = worker is not None and self._crew.is_member(worker) and self.roster.size == 1
+        if worker is not None and alone and self.phase is P.RUNNING and self._announced & Update.ADDED:
+            worker.end_by = self._now
+            worker.end_reason = f"others want to join it, and it has not listened for {event.seconds:.0f} s"
+            self._end_the_late()
 
     def _leaving(self, event: Leaving) -> None:
         self._crew.hosts.leaves(event.host)

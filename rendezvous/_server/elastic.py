@@ -32,6 +32,7 @@ from hvdgloo.rendezvous._elastic.events import (
     Recalled,
     Registered,
     Rules,
+    Silent,
     Synced,
     TimePassed,
     Up,
@@ -51,6 +52,12 @@ logger = logging.getLogger(__name__)
 LOST_TIME = 0.5
 """Seconds without any connection after which a worker counts as gone, where no launcher knows."""
 
+SILENT_TIME = 30.0
+"""Seconds in which a worker that has got news listens again, or counts as silent. It listens on a thread of its own, so
+only a process that is stopped, or holds the interpreter's lock all the time, takes longer."""
+
+_LATE = 1.0  # seconds by which a busy machine may wake a thread late
+
 
 class ElasticEpochs:
     """The epochs of one elastic job. Thread-safe.
@@ -60,6 +67,7 @@ class ElasticEpochs:
         act: told each action that is not an answer or news, and each epoch that was formed, in order. It must only take
             note of it: it is called under the lock, and may not call back.
         hold: seconds in which no epoch is formed, if workers may be in training of which a server before this one knew.
+        silent_time: seconds; see ``SILENT_TIME``.
         clock: monotonic seconds.
 
     Attributes:
@@ -72,6 +80,7 @@ class ElasticEpochs:
         *,
         act: Callable[[Action], None] = lambda action: None,
         hold: float = 0.0,
+        silent_time: float = SILENT_TIME,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.rules = rules
@@ -87,6 +96,8 @@ class ElasticEpochs:
         self._clients: dict[str, str] = {}  # client to worker
         self._connected: dict[str, set[str]] = {}  # worker to clients
         self._leaving_at: dict[str, float] = {}  # worker to when it counts as gone
+        self._silent_time = silent_time
+        self._silent_at: dict[str, float] = {}  # worker that has got news to when it counts as silent
         self._topology: tuple[int, bytes] = (-1, b"")  # of the newest epoch
         self._news = elastic.News(0, 0, 0, -1, "")
         self._readers: list[Latch] = []
@@ -195,8 +206,9 @@ class ElasticEpochs:
         with self._lock:
             self._check_open()
             self._recall(client, listen.worker, listen.place)
+            self._silent_at.pop(listen.worker, None)
             if self._news.number != listen.since:
-                return elastic.NEWS.encode(self._news)
+                return self._tell_news(listen.worker)
             self._readers.append(latch)
         try:
             yield Pause(latch, timeout, latch.release)
@@ -206,7 +218,13 @@ class ElasticEpochs:
                     self._readers.remove(latch)
         with self._lock:
             self._check_open()
-            return elastic.NEWS.encode(self._news)
+            return self._tell_news(listen.worker)
+
+    def _tell_news(self, worker: str) -> bytes:
+        if worker in self._connected:  # it has not gone meanwhile
+            self._silent_at[worker] = self._clock() + self._silent_time
+            self._changed.notify()
+        return elastic.NEWS.encode(self._news)
 
     def client_came(self, client: str) -> None:
         """A client that may be a worker's has a connection."""
@@ -334,13 +352,18 @@ class ElasticEpochs:
     def _keep_time_until_closed(self) -> None:
         while not self._closed:
             now = self._clock()
-            due = min(self._job.deadline, min(self._leaving_at.values(), default=math.inf))
+            times = (*self._leaving_at.values(), *self._silent_at.values())
+            due = min(self._job.deadline, min(times, default=math.inf))
             if now < due:
                 self._changed.wait(min(due - now, threading.TIMEOUT_MAX))
                 continue
             for worker in [worker for worker, at in self._leaving_at.items() if now >= at]:
                 del self._leaving_at[worker]
                 self._tell(Gone(worker, None, "has lost its connection"))
+            for worker in [worker for worker, at in self._silent_at.items() if now >= at]:
+                self._silent_at[worker] = now + self._silent_time
+                if now - due < _LATE:  # else it was this process that did not run: what came meanwhile is not read yet
+                    self._tell(Silent(worker, self._silent_time))
             if now >= self._job.deadline:
                 self._tell(TimePassed())
 
@@ -384,6 +407,7 @@ class ElasticEpochs:
         self._infos.pop(worker, None)
         self._answers.pop(worker, None)
         self._connected.pop(worker, None)
+        self._silent_at.pop(worker, None)
         for client in [client for client, other in self._clients.items() if other == worker]:
             del self._clients[client]
 
