@@ -429,7 +429,7 @@ class ElasticJob:
         alone = worker is not None and self._crew.is_member(worker) and self.roster.size == 1
         if worker is not None and alone and self.phase is P.RUNNING and self._announced & Update.ADDED:
             worker.end_by = self._now
-            worker.end_reason = f"others want to join it, and it has not listened for {event.seconds:.0f} s"
+            worker.end_reason = f"it has not answered for {event.seconds:.0f} s, and others want to join it"
             self._end_the_late()
 
     def _leaving(self, event: Leaving) -> None:

@@ -116,7 +116,7 @@ def test_it_is_ended_once_others_wait_for_it(job: Job) -> None:
     job.pass_time(SILENT_TIME - 2)
     assert job.stopped() == []
     job.pass_time(4)
-    assert job.stopped() == [f"{job.member}: others want to join it, and it has not listened for 30 s"]
+    assert job.stopped() == [f"{job.member}: it has not answered for 30 s, and others want to join it"]
 
 
 def test_who_listens_or_is_waited_for_by_nobody_goes_on(job: Job) -> None:
