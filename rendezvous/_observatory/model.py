@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
 
 from hvdgloo._observe.samples import HostSample, Lateness, Missing, Note, Observation, Sample
-from hvdgloo.rendezvous._observatory import stragglers, view
+from hvdgloo.rendezvous._observatory import curves, stragglers, view
+from hvdgloo.rendezvous._observatory.members import Host, Rank, Waits, columns
 from hvdgloo.rendezvous._observatory.output import Output
 from hvdgloo.rendezvous._observatory.rates import HostWindow, Rates, Window
 from hvdgloo.rendezvous._observatory.series import Recording, brief
-from hvdgloo.rendezvous._observatory.stragglers import duration
 
 _POINTS = 512
-_POINTS_OF_RANK = 256
 _POINTS_OF_HEAT = 256
 _EVENTS = 500
 _LONGEST_TEXT = 2000
@@ -25,44 +24,7 @@ _LONGEST_MORE = 16 * 1024
 _PLANES = 64
 _LEAVERS = 64  # hosts that have left or were lost, and are still shown
 _MOST_RANKS = 65536  # in a job whose ranks nobody has placed: what a forged sample may make us believe
-_STALLED = 10.0  # seconds that others have waited for a rank, from which on it is shown as stalled
 _FORGOTTEN = 60.0  # seconds after which a straggler that was none meanwhile is news again
-
-_STATE = {name: index for index, name in enumerate(view.STATES)}
-_DOING = ("starting", "computing", "waiting", "communicating", "idle")
-
-_CURVES = ("steps_per_second", "step_seconds", "computing", "waiting", "communicating", "cpu", "memory")
-_BYTES = "bytes per second by "
-
-
-class _Host:
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.state = "up"
-        self.window: HostWindow | None = None
-
-    def show(self) -> view.Host:
-        return self.window.show(self.name, self.state) if self.window else view.Host(self.name, self.state)
-
-
-class _Rank:
-    def __init__(self, rank: int, host: str, local_rank: int, pid: int, started: float) -> None:
-        self.rank = rank
-        self.host = host
-        self.local_rank = local_rank
-        self.pid = pid
-        self.fate = ""  # "lost", "failed" or "ended"
-        self.reason = ""
-        self.window = Window()
-        self.rates = Rates()
-        self.recording: Recording[str] = Recording(started, _POINTS_OF_RANK)
-
-    def move(self, host: str, local_rank: int, pid: int) -> None:
-        """To another place, which another process fills."""
-        if (host, local_rank) != (self.host, self.local_rank):
-            self.window = Window()
-        self.host, self.local_rank, self.pid = host, local_rank, pid
-        self.fate = self.reason = ""
 
 
 class Model:
@@ -76,8 +38,8 @@ class Model:
         self.output = Output()
         self._job = job
         self._placed = False  # whether somebody who knows says where ranks are
-        self._hosts: dict[str, _Host] = {}
-        self._ranks: dict[int, _Rank] = {}
+        self._hosts: dict[str, Host] = {}
+        self._ranks: dict[int, Rank] = {}
         self._lateness: Lateness | None = None
         self._lateness_of = 0  # process whose totals these are
         self._missing: Sequence[Missing] = ()
@@ -115,7 +77,7 @@ class Model:
             known.window = known.window or HostWindow()
             known.window.put(observation)
         else:
-            self._note(host, observation)
+            self._note(host, observation, now)
         self._changed = True
 
     def placed(self, epoch: int, seats: Iterable[tuple[int, str, int, int]]) -> None:
@@ -129,7 +91,7 @@ class Model:
             self._host(host).state = "up"
             known = self._ranks.get(rank)
             if known is None:
-                self._ranks[rank] = _Rank(rank, host, local_rank, pid, self._job.started)
+                self._ranks[rank] = Rank(rank, host, local_rank, pid, self._job.started)
             elif (host, local_rank, pid) != (known.host, known.local_rank, known.pid):
                 known.move(host, local_rank, pid)
         self._job.size = len(places)
@@ -146,6 +108,8 @@ class Model:
             self.output.finish(rank, now)
         else:
             known.fate = known.reason = ""
+            if state == "running" and self._job.state == "starting":
+                self._job.state = "running"
         self._changed = True
 
     def host(self, name: str, state: str, now: float) -> None:
@@ -194,44 +158,44 @@ class Model:
         return self._lateness
 
     def series_of(self, rank: int) -> view.Series:
-        return _series(self._ranks[rank].recording)
+        return curves.series(self._ranks[rank].recording)
 
     def snapshot(self, now: float) -> view.Snapshot:
         """All that readers have been told, and the curves."""
         told = msgspec.structs.replace(
             self._told,
             job=msgspec.structs.replace(self._told.job, now=now),
-            series=_series(self._series),
-            heat=_heat(self._heat),
+            series=curves.series(self._series),
+            heat=curves.heat(self._heat),
         )
         if self._rows:
-            told.ranks = _columns(self._rows)
+            told.ranks = columns(self._rows)
         return told
 
     def tick(self, now: float) -> view.Update | None:
         """Brings everything up to ``now``; what is new, or None."""
         if self.still:
             return None
-        self._changed = False
         if now - self._ticked > 1.5:
             self._series.hold(now - 1)
             for rank in self._ranks.values():
                 rank.recording.hold(now - 1)
         self._ticked = now
         for rank in self._ranks.values():
-            rank.rates = Rates() if rank.fate else rank.window.rates(now)
+            rank.rates = rank.rates.ended() if rank.fate else rank.window.rates(now)
         planes = self._planes()
         late = self._late(now)
         self._sum_up()
         self._record(now, planes)
         self._still = self._job.steps_per_second == 0 and self._job.bytes_per_second == 0
+        self._changed = False
         return self._tell(now, planes, late)
 
     # How samples are taken in.
 
-    def _host(self, name: str) -> _Host:
+    def _host(self, name: str) -> Host:
         if name not in self._hosts:
-            self._hosts[name] = _Host(name)
+            self._hosts[name] = Host(name)
             leavers = [host.name for host in self._hosts.values() if host.state != "up"]
             used = {rank.host for rank in self._ranks.values()}
             for leaver in leavers[: max(0, len(leavers) - _LEAVERS)]:
@@ -265,9 +229,11 @@ class Model:
             self._host(host)
             if known is None or known.host != host:
                 local_rank = sum(1 for rank in self._ranks.values() if rank.host == host and rank.rank < sample.rank)
-                known = self._ranks[sample.rank] = _Rank(sample.rank, host, local_rank, sample.pid, self._job.started)
+                known = self._ranks[sample.rank] = Rank(sample.rank, host, local_rank, sample.pid, self._job.started)
         if self._job.state == "starting":
             self._job.state = "running"
+        if not known.window.goes_on(sample):
+            known.window = Window()
         known.window.put(sample, now)
         if sample.rank == 0:
             self._of_rank_0(sample, now)
@@ -292,13 +258,13 @@ class Model:
                     self.event("stall", f"what {where} is doing: its Python stacks", rank, text, now)
         self._stacks = sample.stacks
 
-    def _note(self, host: str, note: Note) -> None:
+    def _note(self, host: str, note: Note, now: float) -> None:
         known = self._ranks.get(note.rank)
         if self._placed and (known is None or known.host != host):
             return
         kind = note.kind if note.kind in ("warning", "stall", "stall ended", "tuning", "trace") else "warning"
         text, _, more = note.text.partition("\n")
-        self.event(kind, text, note.rank, more, note.at)
+        self.event(kind, text, note.rank, more, now)
 
     # How a tick comes to its values.
 
@@ -316,11 +282,11 @@ class Model:
             if sample is None:
                 continue
             own: dict[tuple[str, int], view.PlaneUse] = {}
-            for plane in sample.planes:
-                used = use(plane.name, plane.process_set, plane.device, plane.why)
+            for opened in sample.planes:
+                used = use(opened.name, opened.process_set, opened.device, opened.why)
                 if used:
                     used.ranks += 1
-                    own.setdefault((plane.name, plane.process_set), used)
+                    own.setdefault((opened.name, opened.process_set), used)
             for flow in sample.flows:
                 used = own.get((flow.plane, flow.process_set))
                 if used is None:
@@ -337,10 +303,13 @@ class Model:
         return sorted(found.values(), key=lambda plane: (plane.process_set, -plane.bytes, plane.name, plane.why))
 
     def _late(self, now: float) -> list[view.Straggler]:
+        if any(rank.fate for rank in self._ranks.values()):
+            # Nobody makes a step any more: what was seen last is what tells something.
+            return [straggler for straggler in self._told.stragglers if straggler.rank in self._ranks]
         places = {
-            rank.rank: stragglers.Place(rank.rank, rank.host, sample.gpu, rank.rates, steps=sample.steps.count > 1)
+            rank.rank: stragglers.Place(rank.rank, rank.host, sample.gpu, rank.rates, steps=sample.steps.count > 0)
             for rank in self._ranks.values()
-            if not rank.fate and (sample := rank.window.last)
+            if (sample := rank.window.last)
         }
         hosts = {host.name: host.window.mean() for host in self._hosts.values() if host.window and host.state == "up"}
         found = stragglers.find(self._lateness, places, hosts)
@@ -369,102 +338,33 @@ class Model:
 
     def _record(self, now: float, planes: Sequence[view.PlaneUse]) -> None:
         job = self._job
-        cpu = memory = 0.0
-        heard = False
-        for rank in self._ranks.values():
-            sample = rank.window.last
-            if sample is None or rank.fate:
-                continue
-            heard = True
-            cpu += rank.rates.cpu
-            memory += sample.memory
-            values = _step_values(rank.rates)
-            values["cpu"] = rank.rates.cpu
-            values["memory"] = sample.memory
-            for (plane, _), rate in rank.rates.flows.items():
-                values[_BYTES + plane] = values.get(_BYTES + plane, 0.0) + rate
-            rank.recording.add(now, values)
+        heard = [(rank, sample) for rank in self._ranks.values() if not rank.fate and (sample := rank.window.last)]
+        for rank, sample in heard:
+            flows = ((plane, rate) for (plane, _), rate in rank.rates.flows.items())
+            rank.recording.add(now, curves.point(rank.rates, rank.rates.cpu, sample.memory, flows))
         if heard:
             everybody = Rates(
-                job.steps_per_second,
-                job.step_seconds,
-                job.waiting * job.step_seconds,
-                job.communicating * job.step_seconds,
+                steps_per_second=job.steps_per_second,
+                step_seconds=job.step_seconds,
+                waiting=job.waiting * job.step_seconds,
+                communicating=job.communicating * job.step_seconds,
             )
-            values = _step_values(everybody)
-            values["cpu"], values["memory"] = cpu, memory
-            for use in planes:
-                values[_BYTES + use.name] = values.get(_BYTES + use.name, 0.0) + use.bytes_per_second
-            self._series.add(now, values)
+            cpu = sum(rank.rates.cpu for rank, _ in heard)
+            memory = sum(sample.memory for _, sample in heard)
+            uses = ((use.name, use.bytes_per_second) for use in planes)
+            self._series.add(now, curves.point(everybody, cpu, memory, uses))
         self._heat.add(now, self._hot)
         self._hot = {}
 
     # How it is told.
-
-    def _row(self, rank: _Rank, hosts: Mapping[str, int], stalled: Mapping[int, str]) -> tuple[Any, ...]:
-        """In the order of ``view.Ranks``' fields."""
-        sample = rank.window.last
-        rates = rank.rates
-        state, detail = self._doing(rank, stalled)
-        step = rates.step_seconds
-        return (
-            rank.rank,
-            hosts[rank.host],
-            rank.local_rank,
-            sample.pid if sample else rank.pid,
-            _STATE[state],
-            detail,
-            sample.steps.count if sample else 0,
-            sample.operations if sample else 0,
-            sample.bytes if sample else 0,
-            brief(step),
-            brief(rates.computing / step) if step else 0.0,
-            brief(rates.waiting / step) if step else 0.0,
-            brief(rates.communicating / step) if step else 0.0,
-            brief(rates.before_first),
-            brief(rates.bytes_per_second),
-            brief(rates.cpu),
-            sample.memory if sample else 0,
-            sample.gpu if sample else -1,
-        )
-
-    def _doing(self, rank: _Rank, stalled: Mapping[int, str]) -> tuple[str, str]:
-        """A rank's state, and what there is to say about it."""
-        if rank.fate:
-            return rank.fate, rank.reason
-        sample = rank.window.last
-        if sample is None:
-            return "starting", ""
-        if rank.rank in stalled:
-            return "stalled", stalled[rank.rank]
-        doing = sample.doing if sample.doing in _DOING else "computing"
-        if doing != "waiting" or not sample.pending:
-            return doing, ""
-        missing = next((missing for missing in self._missing if missing.name == sample.pending), None)
-        name = sample.pending[:_LONGEST_TEXT]
-        if missing is None or not missing.ranks:
-            return doing, f"waits for {name}"
-        return doing, f"waits for {self._named(missing)}: {name}"
-
-    def _named(self, missing: Missing) -> str:
-        """Ranks that are missing, in words."""
-        if missing.count > 3 or not all(rank in self._ranks for rank in missing.ranks):
-            return f"{missing.count:,} ranks" if missing.count != 1 else f"rank {missing.ranks[0]}"
-        names = [f"rank {rank} ({self._ranks[rank].host})" for rank in missing.ranks]
-        return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
     def _tell(self, now: float, planes: list[view.PlaneUse], late: list[view.Straggler]) -> view.Update:
         job = self._job
         job.now = now
         told = self._told
         names = {name: index for index, name in enumerate(self._hosts)}
-        stalled: dict[int, str] = {}
-        for missing in self._missing:
-            if missing.seconds >= _STALLED:
-                for number in missing.ranks:
-                    text = f"others have waited for {duration(int(missing.seconds))}: {missing.name[:_LONGEST_TEXT]}"
-                    stalled.setdefault(number, text)
-        rows = {number: self._row(rank, names, stalled) for number, rank in sorted(self._ranks.items())}
+        waits_for = Waits(self._missing, self._ranks)
+        rows = {number: rank.row(names, waits_for) for number, rank in sorted(self._ranks.items())}
         changed = {number: row for number, row in rows.items() if self._rows.get(number) != row}
         gone = sorted(set(self._rows) - set(rows))
         hosts = [host.show() for host in self._hosts.values()]
@@ -473,14 +373,14 @@ class Model:
         update = view.Update(
             job=msgspec.structs.replace(job),
             hosts=hosts if hosts != told.hosts else None,
-            ranks=_columns(changed) if changed else None,
+            ranks=columns(changed) if changed else None,
             gone=gone or None,
             planes=planes if planes != told.planes else None,
             stragglers=late if late != told.stragglers else None,
             waits=waits if waits != told.waits else None,
             events=[event for event in self._events if event.number > first_new] or None,
-            series=_series(self._series, self._series.unread()),
-            heat=_heat(self._heat, self._heat.unread()),
+            series=curves.series(self._series, self._series.unread()),
+            heat=curves.heat(self._heat, self._heat.unread()),
             settings=self._settings if self._settings != told.settings else None,
             output=self.output.number if self.output.number != told.output else None,
         )
@@ -496,36 +396,3 @@ class Model:
             output=self.output.number,
         )
         return update
-
-
-def _step_values(rates: Rates) -> dict[str, float]:
-    """A point of each curve about steps; none where none is made now."""
-    if not rates.steps_per_second:
-        return {"steps_per_second": 0.0} if rates.step_seconds else {}
-    return {
-        "steps_per_second": rates.steps_per_second,
-        "step_seconds": rates.step_seconds,
-        "computing": rates.computing,
-        "waiting": rates.waiting,
-        "communicating": rates.communicating,
-    }
-
-
-def _columns(rows: Mapping[int, tuple[Any, ...]]) -> view.Ranks:
-    return view.Ranks(*(list(column) for column in zip(*rows.values(), strict=True)))
-
-
-def _series(recording: Recording[str], begin: int = 0) -> view.Series:
-    planes = [key.removeprefix(_BYTES) for key in recording.keys() if key.startswith(_BYTES)]
-    return view.Series(
-        at=recording.at(begin),
-        width=recording.width,
-        bytes_per_second={plane: recording.curve(_BYTES + plane, begin) for plane in planes},
-        **{name: recording.curve(name, begin) for name in _CURVES},
-    )
-
-
-def _heat(recording: Recording[int], begin: int = 0) -> view.Heat:
-    rows = {rank: recording.totals(rank, begin) for rank in sorted(recording.keys())}
-    rows = {rank: row for rank, row in rows.items() if any(row)}
-    return view.Heat(recording.at(begin), recording.width, list(rows), list(rows.values()))

@@ -101,7 +101,7 @@ class Observatory:
             self._fed.notify()
 
     def ended(self, exit_code: int, message: str = "") -> None:
-        """The job is over: 0 if it succeeded; otherwise ``message`` says in a line what failed. Readers see it at once."""
+        """The job is over, which readers see at once: 0 if it succeeded; otherwise ``message`` says what failed."""
         with self._lock:
             self._model.ended(exit_code, message, self._clock())
         self.tick()

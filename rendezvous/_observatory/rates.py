@@ -39,6 +39,10 @@ class Rates:
     flows: Mapping[tuple[str, int], float] = dataclasses.field(default_factory=dict)
     cpu: float = 0.0
 
+    def ended(self) -> Rates:
+        """The same of a process that has ended: what is known of its steps stays."""
+        return Rates(0.0, self.step_seconds, self.waiting, self.communicating, self.before_first)
+
     @property
     def computing(self) -> float:
         """Seconds of each step that were neither waiting nor communicating."""
@@ -58,10 +62,19 @@ class Window:
         self._stepped = 0.0  # and when the last one with a new step
         self._steps = Rates()
 
+    def goes_on(self, sample: Sample) -> bool:
+        """Whether a sample is the next one of the same process: its totals go on from where they were."""
+        last = self.last
+        return last is None or (
+            last.pid == sample.pid
+            and last.at <= sample.at
+            and last.operations <= sample.operations
+            and last.bytes <= sample.bytes
+            and last.steps.count <= sample.steps.count
+        )
+
     def put(self, sample: Sample, now: float) -> None:
-        """Takes the next sample; one of another process, or with smaller totals, begins anew."""
-        if self._samples and not _continues(self._samples[-1], sample):
-            self.__init__()  # type: ignore[misc]
+        """Takes the next sample, which must go on from the last one."""
         previous = self._samples[-1] if self._samples else None
         self._samples.append(sample)
         while len(self._samples) > 2 and sample.at - self._samples[1].at >= _SPAN:
@@ -101,16 +114,6 @@ class Window:
             },
             cpu=max(0.0, (last.cpu_seconds - first.cpu_seconds) / elapsed),
         )
-
-
-def _continues(before: Sample, after: Sample) -> bool:
-    return (
-        before.pid == after.pid
-        and after.at >= before.at
-        and after.operations >= before.operations
-        and after.bytes >= before.bytes
-        and after.steps.count >= before.steps.count
-    )
 
 
 def _of_steps(before: Steps, after: Steps) -> Rates | None:

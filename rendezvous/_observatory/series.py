@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Generic, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
@@ -59,11 +59,11 @@ class Recording(Generic[Key]):
 
     def hold(self, now: float) -> None:
         """Says that until ``now`` all has been as at last: the time since then has the last items' values."""
-        last = self.length - 1
+        last, width = self.length - 1, self.width
         self._reach(now)
         if last < 0:
             return
-        last = min(last, self.length - 1)  # the axis may have become coarser
+        last = int(last * width // self.width)  # the axis may have become coarser
         for curve in self._curves.values():
             for index in range(last + 1, self.length):
                 curve[index] = self._blank if self._total else curve[last]
@@ -72,9 +72,9 @@ class Recording(Generic[Key]):
         """When each item begins, from item ``begin`` on."""
         return [self._start + index * self.width for index in range(begin, self.length)]
 
-    def keys(self) -> list[Key]:
-        """The curves there are, in the order of their first values."""
-        return list(self._curves)
+    def __iter__(self) -> Iterator[Key]:
+        """The keys of the curves there are, in the order of their first values."""
+        return iter(self._curves)
 
     def curve(self, key: Key, begin: int = 0) -> list[float | None]:
         """A curve's items from item ``begin`` on; all None (or 0, of totals) where nothing was ever added."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from hvdgloo.rendezvous._observatory.view import Straggler
 
 _MOST = 8
 _LEAST_ROUNDS = 10
+_SIGMAS = 4
+"""How many standard deviations more often than by chance it must be: among a thousand ranks, some are at three."""
 _LEAST_COST = 0.01
 """Of a step's time, on average over all steps; less is not worth anybody's attention."""
 _LEAST_SECONDS = 0.001
@@ -49,17 +52,18 @@ def find(lateness: Lateness | None, places: Mapping[int, Place], hosts: Mapping[
     if lateness is None or lateness.recent < _LEAST_ROUNDS or len(places) < 2:
         return []
     counted = [place.rates.step_seconds for place in places.values() if place.steps and place.rates.step_seconds > 0]
-    steps = any(place.steps for place in places.values())
+    steps = 0 in places and places[0].steps  # rank 0 counts rounds by its own steps
     step = statistics.median(counted) if counted else 0.0
     # Among two ranks one is always the last: "often" has to mean more often than chance makes it.
-    often = 1.5 / len(places)
+    expected = lateness.recent / len(places)
+    often = max(1.5 * expected, expected + _SIGMAS * math.sqrt(expected))
     least = _LEAST_COST * step if step else _LEAST_SECONDS
     found = [
         late
         for late in lateness.ranks
         if late.rank in places
         and late.recent_count
-        and late.recent_count >= often * lateness.recent
+        and late.recent_count >= often
         and late.recent_seconds >= least * lateness.recent
     ]
     found.sort(key=lambda late: late.recent_seconds, reverse=True)
