@@ -323,7 +323,7 @@ class Model:
 
     def _sum_up(self) -> None:
         job = self._job
-        active = [rank for rank in self._ranks.values() if not rank.fate]
+        active = [rank for rank in self._ranks.values() if not rank.fate] or list(self._ranks.values())
         stepping = [rank.rates for rank in active if rank.rates.step_seconds > 0]
         job.steps = max(
             [job.steps, *(rank.window.last.steps.count for rank in self._ranks.values() if rank.window.last)]
