@@ -301,6 +301,11 @@ class Plane:
     memory: Memory
 
     @cached_property
+    def label(self) -> str:
+        """What it is called where people look."""
+        return {"shm": "shared memory", "local": "alone"}.get(self.backend.name, self.backend.name)
+
+    @cached_property
     def scattered(self) -> Scattered | None:
         """The backend, if it can reduce tensors where they lie."""
         return self.backend if isinstance(self.backend, Scattered) else None

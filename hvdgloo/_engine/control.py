@@ -55,7 +55,9 @@ from hvdgloo.errors import (
 
 if TYPE_CHECKING:
     from hvdgloo._engine.coordinator import Coordinator
+    from hvdgloo._engine.negotiation import Waiting
     from hvdgloo._engine.tree import Gatherer
+    from hvdgloo._observe.counters import Counters
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +65,9 @@ VERDICT_SECONDS = 3.0
 """Seconds that a rank whose data plane broke waits for the coordinator to say why."""
 
 _FLUSH_SECONDS = 1.0
+
+_ANSWER_SECONDS = 0.2
+"""Seconds that whoever asks what ranks wait for has patience with a turn that takes long."""
 
 
 class Control:
@@ -77,6 +82,7 @@ class Control:
         operation_timeout: seconds after which a silent rank counts as lost.
         spin_time: seconds that a waiting caller polls for the answer before it goes to sleep; 0 for not at all.
         on_end: called once, on the thread, with the error that later submissions get.
+        counters: of this process, if it counts.
     """
 
     def __init__(
@@ -93,6 +99,7 @@ class Control:
         spin_time: float,
         describe: Callable[[int], str],
         on_end: Callable[[HorovodInternalError], None],
+        counters: Counters | None = None,
     ) -> None:
         self._rank = rank
         self._member = member
@@ -104,6 +111,7 @@ class Control:
         self._spin_time = spin_time
         self._describe = describe
         self._on_end = on_end
+        self._counters = counters
         # Ranks say the same to whom they report to, who says something new each time.
         read = Decoder().decode
         if coordinator is None:
@@ -410,9 +418,30 @@ class Control:
                     self._gatherer.send(1 << destination, message)
                 else:
                     self._send(destination, frame(message))
+        if coordinator.warnings or coordinator.recoveries:
+            self._warn(coordinator)
+
+    def _warn(self, coordinator: Coordinator) -> None:
         for text in coordinator.warnings:
             logger.warning("%s", text)
+        if self._counters is not None:
+            for text in coordinator.warnings:
+                self._counters.note("stall", text)
+            for text in coordinator.recoveries:
+                self._counters.note("stall ended", text)
         coordinator.warnings.clear()
+        coordinator.recoveries.clear()
+
+    def overdue(self, least: float) -> tuple[list[Waiting], dict[int, str]]:
+        """Rank 0: ``Coordinator.waiting`` and ``stacks``; callable from any thread. Nothing is known on other ranks,
+        nor while this one is busy."""
+        coordinator = self._coordinator
+        if coordinator is None or not self._turn_lock.acquire(timeout=_ANSWER_SECONDS):
+            return [], {}
+        try:
+            return coordinator.waiting(time.monotonic(), least), coordinator.stacks
+        finally:
+            self._turn_lock.release()
 
     def _order(self, message: Message, framed: bytes | bytearray | None, now: float) -> None:
         """Send those below what is for everyone, and take it in.

@@ -46,6 +46,7 @@ from hvdgloo._engine.watch import Watch
 if TYPE_CHECKING:
     from hvdgloo._engine.seat import Seat
     from hvdgloo._engine.timeline import Timeline
+    from hvdgloo._observe.lateness import LatenessBook
 
 STACKS_SECONDS = 2.0
 """Seconds that late ranks have to say what they are doing."""
@@ -85,8 +86,12 @@ class Coordinator:
         members: the ranks of each process set by id.
         describe: a rank with its host and pid, for messages.
         seat: rank 0's place in the tree, if there is one; otherwise every rank speaks to rank 0.
+        lateness: where it is counted which ranks come last, if anywhere.
 
     Attributes:
+        outbox: messages and whom they are for, in order.
+        warnings: of stalls, for people.
+        recoveries: what is to be said of stalls that have ended.
         gathering: (in a tree) some ranks wait for others, though nothing of that has come up yet; or some have asked
             lately whether those above are alive.
     """
@@ -98,15 +103,18 @@ class Coordinator:
         rules: CoordinatorSettings,
         describe: Callable[[int], str],
         seat: Seat | None = None,
+        lateness: LatenessBook | None = None,
     ) -> None:
         self.outbox: list[tuple[int, Message]] = []
         self.warnings: list[str] = []
+        self.recoveries: list[str] = []
         self.busy = self.gathering = False
         self.over = False
         self._size = size
         self._rules = rules
         self._describe = describe
         self._negotiator = Negotiator(members, rules.cache_capacity)
+        self._negotiator.lateness = lateness
         self._in_tree = seat is not None
         self._neighbours = tuple(range(1, size)) if seat is None else seat.children
         self._leaders: Collection[int] = () if seat is None else seat.leaders
@@ -133,6 +141,19 @@ class Coordinator:
         """True if operations wait for ``release``."""
         return self._negotiator.has_ready
 
+    def waiting(self, now: float, least: float) -> list[Waiting]:
+        """Operations that have waited at least ``least`` seconds for ranks that have not submitted them, oldest first.
+        While none has, this costs nothing to speak of."""
+        oldest = self._negotiator.oldest()
+        if self.over or oldest is None or now - oldest < least:
+            return []
+        return stall.overdue(self._negotiator.waiting(), now, least)
+
+    @property
+    def stacks(self) -> dict[int, str]:
+        """Of the stall that has been reported last and lasts: what late ranks do, those that have answered."""
+        return {rank: text for rank, text in (self._told or {}).items() if text}
+
     def receive(self, rank: int, message: Message, now: float) -> None:
         """Handle a rank's message."""
         self.heard(rank, now)
@@ -157,10 +178,13 @@ class Coordinator:
         elif self.over:
             pass
         elif isinstance(message, Gathered) and self._leaver is None:
-            unknown += self._negotiator.absorb_whole(masks_of_runs(message.whole), now)
+            last, waited = message.last, message.waited / 1e6
+            unknown += self._negotiator.absorb_whole(masks_of_runs(message.whole), now, last, waited)
             for part in message.parts:
                 ranks = mask_of_runs(part.ranks)
-                if part.what is None or self._negotiator.absorb_part(ranks, part.what, part.payload, now - part.age):
+                if part.what is None or self._negotiator.absorb_part(
+                    ranks, part.what, part.payload, now - part.age, now=now, last=last, waited=waited
+                ):
                     continue
                 assert isinstance(part.what, int)
                 unknown.append((ranks, [part.what]))
@@ -327,7 +351,8 @@ class Coordinator:
         if not rules.stall_check:
             return
         if not self._negotiator.has_pending:
-            self._stall = self._told = None
+            self._stall = None
+            self._recovered()
             if self._next_stall_check is not None and now >= self._next_stall_check:
                 self._next_stall_check = None
             return
@@ -345,12 +370,18 @@ class Coordinator:
         waiting = self._negotiator.waiting()
         overdue = stall.overdue(waiting, now, rules.stall_warning_time)
         if not overdue:
-            self._told = None
+            self._recovered()
             self._next_stall_check = waiting[0].since + rules.stall_warning_time
             return
         late = stall.missing_ranks(overdue)
         self._stall = _StallReport(now + STACKS_SECONDS, overdue, dict.fromkeys(late))
         self.outbox.extend((rank, AskStacks()) for rank in late)
+
+    def _recovered(self) -> None:
+        """Nothing waits any more that a report was about."""
+        if self._told is not None:
+            self._told = None
+            self.recoveries.append("what ranks waited for has come")
 
     def _report_stall(self, report: _StallReport, now: float) -> None:
         self._stall = None

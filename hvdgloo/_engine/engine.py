@@ -27,11 +27,13 @@ from hvdgloo._engine.stacks import THREAD_PREFIX
 from hvdgloo._engine.submission import PersistentRequest, Submission
 from hvdgloo._net.descriptors import bury
 from hvdgloo._net.handshake import Link
+from hvdgloo._observe.counters import Counters
 from hvdgloo.errors import HorovodInternalError, InvalidArgumentError, JobShutdownError
 from hvdgloo.topology import Topology
 from hvdgloo.types import Buffer, Collective, DType, ReduceOp, TensorSpec
 
 if TYPE_CHECKING:
+    from hvdgloo._engine.negotiation import Waiting
     from hvdgloo._engine.seat import Seat
     from hvdgloo._engine.timeline import Timeline
 
@@ -101,6 +103,7 @@ class Engine:
         open_device: makes the data planes of a process set's CUDA tensors, see ``planes.OpenDevice``, given that number
             and those ranks (0 for the set of all). Without it, there are none.
         seat: this rank's place in the tree, if the job's control plane is one.
+        counters: what this process counts, for one engine at a time; None if nothing is to be counted.
     """
 
     def __init__(
@@ -113,9 +116,13 @@ class Engine:
         open_backend: OpenBackend | None = None,
         open_device: OpenDevice | None = None,
         seat: Seat | None = None,
+        counters: Counters | None = None,
     ) -> None:
         self.rank = rank
         self.topology = topology
+        self.counters = counters
+        if counters is not None:
+            counters.engine_begins(coordinates=rank == 0 and topology.size > 1)
         everyone = tuple(range(topology.size))
         self._open_backend = open_backend
         self._open_device = open_device
@@ -124,7 +131,7 @@ class Engine:
         # Sums that travel with the agreement are added in rank order, and whether they do depends on which rank came
         # first.
         steady = backend.in_rank_order or not settings.deterministic
-        self._member = Member(rank, {0: everyone}, settings.inline_threshold if steady else 0)
+        self._member = Member(rank, {0: everyone}, settings.inline_threshold if steady else 0, counters)
         self._forked = False
         self._closing = threading.Lock()
         self._executor = Executor(
@@ -136,6 +143,7 @@ class Engine:
             deterministic=settings.deterministic,
             operation_timeout=settings.operation_timeout,
             follow_streams=settings.follow_streams,
+            counters=counters,
         )
         coordinator = None
         if rank == 0:
@@ -149,7 +157,8 @@ class Engine:
                 settings.stall_warning_time,
                 settings.stall_shutdown_time,
             )
-            coordinator = Coordinator(topology.size, {0: everyone}, rules, topology.describe, seat)
+            lateness = None if counters is None else counters.lateness
+            coordinator = Coordinator(topology.size, {0: everyone}, rules, topology.describe, seat, lateness)
         gatherer = None
         if seat is not None and seat.below:
             from hvdgloo._engine.tree import PATIENCE_SECONDS, Gatherer
@@ -171,6 +180,7 @@ class Engine:
             spin_time=settings.spin_time,
             describe=topology.describe,
             on_end=self._end,
+            counters=counters,
         )
         self._lend = self._control.lend
         self._close_timeout = settings.operation_timeout + _CLOSE_MARGIN
@@ -264,6 +274,7 @@ class Engine:
                 f"{len(results)} outputs"
             )
         handle.lend = self._lend
+        handle.counters = self.counters
         filed, agreeing = self._member.add(
             Submission(request, inputs, results, allocate, ready, splits, persistent, handle)
         )
@@ -388,6 +399,26 @@ class Engine:
                 f"{what}: rank {self.rank} is not in process set {process_set}, whose ranks are {list(members)}"
             )
         return members
+
+    def oldest_pending(self) -> tuple[str, float]:
+        """What this rank has waited for longest, of what not all ranks have submitted: its name, and when this rank
+        did, on the monotonic clock; an empty name if there is none. Any thread may call."""
+        return self._member.oldest_pending()
+
+    def overdue(self, least: float) -> tuple[list[Waiting], dict[int, str]]:
+        """On rank 0: what has waited at least ``least`` seconds for ranks that have not submitted it, oldest first, and
+        what late ranks did when a stall was last reported; nothing on other ranks. Any thread may call."""
+        return self._control.overdue(least)
+
+    @property
+    def planes(self) -> list[tuple[int, str, Plane, tuple[int, ...]]]:
+        """The data planes that are open: the process set's number, whose tensors they carry ("cpu" or "cuda"), the
+        plane, and the set's global ranks."""
+        return [
+            (number, device, plane, group.ranks)
+            for number, group in sorted(self._groups.copy().items())
+            for device, plane in group.planes
+        ]
 
     def allocate(self, process_set: int, nbytes: int) -> Any | None:
         """Memory in which a set's data plane can use tensors without copying them; see ``Sharing``.

@@ -29,6 +29,7 @@ from hvdgloo._engine.messages import REDUCTIONS, SET_CHANGES, Request, Response
 from hvdgloo._engine.phases import Phases, adaptive_sum, exchange
 from hvdgloo._engine.planes import DEPTH, Group
 from hvdgloo._engine.submission import Submission
+from hvdgloo._observe.counters import AGREEMENT, Counters, Traffic
 from hvdgloo._platform.queues import take_within
 from hvdgloo.errors import BackendError, HorovodInternalError
 from hvdgloo.types import Buffer, Collective, DType, ReduceOp, TensorSpec
@@ -93,6 +94,9 @@ class _UnderWay:
         begun: when a stream was given all of it.
         counted: it does not keep later buckets waiting any more.
         times: begun, fenced, sent; only while there is a timeline.
+        traffic: where its tensors are counted, if anywhere.
+        started, fenced, sent: when it was taken from the queue, when its tensors could be read, and when the plane had
+            been given it; where it is counted.
     """
 
     bucket: Bucket
@@ -110,6 +114,10 @@ class _UnderWay:
     counted: bool = False
     times: Sequence[float] = ()
     nbytes: int = 0
+    traffic: Traffic | None = None
+    started: float = 0.0
+    fenced: float = 0.0
+    sent: float = 0.0
 
     def __post_init__(self) -> None:
         self.nbytes = self.buffer.nbytes if self.buffer is not None else 0
@@ -129,6 +137,7 @@ class Executor:
         follow_streams: resolve handles as soon as a GPU's stream has been given all that there is to do; who waits for
             one makes its own stream wait. Else they resolve when the GPU has done it.
         verdict_timeout: seconds that a failed bucket's memory is kept for a control thread that does not abort.
+        counters: of this process, if it counts.
     """
 
     def __init__(
@@ -143,6 +152,7 @@ class Executor:
         operation_timeout: float,
         follow_streams: bool = False,
         verdict_timeout: float = 10.0,
+        counters: Counters | None = None,
     ) -> None:
         self._groups = groups
         self._open_group = open_group
@@ -152,6 +162,7 @@ class Executor:
         self._operation_timeout = operation_timeout
         self._follow_streams = follow_streams
         self._verdict_timeout = verdict_timeout
+        self._counters = counters
         self._on_room: Callable[[], None] = _nothing
         self._on_failure: Callable[[BaseException], None] = _nothing
         self._queue: queue.SimpleQueue[tuple[Bucket, Batch] | _UnderWay | Exception | Callable[[], None] | None] = (
@@ -425,12 +436,15 @@ class Executor:
     def _begin(self, bucket: Bucket, batch: Batch) -> _UnderWay:
         group = self._groups[batch[bucket.parts[0].operation][0].request.process_set]
         plane = self._plane(bucket, batch, group)
-        timeline = self.timeline
+        timeline, counters = self.timeline, self._counters
         begun = timeline.now() if timeline is not None else 0.0
-        self._fence(bucket, batch)
-        fenced = timeline.now() if timeline is not None else 0.0
+        started = time.monotonic() if counters is not None else 0.0
+        fenced = timeline.now() if (waited := self._fence(bucket, batch)) and timeline is not None else begun
+        readable = time.monotonic() if waited and counters is not None else started
         ready = plane.memory.mark() if plane.memory.in_order else None
         under_way = self._dispatch(bucket, batch, group, plane)
+        if counters is not None:
+            self._count_from(under_way, counters, started, readable)
         if timeline is not None:
             under_way.times = begun, fenced, timeline.now()
         if plane.memory.in_order and not isinstance(under_way.work, Phases):
@@ -440,12 +454,43 @@ class Executor:
             under_way.in_order = True
             self._begun_in_order(under_way, mark)
         under_way.ready = ready
-        under_way.deadline = self._due(under_way)
+        under_way.sent = time.monotonic()
+        under_way.deadline = self._due(under_way, under_way.sent)
         return under_way
 
-    def _due(self, under_way: _UnderWay) -> float:
+    def _due(self, under_way: _UnderWay, now: float) -> float:
         """When a bucket that is ready now counts as lost."""
-        return time.monotonic() + self._operation_timeout + under_way.nbytes / _SLOWEST_NETWORK
+        return now + self._operation_timeout + under_way.nbytes / _SLOWEST_NETWORK
+
+    @staticmethod
+    def _count_from(under_way: _UnderWay, counters: Counters, started: float, fenced: float) -> None:
+        """A bucket is on its way, and will be counted when it has arrived."""
+        part = under_way.bucket.parts[0]
+        process_set = under_way.batch[part.operation][0].request.process_set
+        plane = under_way.plane.label if part.tensor >= 0 else AGREEMENT
+        under_way.traffic = counters.carried(plane, process_set)
+        under_way.traffic.begun(fenced)
+        under_way.started, under_way.fenced = started, fenced
+
+    @staticmethod
+    def _count(under_way: _UnderWay, counters: Counters, traffic: Traffic, done: float) -> None:
+        """Count a bucket that has arrived, and whose results are in their places."""
+        parts, batch = under_way.bucket.parts, under_way.batch
+        tensors = len(parts)
+        started, fenced, sent = under_way.started, under_way.fenced, under_way.sent
+        ordered = batch[parts[0].operation][1].handle.ordered
+        if ordered:
+            counters.queue += (started - ordered) * tensors
+        counters.data += (fenced - started) * tensors
+        if under_way.packed and not under_way.in_order:
+            counters.copy += (sent - fenced + time.monotonic() - done) * tensors
+            counters.wire += (done - sent) * tensors
+        else:
+            counters.wire += (done - fenced) * tensors
+        nbytes = under_way.bucket.nbytes
+        if under_way.bucket.collective is Collective.ALLGATHER:  # those are the bytes of all ranks
+            nbytes = sum([batch[part.operation][1].inputs[part.tensor].nbytes for part in parts])
+        traffic.ended(done, tensors, nbytes)
 
     def _begun_in_order(self, under_way: _UnderWay, mark: Mark) -> None:
         """A stream has been given all of a bucket."""
@@ -477,11 +522,15 @@ class Executor:
         return plane
 
     @staticmethod
-    def _fence(bucket: Bucket, batch: Batch) -> None:
+    def _fence(bucket: Bucket, batch: Batch) -> bool:
+        """Wait until a bucket's tensors are ready to be read; False if they were from the beginning."""
+        waited = False
         for index in {part.operation for part in bucket.parts}:
             fence = batch[index][1].ready
             if fence is not None:
                 fence()
+                waited = True
+        return waited
 
     def _dispatch(self, bucket: Bucket, batch: Batch, group: Group, plane: Plane) -> _UnderWay:
         if bucket.collective is Collective.ALLREDUCE:
@@ -643,7 +692,7 @@ class Executor:
         if under_way.ready is not None:
             if under_way.ready.completes_within(0.0):
                 under_way.ready = None
-            under_way.deadline = self._due(under_way)
+            under_way.deadline = self._due(under_way, time.monotonic())
         if time.monotonic() >= under_way.deadline:
             raise BackendError(f"{_describe(under_way)} has not completed within its time")
         if self._aborted.is_set():
@@ -653,7 +702,10 @@ class Executor:
         """Put the results of a bucket whose transfer has ended in their places, and resolve its handles."""
         timeline = self.timeline
         done = timeline.now() if timeline is not None else 0.0
+        arrived = time.monotonic() if under_way.traffic is not None else 0.0
         self._deliver(under_way)
+        if under_way.traffic is not None and self._counters is not None:
+            self._count(under_way, self._counters, under_way.traffic, arrived)
         if timeline is not None and under_way.times:
             name = f"{under_way.plane.backend.name}_{under_way.bucket.collective.value}".upper()
             timeline.executed(under_way.bucket, under_way.batch, name, (*under_way.times, done), under_way.packed)

@@ -11,9 +11,13 @@ import _thread
 import os
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from hvdgloo.errors import HorovodInternalError, WaitTimeoutError
 from hvdgloo.types import Buffer
+
+if TYPE_CHECKING:
+    from hvdgloo._observe.counters import Counters
 
 _lock = _thread.allocate_lock()
 
@@ -35,19 +39,36 @@ class Handle:
         outputs: where the results are, once ``done()``; in the order of the submitted tensors.
         order: once ``done()`` without an error, the operation's place among all that the job has carried out, the same
             on all its ranks and never given twice; -1 before.
+        ordered: when it was given that place, on the monotonic clock; 0 before, and where nothing is counted.
+        counters: where the time is counted in which threads wait for it; None for nowhere.
         follow: called with the outputs by every thread that has waited: what it does next comes after the operation,
             which may still be under way on a GPU. None where the operation has ended altogether.
         lend: called with the handle by a thread that is about to wait for it without a timeout: the engine may use the
             thread for a moment.
     """
 
-    __slots__ = ("_callbacks", "_done", "_error", "_latch", "follow", "lend", "name", "order", "outputs", "value")
+    __slots__ = (
+        "_callbacks",
+        "_done",
+        "_error",
+        "_latch",
+        "counters",
+        "follow",
+        "lend",
+        "name",
+        "order",
+        "ordered",
+        "outputs",
+        "value",
+    )
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.outputs: tuple[Buffer, ...] = ()
         self.value = -1
         self.order = -1
+        self.ordered = 0.0
+        self.counters: Counters | None = None
         self.follow: Callable[[Sequence[Buffer]], None] | None = None
         self.lend: Callable[[Handle], None] | None = None
         self._error: BaseException | None = None
@@ -80,11 +101,15 @@ class Handle:
         """
         if not self._done:
             began = time.monotonic()
-            lend = self.lend
-            if timeout is None and lend is not None:
-                lend(self)
-            if not self._done:
-                self._sleep(timeout)
+            counters = self.counters
+            if counters is not None and counters.blocked_in is None:
+                counters.blocked_since, counters.blocked_in = began, self
+                try:
+                    self._block(timeout)
+                finally:
+                    counters.unblocked(self.ordered, time.monotonic())
+            else:
+                self._block(timeout)
             if isinstance(self._error, HorovodInternalError):
                 self._error.waiting_since = min(began, self._error.waiting_since)
         if self._error is not None:
@@ -92,6 +117,13 @@ class Handle:
         if self.follow is not None:
             self.follow(self.outputs)
         return self.outputs
+
+    def _block(self, timeout: float | None) -> None:
+        lend = self.lend
+        if timeout is None and lend is not None:
+            lend(self)
+        if not self._done:
+            self._sleep(timeout)
 
     def _sleep(self, timeout: float | None) -> None:
         with _lock:

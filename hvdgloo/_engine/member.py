@@ -7,12 +7,14 @@ belongs to the control thread.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from hvdgloo._engine import inline, joined
 from hvdgloo._engine.messages import Execute, Request, Response, Submit
 from hvdgloo._engine.submission import Signature, Submission
+from hvdgloo._observe.counters import AGREEMENT, Counters
 from hvdgloo.errors import DuplicateNameError, HorovodInternalError, InvalidArgumentError, MismatchError
 from hvdgloo.types import Collective
 
@@ -27,13 +29,20 @@ class Member:
         rank: this rank.
         members: the global ranks of each process set by id, at the beginning; 0 is all ranks.
         inline_threshold: bytes up to which a single operation's tensor travels with its submission.
+        counters: of this process, if it counts.
 
     Attributes:
         sets: the process sets after everything accepted so far; this rank may be in some of them.
         timeline: where the times of operations are recorded, if anywhere.
     """
 
-    def __init__(self, rank: int, members: Mapping[int, Sequence[int]], inline_threshold: int) -> None:
+    def __init__(
+        self,
+        rank: int,
+        members: Mapping[int, Sequence[int]],
+        inline_threshold: int,
+        counters: Counters | None = None,
+    ) -> None:
         self.sets = {number: tuple(ranks) for number, ranks in members.items()}
         self.timeline: Timeline | None = None
         self._rank = rank
@@ -41,6 +50,7 @@ class Member:
         self._joined = False
         self._ordered = 0  # items in all messages so far, which every rank receives
         self._inline_threshold = inline_threshold
+        self._counters = counters
         self._lock = threading.Lock()
         self._pending: dict[tuple[int, str], Submission] = {}
         self._new: list[Submission] = []
@@ -58,6 +68,14 @@ class Member:
         """What this rank has submitted and not all others have, in order of submission."""
         with self._lock:
             return [name for _, name in self._pending]
+
+    def oldest_pending(self) -> tuple[str, float]:
+        """The one of these that was submitted first, and when; an empty name if there is none. Callable from any
+        thread."""
+        with self._lock:
+            for operation in self._pending.values():
+                return operation.request.name, operation.submitted
+        return "", 0.0
 
     @property
     def closed(self) -> HorovodInternalError | None:
@@ -94,6 +112,13 @@ class Member:
                 self._joined = True
             self._pending[key] = operation
             self._new.append(operation)
+            counters = self._counters
+            if counters is not None:
+                operation.submitted = counters.latest = now = time.monotonic()
+                if not counters.first:
+                    counters.first = now
+                if counters.asleep:
+                    counters.wake()
             return len(self._new), len(self._pending) > len(self._new)
 
     def drain(self, *, idle: bool = True) -> Submit | None:
@@ -154,19 +179,32 @@ class Member:
             self._forget(number)
         before = self._ordered
         self._ordered += len(agreed)
+        counters = self._counters
+        now = waited = 0.0
+        if counters is not None:
+            now = time.monotonic()
         for position, (response, operation) in enumerate(agreed):
             if operation is None:
                 continue
             operation.handle.order = before + position
+            if operation.submitted:
+                operation.handle.ordered = now
+                waited += (now - operation.submitted) * operation.remaining
             if response.error:
                 operation.handle.resolve(error=MismatchError(response.error, name=operation.request.name))
             elif position in results:
                 inline.deliver(results[position], operation.outputs[0])
                 if self.timeline is not None:
                     self.timeline.inlined(response, operation)
+                if counters is not None:
+                    traffic = counters.carried(AGREEMENT, response.request.process_set)
+                    traffic.operations += 1
+                    traffic.bytes += operation.outputs[0].nbytes
                 operation.handle.resolve(operation.outputs)
             else:
                 batch.append((response, operation))
+        if counters is not None:
+            counters.negotiation += waited
         return batch
 
     def close(self, error: HorovodInternalError) -> list[Submission]:

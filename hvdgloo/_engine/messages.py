@@ -250,10 +250,15 @@ class Gathered(codec.Message, frozen=True, tag=13):
     Attributes:
         whole: numbers that all of them have submitted which take part in the operation, as runs.
         parts: everything else, in order.
+        last: of what all have submitted, who was the last to do so, where the first had waited longest for it; -1 if
+            nobody has waited.
+        waited: for so many microseconds.
     """
 
     whole: tuple[Count, ...] = ()
     parts: tuple[Part, ...] = ()
+    last: int = -1
+    waited: Count = 0
 
 
 class Said(codec.Message, frozen=True, tag=14):

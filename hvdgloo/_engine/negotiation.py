@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from msgspec.structs import replace
 
@@ -25,6 +25,9 @@ from hvdgloo._engine.messages import REDUCTIONS, SET_CHANGES, Execute, Request, 
 from hvdgloo._engine.partial import PartialSubmission, Requests
 from hvdgloo._engine.readiness import BLOCK_BITS, Block, Ledger, Masks, bits_of, mask_of, numbers_of
 from hvdgloo.types import Collective, ReduceOp
+
+if TYPE_CHECKING:
+    from hvdgloo._observe.lateness import LatenessBook
 
 _EXCUSABLE = frozenset({Collective.ALLREDUCE, Collective.BARRIER})
 """Collectives that go on without the data of ranks that have joined."""
@@ -68,6 +71,10 @@ class Negotiator:
     Args:
         members: the global ranks of each process set by id, at the beginning; 0 is all ranks.
         capacity: how many signatures are remembered.
+
+    Attributes:
+        observer: told of arrivals and orders, if there is one.
+        lateness: told who came last, if somebody counts it.
     """
 
     def __init__(self, members: Mapping[int, Sequence[int]], capacity: int) -> None:
@@ -79,6 +86,9 @@ class Negotiator:
         self._asked_back: Counter[int] = Counter()
         self._late_joins: dict[int, Request] = {}
         self.observer: Observer | None = None
+        self.lateness: LatenessBook | None = None
+        # Who is being heard, when, and how long the first of those for whom it speaks had waited for the last.
+        self._speaker, self._now, self._waited = COORDINATOR, 0.0, 0.0
         self._capacity = capacity
         self._pending: dict[tuple[int, str], PartialSubmission] = {}
         self._ledger = Ledger()
@@ -96,6 +106,7 @@ class Negotiator:
         Returns:
             numbers that no longer stand for anything; the rank must spell out these requests.
         """
+        self._speaker, self._now, self._waited = rank, now, 0.0
         unknown = [] if self._count(rank, submission, now) else self._absorb_each(rank, submission, now)
         if unknown or submission.resent:
             self._asked_back[rank] += bool(unknown) - submission.resent
@@ -106,14 +117,25 @@ class Negotiator:
             self._join(rank, self._late_joins.pop(rank))
         return unknown
 
-    def absorb_whole(self, masks: Masks, now: float) -> list[tuple[int, list[int]]]:
+    def absorb_whole(
+        self, masks: Masks, now: float, last: int = -1, waited: float = 0.0
+    ) -> list[tuple[int, list[int]]]:
         """File numbers that every member of their sets has submitted.
+
+        Args:
+            masks: the numbers.
+            now: the present.
+            last: the rank that was the last to submit them, where others had waited longest for it; -1 if that is
+                not known.
+            waited: for so many seconds.
 
         Returns:
             those that no longer stand for anything, with the ranks that must spell out these requests, as a mask.
         """
+        self._speaker, self._now, self._waited = last, now, waited
         unknown: list[tuple[int, list[int]]] = []
         counts = not self._joined and self.observer is None
+        has_counted = False
         for at, mask in masks:
             block = self._ledger.blocks.get(at)
             known = 0 if block is None else mask & block.used
@@ -121,22 +143,44 @@ class Negotiator:
                 unknown.append((self._issued_to.get(at, 0), numbers_of(at, mask & ~known)))
             counted = known & block.open if counts and block is not None else 0
             self._order_numbers(numbers_of(at, counted))
+            has_counted = has_counted or bool(counted)
             for number in numbers_of(at, known & ~counted):
                 members = self._members[self._signatures[number].response.request.process_set]
-                self.absorb_part(mask_of(members), number, b"", now)
+                self._absorb_part(mask_of(members), number, b"", now)
+        if has_counted and self.lateness is not None and last >= 0:
+            self.lateness.came_last(last, waited)
         return unknown
 
-    def absorb_part(self, ranks: int, what: int | Request, payload: bytes, since: float) -> bool:
+    def absorb_part(
+        self,
+        ranks: int,
+        what: int | Request,
+        payload: bytes,
+        since: float,
+        *,
+        now: float | None = None,
+        last: int = -1,
+        waited: float = 0.0,
+    ) -> bool:
         """File one operation for several ranks, given as a mask.
 
         Args:
             what: the operation's number, or what the ranks ask for.
             payload: the reduction of their tensors, prescaled, or nothing.
             since: when the first of them submitted it.
+            now: the present; by default ``since``.
+            last: which of the ranks was the last; by default the lowest.
+            waited: how many seconds the first of them had waited for it.
 
         Returns:
             False if the number no longer stands for anything; nothing was filed then.
         """
+        if last < 0 or not ranks >> last & 1:
+            last = (ranks & -ranks).bit_length() - 1
+        self._speaker, self._now, self._waited = last, since if now is None else now, waited
+        return self._absorb_part(ranks, what, payload, since)
+
+    def _absorb_part(self, ranks: int, what: int | Request, payload: bytes, since: float) -> bool:
         if isinstance(what, int):
             signature = self._signatures.get(what)
             if signature is None or ranks & ~signature.requests.ranks:
@@ -200,6 +244,11 @@ class Negotiator:
             if block is None or mask & ~block.open or rank not in block.sources:
                 return False
         complete = tuple([(at, blocks[at].announce(rank, mask, now)) for at, mask in masks])
+        lateness = self.lateness
+        if lateness is not None:
+            for at, mask in complete:
+                if mask and len(blocks[at].sources) > 1:
+                    lateness.came_last(rank, now - blocks[at].completed_since)
         if complete == masks:
             self._order_numbers(numbers)
             return True
@@ -219,6 +268,8 @@ class Negotiator:
         if payload:
             self._payloads.setdefault(number, {})[rank] = payload
         if block.announce(rank, bit, now):
+            if self.lateness is not None and len(block.sources) > 1:
+                self.lateness.came_last(rank, now - block.completed_since)
             self._order_numbers((number,))
         return True
 
@@ -266,6 +317,12 @@ class Negotiator:
     def has_joined(self) -> bool:
         """Some ranks have joined, and wait for the others to do so."""
         return bool(self._joined)
+
+    def oldest(self) -> float | None:
+        """Since when the operation is pending that has been so for longest; None if there is none."""
+        times = [pending.since for pending in self._pending.values()]
+        times += [time for block in self._ledger.blocks.values() if (time := block.oldest) is not None]
+        return min(times, default=None)
 
     def waiting(self) -> list[Waiting]:
         """Operations that some member has not submitted, oldest first."""
@@ -404,6 +461,8 @@ class Negotiator:
             failed = bool(item.error)
         if self.observer is not None:
             self.observer.settled(pending.requests.shared, executed_here=not failed and COORDINATOR in members)
+        if self.lateness is not None and len(members) > 1:
+            self.lateness.came_last(self._speaker, max(self._now - pending.since, self._waited))
         if pending.payloads is not None and not failed:
             self._combine(pending.requests, pending.payloads, len(members), pending.combined)
         self._ready.append(item)

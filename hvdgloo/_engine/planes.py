@@ -73,6 +73,12 @@ class Group:
         planes = [self.host, *(plane for plane in (self._device,) if plane is not None)]
         return list({id(plane.backend): plane.backend for plane in planes}.values())
 
+    @property
+    def planes(self) -> list[tuple[str, Plane]]:
+        """The open planes, each with the kind of device whose tensors it carries."""
+        device = self._device
+        return [("cpu", self.host), *([] if device is None else [("cuda", device)])]
+
     def plane(self, device: str, example: Buffer | None, *, on_host: bool = False) -> Plane:
         """The plane for tensors of one kind of device, opened if this is the first of them.
 

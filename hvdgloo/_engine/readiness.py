@@ -73,6 +73,7 @@ class Block:
         used: the numbers that stand for something, as a mask.
         open: those that are counted here. The owner opens a number, and ``withdraw`` closes it.
         begun: the numbers that some sources have announced and others have not.
+        completed_since: of the numbers that have become whole last, when the first of them was announced first.
     """
 
     __slots__ = (
@@ -81,6 +82,7 @@ class Block:
         "_planes",
         "_since",
         "begun",
+        "completed_since",
         "first",
         "open",
         "process_set",
@@ -93,6 +95,7 @@ class Block:
         self.process_set = process_set
         self.sources = frozenset(sources)
         self.used = self.open = self.begun = 0
+        self.completed_since = 0.0
         count = len(self.sources)
         planes = count.bit_length()
         self._begins_at = [(1 << planes) - count >> plane & 1 for plane in range(planes)]
@@ -101,8 +104,9 @@ class Block:
         self._announced: dict[int, int] = {}
         self._since: list[tuple[float, int]] = []
 
-    def announce(self, source: int, mask: int, now: float) -> int:
-        """Count a source's announcement of open numbers, at the time ``now`` in seconds. A repeated one does not count.
+    def announce(self, source: int, mask: int, since: float) -> int:
+        """Count a source's announcement of open numbers, made at the time ``since`` in seconds. A repeated one does not
+        count.
 
         Returns:
             the numbers that have now been announced by all sources; they may be announced again.
@@ -116,7 +120,7 @@ class Block:
         new = mask & ~self.begun
         if new:
             self.begun |= new
-            self._since.append((now, new))
+            self._since.append((since, new))
             for plane, bit in enumerate(self._begins_at):
                 planes[plane] = planes[plane] | new if bit else planes[plane] & ~new
         carried = mask
@@ -125,8 +129,14 @@ class Block:
             carried &= bits
             if not carried:
                 return 0
+        self.completed_since = min([time for time, begun in self._since if begun & carried])
         self._drop(carried)
         return carried
+
+    @property
+    def oldest(self) -> float | None:
+        """When the first of the numbers that have begun did so; None if there is none."""
+        return min([time for time, _ in self._since], default=None)
 
     def withdraw(self, mask: int) -> list[tuple[int, float, list[int]]]:
         """Close numbers, and hand over what is known of them.

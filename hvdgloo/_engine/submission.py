@@ -48,6 +48,10 @@ class Submission:
     Args:
         persistent: the PersistentRequest, if it is one that is started again and again.
         handle: resolved at the end; by default a new one.
+
+    Attributes:
+        submitted: when the program did, on the monotonic clock; 0 where nothing is counted, or for a rank that has
+            joined.
     """
 
     __slots__ = (
@@ -61,6 +65,7 @@ class Submission:
         "remaining",
         "request",
         "splits",
+        "submitted",
         "times",
     )
 
@@ -84,5 +89,6 @@ class Submission:
         self.persistent = persistent
         self.handle = Handle(request.name) if handle is None else handle
         self.number = -1
+        self.submitted = 0.0
         self.remaining = len(request.tensors) or 1
         self.times: Sequence[float] = ()  # submitted, ordered; only while there is a timeline

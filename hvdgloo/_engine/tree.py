@@ -18,6 +18,9 @@ submitted within a second of each other goes up without its age: the ages would 
 wherever a rank is a little late. And what leaders have reduced on the way is added in another order, and in half
 precision rounded by each of them.
 
+With what all below have submitted goes up who was the last of them, and how long the first had waited: from this the
+root knows whom a job waits for.
+
 A leader that is lost takes the ranks below it along, whether or not it has drained itself: they have nobody else to
 speak for them. Pure: messages and times go in, messages come
 out; the control thread does the rest.
@@ -117,6 +120,9 @@ class Gatherer:
         # What goes up.
         self._whole: dict[int, int] = {}
         self._parts: list[Part] = []
+        self._last, self._waited = -1, 0.0  # of these: who made the others wait longest
+        # Whose message is being read: who was the last of those it speaks for, and how long the first had waited.
+        self._comer, self._comers_waited = seat.rank, 0.0
         self._up: list[Message] = []
         self._unanswered_until = float("-inf")
         # The rest.
@@ -140,6 +146,7 @@ class Gatherer:
         if child != self._seat.rank:
             self._check(child, message)
         self._now = now
+        self._comer, self._comers_waited = child, 0.0
         self._watch.heard(child, now)
         if self._roll_call is not None and child not in self._seat.leaders:
             self._answered_the_roll(self._roll_call, child, 0)
@@ -171,8 +178,10 @@ class Gatherer:
         is_leader = child in self._seat.leaders
         if isinstance(message, Submit):
             allowed = not is_leader
-        elif isinstance(message, (Gathered, Observe)):
-            allowed = is_leader  # of what a Gathered says, the ranks are looked at where it is read
+        elif isinstance(message, Gathered):  # the ranks of its parts are looked at where they are read
+            allowed = is_leader and (message.last < 0 or self._speaks_for(child, mask_of_runs((message.last, 1))))
+        elif isinstance(message, Observe):
+            allowed = is_leader
         elif isinstance(message, (Said, Lost)):
             allowed = is_leader and self._speaks_for(child, mask_of_runs((message.rank, 1)))
         elif isinstance(message, Silent):
@@ -260,8 +269,11 @@ class Gatherer:
     def _close(self) -> None:
         """Whatever is said next comes after what has been gathered."""
         if self._whole or self._parts:
-            self._up.append(Gathered(runs_of_masks(self._whole.items()), tuple(self._parts)))
+            whole, waited = runs_of_masks(self._whole.items()), int(self._waited * 1e6)
+            last = self._last if waited else -1
+            self._up.append(Gathered(whole, tuple(self._parts), last, waited))
             self._whole, self._parts = {}, []
+            self._last, self._waited = -1, 0.0
 
     def _say(self, message: Message) -> None:
         self._close()
@@ -330,6 +342,8 @@ class Gatherer:
     def _gathered(self, leader: int, message: Gathered) -> None:
         if self._ending:
             return
+        if message.last >= 0:
+            self._comer, self._comers_waited = message.last, message.waited / 1e6
         unknown: list[int] = []
         for at, mask in masks_of_runs(message.whole):
             unknown += self._announced(leader, at, mask, b"")
@@ -361,8 +375,9 @@ class Gatherer:
         mask ^= unknown
         counted = 0 if payload or self._joined or self._observed else mask & block.open
         if counted:
-            whole = block.announce(child, counted, self._now)
+            whole = block.announce(child, counted, self._now - self._comers_waited)
             if whole:
+                self._came_last(self._now - block.completed_since)
                 self._whole[at] = self._whole.get(at, 0) | whole
             else:
                 self._look_by(self._now + self._patience)
@@ -401,12 +416,19 @@ class Gatherer:
                 self._open(rival)
                 self._open(key)
         if key in self._opened:
+            self._came_last(self._comers_waited)
             self._pass(ranks, request if number < 0 else number, payload, since)
             return
         held = self._held[key]
         held.add(ranks, None if number >= 0 else request, payload)
         if not members & ~held.came & ~self._excused(request):
+            self._came_last(self._now - held.since)
             self._release(key)
+
+    def _came_last(self, waited: float) -> None:
+        """With whom is being heard now something is complete here, for which the first has waited so many seconds."""
+        if self._last < 0 or waited > self._waited:
+            self._last, self._waited = self._comer, waited
 
     def _excused(self, request: Request) -> int:
         """The ranks below without which an operation goes on; or fails, but that is for the root to say."""
@@ -515,6 +537,7 @@ class Gatherer:
             members = self._members[key[0]]
             excused = self._joined if not self._changes_sets(held) else 0
             if not members & ~held.came & ~excused:
+                self._came_last(self._now - held.since)
                 self._release(key)
         self._pass(1 << rank, request, b"", self._now)
 

@@ -33,9 +33,10 @@ class Flow(Message, frozen=True):
 
 
 class Causes(Message, frozen=True):
-    """Where the time of collective operations went, summed over operations.
+    """Where the time of collective operations went, summed over tensors.
 
-    They overlap, so it may exceed the time that has passed.
+    Those of a bucket are on their way together, so this may exceed the time that has passed by far; divided by
+    ``Sample.operations`` it is what an average tensor has seen.
 
     Attributes:
         negotiation: from submission until all ranks had submitted it.
@@ -55,14 +56,15 @@ class Causes(Message, frozen=True):
 class Steps(Message, frozen=True):
     """The training steps of one rank: one for each ``optimizer.step()`` or batch of a ``fit``.
 
-    Their time is split into three parts, in which the thread that ends steps was: waiting until other ranks had
-    submitted something, waiting for what was on its way then, and everything else.
+    Their time is split into three parts, in which the program was: waiting until other ranks had submitted something,
+    waiting for what was on its way then, and everything else.
 
     Attributes:
         count: of steps that have ended.
         seconds: from the end of the first one to the end of the last; the first is not counted, since nobody knows when
             it began.
-        waiting: of these seconds, blocked for operations that other ranks had not submitted.
+        waiting: of these seconds, blocked for operations that other ranks had not submitted. Where several threads
+            block at once, only the first of them counts, here as in ``communicating``.
         communicating: blocked for operations that all had submitted.
         before_first: from each step's begin to its first submission; a slow input pipeline shows here.
         last: how long the last step took.
@@ -113,7 +115,8 @@ class Lateness(Message, frozen=True):
     """Who made whom wait, as rank 0's coordinator has seen it.
 
     A round is a training step of rank 0, where steps are counted, and otherwise an operation. In a step, the operation
-    counts for which others waited longest.
+    counts for which others waited longest. With the first step all begins anew, so rounds are either the one or the
+    other: steps if ``Sample.steps.count`` is not 0.
 
     Attributes:
         rounds: since the beginning.
@@ -132,7 +135,7 @@ class Plane(Message, frozen=True):
     """A data plane that this rank has opened.
 
     Attributes:
-        name: "shared memory", "gloo", "hierarchical", "nccl", "pygloo" or "alone".
+        name: "shared memory", "gloo", "hierarchical", "nccl" or "alone".
         process_set: for whose operations.
         device: "cpu" or "cuda".
         why: the reason, e.g. "hosts h1 and h2", "all ranks are on one host".
@@ -255,6 +258,27 @@ Observation = Union[Sample, Note, HostSample]
 
 CODEC: Codec[Observation] = Codec(Observation, "observation")
 """What travels from a worker to its agent in one datagram, and on to the launcher in a frame."""
+
+
+class TraceOrder(Message, frozen=True, tag=16):
+    """What an agent asks of a worker: trace the next steps.
+
+    The trace is complete when it is at ``{folder}/trace.{number}.{rank}.json``; a rank that cannot trace says so in a
+    Note.
+
+    Attributes:
+        number: of this request.
+        steps: how many; where no steps are counted, the trace ends after a time.
+        folder: of the agent, on this host.
+    """
+
+    number: Count
+    steps: Count
+    folder: str
+
+
+ORDERS: Codec[TraceOrder] = Codec(TraceOrder, "order")
+"""What travels from an agent to a worker in one datagram."""
 
 LIMIT = 128 * 1024
 """The longest observation in bytes; what is longer is not handed on."""

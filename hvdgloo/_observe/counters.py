@@ -1,0 +1,231 @@
+"""What a process counts of its own collectives and training steps: totals since it began.
+
+The engine's threads and the program's write here in every operation, so there is no lock, and hardly a clock is read
+that was not read before. Each total has one writer at a time: what is submitted is under the Member's lock, what is
+executed in the hands of one thread, and a program ends its steps one after another. Who reads sees totals that are at
+most an operation apart.
+
+Times are in seconds, moments are those of ``time.monotonic()``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from hvdgloo._observe.lateness import LatenessBook
+
+AGREEMENT = "agreement"
+"""The plane of small tensors that travel with the negotiation."""
+
+_MOST_NOTES = 64
+
+
+class Awaited(Protocol):
+    """An operation that a thread waits for.
+
+    Attributes:
+        name: of its tensor.
+        ordered: when it was given its place in the order; 0 before.
+    """
+
+    name: str
+    ordered: float
+
+
+class Traffic:
+    """What one data plane has carried for one process set; the totals are those of ``samples.Flow``.
+
+    Args:
+        plane, process_set: its name, and the set's number.
+    """
+
+    __slots__ = ("_since", "_under_way", "bytes", "operations", "plane", "process_set", "seconds")
+
+    def __init__(self, plane: str, process_set: int) -> None:
+        self.plane = plane
+        self.process_set = process_set
+        self.operations = 0
+        self.bytes = 0
+        self.seconds = 0.0
+        self._under_way = 0
+        self._since = 0.0
+
+    def begun(self, now: float) -> None:
+        """A bucket is on its way."""
+        if not self._under_way:
+            self._since = now
+        self._under_way += 1
+
+    def ended(self, now: float, operations: int, nbytes: int) -> None:
+        """A bucket has arrived, with so many tensors."""
+        self.operations += operations
+        self.bytes += nbytes
+        self._under_way -= 1
+        if not self._under_way:
+            self.seconds += now - self._since
+
+    def dropped(self) -> None:
+        """What was on its way will not arrive: its engine has ended."""
+        self._under_way = 0
+
+
+class Counters:
+    """One process's totals. They outlive its engines, of which there is one at a time.
+
+    Attributes:
+        latest: when something was last submitted, or a step ended; 0 if never.
+        first: when something was first submitted in this step; 0 if nothing was.
+        asleep: the reader sleeps until something happens, and wants to be woken by ``wake``.
+        blocked_in: what the program waits for, since ``blocked_since``; None if it does not wait.
+        negotiation, queue, data, copy, wire: see ``samples.Causes``.
+        waiting, communicating: time in which the program was blocked for operations that not all ranks had submitted,
+            and for those that all had.
+        steps, step_seconds, step_waiting, step_communicating, before_first, last_step: see ``samples.Steps``.
+        traffic: by plane and process set.
+        lateness: on rank 0 of several.
+        notes: what is to be said once: when (since 1970), kind and text, see ``samples.Note``.
+        on_step: called with ``steps`` whenever a step has ended.
+    """
+
+    __slots__ = (
+        "_communicating_before",
+        "_step_began",
+        "_waiting_before",
+        "asleep",
+        "before_first",
+        "blocked_in",
+        "blocked_since",
+        "communicating",
+        "copy",
+        "data",
+        "first",
+        "last_step",
+        "lateness",
+        "latest",
+        "negotiation",
+        "notes",
+        "on_step",
+        "queue",
+        "step_communicating",
+        "step_seconds",
+        "step_waiting",
+        "steps",
+        "traffic",
+        "waiting",
+        "wake_reader",
+        "wire",
+    )
+
+    def __init__(self) -> None:
+        self.latest = self.first = 0.0
+        self.asleep = False
+        self.wake_reader: Callable[[], None] = _nothing
+        self.blocked_in: Awaited | None = None
+        self.blocked_since = 0.0
+        self.negotiation = self.queue = self.data = self.copy = self.wire = 0.0
+        self.waiting = self.communicating = 0.0
+        self.steps = 0
+        self.step_seconds = self.step_waiting = self.step_communicating = 0.0
+        self.before_first = self.last_step = 0.0
+        self.traffic: dict[tuple[str, int], Traffic] = {}
+        self.lateness: LatenessBook | None = None
+        self.notes: deque[tuple[float, str, str]] = deque(maxlen=_MOST_NOTES)
+        self.on_step: Callable[[int], None] | None = None
+        self._step_began = 0.0
+        self._waiting_before = self._communicating_before = 0.0
+
+    def engine_begins(self, *, coordinates: bool) -> None:
+        """Another engine writes from now on.
+
+        Args:
+            coordinates: it is rank 0's, of several. Who was late before was a rank of another job, or epoch.
+        """
+        for traffic in self.traffic.values():
+            traffic.dropped()
+        self.blocked_in = None
+        self._step_began = 0.0  # a step in which the ranks change says nothing about any step
+        self.lateness = LatenessBook() if coordinates else None
+
+    def wake(self) -> None:
+        """Have the reader look."""
+        self.asleep = False
+        self.wake_reader()
+
+    def note(self, kind: str, text: str) -> None:
+        """Say something once, see ``samples.Note``; callable from any thread."""
+        self.notes.append((time.time(), kind, text))
+        self.wake()
+
+    def carried(self, plane: str, process_set: int) -> Traffic:
+        """What a plane has carried for a process set, to be added to."""
+        traffic = self.traffic.get((plane, process_set))
+        if traffic is None:
+            traffic = self.traffic[plane, process_set] = Traffic(plane, process_set)
+        return traffic
+
+    def unblocked(self, ordered: float, now: float) -> None:
+        """The program waits no longer for ``blocked_in``.
+
+        Args:
+            ordered: when that was given its place in the order; 0 if it was not.
+            now: the present.
+        """
+        self.blocked_in = None
+        waiting, communicating = _split(self.blocked_since, ordered, now)
+        self.waiting += waiting
+        self.communicating += communicating
+
+    def blocked(self, now: float) -> tuple[float, float]:
+        """``waiting`` and ``communicating`` up to a moment, of what lasts, too."""
+        awaited, since = self.blocked_in, self.blocked_since
+        if awaited is None:
+            return self.waiting, self.communicating
+        waiting, communicating = _split(since, awaited.ordered, now)
+        return self.waiting + waiting, self.communicating + communicating
+
+    def step(self) -> None:
+        """A training step has ended."""
+        now = time.monotonic()
+        began = self._step_began
+        if began:
+            self.last_step = now - began
+            self.step_seconds += now - began
+            self.step_waiting += self.waiting - self._waiting_before
+            self.step_communicating += self.communicating - self._communicating_before
+            if self.first:
+                self.before_first += self.first - began
+        self._waiting_before, self._communicating_before = self.waiting, self.communicating
+        self._step_began = self.latest = now
+        self.first = 0.0
+        self.steps += 1
+        if self.lateness is not None:
+            self.lateness.end_round()
+        if self.asleep:
+            self.wake()
+        if self.on_step is not None:
+            self.on_step(self.steps)
+
+    @property
+    def operations(self) -> int:
+        """Tensors that have been exchanged."""
+        return sum(traffic.operations for traffic in [*self.traffic.values()])
+
+    @property
+    def bytes(self) -> int:
+        """The size of these tensors on this rank."""
+        return sum(traffic.bytes for traffic in [*self.traffic.values()])
+
+
+def _split(since: float, ordered: float, now: float) -> tuple[float, float]:
+    """How much of a time was spent before an operation was given its place in the order, and how much after."""
+    if not ordered:
+        return now - since, 0.0
+    turn = min(max(ordered, since), now)
+    return turn - since, now - turn
+
+
+def _nothing() -> None:
+    """Nobody sleeps."""
