@@ -269,7 +269,7 @@ class Gatherer:
     def _close(self) -> None:
         """Whatever is said next comes after what has been gathered."""
         if self._whole or self._parts:
-            whole, waited = runs_of_masks(self._whole.items()), int(self._waited * 1e6)
+            whole, waited = runs_of_masks(self._whole.items()), round(self._waited * 1e6)
             last = self._last if waited else -1
             self._up.append(Gathered(whole, tuple(self._parts), last, waited))
             self._whole, self._parts = {}, []

@@ -219,6 +219,20 @@ class RendezvousClient:
         self._run_id(time.monotonic() + timeout, patient=True)
         return self._elastic
 
+    def observe(self, observation: bytes, *, timeout: float = 10.0) -> bool:
+        """Hand on what a rank says of itself, in the bytes of ``hvdgloo._observe.samples.CODEC``.
+
+        Returns:
+            False if the server shows nothing to anybody.
+
+        Raises:
+            RendezvousTimeoutError: there was no answer in time.
+            RendezvousError: the server cannot be reached, or refuses.
+        """
+        deadline = time.monotonic() + timeout
+        answer = self._answer("POST", "/v1/observe", observation, deadline, patience=0.0, repeat=False)
+        return self._checked(answer, "/v1/observe", allow=404).status != 404
+
     def close(self) -> None:
         """Close all connections. Calls raise RendezvousError, also those that are under way. May be repeated."""
         if self._pid != os.getpid():

@@ -911,7 +911,7 @@ class TestJoins:
         leader.waits(BATCH_SECONDS)
         assert leader.sends_up() == []
         leader.hears(3, Submit((), (change,)))
-        assert leader.sends_up() == [Gathered((), (Part(BELOW, change),))]
+        assert leader.sends_up() == [Gathered((), (Part(BELOW, change),), last=3, waited=round(BATCH_SECONDS * 1e6))]
 
     def test_when_all_have_joined_all_are_waited_for_again(self) -> None:
         leader = Leader()

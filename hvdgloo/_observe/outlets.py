@@ -1,0 +1,141 @@
+"""Where a worker's observations go: to the agent of its host, in datagrams, or without one to the rendezvous server."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from hvdgloo._observe import samples
+from hvdgloo.errors import RendezvousError
+
+_ASK_AGAIN_SECONDS = 60.0
+"""Seconds until a server that shows nothing to anybody, or cannot be reached, is asked again."""
+
+_NOBODY = frozenset({errno.ENOENT, errno.ECONNREFUSED, errno.ENOTCONN, errno.ECONNRESET})
+"""How a socket says that nobody listens: there is none, or its owner has gone."""
+
+
+class Outlet(Protocol):
+    """Takes encoded observations. Nothing here raises, and nothing is kept that cannot be handed on: a later sample has
+    it all."""
+
+    def is_open(self) -> bool:
+        """Whether somebody looks. Asked before each sample is made, so it costs little."""
+        ...
+
+    def send(self, data: bytes) -> bool:
+        """Hand an observation on; False if nobody has taken it."""
+        ...
+
+    def fileno(self) -> int:
+        """What becomes readable when there are orders; -1 if there never are any."""
+        ...
+
+    def orders(self) -> list[samples.TraceOrder]:
+        """What has been asked of this worker since the last call."""
+        ...
+
+    def close(self) -> None:
+        """Nothing more will be sent."""
+        ...
+
+
+class AgentOutlet:
+    """To the agent that started this worker, through its Unix socket, which is there only while somebody looks. Orders
+    come back to a socket beside it, which has this process's id as its name.
+
+    Args:
+        path: of the agent's socket; its folder is the agent's own.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._own = os.path.join(os.path.dirname(path), str(os.getpid()))
+        self._socket: socket.socket | None = None
+
+    def is_open(self) -> bool:
+        if self._socket is not None:
+            return True
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+        try:
+            sock.setblocking(False)
+            sock.connect(self._path)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._own)  # of this process's last job
+            sock.bind(self._own)
+        except OSError:
+            sock.close()
+            return False
+        self._socket = sock
+        return True
+
+    def send(self, data: bytes) -> bool:
+        sock = self._socket
+        if sock is None:
+            return False
+        try:
+            sock.send(data)
+        except OSError as error:
+            if error.errno in _NOBODY:
+                self.close()
+            return False  # or the agent is busy, and this one is dropped
+        return True
+
+    def fileno(self) -> int:
+        return -1 if self._socket is None else self._socket.fileno()
+
+    def orders(self) -> list[samples.TraceOrder]:
+        received: list[samples.TraceOrder] = []
+        while self._socket is not None:
+            try:
+                data = self._socket.recv(samples.LIMIT)
+            except OSError:
+                break
+            with contextlib.suppress(ValueError):  # not ours
+                received.append(samples.ORDERS.decode(data))
+        return received
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+            with contextlib.suppress(OSError):
+                os.unlink(self._own)
+
+
+class ServerOutlet:
+    """To the rendezvous server, for workers that no agent has started.
+
+    Args:
+        observe: ``RendezvousClient.observe``: whether the server has taken an observation, or raises RendezvousError.
+    """
+
+    def __init__(self, observe: Callable[[bytes], bool]) -> None:
+        self._observe = observe
+        self._closed_until = 0.0
+
+    def is_open(self) -> bool:
+        return time.monotonic() >= self._closed_until
+
+    def send(self, data: bytes) -> bool:
+        try:
+            if self._observe(data):
+                return True
+        except RendezvousError:
+            pass
+        self._closed_until = time.monotonic() + _ASK_AGAIN_SECONDS
+        return False
+
+    def fileno(self) -> int:
+        return -1
+
+    def orders(self) -> list[samples.TraceOrder]:
+        return []
+
+    def close(self) -> None:
+        """The client is the job's."""

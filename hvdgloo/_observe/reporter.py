@@ -1,0 +1,295 @@
+"""Hands on what a rank counts: at most one sample per interval, and none where nobody looks or nothing has changed.
+
+The thread sleeps while the rank does nothing: whoever submits something wakes it. While the rank works, it looks once
+per interval; what has not changed is repeated now and then, since processor time and memory go on.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+from hvdgloo._net.event_loop import WakeUp
+from hvdgloo._observe import samples
+from hvdgloo._observe.counters import Counters
+from hvdgloo._observe.outlets import Outlet
+from hvdgloo._observe.resources import cpu_seconds, resident_bytes
+from hvdgloo._observe.tracing import StepTracer
+
+logger = logging.getLogger(__name__)
+
+REPEAT_SECONDS = 5.0
+"""Seconds after which a working rank says again what has not changed."""
+
+IDLE_SECONDS = 10.0
+"""Seconds without a submission, and steps (``_IDLE_STEPS``) of the last one's length, after which a rank is idle."""
+
+_IDLE_STEPS = 3
+
+LOOK_SECONDS = 30.0
+"""How often an idle rank looks whether somebody else does, who has not been told anything."""
+
+OVERDUE_SECONDS = 1.0
+"""Seconds from which an operation that some ranks have not submitted is worth telling."""
+
+_MOST_MISSING = 16
+_MOST_TEXT = 4096
+_SETTINGS_EVERY = 30
+"""Samples; a lost one may have been that with the settings."""
+
+_JOIN_SECONDS = 2.0
+
+
+class Place(NamedTuple):
+    """Where a rank is in its job."""
+
+    rank: int
+    size: int
+    epoch: int
+
+
+class Subject(Protocol):
+    """The rank that is reported on; any thread may call."""
+
+    @property
+    def place(self) -> Place: ...
+
+    def planes(self) -> Sequence[samples.Plane]:
+        """Those that are open."""
+        ...
+
+    def gpu(self) -> int:
+        """Index of its GPU among those of the host; -1 for none."""
+        ...
+
+    def settings(self) -> dict[str, Any] | None:
+        """On rank 0: as a file for ``--config-file`` has them; None on other ranks."""
+        ...
+
+    def oldest_pending(self) -> tuple[str, float]:
+        """See ``Engine``."""
+        ...
+
+    def missing(self, least: float) -> tuple[Sequence[samples.Missing], Sequence[tuple[int, str]]]:
+        """On rank 0: what has waited at least ``least`` seconds for other ranks, and what late ranks were doing."""
+        ...
+
+    def start_trace(self, path: str) -> bool:
+        """Trace operations into a file; False if a trace is being written already. Raises ConfigError."""
+        ...
+
+    def stop_trace(self) -> None:
+        """End that trace; its file is complete then."""
+        ...
+
+
+class Reporter:
+    """Owns the thread that reports on one rank.
+
+    Args:
+        counters: of this process.
+        subject: the rest of what is known about the rank.
+        outlet: takes the samples; the Reporter owns it from now on.
+        interval: seconds between two samples, at least.
+    """
+
+    def __init__(self, counters: Counters, subject: Subject, outlet: Outlet, interval: float) -> None:
+        self._counters, self._outlet, self._interval = counters, outlet, interval
+        self._sampler = Sampler(counters, subject)
+        self._wake_up = WakeUp()
+        rank = subject.place.rank
+        self._tracer = StepTracer(counters, rank, subject.start_trace, subject.stop_trace, self._wake_up.wake)
+        self._closed = False
+        self._told: samples.Sample | None = None  # the last one that somebody has taken
+        self._told_at = float("-inf")
+        self._thread = threading.Thread(target=self._run, name="hvdgloo-reporter", daemon=True)
+
+    def start(self) -> Reporter:
+        """Begin to report."""
+        self._counters.wake_reader = self._wake_up.wake
+        self._thread.start()
+        return self
+
+    def close(self) -> None:
+        """Say a last time how things are, and end the thread."""
+        self._closed = True
+        self._wake_up.wake()
+        self._thread.join(_JOIN_SECONDS)
+        self._counters.asleep = False
+        if not self._thread.is_alive():
+            self._outlet.close()
+            self._wake_up.close()
+
+    # The thread.
+
+    def _run(self) -> None:
+        try:
+            due = time.monotonic()
+            while not self._closed:
+                now = time.monotonic()
+                if now >= due:
+                    due = now + (self._interval if self._look(now) else LOOK_SECONDS)
+                due = self._sleep(due)
+            self._look(time.monotonic(), last=True)
+            self._tracer.close()
+        except Exception:
+            logger.exception("this rank is not reported on any more")
+
+    def _sleep(self, due: float) -> float:
+        """Wait until a time, an order, the end, or (where nothing is going on) the next submission; returns when to
+        look next."""
+        counters, latest = self._counters, self._sampler.latest
+        idle = due - time.monotonic() > self._interval
+        if idle:
+            counters.asleep = True
+            if counters.latest != latest or counters.notes:  # it has come in between, and nobody was woken for it
+                counters.asleep = False
+                return time.monotonic()
+        traced = self._tracer.advance(time.monotonic())
+        until = due if traced is None else min(due, traced)
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._wake_up, selectors.EVENT_READ)
+            if self._outlet.fileno() >= 0:
+                selector.register(self._outlet.fileno(), selectors.EVENT_READ)
+            selector.select(max(0.0, until - time.monotonic()))
+        self._wake_up.clear()
+        for order in self._outlet.orders():
+            self._tracer.order(order, time.monotonic())
+        if idle and not counters.asleep:
+            return max(time.monotonic(), self._told_at + self._interval)
+        counters.asleep = False
+        return due
+
+    def _look(self, now: float, *, last: bool = False) -> bool:
+        """Hand on what there is to say; False if nothing is going on here."""
+        if not self._outlet.is_open():
+            self._told = None  # whoever looks next knows nothing
+            return self._sampler.works(now)
+        sample = self._sampler.sample(now, settings=self._told is None)
+        for note in self._sampler.notes():
+            self._outlet.send(samples.CODEC.encode(note))
+        if last or self._has_changed(sample) or (sample.doing != "idle" and now >= self._told_at + REPEAT_SECONDS):
+            data = samples.CODEC.encode(sample)
+            if len(data) <= samples.LIMIT and self._outlet.send(data):
+                self._told, self._told_at = sample, now
+        return sample.doing != "idle" and (sample.doing != "starting" or self._sampler.works(now))
+
+    def _has_changed(self, sample: samples.Sample) -> bool:
+        told = self._told
+        return told is None or _gist(told) != _gist(sample)
+
+
+def _gist(sample: samples.Sample) -> tuple[object, ...]:
+    """What changes only if something happens."""
+    missing = [(each.name, each.count) for each in sample.missing]
+    steps, operations = sample.steps.count, sample.operations
+    return steps, operations, sample.doing, sample.pending, sample.planes, missing, sample.epoch, sample.rank
+
+
+class Sampler:
+    """Makes samples, one after another.
+
+    Attributes:
+        latest: ``Counters.latest`` as of the last one.
+    """
+
+    def __init__(self, counters: Counters, subject: Subject) -> None:
+        self._counters, self._subject = counters, subject
+        self._before = time.monotonic(), *counters.blocked(time.monotonic())
+        self._made = 0
+        self.latest = -1.0
+
+    def works(self, now: float) -> bool:
+        """Whether something was submitted lately, or is waited for."""
+        counters = self._counters
+        self.latest = counters.latest
+        lately = max(IDLE_SECONDS, _IDLE_STEPS * counters.last_step)
+        if counters.latest and now - counters.latest < lately:
+            return True
+        return counters.blocked_in is not None or bool(self._subject.oldest_pending()[0])
+
+    def notes(self) -> list[samples.Note]:
+        """What is to be said once, since the last call."""
+        rank, notes = self._subject.place.rank, self._counters.notes
+        taken = [notes.popleft() for _ in range(len(notes))]
+        return [samples.Note(rank, at, kind, text) for at, kind, text in taken]
+
+    def sample(self, now: float, *, settings: bool) -> samples.Sample:
+        """How things are.
+
+        Args:
+            now: the present.
+            settings: say the settings, too.
+        """
+        counters, subject = self._counters, self._subject
+        place = subject.place
+        name, since = subject.oldest_pending()
+        traffic = [*counters.traffic.values()]
+        missing, stacks = subject.missing(OVERDUE_SECONDS) if place.rank == 0 else ((), ())
+        doing = self._doing(now)
+        settings = settings or self._made % _SETTINGS_EVERY == 0
+        self._made += 1
+        return samples.Sample(
+            place.rank,
+            place.size,
+            place.epoch,
+            os.getpid(),
+            time.time(),
+            operations=sum(each.operations for each in traffic),
+            bytes=sum(each.bytes for each in traffic),
+            steps=samples.Steps(
+                counters.steps,
+                counters.step_seconds,
+                counters.step_waiting,
+                counters.step_communicating,
+                counters.before_first,
+                counters.last_step,
+            ),
+            causes=samples.Causes(counters.negotiation, counters.queue, counters.data, counters.copy, counters.wire),
+            flows=[
+                samples.Flow(each.plane, each.process_set, each.operations, each.bytes, each.seconds)
+                for each in traffic
+            ],
+            doing=doing,
+            pending=name,
+            pending_seconds=now - since if name and since else 0.0,
+            cpu_seconds=cpu_seconds(),
+            memory=resident_bytes(),
+            gpu=subject.gpu(),
+            planes=subject.planes(),
+            settings=subject.settings() if settings else None,
+            lateness=self._lateness(),
+            missing=missing[:_MOST_MISSING],
+            stacks=[(rank, text[:_MOST_TEXT]) for rank, text in stacks[:_MOST_MISSING]],
+        )
+
+    def _lateness(self) -> samples.Lateness | None:
+        book = self._counters.lateness
+        if book is None:
+            return None
+        totals = book.totals()
+        return samples.Lateness(
+            totals.rounds, totals.recent, totals.waits, [samples.Late(*each) for each in totals.ranks]
+        )
+
+    def _doing(self, now: float) -> str:
+        """What the rank was at in most of the time since the last call."""
+        counters = self._counters
+        waiting, communicating = counters.blocked(now)
+        before, *blocked = self._before
+        self._before = now, waiting, communicating
+        waiting, communicating = waiting - blocked[0], communicating - blocked[1]
+        computing = now - before - waiting - communicating
+        works = self.works(now)
+        if waiting > max(communicating, computing):
+            return "waiting"
+        if communicating > computing:
+            return "communicating"
+        if works:
+            return "computing"
+        return "idle" if counters.latest else "starting"
