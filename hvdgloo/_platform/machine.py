@@ -195,6 +195,20 @@ def _counter(path: str, name: str) -> int | None:
     return None
 
 
+def throttled_periods() -> tuple[int, int]:
+    """In how many periods of its CPU quota this process's control group was held back, and in how many altogether.
+
+    0 and 0 where there is no quota.
+    """
+    for path in _own_groups("cpu"):
+        while len(path) >= len(_CGROUPS):
+            held, periods = (_counter(os.path.join(path, "cpu.stat"), name) for name in ("nr_throttled", "nr_periods"))
+            if periods:
+                return held or 0, periods
+            path = os.path.dirname(path)
+    return 0, 0
+
+
 def _quotas() -> Iterator[float]:
     """CPU quotas, in cores, of this process's control groups and the groups around them."""
     for path in _own_groups("cpu"):

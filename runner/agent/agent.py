@@ -31,6 +31,7 @@ from hvdgloo._net.event_loop import EventLoop
 from hvdgloo._platform import machine
 from hvdgloo.errors import LaunchError
 from hvdgloo.runner.agent import watchdog
+from hvdgloo.runner.agent.observing import Observing
 from hvdgloo.runner.agent.preflight import lacking
 from hvdgloo.runner.agent.probes import HostDiscovery
 from hvdgloo.runner.agent.relaying import RelayListener
@@ -122,6 +123,8 @@ class Agent:
         self._memory = machine.MemoryWatch()
         self._discovery = HostDiscovery(self._selector, channel.send, environ)
         self._relay = RelayListener(self._selector, channel.send)
+        self._observing = Observing(self._selector, channel)
+        self._observer: dict[str, str] = {}  # the variable that tells workers where to report
         self._last_beat = time.monotonic()
         self._silence = Silence(heartbeat.FIRST, self._last_beat)
         self._sign: socket.socket | None = None
@@ -149,6 +152,7 @@ class Agent:
             Beat: lambda _: None,
             **self._discovery.handlers,
             **self._relay.handlers,
+            **self._observing.handlers,
         }
 
     # The loop.
@@ -166,6 +170,7 @@ class Agent:
             self._send_results()
             self._forget()
             self._discovery.tick()
+            self._observing.tick()
             self._keep_time()
         self._end()
 
@@ -186,8 +191,9 @@ class Agent:
         deadline = self._last_beat + self._silence.step
         if not self._order_to_die:
             deadline = min(deadline, self._silence.deadline)
-        if self._discovery.deadline is not None:
-            deadline = min(deadline, self._discovery.deadline)
+        for part in (self._discovery, self._observing):
+            if part.deadline is not None:
+                deadline = min(deadline, part.deadline)
         left = max(0.0, deadline - time.monotonic())
         # The end of a process inside a worker's process group is seen only by polling, unless it was adopted here.
         stopping = self._stop_deadline is not None or any(w.kill_at is not None for w in self._workers.values())
@@ -279,6 +285,7 @@ class Agent:
         self._silence = Silence(start.heartbeat_timeout, time.monotonic())
         self._sign = reaper.attend(start.agent_id)
         self._mark.write(start.agent_id)
+        self._observer = self._observing.attend(start.agent_id, self._environ)
 
     def _on_blob(self, blob: Blob) -> None:
         if self._blob is None:
@@ -302,7 +309,7 @@ class Agent:
 
     def _worker_environment(self) -> Mapping[str, str]:
         assert self._start is not None
-        mark = {reaper.AGENT_VARIABLE: self._start.agent_id}
+        mark = {reaper.AGENT_VARIABLE: self._start.agent_id, **self._observer}
         if not self._start.inherit:
             return {**self._start.env, **mark}
         return {**self._environ, "PWD": self._start.cwd, **self._start.env, **mark}
@@ -467,6 +474,7 @@ class Agent:
         """End what is left of the job, pass on its last output, and say good-bye."""
         self._discovery.close()
         self._relay.close()
+        self._observing.close()
         grace = 0.0 if self._order_to_die or self._stop_deadline is not None else LEFTOVER_GRACE
         left = reaper.end_all(self._leftovers, grace=grace, reap=self._reap, rest=self._serve)
         if self._abandoned is not None:
@@ -565,7 +573,7 @@ def watched(serve: Callable[[Mark], None]) -> int:
     agent = os.fork()
     if agent:
         os.close(0)
-        return min(255, watchdog.watch(agent, mark, memory))
+        return min(255, watchdog.watch(agent, mark, memory, os.environ))
     memory.close()  # the agent looks with a watch of its own
     reaper.die_with_parent(signal.SIGTERM)
     if os.getppid() != parent:

@@ -8,8 +8,10 @@ from __future__ import annotations
 import mmap
 import os
 import signal
+from collections.abc import Mapping
 
 from hvdgloo._platform.machine import MemoryWatch
+from hvdgloo.runner.agent.observing import remove_leftovers
 from hvdgloo.runner.processes import reaper
 from hvdgloo.runner.protocol.frames import LAST_WORDS
 
@@ -30,11 +32,12 @@ class Mark:
         return self._memory[:].rstrip(b"\0").decode("ascii")
 
 
-def watch(agent: int, mark: Mark, memory: MemoryWatch) -> int:
+def watch(agent: int, mark: Mark, memory: MemoryWatch, environ: Mapping[str, str]) -> int:
     """Wait for the agent proper, end what is left of its job, and return the status to exit with.
 
     Args:
         memory: says what the kernel has to do with the agent's end.
+        environ: the agent's own.
     """
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, lambda number, _: reaper.signal_all([agent], number))
@@ -49,6 +52,8 @@ def watch(agent: int, mark: Mark, memory: MemoryWatch) -> int:
         limit=_SECOND_LIMIT if status == 0 else reaper.LIMIT,
         reap=_reap_all,
     )
+    if status and mark.read():
+        remove_leftovers(mark.read(), environ)
     code = os.waitstatus_to_exitcode(status)
     return code if code >= 0 else 128 - code  # as in a shell: this crosses ssh
 

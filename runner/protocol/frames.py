@@ -20,7 +20,7 @@ from hvdgloo._net.framing import FrameDecoder, Mac
 from hvdgloo.errors import LaunchError
 from hvdgloo.rendezvous._beside import FromServer, ServerRequest
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Raised when frames change their meaning; launcher and agent must agree."""
 
 PREAMBLE = b"\0hvdgloo agent: frames follow\n"  # none of its suffixes is also a prefix of it
@@ -34,7 +34,7 @@ CHUNK = 64 * 1024
 
 STDOUT, STDERR = 1, 2
 
-_UNSEEN = {"data", "env", "key", "request"}
+_UNSEEN = {"data", "env", "key", "observations", "request"}
 """Fields that may hold secrets, or a lot. Frames appear in tracebacks and logs; these fields do not."""
 
 
@@ -224,6 +224,28 @@ class Relay(Frame, frozen=True):
     port_range: tuple[int, int] | None
 
 
+class Observe(Frame, frozen=True):
+    """Somebody looks at the job: take in what workers report from now on, and pass it on. May be repeated.
+
+    Attributes:
+        host: measure the host, too.
+    """
+
+    host: bool
+
+
+class TraceSteps(Frame, frozen=True):
+    """Have the workers trace their next steps. The answers are ``Tracing`` and, for each worker, ``Traced``.
+
+    Attributes:
+        number: of this request, among all of the job.
+        steps: how many each of them traces.
+    """
+
+    number: int
+    steps: int
+
+
 class Sweep(Frame, frozen=True):
     """Instead of ``Start``: end what the lost agent of a job may have left on this host, say ``Cleared`` and exit.
 
@@ -384,6 +406,32 @@ class Exited(Frame, frozen=True):
     account: str = ""
 
 
+class Observed(Frame, frozen=True):
+    """What workers have reported, and what was measured of their host; at most one such frame a second.
+
+    Attributes:
+        observations: each one's bytes; see ``hvdgloo._observe.samples``.
+    """
+
+    observations: Sequence[bytes]
+
+
+class Tracing(Frame, frozen=True):
+    """So many workers were asked for a trace, ``number`` of ``TraceSteps``."""
+
+    number: int
+    workers: int
+
+
+class Traced(Frame, frozen=True):
+    """A piece of a rank's trace; the ``last`` one completes it."""
+
+    number: int
+    rank: int
+    data: bytes
+    last: bool
+
+
 class Leaving(Frame, frozen=True):
     """The agent of an elastic job was asked to end: its host is to be given back, and its workers should leave.
 
@@ -436,6 +484,7 @@ KINDS: tuple[type[Frame], ...] = (
     Beat, Examine, Examined,
     Survey, Probe, ProbesEnd, Serve, Surveyed, Probed, Served, Sweep, AskServed, StopWorker, Leaving,
     Relay, Relaying, RelayOpen, RelayData, RelayCredit, RelayClose,
+    Observe, Observed, TraceSteps, Tracing, Traced,
 )  # fmt: skip
 _CODEC: codec.Codec[Frame] = codec.Codec(Union[KINDS], "frame")
 

@@ -20,13 +20,14 @@ from hvdgloo.rendezvous._elastic.events import Spawn as SpawnOrder
 from hvdgloo.rendezvous._elastic.roster import Roster
 from hvdgloo.runner.console.progress import REMEDIES
 from hvdgloo.runner.job.hostlist import check_load, remark_on_load
-from hvdgloo.runner.job.outcome import describe_status
 from hvdgloo.runner.job.spec import HostEntry, LaunchSpec
 from hvdgloo.runner.protocol.frames import Dying, Exited, Frame, Hello, Leaving, Require, Spawn, SpawnFailed, StopWorker
 from hvdgloo.runner.supervise import host_state
 from hvdgloo.runner.supervise.agent_link import Link
+from hvdgloo.runner.supervise.audience import Seat, SupervisionObserver
+from hvdgloo.runner.supervise.first_failure import describe_end
 from hvdgloo.runner.supervise.host_state import HostState
-from hvdgloo.runner.supervise.supervisor import SupervisionObserver, Supervisor
+from hvdgloo.runner.supervise.supervisor import Supervisor
 from hvdgloo.runner.supervise.survivors import Survivors
 from hvdgloo.runner.transport.base import Spawner
 
@@ -248,17 +249,26 @@ class ElasticSupervisor(Supervisor):
         for worker, rank in roster.ranks.items():
             if worker in self.workers:
                 self._ranks[self.workers[worker]] = rank
+        seats = [
+            Seat(self.workers[seat.worker], rank, seat.host, seat.local_rank)
+            for rank, seat in enumerate(roster.seats)
+            if seat.worker in self.workers
+        ]
+        self.audience.placed(roster.epoch, seats)
 
     def _on_exited(self, link: Link, frame: Exited) -> None:
-        reason = describe_status(frame.status) + (f"; {frame.account}" if frame.account else "")
+        reason = describe_end(frame)
         self._has_ended(link, frame.number)
+        self._note_end(frame.number, frame.status, reason)
         self.survivors.exited(link.host.name, frame)
         self._report_end(link, frame.number, frame.status, reason)
 
     def _on_not_spawned(self, link: Link, frame: SpawnFailed) -> None:
+        reason = f"could not be started: {frame.reason}"
         self._has_ended(link, frame.number)
+        self._note_end(frame.number, frame.status, reason)
         self.survivors.not_started(link.host.name, frame)
-        self._report_end(link, frame.number, frame.status, f"could not be started: {frame.reason}")
+        self._report_end(link, frame.number, frame.status, reason)
 
     def _has_ended(self, link: Link, number: int) -> None:
         if number in link.workers:
@@ -402,6 +412,7 @@ class ElasticSupervisor(Supervisor):
         self.door.withdraw(visit)
         if not self.settled:
             visit.lost = True
+            self.audience.host(visit.name, "lost", reason)
             self.driver.host_lost(visit.name, reason)
 
     def _let_go(self, visit: Visit) -> None:
@@ -412,6 +423,7 @@ class ElasticSupervisor(Supervisor):
             return
         visit.parted, visit.admitted = True, False
         self.door.withdraw(visit)
+        self.audience.host(visit.name, "left")
         if visit.state is not None:
             self._agents.offer(host_state.Finish(), [visit.state])
 

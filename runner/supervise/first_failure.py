@@ -14,6 +14,11 @@ ECHO_TIME = 2.0
 """Seconds that a worker has to end on its own after another one's last words named it as the reason for its failure."""
 
 
+def describe_end(frame: Exited) -> str:
+    """How a worker has ended, in words, with what the kernel has to do with it."""
+    return describe_status(frame.status) + (f"; {frame.account}" if frame.account else "")
+
+
 class Policy(Protocol):
     """What becomes of a job when one of its workers ends.
 
@@ -110,10 +115,7 @@ class Verdict:
         self.running.discard(frame.number)
         self._outcome.statuses[frame.number] = frame.status
         if frame.status != 0:
-            reason = describe_status(frame.status)
-            if frame.account:
-                reason += f"; {frame.account}"
-            self._fail_unless_echo(Failure(frame.number, host, frame.status, reason))
+            self._fail_unless_echo(Failure(frame.number, host, frame.status, describe_end(frame)))
         if self._echo is not None and self._echo.culprit not in self.running:
             self._take_echo()
 

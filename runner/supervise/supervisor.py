@@ -14,7 +14,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from hvdgloo._net.event_loop import EventLoop
 from hvdgloo.errors import JobFailedError, LaunchError
@@ -30,6 +30,8 @@ from hvdgloo.runner.protocol.frames import (
     Exited,
     Frame,
     Hello,
+    Observe,
+    Observed,
     Output,
     Require,
     Result,
@@ -40,11 +42,15 @@ from hvdgloo.runner.protocol.frames import (
     Stdin,
     StdinTaken,
     Stop,
+    Traced,
+    TraceSteps,
+    Tracing,
 )
 from hvdgloo.runner.supervise import host_state
 from hvdgloo.runner.supervise.agent_link import Link
 from hvdgloo.runner.supervise.agents import Agents
-from hvdgloo.runner.supervise.first_failure import Policy, Verdict
+from hvdgloo.runner.supervise.audience import Audience, Nobody, SupervisionObserver
+from hvdgloo.runner.supervise.first_failure import Policy, Verdict, describe_end
 from hvdgloo.runner.supervise.host_state import HostState, Phase
 from hvdgloo.runner.supervise.init_watch import InitWatch
 from hvdgloo.runner.supervise.signal_handling import SignalHandling
@@ -58,22 +64,6 @@ _LATE = 1.0  # the most seconds that one turn of the loop counts for, beyond tho
 _ACKNOWLEDGE = 64 * 1024  # bytes of output for which credit is given at once
 
 
-class SupervisionObserver(Protocol):
-    """Receives what comes from the workers. None of these may block."""
-
-    def output(self, rank: int, stream: int, data: bytes) -> None: ...
-    def result(self, rank: int, data: bytes) -> None: ...
-    def notice(self, text: str) -> None: ...
-    def news(self, text: str) -> None: ...
-    def step(self, host: HostState) -> None: ...
-    def suspend(self) -> None: ...
-    def interrupted(self) -> None: ...
-    def tick(self) -> float | None: ...
-    def culprit(self, rank: int) -> int | None: ...
-    @property
-    def congested(self) -> bool: ...
-
-
 def host_states(hosts: Sequence[HostEntry], spec: LaunchSpec) -> tuple[HostState, ...]:
     """The states of a job's hosts before it begins."""
     now = time.monotonic()
@@ -84,12 +74,16 @@ class Supervisor:
     """Starts agents, has them start workers, and makes sure that all of them end.
 
     A context manager: leaving it, in whatever way, ends everything that it started.
+
+    Attributes:
+        audience: is told what becomes of hosts and workers; to be set before the first of them comes.
     """
 
     def __init__(
         self, spec: LaunchSpec, spawner: Spawner, hosts: Sequence[HostState], job_id: str, observer: SupervisionObserver
     ) -> None:
         self.outcome = JobOutcome()
+        self.audience: Audience = Nobody()
         self._spec = spec
         self._spawner = spawner
         self._observer = observer
@@ -115,6 +109,7 @@ class Supervisor:
             Exited: self._on_exited,
             StdinTaken: lambda *_: self.on_stdin_taken(),
             Dying: self._on_dying,
+            **dict.fromkeys((Observed, Tracing, Traced), self._on_observed),
         }
 
     def __enter__(self) -> Supervisor:
@@ -251,6 +246,9 @@ class Supervisor:
                 elastic=elastic,
             )
         )
+        self.audience.host(link.host.name, "up")
+        if self.audience.observe is not None:
+            link.channel.send(self.audience.observe)
         function = memoryview(self._spec.function or b"")
         for position in range(0, len(function), 4 * CHUNK):
             link.channel.send(Blob(bytes(function[position : position + 4 * CHUNK])))
@@ -298,6 +296,14 @@ class Supervisor:
     def feed_stdin(self, rank: int, data: bytes) -> None:
         """Give a worker input; empty at its end. The next piece may follow after ``on_stdin_taken``."""
         self._loop.call_soon(partial(self._send_stdin, rank, data))
+
+    def observe_soon(self, frame: Observe) -> None:
+        """Somebody has begun to look at the job: tell agents that have been started already."""
+        self._loop.call_soon(partial(self._tell_at_work, frame))
+
+    def trace_soon(self, frame: TraceSteps) -> None:
+        """Have all workers trace their next steps; the audience gets the answers."""
+        self._loop.call_soon(partial(self._tell_at_work, frame))
 
     # The loop.
 
@@ -408,6 +414,7 @@ class Supervisor:
         if self._left_out is not None:
             self._left_out[host.host] = f"its agent {text}"
             return
+        self.audience.host(host.name, "lost", f"its agent {text}")
         self._verdict.gone(link.workers if link is not None else ())
         self.fail(Failure(None, host.name, 1, f"the agent on host {host.name} {text}"))
         self._finish_if_over()
@@ -431,17 +438,32 @@ class Supervisor:
         self._observer.output(frame.number, frame.stream, frame.data)
         link.owed[frame.number] = link.owed.get(frame.number, 0) + len(frame.data)
 
+    def _on_observed(self, link: Link, frame: Frame) -> None:
+        self.audience.reported(link.host.name, frame)
+
+    def _tell_at_work(self, frame: Frame) -> None:
+        for link in self.links:
+            if link.state.phase is Phase.RUNNING:
+                link.channel.send(frame)
+
+    def _note_end(self, number: int, status: int, reason: str) -> None:
+        """A worker has ended, or could not be started. What ends after the job's end was decided has been told to."""
+        self.audience.ended(number, status, "" if self._verdict.settled else reason)
+
     def _on_spawned(self, link: Link, frame: Spawned) -> None:
+        self.audience.spawned(frame.number, frame.pid)
         if self._init is not None:
             self._init.spawned(frame.number, frame.pid)
         if self._spec.verbose:
             self._observer.notice(f"rank {frame.number} is process {frame.pid} on {link.host.name}")
 
     def _on_not_spawned(self, link: Link, frame: SpawnFailed) -> None:
+        self._note_end(frame.number, frame.status, f"could not be started: {frame.reason}")
         self._verdict.not_started(link.host.name, frame)
         self._finish_if_over()
 
     def _on_exited(self, link: Link, frame: Exited) -> None:
+        self._note_end(frame.number, frame.status, describe_end(frame))
         self._verdict.gone([frame.number])
         if self._init is not None:
             self._init.ended(frame.number, frame.status)

@@ -68,6 +68,7 @@ GRAPH: dict[str, set[str]] = {
     "hvdgloo.runner.transport": {"runner.agent", "runner.job", "runner.processes", "runner.protocol"},
     "hvdgloo.runner.agent": {
         "_net",
+        "_observe",
         "_platform",
         "rendezvous",
         "runner.network",

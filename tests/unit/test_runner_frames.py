@@ -48,6 +48,7 @@ _VALUES: dict[Any, st.SearchStrategy[Any]] = {
     bytes: st.binary(max_size=200),
     Sequence[int]: st.lists(st.integers(0, 9)),
     Sequence[str]: st.lists(_TEXTS),
+    Sequence[bytes]: st.lists(st.binary(max_size=200)),
     tuple[int, int] | None: st.none() | st.tuples(st.integers(0, 9), st.integers(0, 9)),
     Sequence[tuple[int, str, int]]: st.lists(_TARGETS),
     Sequence[tuple[str, str, int, bool]]: st.lists(st.tuples(_TEXTS, _TEXTS, st.integers(0, 128), st.booleans())),

@@ -1,0 +1,207 @@
+"""What a supervisor tells those who look at the job, and what it asks of agents for them."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import pytest
+
+from hvdgloo.rendezvous._elastic.roster import Roster
+from hvdgloo.rendezvous._elastic.roster import Seat as Member
+from hvdgloo.runner.job.spec import HostEntry, LaunchSpec
+from hvdgloo.runner.protocol.frames import (
+    Exited,
+    Frame,
+    Observe,
+    Observed,
+    Spawn,
+    Spawned,
+    SpawnFailed,
+    Start,
+    Traced,
+    TraceSteps,
+    Tracing,
+)
+from hvdgloo.runner.supervise import host_state
+from hvdgloo.runner.supervise.agent_link import Link
+from hvdgloo.runner.supervise.audience import Seat
+from hvdgloo.runner.supervise.elastic import ElasticSupervisor, Visit
+from hvdgloo.runner.supervise.host_state import HostState
+from hvdgloo.runner.supervise.supervisor import Supervisor
+from tests.unit.test_elastic_supervisor import Command, Nothing
+
+SPEC = LaunchSpec(("true",), (HostEntry("h1", 2),), 2, "/", {}, b"s" * 32, end_timeout=5.0)
+
+
+class Onlooker:
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.observe: Observe | None = None
+        self.told: list[tuple[Any, ...]] = []
+
+    def host(self, name: str, state: str, reason: str = "") -> None:
+        self.told.append(("host", name, state, reason))
+
+    def placed(self, epoch: int, seats: Sequence[Seat]) -> None:
+        self.told.append(("placed", epoch, *seats))
+
+    def spawned(self, number: int, pid: int) -> None:
+        self.told.append(("spawned", number, pid))
+
+    def ended(self, number: int, status: int | None, reason: str) -> None:
+        self.told.append(("ended", number, status, reason))
+
+    def reported(self, host: str, frame: Frame) -> None:
+        self.told.append(("reported", host, frame))
+
+
+class Line:
+    """A link's channel: what is sent is kept."""
+
+    receive_fd = send_fd = -1
+    pending = 0
+
+    def __init__(self) -> None:
+        self.sent: list[Frame] = []
+
+    def send(self, frame: Frame) -> None:
+        self.sent.append(frame)
+
+
+def ready(supervisor: Supervisor) -> Link:
+    """A host whose agent can be used, in the supervisor's books."""
+    state = HostState(SPEC.hosts[0], 0.0, 3.0)
+    for event in (host_state.Try(), host_state.Answered(), host_state.Greeted(), host_state.Checked()):
+        state.feed(event, 0.0)
+    link = Link(state, cast(Any, Command()))
+    link.channel = cast(Any, Line())
+    agents = supervisor._agents
+    agents.hosts.append(state)
+    agents._links[state], agents._numbers[state] = link, 0
+    return link
+
+
+def sent(link: Link) -> list[Frame]:
+    return cast(Any, link.channel).sent  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def onlooker() -> Onlooker:
+    return Onlooker()
+
+
+@pytest.fixture
+def fixed(onlooker: Onlooker) -> Iterator[Supervisor]:
+    observer = cast(Any, Nothing())
+    made = Supervisor(SPEC, cast(Any, Nothing()), [], "job", observer)
+    made.audience = onlooker
+    yield made
+    for link in made._agents.links:
+        link.close()
+    made._loop.close()
+
+
+@pytest.fixture
+def elastic(onlooker: Onlooker) -> Iterator[ElasticSupervisor]:
+    nothing = cast(Any, Nothing())
+    made = ElasticSupervisor(
+        SPEC, nothing, [], "job", nothing, entry=lambda name: HostEntry(name, 1), required=nothing, ranks={}
+    )
+    made.driver = made.door = nothing
+    made.on_start = lambda: None
+    made.audience = onlooker
+    yield made
+    for link in made._agents.links:
+        link.close()
+    made._loop.close()
+
+
+def test_agents_are_told_of_those_who_look_with_their_start_or_later(fixed: Supervisor, onlooker: Onlooker) -> None:
+    link = ready(fixed)
+    fixed._begin(link, {})
+    assert [type(frame) for frame in sent(link)] == [Start], "nobody looks"
+    assert onlooker.told == [("host", "h1", "up", "")]
+    fixed.observe_soon(Observe(host=True))
+    fixed._loop.turn(0.0)
+    assert sent(link)[1:] == [Observe(host=True)]
+    other = ready(fixed)
+    onlooker.observe = Observe(host=False)
+    fixed._begin(other, {})
+    assert sent(other)[1:] == [Observe(host=False)]
+
+
+def test_only_agents_at_work_are_asked_for_traces(fixed: Supervisor) -> None:
+    at_work, waiting = ready(fixed), ready(fixed)
+    fixed._begin(at_work, {})
+    fixed.trace_soon(TraceSteps(1, 10))
+    fixed._loop.turn(0.0)
+    assert sent(at_work)[1:] == [TraceSteps(1, 10)]
+    assert sent(waiting) == []
+
+
+def test_what_becomes_of_workers_is_told(fixed: Supervisor, onlooker: Onlooker) -> None:
+    link = ready(fixed)
+    fixed._begin(link, {})
+    for number in range(4):
+        fixed._spawn(link, Spawn(number, ["true"], {}))
+    onlooker.told.clear()
+    fixed.received(link, Spawned(0, 4711))
+    fixed.received(link, Exited(0, 0))
+    fixed.received(link, Exited(1, -signal.SIGKILL, "the kernel did it"))
+    assert fixed.settled
+    fixed.received(link, Exited(2, -signal.SIGTERM))
+    fixed.received(link, SpawnFailed(3, "no such file", 127))
+    assert onlooker.told == [
+        ("spawned", 0, 4711),
+        ("ended", 0, 0, "exited with status 0"),
+        ("ended", 1, -9, "was killed by signal 9 (SIGKILL); the kernel did it"),
+        ("ended", 2, -15, ""),
+        ("ended", 3, 127, ""),
+    ], "what ends after the first failure was told to, or does not matter any more"
+
+
+def test_a_lost_host_is_told_with_the_reason(fixed: Supervisor, onlooker: Onlooker) -> None:
+    link = ready(fixed)
+    fixed._begin(link, {})
+    onlooker.told.clear()
+    fixed.lost(link.state, link, "was killed by signal 9 (SIGKILL)")
+    assert onlooker.told == [("host", "h1", "lost", "its agent was killed by signal 9 (SIGKILL)")]
+
+
+def test_what_agents_observe_reaches_the_audience(fixed: Supervisor, onlooker: Onlooker) -> None:
+    link = ready(fixed)
+    for frame in (Observed([b"one"]), Tracing(1, 2), Traced(1, 0, b"data", True)):
+        fixed.received(link, frame)
+        assert onlooker.told.pop() == ("reported", "h1", frame)
+
+
+def test_ranks_of_an_elastic_job_are_told_with_each_epoch(elastic: ElasticSupervisor, onlooker: Onlooker) -> None:
+    elastic.workers.update({"a": 0, "b": 1, "c": 2})
+    elastic._on_placed(Roster(3, (Member("c", "h2", 0, 0), Member("a", "h1", 1, 1), Member("gone", "h1", 0, 0))))
+    assert onlooker.told == [("placed", 3, Seat(2, 0, "h2", 0), Seat(0, 1, "h1", 1))]
+
+
+def test_a_host_of_an_elastic_job_leaves_when_nothing_runs_there_any_more(
+    elastic: ElasticSupervisor, onlooker: Onlooker
+) -> None:
+    link = ready(elastic)
+    elastic._visits["h1"] = Visit("h1", 0.0, link.state, link, admitted=True)
+    elastic._begin(link, {}, elastic=True)
+    elastic._spawn(link, Spawn(0, ["true"], {}))
+    elastic._ids[0] = "a"
+    elastic.received(link, Exited(0, 1))
+    assert onlooker.told == [
+        ("host", "h1", "up", ""),
+        ("ended", 0, 1, "exited with status 1"),
+        ("host", "h1", "left", ""),
+    ]
+
+
+def test_a_lost_host_of_an_elastic_job_is_told_with_the_reason(elastic: ElasticSupervisor, onlooker: Onlooker) -> None:
+    link = ready(elastic)
+    elastic._visits["h1"] = Visit("h1", 0.0, link.state, link, admitted=True)
+    elastic.lost(link.state, link, "has been silent for 5 s")
+    assert onlooker.told == [("host", "h1", "lost", "its agent has been silent for 5 s")]
