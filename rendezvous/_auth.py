@@ -27,8 +27,8 @@ hello, is signed for the empty run id and gives nothing away; the answer is sign
 **Sealed payloads** (``seal``, ``unseal``) carry pickled objects over any other plane: the tag is checked before
 anything is unpickled, and the context says what the payload is for, so that it cannot be passed off as another one.
 
-**The status token** reads the job's state (status, metrics, page) and does nothing else. It follows from the secret,
-but not the other way round.
+**The status token** reads the job's state (status, metrics, page) and does nothing else. **The control token** may have
+steps traced, too, where that was allowed. They follow from the secret, but not the other way round.
 """
 
 from __future__ import annotations
@@ -74,6 +74,11 @@ def derive(secret: bytes, purpose: str) -> bytes:
 def status_token(secret: bytes) -> str:
     """The bearer token that reads the job's state: 32 hexadecimal digits."""
     return derive(secret, "status token").hex()[:32]
+
+
+def control_token(secret: bytes) -> str:
+    """The bearer token that reads the job's page and may have steps traced, where that is allowed: 32 digits."""
+    return derive(secret, "control token").hex()[:32]
 
 
 def digest(body: bytes | bytearray | memoryview) -> str:

@@ -63,6 +63,8 @@ class _Request(cheroot_server.HTTPRequest):
         )
 
     def send_headers(self) -> None:
+        if self.conn.hand_over is not None:
+            self.response_protocol = "HTTP/1.0"  # no chunks: the answer is not ours, and ends with the connection
         if self.conn.ending or self.chunked_read or getattr(self.rfile, "remaining", 0) != 0:
             # cheroot would read the rest of an unwanted body, and wait for it.
             self.close_connection = True
@@ -79,6 +81,8 @@ class HttpConnection(cheroot_server.HTTPConnection):
 
     Attributes:
         pause: what its request waits for, if the front has put it aside.
+        hand_over: takes the connection when the head of an answer that does not end has been sent; from then on the
+            front only closes it.
     """
 
     RequestHandlerClass = _Request
@@ -98,6 +102,7 @@ class HttpConnection(cheroot_server.HTTPConnection):
         self.discarded = 0
         self.pause: Pause | None = None
         self.go_on: Callable[[bool], None] | None = None
+        self.hand_over: Callable[[HttpConnection], None] | None = None
         self.keep = False
 
     def _make_file(self, sock: socket.socket, mode: str, _size: int) -> Reader | Writer:

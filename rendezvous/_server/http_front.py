@@ -16,6 +16,8 @@ long polls need. Here one thread owns the quiet connections, and four rules hold
 * A request that is refused with its body unread ends the connection: the refusal is sent, further input is discarded
   for a moment (closing at once would make the kernel drop the refusal), and then it is closed.
 
+An answer that never ends is somebody else's to write: once its head has been sent, the connection is handed over.
+
 The pool's threads are created when they are needed, up to a limit that its user sets.
 """
 
@@ -41,7 +43,7 @@ from hvdgloo._net.event_loop import WakeUp
 from hvdgloo._net.tls import TLS_HELLO, Tls, pending, shake_hands
 from hvdgloo.rendezvous._server.http_connection import Gateway, HttpConnection
 from hvdgloo.rendezvous._server.pauses import Pause
-from hvdgloo.rendezvous._server.service import Gate
+from hvdgloo.rendezvous._server.service import Entrance
 from hvdgloo.rendezvous._server.streams import MAX_HEAD, WRITE_TIMEOUT
 from hvdgloo.rendezvous._server.thread_pool import ThreadPool
 
@@ -69,13 +71,14 @@ class Front(cheroot_server.HTTPServer):
         tls: encrypts all connections, if given.
         dead_after: seconds after which a client that is cut off counts as gone, whatever it owes; None leaves it to the
             kernel if there is data that it has not acknowledged.
+        name: of the server and its threads.
     """
 
     max_request_header_size = MAX_HEAD
 
     def __init__(
         self,
-        application: Gate,
+        application: Entrance,
         listeners: Sequence[socket.socket],
         *,
         threads: int,
@@ -84,15 +87,17 @@ class Front(cheroot_server.HTTPServer):
         head_timeout: float,
         tls: Tls | None = None,
         dead_after: float | None = None,
+        name: str = "hvdgloo-rendezvous",
     ) -> None:
-        super().__init__(listeners[0].getsockname()[:2], Gateway, server_name="hvdgloo-rendezvous")
+        address = listeners[0].getsockname()
+        super().__init__(address[:2] if isinstance(address, tuple) else ("localhost", 0), Gateway, server_name=name)
         # cheroot keeps every server there forever.
         logging.statistics.pop(f"Cheroot HTTPServer {id(self)}", None)  # type: ignore[attr-defined]
-        self.software = "hvdgloo-rendezvous"
+        self.software = name
         self.ready = False
         self.max_request_body_size = max_body
         self.wsgi_app = application
-        self.pool = ThreadPool("hvdgloo-rendezvous", threads)
+        self.pool = ThreadPool(name, threads)
         self.max_connections = max_connections
         self._head_timeout = head_timeout
         self._dead_after = dead_after
@@ -126,7 +131,8 @@ class Front(cheroot_server.HTTPServer):
         self._selector.register(self._wake_up, selectors.EVENT_READ)
         self.ready = True
         started = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(started,), name="hvdgloo-rendezvous-front", daemon=True)
+        name = f"{self.software}-front"
+        self._thread = threading.Thread(target=self._run, args=(started,), name=name, daemon=True)
         self._thread.start()
         started.wait(10)
 
@@ -189,6 +195,10 @@ class Front(cheroot_server.HTTPServer):
     def error_log(self, msg: str = "", level: int = 20, traceback: bool = False) -> None:
         logger.log(level, "%s", msg, exc_info=traceback)
 
+    def close_connection(self, connection: HttpConnection) -> None:
+        """Close one that was handed over."""
+        self._close(connection)
+
     @property
     def can_add_keepalive_connection(self) -> bool:
         return bool(self.ready)
@@ -206,7 +216,9 @@ class Front(cheroot_server.HTTPServer):
 
     def _after(self, connection: HttpConnection, keep: bool) -> None:
         """A request has been answered."""
-        if keep and self.ready:
+        if connection.hand_over is not None and self.ready:
+            connection.hand_over(connection)
+        elif keep and self.ready:
             self.put_conn(connection)
         elif connection.must_linger and self.ready:
             self._linger(connection)
@@ -421,16 +433,18 @@ class Front(cheroot_server.HTTPServer):
 
     def _welcome(self, sock: socket.socket, address: Any) -> None:
         sock.setblocking(False)
+        near = sock.family == socket.AF_UNIX  # and so neither TCP nor encrypted
         try:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            keep_alive(sock, self._dead_after)
-            if self._tls is not None:
+            if not near:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                keep_alive(sock, self._dead_after)
+            if self._tls is not None and not near:
                 sock = self._tls.accepted(sock)
         except OSError:
             sock.close()  # reset already
             return
-        connection = HttpConnection(self, self.pool.waiting, sock, address)
-        connection.greeted = self._tls is None
+        connection = HttpConnection(self, self.pool.waiting, sock, ("", 0) if near else address)
+        connection.greeted = near or self._tls is None
         with self._lock:
             self._connections.add(connection)
             self._reading[connection] = time.monotonic() + self._head_timeout

@@ -26,7 +26,7 @@ def create_pages(service: Service) -> WSGIApplication:
         response.headers["Refresh"] = "2"
         return response
 
-    flask.register_error_handler(HTTPException, lambda error: _response(refused(error.code or 500, _plain(error))))
+    flask.register_error_handler(HTTPException, lambda error: _response(refused(error.code or 500, reason_of(error))))
     flask.after_request(lambda response: _finish(service, response))
     return flask.wsgi_app
 
@@ -41,7 +41,8 @@ def _response(answer: Answer) -> Response:
     return Response(answer.body, answer.status, content_type=answer.content_type)
 
 
-def _plain(error: HTTPException) -> str:
+def reason_of(error: HTTPException) -> str:
+    """What Flask refuses a request for, in a sentence."""
     if error.code == 404:
         return f"there is no such route: {request.method} {request.environ['PATH_INFO'][:200]}"
     return error.description or error.name

@@ -286,9 +286,7 @@ class Router:
     def __init__(self, service: Service, create_rest: Callable[[Service], WSGIApplication]) -> None:
         self._service = service
         self._patterns = [(re.compile(_pattern(route.rule)), route) for route in ROUTES]
-        self._lock = threading.Lock()
-        self._create_rest = create_rest
-        self._rest: WSGIApplication | None = None
+        self._rest = Later(lambda: create_rest(service))
 
     def steps(self, environ: Environ, start_response: StartResponse) -> Steps[Any]:
         """Answer a request that the gate has admitted."""
@@ -296,7 +294,7 @@ class Router:
             found = pattern.fullmatch(environ["PATH_INFO"])
             if found is not None and environ["REQUEST_METHOD"] in route.methods:
                 return (yield from self._answer(route, found.groupdict(), environ, start_response))
-        return self._the_rest()(environ, start_response)
+        return self._rest(environ, start_response)
 
     def _answer(
         self, route: Route, arguments: Mapping[str, str], environ: Environ, start_response: StartResponse
@@ -312,11 +310,20 @@ class Router:
         start_response(f"{answer.status} {HTTPStatus(answer.status).phrase}", list(headers.items()))
         return [answer.body]
 
-    def _the_rest(self) -> WSGIApplication:
+
+class Later:
+    """An application that is created for its first request: most jobs end without one."""
+
+    def __init__(self, create: Callable[[], WSGIApplication]) -> None:
+        self._lock = threading.Lock()
+        self._create = create
+        self._created: WSGIApplication | None = None
+
+    def __call__(self, environ: Environ, start_response: StartResponse) -> Any:
         with self._lock:
-            if self._rest is None:
-                self._rest = self._create_rest(self._service)
-            return self._rest
+            if self._created is None:
+                self._created = self._create()
+        return self._created(environ, start_response)
 
 
 def _pattern(rule: str) -> str:

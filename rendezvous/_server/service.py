@@ -275,10 +275,52 @@ class Service:
         }
 
 
+def body_length(environ: Environ) -> int:
+    """A request's body's length in bytes. The front has already refused what is not a number or exceeds the limit.
+
+    Raises:
+        Refusal: it is sent in chunks.
+    """
+    if environ["wsgi.input_terminated"]:
+        raise Refusal(411, "chunked bodies are not accepted: send a Content-Length")
+    return int(environ.get("CONTENT_LENGTH") or 0)
+
+
+def read_body(environ: Environ, length: int, timeout: float, arrived: Callable[[int], object]) -> bytes:
+    """A request's body, which is waited for.
+
+    Args:
+        length: in bytes.
+        timeout: seconds that it may take, beyond what it takes at the slowest rate that is borne.
+        arrived: called with the number of bytes of each piece before it is kept; may raise.
+
+    Raises:
+        Refusal: it did not come, or not all of it.
+    """
+    if not length:
+        return b""
+    patience = timeout + length / SLOWEST_RATE
+    environ["hvdgloo.connection"].rfile.allow(patience, arrived)
+    try:
+        body: bytes = environ["wsgi.input"].read(length)
+    except TimeoutError:
+        raise Refusal(408, f"the body's {length} bytes did not arrive within {patience:.0f} s") from None
+    if len(body) != length:
+        raise Refusal(400, f"the body ended after {len(body)} of {length} bytes")
+    return body
+
+
 class Application(Protocol):
     """A WSGI application whose requests pause."""
 
     def steps(self, environ: Environ, start_response: StartResponse) -> Steps[Any]:
+        """The request's answer, as WSGI has it."""
+
+
+class Entrance(Application, Protocol):
+    """One that can answer a request on this thread, too, with all its pauses."""
+
+    def __call__(self, environ: Environ, start_response: StartResponse) -> Any:
         """The request's answer, as WSGI has it."""
 
 
@@ -308,7 +350,7 @@ class Gate:
             return self._refuse(refusal, environ, start_response)
 
     def _admit(self, environ: Environ, arrived: Callable[[int], None]) -> None:
-        length = self._length(environ)
+        length = body_length(environ)
         method, target = environ["REQUEST_METHOD"], environ["REQUEST_URI"]
         header = environ.get("HTTP_AUTHORIZATION", "")
         path = target.partition("?")[0]
@@ -338,25 +380,8 @@ class Gate:
             raise Refusal(401, "the body is not the one that was signed")
         environ["hvdgloo.body"] = body
 
-    @staticmethod
-    def _length(environ: Environ) -> int:
-        """The body's length. The front has already refused what is not a number or exceeds the limit."""
-        if environ["wsgi.input_terminated"]:
-            raise Refusal(411, "chunked bodies are not accepted: send a Content-Length")
-        return int(environ.get("CONTENT_LENGTH") or 0)
-
     def _body(self, environ: Environ, length: int, arrived: Callable[[int], None]) -> bytes:
-        if not length:
-            return b""
-        patience = self._service.body_timeout + length / SLOWEST_RATE
-        environ["hvdgloo.connection"].rfile.allow(patience, arrived)
-        try:
-            body: bytes = environ["wsgi.input"].read(length)
-        except TimeoutError:
-            raise Refusal(408, f"the body's {length} bytes did not arrive within {patience:.0f} s") from None
-        if len(body) != length:
-            raise Refusal(400, f"the body ended after {len(body)} of {length} bytes")
-        return body
+        return read_body(environ, length, self._service.body_timeout, arrived)
 
     def _refuse(self, refusal: Refusal, environ: Environ, start_response: StartResponse) -> list[bytes]:
         self._service.metrics.refused(refusal.status)

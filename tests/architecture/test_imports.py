@@ -24,6 +24,7 @@ GRAPH: dict[str, set[str]] = {
     "hvdgloo.rendezvous": {"_net", "config", "rendezvous._client", "rendezvous._elastic", "rendezvous._server"},
     "hvdgloo.rendezvous._elastic": {"_net"},
     "hvdgloo.rendezvous._observatory": {"_observe"},
+    "hvdgloo.rendezvous._page": {"_net", "config", "rendezvous", "rendezvous._observatory", "rendezvous._server"},
     "hvdgloo.rendezvous._server": {"_net", "config", "rendezvous", "rendezvous._elastic"},
     "hvdgloo.rendezvous._client": {"_net", "config", "rendezvous", "rendezvous._elastic"},
     "hvdgloo.rendezvous._cli": {
