@@ -1,0 +1,334 @@
+"use strict";
+
+/* Curves over the job's life, drawn by uPlot. They share one view of time: zooming into one zooms into all. */
+
+/** A colour of page.css as a canvas needs it, in the theme that is in use. */
+const colour = (() => {
+  const probe = dom.make("span", { hidden: "" });
+  const known = new Map();
+  return {
+    of(name) {
+      if (!known.has(name)) {
+        if (!probe.isConnected) document.body.append(probe);
+        probe.style.color = `var(--${name})`;
+        known.set(name, getComputedStyle(probe).color);
+      }
+      return known.get(name);
+    },
+    forget: () => known.clear(),
+  };
+})();
+
+const SPANS = [
+  { label: "1 min", seconds: 60 },
+  { label: "10 min", seconds: 600 },
+  { label: "1 h", seconds: 3600 },
+  { label: "All", seconds: Infinity },
+];
+
+/** The part of time that all charts show: the last so many seconds, or what was chosen by dragging. */
+class TimeView {
+  constructor(onChange) {
+    this._span = Infinity;
+    this._zoom = null;
+    this._begin = 0;
+    this._now = 0;
+    this._onChange = onChange;
+    this._buttons = SPANS.map(({ label, seconds }) => {
+      const button = dom.make("button", { type: "button", text: label });
+      button.addEventListener("click", () => this.last(seconds));
+      return button;
+    });
+    dom.byId("spans").append(...this._buttons);
+    this._mark();
+  }
+
+  /** Tell what there is to show; times are those of the job's clock. */
+  set(begin, now) {
+    this._begin = begin;
+    this._now = now;
+  }
+
+  range() {
+    if (this._zoom) return this._zoom;
+    const begin = Math.max(this._begin, this._now - this._span);
+    return [Math.min(begin, this._now - 10), this._now];
+  }
+
+  last(seconds) {
+    this._span = seconds;
+    this.zoom(null);
+  }
+
+  /** Show from `min` to `max`, or the last seconds again. */
+  zoom(range) {
+    this._zoom = range;
+    this._mark();
+    this._onChange();
+  }
+
+  /** Zoom in or out around the middle; nothing is shown that lies before the job or after now. */
+  scale(factor) {
+    const [min, max] = this.range();
+    const half = Math.max(1, ((max - min) / 2) * factor);
+    const middle = (min + max) / 2;
+    const wider = [Math.max(this._begin, middle - half), Math.min(this._now, middle + half)];
+    this.zoom(wider[0] <= this._begin && wider[1] >= this._now ? null : wider);
+  }
+
+  _mark() {
+    this._buttons.forEach((button, i) => {
+      dom.setAttribute(button, "aria-pressed", String(!this._zoom && SPANS[i].seconds === this._span));
+    });
+  }
+}
+
+/** The labels of a time axis: as exact as the distance between them. */
+function timeLabels(_plot, splits, _axis, _space, increment) {
+  return splits.map((at) => {
+    if (at === null) return null;
+    const date = new Date(at * 1000);
+    if (increment >= 86400) return date.toLocaleDateString("en", { day: "numeric", month: "short" });
+    return format.clock(at, increment < 60);
+  });
+}
+
+/** What one plot tells the others; what is selected goes through the view. */
+const POINTING = new Set(["mousemove", "mouseleave"]);
+
+/** What all plots have in common, the heat map as well. */
+function plotOptions(view, element, { left = 56 } = {}) {
+  const axis = {
+    stroke: () => colour.of("muted"),
+    grid: { stroke: () => colour.of("grid"), width: 1 },
+    ticks: { show: false },
+    font: "11px system-ui, sans-serif",
+  };
+  return {
+    width: Math.max(200, element.clientWidth),
+    height: element.clientHeight,
+    legend: { show: false },
+    padding: [8, 8, 0, 0],
+    scales: { x: { time: true, range: () => view.range() } },
+    axes: [
+      { ...axis, values: timeLabels, space: 64, size: 24, gap: 4 },
+      { ...axis, size: left, gap: 6, space: 28 },
+    ],
+    cursor: {
+      sync: { key: "time", setSeries: false, scales: ["x", null], filters: { pub: (type) => POINTING.has(type) } },
+      drag: { x: true, y: false, setScale: false },
+      bind: {
+        dblclick: () => () => {
+          view.zoom(null);
+          return null;
+        },
+      },
+    },
+    hooks: {
+      setSelect: [
+        (plot) => {
+          const { left: from, width } = plot.select;
+          if (width < 4) return;
+          view.zoom([plot.posToVal(from, "x"), plot.posToVal(from + width, "x")]);
+          plot.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
+        },
+      ],
+    },
+  };
+}
+
+/** Let keys do what a pointer does: arrows move the cursor, + and - zoom, 0 shows all. */
+function bindKeys(element, plot, view, say) {
+  element.addEventListener("keydown", (event) => {
+    const { data, cursor } = plot();
+    const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    if (step) {
+      const last = data[0].length - 1;
+      const place = Math.min(last, Math.max(0, (cursor.idx ?? (step < 0 ? last + 1 : -1)) + step));
+      if (place < 0) return;
+      plot().setCursor({ left: plot().valToPos(data[0][place], "x"), top: 10 });
+      dom.announce(say(place));
+    } else if (event.key === "+" || event.key === "=") view.scale(0.5);
+    else if (event.key === "-") view.scale(2);
+    else if (event.key === "0") view.zoom(null);
+    else return;
+    event.preventDefault();
+  });
+}
+
+const PLANE_COLOURS = ["computing", "waiting", "communicating", "purple", "sky", "stalled"];
+const DASHES = [[], [6, 4], [2, 3], [8, 3, 2, 3], [4, 2], [1, 2]];
+
+/** What the charts show. `curves` makes of a Series the curves of one chart, `text` writes a value. */
+const CHARTS = [
+  {
+    title: "Steps per second",
+    text: format.number,
+    curves: (series) => [{ name: "steps per second", values: series.steps_per_second, colour: "computing", filled: true }],
+  },
+  {
+    title: "Time of a step",
+    text: format.seconds,
+    stacked: true,
+    curves: (series) =>
+      PARTS.map(({ name, label }) => ({ name: label, values: series[name], colour: name, filled: true })),
+  },
+  {
+    title: "Data per second, by plane",
+    text: (value) => format.bytes(value) + "/s",
+    curves: (series) =>
+      Object.keys(series.bytes_per_second)
+        .sort()
+        .map((plane, i) => ({
+          name: plane,
+          values: series.bytes_per_second[plane],
+          colour: PLANE_COLOURS[i % PLANE_COLOURS.length],
+          dash: DASHES[i % DASHES.length],
+        })),
+  },
+  {
+    title: "Processor",
+    text: (value) => format.number(value) + "\u00a0cores",
+    curves: (series) => [{ name: "cores in use", values: series.cpu, colour: "purple", filled: true }],
+  },
+  {
+    title: "Memory",
+    text: format.bytes,
+    curves: (series) => [{ name: "resident", values: series.memory, colour: "sky", filled: true }],
+  },
+];
+
+/** Each curve on top of those before it; where one is unknown, all are. */
+function stack(curves) {
+  let below = null;
+  return curves.map((curve) => {
+    const { values } = curve;
+    below = values.map((value, i) => (value === null || (below && below[i] === null) ? null : value + (below ? below[i] : 0)));
+    return { ...curve, drawn: below };
+  });
+}
+
+class Chart {
+  constructor(kind, view) {
+    this._kind = kind;
+    this._view = view;
+    this._plot = null;
+    this._shape = "";
+    this._time = dom.make("span", { class: "time" });
+    this._legend = dom.make("ul", { class: "legend" });
+    this._area = dom.make("div", { class: "plot", tabindex: "0", role: "img" });
+    this._nothing = dom.make("p", { class: "nothing", text: "nothing yet" });
+    this.figure = dom.make(
+      "figure",
+      {},
+      dom.make("figcaption", {}, dom.make("b", { text: kind.title }), this._time),
+      this._legend,
+      this._area,
+      this._nothing,
+    );
+    bindKeys(this._area, () => this._plot, view, (place) => this._say(place));
+    new ResizeObserver(() => {
+      this._plot?.setSize({ width: this._area.clientWidth, height: this._area.clientHeight });
+    }).observe(this._area);
+  }
+
+  render(series) {
+    const curves = this._kind.curves(series);
+    this._at = series.at;
+    this._curves = this._kind.stacked ? stack(curves) : curves.map((curve) => ({ ...curve, drawn: curve.values }));
+    this._nothing.hidden = this._curves.some(({ values }) => values.some((value) => value !== null));
+    // What is on top of a stack is drawn first, so that what is below covers it.
+    const drawn = this._kind.stacked ? [...this._curves].reverse() : this._curves;
+    const data = [series.at, ...drawn.map((curve) => curve.drawn)];
+    const shape = curves.map(({ name }) => name).join("\n");
+    if (!this._plot || shape !== this._shape) {
+      this._shape = shape;
+      this._make(drawn, data);
+    } else this._plot.setData(data);
+    this._setLegend();
+    const last = this._curves.map((curve) => `${curve.name} ${this._value(curve, this._lastOf(curve))}`).join(", ");
+    dom.setAttribute(this._area, "aria-label", `${this._kind.title}; now ${last || "nothing"}`);
+  }
+
+  /** Draw with the present colours and the present view. */
+  redraw() {
+    this._plot?.setData(this._plot.data);
+  }
+
+  destroy() {
+    this._plot?.destroy();
+    this._plot = null;
+  }
+
+  _make(drawn, data) {
+    this.destroy();
+    const options = plotOptions(this._view, this._area);
+    options.scales.y = { range: (_plot, _min, max) => [0, max > 0 ? max * 1.08 : 1] };
+    options.axes[1].values = (_plot, splits) => splits.map((value) => this._kind.text(value));
+    options.series = [
+      {},
+      ...drawn.map(({ colour: name, dash, filled }) => ({
+        stroke: () => colour.of(name),
+        fill: filled ? () => colour.of(this._kind.stacked ? name : name + "-faint") : undefined,
+        width: this._kind.stacked ? 0 : 1.75,
+        dash,
+        points: { show: false },
+      })),
+    ];
+    options.hooks.setCursor = [() => this._setLegend()];
+    this._legend.replaceChildren(
+      ...this._curves.map((curve) =>
+        dom.make("li", {}, dom.make("span", { class: "key " + curve.colour }), ` ${curve.name} `, dom.make("b")),
+      ),
+    );
+    this._plot = new uPlot(options, data, this._area);
+  }
+
+  /** The values under the cursor, or the latest. */
+  _setLegend() {
+    const place = this._plot?.cursor.idx ?? null;
+    dom.setText(this._time, place === null ? "" : format.moment(this._at[place]));
+    this._curves.forEach((curve, i) => {
+      const item = this._legend.children[i]?.lastElementChild;
+      if (item) dom.setText(item, this._value(curve, place ?? this._lastOf(curve)));
+    });
+  }
+
+  _lastOf({ values }) {
+    let place = values.length - 1;
+    while (place > 0 && values[place] === null) place -= 1;
+    return place;
+  }
+
+  _value({ values }, place) {
+    const value = values[place];
+    return value === null || value === undefined ? "–" : this._kind.text(value);
+  }
+
+  _say(place) {
+    const values = this._curves.map((curve) => `${curve.name} ${this._value(curve, place)}`).join(", ");
+    return `${format.clock(this._at[place])}: ${values}`;
+  }
+}
+
+/** All charts, of all ranks together or of one. */
+class Charts {
+  constructor(view) {
+    this._view = view;
+    this._charts = CHARTS.map((kind) => new Chart(kind, view));
+    dom.byId("plots").append(...this._charts.map(({ figure }) => figure));
+  }
+
+  render(series) {
+    for (const chart of this._charts) chart.render(series);
+  }
+
+  redraw() {
+    for (const chart of this._charts) chart.redraw();
+  }
+
+  /** Say whose curves these are. */
+  setScope(text) {
+    dom.setText(dom.byId("scope"), text);
+  }
+}

@@ -1,0 +1,102 @@
+"use strict";
+
+/* What is looked up now and then: data planes, hosts, settings, versions; and traces. */
+
+class Details {
+  constructor() {
+    this._planes = makeTable("Data planes in use, and why", ["plane", "for", "why", "ranks", "operations", "data", "now"]);
+    this._hosts = makeTable("Hosts", [
+      "host", "state", "cores", "busy", "stolen", "throttled", "memory", "pressure", "received", "sent", "GPUs",
+    ]);
+    dom.byId("plane-list").append(this._planes.table);
+    dom.byId("host-list").append(this._hosts.table);
+  }
+
+  renderPlanes({ planes }) {
+    this._planes.setRows(
+      planes.map((plane) => [
+        plane.name,
+        (plane.process_set ? `process set ${plane.process_set}` : "all ranks") + (plane.device === "cpu" ? "" : `, ${plane.device}`),
+        plane.why,
+        format.count(plane.ranks),
+        format.count(plane.operations),
+        format.bytes(plane.bytes),
+        format.bytes(plane.bytes_per_second) + "/s",
+      ]),
+    );
+    this._planes.table.classList.toggle("empty", !planes.length);
+  }
+
+  renderHosts({ hosts }) {
+    const rate = (value) => format.bytes(value) + "/s";
+    this._hosts.setRows(
+      hosts.map((host) => [
+        host.name,
+        host.state,
+        format.count(host.cores),
+        format.share(host.cpu),
+        format.share(host.stolen),
+        format.share(host.throttled),
+        `${format.bytes(host.memory)} of ${format.bytes(host.memory_total)}`,
+        format.share(host.memory_pressure),
+        rate(host.received),
+        rate(host.sent),
+        host.gpus.map((gpu) => `${gpu.index}: ${format.share(gpu.use)}`).join(", "),
+      ]),
+    );
+  }
+
+  renderSettings({ settings, job }) {
+    const write = (value) => (typeof value === "string" ? value : JSON.stringify(value));
+    dom.describe(dom.byId("settings"), Object.entries(settings).map(([name, value]) => [name, write(value)]));
+    dom.describe(dom.byId("versions"), Object.entries(job.versions));
+  }
+}
+
+/** The button that has steps traced, for whom the job lets do so. */
+class Traces {
+  constructor(server) {
+    this._server = server;
+    this._list = dom.byId("trace-list");
+    this._asked = -1;
+    dom.byId("trace-form").addEventListener("submit", (event) => {
+      event.preventDefault();
+      this._start(Number(dom.byId("trace-steps").value));
+    });
+  }
+
+  /** Ask for the traces, first and whenever an event says that one goes on. */
+  render({ job, events }) {
+    dom.byId("trace").hidden = !job.control;
+    if (!job.control) return;
+    const number = events.findLast(({ kind }) => kind === "trace")?.number ?? 0;
+    if (number !== this._asked) {
+      this._asked = number;
+      this._refresh();
+    }
+  }
+
+  async _start(steps) {
+    try {
+      await this._server.trace(steps);
+    } catch (error) {
+      this._list.prepend(dom.make("li", { class: "grave", text: error.message }));
+      return;
+    }
+    await this._refresh();
+  }
+
+  async _refresh() {
+    const traces = await this._server.traces();
+    this._list.replaceChildren(
+      ...traces.reverse().map(({ number, state, text, bytes }) => {
+        const item = dom.make("li", { class: state, text: `${text} ` });
+        if (state === "ready") {
+          const link = dom.make("a", { href: `v1/traces/${number}`, download: "", text: `Download (${format.bytes(bytes)})` });
+          item.append(link);
+        }
+        return item;
+      }),
+    );
+  }
+}

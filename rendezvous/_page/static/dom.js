@@ -1,0 +1,48 @@
+"use strict";
+
+/* Elements, made and changed. All text goes in as text: nothing that a job says is ever read as HTML. */
+const dom = (() => {
+  /** Make an element; `text` and `class` are what they say, other properties are attributes. */
+  function make(tag, properties = {}, ...children) {
+    const node = document.createElement(tag);
+    for (const [name, value] of Object.entries(properties)) {
+      if (name === "text") node.textContent = value;
+      else if (name === "class") node.className = value;
+      else node.setAttribute(name, value);
+    }
+    node.append(...children);
+    return node;
+  }
+
+  const byId = (id) => document.getElementById(id);
+
+  /** Set a text if it is another one; what has not changed costs no layout. */
+  function setText(node, text) {
+    if (node.textContent !== text) node.textContent = text;
+  }
+
+  function setAttribute(node, name, value) {
+    if (node.getAttribute(name) !== value) node.setAttribute(name, value);
+  }
+
+  function setClass(node, name) {
+    if (node.className !== name) node.className = name;
+  }
+
+  /** Fill a <dl> with (term, description) pairs; its elements stay while the terms do. */
+  function describe(list, pairs) {
+    const terms = pairs.map(([term]) => term).join("\n");
+    if (list.dataset.terms !== terms) {
+      list.dataset.terms = terms;
+      list.replaceChildren(...pairs.map(([term]) => make("div", {}, make("dt", { text: term }), make("dd"))));
+    }
+    pairs.forEach(([, description], i) => setText(list.children[i].lastElementChild, description));
+  }
+
+  /** Say something to those who use a screen reader. */
+  function announce(text) {
+    setText(byId("announcement"), text);
+  }
+
+  return { make, byId, setText, setAttribute, setClass, describe, announce };
+})();

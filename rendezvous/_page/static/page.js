@@ -1,0 +1,222 @@
+"use strict";
+
+/* The page: what is chosen, and when what is drawn. */
+
+class Page {
+  constructor(server) {
+    this._server = server;
+    this._store = new Store();
+    this._changed = new Set();
+    this._scheduled = false;
+    this._chosen = null;
+    this._table = false;
+    this._filter = new RankFilter(() => this._touch("ranks"));
+    this._view = new TimeView(() => this._touch("view"));
+    const choose = (rank) => this.choose(rank);
+    this._summary = new Summary();
+    this._grid = new Grid(this._filter, choose);
+    this._rankTable = new RankTable(this._filter, choose);
+    this._card = new RankCard({ onClose: () => this.choose(null), onOutput: () => this._showOutput() });
+    this._charts = new Charts(this._view);
+    this._stragglers = new Stragglers(this._view, choose);
+    this._events = new Events(choose);
+    this._output = new Output(server.lines);
+    this._details = new Details();
+    this._traces = new Traces(server);
+    this._ownSeries = null;
+    for (const id of ["as-grid", "as-table"]) dom.byId(id).addEventListener("click", () => this._showTable(id === "as-table"));
+    window.addEventListener("hashchange", () => this._readHash());
+    document.addEventListener("visibilitychange", () => this._schedule());
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this._recolour());
+    setInterval(() => this._tick(), 1000);
+  }
+
+  receive(kind, value) {
+    if (kind === "snapshot") {
+      this._store.replace(value);
+      for (const part of ["job", "hosts", "ranks", "planes", "stragglers", "waits", "events", "series", "heat", "settings", "output"]) {
+        this._changed.add(part);
+      }
+      if (dom.byId("content").hidden) {
+        dom.byId("content").hidden = false;
+        this._readHash();
+      }
+    } else {
+      this._store.update(value);
+      for (const part of Object.keys(value)) this._changed.add(part === "gone" ? "ranks" : part);
+    }
+    if (this._chosen !== null && this._changed.has("series")) this._fetchSeries();
+    this._schedule();
+  }
+
+  /** Choose a rank, whose details and curves are shown; null is all of them. */
+  choose(rank) {
+    const hash = rank === null ? "#all" : `#rank-${rank}`;
+    if (location.hash !== hash) location.hash = hash;
+    else this._readHash();
+  }
+
+  /** Follow the system's theme, or use a given one: "light", "dark" or "". */
+  setTheme(theme) {
+    document.documentElement.style.colorScheme = theme || "light dark";
+    dom.setText(dom.byId("theme"), `Theme: ${theme || "system"}`);
+    this._recolour();
+  }
+
+  _recolour() {
+    colour.forget();
+    this._touch("view");
+  }
+
+  _touch(part) {
+    this._changed.add(part);
+    this._schedule();
+  }
+
+  /** Draw with the next frame; a page that nobody sees draws nothing. */
+  _schedule() {
+    if (this._scheduled || document.hidden || !this._store.known || !this._changed.size) return;
+    this._scheduled = true;
+    requestAnimationFrame(() => {
+      this._scheduled = false;
+      const changed = this._changed;
+      this._changed = new Set();
+      this._draw((...parts) => parts.some((part) => changed.has(part)));
+    });
+  }
+
+  _draw(changed) {
+    const store = this._store;
+    this._view.set(store.job.started, store.job.now);
+    if (changed("job", "hosts", "ranks", "stragglers")) this._summary.render(store);
+    if (changed("ranks", "hosts")) {
+      this._filter.render(store);
+      if (this._table) this._rankTable.render(store, this._chosen);
+      else this._grid.render(store, this._chosen);
+      this._card.render(store, this._chosen);
+    }
+    if (changed("series")) this._charts.render(this._chosen === null ? store.series : (this._ownSeries ?? EMPTY_SERIES));
+    else if (changed("view")) this._charts.redraw();
+    if (changed("stragglers", "waits", "heat")) this._stragglers.render(store);
+    else if (changed("view")) this._stragglers.redraw();
+    if (changed("events")) this._events.render(store.events);
+    if (changed("output")) this._output.render(store.output);
+    if (changed("planes")) this._details.renderPlanes(store);
+    if (changed("hosts")) this._details.renderHosts(store);
+    if (changed("settings", "job")) this._details.renderSettings(store);
+    if (changed("events", "job")) this._traces.render(store);
+  }
+
+  _tick() {
+    if (this._store.known && !document.hidden) this._summary.tick(this._store);
+  }
+
+  _readHash() {
+    const rank = /^#rank-(\d+)$/.exec(location.hash)?.[1];
+    const chosen = rank === undefined ? null : Number(rank);
+    if (chosen !== this._chosen) {
+      this._chosen = chosen;
+      this._ownSeries = null;
+      if (chosen !== null) this._fetchSeries();
+    }
+    this._charts.setScope(chosen === null ? "all ranks" : `rank ${chosen}`);
+    this._touch("ranks");
+    this._touch("series");
+  }
+
+  async _fetchSeries() {
+    const rank = this._chosen;
+    if (document.hidden || this._fetchingSeries === rank) return;
+    this._fetchingSeries = rank;
+    try {
+      const series = await this._server.series(rank);
+      if (rank === this._chosen) this._ownSeries = series;
+    } catch (error) {
+      if (rank === this._chosen) this._charts.setScope(error.message);
+    }
+    this._fetchingSeries = null;
+    this._touch("series");
+  }
+
+  _showOutput() {
+    this._output.showRank(this._chosen);
+    dom.byId("output").scrollIntoView({ block: "nearest" });
+    dom.byId("search").focus({ preventScroll: true });
+  }
+
+  _showTable(table) {
+    this._table = table;
+    dom.byId("grid").hidden = table;
+    dom.byId("table").hidden = !table;
+    dom.setAttribute(dom.byId("as-grid"), "aria-pressed", String(!table));
+    dom.setAttribute(dom.byId("as-table"), "aria-pressed", String(table));
+    this._touch("ranks");
+  }
+}
+
+const EMPTY_SERIES = {
+  at: [],
+  width: 1,
+  steps_per_second: [],
+  step_seconds: [],
+  computing: [],
+  waiting: [],
+  communicating: [],
+  bytes_per_second: {},
+  cpu: [],
+  memory: [],
+};
+
+const STATUS_TEXTS = {
+  live: "live",
+  reconnecting: "connection lost; trying again",
+  refused: "this page’s link is no longer valid: open the address that hvdgloo printed",
+  over: "the job is over",
+  report: "report",
+};
+
+function setStatus(status) {
+  dom.setText(dom.byId("connection"), STATUS_TEXTS[status]);
+  dom.setClass(dom.byId("connection"), "connection " + status);
+}
+
+/** The theme's button goes from the system's to light to dark; the choice is kept, where the browser keeps anything. */
+function bindTheme(page) {
+  const themes = ["", "light", "dark"];
+  let theme = "";
+  try {
+    theme = localStorage.getItem("hvdgloo-theme") ?? "";
+  } catch {
+    // Without storage, each page begins with the system's theme.
+  }
+  page.setTheme(theme);
+  dom.byId("theme").addEventListener("click", () => {
+    theme = themes[(themes.indexOf(theme) + 1) % themes.length];
+    page.setTheme(theme);
+    try {
+      localStorage.setItem("hvdgloo-theme", theme);
+    } catch {
+      // As above.
+    }
+  });
+}
+
+function main() {
+  // A report is this page with what it shows in it.
+  const recording = dom.byId("recording");
+  if (!recording) {
+    const page = new Page(server);
+    bindTheme(page);
+    follow((kind, value) => page.receive(kind, value), setStatus);
+    return;
+  }
+  const { snapshot, ...rest } = JSON.parse(recording.textContent);
+  snapshot.job.control = false;
+  document.body.classList.add("report");
+  const page = new Page(recorded(rest));
+  bindTheme(page);
+  setStatus("report");
+  page.receive("snapshot", snapshot);
+}
+
+main();

@@ -1,0 +1,103 @@
+"use strict";
+
+/* The job in one look: its state, a few figures, and in words what is wrong. */
+
+/** The three parts of a step; their order, names and colours are the same wherever they are shown. */
+const PARTS = [
+  { name: "computing", label: "computing" },
+  { name: "waiting", label: "waiting for other ranks" },
+  { name: "communicating", label: "communicating" },
+];
+
+/** A bar that shows the three parts of a step, as shares of it; it is made once and then set. */
+function makeSplit(bar) {
+  bar.replaceChildren(...PARTS.map(({ name }) => dom.make("span", { class: name })));
+  return (shares) => {
+    PARTS.forEach(({ name }, i) => {
+      bar.children[i].style.flexGrow = String(Math.max(0, shares[name]));
+    });
+    dom.setAttribute(
+      bar,
+      "aria-label",
+      PARTS.map(({ name, label }) => `${format.share(shares[name])} ${label}`).join(", "),
+    );
+  };
+}
+
+class Summary {
+  constructor() {
+    this._setSplit = makeSplit(dom.byId("split"));
+    dom.byId("split-legend").replaceChildren(
+      ...PARTS.map(({ name, label }) =>
+        dom.make("li", {}, dom.make("span", { class: "key " + name }), dom.make("b"), ` ${label}`),
+      ),
+    );
+  }
+
+  render(store) {
+    const { job } = store;
+    document.title = `${job.state === "running" ? format.number(job.steps_per_second) + " steps/s" : job.state} – ${job.command}`;
+    dom.setText(dom.byId("command"), job.command);
+    dom.setClass(dom.byId("state"), "job-state " + job.state);
+    dom.setText(dom.byId("state"), this._state(job));
+    dom.setText(dom.byId("rate"), format.number(job.steps_per_second));
+    dom.setText(dom.byId("step-time"), format.seconds(job.step_seconds));
+    dom.setText(dom.byId("traffic"), format.bytes(job.bytes_per_second) + "/s");
+    dom.setText(dom.byId("steps"), format.count(job.steps));
+    dom.setText(dom.byId("size"), format.plural(job.size, "rank"));
+    dom.setText(dom.byId("size-label"), this._hosts(store));
+    dom.setText(dom.byId("started"), "since " + format.moment(job.started));
+    this._setSplit(job);
+    PARTS.forEach(({ name }, i) => {
+      dom.setText(dom.byId("split-legend").children[i].querySelector("b"), format.share(job[name]));
+    });
+    this.tick(store);
+    this._renderVerdict(store);
+  }
+
+  /** What changes without news. */
+  tick(store) {
+    dom.setText(dom.byId("elapsed"), format.seconds(Math.round(store.elapsed())));
+  }
+
+  _state({ state, exit_code: code }) {
+    const words = { starting: "Starting", running: "Running", ended: "Ended", failed: "Failed" };
+    return words[state] + (state === "failed" && code !== null ? `, exit code ${code}` : "");
+  }
+
+  _hosts({ job, hosts }) {
+    const up = hosts.filter((host) => host.state === "up").length;
+    const where = "on " + format.plural(job.state === "running" ? up : hosts.length, "host");
+    if (job.least === null) return where;
+    const limits = job.most === null ? `at least ${job.least}` : `${job.least} to ${job.most}`;
+    return `${where}, elastic (${limits}), epoch ${job.epoch}`;
+  }
+
+  /** What a reader should know first: the failure; who is stalled or lost; who makes others wait; that all is well. */
+  _renderVerdict(store) {
+    const [kind, sentences] = this._verdict(store);
+    const verdict = dom.byId("verdict");
+    dom.setClass(verdict, "verdict " + kind);
+    if (verdict.dataset.said !== sentences.join("\n")) {
+      verdict.dataset.said = sentences.join("\n");
+      verdict.replaceChildren(...sentences.map((text) => dom.make("p", { text })));
+    }
+  }
+
+  _verdict({ job, ranks, stragglers }) {
+    if (job.state === "failed") return ["bad", [job.message || "The job has failed."]];
+    if (job.state === "ended") return ["good", ["The job has ended without an error."]];
+    const stuck = ranks.filter(({ state }) => state === "stalled" || state === "lost" || state === "failed");
+    if (stuck.length) {
+      const named = stuck.slice(0, 3).map(({ rank, state, detail }) => {
+        const what = `Rank ${rank} ${state === "failed" ? "has failed" : "is " + state}`;
+        return detail ? `${what}: ${detail}` : `${what}.`;
+      });
+      if (stuck.length > 3) named.push(`${format.count(stuck.length - 3)} more are stalled, lost or failed.`);
+      return ["bad", named];
+    }
+    if (stragglers.length) return ["late", [stragglers[0].text]];
+    if (job.state === "starting") return ["plain", ["Waiting for the first collective operation."]];
+    return ["good", ["No rank makes the others wait noticeably."]];
+  }
+}
