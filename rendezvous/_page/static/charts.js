@@ -83,10 +83,12 @@ class TimeView {
   }
 }
 
-/** The labels of a time axis: as exact as the distance between them. */
-function timeLabels(_plot, splits, _axis, _space, increment) {
+/** The labels of a time axis: as exact as the distance between them. At its ends there is no room for any. */
+function timeLabels(plot, splits, _axis, _space, increment) {
+  const { width } = plot.over.getBoundingClientRect();
   return splits.map((at) => {
-    if (at === null) return null;
+    const place = plot.valToPos(at, "x");
+    if (place < 24 || (width && place > width - 16)) return null;
     const date = new Date(at * 1000);
     if (increment >= 86400) return date.toLocaleDateString("en", { day: "numeric", month: "short" });
     return format.clock(at, increment < 60);
@@ -156,8 +158,14 @@ function bindKeys(element, plot, view, say) {
   });
 }
 
-const PLANE_COLOURS = ["computing", "waiting", "communicating", "purple", "sky", "stalled"];
-const DASHES = [[], [6, 4], [2, 3], [8, 3, 2, 3], [4, 2], [1, 2]];
+/** Curves of planes differ in colour and in dashes. */
+const PLANE_STYLES = [
+  { colour: "indigo", dash: [] },
+  { colour: "purple", dash: [7, 4] },
+  { colour: "sky", dash: [2, 3] },
+  { colour: "muted", dash: [8, 3, 2, 3] },
+];
+const sum = (values) => values.reduce((total, value) => total + value, 0);
 
 /** What the charts show. `curves` makes of a Series the curves of one chart, `text` writes a value. */
 const CHARTS = [
@@ -177,19 +185,14 @@ const CHARTS = [
     title: "Data per second, by plane",
     text: (value) => format.bytes(value) + "/s",
     curves: (series) =>
-      Object.keys(series.bytes_per_second)
-        .sort()
-        .map((plane, i) => ({
-          name: plane,
-          values: series.bytes_per_second[plane],
-          colour: PLANE_COLOURS[i % PLANE_COLOURS.length],
-          dash: DASHES[i % DASHES.length],
-        })),
+      Object.entries(series.bytes_per_second)
+        .sort(([, a], [, b]) => sum(b) - sum(a))
+        .map(([name, values], i) => ({ name, values, ...PLANE_STYLES[i % PLANE_STYLES.length] })),
   },
   {
-    title: "Processor",
-    text: (value) => format.number(value) + "\u00a0cores",
-    curves: (series) => [{ name: "cores in use", values: series.cpu, colour: "purple", filled: true }],
+    title: "Processor cores",
+    text: format.number,
+    curves: (series) => [{ name: "in use", values: series.cpu, colour: "purple", filled: true }],
   },
   {
     title: "Memory",
@@ -269,7 +272,7 @@ class Chart {
       {},
       ...drawn.map(({ colour: name, dash, filled }) => ({
         stroke: () => colour.of(name),
-        fill: filled ? () => colour.of(this._kind.stacked ? name : name + "-faint") : undefined,
+        fill: filled ? () => colour.of(name + (this._kind.stacked ? "-area" : "-faint")) : undefined,
         width: this._kind.stacked ? 0 : 1.75,
         dash,
         points: { show: false },

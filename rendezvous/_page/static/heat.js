@@ -59,7 +59,7 @@ class Stragglers {
     const last = waits.findLastIndex((count) => count);
     const shown = first < 0 ? [] : waits.slice(first, last + 1);
     const most = Math.max(...shown, 1);
-    const total = shown.reduce((sum, count) => sum + count, 0);
+    const total = sum(shown);
     if (this._waits.childElementCount !== Math.max(1, shown.length)) {
       this._waits.replaceChildren(
         ...(shown.length ? shown : [0]).map(() =>
@@ -105,7 +105,7 @@ class HeatMap {
 
   render(heat) {
     this._heat = heat;
-    const sums = heat.seconds.map((row, i) => ({ i, rank: heat.rank[i], sum: row.reduce((sum, value) => sum + value, 0) }));
+    const sums = heat.seconds.map((row, i) => ({ i, rank: heat.rank[i], sum: sum(row) }));
     const worst = sums.sort((a, b) => b.sum - a.sum).slice(0, MOST_ROWS);
     this._rows = worst.sort((a, b) => a.rank - b.rank);
     const left = sums.length - this._rows.length;

@@ -88,7 +88,7 @@ class Page {
   _draw(changed) {
     const store = this._store;
     this._view.set(store.job.started, store.job.now);
-    if (changed("job", "hosts", "ranks", "stragglers")) this._summary.render(store);
+    if (changed("job", "hosts", "ranks", "stragglers", "events")) this._summary.render(store);
     if (changed("ranks", "hosts")) {
       this._filter.render(store);
       if (this._table) this._rankTable.render(store, this._chosen);
@@ -112,6 +112,8 @@ class Page {
   }
 
   _readHash() {
+    // Links within the page, as the one to its content, choose nothing.
+    if (!/^#(rank-\d+|all)$/.test(location.hash) && location.hash) return;
     const rank = /^#rank-(\d+)$/.exec(location.hash)?.[1];
     const chosen = rank === undefined ? null : Number(rank);
     if (chosen !== this._chosen) {

@@ -97,7 +97,7 @@ class Grid {
     }
     for (const host of store.hosts) this._setHost(host, shown);
     if (!this._current?.isConnected || this._current.hidden) this._setCurrent(this._visible()[0] ?? null);
-    if (this._read_rank !== undefined) this._say(this._read_rank);
+    if (this._pointed !== undefined) this._say(this._pointed);
     else dom.setText(dom.byId("readout"), shown.size ? "Point at a rank to see what it does; choose it to see more." : "No rank matches.");
   }
 
@@ -145,11 +145,13 @@ class Grid {
     dom.setClass(cell, `cell ${row.state}${chosen ? " chosen" : ""}`);
     dom.setAttribute(cell, "aria-selected", String(chosen));
     const what = row.detail || STATE_WORDS[row.state];
-    if (cell.dataset.what === what) return;
-    cell.dataset.what = what;
-    cell.setAttribute("aria-label", `rank ${row.rank}: ${what}`);
-    cell.children[1].textContent = row.state;
-    cell.children[2].textContent = row.detail;
+    if (cell.dataset.what !== what) {
+      cell.dataset.what = what;
+      cell.setAttribute("aria-label", `rank ${row.rank}: ${what}`);
+    }
+    if (!this._root.classList.contains("cards")) return;
+    dom.setText(cell.children[1], row.state);
+    dom.setText(cell.children[2], row.detail || (row.step_seconds ? `${format.seconds(row.step_seconds)} a step` : ""));
   }
 
   _setHost(host, shown) {
@@ -178,8 +180,8 @@ class Grid {
 
   _read(cell) {
     if (!cell) return;
-    this._read_rank = Number(cell.dataset.rank);
-    this._say(this._read_rank);
+    this._pointed = Number(cell.dataset.rank);
+    this._say(this._pointed);
   }
 
   _say(rank) {

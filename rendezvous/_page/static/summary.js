@@ -38,7 +38,7 @@ class Summary {
     const { job } = store;
     document.title = `${job.state === "running" ? format.number(job.steps_per_second) + " steps/s" : job.state} – ${job.command}`;
     dom.setText(dom.byId("command"), job.command);
-    dom.setClass(dom.byId("state"), "job-state " + job.state);
+    dom.setClass(dom.byId("state"), "value job-state " + job.state);
     dom.setText(dom.byId("state"), this._state(job));
     dom.setText(dom.byId("rate"), format.number(job.steps_per_second));
     dom.setText(dom.byId("step-time"), format.seconds(job.step_seconds));
@@ -46,7 +46,7 @@ class Summary {
     dom.setText(dom.byId("steps"), format.count(job.steps));
     dom.setText(dom.byId("size"), format.plural(job.size, "rank"));
     dom.setText(dom.byId("size-label"), this._hosts(store));
-    dom.setText(dom.byId("started"), "since " + format.moment(job.started));
+    dom.setAttribute(dom.byId("elapsed"), "title", "since " + format.moment(job.started));
     this._setSplit(job);
     PARTS.forEach(({ name }, i) => {
       dom.setText(dom.byId("split-legend").children[i].querySelector("b"), format.share(job[name]));
@@ -57,7 +57,8 @@ class Summary {
 
   /** What changes without news. */
   tick(store) {
-    dom.setText(dom.byId("elapsed"), format.seconds(Math.round(store.elapsed())));
+    const running = store.job.state === "running" || store.job.state === "starting";
+    dom.setText(dom.byId("elapsed"), `${running ? "for" : "after"} ${format.seconds(Math.round(store.elapsed()))}`);
   }
 
   _state({ state, exit_code: code }) {
@@ -84,7 +85,13 @@ class Summary {
     }
   }
 
-  _verdict({ job, ranks, stragglers }) {
+  /** The event that says who is waited for now, if it is not over. Those with stacks only add to it. */
+  _stall(events) {
+    const over = events.findLastIndex(({ kind }) => kind === "stall ended" || kind === "elastic");
+    return events.slice(over + 1).findLast(({ kind, more }) => kind === "stall" && !more);
+  }
+
+  _verdict({ job, ranks, stragglers, events }) {
     if (job.state === "failed") return ["bad", [job.message || "The job has failed."]];
     if (job.state === "ended") return ["good", ["The job has ended without an error."]];
     const stuck = ranks.filter(({ state }) => state === "stalled" || state === "lost" || state === "failed");
@@ -96,6 +103,8 @@ class Summary {
       if (stuck.length > 3) named.push(`${format.count(stuck.length - 3)} more are stalled, lost or failed.`);
       return ["bad", named];
     }
+    const stall = this._stall(events);
+    if (stall) return ["bad", [stall.text]];
     if (stragglers.length) return ["late", [stragglers[0].text]];
     if (job.state === "starting") return ["plain", ["Waiting for the first collective operation."]];
     return ["good", ["No rank makes the others wait noticeably."]];

@@ -64,6 +64,7 @@ class RankTable {
     );
     this._root.append(this._table);
     this._root.addEventListener("scroll", () => this._draw(), { passive: true });
+    new ResizeObserver(() => this._draw()).observe(this._root);
     this._body.addEventListener("click", (event) => {
       const row = event.target.closest("tr");
       if (row) onChoose(Number(row.dataset.rank));
