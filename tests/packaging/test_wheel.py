@@ -33,7 +33,12 @@ from tests.packaging.building import (
 from tests.support.launching import wait_for
 
 LINKS = {"hvdgloo/rendezvous", "hvdgloo/runner"}
-DATA = {"hvdgloo/py.typed", "hvdgloo/rendezvous/templates/job.html"}
+PAGE = ROOT / "rendezvous/_page/static"
+DATA = {
+    "hvdgloo/py.typed",
+    "hvdgloo/rendezvous/templates/job.html",
+    *(f"hvdgloo/rendezvous/_page/static/{file.relative_to(PAGE)}" for file in PAGE.rglob("*.*")),
+}
 WORKER = """
 import numpy as np
 import hvdgloo
