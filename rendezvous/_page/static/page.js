@@ -82,6 +82,8 @@ class Page {
       const changed = this._changed;
       this._changed = new Set();
       this._draw((...parts) => parts.some((part) => changed.has(part)));
+      performance.clearMarks("drawn");
+      performance.mark("drawn", { detail: this._store.job.now });
     });
   }
 

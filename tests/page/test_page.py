@@ -1,0 +1,416 @@
+"""The page of a simulated job in Chromium: what it shows, how one gets about in it, and that it cannot be abused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from selenium.webdriver.common.keys import Keys
+
+from hvdgloo.rendezvous._observatory import view
+from hvdgloo.rendezvous._page.control import Trace
+from tests.page.support import NARROW, USUAL, WIDE, Chromium, Shown, axe, drag, until, words
+from tests.support.observed import EVIL, SimulatedJob
+
+Show = Callable[..., Shown]
+
+
+def minute(**settings: Any) -> SimulatedJob:
+    """A job that has run for a minute."""
+    job = SimulatedJob(**settings)
+    job.advance(60)
+    return job
+
+
+# What it shows.
+
+
+def test_the_slow_rank_is_named_at_the_top_with_its_cause(show: Show, browser: Chromium) -> None:
+    show(minute(slow=3, cause="stolen"))
+    said = words([browser.text("#verdict")])
+    assert said.startswith("Rank 3 (h2) was last in 9")
+    assert "hypervisor" in said
+    assert words(browser.texts("#straggler-list .who")) == "Rank 3 on h2"
+    assert "rank 3 cost most" in str(browser.attribute("#heat .plot", "aria-label"))
+
+
+def test_without_a_slow_rank_it_says_that_nobody_is(show: Show, browser: Chromium) -> None:
+    show(minute(slow=None))
+    assert browser.text("#verdict") == "No rank makes the others wait noticeably."
+    assert browser.text("#straggler-list") == "Nobody stands out."
+
+
+def test_the_job_is_seen_in_one_look(show: Show, browser: Chromium) -> None:
+    shown = show(minute())
+    job = shown.job.observatory.snapshot().job
+    assert browser.text("#command") == "hvdgloo-run -np 4 python train.py"
+    assert browser.text("#state") == "Running"
+    assert browser.text("#steps") == f"{job.steps:,}"
+    assert words([browser.text("#size"), browser.text("#size-label")]) == "4 ranks on 2 hosts"
+    assert words([browser.text("#step-time")]) == "114 ms"
+    shares = words(browser.texts("#split-legend li"))
+    assert shares == f" {job.computing:.0%} computing".replace("%", " %") + shares[shares.index("computing") + 9 :]
+    assert browser.texts(".host-name b") == ["h1", "h2"]
+    assert [browser.attribute(f'[data-rank="{rank}"]', "aria-label") for rank in (0, 3)] == [
+        "rank 0: computing",
+        "rank 3: computing",
+    ]
+
+
+def test_planes_are_shown_with_their_reasons(show: Show, browser: Chromium) -> None:
+    show(minute())
+    rows = browser.texts("#plane-list tbody tr")
+    assert any(row.startswith("glooall rankshosts h1 and h2") for row in rows), rows
+
+
+def test_what_happens_is_shown_while_it_happens(show: Show, browser: Chromium) -> None:
+    shown = show(minute())
+    before = browser.text("#steps")
+    shown.advance(3)
+    assert browser.text("#steps") != before
+    assert browser.text("#steps") == f"{shown.job.observatory.snapshot().job.steps:,}"
+
+
+def test_a_stall_shows_who_is_waited_for_and_its_python_stack(show: Show, browser: Chromium) -> None:
+    shown = show(minute())
+    shown.job.stall(2)
+    shown.advance(2)
+    assert "ranks 2 have not submitted" in browser.text("#verdict")
+    assert browser.attribute("#verdict", "class") == "verdict bad"
+    assert "time.sleep(3600)" in browser.text("#event-list pre")
+    assert "waiting" in str(browser.attribute('[data-rank="0"]', "class"))
+    assert "rank 2" in str(browser.attribute('[data-rank="0"]', "aria-label"))
+    shown.job.resume()
+    shown.advance(2)
+    assert "have not submitted" not in browser.text("#verdict")
+
+
+def test_a_killed_rank_is_shown_as_failed_and_then_the_job(show: Show, browser: Chromium) -> None:
+    shown = show(minute())
+    shown.job.lose(1)
+    shown.advance()
+    assert "Rank 1 has failed: rank 1 (h1) was killed by SIGKILL" in browser.text("#verdict")
+    assert "failed" in str(browser.attribute('[data-rank="1"]', "class"))
+    assert "rank 1 (h1) was killed by SIGKILL" in browser.text("#event-list")
+    shown.job.observatory.ended(1, "rank 1 (h1) was killed by SIGKILL")
+    browser.wait_for("#state", "Failed, exit code 1")
+    browser.wait_for("#verdict", "rank 1 (h1) was killed by SIGKILL")
+
+
+def test_an_elastic_job_goes_on_with_fewer_ranks(show: Show, browser: Chromium) -> None:
+    shown = show(minute())
+    shown.job.lose(3)
+    shown.advance()
+    shown.job.shrink()
+    shown.advance(2)
+    assert browser.texts(".cell .number") == ["0", "1", "2"]
+    assert "the job goes on with 3 ranks" in browser.text("#event-list")
+
+
+def test_updates_make_of_a_snapshot_what_a_later_snapshot_is(browser: Chromium) -> None:
+    job = SimulatedJob(ranks=6, hosts=3)
+    static = Path(__file__).parents[2] / "rendezvous/_page/static/store.js"
+    browser.run(static.read_text() + "; window.store = new Store();")
+    read = (
+        "const {job, hosts, planes, stragglers, waits, events, series, heat, settings, output} = store;"
+        "return JSON.stringify({job, hosts, planes, stragglers, waits, events, series, heat, settings, output,"
+        " ranks: store.ranks.map((row) => ({...row, state: STATES.indexOf(row.state)}))})"
+    )
+    with job.observatory.subscribe() as changes:
+        for _ in range(5):
+            job.advance(40)
+            if job.size == 6:
+                job.lose(5)
+                job.advance(1)
+                job.shrink()
+            while (value := changes.next(0)) is not None:
+                kind = "replace" if isinstance(value, view.Snapshot) else "update"
+                browser.run(f"store.{kind}(JSON.parse(arguments[0]))", view.encode(value).decode())
+    wanted = json.loads(view.encode(job.observatory.snapshot()))
+    columns = wanted.pop("ranks")
+    wanted["ranks"] = [{name: columns[name][i] for name in columns} for i in range(len(columns["rank"]))]
+    del wanted["schema"]
+    found = json.loads(browser.run(read))
+    for part, value in wanted.items():
+        assert found[part] == value, part
+
+
+# How one gets about in it.
+
+
+def test_a_chosen_rank_has_its_details_its_curves_and_its_output(show: Show, browser: Chromium) -> None:
+    show(minute(gpus=True))
+    browser.click('[data-rank="2"]')
+    browser.wait_for("#rank h3", "Rank 2 on h2")
+    facts = words(browser.texts("#rank dl > div"))
+    assert "process1002, local rank 0" in facts
+    assert "GPU0: NVIDIA H100" in facts
+    browser.wait_for("#scope", "rank 2")
+    until(lambda: "1" in words(browser.texts("#plots figure:nth-child(4) .legend b"))[:1], "one core, of one rank")
+    browser.click("#rank .buttons button")
+    until(lambda: set(browser.texts(".line .source")) == {"2"}, "only lines of rank 2")
+    browser.click("#rank .buttons button:last-child")
+    browser.wait_for("#scope", "all ranks")
+    assert browser.shown("#rank") == 0
+
+
+def test_ranks_are_chosen_by_keys(show: Show, browser: Chromium) -> None:
+    show(minute(ranks=8, hosts=2))
+    browser.run("document.querySelector('.cell[tabindex=\"0\"]').focus()")
+    browser.press(Keys.ARROW_RIGHT, Keys.ARROW_DOWN, Keys.ARROW_RIGHT)
+    assert browser.run("return document.activeElement.dataset.rank") == "6"
+    assert browser.text("#readout").startswith("rank 6 on h2: ")
+    browser.press(Keys.HOME, Keys.ENTER)
+    browser.wait_for("#rank h3", "Rank 4 on h2")
+    assert browser.run("return document.querySelectorAll('.cell[tabindex=\"0\"]').length") == 1
+
+
+def test_ranks_are_filtered_by_host_by_number_and_by_state(show: Show, browser: Chromium) -> None:
+    shown = show(minute(ranks=8, hosts=4))
+    visible = ".host:not([hidden]) .cell:not([hidden]) .number"
+    browser.find("#rank-filter").send_keys("H3")
+    until(lambda: browser.texts(visible) == ["4", "5"], "those of h3")
+    browser.find("#rank-filter").clear()
+    browser.find("#rank-filter").send_keys("rank 7")
+    until(lambda: browser.texts(visible) == ["7"], "rank 7")
+    browser.find("#rank-filter").clear()
+    browser.find("#rank-filter").send_keys("nowhere")
+    until(lambda: browser.text("#readout") == "No rank matches.", "a word about it")
+    browser.find("#rank-filter").clear()
+    browser.find("#rank-filter").send_keys(" ")
+    shown.job.stall(2)
+    shown.advance(2)
+    browser.click("#state-filter button:has(.computing)")
+    until(lambda: browser.texts(visible) == ["2"], "the only one that computes")
+
+
+def test_the_table_is_sorted_by_a_click_and_by_keys(show: Show, browser: Chromium) -> None:
+    show(minute(ranks=40, hosts=4, slow=17))
+    browser.click("#as-table")
+    until(lambda: browser.texts("#table tbody td:first-child button")[:3] == ["0", "1", "2"], "by rank at first")
+    waiting = "#table th:nth-child(7)"
+    browser.focus(f"{waiting} button")
+    browser.press(Keys.ENTER)
+    until(lambda: browser.attribute(waiting, "aria-sort") == "ascending", "sorted by waiting")
+    assert browser.texts("#table tbody td:first-child button")[0] == "17"
+    browser.click(f"{waiting} button")
+    assert browser.attribute(waiting, "aria-sort") == "descending"
+    assert browser.attribute("#table table", "aria-rowcount") == "41"
+    browser.run("document.querySelector('#table').scrollTop = 1e6")
+    until(lambda: browser.texts("#table tbody td:first-child button")[-1] == "17", "the last row")
+
+
+def test_dragging_zooms_all_charts_and_a_double_click_shows_all(show: Show, browser: Chromium) -> None:
+    from selenium.webdriver.common.action_chains import ActionChains
+
+    show(minute())
+    over = "#plots figure:first-child .u-over"
+    assert browser.attribute("#spans button:last-child", "aria-pressed") == "true"
+    drag(browser, over, 0.25, 0.5)
+    until(lambda: browser.attribute("#spans button:last-child", "aria-pressed") == "false", "a part is shown")
+    # A quarter of a minute: the same time is under the pointer's middle in another chart.
+    middles = []
+    for place in (2, 3):
+        other = browser.find(f"#plots figure:nth-child({place}) .u-over")
+        ActionChains(browser.driver).move_to_element(other).perform()
+        until(lambda: browser.text("#plots figure:first-child .time"), "a time")
+        middles.append(browser.text("#plots figure:first-child .time"))
+    assert middles[0] == middles[1]
+    assert middles[0] == browser.text("#plots figure:nth-child(3) .time")
+    ActionChains(browser.driver).double_click(browser.find(over)).perform()
+    until(lambda: browser.attribute("#spans button:last-child", "aria-pressed") == "true", "all is shown")
+
+
+def test_charts_are_read_and_zoomed_by_keys(show: Show, browser: Chromium) -> None:
+    show(minute())
+    browser.focus("#plots figure:nth-child(2) .plot")
+    browser.press(Keys.ARROW_LEFT)
+    first = until(lambda: browser.text("#announcement"), "a value is said")
+    assert "computing" in first
+    assert "waiting for other ranks" in first
+    browser.press(Keys.ARROW_LEFT)
+    until(lambda: browser.text("#announcement") != first, "another value is said")
+    browser.press("+")
+    assert browser.attribute("#spans button:last-child", "aria-pressed") == "false"
+    browser.press("0")
+    assert browser.attribute("#spans button:last-child", "aria-pressed") == "true"
+
+
+def test_the_heat_map_says_what_is_under_the_pointer(show: Show, browser: Chromium) -> None:
+    from selenium.webdriver.common.action_chains import ActionChains
+
+    shown = show(minute(slow=1))
+    rows = shown.job.observatory.snapshot().heat.rank
+    over = browser.find("#heat .u-over")
+    browser.run("arguments[0].scrollIntoView({block: 'center'})", over)
+    row_height = over.size["height"] / max(5, len(rows))
+    down = row_height * (rows.index(1) + 0.5) - over.size["height"] / 2
+    ActionChains(browser.driver).move_to_element_with_offset(over, 0, int(down)).perform()
+    browser.wait_for("#heat .readout", "for rank 1")
+    assert "others waited" in browser.text("#heat .readout")
+
+
+def test_output_is_followed_searched_and_read_back(show: Show, browser: Chromium) -> None:
+    job = minute()
+    for n in range(1200):
+        job.observatory.output(0, 2 if n % 2 else 1, f"line {n} \x1b[31mred\x1b[0m\n".encode())
+    shown = show(job)
+    until(lambda: browser.texts(".line .text")[-1:] == ["line 1199 red"], "the latest line")
+    assert browser.shown("#lines > button") == 1
+    job.observatory.output(3, 1, b"a new one\n")
+    shown.advance()
+    until(lambda: any("a new one" in text for text in browser.texts(".line .text")), "the new line")
+    browser.find("#search").send_keys("LINE 11")
+    until(lambda: len(browser.texts(".line .text")) == 111, "lines 11, 110 to 119, 1100 to 1199")
+    assert set(browser.texts(".line mark")) == {"line 11"}
+    browser.find("#search").clear()
+    browser.find("#search").send_keys(" ")
+    browser.find("#search").send_keys(Keys.BACKSPACE)
+    until(lambda: len(browser.texts(".line")) >= 500, "all again")
+    first = int(str(browser.attribute(".line", "data-number")))
+    browser.click("#lines > button")
+    until(lambda: int(str(browser.attribute(".line", "data-number"))) == first - 500, "500 lines more")
+    assert browser.run("return document.querySelector('#follow').checked") is False
+
+
+def test_events_are_filtered_by_kind(show: Show, browser: Chromium) -> None:
+    job = minute()
+    job.observatory.event("warning", "the disk is nearly full")
+    shown = show(job)
+    assert len(browser.texts(".event")) > 1
+    browser.find("#event-kind option[value=warning]").click()
+    until(lambda: browser.texts(".event p") == ["the disk is nearly full"], "the warning alone")
+    job.observatory.event("warning", "the disk is full")
+    job.observatory.event("elastic", "a host came")
+    shown.advance()
+    until(lambda: browser.texts(".event p") == ["the disk is full", "the disk is nearly full"], "the new one on top")
+
+
+class Tracing:
+    """Has steps traced; the trace is ready at once."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.made: list[Trace] = []
+
+    def trace(self, steps: int) -> Trace:
+        self._path.write_text("[]")
+        self.made.append(Trace(len(self.made) + 1, steps, "ready", f"{steps} steps of 4 ranks", 2))
+        return self.made[-1]
+
+    def traces(self) -> list[Trace]:
+        return list(self.made)
+
+    def path(self, number: int) -> str:
+        return str(self._path)
+
+
+def test_steps_are_traced_where_that_is_allowed(show: Show, browser: Chromium, tmp_path: Path) -> None:
+    control = Tracing(tmp_path / "trace.json")
+    show(minute(), control=control)
+    until(lambda: browser.shown("#trace") == 1, "the form")
+    browser.find("#trace-steps").clear()
+    browser.find("#trace-steps").send_keys("7")
+    browser.click("#trace-form button")
+    browser.wait_for("#trace-list", "7 steps of 4 ranks")
+    assert [trace.steps for trace in control.made] == [7]
+    assert browser.run("return fetch(document.querySelector('#trace-list a').href).then((a) => a.text())") == "[]"
+
+
+def test_nobody_is_offered_what_is_not_allowed(show: Show, browser: Chromium) -> None:
+    show(minute())
+    assert browser.shown("#trace") == 0
+
+
+def test_the_theme_follows_the_system_and_may_be_chosen(show: Show, browser: Chromium) -> None:
+    ground = "return getComputedStyle(document.body).backgroundColor"
+    show(minute())
+    light = browser.run(ground)
+    browser.theme("dark")
+    dark = until(lambda: (found := browser.run(ground)) != light and found, "the dark theme")
+    browser.click("#theme")
+    assert (browser.text("#theme"), browser.run(ground)) == ("Theme: light", light)
+    browser.click("#theme")
+    assert (browser.text("#theme"), browser.run(ground)) == ("Theme: dark", dark)
+    browser.click("#theme")
+    assert browser.text("#theme") == "Theme: system"
+
+
+@pytest.mark.parametrize("width", [NARROW, USUAL, WIDE])
+@pytest.mark.parametrize("ranks", [4, 200])
+def test_nothing_is_wider_than_the_window(show: Show, browser: Chromium, width: int, ranks: int) -> None:
+    show(minute(ranks=ranks, hosts=max(2, ranks // 8), evil=True), width=width, fragment="rank-3")
+    browser.wait_for("#rank h3", "Rank 3")
+    assert browser.run("return document.documentElement.scrollWidth") == width
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize(("width", "table"), [(NARROW, False), (USUAL, False), (USUAL, True)])
+def test_axe_finds_nothing(show: Show, browser: Chromium, theme: str, width: int, table: bool, tmp_path: Path) -> None:
+    browser.theme(theme)
+    job = minute(ranks=24, hosts=3, gpus=True)
+    job.stall(2)
+    job.advance(2)
+    shown = show(job, width=width, fragment="rank-3", control=Tracing(tmp_path / "t"))
+    job.lose(5)
+    shown.advance()
+    if table:
+        browser.click("#as-table")
+    browser.wait_for("#rank h3", "Rank 3")
+    assert axe(browser) == []
+
+
+# Hostile jobs, and strangers.
+
+
+def test_names_and_lines_do_nothing_but_stand_there(show: Show, browser: Chromium) -> None:
+    job = minute(evil=True)
+    job.stall(2, stack=EVIL[0])
+    shown = show(job, fragment="rank-2")
+    for text in EVIL:
+        job.observatory.event("warning", text, more=text)
+        job.observatory.output(1, 2, f"{text}\n".encode())
+    shown.advance(3)
+    browser.wait_for("#rank h3", f"Rank 2 on {EVIL[1]}1")
+    assert browser.texts(".host-name b") == [EVIL[0] + "0", EVIL[1] + "1"]
+    assert EVIL[0] in browser.text("#command")
+    assert EVIL[0] in browser.text("#event-list pre")
+    until(lambda: any(EVIL[3] in text for text in browser.texts(".line .text")), "the line")
+    assert not any("\u202e" in text for text in browser.texts(".line .text"))
+    browser.find("#search").send_keys("<img src=x")
+    until(lambda: set(browser.texts(".line mark")) == {"<img src=x"}, "what was searched for")
+    assert browser.run("return document.querySelectorAll('main img, main script, main svg, main iframe').length") == 0
+
+
+def test_a_link_works_once(show: Show, browser: Chromium) -> None:
+    shown = show(minute())
+    link = shown.server.link()
+    browser.driver.get(link)
+    until(shown.drawn, "the page")
+    browser.driver.delete_all_cookies()
+    browser.expect("401")
+    browser.driver.get(link)
+    assert browser.run("return document.querySelector('#grid')") is None
+    browser.driver.get(shown.server.address)
+    assert browser.run("return document.querySelector('#grid')") is None
+
+
+def test_a_page_whose_cookie_is_no_longer_valid_says_so(show: Show, browser: Chromium) -> None:
+    shown = show(minute())
+    browser.driver.delete_all_cookies()
+    browser.expect("401")
+    browser.run("window.refused = null; follow(() => {}, (status) => { window.refused = status; })")
+    until(lambda: browser.run("return window.refused") == "refused", "the page knows")
+    assert shown.server.watchers <= 2
+
+
+def test_the_end_of_the_server_is_said_and_what_was_shown_stays(show: Show, browser: Chromium) -> None:
+    shown = show(minute())
+    assert browser.text("#connection") == "live"
+    shown.server.stop()
+    browser.wait_for("#connection", "the job is over")
+    assert browser.text("#state") == "Running"
+    assert len(browser.texts(".cell")) == 4

@@ -1,0 +1,61 @@
+"""What the page of 1,024 ranks costs a browser. Times are of this machine, measured against a known piece of work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tests.page.support import Chromium, Shown, until
+from tests.support.observed import SimulatedJob
+
+RANKS = 1024
+FIRST_S = 2.0
+UPDATE_S = 0.1
+WORK_S = 0.1
+"""What ``WORK`` takes a processor on which the figures above hold."""
+WORK = """
+    const begin = performance.now();
+    let rows = Array.from({length: 200000}, (_, i) => ({i, key: (i * 7919) % 200003}));
+    rows.sort((a, b) => a.key - b.key);
+    JSON.parse(JSON.stringify(rows));
+    return performance.now() - begin;
+"""
+
+
+def slowness(browser: Chromium) -> float:
+    """How much slower than usual this machine is at the moment, 1 or more."""
+    return max(1.0, min(browser.run(WORK) for _ in range(3)) / 1e3 / WORK_S)
+
+
+def processor_seconds(browser: Chromium) -> float:
+    """That the page's process has used so far."""
+    metrics = {each["name"]: each["value"] for each in browser.command("Performance.getMetrics")["metrics"]}
+    return float(metrics["ProcessTime"])
+
+
+def test_1024_ranks_are_drawn_within_two_seconds_and_updated_within_a_tenth(
+    show: Callable[..., Shown], browser: Chromium
+) -> None:
+    job = SimulatedJob(ranks=RANKS, hosts=128, slow=17)
+    job.advance(30)
+    shown = show(job)
+    assert len(browser.texts(".cell")) == RANKS
+    first = []
+    for _ in range(3):
+        shown.open()
+        first.append(browser.run("return performance.getEntriesByName('drawn')[0].startTime") / 1e3)
+    factor = slowness(browser)
+    browser.command("Performance.enable", timeDomain="threadTicks")
+    shown.advance(2)
+    updates = 10
+    before = processor_seconds(browser)
+    for n in range(updates):
+        if n % 2:
+            job.resume()
+        else:
+            job.stall(3)
+        shown.advance()
+    spent = (processor_seconds(browser) - before) / updates
+    until(lambda: browser.run("return document.querySelectorAll('.cell.computing').length") > 0, "cells have states")
+    print(f"first drawing {min(first):.2f} s, an update {spent * 1e3:.0f} ms of processor time, slowness {factor:.2f}")
+    assert min(first) < FIRST_S * factor
+    assert spent < UPDATE_S * factor
