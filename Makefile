@@ -77,6 +77,10 @@ NO_JAVA = skipped, for lack of Java (17: apt-get install openjdk-17-jre-headless
 VENV_PACKAGING ?= .venv-packaging
 READY_PACKAGING := $(VENV_PACKAGING)/.ready
 
+VENV_DOCS ?= .venv-docs
+READY_DOCS := $(VENV_DOCS)/.ready
+SITE ?= build/site
+
 # One environment for each version of Python: .venv-python-3.12 and so on.
 VENV_PYTHON ?= .venv-python
 TESTS_PYTHON ?= tests/unit tests/architecture/test_docs.py::test_this_environment_is_in_the_matrix
@@ -93,7 +97,7 @@ PURELIB = $$($(1)/bin/python -c "import sysconfig; print(sysconfig.get_path('pur
 SHARE = echo "import site; site.addsitedir('$(call PURELIB,$(abspath $(VENV)))')" > $(call PURELIB,$(1))/shared.pth
 
 .PHONY: demo demo-elastic test test-all test-others test-tensorflow test-mxnet test-with-mxnet test-pygloo test-with-pygloo \
-    test-spark test-with-spark test-ray test-spark-3.5 test-with-spark-3.5 test-packaging test-pythons test-gpu mutants soak clients check clean
+    test-spark test-with-spark test-ray test-spark-3.5 test-with-spark-3.5 test-packaging docs test-docs test-pythons test-gpu mutants soak clients check clean
 
 demo: $(READY_DEMO)
 	$(BIN)/hvdgloo-run -np 2 examples/torch_digits.py
@@ -115,7 +119,7 @@ test-all: test
 # All but `make test`: each environment is made by its own target, so that one is made while the tests of another run.
 # The target that takes longest comes first. Spark and Ray are not among them yet: `make test-spark test-spark-3.5`.
 test-others: $(READY)
-	+$(SIDE_BY_SIDE) test-tensorflow test-pygloo test-mxnet $(PYTHON_TARGETS) test-packaging
+	+$(SIDE_BY_SIDE) test-tensorflow test-pygloo test-mxnet $(PYTHON_TARGETS) test-packaging test-docs
 
 # TensorFlow has an environment of its own: users have one framework or the other, and so do the other tests. All
 # contracts that concern tensors run, on data planes that treat memory differently; on Gloo and on a segment of shared
@@ -185,6 +189,15 @@ test-with-python-%: $(VENV_PYTHON)-%/.ready
 test-packaging: $(READY_PACKAGING)
 	$(VENV_PACKAGING)/bin/python -m pytest tests/packaging
 
+# The documentation as a site: pages to be opened from the disk, with a search, that need no network. Any warning, such as
+# a link that leads nowhere, is an error.
+docs: $(READY_DOCS)
+	@$(VENV_DOCS)/bin/python -m sphinx --quiet --fail-on-warning --keep-going docs $(SITE)
+	@echo "open $(abspath $(SITE))/index.html"
+
+test-docs: $(READY_DOCS)
+	$(VENV_DOCS)/bin/python -m pytest tests/site
+
 # With the torch that is installed on a machine with a GPU, which this environment sees. Part of the tests needs two GPUs.
 # At the end there is a report, gpu-report.md, to be sent; without a GPU it says so, and fails. A test that hangs fails
 # alone: pytest's thread that watches would end them all.
@@ -213,7 +226,7 @@ check: $(READY)
 	$(BIN)/python -m pytest -q tests/architecture
 
 clean:
-	rm -rf $(VENV) $(VENV_GPU) $(VENV_TF) $(VENV_MXNET) $(VENV_PYGLOO) $(VENV_SPARK) $(VENV_SPARK35) $(VENV_PACKAGING) $(VENV_PYTHON)-* .venv-clients \
+	rm -rf $(VENV) $(VENV_GPU) $(VENV_TF) $(VENV_MXNET) $(VENV_PYGLOO) $(VENV_SPARK) $(VENV_SPARK35) $(VENV_PACKAGING) $(VENV_DOCS) $(VENV_PYTHON)-* .venv-clients \
 	    build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
 # torch is installed first and by its pin, so that no other package's range fetches another build of it. The demo
@@ -287,6 +300,13 @@ $(READY_PACKAGING): $(READY)
 	$(call SHARE,$(VENV_PACKAGING))
 	$(INSTALL) $(VENV_PACKAGING)/bin/python "the tools that build distributions (10 MB to fetch)" \
 	    --editable ".[packaging]"
+	touch $@
+
+$(READY_DOCS): setup.cfg setup.py Makefile
+	rm -rf $(VENV_DOCS)
+	$(PYTHON) -m venv $(VENV_DOCS)
+	$(INSTALL) $(VENV_DOCS)/bin/python "Sphinx, and the tools of tests, without torch (45 MB to fetch)" \
+	    --editable ".[docs,test-unit]"
 	touch $@
 
 $(VENV_PYTHON)-%/.ready: setup.cfg setup.py Makefile

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
+from pathlib import Path
 
 import pytest
 
 from tests.support.pages import ROOT, generated, run_program
+from tests.support.tutorials import follow
 
 
 def test_the_api_page_is_what_the_docstrings_say() -> None:
@@ -18,6 +20,11 @@ def test_the_api_page_is_what_the_docstrings_say() -> None:
 def test_the_readmes_program_trains(capsys: pytest.CaptureFixture[str]) -> None:
     run_program("README.md", "DistributedTrainer")
     assert re.search(r"1 workers, loss 0\.0\d+", capsys.readouterr().out)
+
+
+@pytest.mark.timeout(300)  # two jobs, one after the other; mostly a tenth of it
+def test_the_tutorial_of_mxnet(tmp_path: Path) -> None:
+    follow("docs/tutorial-mxnet.md", tmp_path)
 
 
 @pytest.mark.parametrize("page", ["hvdgloo/mxnet/__init__.py", "docs/compatibility.md", "README.md", "Makefile"])

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
+from tests.support import warm
 from tests.support.pages import ROOT, generated, run_program
+from tests.support.tutorials import follow
+
+QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3"}
 
 
 def test_the_api_page_is_what_the_docstrings_say() -> None:
@@ -33,3 +38,13 @@ def test_the_programs_of_the_pages_train(capsys: pytest.CaptureFixture[str], pag
 def test_the_elastic_programs_train(capsys: pytest.CaptureFixture[str], containing: str) -> None:
     run_program("docs/elastic.md", containing)
     assert re.search(r"trained by 1 workers, loss 0\.0\d+", capsys.readouterr().out)
+
+
+@pytest.mark.timeout(300)  # several jobs, one after the other; mostly a tenth of it
+def test_the_tutorial_of_tensorflow(tmp_path: Path) -> None:
+    follow("docs/tutorial-tensorflow.md", tmp_path, warm.python(*warm.TENSORFLOW, **QUIET), QUIET)
+
+
+@pytest.mark.timeout(300)
+def test_the_tutorial_of_keras(tmp_path: Path) -> None:
+    follow("docs/tutorial-keras.md", tmp_path, warm.python(*warm.TENSORFLOW, **QUIET), QUIET)

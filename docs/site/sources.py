@@ -1,0 +1,61 @@
+"""Source files that pages link to (``../runner/launch.py``) become pages of the site, so that they can be read offline.
+
+On a code host such a link leads to the file itself. Sphinx would offer the file for download.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from sphinx import addnodes
+from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
+
+LANGUAGES = {".py": "python", ".pyi": "python", ".sh": "bash", ".yaml": "yaml", ".json": "json", ".cfg": "ini"}
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    # Before Sphinx's own, which collects what is to be downloaded.
+    app.connect("doctree-read", link, priority=100)
+    app.connect("env-purge-doc", forget)
+    app.connect("html-collect-pages", pages)
+    return {"version": "1", "parallel_read_safe": False, "parallel_write_safe": True}
+
+
+def linked(env: BuildEnvironment) -> dict[str, set[str]]:
+    """The files that each page links to, as paths from the repository's root."""
+    if not hasattr(env, "linked_sources"):
+        env.linked_sources = {}  # type: ignore[attr-defined]
+    found: dict[str, set[str]] = env.linked_sources  # type: ignore[attr-defined]
+    return found
+
+
+def link(app: Sphinx, doctree: nodes.document) -> None:
+    """Let a page's links to files outside of docs/ lead to their pages."""
+    root = Path(app.srcdir).resolve().parent
+    page = app.env.docname
+    for node in list(doctree.findall(addnodes.download_reference)):
+        path = (Path(app.env.doc2path(page)).parent / node["reftarget"]).resolve()
+        if not path.is_relative_to(root) or path.is_relative_to(app.srcdir):
+            continue
+        name = path.relative_to(root).as_posix()
+        linked(app.env).setdefault(page, set()).add(name)
+        address = app.builder.get_relative_uri(page, f"source/{name}")
+        node.replace_self(nodes.reference("", "", *node.children, refuri=address, internal=True))
+
+
+def forget(app: Sphinx, env: BuildEnvironment, page: str) -> None:
+    linked(env).pop(page, None)
+
+
+def pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """A page for each file: its name, what the template shows, and the template."""
+    root = Path(app.srcdir).resolve().parent
+    for name in sorted(set().union(*linked(app.env).values())):
+        text = (root / name).read_text(encoding="utf-8")
+        language = LANGUAGES.get(Path(name).suffix, "none")
+        shown = app.builder.highlighter.highlight_block(text, language)  # type: ignore[attr-defined]
+        yield f"source/{name}", {"title": name, "body": f"<h1>{name}</h1>{shown}"}, "page.html"

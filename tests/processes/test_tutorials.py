@@ -1,0 +1,22 @@
+"""The tutorials for torch and numpy do what they say."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from tests.support import warm
+from tests.support.tutorials import follow
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="it is about torch")
+@pytest.mark.timeout(300)  # five commands, one after the other; mostly a tenth of it
+def test_the_tutorial_of_torch(tmp_path: Path) -> None:
+    follow("docs/tutorial-torch.md", tmp_path, warm.python())
+
+
+@pytest.mark.timeout(300)
+def test_the_tutorial_of_numpy(tmp_path: Path) -> None:
+    follow("docs/tutorial-numpy.md", tmp_path, warm.python(*warm.NUMPY))
