@@ -20,7 +20,14 @@ language = "en"
 
 extensions = ["myst_parser", "sphinx_copybutton", "navigation", "sources"]
 navigation = {
-    "Start": ("installation", "tutorial-torch", "tutorial-keras", "tutorial-tensorflow", "tutorial-mxnet", "tutorial-numpy"),
+    "Start": (
+        "installation",
+        "tutorial-torch",
+        "tutorial-keras",
+        "tutorial-tensorflow",
+        "tutorial-mxnet",
+        "tutorial-numpy",
+    ),
     "Running jobs": ("launching", "elastic", "gpus", "spark", "ray", "timeline"),
     "Coming from Horovod": ("migrating", "compatibility"),
     "Reference": ("api", "api-tensorflow", "api-mxnet", "configuration", "troubleshooting", "security", "changelog"),

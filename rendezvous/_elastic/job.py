@@ -424,7 +424,7 @@ class ElasticJob:
             self._void(f"host {event.host} was lost: {event.reason}")
 
     def _silent(self, event: Silent) -> None:
-        """A member that hangs is lost by the others. One that has no others is ended here, if somebody wants to join."""
+        """A member that hangs is lost by the others. One without others is ended here, if somebody wants to join it."""
         worker = self._crew.workers.get(event.worker)
         alone = worker is not None and self._crew.is_member(worker) and self.roster.size == 1
         if worker is not None and alone and self.phase is P.RUNNING and self._announced & Update.ADDED:

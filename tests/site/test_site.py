@@ -122,9 +122,8 @@ def test_links_lead_somewhere(site: Path) -> None:
             if target.scheme in ("http", "https", "mailto"):
                 continue
             there = path if not target.path else (path.parent / unquote(target.path)).resolve()
-            if not there.is_file():
-                wrong.append((path.name, link))
-            elif target.fragment and there.suffix == ".html" and unquote(target.fragment) not in read(there).anchors:
+            anchor = unquote(target.fragment)
+            if not there.is_file() or (anchor and there.suffix == ".html" and anchor not in read(there).anchors):
                 wrong.append((path.name, link))
     assert wrong == []
 
@@ -140,7 +139,8 @@ def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
                 wrong.append((path.name, address))
     for path in site.rglob("*.css"):
         text = path.read_text(encoding="utf-8")
-        wrong += [(path.name, found) for found in re.findall(r"(?:@import|url\()\s*[\"']?((?:https?:)?//[^\"')]*)", text)]
+        found = re.findall(r"(?:@import|url\()\s*[\"']?((?:https?:)?//[^\"')]*)", text)
+        wrong += [(path.name, address) for address in found]
     assert wrong == []
 
 
