@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 
 from hvdgloo._observe.samples import HostSample, Lateness, Missing, Note, Observation, Sample
-from hvdgloo.rendezvous._observatory import curves, stragglers, view
+from hvdgloo.rendezvous._observatory import curves as drawn
+from hvdgloo.rendezvous._observatory import stragglers, view
 from hvdgloo.rendezvous._observatory.members import Host, Rank, Waits, columns
 from hvdgloo.rendezvous._observatory.output import Output
 from hvdgloo.rendezvous._observatory.rates import HostWindow, Rates, Window
@@ -158,16 +159,13 @@ class Model:
         return self._lateness
 
     def series_of(self, rank: int) -> view.Series:
-        return curves.series(self._ranks[rank].recording)
+        return drawn.series(self._ranks[rank].recording)
 
-    def snapshot(self, now: float) -> view.Snapshot:
-        """All that readers have been told, and the curves."""
-        told = msgspec.structs.replace(
-            self._told,
-            job=msgspec.structs.replace(self._told.job, now=now),
-            series=curves.series(self._series),
-            heat=curves.heat(self._heat),
-        )
+    def snapshot(self, now: float, *, curves: bool = True) -> view.Snapshot:
+        """All that readers have been told, with or without the curves."""
+        told = msgspec.structs.replace(self._told, job=msgspec.structs.replace(self._told.job, now=now))
+        if curves:
+            told.series, told.heat = drawn.series(self._series), drawn.heat(self._heat)
         if self._rows:
             told.ranks = columns(self._rows)
         return told
@@ -341,7 +339,7 @@ class Model:
         heard = [(rank, sample) for rank in self._ranks.values() if not rank.fate and (sample := rank.window.last)]
         for rank, sample in heard:
             flows = ((plane, rate) for (plane, _), rate in rank.rates.flows.items())
-            rank.recording.add(now, curves.point(rank.rates, rank.rates.cpu, sample.memory, flows))
+            rank.recording.add(now, drawn.point(rank.rates, rank.rates.cpu, sample.memory, flows))
         if heard:
             everybody = Rates(
                 steps_per_second=job.steps_per_second,
@@ -352,7 +350,7 @@ class Model:
             cpu = sum(rank.rates.cpu for rank, _ in heard)
             memory = sum(sample.memory for _, sample in heard)
             uses = ((use.name, use.bytes_per_second) for use in planes)
-            self._series.add(now, curves.point(everybody, cpu, memory, uses))
+            self._series.add(now, drawn.point(everybody, cpu, memory, uses))
         self._heat.add(now, self._hot)
         self._hot = {}
 
@@ -379,8 +377,8 @@ class Model:
             stragglers=late if late != told.stragglers else None,
             waits=waits if waits != told.waits else None,
             events=[event for event in self._events if event.number > first_new] or None,
-            series=curves.series(self._series, self._series.unread()),
-            heat=curves.heat(self._heat, self._heat.unread()),
+            series=drawn.series(self._series, self._series.unread()),
+            heat=drawn.heat(self._heat, self._heat.unread()),
             settings=self._settings if self._settings != told.settings else None,
             output=self.output.number if self.output.number != told.output else None,
         )

@@ -114,10 +114,14 @@ class Observatory:
         with self._lock:
             return self._revision
 
-    def snapshot(self) -> view.Snapshot:
-        """All that there is to see, as of ``revision``. The lists in it must not be changed."""
+    def snapshot(self, *, curves: bool = True) -> view.Snapshot:
+        """All that there is to see, as of ``revision``. The lists in it must not be changed.
+
+        Args:
+            curves: whether ``series`` and ``heat`` are filled in, which makes the most of it.
+        """
         with self._lock:
-            return self._model.snapshot(self._clock())
+            return self._model.snapshot(self._clock(), curves=curves)
 
     def subscribe(self, after: int | None = None) -> Subscription:
         """What changes from now on, after a first snapshot; or what has changed after a revision that the reader knows
