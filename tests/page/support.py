@@ -23,6 +23,9 @@ PATIENCE_S = 60.0
 """What anything in a page may take before it is said to hang."""
 
 NARROW, USUAL, WIDE = 390, 1280, 3840
+SCREEN, TALL = 900, 5000
+"""Heights: of a usual window; and of one in which a page is seen from top to end, and so all of it is drawn."""
+
 _PROGRAMS = ("chromium", "chromedriver")
 _FLAGS = (
     "--headless=new",
@@ -32,6 +35,7 @@ _FLAGS = (
     "--disable-background-networking",
     "--disable-component-update",
     "--no-first-run",
+    "--hide-scrollbars",  # as on a phone: they take no width
 )
 
 
@@ -95,7 +99,7 @@ class Chromium:
         """A command of the DevTools protocol."""
         return self.driver.execute_cdp_cmd(name, parameters)
 
-    def resize(self, width: int, height: int = 900) -> None:
+    def resize(self, width: int, height: int = TALL) -> None:
         self.command(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
         )
@@ -168,23 +172,30 @@ class Shown:
     """A simulated job, its server, and its page, in a browser.
 
     Args:
-        width: of the page in CSS pixels.
+        width, height: of the window in CSS pixels.
         control: as for ``PageServer``.
         fragment: of the address, as "rank-3".
     """
 
     def __init__(
-        self, browser: Chromium, job: SimulatedJob, *, width: int = USUAL, control: Any = None, fragment: str = ""
+        self,
+        browser: Chromium,
+        job: SimulatedJob,
+        *,
+        width: int = USUAL,
+        height: int = TALL,
+        control: Any = None,
+        fragment: str = "",
     ) -> None:
         self.browser = browser
         self.job = job
         self.server = PageServer(job.observatory, secret=SECRET, control=control)
-        self._width = width
+        self._size = (width, height)
         self._fragment = fragment
 
     def __enter__(self) -> Shown:
         self.server.start()
-        self.browser.resize(self._width)
+        self.browser.resize(*self._size)
         self.open()
         return self
 
@@ -197,7 +208,7 @@ class Shown:
         """Open it by a fresh link."""
         self.browser.driver.get(self.server.link())
         until(lambda: self.browser.run("return document.readyState") == "complete", "the page is loaded")
-        until(self.drawn, "the job is drawn")
+        self.wait_until_drawn()
         if self._fragment:
             self.browser.run("location.hash = arguments[0]", self._fragment)
 
@@ -207,10 +218,22 @@ class Shown:
     def advance(self, seconds: int = 1) -> None:
         """Let the job go on, and wait until the page has drawn that."""
         self.job.advance(seconds)
-        wanted = self.job.observatory.snapshot().job.now
-        until(
-            lambda: (self.browser.run("return performance.getEntriesByName('drawn').at(-1)?.detail") or 0) >= wanted,
-            "what is new is drawn",
+        self.wait_until_drawn()
+
+    def wait_until_drawn(self) -> None:
+        """Wait until the page has drawn what the job is now. The page tells; nobody asks again and again."""
+        self.browser.driver.execute_async_script(
+            """
+            const [wanted, done] = arguments;
+            const reached = () => (performance.getEntriesByName("drawn").at(-1)?.detail ?? 0) >= wanted;
+            if (reached()) return done();
+            new PerformanceObserver((list, observer) => {
+              if (!reached()) return;
+              observer.disconnect();
+              done();
+            }).observe({type: "mark"});
+            """,
+            self.job.observatory.snapshot().job.now,
         )
 
 

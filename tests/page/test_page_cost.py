@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from tests.page.support import Chromium, Shown, until
+from tests.page.support import SCREEN, Chromium, Shown, until
 from tests.support.observed import SimulatedJob
 
 RANKS = 1024
@@ -38,7 +38,7 @@ def test_1024_ranks_are_drawn_within_two_seconds_and_updated_within_a_tenth(
 ) -> None:
     job = SimulatedJob(ranks=RANKS, hosts=128, slow=17)
     job.advance(30)
-    shown = show(job)
+    shown = show(job, height=SCREEN)
     assert len(browser.texts(".cell")) == RANKS
     first = []
     for _ in range(3):

@@ -24,6 +24,8 @@ class Page {
     this._details = new Details();
     this._traces = new Traces(server);
     this._ownSeries = null;
+    this._views = this._makeViews();
+    this._watchSections();
     for (const id of ["as-grid", "as-table"]) dom.byId(id).addEventListener("click", () => this._showTable(id === "as-table"));
     window.addEventListener("hashchange", () => this._readHash());
     document.addEventListener("visibilitychange", () => this._schedule());
@@ -34,9 +36,7 @@ class Page {
   receive(kind, value) {
     if (kind === "snapshot") {
       this._store.replace(value);
-      for (const part of ["job", "hosts", "ranks", "planes", "stragglers", "waits", "events", "series", "heat", "settings", "output"]) {
-        this._changed.add(part);
-      }
+      for (const part of PARTS_OF_STORE) this._changed.add(part);
       if (dom.byId("content").hidden) {
         dom.byId("content").hidden = false;
         this._readHash();
@@ -81,32 +81,72 @@ class Page {
       this._scheduled = false;
       const changed = this._changed;
       this._changed = new Set();
-      this._draw((...parts) => parts.some((part) => changed.has(part)));
+      this._draw(changed);
       performance.clearMarks("drawn");
       performance.mark("drawn", { detail: this._store.job.now });
     });
   }
 
+  /** What is drawn where, and whenever one of these parts of the store has changed. */
+  _makeViews() {
+    const views = [
+      ["summary", ["job", "hosts", "ranks", "stragglers", "events"], (store) => this._summary.render(store)],
+      ["ranks", ["ranks", "hosts"], (store) => this._drawRanks(store)],
+      ["charts", ["series", "view"], (store, changed) => this._drawCharts(store, changed)],
+      ["stragglers", ["stragglers", "waits", "heat", "view"], (store, changed) => this._drawStragglers(store, changed)],
+      ["events", ["events"], ({ events }) => this._events.render(events)],
+      ["output", ["output"], ({ output }) => this._output.render(output)],
+      ["planes", ["planes"], (store) => this._details.renderPlanes(store)],
+      ["trace", ["events", "job"], (store) => this._traces.render(store)],
+      ["hosts", ["hosts"], (store) => this._details.renderHosts(store)],
+      ["details", ["settings", "job"], (store) => this._details.renderSettings(store)],
+    ];
+    return new Map(views.map(([id, parts, draw]) => [id, { parts, draw, seen: true, pending: new Set() }]));
+  }
+
+  /** Draw the sections that are seen, or nearly; the others have to wait until they are. */
   _draw(changed) {
-    const store = this._store;
-    this._view.set(store.job.started, store.job.now);
-    if (changed("job", "hosts", "ranks", "stragglers", "events")) this._summary.render(store);
-    if (changed("ranks", "hosts")) {
-      this._filter.render(store);
-      if (this._table) this._rankTable.render(store, this._chosen);
-      else this._grid.render(store, this._chosen);
-      this._card.render(store, this._chosen);
+    this._view.set(this._store.job.started, this._store.job.now);
+    for (const view of this._views.values()) {
+      for (const part of view.parts) if (changed.has(part)) view.pending.add(part);
+      if (!view.pending.size || !view.seen) continue;
+      const { pending } = view;
+      view.pending = new Set();
+      view.draw(this._store, pending);
     }
-    if (changed("series")) this._charts.render(this._chosen === null ? store.series : (this._ownSeries ?? EMPTY_SERIES));
-    else if (changed("view")) this._charts.redraw();
-    if (changed("stragglers", "waits", "heat")) this._stragglers.render(store);
-    else if (changed("view")) this._stragglers.redraw();
-    if (changed("events")) this._events.render(store.events);
-    if (changed("output")) this._output.render(store.output);
-    if (changed("planes")) this._details.renderPlanes(store);
-    if (changed("hosts")) this._details.renderHosts(store);
-    if (changed("settings", "job")) this._details.renderSettings(store);
-    if (changed("events", "job")) this._traces.render(store);
+  }
+
+  _watchSections() {
+    const observer = new IntersectionObserver(
+      (entries) => {
+        for (const { target, isIntersecting } of entries) this._views.get(target.id).seen = isIntersecting;
+        this._touch("seen");
+      },
+      { rootMargin: "25%" },
+    );
+    // What is not shown at all is not seen, but decides itself whether it is shown.
+    for (const id of this._views.keys()) if (id !== "trace") observer.observe(dom.byId(id));
+    window.addEventListener("beforeprint", () => {
+      for (const view of this._views.values()) view.seen = true;
+      this._draw(new Set());
+    });
+  }
+
+  _drawRanks(store) {
+    this._filter.render(store);
+    if (this._table) this._rankTable.render(store, this._chosen);
+    else this._grid.render(store, this._chosen);
+    this._card.render(store, this._chosen);
+  }
+
+  _drawCharts(store, changed) {
+    if (changed.has("series")) this._charts.render(this._chosen === null ? store.series : (this._ownSeries ?? EMPTY_SERIES));
+    else this._charts.redraw();
+  }
+
+  _drawStragglers(store, changed) {
+    if (changed.has("heat") || changed.has("stragglers") || changed.has("waits")) this._stragglers.render(store);
+    else this._stragglers.redraw();
   }
 
   _tick() {

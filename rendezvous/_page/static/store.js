@@ -5,6 +5,9 @@
 /** What a rank may be doing; the order is that of view.STATES. */
 const STATES = ["starting", "computing", "waiting", "communicating", "idle", "stalled", "lost", "ended", "failed"];
 
+/** What an update gives anew, if it gives it at all. */
+const REPLACED = ["job", "hosts", "planes", "stragglers", "waits", "settings", "output"];
+const PARTS_OF_STORE = [...REPLACED, "ranks", "events", "series", "heat"];
 const MOST_EVENTS = 500;
 const CURVES = ["steps_per_second", "step_seconds", "computing", "waiting", "communicating", "cpu", "memory"];
 
@@ -66,9 +69,7 @@ class Store {
   replace(snapshot) {
     this.known = true;
     this.receivedAt = performance.now();
-    for (const part of ["job", "hosts", "planes", "stragglers", "waits", "events", "series", "heat", "settings", "output"]) {
-      this[part] = snapshot[part];
-    }
+    for (const part of PARTS_OF_STORE) if (part !== "ranks") this[part] = snapshot[part];
     this.byRank.clear();
     this._setRanks(snapshot.ranks);
   }
@@ -76,9 +77,7 @@ class Store {
   /** Take in what has changed; its parts are those of `update` that are there. */
   update(update) {
     this.receivedAt = performance.now();
-    for (const part of ["job", "hosts", "planes", "stragglers", "waits", "settings", "output"]) {
-      if (update[part] != null) this[part] = update[part];
-    }
+    for (const part of REPLACED) this[part] = update[part] ?? this[part];
     for (const rank of update.gone ?? []) this.byRank.delete(rank);
     if (update.ranks || update.gone) this._setRanks(update.ranks ?? { rank: [] });
     if (update.events) this.events = this.events.concat(update.events).slice(-MOST_EVENTS);
