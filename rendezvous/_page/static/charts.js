@@ -142,6 +142,7 @@ function plotOptions(view, element, { left = 56 } = {}) {
 /** Let keys do what a pointer does: arrows move the cursor, + and - zoom, 0 shows all. */
 function bindKeys(element, plot, view, say) {
   element.addEventListener("keydown", (event) => {
+    if (!plot()) return;
     const { data, cursor } = plot();
     const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
     if (step) {

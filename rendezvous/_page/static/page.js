@@ -25,7 +25,6 @@ class Page {
     this._traces = new Traces(server);
     this._ownSeries = null;
     this._views = this._makeViews();
-    this._watchSections();
     for (const id of ["as-grid", "as-table"]) dom.byId(id).addEventListener("click", () => this._showTable(id === "as-table"));
     window.addEventListener("hashchange", () => this._readHash());
     document.addEventListener("visibilitychange", () => this._schedule());
@@ -39,6 +38,7 @@ class Page {
       for (const part of PARTS_OF_STORE) this._changed.add(part);
       if (dom.byId("content").hidden) {
         dom.byId("content").hidden = false;
+        this._watchSections();
         this._readHash();
       }
     } else {
