@@ -130,6 +130,7 @@ def test_who_does_not_keep_up_is_cut_off_and_others_are_not(
     job: SimulatedJob, crowd: Crowd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(feed_module, "MOST_BEHIND", 20_000)
+    monkeypatch.setattr(feed_module, "_TURN", 0.01)
     slow, quick = Stream(), crowd.join()
     crowd.streams.append(slow)
     slow.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
