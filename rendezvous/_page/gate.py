@@ -174,8 +174,8 @@ def _document(heading: str, content: str, *, refresh: str) -> bytes:
     goes_on = f'<meta http-equiv="refresh" content="0; url={refresh}">' if refresh else ""
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><meta name="color-scheme" content="light dark">'
-        f'<meta name="viewport" content="width=device-width">{goes_on}<title>{_TITLE}</title>'
-        f"<main><h1>{heading}</h1>{content}</main></html>\n"
+        f'<meta name="viewport" content="width=device-width"><link rel="icon" href="data:,">{goes_on}'
+        f"<title>{_TITLE}</title><main><h1>{heading}</h1>{content}</main></html>\n"
     ).encode()
 
 

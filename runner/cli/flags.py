@@ -100,6 +100,7 @@ program. Everything after it belongs to it. Examples:
   hvdgloo-run -np 2 -m package.train
   hvdgloo-run -np 4 --min-np 2 --host-discovery-script ./hosts.sh train.py
   hvdgloo-run doctor -H h1:2,h2:2     is everything there that the job needs?
+  hvdgloo-run top                     what does the job that is running do?
   hvdgloo-run timeline merge all.json trace.*.json    ranks' traces in one file
 
 Exit status: 0 if all workers succeeded, else that of the first one that failed

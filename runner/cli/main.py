@@ -87,6 +87,10 @@ def _run(argv: Sequence[str], stdout: TextIO, stderr: TextIO, *, alone: bool) ->
         from hvdgloo.runner.cli import trace_merge
 
         return _print(trace_merge.main(argv[1:]) + "\n", stdout, stderr)
+    if argv[:1] == ["top"]:
+        from hvdgloo.runner.top import command as top
+
+        return top.main(argv[1:], stdout)
     parser = build_parser()
     flags, command, doctor = split_all(argv, parser.values)
     if doctor and not {"-h", "--help"}.isdisjoint(flags):

@@ -130,6 +130,7 @@ GRAPH: dict[str, set[str]] = {
         "runner.supervise",
         "runner.transport",
     },
+    "hvdgloo.runner.top": {"_platform", "rendezvous._observatory", "rendezvous._page"},
     "hvdgloo.runner.cli": {
         "_platform",
         "config",
@@ -139,6 +140,7 @@ GRAPH: dict[str, set[str]] = {
         "runner.doctor",
         "runner.elastic",
         "runner.job",
+        "runner.top",
         "runner.transport",
     },
     "hvdgloo.runner.__main__": {"runner.cli"},

@@ -27,8 +27,9 @@ from hvdgloo.rendezvous._page import application, feed
 from hvdgloo.rendezvous._page.control import BusyError, Trace
 from hvdgloo.rendezvous._page.files import File
 from hvdgloo.rendezvous._page.server import PageServer
+from hvdgloo.runner.top.source import UnixConnection
 from tests.support.observed import SimulatedJob
-from tests.support.page import PATIENCE, Answer, Caller, UnixConnection, browser, script
+from tests.support.page import PATIENCE, Answer, Caller, browser, script
 from tests.support.rendezvous import until
 
 SECRET = bytes(range(32))

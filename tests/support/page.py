@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import re
-import socket
 from types import TracebackType
 from typing import Any
 from urllib.parse import urlsplit
@@ -113,16 +112,3 @@ def browser(server: PageServer) -> Caller:
     opened = stranger.get(f"/?{link.query}")
     cookie, place = re.fullmatch(r"(.+?); Path=(.+?);.*", opened.headers["Set-Cookie"]).groups()  # type: ignore[union-attr]
     return Caller(server, {"Cookie": cookie, "Sec-Fetch-Site": "same-origin"}, place)
-
-
-class UnixConnection(http.client.HTTPConnection):
-    """HTTP over a Unix socket."""
-
-    def __init__(self, path: str) -> None:
-        super().__init__("localhost", timeout=PATIENCE)
-        self._path = path
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(PATIENCE)
-        self.sock.connect(self._path)

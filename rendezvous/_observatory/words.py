@@ -1,0 +1,48 @@
+"""Numbers as people read them, the same as on the page. Pure."""
+
+from __future__ import annotations
+
+import math
+
+
+def number(value: float) -> str:
+    """Three digits that matter: ``0.0123``, ``1.23``, ``12.3``, ``1,234``."""
+    if not value:
+        return "0"
+    digits = max(0, min(4, 2 - math.floor(math.log10(abs(value)))))
+    text = f"{value:,.{digits}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def size(count: float) -> str:
+    """Bytes: ``12 B``, ``3.4 MB``."""
+    units = ("B", "kB", "MB", "GB", "TB", "PB")
+    power = 0
+    while abs(count) >= 999.5 and power < len(units) - 1:
+        count /= 1000
+        power += 1
+    return f"{number(count if power else round(count))} {units[power]}"
+
+
+def duration(seconds: float) -> str:
+    """A time: ``120 µs``, ``14 ms``, ``3.2 s``, ``2 min 5 s``, ``3 h 20 min``, ``2 d 4 h``."""
+    if not seconds:
+        return "0 s"
+    for limit, factor, unit in ((0.9995e-3, 1e6, "µs"), (0.9995, 1e3, "ms"), (99.95, 1.0, "s")):
+        if seconds < limit:
+            return f"{number(seconds * factor)} {unit}"
+    units = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
+    rest = round(seconds) if seconds < 3600 else round(seconds / 60) * 60
+    parts = []
+    for unit, length in units:
+        whole, rest = divmod(rest, length)
+        if whole:
+            parts.append(f"{whole} {unit}")
+        elif parts:
+            break
+    return " ".join(parts[:2])
+
+
+def share(part: float) -> str:
+    """``12 %``."""
+    return f"{round(part * 100)} %"

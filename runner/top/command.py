@@ -1,0 +1,189 @@
+"""The subcommand: which job, and in what form."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import select
+import sys
+import termios
+import time
+import tty
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NoReturn, TextIO
+
+from hvdgloo._platform.runtime import runtime_folder
+from hvdgloo._platform.spelling import in_one_line
+from hvdgloo.errors import ConfigError
+from hvdgloo.rendezvous._observatory.words import duration
+from hvdgloo.rendezvous._page.jobs import JobFile, jobs
+from hvdgloo.runner.top.source import GoneError, Source, decoded, of_job, of_link
+
+_DESCRIPTION = """\
+Show a running job: what its ranks do, who makes the others wait, and what has
+happened. On the screen, arrows scroll through the ranks, and q ends it.
+"""
+_EPILOG = """\
+JOB is the beginning of a job's id, or its launcher's process id; it can be left
+out where you run one job on this host. A job elsewhere is named by the link
+that its launcher printed (--page), in quotes; it is used up like in a browser.
+
+Exit status: 0, also when the job ends meanwhile; 1 if it does not answer; 2 if
+there is no such job.
+"""
+_KEYS = {"\x1b[A": -1, "k": -1, "\x1b[B": 1, "j": 1, "\x1b[5~": -10, "\x1b[6~": 10, " ": 10}
+"""Keys, and by how many ranks they scroll."""
+_QUIT = frozenset("q\x04")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"top: {message}")
+
+
+def main(arguments: Sequence[str], stdout: TextIO) -> int:
+    """Carry out the subcommand; returns the exit status.
+
+    Raises:
+        ConfigError: an argument cannot be used, or there is no such job.
+        GoneError: the job does not answer.
+    """
+    parser = _Parser(
+        prog="hvdgloo-run top",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("job", nargs="?", metavar="JOB", help="which job (default: the only one)")
+    parser.add_argument("--once", action="store_true", help="show it once, and end")
+    parser.add_argument("--json", action="store_true", help="as JSON, a line for each time (docs/observing.md)")
+    parser.add_argument("--link", action="store_true", help="print a new link to the job's page, and end")
+    parser.add_argument(
+        "--interval", type=_interval, default=1.0, metavar="SECONDS", help="time between two looks (default: 1)"
+    )
+    options = parser.parse_args(arguments)
+    source = find(options.job)
+    try:
+        if options.link:
+            stdout.write(f"{source.link()}\n")
+        elif options.json:
+            _print_json(source, stdout, options.interval, once=options.once)
+        elif options.once or not stdout.isatty():
+            _print_once(source, stdout)
+        else:
+            _watch(source, stdout, options.interval)
+    except KeyboardInterrupt:
+        pass  # is how one ends looking
+    finally:
+        source.close()
+    stdout.flush()
+    return 0
+
+
+def find(which: str | None) -> Source:
+    """Where the job can be read that is meant by an argument.
+
+    Raises:
+        ConfigError: there is none, or several.
+    """
+    if which is not None and "://" in which:
+        return of_link(which)
+    running = jobs(runtime_folder(os.environ))
+    found = [job for job in running if which is None or job.id.startswith(which) or str(job.pid) == which]
+    if len(found) == 1:
+        return of_job(found[0])
+    if found:
+        raise ConfigError("top: which job? These run:\n" + _listed(found))
+    if running:
+        raise ConfigError(f"top: there is no job {which}; these run:\n" + _listed(running))
+    raise ConfigError("top: you run no job on this host; a job elsewhere is named by the link to its page")
+
+
+def _listed(found: Sequence[JobFile]) -> str:
+    now = time.time()
+    return "\n".join(
+        f"  {job.id[:12]}  for {duration(round(max(0.0, now - job.started)))}  {in_one_line(job.command)}"
+        for job in found
+    )
+
+
+def _interval(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.1 <= value <= 3600:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds from 0.1 to 3600")
+    return value
+
+
+def _print_json(source: Source, stdout: TextIO, interval: float, *, once: bool) -> None:
+    stdout.write(f"{source.snapshot(curves=True).decode()}\n")
+    try:
+        while not once:
+            stdout.flush()
+            time.sleep(interval)
+            stdout.write(f"{source.snapshot().decode()}\n")
+    except GoneError:
+        pass  # the job is over
+
+
+def _print_once(source: Source, stdout: TextIO) -> None:
+    from rich.console import Console  # which --json and --link do without
+
+    from hvdgloo.runner.top.screen import Screen
+
+    Console(file=stdout, highlight=False).print(Screen(decoded(source.snapshot()), whole=True), end="")
+
+
+def _watch(source: Source, stdout: TextIO, interval: float) -> None:
+    from rich.console import Console
+    from rich.live import Live
+
+    from hvdgloo.runner.top.screen import Screen
+
+    console = Console(file=stdout, highlight=False)
+    snapshot, first = decoded(source.snapshot()), 0
+    with _keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            live.update(Screen(snapshot, first=first), refresh=True)
+            deadline = time.monotonic() + interval
+            keys = ""
+            while not keys and (left := deadline - time.monotonic()) > 0:
+                keys = pressed(left)
+            if not _QUIT.isdisjoint(keys):
+                return
+            if keys:
+                moved = sum(keys.count(key) * by for key, by in _KEYS.items())
+                first = max(0, min(first + moved, len(snapshot.ranks.rank) - 1))
+                continue
+            try:
+                snapshot = decoded(source.snapshot())
+            except GoneError:
+                break
+    # What was seen last stays readable when the screen is gone.
+    console.print(Screen(snapshot), end="")
+    console.print("The job is over.")
+
+
+@contextmanager
+def _keys() -> Iterator[Callable[[float], str]]:
+    """Lets keys be read as they are pressed: a function that waits for some, for so many seconds at most."""
+    if not sys.stdin.isatty():
+        yield lambda seconds: time.sleep(seconds) or ""
+        return
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+
+    def pressed(seconds: float) -> str:
+        if not select.select([descriptor], [], [], seconds)[0]:
+            return ""
+        return os.read(descriptor, 64).decode("ascii", "ignore") or "q"  # the terminal has gone
+
+    tty.setcbreak(descriptor)
+    try:
+        yield pressed
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)

@@ -1,0 +1,145 @@
+"""Where ``top`` reads: the HTTP server of a job's launcher, by its Unix socket or by a link to its page."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+import msgspec
+
+from hvdgloo.errors import ConfigError, HvdglooError
+from hvdgloo.rendezvous._observatory.view import SCHEMA, Snapshot
+from hvdgloo.rendezvous._page.jobs import JobFile
+
+PATIENCE = 20.0
+"""Seconds that a launcher may take to answer; the first answer takes it longest, since it imports its server."""
+
+
+class _Schema(msgspec.Struct):
+    schema: int = 0
+
+
+class GoneError(HvdglooError):
+    """The job's launcher does not answer any more: most likely the job is over."""
+
+
+class UnixConnection(http.client.HTTPConnection):
+    """HTTP over the Unix socket at a path."""
+
+    def __init__(self, path: str, timeout: float = PATIENCE) -> None:
+        super().__init__("localhost", timeout=timeout)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
+class Source:
+    """Reads from one job's server.
+
+    Args:
+        connect: makes a connection that is not open yet.
+        headers: that let one in.
+        place: path below which it is read.
+    """
+
+    def __init__(
+        self, connect: Callable[[], http.client.HTTPConnection], headers: dict[str, str], place: str = "/"
+    ) -> None:
+        self._connection = connect()
+        self._headers = headers
+        self._place = place
+
+    def snapshot(self, *, curves: bool = False) -> bytes:
+        """The job as it is, in JSON.
+
+        Args:
+            curves: whether the job's life is wanted, too.
+
+        Raises:
+            GoneError: nobody answers.
+            HvdglooError: the answer is a refusal.
+        """
+        return self._request("GET", f"v1/job?curves={int(curves)}")
+
+    def link(self) -> str:
+        """A new link to the job's page; raises as ``snapshot`` does."""
+        url: str = json.loads(self._request("POST", "v1/links"))["url"]
+        return url
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def _request(self, method: str, path: str) -> bytes:
+        try:
+            self._connection.request(method, self._place + path, headers=self._headers)
+            answer = self._connection.getresponse()
+            body = answer.read()
+        except (OSError, http.client.HTTPException) as error:
+            self._connection.close()
+            raise GoneError(f"the job's launcher does not answer ({_reason(error)}); most likely it is over") from None
+        if answer.status != 200:
+            raise HvdglooError(f"the job's launcher refuses: {_refusal(body)}")
+        return body
+
+
+def of_job(job: JobFile) -> Source:
+    """Reads a job of this user on this host."""
+    return Source(lambda: UnixConnection(job.unix), {"Authorization": f"Bearer {job.token}"})
+
+
+def of_link(link: str) -> Source:
+    """Reads a job by a link to its page, which is used up as if a browser had opened it.
+
+    Raises:
+        ConfigError: it is no such link, or was used before.
+        GoneError: nobody answers there.
+    """
+    parts = urlsplit(link)
+    if parts.scheme not in ("http", "https") or not parts.netloc or not parts.query.startswith("token="):
+        raise ConfigError(f"{link}: a link to a job's page looks like http://HOST:PORT/?token=...")
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    connection = kind(parts.netloc, timeout=PATIENCE)
+    try:
+        connection.request("GET", f"/?{parts.query}")
+        answer = connection.getresponse()
+        answer.read()
+    except (OSError, http.client.HTTPException) as error:
+        raise GoneError(f"{parts.netloc} does not answer: {_reason(error)}") from None
+    finally:
+        connection.close()
+    cookie, _, attributes = answer.headers.get("Set-Cookie", "").partition(";")
+    place = next((a.strip()[5:] for a in attributes.split(";") if a.strip().startswith("Path=")), "")
+    if answer.status != 200 or not place:
+        raise ConfigError(f"{link}: the link was used before, or is of another job; each works once")
+    return Source(lambda: kind(parts.netloc, timeout=PATIENCE), {"Cookie": cookie}, place)
+
+
+def decoded(data: bytes) -> Snapshot:
+    """A snapshot from its JSON.
+
+    Raises:
+        HvdglooError: it is of another version of hvdgloo.
+    """
+    try:
+        if msgspec.json.decode(data, type=_Schema).schema == SCHEMA:
+            return msgspec.json.decode(data, type=Snapshot)
+    except msgspec.DecodeError:
+        pass
+    raise HvdglooError("the job runs another version of hvdgloo; use the one that it was started with")
+
+
+def _reason(error: Exception) -> str:
+    return str(getattr(error, "strerror", None) or error) or type(error).__name__
+
+
+def _refusal(body: bytes) -> str:
+    try:
+        return str(json.loads(body)["reason"])
+    except (ValueError, KeyError, TypeError):
+        return body[:200].decode("utf-8", "replace")

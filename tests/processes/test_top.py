@@ -1,0 +1,223 @@
+"""``hvdgloo-run top``: how it finds a job, what it prints, and what it does on a terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+
+from hvdgloo.errors import ConfigError
+from hvdgloo.rendezvous import _auth as auth
+from hvdgloo.rendezvous._page.server import PageServer
+from hvdgloo.runner.cli.main import main
+from hvdgloo.runner.top import command
+from hvdgloo.runner.top.source import GoneError, decoded, of_link
+from tests.support.observed import SimulatedJob
+from tests.support.terminal import Terminal, terminal
+
+SECRET = bytes(range(32))
+PATIENCE = 50.0
+ID = "0123456789abcdef" * 2
+JOB = SimulatedJob(ranks=4)
+JOB.advance(5)
+
+PUBLISHER = """if True:
+    import os, sys
+    from hvdgloo.rendezvous._page.jobs import JobFile, published
+    folder, id, unix, token = sys.argv[1:]
+    with published(JobFile(id, os.getpid(), "hvdgloo-run\\tx", 1e9, unix, token), folder):
+        print(os.getpid(), flush=True)
+        sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The private folder of a user who runs no job."""
+    tmp_path.chmod(0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    (tmp_path / "hvdgloo").mkdir(mode=0o700)
+    return tmp_path / "hvdgloo"
+
+
+@pytest.fixture
+def server(folder: Path) -> Iterator[PageServer]:
+    with PageServer(JOB.observatory, secret=SECRET, unix=str(folder / "s")) as server:
+        yield server
+
+
+class Published:
+    """A process that has published a job, as launchers do, and ends when it is told to."""
+
+    def __init__(self, folder: Path, id: str = ID) -> None:
+        arguments = [str(folder), id, str(folder / "s"), auth.status_token(SECRET)]
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PUBLISHER, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None
+        self.pid = int(self.process.stdout.readline())
+
+    def end(self) -> None:
+        self.process.communicate("", timeout=50)
+
+
+@pytest.fixture
+def published(server: PageServer, folder: Path) -> Iterator[Published]:
+    job = Published(folder)
+    yield job
+    job.end()
+
+
+def top(*arguments: str) -> tuple[int, str]:
+    out = io.StringIO()
+    return command.main(arguments, out), out.getvalue()
+
+
+def test_once(published: Published) -> None:
+    status, text = top("--once")
+    assert status == 0
+    assert text.splitlines()[0].startswith("running 5 s  hvdgloo-run -np 4 python train.py")
+    assert len(text.splitlines()) > 8
+    assert top()[1] == text  # as this is no terminal
+
+
+def test_as_json(published: Published) -> None:
+    status, text = top("--once", "--json")
+    assert status == 0
+    (line,) = text.splitlines()
+    assert json.loads(line)["ranks"]["rank"] == [0, 1, 2, 3]
+    assert len(json.loads(line)["series"]["at"]) >= 5
+    assert decoded(text.encode()).job.size == 4
+
+
+def test_json_goes_on_until_the_job_is_over(
+    published: Published, server: PageServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 3:
+            server.stop()
+
+    monkeypatch.setattr("hvdgloo.runner.top.command.time.sleep", sleep)
+    status, text = top("--json", "--interval", "2.5")
+    assert status == 0
+    assert waits == [2.5] * 3
+    assert [json.loads(line)["job"]["size"] for line in text.splitlines()] == [4, 4, 4]
+
+
+def test_a_new_link(published: Published, server: PageServer) -> None:
+    link = top("--link")[1].strip()
+    assert link.startswith(server.address)
+    source = of_link(link)
+    assert decoded(source.snapshot()).job.size == 4
+    source.close()
+    with pytest.raises(ConfigError, match="each works once"):
+        of_link(link)
+
+
+def test_a_job_elsewhere_is_read_by_its_link(server: PageServer) -> None:
+    assert top(server.link(), "--once")[1].startswith("running")
+
+
+@pytest.mark.parametrize("link", ["http://127.0.0.1:1", "ftp://h/?token=x", "http://h/x?y=z", "http:///?token=x"])
+def test_what_is_no_link(link: str) -> None:
+    with pytest.raises(ConfigError, match=r"looks like http://HOST:PORT/\?token="):
+        top(link)
+
+
+def test_a_job_is_named_by_its_id_or_its_launcher(published: Published, folder: Path) -> None:
+    other = Published(folder, "f" * 32)
+    for name in (ID, ID[:5], str(published.pid)):
+        assert top(name, "--once")[0] == 0
+    with pytest.raises(
+        ConfigError, match=r"which job\? These run:\n  \w{12}  for \d+ d \d+ h  hvdgloo-run\\tx\n  \w{12}"
+    ):
+        top("--once")
+    with pytest.raises(ConfigError, match="there is no job nix; these run"):
+        top("nix")
+    other.end()
+    assert top("--once")[0] == 0
+
+
+def test_there_is_no_job(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="you run no job on this host"):
+        top()
+
+
+@pytest.mark.parametrize("interval", ["0", "-1", "x", "nan", "1e9"])
+def test_intervals_that_are_none(interval: str) -> None:
+    with pytest.raises(ConfigError, match="is not a number of seconds"):
+        top("--interval", interval)
+
+
+def test_a_job_that_does_not_answer(published: Published, server: PageServer) -> None:
+    server.stop()
+    with pytest.raises(GoneError, match="does not answer"):
+        top("--once")
+
+
+@pytest.mark.parametrize("text", [b"{}", b"[]", b"x", b'{"schema": 0}', b'{"schema": 1, "job": 3}'])
+def test_another_version_is_recognized(text: bytes) -> None:
+    with pytest.raises(Exception, match="another version of hvdgloo"):
+        decoded(text)
+
+
+def test_the_launcher_s_command_line_knows_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top"]) == 2
+    assert "you run no job on this host" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        main(["top", "--help"])
+    assert ended.value.code == 0
+    assert "usage: hvdgloo-run top" in capsys.readouterr().out
+
+
+def test_on_a_terminal(published: Published, server: PageServer, tmp_path: Path) -> None:
+    """It takes the whole screen, keys work, and what was seen last stays when the job is over."""
+    with started("--interval", "0.2", runtime=tmp_path) as screen:
+        screen.wait_for(r"Rank 3 \(h2\) was last in")
+        assert b"\x1b[?1049h" in screen.raw  # the alternate screen
+        first = rows(screen)
+        screen.type("j")
+        screen.until(lambda: rows(screen) == first[1:], PATIENCE, "the second rank on top")
+        screen.type("\x1b[A")
+        screen.until(lambda: rows(screen) == first, PATIENCE, "the first rank on top")
+        server.stop()
+        screen.wait_for(r"The job is over\.", PATIENCE)
+        assert screen.end() == 0
+        assert b"Rank 3 (h2) was last in" in screen.raw.rpartition(b"\x1b[?1049l")[2]
+
+
+def test_q_ends_it(published: Published, tmp_path: Path) -> None:
+    with started("--interval", "3600", runtime=tmp_path) as screen:
+        screen.wait_for("rank", PATIENCE)
+        screen.type("q")
+        assert screen.end() == 0
+
+
+def test_ctrl_c_ends_it(published: Published, tmp_path: Path) -> None:
+    with started("--interval", "3600", runtime=tmp_path) as screen:
+        screen.wait_for("rank", PATIENCE)
+        screen.type("\x03")
+        assert screen.end() == 0
+        assert b"Traceback" not in screen.raw
+
+
+def started(*arguments: str, runtime: Path) -> AbstractContextManager[Terminal]:
+    """``top`` on a terminal, for a user with this runtime folder."""
+    env = {**os.environ, "XDG_RUNTIME_DIR": str(runtime)}
+    return terminal("-m", "hvdgloo.runner", "top", *arguments, env=env, cwd=runtime)
+
+
+def rows(screen: Terminal) -> list[str]:
+    """The ranks in the table."""
+    return [found[1] for line in screen.lines if (found := re.match(r" *(\d+)  h\d", line))]
